@@ -1,0 +1,14 @@
+"""Top-K gradient compression with error feedback for Horovod.
+
+`import horovod_topk` loads no framework. The adapters do:
+
+    from horovod_topk.torch import TopKEF
+
+    optimizer = hvd.DistributedOptimizer(optimizer, ..., compression=TopKEF)
+"""
+
+from horovod_topk import errors
+from horovod_topk.config import TopKConfig
+
+__version__ = "0.1.0"
+__all__ = ["TopKConfig", "__version__", "errors"]

@@ -1,0 +1,101 @@
+"""The settings of Top-K compression: frozen, validated, equal on every rank."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from horovod_topk.errors import ConfigError, UnknownSettingError
+
+VALUES = ("float32", "float16")
+EXCHANGES = ("allgather",)
+SELECTIONS = ("exact",)
+
+
+@dataclass(frozen=True)
+class TopKConfig:
+    """What a user may set. Every field has a default and is checked on construction.
+
+    Raises:
+        ConfigError: a value lies outside its range; the message gives the range.
+    """
+
+    ratio: float = 0.01  # share of a tensor's elements sent a step, in (0, 1]
+    values: str = "float32"  # dtype of sent values; residuals take in the rounding
+    exchange: str = "allgather"  # how payloads cross the network
+    selection: str = "exact"  # how the k largest elements are found
+    min_numel: int = 1024  # elements; smaller tensors travel dense, inside their bucket's payload
+    name: str | None = None  # prefix of the collectives' names; None derives it from the plan
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", _checked_ratio(self.ratio))
+        _check_choice("values", self.values, VALUES)
+        _check_choice("exchange", self.exchange, EXCHANGES)
+        _check_choice("selection", self.selection, SELECTIONS)
+        _check_min_numel(self.min_numel)
+        _check_name(self.name)
+
+    def agreed(self) -> dict[str, object]:
+        """The settings that all ranks must share, in a fixed order."""
+        return asdict(self)
+
+
+def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Raise for the first keyword in `unknown`, suggesting the nearest of `known`.
+
+    Raises:
+        UnknownSettingError: `unknown` is not empty.
+    """
+    known = sorted(known)
+    for keyword in unknown:
+        near = difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise UnknownSettingError(
+            f"TopKEF has no setting {keyword!r}",
+            cure=f"{hint}The settings are {', '.join(known)}",
+        )
+
+
+def _checked_ratio(ratio: object) -> float:
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
+        raise ConfigError(
+            f"ratio={ratio!r} is not a number", cure="Pass a float in (0, 1], such as ratio=0.01"
+        )
+    if isinstance(ratio, int) and ratio > 1:
+        raise ConfigError(
+            f"ratio={ratio} is above 1; ratio is the share of elements sent, not the reduction",
+            cure=f"For {ratio} times fewer elements pass ratio={1 / ratio:.6g}",
+        )
+    if not 0.0 < ratio <= 1.0:  # also refuses NaN
+        raise ConfigError(
+            f"ratio={ratio!r} lies outside (0, 1]",
+            cure="Pass the share of elements to send, such as ratio=0.01; ratio=1.0 sends all",
+        )
+    return float(ratio)
+
+
+def _check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"{setting}={value!r} is not available in this version",
+            cure=f"{hint}Pass one of {', '.join(map(repr, choices))}",
+        )
+
+
+def _check_min_numel(min_numel: object) -> None:
+    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
+        raise ConfigError(
+            f"min_numel={min_numel!r} is not a whole number of elements >= 0",
+            cure="Pass 0 to compress every tensor, or a size such as 1024",
+        )
+
+
+def _check_name(name: object) -> None:
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ConfigError(
+            f"name={name!r} is not a non-empty string",
+            cure="Pass a name that is the same on every rank and unique to this optimizer",
+        )

@@ -1,0 +1,73 @@
+"""Ranks compare plans before they exchange: a mismatch is an error that names rank and field.
+
+Without this, Horovod would gather payloads of unequal plans without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TypeVar
+
+from horovod_topk.core.exchange import Collective
+from horovod_topk.core.plan import Plan, digest
+from horovod_topk.errors import PlanMismatchError
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+
+_RECORD = struct.Struct("<8sI")  # a field's digest, and the bytes of its text
+_ORDINAL = struct.Struct("<I")
+
+
+def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Array]) -> int:
+    """Return the highest ordinal that any rank proposes, once all ranks share one plan.
+
+    A collective: every rank of the communicator must call it, in the same order among its own
+    calls.
+
+    Args:
+        plan: this rank's plan.
+        ordinal: this rank's proposal for the optimizer's ordinal, free on this rank from there up.
+
+    Raises:
+        PlanMismatchError: on every rank, when any two plans differ.
+    """
+    fields = plan.fields()
+    texts = {field: json.dumps(value).encode() for field, value in fields.items()}
+    records = [_RECORD.pack(digest(fields[field]), len(text)) for field, text in texts.items()]
+    proposal = b"".join(records) + _ORDINAL.pack(ordinal)
+    gathered = _gather(proposal, "topkef.agreement", ops, collective)
+    for position, field in enumerate(texts):
+        seen = [_RECORD.unpack_from(data, position * _RECORD.size) for data in gathered]
+        if len({fingerprint for fingerprint, _ in seen}) > 1:
+            width = max(length for _, length in seen)
+            lists = _gather(texts[field].ljust(width), "topkef.mismatch", ops, collective)
+            _raise_mismatch(field, [json.loads(data) for data in lists], collective.rank)
+    return max(int(_ORDINAL.unpack(data[-_ORDINAL.size :])[0]) for data in gathered)
+
+
+def _gather(data: bytes, name: str, ops: Ops[Array], collective: Collective[Array]) -> list[bytes]:
+    """Host bytes of equal length from every rank."""
+    array = ops.zeros(len(data), "uint8", "cpu")
+    ops.store_bytes(array, 0, data)
+    gathered = ops.to_host(collective.allgather(array, name).wait())
+    return [gathered[r * len(data) : (r + 1) * len(data)] for r in range(collective.size)]
+
+
+def _raise_mismatch(field: str, lists: list[list[object]], rank: int) -> None:
+    """Compare with the first rank that differs from this one."""
+    mine = lists[rank]
+    other = next(r for r, theirs in enumerate(lists) if theirs != mine)
+    here, there = _first_difference(mine, lists[other])
+    raise PlanMismatchError(
+        f"ranks disagree on {field}: {there} on rank {other}, {here} on rank {rank} (this one)",
+        cure="Start all ranks with the same model, settings, groups and version of horovod_topk",
+    )
+
+
+def _first_difference(here: list[object], there: list[object]) -> tuple[str, str]:
+    for mine, theirs in zip(here, there, strict=False):
+        if mine != theirs:
+            return json.dumps(mine), json.dumps(theirs)
+    return f"{len(here)} entries", f"{len(there)} entries"

@@ -1,0 +1,8 @@
+"""Array operations behind one protocol: what the core asks of a framework.
+
+Importing this package loads no framework; import the submodule you need.
+"""
+
+from horovod_topk.ops.protocol import Ops
+
+__all__ = ["Ops"]

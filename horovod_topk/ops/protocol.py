@@ -1,0 +1,119 @@
+"""The verbs an array library must offer to the core.
+
+Rules for implementations:
+- Arrays called `residual`, `candidate`, `values` are one-dimensional. A `gradient` may have any
+  shape and strides; its elements are taken in row-major (logical) order.
+- dtypes are named by strings: float16, bfloat16, float32, float64, int16, int32, int64, uint8.
+- `out` and `candidate` are written in place; other arguments are never written.
+- Nothing here waits for a device, save `to_host` and `norm`, and `select` where its docstring
+  says so.
+- No verb draws random numbers or depends on more than its arguments: equal input, equal bits.
+
+`horovod_topk.ops.numpy` is the oracle in tests: the shortest code that is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+Array = TypeVar("Array")
+
+
+class Ops(Protocol[Array]):
+    """Array verbs; see the module's docstring for the rules."""
+
+    def zeros(self, numel: int, dtype: str, device: str) -> Array:
+        """A new array of `numel` zeros."""
+        ...
+
+    def arange(self, count: int, device: str) -> Array:
+        """int64 indices 0, 1, ... count - 1."""
+        ...
+
+    def view(self, array: Array, start: int, stop: int) -> Array:
+        """Elements [start, stop) of a one-dimensional array, sharing its memory."""
+        ...
+
+    def numel(self, array: Array) -> int:
+        """How many elements an array has."""
+        ...
+
+    def clone(self, array: Array) -> Array:
+        """A copy that shares no memory."""
+        ...
+
+    def assign(self, out: Array, source: Array) -> None:
+        """out[:] = source, element by element, cast to out's dtype."""
+        ...
+
+    def compensate(self, residual: Array, gradient: Array, out: Array) -> None:
+        """out = residual + gradient, in the residual's dtype."""
+        ...
+
+    def select(self, candidate: Array, k: int) -> Array:
+        """Ascending int64 indices of the k largest magnitudes, 1 <= k <= n.
+
+        Ties go to the lower index. NaN counts as the largest magnitude, so that a
+        non-finite element is always among those selected.
+        """
+        ...
+
+    def take(self, array: Array, index: Array) -> Array:
+        """array[index], a new array; the elements of `array` in row-major order."""
+        ...
+
+    def quantise(self, values: Array, dtype: str) -> Array:
+        """Values rounded to nearest in `dtype`, saturated at its largest finite magnitude."""
+        ...
+
+    def deduct(self, candidate: Array, index: Array | None, sent: Array) -> None:
+        """candidate[index] -= sent; index None means all elements, indices are unique."""
+        ...
+
+    def store(self, payload: Array, at: int, parts: Sequence[Array], dtype: str) -> None:
+        """Write arrays one after another, cast to `dtype`, from byte `at` of a uint8 array.
+
+        Indices are reduced modulo the width, so int16 and int32 hold them unsigned.
+        """
+        ...
+
+    def load(self, payload: Array, at: int, count: int, dtype: str) -> Array:
+        """`count` elements of `dtype` from byte `at`; int16 and int32 come back unsigned, int64."""
+        ...
+
+    def store_bytes(self, payload: Array, at: int, data: bytes) -> None:
+        """Write host bytes at byte `at`."""
+        ...
+
+    def store_nonfinite(self, payload: Array, at: int, parts: Sequence[Array]) -> None:
+        """Write a bitmap, bit i set when parts[i] has a NaN or an infinity (bit 0 lowest)."""
+        ...
+
+    def to_host(self, payload: Array) -> bytes:
+        """The bytes of a uint8 array. Waits for the device."""
+        ...
+
+    def accumulator(self, gradient: Array, dtype: str) -> Array:
+        """A flat array of zeros to sum into: the gradient's own memory where that is possible."""
+        ...
+
+    def accumulate(self, out: Array, index: Array | None, values: Array) -> None:
+        """out[index] += values; index None means all elements, indices are unique."""
+        ...
+
+    def deliver(self, total: Array, scale: float, gradient: Array) -> None:
+        """gradient[...] = total * scale, cast to the gradient's dtype."""
+        ...
+
+    def poison(self, gradient: Array) -> None:
+        """Fill a gradient with NaN."""
+        ...
+
+    def same(self, left: Array, right: Array) -> bool:
+        """Whether two arrays hold the same values, NaN equal to NaN. Waits for the device."""
+        ...
+
+    def norm(self, array: Array) -> float:
+        """Euclidean norm, summed in float64. Waits for the device."""
+        ...

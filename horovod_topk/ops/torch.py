@@ -1,0 +1,160 @@
+"""PyTorch operations, on the CPU and on accelerators, from torch's own kernels.
+
+Selection on the CPU is exact and avoids sorting: a strided sample gives a threshold a little
+below the k-th magnitude, one pass keeps the candidates above it, and `topk` runs on those few.
+Where the sample misled (fewer than k candidates) the full `topk` gives the threshold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+}
+_WIDTH = {"float16": 2, "float32": 4, "float64": 8, "int16": 2, "int32": 4}  # bytes
+_MASK = {"int16": 0xFFFF, "int32": 0xFFFFFFFF}  # torch has no full set of unsigned dtypes
+_SAMPLE = 1 << 16  # elements looked at to guess a threshold; the slack falls as its square root
+
+
+class TorchOps:
+    """`horovod_topk.ops.Ops` for torch.Tensor."""
+
+    def zeros(self, numel: int, dtype: str, device: str = "cpu") -> Tensor:
+        return torch.zeros(numel, dtype=DTYPES[dtype], device=device)
+
+    def arange(self, count: int, device: str = "cpu") -> Tensor:
+        return torch.arange(count, device=device)
+
+    def view(self, array: Tensor, start: int, stop: int) -> Tensor:
+        return array[start:stop]
+
+    def numel(self, array: Tensor) -> int:
+        return array.numel()
+
+    def clone(self, array: Tensor) -> Tensor:
+        return array.clone()
+
+    def assign(self, out: Tensor, source: Tensor) -> None:
+        out.copy_(source)
+
+    def compensate(self, residual: Tensor, gradient: Tensor, out: Tensor) -> None:
+        torch.add(residual, gradient.reshape(-1), out=out)
+
+    def select(self, candidate: Tensor, k: int) -> Tensor:
+        magnitude = candidate.abs()
+        if k == magnitude.numel():
+            return torch.arange(k, device=candidate.device)
+        if candidate.device.type != "cpu":  # counting candidates would wait for the device
+            return torch.topk(magnitude, k, sorted=False).indices.sort().values
+        candidates = _at_least(magnitude, _guess_threshold(magnitude, k))
+        if candidates.numel() < k:
+            candidates = _at_least(magnitude, torch.topk(magnitude, k).values[-1])
+        return candidates[_largest(magnitude[candidates], k)]
+
+    def take(self, array: Tensor, index: Tensor) -> Tensor:
+        return array.reshape(-1)[index]
+
+    def quantise(self, values: Tensor, dtype: str) -> Tensor:
+        target = DTYPES[dtype]
+        if values.dtype == target:
+            return values
+        largest = torch.finfo(target).max
+        return values.clamp(-largest, largest).to(target)
+
+    def deduct(self, candidate: Tensor, index: Tensor | None, sent: Tensor) -> None:
+        sent = sent.to(candidate.dtype)
+        if index is None:
+            candidate.sub_(sent)
+        else:
+            candidate.index_add_(0, index, sent, alpha=-1)
+
+    def store(self, payload: Tensor, at: int, parts: Sequence[Tensor], dtype: str) -> None:
+        target = DTYPES[dtype]
+        for part in parts:
+            stop = at + part.numel() * _WIDTH[dtype]
+            payload[at:stop].view(target).copy_(part)
+            at = stop
+
+    def load(self, payload: Tensor, at: int, count: int, dtype: str) -> Tensor:
+        loaded = payload[at : at + count * _WIDTH[dtype]].view(DTYPES[dtype])
+        mask = _MASK.get(dtype)
+        return loaded if mask is None else loaded.to(torch.int64).bitwise_and_(mask)
+
+    def store_bytes(self, payload: Tensor, at: int, data: bytes) -> None:
+        payload[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def store_nonfinite(self, payload: Tensor, at: int, parts: Sequence[Tensor]) -> None:
+        count = -(-len(parts) // 8)
+        bits = torch.zeros(count * 8, dtype=torch.uint8, device=payload.device)
+        flags = torch.stack([part.isfinite().all().logical_not() for part in parts])
+        bits[: len(parts)] = flags.to(torch.uint8)
+        weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=bits.device)
+        payload[at : at + count] = (bits.view(count, 8) * weights).sum(1, dtype=torch.uint8)
+
+    def to_host(self, payload: Tensor) -> bytes:
+        return bytes(payload.tolist())  # headers only, and torch may have no NumPy
+
+    def accumulator(self, gradient: Tensor, dtype: str) -> Tensor:
+        if gradient.dtype == DTYPES[dtype] and gradient.is_contiguous():
+            return gradient.view(-1).zero_()
+        return torch.zeros(gradient.numel(), dtype=DTYPES[dtype], device=gradient.device)
+
+    def accumulate(self, out: Tensor, index: Tensor | None, values: Tensor) -> None:
+        values = values.to(out.dtype)
+        if index is None:
+            out.add_(values)
+        else:
+            out.index_add_(0, index, values)
+
+    def deliver(self, total: Tensor, scale: float, gradient: Tensor) -> None:
+        if scale != 1.0:
+            total.mul_(scale)
+        if total.data_ptr() != gradient.data_ptr():
+            gradient.copy_(total.view(gradient.shape))
+
+    def poison(self, gradient: Tensor) -> None:
+        gradient.fill_(math.nan)
+
+    def same(self, left: Tensor, right: Tensor) -> bool:
+        return bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+    def norm(self, array: Tensor) -> float:
+        return float(torch.linalg.vector_norm(array, dtype=torch.float64))
+
+
+def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:
+    """A magnitude that slightly more than k elements reach, judged from a strided sample."""
+    stride = max(1, magnitude.numel() // _SAMPLE) | 1  # odd: does not march along columns
+    sample = magnitude[::stride]
+    expected = k * sample.numel() / magnitude.numel()
+    rank = math.ceil(expected + 4 * math.sqrt(expected)) + 1
+    return torch.topk(sample, min(rank, sample.numel())).values[-1]
+
+
+def _at_least(magnitude: Tensor, threshold: Tensor) -> Tensor:
+    """Ascending indices of magnitudes not below a threshold; NaN is never below."""
+    return magnitude.lt(threshold).logical_not_().nonzero().squeeze(1)
+
+
+def _largest(magnitude: Tensor, k: int) -> Tensor:
+    """Ascending positions of the k largest, ties to the lower position, NaN as infinity."""
+    magnitude = magnitude.nan_to_num(nan=math.inf, posinf=math.inf)
+    smallest_kept = torch.topk(magnitude, k, sorted=False).values.min()
+    keep = magnitude >= smallest_kept
+    surplus = int(keep.sum()) - k
+    if surplus:
+        ties = (magnitude == smallest_kept).nonzero().squeeze(1)
+        keep[ties[ties.numel() - surplus :]] = False
+    return keep.nonzero().squeeze(1)

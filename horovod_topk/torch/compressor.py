@@ -1,0 +1,128 @@
+"""`TopKEF`: what a user passes as `compression=`."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from horovod.torch.compression import Compressor
+
+from horovod_topk.config import TopKConfig, reject_unknown
+from horovod_topk.core.stats import Stats, StepCounters
+from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.torch.state import OptimizerState
+
+
+class TopKEF(Compressor):  # type: ignore[misc]  # Horovod has no annotations
+    """Top-K gradient sparsification with error feedback.
+
+    Give the class (defaults) or an instance to `hvd.DistributedOptimizer(compression=...)`. Each
+    optimizer has a state of its own, also when two share one instance.
+
+    Args:
+        ratio: share of a tensor's elements sent each step, in (0, 1].
+        values: dtype of sent values, "float32" or "float16" (the residual keeps the rounding; with
+            "float32" a float64 tensor's values are float64).
+        exchange: how payloads travel: "allgather".
+        selection: how the largest elements are found: "exact".
+        min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
+        name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
+
+    Raises:
+        ConfigError, UnknownSettingError: see the message.
+
+    Example:
+        >>> optimizer = hvd.DistributedOptimizer(
+        ...     optimizer,
+        ...     named_parameters=model.named_parameters(),
+        ...     compression=TopKEF(ratio=0.001),
+        ... )
+
+    Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
+    Feedback Fixes SignSGD).
+    """
+
+    def __init__(
+        self,
+        ratio: float = TopKConfig.ratio,
+        *,
+        values: str = TopKConfig.values,
+        exchange: str = TopKConfig.exchange,
+        selection: str = TopKConfig.selection,
+        min_numel: int = TopKConfig.min_numel,
+        name: str | None = TopKConfig.name,
+        **unknown: object,
+    ) -> None:
+        reject_unknown(unknown, TopKConfig.__dataclass_fields__)
+        self.config = TopKConfig(ratio, values, exchange, selection, min_numel, name)
+        self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> OptimizerState:
+        """The state behind a distributed optimizer, also when the class was passed.
+
+        Raises:
+            NotAttachedError: the optimizer was not built with `compression=TopKEF`.
+        """
+        state = getattr(optimizer, "_topkef", None)
+        if not isinstance(state, OptimizerState):
+            raise NotAttachedError(
+                f"{type(optimizer).__name__} was not built with compression=TopKEF",
+                cure="Pass what hvd.DistributedOptimizer(..., compression=TopKEF) returned",
+            )
+        return state
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> NoReturn:
+        """Refuse: a tensor without a name and an optimizer has no residual.
+
+        Raises:
+            OutsideOptimizerError: always.
+        """
+        raise OutsideOptimizerError(
+            f"TopKEF was asked to compress one tensor of shape {list(tensor.shape)} by itself",
+            cure="Pass it to hvd.DistributedOptimizer(compression=...), not to hvd.allreduce",
+        )
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:
+        """Return the tensor: gradients are decoded before Horovod asks."""
+        return tensor
+
+    def stats(self) -> Stats:
+        """As `OptimizerState.stats`, of the one optimizer behind this instance."""
+        return self._only_state().stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `OptimizerState.state_dict`, of the one optimizer behind this instance."""
+        return self._only_state().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `OptimizerState.load_state_dict`, of the one optimizer behind this instance."""
+        self._only_state().load_state_dict(state)
+
+    def reset(self) -> None:
+        """As `OptimizerState.reset`, of the one optimizer behind this instance."""
+        self._only_state().reset()
+
+    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
+        """As `OptimizerState.on_step`, of the one optimizer behind this instance."""
+        self._only_state().on_step(callback)
+
+    def attached(self, state: OptimizerState) -> None:
+        """Remember an optimizer's state; called by the seam."""
+        self._states.add(state)
+
+    def _only_state(self) -> OptimizerState:
+        if len(self._states) > 1:
+            gc.collect()  # Horovod's optimizers are reference cycles
+        states = list(self._states)
+        if len(states) != 1:
+            raise NotAttachedError(
+                f"{len(states)} optimizers use this TopKEF, exactly one was expected",
+                cure="Ask TopKEF.of(optimizer) for the state behind one optimizer",
+            )
+        return states[0]

@@ -1,0 +1,114 @@
+"""The one place that touches Horovod's private methods.
+
+`hvd.DistributedOptimizer` builds a class from `dict(_DistributedOptimizer.__dict__)` at every
+call, so methods wrapped here once reach every optimizer built afterwards. Wrapped are:
+
+    _DistributedOptimizer.__init__                  attach a state when compression is TopKEF
+    _DistributedOptimizer._allreduce_grad_async     hand a ready gradient to that state
+    _DistributedAdasumOptimizer.__init__            refuse TopKEF before a parameter has changed
+    horovod.torch.join                              refuse it while a TopKEF optimizer lives
+
+Each falls through to the original for any other compressor. tests/unit/test_seam.py fails when
+Horovod's side of this changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
+
+from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.torch.compressor import TopKEF
+from horovod_topk.torch.state import OptimizerState, live_states
+
+Method = Callable[..., Any]
+
+
+def install() -> None:
+    """Wrap the four functions, once."""
+    if hasattr(_DistributedOptimizer.__init__, "_topkef"):
+        return
+    for owner, attribute, wrapper in (
+        (_DistributedOptimizer, "__init__", _wrap_init),
+        (_DistributedOptimizer, "_allreduce_grad_async", _wrap_allreduce_grad_async),
+        (_DistributedAdasumOptimizer, "__init__", _wrap_adasum_init),
+        (hvd, "join", _wrap_join),
+    ):
+        original = getattr(owner, attribute)
+        wrapped = functools.wraps(original)(wrapper(original))
+        wrapped._topkef = True  # type: ignore[attr-defined]
+        setattr(owner, attribute, wrapped)
+
+
+def _wrap_init(original: Method) -> Method:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        compressor = _as_topkef(arguments["compression"])
+        if compressor is not None and arguments.get("op") == hvd.Adasum:
+            _refuse_adasum()
+        original(self, *args, **kwargs)
+        if compressor is not None:
+            self._topkef = OptimizerState(self, compressor.config)
+            self._compression = self._topkef
+            compressor.attached(self._topkef)
+
+    return __init__
+
+
+def _wrap_allreduce_grad_async(original: Method) -> Method:
+    def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
+        state: OptimizerState | None = getattr(self, "_topkef", None)
+        collect = state.arrive(p) if state is not None else None
+        return original(self, p) if collect is None else (collect, None)
+
+    return _allreduce_grad_async
+
+
+def _wrap_adasum_init(original: Method) -> Method:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        if _as_topkef(arguments["compression"]) is not None:
+            _refuse_adasum()
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _wrap_join(original: Method) -> Method:
+    def join(*args: Any, **kwargs: Any) -> Any:
+        if any(state.active for state in live_states()):
+            gc.collect()  # Horovod's optimizers are reference cycles: a dead one may linger
+        for state in live_states():
+            if state.active:
+                raise UnsupportedOperationError(
+                    f"hvd.join() was called while {state.label} exchanges payloads, which a "
+                    "joined rank cannot take part in",
+                    cure="Give every rank the same number of steps, for example by repeating or "
+                    "dropping samples, or delete the optimizer first",
+                )
+        return original(*args, **kwargs)
+
+    return join
+
+
+def _as_topkef(compression: object) -> TopKEF | None:
+    """The compressor a user passed, if it is ours: an instance, or the class with defaults."""
+    if isinstance(compression, TopKEF):
+        return compression
+    if isinstance(compression, type) and issubclass(compression, TopKEF):
+        return compression()
+    return None
+
+
+def _refuse_adasum() -> None:
+    raise UnsupportedOperationError(
+        "op=Adasum combines dense gradients pairwise, which sparse payloads cannot express",
+        cure="Use op=hvd.Average or op=hvd.Sum with TopKEF, or Adasum with Compression.none",
+    )

@@ -1,0 +1,399 @@
+"""Error feedback behind one Horovod optimizer: which gradients have arrived, and what they become.
+
+Horovod calls `arrive` from a parameter's hook, or from `synchronize()` where the hook did not
+fire, and what it returns once a parameter in `synchronize()`. The last arrival of a bucket
+launches it; the first collection waits for it. Nothing in a hook blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.agreement import agree
+from horovod_topk.core.codec import TopK
+from horovod_topk.core.compressor import Compressor, Phase
+from horovod_topk.core.exchange import Allgather
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.stats import Stats, StepCounters
+from horovod_topk.errors import (
+    GradientChangedError,
+    RepeatedSynchronizeError,
+    ShapeChangedError,
+    StepBeforeSynchronizeError,
+)
+from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch.collective import HorovodCollective
+
+log = logging.getLogger("horovod_topk")
+
+_LIVE: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
+
+
+def live_states() -> list[OptimizerState]:
+    """The states of all optimizers that exist in this process."""
+    return list(_LIVE)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A gradient as it was when its hook fired."""
+
+    owner: Tensor  # p.grad
+    dense: Tensor  # the same, or its dense copy when sparse_as_dense
+    version: int  # counts in-place writes; see torch.Tensor._version
+
+    def is_still(self, gradient: Tensor | None) -> bool:
+        """Whether `gradient` is this one, not written to since."""
+        return gradient is self.owner and gradient._version == self.version
+
+
+class OptimizerState:
+    """What `TopKEF.of(optimizer)` returns. One for each distributed optimizer."""
+
+    def __init__(self, optimizer: Any, config: TopKConfig) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._names: dict[Tensor, str] = optimizer._parameter_names
+        self._skipped: dict[str, str] = {}
+        self._late: Counter[str] = Counter()
+        self._arrivals: dict[Tensor, Arrival] = {}
+        self._exchanged: dict[Tensor, Arrival] = {}
+        self._parameters: dict[int, list[Tensor]] = {}
+        self._handles = optimizer._handles
+        self.label = f"{type(optimizer).__name__} with {len(self._names)} parameters"
+        reason = _why_inactive(optimizer.process_set)
+        self.active = reason is None
+        if reason is not None:
+            self._skip("*", reason)
+            return
+        plan = _plan(optimizer, config)
+        collective = HorovodCollective(optimizer.process_set)
+        ops = TorchOps()
+        self._prefix = config.name or f"topkef.{plan.digest.hex()}"
+        self._ordinal = _free_ordinal(self._prefix)
+        if not _elastic():  # there, ranks that join late construct theirs alone
+            self._ordinal = agree(plan, self._ordinal, ops, collective)
+        self._compressor = Compressor(
+            plan, ops, TopK(ops), Allgather(collective), f"{self._prefix}.{self._ordinal}"
+        )
+        self._index(plan)
+        self._note_dense(plan)
+        optimizer._groups = None  # from here on a bucket is the unit, one hook a parameter
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        _LIVE.add(self)
+
+    # What Horovod's own path asks of a compressor, for gradients that are not ours.
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, None]:
+        """Return the tensor as it is."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: None) -> Tensor:
+        """Return the tensor as it is."""
+        return tensor
+
+    # What a user may ask.
+
+    @torch.no_grad()
+    def stats(self) -> Stats:
+        """Totals and norms so far. Waits for the device; call it on any rank, it is local."""
+        if not self.active:
+            return _inactive_stats(self._skipped)
+        compressor, plan = self._compressor, self._compressor.plan
+        return Stats(
+            active=True,
+            ranks=compressor.ranks,
+            exchange=plan.config.exchange,
+            buckets=len(plan.buckets),
+            steps=compressor.steps,
+            rolled_back=compressor.rolled_back,
+            elements=sum(bucket.numel for bucket in plan.buckets),
+            selected=sum(bucket.entries for bucket in plan.buckets),
+            payload_bytes=compressor.payload_bytes(),
+            sent_bytes=compressor.sent_bytes(),
+            dense_bytes=compressor.dense_bytes(),
+            residual_norm=compressor.residual_norm(),
+            gradient_norm=compressor.gradient_norm(),
+            skipped=dict(self._skipped),
+            late=dict(self._late),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of this rank's committed residuals, flat, by tensor name. Empty if inactive.
+
+        Every rank has its own: save one file a rank.
+        """
+        return self._compressor.registry.state_dict() if self.active else {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on residuals that this rank saved; a step under way is rolled back.
+
+        Raises:
+            StateDictError: a tensor is missing, unknown or of another shape; nothing has changed.
+        """
+        if self.active:
+            self._compressor.load_state_dict(state)
+            self._exchanged.clear()
+
+    def reset(self) -> None:
+        """Forget all residuals; a step under way is rolled back. Call it on every rank."""
+        if self.active:
+            self._compressor.reset()
+            self._exchanged.clear()
+
+    def residual(self, name: str) -> Tensor:
+        """A copy of one tensor's committed residual, flat, float32 (float64 for a float64 one).
+
+        Raises:
+            KeyError: no such tensor is compressed.
+        """
+        return self._compressor.registry.residual(name).clone()
+
+    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
+        """Call `callback` at the end of every step with counters; no device is waited for."""
+        if self.active:
+            self._compressor.on_step(callback)
+
+    # What the seam and the optimizer's hooks call.
+
+    @torch.no_grad()
+    def arrive(self, p: Tensor) -> Callable[[], Tensor] | None:
+        """Note that a parameter's gradient is ready; launch its bucket if it was the last.
+
+        Returns:
+            A function that waits and returns the exchanged gradient, or None where Horovod's own
+            path has to take this gradient.
+
+        Raises:
+            ShapeChangedError, GradientChangedError, RepeatedSynchronizeError.
+        """
+        if not self.active or p not in self._bucket_of:
+            return None
+        optimizer: Any = self._optimizer()
+        self._forget_abandoned(optimizer)
+        fired = optimizer._allreduce_delay[p] == 0
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if p.grad.is_sparse and not optimizer.sparse_as_dense:
+            self._release(p)
+            return None
+        self._check_not_exchanged(p, fired)
+        dense = p.grad.to_dense() if p.grad.is_sparse else p.grad
+        self._check_matches(p, dense)
+        self._arrivals[p] = Arrival(p.grad, dense, p.grad._version)
+        if not fired:
+            self._late[self._names[p]] += 1
+        self._launch_if_complete(self._bucket_of[p])
+        return partial(self._collect, p)
+
+    @torch.no_grad()
+    def _collect(self, p: Tensor) -> Tensor:
+        """The exchanged gradient of a parameter; the first of a bucket waits for all of it."""
+        ordinal = self._bucket_of[p]
+        if self._compressor.phase(ordinal) is Phase.SENT:
+            parameters = self._parameters[ordinal]
+            self._check_unchanged(parameters)
+            self._compressor.finish(ordinal, self._gradients(parameters))
+            for q in parameters:
+                arrival = self._arrivals.pop(q)
+                self._exchanged[q] = Arrival(arrival.owner, arrival.dense, arrival.owner._version)
+        return self._exchanged[p].dense
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if optimizer._handles and not optimizer._should_synchronize:
+            raise StepBeforeSynchronizeError(
+                "step() was called inside skip_synchronize() on gradients that have not been "
+                "exchanged",
+                cure="Call optimizer.synchronize() after backward() and before this step",
+            )
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._compressor.commit()
+        self._exchanged.clear()
+
+    def _launch_if_complete(self, ordinal: int) -> None:
+        parameters = self._parameters[ordinal]
+        if all(q in self._arrivals for q in parameters):
+            self._check_unchanged(parameters)
+            self._compressor.launch(ordinal, self._gradients(parameters))
+
+    def _gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return [self._arrivals[q].dense for q in parameters]
+
+    def _forget_abandoned(self, optimizer: Any) -> None:
+        """Drop a step that `optimizer.load_state_dict()` cut off: it replaces the handles."""
+        if self._handles is not optimizer._handles:
+            self._handles = optimizer._handles
+            self._compressor.abandon()
+            self._arrivals.clear()
+            self._exchanged.clear()
+
+    def _release(self, p: Tensor) -> None:
+        """Leave a parameter with sparse gradients to Horovod, before its bucket is first sent."""
+        name = self._names[p]
+        norm = float(self._compressor.registry.residual(name).norm())
+        if norm > 0.0:
+            raise ShapeChangedError(
+                f"its gradient became sparse, and a residual of norm {norm:.3g} would be lost",
+                tensor=name,
+                cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
+            )
+        ordinal = self._bucket_of[p]
+        self._compressor.rollback()
+        self._exchanged.clear()
+        plan = self._compressor.plan.without(name)
+        self._compressor.replan(plan)
+        self._index(plan)
+        self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
+        if ordinal in self._parameters:
+            self._launch_if_complete(ordinal)
+
+    def _index(self, plan: Plan) -> None:
+        """Find parameters by bucket and buckets by parameter."""
+        by_name = {name: p for p, name in self._names.items()}
+        self._parameters = {
+            bucket.ordinal: [by_name[t.spec.name] for t in bucket.tensors]
+            for bucket in plan.buckets
+        }
+        self._specs = {by_name[t.spec.name]: t.spec for t in plan.tensors()}
+        self._bucket_of = {p: i for i, group in self._parameters.items() for p in group}
+
+    def _check_matches(self, p: Tensor, gradient: Tensor) -> None:
+        found, planned = _spec(self._names[p], gradient), self._specs[p]
+        if found != planned or found.device != planned.device:
+            raise ShapeChangedError(
+                f"its gradient is {_describe(found)}, its residual {_describe(planned)}",
+                tensor=planned.name,
+                cure="Build the distributed optimizer after the model has its final shapes, dtype "
+                "and device",
+            )
+
+    def _check_unchanged(self, parameters: Sequence[Tensor]) -> None:
+        for p in parameters:
+            if not self._arrivals[p].is_still(p.grad):
+                raise GradientChangedError(
+                    "its gradient was modified or replaced between backward() and synchronize()",
+                    tensor=self._names[p],
+                    cure="Clip, unscale or edit gradients after optimizer.synchronize(), then "
+                    "step inside optimizer.skip_synchronize()",
+                )
+
+    def _check_not_exchanged(self, p: Tensor, fired: bool) -> None:
+        """Refuse to send what was received: error feedback would count it twice."""
+        exchanged = self._exchanged.get(p)
+        if exchanged is None or p.grad is not exchanged.owner:
+            return
+        # Horovod's set_() and one accumulation are all that has happened to it.
+        added_to = p.grad._version <= exchanged.version + 2
+        if not fired or added_to:
+            raise RepeatedSynchronizeError(
+                "its gradient was exchanged already and not stepped on or cleared since",
+                tensor=self._names[p],
+                cure="Step inside optimizer.skip_synchronize() after optimizer.synchronize(), call "
+                "zero_grad() before the next backward(), and accumulate with "
+                "backward_passes_per_step",
+            )
+
+    def _note_dense(self, plan: Plan) -> None:
+        """Record which tensors travel dense inside their bucket, and say so once."""
+        dense = [t.spec for t in plan.tensors() if t.index is None]
+        for spec in dense:
+            small = spec.numel < plan.config.min_numel
+            self._skipped[spec.name] = (
+                f"{spec.numel} elements, fewer than min_numel={plan.config.min_numel}: sent dense"
+                if small
+                else f"at ratio={plan.config.ratio} entries cost no less: sent dense"
+            )
+        log.info(
+            "TopKEF %s: %d tensors in %d buckets, %d of them (%d elements) sent dense",
+            self._compressor.name,
+            len(self._specs),
+            len(plan.buckets),
+            len(dense),
+            sum(spec.numel for spec in dense),
+        )
+
+    def _skip(self, name: str, reason: str) -> None:
+        self._skipped[name] = reason
+        log.warning("TopKEF does not compress %s: %s", name, reason)
+
+
+def _plan(optimizer: Any, config: TopKConfig) -> Plan:
+    """Buckets from the user's groups, and default ones in the order of the backward pass."""
+    names = optimizer._parameter_names
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    specs = {p: _spec(names[p], p) for p in reversed(parameters) if p.requires_grad}
+    groups = [[specs[p] for p in group if p in specs] for group in _asked_groups(optimizer)]
+    reduction = "sum" if optimizer.op == hvd.Sum else "average"
+    return make_plan(list(specs.values()), config, reduction, [g for g in groups if g])
+
+
+def _asked_groups(optimizer: Any) -> Iterator[Sequence[Tensor]]:
+    """`groups=` as lists, or the lists Horovod made of a number."""
+    if isinstance(optimizer._groups, list):
+        yield from optimizer._groups
+    elif optimizer._groups is not None:
+        yield from dict.fromkeys(optimizer._p_to_group.values())
+
+
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(name, tuple(tensor.shape), dtype, str(tensor.device))
+
+
+def _describe(spec: TensorSpec) -> str:
+    return f"{list(spec.shape)} {spec.dtype} on {spec.device}"
+
+
+def _elastic() -> bool:
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def _why_inactive(process_set: hvd.ProcessSet) -> str | None:
+    if not process_set.included():
+        return "this rank is not in the optimizer's process set"
+    if process_set.size() == 1 and not _elastic():
+        return "world size 1: there is nobody to exchange with"
+    return None
+
+
+def _free_ordinal(prefix: str) -> int:
+    """One above all live optimizers of the same prefix."""
+    taken = (state._ordinal for state in live_states() if state._prefix == prefix)
+    return max(taken, default=-1) + 1
+
+
+def _inactive_stats(skipped: Mapping[str, str]) -> Stats:
+    return Stats(
+        active=False,
+        ranks=1,
+        exchange="none",
+        buckets=0,
+        steps=0,
+        rolled_back=0,
+        elements=0,
+        selected=0,
+        payload_bytes=0,
+        sent_bytes=0,
+        dense_bytes=0,
+        residual_norm=0.0,
+        gradient_norm=0.0,
+        skipped=dict(skipped),
+        late={},
+    )
