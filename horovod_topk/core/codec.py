@@ -41,6 +41,10 @@ class Probe(Generic[Array]):
 class Codec(Protocol[Array]):
     """encode writes `arenas.candidate` and `payload`, decode writes `gradients`; nothing else."""
 
+    def new_payload(self, bucket: BucketPlan) -> Array:
+        """A buffer for a bucket's payloads, with what is the same in all of them."""
+        ...
+
     def encode(
         self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array
     ) -> Probe[Array]:
@@ -76,6 +80,12 @@ class TopK(Generic[Array]):
 
     def __init__(self, ops: Ops[Array]) -> None:
         self._ops = ops
+
+    def new_payload(self, bucket: BucketPlan) -> Array:
+        """A zeroed buffer that opens with the bucket's header."""
+        payload = self._ops.zeros(bucket.layout.payload_bytes, "uint8", bucket.device)
+        self._ops.store_bytes(payload, 0, bucket.header)
+        return payload
 
     def encode(
         self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array
@@ -149,7 +159,6 @@ class TopK(Generic[Array]):
 
     def _write(self, bucket: BucketPlan, entries: Sequence[Entries[Array]], payload: Array) -> None:
         ops, layout = self._ops, bucket.layout
-        ops.store_bytes(payload, 0, bucket.header)
         ops.store_nonfinite(payload, layout.flags_at, [entry.values for entry in entries])
         ops.store(payload, layout.values_at, [e.sent for e in entries], bucket.value_dtype)
         for width, at in (("int32", layout.index32_at), ("int16", layout.index16_at)):

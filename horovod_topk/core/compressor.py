@@ -219,7 +219,7 @@ class Compressor(Generic[Array]):
         return self._codec.gradient_norm(bucket.plan, before, after, bucket.payload)
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
-        return Bucket(plan, self._ops.zeros(plan.layout.payload_bytes, "uint8", plan.device))
+        return Bucket(plan, self._codec.new_payload(plan))
 
     def _received(self) -> Iterator[Bucket[Array]]:
         return (b for b in self._buckets.values() if b.phase is Phase.RECEIVED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -22,21 +22,21 @@ class StepCounters:
 class Stats:
     """Totals and norms; see `TopKEF.stats`."""
 
-    active: bool  # False: nothing is compressed, `skipped` says why
-    ranks: int  # world size of the process set
-    exchange: str  # how payloads travel
-    buckets: int  # payloads a step
-    steps: int  # committed steps
-    rolled_back: int  # steps exchanged and then not taken
-    elements: int  # gradient elements of all planned tensors
-    selected: int  # values sent a step and rank
-    payload_bytes: int  # bytes handed to collectives a step and rank
-    sent_bytes: int  # bytes a rank sends a step
-    dense_bytes: int  # bytes a rank sends a step in the ring allreduce that this replaces
-    residual_norm: float  # Euclidean, over all tensors of this rank
-    gradient_norm: float  # Euclidean, this rank's last gradient
-    skipped: Mapping[str, str]  # tensor (or "*") -> why it is not compressed
-    late: Mapping[str, int]  # tensor -> steps in which its gradient held its bucket back
+    active: bool = False  # False: nothing is compressed, `skipped` says why
+    ranks: int = 1  # world size of the process set
+    exchange: str = "none"  # how payloads travel
+    buckets: int = 0  # payloads a step
+    steps: int = 0  # committed steps
+    rolled_back: int = 0  # steps exchanged and then not taken
+    elements: int = 0  # gradient elements of all planned tensors
+    selected: int = 0  # values sent a step and rank
+    payload_bytes: int = 0  # bytes handed to collectives a step and rank
+    sent_bytes: int = 0  # bytes a rank sends a step
+    dense_bytes: int = 0  # bytes a rank sends a step in the ring allreduce that this replaces
+    residual_norm: float = 0.0  # Euclidean, over all tensors of this rank
+    gradient_norm: float = 0.0  # Euclidean, this rank's last gradient
+    skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> why not compressed
+    late: Mapping[str, int] = field(default_factory=dict)  # tensor -> steps it held its bucket back
 
     @property
     def reduction(self) -> float:

@@ -25,7 +25,7 @@ DTYPES = {
 }
 _WIDTH = {"float16": 2, "float32": 4, "float64": 8, "int16": 2, "int32": 4}  # bytes
 _MASK = {"int16": 0xFFFF, "int32": 0xFFFFFFFF}  # torch has no full set of unsigned dtypes
-_SAMPLE = 1 << 16  # elements looked at to guess a threshold; the slack falls as its square root
+_SAMPLE = 1 << 14  # elements looked at to guess a threshold; smaller tensors need no guess
 
 
 class TorchOps:
@@ -58,6 +58,8 @@ class TorchOps:
             return torch.arange(k, device=candidate.device)
         if candidate.device.type != "cpu":  # counting candidates would wait for the device
             return torch.topk(magnitude, k, sorted=False).indices.sort().values
+        if magnitude.numel() <= _SAMPLE:
+            return _largest(magnitude, k)
         candidates = _at_least(magnitude, _guess_threshold(magnitude, k))
         if candidates.numel() < k:
             candidates = _at_least(magnitude, torch.topk(magnitude, k).values[-1])
@@ -100,7 +102,7 @@ class TorchOps:
         bits = torch.zeros(count * 8, dtype=torch.uint8, device=payload.device)
         flags = torch.stack([part.isfinite().all().logical_not() for part in parts])
         bits[: len(parts)] = flags.to(torch.uint8)
-        weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=bits.device)
+        weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
         payload[at : at + count] = (bits.view(count, 8) * weights).sum(1, dtype=torch.uint8)
 
     def to_host(self, payload: Tensor) -> bytes:
@@ -136,7 +138,7 @@ class TorchOps:
 
 def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:
     """A magnitude that slightly more than k elements reach, judged from a strided sample."""
-    stride = max(1, magnitude.numel() // _SAMPLE) | 1  # odd: does not march along columns
+    stride = magnitude.numel() // _SAMPLE | 1  # odd: does not march along columns
     sample = magnitude[::stride]
     expected = k * sample.numel() / magnitude.numel()
     rank = math.ceil(expected + 4 * math.sqrt(expected)) + 1

@@ -8,15 +8,13 @@ launches it; the first collection waits for it. Nothing in a hook blocks.
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor
 
@@ -25,7 +23,7 @@ from horovod_topk.core.agreement import agree
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor, Phase
 from horovod_topk.core.exchange import Allgather
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan import Plan
 from horovod_topk.core.stats import Stats, StepCounters
 from horovod_topk.errors import (
     GradientChangedError,
@@ -35,6 +33,7 @@ from horovod_topk.errors import (
 )
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.collective import HorovodCollective
+from horovod_topk.torch.planning import describe, elastic, plan_of, spec_of, why_inactive
 
 log = logging.getLogger("horovod_topk")
 
@@ -67,22 +66,22 @@ class OptimizerState:
         self._names: dict[Tensor, str] = optimizer._parameter_names
         self._skipped: dict[str, str] = {}
         self._late: Counter[str] = Counter()
-        self._arrivals: dict[Tensor, Arrival] = {}
+        self._arrivals: dict[int, dict[Tensor, Arrival]] = {}  # by bucket, until it is finished
         self._exchanged: dict[Tensor, Arrival] = {}
         self._parameters: dict[int, list[Tensor]] = {}
         self._handles = optimizer._handles
         self.label = f"{type(optimizer).__name__} with {len(self._names)} parameters"
-        reason = _why_inactive(optimizer.process_set)
+        reason = why_inactive(optimizer.process_set)
         self.active = reason is None
         if reason is not None:
             self._skip("*", reason)
             return
-        plan = _plan(optimizer, config)
+        plan = plan_of(optimizer, config)
         collective = HorovodCollective(optimizer.process_set)
         ops = TorchOps()
         self._prefix = config.name or f"topkef.{plan.digest.hex()}"
         self._ordinal = _free_ordinal(self._prefix)
-        if not _elastic():  # there, ranks that join late construct theirs alone
+        if not elastic():  # there, ranks that join late construct theirs alone
             self._ordinal = agree(plan, self._ordinal, ops, collective)
         self._compressor = Compressor(
             plan, ops, TopK(ops), Allgather(collective), f"{self._prefix}.{self._ordinal}"
@@ -112,7 +111,7 @@ class OptimizerState:
     def stats(self) -> Stats:
         """Totals and norms so far. Waits for the device; call it on any rank, it is local."""
         if not self.active:
-            return _inactive_stats(self._skipped)
+            return Stats(skipped=dict(self._skipped))
         compressor, plan = self._compressor, self._compressor.plan
         return Stats(
             active=True,
@@ -195,10 +194,11 @@ class OptimizerState:
         self._check_not_exchanged(p, fired)
         dense = p.grad.to_dense() if p.grad.is_sparse else p.grad
         self._check_matches(p, dense)
-        self._arrivals[p] = Arrival(p.grad, dense, p.grad._version)
+        ordinal = self._bucket_of[p]
+        self._arrivals[ordinal][p] = Arrival(p.grad, dense, p.grad._version)
         if not fired:
             self._late[self._names[p]] += 1
-        self._launch_if_complete(self._bucket_of[p])
+        self._launch_if_complete(ordinal)
         return partial(self._collect, p)
 
     @torch.no_grad()
@@ -206,12 +206,11 @@ class OptimizerState:
         """The exchanged gradient of a parameter; the first of a bucket waits for all of it."""
         ordinal = self._bucket_of[p]
         if self._compressor.phase(ordinal) is Phase.SENT:
-            parameters = self._parameters[ordinal]
-            self._check_unchanged(parameters)
-            self._compressor.finish(ordinal, self._gradients(parameters))
-            for q in parameters:
-                arrival = self._arrivals.pop(q)
+            arrivals = self._arrivals[ordinal]
+            self._compressor.finish(ordinal, self._gradients(ordinal))
+            for q, arrival in arrivals.items():
                 self._exchanged[q] = Arrival(arrival.owner, arrival.dense, arrival.owner._version)
+            arrivals.clear()
         return self._exchanged[p].dense
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -228,20 +227,21 @@ class OptimizerState:
         self._exchanged.clear()
 
     def _launch_if_complete(self, ordinal: int) -> None:
-        parameters = self._parameters[ordinal]
-        if all(q in self._arrivals for q in parameters):
-            self._check_unchanged(parameters)
-            self._compressor.launch(ordinal, self._gradients(parameters))
+        if len(self._arrivals[ordinal]) == len(self._parameters[ordinal]):
+            self._compressor.launch(ordinal, self._gradients(ordinal))
 
-    def _gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return [self._arrivals[q].dense for q in parameters]
+    def _gradients(self, ordinal: int) -> list[Tensor]:
+        """A complete bucket's gradients in the plan's order, once it is sure that none changed."""
+        arrivals = self._arrivals[ordinal]
+        self._check_unchanged(arrivals)
+        return [arrivals[p].dense for p in self._parameters[ordinal]]
 
     def _forget_abandoned(self, optimizer: Any) -> None:
         """Drop a step that `optimizer.load_state_dict()` cut off: it replaces the handles."""
         if self._handles is not optimizer._handles:
             self._handles = optimizer._handles
             self._compressor.abandon()
-            self._arrivals.clear()
+            self._arrivals = {i: {} for i in self._parameters}
             self._exchanged.clear()
 
     def _release(self, p: Tensor) -> None:
@@ -273,20 +273,21 @@ class OptimizerState:
         }
         self._specs = {by_name[t.spec.name]: t.spec for t in plan.tensors()}
         self._bucket_of = {p: i for i, group in self._parameters.items() for p in group}
+        self._arrivals = {i: self._arrivals.get(i, {}) for i in self._parameters}
 
     def _check_matches(self, p: Tensor, gradient: Tensor) -> None:
-        found, planned = _spec(self._names[p], gradient), self._specs[p]
+        found, planned = spec_of(self._names[p], gradient), self._specs[p]
         if found != planned or found.device != planned.device:
             raise ShapeChangedError(
-                f"its gradient is {_describe(found)}, its residual {_describe(planned)}",
+                f"its gradient is {describe(found)}, its residual {describe(planned)}",
                 tensor=planned.name,
                 cure="Build the distributed optimizer after the model has its final shapes, dtype "
                 "and device",
             )
 
-    def _check_unchanged(self, parameters: Sequence[Tensor]) -> None:
-        for p in parameters:
-            if not self._arrivals[p].is_still(p.grad):
+    def _check_unchanged(self, arrivals: Mapping[Tensor, Arrival]) -> None:
+        for p, arrival in arrivals.items():
+            if not arrival.is_still(p.grad):
                 raise GradientChangedError(
                     "its gradient was modified or replaced between backward() and synchronize()",
                     tensor=self._names[p],
@@ -334,66 +335,7 @@ class OptimizerState:
         log.warning("TopKEF does not compress %s: %s", name, reason)
 
 
-def _plan(optimizer: Any, config: TopKConfig) -> Plan:
-    """Buckets from the user's groups, and default ones in the order of the backward pass."""
-    names = optimizer._parameter_names
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    specs = {p: _spec(names[p], p) for p in reversed(parameters) if p.requires_grad}
-    groups = [[specs[p] for p in group if p in specs] for group in _asked_groups(optimizer)]
-    reduction = "sum" if optimizer.op == hvd.Sum else "average"
-    return make_plan(list(specs.values()), config, reduction, [g for g in groups if g])
-
-
-def _asked_groups(optimizer: Any) -> Iterator[Sequence[Tensor]]:
-    """`groups=` as lists, or the lists Horovod made of a number."""
-    if isinstance(optimizer._groups, list):
-        yield from optimizer._groups
-    elif optimizer._groups is not None:
-        yield from dict.fromkeys(optimizer._p_to_group.values())
-
-
-def _spec(name: str, tensor: Tensor) -> TensorSpec:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, tuple(tensor.shape), dtype, str(tensor.device))
-
-
-def _describe(spec: TensorSpec) -> str:
-    return f"{list(spec.shape)} {spec.dtype} on {spec.device}"
-
-
-def _elastic() -> bool:
-    return os.environ.get("HOROVOD_ELASTIC") == "1"
-
-
-def _why_inactive(process_set: hvd.ProcessSet) -> str | None:
-    if not process_set.included():
-        return "this rank is not in the optimizer's process set"
-    if process_set.size() == 1 and not _elastic():
-        return "world size 1: there is nobody to exchange with"
-    return None
-
-
 def _free_ordinal(prefix: str) -> int:
     """One above all live optimizers of the same prefix."""
     taken = (state._ordinal for state in live_states() if state._prefix == prefix)
     return max(taken, default=-1) + 1
-
-
-def _inactive_stats(skipped: Mapping[str, str]) -> Stats:
-    return Stats(
-        active=False,
-        ranks=1,
-        exchange="none",
-        buckets=0,
-        steps=0,
-        rolled_back=0,
-        elements=0,
-        selected=0,
-        payload_bytes=0,
-        sent_bytes=0,
-        dense_bytes=0,
-        residual_norm=0.0,
-        gradient_norm=0.0,
-        skipped=dict(skipped),
-        late={},
-    )

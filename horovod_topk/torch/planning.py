@@ -1,0 +1,59 @@
+"""What a Horovod optimizer will exchange: its parameters as the core's plan, and when it will not.
+
+Reads the private attributes that Horovod's constructor leaves behind; writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+from torch import Tensor
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+
+
+def plan_of(optimizer: Any, config: TopKConfig) -> Plan:
+    """Buckets from the user's groups, and default ones in the order of the backward pass."""
+    names = optimizer._parameter_names
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    specs = {p: spec_of(names[p], p) for p in reversed(parameters) if p.requires_grad}
+    groups = [[specs[p] for p in group if p in specs] for group in _asked_groups(optimizer)]
+    reduction = "sum" if optimizer.op == hvd.Sum else "average"
+    return make_plan(list(specs.values()), config, reduction, [g for g in groups if g])
+
+
+def _asked_groups(optimizer: Any) -> Iterator[Sequence[Tensor]]:
+    """`groups=` as lists, or the lists Horovod made of a number."""
+    if isinstance(optimizer._groups, list):
+        yield from optimizer._groups
+    elif optimizer._groups is not None:
+        yield from dict.fromkeys(optimizer._p_to_group.values())
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """A parameter or gradient as the core names it."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(name, tuple(tensor.shape), dtype, str(tensor.device))
+
+
+def describe(spec: TensorSpec) -> str:
+    """Shape, dtype and device, for messages."""
+    return f"{list(spec.shape)} {spec.dtype} on {spec.device}"
+
+
+def elastic() -> bool:
+    """Whether ranks may come and go (`horovodrun --min-np`)."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def why_inactive(process_set: hvd.ProcessSet) -> str | None:
+    """Why nothing will be compressed, if so."""
+    if not process_set.included():
+        return "this rank is not in the optimizer's process set"
+    if process_set.size() == 1 and not elastic():
+        return "world size 1: there is nobody to exchange with"
+    return None
