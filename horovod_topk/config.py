@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 
 from horovod_topk.errors import ConfigError, UnknownSettingError
 
@@ -58,21 +59,22 @@ def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
 
 
 def _checked_ratio(ratio: object) -> float:
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
+    if isinstance(ratio, bool) or not isinstance(ratio, Real):
         raise ConfigError(
             f"ratio={ratio!r} is not a number", cure="Pass a float in (0, 1], such as ratio=0.01"
         )
-    if isinstance(ratio, int) and ratio > 1:
+    given, ratio = ratio, float(ratio)
+    if isinstance(given, Integral) and ratio > 1:
         raise ConfigError(
-            f"ratio={ratio} is above 1; ratio is the share of elements sent, not the reduction",
-            cure=f"For {ratio} times fewer elements pass ratio={1 / ratio:.6g}",
+            f"ratio={given} is above 1; ratio is the share of elements sent, not the reduction",
+            cure=f"For {ratio:g} times fewer elements pass ratio={1 / ratio:.6g}",
         )
     if not 0.0 < ratio <= 1.0:  # also refuses NaN
         raise ConfigError(
-            f"ratio={ratio!r} lies outside (0, 1]",
+            f"ratio={given!r} lies outside (0, 1]",
             cure="Pass the share of elements to send, such as ratio=0.01; ratio=1.0 sends all",
         )
-    return float(ratio)
+    return ratio
 
 
 def _check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:

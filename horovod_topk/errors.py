@@ -72,6 +72,10 @@ class StepBeforeSynchronizeError(TopKError, RuntimeError):
     """The optimizer would step on gradients that have not been exchanged."""
 
 
+class NotLaunchedError(TopKError, RuntimeError):
+    """A bucket was finished that was not launched."""
+
+
 class PlanMismatchError(TopKError, RuntimeError):
     """Ranks disagree on what they exchange."""
 

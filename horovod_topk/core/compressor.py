@@ -26,7 +26,7 @@ from horovod_topk.core.exchange import Allgather, Pending, ring_allreduce_bytes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, ResidualRegistry
 from horovod_topk.core.stats import StepCounters
-from horovod_topk.errors import GradientChangedError
+from horovod_topk.errors import GradientChangedError, NotLaunchedError
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -51,6 +51,7 @@ class Bucket(Generic[Array]):
     probe: Probe[Array] | None = None
     flagged: tuple[str, ...] = ()
     committed_last: bool = False  # whether the last launched step was committed
+    measurable: bool = False  # whether arenas and payload still belong to one step
 
 
 class Compressor(Generic[Array]):
@@ -92,7 +93,7 @@ class Compressor(Generic[Array]):
         self._drain(bucket)
         arenas = self.registry.arenas(ordinal)
         bucket.probe = self._codec.encode(arenas, gradients, bucket.payload)
-        bucket.committed_last = False
+        bucket.committed_last, bucket.measurable = False, True
         bucket.pending = self._exchange.launch(bucket.payload, f"{self.name}.{ordinal}")
         bucket.phase = Phase.SENT
 
@@ -107,12 +108,17 @@ class Compressor(Generic[Array]):
             targets: where to write; the gradients themselves by default.
 
         Raises:
+            NotLaunchedError: nothing is under way for this bucket.
             GradientChangedError: a gradient is not what was launched.
             PayloadError, PlanMismatchError: a rank sent something else than this bucket.
         """
         bucket = self._buckets[ordinal]
         arenas = self.registry.arenas(ordinal)
-        assert bucket.pending is not None and bucket.probe is not None
+        if bucket.pending is None or bucket.probe is None:
+            raise NotLaunchedError(
+                f"bucket {ordinal} was finished in phase {bucket.phase.value!r}",
+                cure="Launch every bucket once before it is finished",
+            )
         gathered = bucket.pending.wait()
         bucket.pending = None
         self._check_unchanged(arenas, gradients, bucket.probe)
@@ -135,6 +141,8 @@ class Compressor(Generic[Array]):
         Returns:
             Whether the residuals changed. A call without a finished bucket does nothing.
         """
+        if any(bucket.phase is Phase.SENT for bucket in self._buckets.values()):
+            return False
         received = list(self._received())
         if any(bucket.flagged for bucket in received):
             self.rollback()
@@ -159,11 +167,12 @@ class Compressor(Generic[Array]):
         """Take on a plan with fewer tensors; residuals of the others are kept."""
         self.registry.replan(plan)
         self.plan = plan
-        kept = {}
-        for planned in plan.buckets:
-            bucket = self._buckets[planned.ordinal]
-            kept[planned.ordinal] = bucket if bucket.plan == planned else self._make_bucket(planned)
-        self._buckets = kept
+        kept = {i: b for i, b in self._buckets.items() if b.plan in plan.buckets}
+        for ordinal in self._buckets.keys() - kept.keys():
+            self._drain(self._buckets[ordinal])
+        self._buckets = {
+            b.ordinal: kept.get(b.ordinal) or self._make_bucket(b) for b in plan.buckets
+        }
 
     @property
     def ranks(self) -> int:
@@ -179,11 +188,13 @@ class Compressor(Generic[Array]):
         self.registry.check(state)
         self.abandon()
         self.registry.load_state_dict(state)
+        self._forget_gradients()
 
     def reset(self) -> None:
         """Set every residual to zero; a step under way is abandoned."""
         self.abandon()
         self.registry.reset()
+        self._forget_gradients()
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """Call `callback` at the end of every step, committed or rolled back."""
@@ -211,7 +222,13 @@ class Compressor(Generic[Array]):
         """Euclidean norm of the gradients launched last. Waits for the device."""
         return math.hypot(*(self._bucket_norm(b) for b in self._buckets.values()))
 
+    def _forget_gradients(self) -> None:
+        for bucket in self._buckets.values():
+            bucket.measurable = False
+
     def _bucket_norm(self, bucket: Bucket[Array]) -> float:
+        if not bucket.measurable:
+            return 0.0
         arenas = self.registry.arenas(bucket.plan.ordinal)
         before, after = arenas.residual, arenas.candidate
         if bucket.committed_last:

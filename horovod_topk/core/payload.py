@@ -97,7 +97,7 @@ def check_header(received: bytes, expected: bytes, rank: int, bucket: int) -> No
     if received[:HEADER_BYTES] == expected:
         return
     where = f"bucket {bucket}, rank {rank}"
-    magic, version, codec, _, tensors, digest, _ = _HEADER.unpack(received[:HEADER_BYTES])
+    magic, version, codec, low, tensors, digest, high = _HEADER.unpack(received[:HEADER_BYTES])
     if magic != MAGIC:
         raise PayloadError(
             f"{where}: the bytes {magic.hex()} do not open a payload ({MAGIC.hex()} does)",
@@ -110,9 +110,15 @@ def check_header(received: bytes, expected: bytes, rank: int, bucket: int) -> No
             f"{VERSION} with codec {TOPK}",
             cure="Install the same version of horovod_topk on all ranks",
         )
+    if low or high:
+        raise PayloadError(
+            f"{where}: reserved bytes hold {low} and {high}, this version writes 0",
+            cure="Install the same version of horovod_topk on all ranks",
+        )
+    own = _HEADER.unpack(expected)
     raise PlanMismatchError(
-        f"{where}: its plan has {tensors} tensors and digest {digest.hex()}, this rank expected "
-        f"{expected.hex()}",
+        f"{where}: its plan has {tensors} tensors and digest {digest.hex()}, this rank's has "
+        f"{own[4]} and {own[5].hex()}",
         cure="Start all ranks with the same model, settings and groups",
     )
 

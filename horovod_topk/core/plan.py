@@ -181,6 +181,7 @@ def make_plan(
         )
     _check(specs)
     asked = [list(group) for group in groups or ()]
+    _check([spec for group in asked for spec in group])
     grouped = {spec.name for group in asked for spec in group}
     rest = [spec for spec in specs if spec.name not in grouped]
     parts = [part for group in [*asked, *_fill(rest)] for part in _alike(group)]

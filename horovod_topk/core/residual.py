@@ -7,6 +7,7 @@ candidate. e itself is never written, so a roll-back is exact to the bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -61,9 +62,8 @@ class ResidualRegistry(Generic[Array]):
         """Take on a plan whose tensors are a subset of the present one's, keeping residuals."""
         before = dict(self._residuals())
         self._plan = plan
-        for bucket in plan.buckets:
-            if self._arenas[bucket.ordinal].plan != bucket:
-                self._arenas[bucket.ordinal] = self._allocate(bucket)
+        kept = {a.plan.ordinal: a for a in self._arenas.values() if a.plan in plan.buckets}
+        self._arenas = {b.ordinal: kept.get(b.ordinal) or self._allocate(b) for b in plan.buckets}
         for name, residual in self._residuals():
             self._ops.assign(residual, before[name])
 
@@ -133,6 +133,20 @@ class ResidualRegistry(Generic[Array]):
             raise StateDictError(
                 f"the state dict's shape is {list(state['shapes'][name])}, the gradient's "
                 f"{expected}",
+                tensor=name,
+                cure="Load the state into the model it was saved from, or call reset()",
+            )
+        if not math.isfinite(self._ops.norm(state["residuals"][name])):
+            raise StateDictError(
+                "the state dict's residual has a NaN or an infinity",
+                tensor=name,
+                cure="Load an earlier state, or call reset()",
+            )
+        received = self._ops.numel(state["residuals"][name])
+        if received != tensor.spec.numel:
+            raise StateDictError(
+                f"the state dict's residual has {received} elements, the gradient "
+                f"{tensor.spec.numel}",
                 tensor=name,
                 cure="Load the state into the model it was saved from, or call reset()",
             )

@@ -52,7 +52,7 @@ class NumpyOps:
         if values.dtype == dtype:
             return values
         largest = np.finfo(dtype).max
-        return np.clip(values, -largest, largest).astype(dtype)
+        return np.clip(values, -largest, largest).astype(np.float32).astype(dtype)
 
     def deduct(self, candidate: Array, index: Array | None, sent: Array) -> None:
         candidate[slice(None) if index is None else index] -= sent.astype(candidate.dtype)

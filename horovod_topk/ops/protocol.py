@@ -64,7 +64,10 @@ class Ops(Protocol[Array]):
         ...
 
     def quantise(self, values: Array, dtype: str) -> Array:
-        """Values rounded to nearest in `dtype`, saturated at its largest finite magnitude."""
+        """Values rounded to nearest in `dtype`, saturated at its largest finite magnitude.
+
+        float64 goes to float16 by way of float32, as in every framework.
+        """
         ...
 
     def deduct(self, candidate: Array, index: Array | None, sent: Array) -> None:

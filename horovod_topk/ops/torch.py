@@ -73,7 +73,7 @@ class TorchOps:
         if values.dtype == target:
             return values
         largest = torch.finfo(target).max
-        return values.clamp(-largest, largest).to(target)
+        return values.clamp(-largest, largest).to(target)  # torch goes through float32 itself
 
     def deduct(self, candidate: Tensor, index: Tensor | None, sent: Tensor) -> None:
         sent = sent.to(candidate.dtype)

@@ -1,0 +1,264 @@
+"""Payloads byte for byte, put together by hand from the docstring of `core/payload.py`.
+
+A failure here means that ranks of two versions no longer understand each other: raise
+`payload.VERSION` rather than edit a number below. (A new setting changes the digest alone.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import wire
+from oracle.backends import Backend, each_backend
+from oracle.world import World
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core import payload
+from horovod_topk.core.codec import TopK
+from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
+from horovod_topk.errors import PayloadError, PlanMismatchError
+
+# A bucket of one sparse and one dense tensor, at three widths: 10 elements send 2, 3 send 3.
+WEIGHT = [0, 5, 0, -7, 0, 0, 1, 0, 0, 2]  # the two largest: 5 at 1, -7 at 3
+BIAS = [1, -2, 0.5]
+
+
+def small_plan(dtype: str, values: str = "float32") -> Plan:
+    specs = [TensorSpec("w", (10,), dtype), TensorSpec("b", (3,), dtype)]
+    return make_plan(specs, TopKConfig(ratio=0.2, values=values, min_numel=4))
+
+
+def small_gradients(dtype: str) -> dict[str, np.ndarray[Any, Any]]:
+    return {"w": np.array(WEIGHT, dtype), "b": np.array(BIAS, dtype)}
+
+
+def sent(world: World, *gradients: dict[str, Any]) -> bytes:
+    """The payload of rank 0's only bucket."""
+    world.launch(gradients)
+    return world.payloads(0)[0][1]
+
+
+def header(tensors: int, digest: bytes) -> bytes:
+    magic, version, codec, reserved = b"HTKP", 0, 1, 0
+    return struct.pack("<4sBBHI8sI", magic, version, codec, reserved, tensors, digest, reserved)
+
+
+@each_backend
+def test_every_byte_of_a_small_payload(backend: Backend) -> None:
+    """The whole of one, in hexadecimal."""
+    plan = small_plan("float32")
+    expected = bytes.fromhex(
+        "48 54 4b 50"  # magic: HTKP
+        "00 01 00 00"  # version 0, codec 1, reserved
+        "02 00 00 00"  # two tensors
+        "d6 be 8e 91 ba f5 d7 8d"  # digest of the plan; see the next test
+        "00 00 00 00"  # reserved
+        "00"  # flags: nothing non-finite
+        "00 00 00 00 00 00 00"  # padding to 32
+        "00 00 a0 40  00 00 e0 c0"  # w: 5, -7
+        "00 00 80 3f  00 00 00 c0  00 00 00 3f"  # b: 1, -2, 0.5
+        "00 00 00 00"  # padding to 56; no 32-bit indices
+        "01 00 03 00"  # w: 1, 3
+        "00 00 00 00"  # padding to 64
+    )
+    assert sent(World(plan, 1, backend), small_gradients("float32")) == expected
+
+
+def test_the_digest_is_a_hash_of_the_buckets_plan() -> None:
+    """Other languages can compute it: SHA-256 of compact JSON with sorted keys, 8 bytes."""
+    text = (
+        '[0,{"exchange":"allgather","min_numel":4,"name":null,"ratio":0.2,"selection":"exact",'
+        '"values":"float32"},"average",[["w",[10],"float32"],["b",[3],"float32"]]]'
+    )
+    expected = hashlib.sha256(text.encode()).digest()[:8]
+    assert small_plan("float32").buckets[0].digest == expected
+    assert expected.hex(" ") == "d6 be 8e 91 ba f5 d7 8d"
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("dtype", "values", "code", "value_padding"),
+    [
+        ("float16", "float16", "e", 6),  # 10 bytes of values end at 42, indices start at 48
+        ("float32", "float16", "e", 6),
+        ("float64", "float16", "e", 6),
+        ("float16", "float32", "f", 4),  # 20 bytes end at 52, indices start at 56
+        ("float32", "float32", "f", 4),
+        ("float64", "float32", "d", 0),  # float64 is full width for a float64 tensor
+    ],
+)
+def test_values_of_every_width(
+    backend: Backend, dtype: str, values: str, code: str, value_padding: int
+) -> None:
+    plan = small_plan(dtype, values)
+    expected = (
+        header(2, plan.buckets[0].digest)
+        + bytes(8)  # flags and padding
+        + struct.pack(f"<5{code}", 5, -7, *BIAS)
+        + bytes(value_padding)
+        + struct.pack("<2H", 1, 3)
+        + bytes(4)
+    )
+    assert sent(World(plan, 1, backend), small_gradients(dtype)) == expected
+
+
+@each_backend
+def test_long_indices_stand_before_short_ones(backend: Backend) -> None:
+    """2**16 elements still have 16-bit indices, one more has 32-bit ones."""
+    sizes = {"short": 2**16, "long": 2**16 + 1, "dense": 3}
+    specs = [TensorSpec(name, (n,), "float32") for name, n in sizes.items()]
+    plan = make_plan(specs, TopKConfig(ratio=3e-5, min_numel=4))
+    g = {name: np.zeros(n, np.float32) for name, n in sizes.items()}
+    g["short"][[0, 65535]] = 1.5, -2.5
+    g["long"][[65535, 65536]] = 3.5, -4.5
+    g["dense"][:] = 7, 8, 9
+    expected = (
+        header(3, plan.buckets[0].digest)
+        + bytes(8)
+        + struct.pack("<7f", 1.5, -2.5, 3.5, -4.5, 7, 8, 9)
+        + bytes(4)  # 60 to 64
+        + struct.pack("<2I", 65535, 65536)
+        + struct.pack("<2H", 0, 65535)
+        + bytes(4)  # 76 to 80
+    )
+    assert sent(World(plan, 1, backend), g) == expected
+
+
+@each_backend
+def test_flags_are_bits_in_the_plans_order(backend: Backend) -> None:
+    """Nine tensors: the first, the eighth and the ninth have a NaN or an infinity."""
+    specs = [TensorSpec(str(i), (1,), "float32") for i in range(9)]
+    world = World(make_plan(specs, TopKConfig()), 1, backend)
+    bad = {0: np.nan, 7: np.inf, 8: -np.inf}
+    data = sent(world, {str(i): np.array([bad.get(i, 1.0)], np.float32) for i in range(9)})
+    assert data[24:32] == bytes([0b1000_0001, 0b0000_0001, 0, 0, 0, 0, 0, 0])
+    assert len(data) == 32 + 40  # nine values and padding
+    received = world.finish()[0]
+    assert [name for name, g in received.items() if np.isnan(g).all()] == ["0", "7", "8"]
+
+
+@each_backend
+def test_float16_values_saturate(backend: Backend) -> None:
+    plan = make_plan([TensorSpec("w", (4,), "float32")], TopKConfig(values="float16"))
+    data = sent(World(plan, 1, backend), {"w": np.array([65520, -1e9, 65504, 1], np.float32)})
+    assert data[32:40] == bytes.fromhex("ff7b fffb ff7b 003c")
+
+
+@each_backend
+def test_a_written_payload_is_read_back(backend: Backend) -> None:
+    """A payload that no encoder of ours wrote decodes to what the docstring says."""
+    plan = small_plan("float32")
+    bucket = plan.buckets[0]
+    foreign = handmade(bucket)
+    gradients = [backend.array(np.zeros(10), "float32"), backend.array(np.zeros(3), "float32")]
+    assert decode(backend, bucket, [foreign, foreign], gradients) == []
+    assert backend.numpy(gradients[0]).tolist() == [0, 0, 0, 0, 0.5, 0, 0, 0, 0, -3.0]
+    assert backend.numpy(gradients[1]).tolist() == [2, 4, 6]
+    assert wire.read(bucket, foreign).dense["w"].tolist() == [0, 0, 0, 0, 0.25, 0, 0, 0, 0, -1.5]
+
+
+@each_backend
+def test_values_of_a_flagged_tensor_are_ignored(backend: Backend) -> None:
+    bucket = small_plan("float32").buckets[0]
+    flagged = bytearray(handmade(bucket))
+    flagged[24] = 0b01
+    gradients = [backend.array(np.zeros(10), "float32"), backend.array(np.zeros(3), "float32")]
+    assert decode(backend, bucket, [handmade(bucket), bytes(flagged)], gradients) == ["w"]
+    assert np.isnan(backend.numpy(gradients[0])).all()
+    assert backend.numpy(gradients[1]).tolist() == [2, 4, 6]
+
+
+def handmade(bucket: BucketPlan) -> bytes:
+    """w: 0.25 at 4 and -1.5 at 9; b: 1, 2, 3."""
+    values = struct.pack("<5f", 0.25, -1.5, 1, 2, 3)
+    return header(2, bucket.digest) + bytes(8) + values + bytes(4) + struct.pack("<4H", 4, 9, 0, 0)
+
+
+def decode(
+    backend: Backend, bucket: BucketPlan, payloads: list[bytes], gradients: list[Any]
+) -> list[str]:
+    """What `TopK.decode` makes of the sum of these payloads; returns the flagged names."""
+    gathered = backend.array(np.frombuffer(b"".join(payloads), np.uint8), "uint8")
+    return TopK(backend.ops).decode(bucket, gathered, len(payloads), 1.0, gradients)
+
+
+# One test for each input a reader has to refuse.
+
+
+def received(backend: Backend, at: int, byte: int) -> np.ndarray[Any, Any]:
+    """Decode two payloads, the second with one byte changed; returns the gradient afterwards."""
+    bucket = small_plan("float32").buckets[0]
+    broken = bytearray(handmade(bucket))
+    assert broken[at] != byte
+    broken[at] = byte
+    gradients = [backend.array(np.ones(10), "float32"), backend.array(np.ones(3), "float32")]
+    try:
+        decode(backend, bucket, [handmade(bucket), bytes(broken)], gradients)
+    finally:
+        untouched = all((backend.numpy(g) == 1).all() for g in gradients)
+        assert untouched, "a gradient was written before the payload was refused"
+    return backend.numpy(gradients[0])
+
+
+@each_backend
+def test_another_magic_is_refused(backend: Backend) -> None:
+    with pytest.raises(PayloadError, match="bucket 0, rank 1: the bytes 58544b50 do not open"):
+        received(backend, 0, ord("X"))
+
+
+@each_backend
+def test_another_version_is_refused(backend: Backend) -> None:
+    with pytest.raises(PayloadError, match=r"rank 1: format version 1 .* reads version 0"):
+        received(backend, 4, 1)
+
+
+@each_backend
+def test_another_codec_is_refused(backend: Backend) -> None:
+    with pytest.raises(PayloadError, match=r"rank 1: format version 0 with codec 2, .* codec 1"):
+        received(backend, 5, 2)
+
+
+@each_backend
+@pytest.mark.parametrize("at", [6, 7, 20, 23])
+def test_a_reserved_byte_is_refused(backend: Backend, at: int) -> None:
+    """By name: the plans are equal, so a message about plans would lead astray."""
+    with pytest.raises(PayloadError, match=r"rank 1: .*reserved"):
+        received(backend, at, 1)
+
+
+@each_backend
+def test_another_number_of_tensors_is_refused(backend: Backend) -> None:
+    with pytest.raises(PlanMismatchError, match="rank 1: its plan has 3 tensors"):
+        received(backend, 8, 3)
+
+
+@each_backend
+def test_another_digest_is_refused(backend: Backend) -> None:
+    """The message sets the two digests side by side."""
+    with pytest.raises(PlanMismatchError, match=r"\bd6be8e91baf5d7ff\b.*\bd6be8e91baf5d78d\b"):
+        received(backend, 19, 0xFF)
+
+
+@pytest.mark.parametrize("length", [0, 1, 127, 129, 192])
+def test_another_length_is_refused(length: int) -> None:
+    message = f"bucket 3: {length} bytes arrived from 2 ranks, the plan says 64 from each"
+    with pytest.raises(PayloadError, match=message):
+        payload.check_length(length, 64, ranks=2, bucket=3)
+    payload.check_length(128, 64, ranks=2, bucket=3)
+
+
+@each_backend
+def test_a_rank_that_sent_less_is_noticed_before_a_gradient_changes(backend: Backend) -> None:
+    """Horovod gathers payloads of unequal length without a word."""
+    world = World(small_plan("float32"), 2, backend)
+    world.launch([small_gradients("float32")] * 2)
+    key = (world.payloads(1)[0][0], 0)
+    world.network._posted[key][1] = backend.ops.zeros(56, "uint8", "cpu")
+    with pytest.raises(PayloadError, match="bucket 0: 120 bytes arrived from 2 ranks"):
+        world.finish()
+    after = backend.numpy(world._arrays[0]["w"])
+    assert after.tolist() == WEIGHT

@@ -1,0 +1,81 @@
+"""A short training job over any collective, and a program that runs it under plain `mpirun`.
+
+    mpirun -np 3 python tests/oracle/training.py FOLDER
+
+Each rank writes FOLDER/<rank>.npz. Nothing of Horovod is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.agreement import agree
+from horovod_topk.core.codec import TopK
+from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange import Allgather, Collective
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.ops.numpy import NumpyOps
+
+STEPS = 6
+SKIPPED = 3  # the step in which rank 1 has a NaN
+SPECS = (
+    TensorSpec("embedding", (300, 250), "float32"),  # 32-bit indices
+    TensorSpec("weight", (40, 50), "float32"),
+    TensorSpec("half", (60, 20), "float16"),
+    TensorSpec("double", (1500,), "float64"),  # a bucket of its own
+    TensorSpec("bias", (50,), "float32"),  # dense
+    TensorSpec("scale", (), "float32"),
+)
+
+
+def train(collective: Collective[Any]) -> dict[str, NDArray[Any]]:
+    """All exchanged gradients and the last residuals of one rank."""
+    plan = make_plan(SPECS, TopKConfig(ratio=0.02, values="float16"))
+    ops = NumpyOps()
+    ordinal = agree(plan, 0, ops, collective)
+    compressor = Compressor(plan, ops, TopK(ops), Allgather(collective), f"oracle.{ordinal}")
+    result = dict[str, NDArray[Any]]()
+    for step in range(STEPS):
+        exchanged = _step(compressor, _gradients(collective.rank, step))
+        assert compressor.commit() is (step != SKIPPED)
+        result |= {f"{step}.{name}": g for name, g in exchanged.items()}
+    return result | {f"residual.{s.name}": compressor.registry.residual(s.name) for s in SPECS}
+
+
+def _gradients(rank: int, step: int) -> dict[str, NDArray[Any]]:
+    random = np.random.default_rng([rank, step])
+    result = {s.name: np.asarray(random.standard_normal(s.shape), s.dtype) for s in SPECS}
+    if (rank, step) == (1, SKIPPED):
+        result["weight"][3, 4] = np.nan
+    return result
+
+
+def _step(
+    compressor: Compressor[NDArray[Any]], gradients: dict[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    for verb in (compressor.launch, compressor.finish):
+        for bucket in compressor.plan.buckets:
+            verb(bucket.ordinal, [gradients[t.spec.name] for t in bucket.tensors])
+    return gradients
+
+
+def main(folder: Path) -> None:
+    """Run on MPI's world."""
+    from mpi4py import MPI
+
+    from horovod_topk.mpi import MpiCollective
+
+    collective = MpiCollective(MPI.COMM_WORLD)
+    result = train(collective)
+    assert not {"horovod", "torch"} & set(sys.modules)
+    np.savez(folder / f"{collective.rank}.npz", **result)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,121 @@
+"""Law 8: ranks agree before they exchange; each payload carries the digest all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle.backends import NUMPY, Backend, each_backend
+from oracle.jobs import Job, jobs, steps
+from oracle.loopback import Loopback, on_every_rank
+from oracle.world import World
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.agreement import agree
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.errors import PlanMismatchError
+
+W = TensorSpec("w", (100,), "float32")
+B = TensorSpec("b", (10,), "float32")
+AGREED = make_plan([W, B], TopKConfig())
+
+
+@dataclass(frozen=True)
+class NextFormat(Plan):
+    """A plan as a later version of the format would make it."""
+
+    def fields(self) -> dict[str, list[object]]:
+        return super().fields() | {"format": [1]}
+
+
+# field -> a plan that differs in it, what the others have, what this one has
+DIFFERENT = {
+    "format": (NextFormat(AGREED.config, "average", AGREED.buckets), "0", "1"),
+    "settings": (make_plan([W, B], TopKConfig(ratio=0.5)), '["ratio", 0.01]', '["ratio", 0.5]'),
+    "reduction": (make_plan([W, B], TopKConfig(), "sum"), '"average"', '"sum"'),
+    "names": (make_plan([W, TensorSpec("c", (10,), "float32")], TopKConfig()), '"b"', '"c"'),
+    "shapes": (
+        make_plan([W, TensorSpec("b", (2, 5), "float32")], TopKConfig()),
+        '["b", [10]]',
+        '["b", [2, 5]]',
+    ),
+    "dtypes": (
+        make_plan([W, TensorSpec("b", (10,), "float16")], TopKConfig()),
+        '["b", "float32"]',
+        '["b", "float16"]',
+    ),
+    "buckets": (make_plan([W, B], TopKConfig(), groups=[[W]]), '["w", "b"]', '["w"]'),
+}
+
+
+def proposals(
+    plans: Sequence[Plan], backend: Backend = NUMPY, ordinals: Sequence[int] | None = None
+) -> list[Future[int]]:
+    """What each rank gets from `agree`."""
+    network = Loopback(len(plans), backend.ops)
+    return on_every_rank(
+        network,
+        lambda here: agree(
+            plans[here.rank], ordinals[here.rank] if ordinals else 0, backend.ops, here
+        ),
+    )
+
+
+@each_backend
+def test_ranks_with_one_plan_take_the_highest_ordinal(backend: Backend) -> None:
+    answers = proposals([AGREED] * 4, backend, ordinals=[0, 3, 1, 3])
+    assert [answer.result() for answer in answers] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_mismatch_names_rank_and_field_on_every_rank(field: str, odd: int) -> None:
+    plan, usual, unusual = DIFFERENT[field]
+    plans = [plan if rank == odd else AGREED for rank in range(3)]
+    for rank, answer in enumerate(proposals(plans)):
+        other = odd if rank != odd else (1 if odd == 0 else 0)
+        here, there = (unusual, usual) if rank == odd else (usual, unusual)
+        message = str(answer.exception())
+        assert isinstance(answer.exception(), PlanMismatchError)
+        assert message.startswith(
+            f"ranks disagree on {field}: {there} on rank {other}, {here} on rank {rank} (this one)"
+        )
+
+
+def test_a_tensor_more_is_a_mismatch_of_names() -> None:
+    shorter = make_plan([W], TopKConfig())
+    messages = [str(answer.exception()) for answer in proposals([AGREED, shorter])]
+    assert messages[0].startswith("ranks disagree on names: 1 entries on rank 1, 2 entries")
+    assert messages[1].startswith("ranks disagree on names: 2 entries on rank 0, 1 entries")
+
+
+@given(mine=jobs(ranks=st.just(2)), theirs=jobs(ranks=st.just(2)))
+def test_digests_are_equal_where_plans_are(mine: Job, theirs: Job) -> None:
+    ours, other = mine.plan, theirs.plan
+    assert (ours.digest == other.digest) == (ours.fields() == other.fields())
+    assert mine.plan.digest == ours.digest
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_foreign_payload_is_refused_before_anything_changed(data: st.DataObject) -> None:
+    """Two ranks that skipped `agree`: the payload's digest still tells them apart."""
+    job = data.draw(jobs(ranks=st.just(2)))
+    renamed = tuple(TensorSpec(f"{s.name}x", s.shape, s.dtype) for s in job.specs)
+    foreign = make_plan(renamed, job.config, job.reduction).buckets[0]
+    world = World(job.plan, 2, NUMPY)
+    gradients = data.draw(steps(job, 1))[0]
+    world.launch(gradients)
+    bucket = job.plan.buckets[0]
+    posted = world.network.sent[1][0].payload
+    NUMPY.ops.store_bytes(posted, 0, foreign.header)
+    arrays = [world._arrays[0][t.spec.name] for t in bucket.tensors]
+    before = [array.tobytes() for array in arrays]
+    with pytest.raises(PlanMismatchError, match=f"bucket 0, rank 1: .*{foreign.digest.hex()}"):
+        world.ranks[0].finish(bucket.ordinal, arrays)
+    assert [array.tobytes() for array in arrays] == before
+    assert world.commit() == [False, False]

@@ -1,0 +1,110 @@
+"""Laws 2, 3, 4 and 6: equal bits on every rank, dense at ratio 1, fixed sizes, fixed names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from oracle import wire
+from oracle.backends import NUMPY, TORCH, Backend, each_backend
+from oracle.jobs import NONFINITE, Job, jobs, steps
+from oracle.world import Gradients, World, same_bits
+
+from horovod_topk.core.plan import TensorPlan
+
+
+def added_in_rank_order(job: Job, tensor: TensorPlan, sent: list[wire.Decoded]) -> NDArray[Any]:
+    """The exchanged gradient, from what each rank put on the wire."""
+    residual_dtype = np.float64 if tensor.spec.dtype == "float64" else np.float32
+    total = np.zeros(tensor.spec.numel, residual_dtype)
+    with np.errstate(all="ignore"):
+        for one in sent:
+            total = total + one.dense[tensor.spec.name].astype(residual_dtype)
+        scale = 1 / job.ranks if job.reduction == "average" else 1.0
+        scaled = total * residual_dtype(scale)
+        return scaled.astype(tensor.spec.dtype).reshape(tensor.spec.shape)
+
+
+@each_backend
+@settings(max_examples=20)
+@given(data=st.data())
+def test_every_rank_has_the_same_bits_added_in_rank_order(
+    backend: Backend, data: st.DataObject
+) -> None:
+    job = data.draw(jobs())
+    world = World(job.plan, job.ranks, backend)
+    for gradients in data.draw(steps(job, 2, huge=True)):
+        exchanged = world.step(gradients)
+        assert same_bits(exchanged, [exchanged[0]] * job.ranks)
+        sent = [world.decoded(rank) for rank in range(job.ranks)]
+        for tensor in job.plan.tensors():
+            expected = added_in_rank_order(job, tensor, sent)
+            assert np.array_equal(exchanged[0][tensor.spec.name], expected, equal_nan=True)
+
+
+@each_backend
+@given(data=st.data())
+def test_the_order_in_which_ranks_send_means_nothing(backend: Backend, data: st.DataObject) -> None:
+    job = data.draw(jobs(ranks=st.integers(2, 4)))
+    order = st.permutations(range(len(job.plan.buckets)))
+    orders = [data.draw(order) for _ in range(job.ranks)]
+    orderly, disorderly = (World(job.plan, job.ranks, backend) for _ in range(2))
+    for gradients in data.draw(steps(job, 2)):
+        expected = orderly.step(gradients)
+        disorderly.launch(gradients, orders)
+        assert same_bits(disorderly.finish(), expected)
+        disorderly.commit()
+    assert same_bits(disorderly.residuals(), orderly.residuals())
+
+
+@given(data=st.data())
+def test_both_frameworks_send_keep_and_apply_the_same_bits(data: st.DataObject) -> None:
+    """So ranks of either may meet in one job. (Sums alone may differ in the sign of a zero.)"""
+    job = data.draw(jobs(ranks=st.integers(1, 3)))
+    worlds = [World(job.plan, job.ranks, backend) for backend in (NUMPY, TORCH)]
+    for gradients in data.draw(steps(job, 2)):
+        ours, theirs = (world.step(gradients) for world in worlds)
+        assert same_bits(ours, theirs)
+    assert same_bits(*(world.residuals() for world in worlds))
+    assert worlds[0].payloads(0) == worlds[1].payloads(0)
+
+
+@each_backend
+@given(data=st.data())
+def test_ratio_one_is_the_dense_mean(backend: Backend, data: st.DataObject) -> None:
+    """Two ranks: exactly, and there is nothing left to owe."""
+    job = data.draw(jobs(ranks=st.just(2), values=["float32"], ratios=[1.0]))
+    world = World(job.plan, 2, backend)
+    for gradients in data.draw(steps(job, 2)):
+        exchanged = world.step(gradients)
+        for spec in job.specs:
+            assert np.array_equal(exchanged[0][spec.name], _dense(job, gradients, spec.name))
+        assert not any(e.any() for one in world.residuals() for e in one.values())
+
+
+@given(data=st.data())
+def test_a_payloads_size_and_name_depend_on_the_plan_alone(data: st.DataObject) -> None:
+    job = data.draw(jobs(ranks=st.integers(1, 3)))
+    world = World(job.plan, job.ranks, NUMPY, name="job.7")
+    everything = data.draw(steps(job, 3))
+    for one in everything[1]:
+        for g in one.values():
+            g[...] = data.draw(st.sampled_from(NONFINITE))
+    for gradients in everything:
+        world.step(gradients)
+    planned = [(f"job.7.{b.ordinal}", b.layout.payload_bytes) for b in job.plan.buckets]
+    assert len({name for name, _ in planned}) == len(job.plan.buckets)
+    for rank in range(job.ranks):
+        sent = [(name, len(payload)) for name, payload in world.payloads(rank)]
+        assert sent == planned * 3
+
+
+def _dense(job: Job, gradients: list[Gradients], name: str) -> NDArray[Any]:
+    """Sum or mean of two ranks, rounded to the gradient's dtype once."""
+    wide = [g[name].astype(np.promote_types(g[name].dtype, np.float32)) for g in gradients]
+    total = wide[0] + wide[1]
+    with np.errstate(over="ignore"):
+        return (total / 2 if job.reduction == "average" else total).astype(gradients[0][name].dtype)

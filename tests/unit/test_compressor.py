@@ -1,0 +1,203 @@
+"""What the compressor offers around the algorithm: state, statistics, replanning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle.backends import NUMPY, Backend, each_backend
+from oracle.world import World, same_bits
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.compressor import Phase
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.stats import Stats
+from horovod_topk.errors import GradientChangedError, StateDictError
+
+A = TensorSpec("a", (50,), "float32")
+B = TensorSpec("b", (50,), "float64")
+CONFIG = TopKConfig(ratio=0.1, min_numel=0)
+
+
+def world(ranks: int = 2, backend: Backend = NUMPY) -> World:
+    """Two buckets, of which five elements each are sent."""
+    return World(make_plan([A, B], CONFIG), ranks, backend)
+
+
+def some_gradients(seed: int, ranks: int = 2) -> list[dict[str, Any]]:
+    random = np.random.default_rng(seed)
+    return [
+        {"a": random.standard_normal(50).astype(np.float32), "b": random.standard_normal(50)}
+        for _ in range(ranks)
+    ]
+
+
+def norm(gradients: dict[str, Any]) -> float:
+    return float(np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients.values())))
+
+
+# State
+
+
+@each_backend
+def test_a_job_resumed_from_its_state_continues_with_equal_bits(backend: Backend) -> None:
+    unbroken, resumed = world(backend=backend), world(backend=backend)
+    for seed in range(3):
+        unbroken.step(some_gradients(seed))
+    for old, new in zip(unbroken.ranks, resumed.ranks, strict=True):
+        new.load_state_dict(old.registry.state_dict())
+    for seed in range(3, 6):
+        assert same_bits(resumed.step(some_gradients(seed)), unbroken.step(some_gradients(seed)))
+    assert same_bits(resumed.residuals(), unbroken.residuals())
+
+
+@pytest.mark.parametrize("phase", [Phase.SENT, Phase.RECEIVED])
+def test_loading_abandons_a_step_under_way(phase: Phase) -> None:
+    job = world()
+    state = [compressor.registry.state_dict() for compressor in job.ranks]
+    job.launch(some_gradients(0))
+    if phase is Phase.RECEIVED:
+        job.finish()
+    for compressor, one in zip(job.ranks, state, strict=True):
+        assert compressor.phase(0) is phase
+        compressor.load_state_dict(one)
+        assert compressor.phase(0) is Phase.IDLE
+    assert job.commit() == [False, False]
+    assert not any(e.any() for one in job.residuals() for e in one.values())
+
+
+def test_a_refused_state_leaves_the_step_under_way_alone() -> None:
+    job = world()
+    job.exchange(some_gradients(0))
+    with pytest.raises(StateDictError):
+        job.ranks[0].load_state_dict({"version": 1, "shapes": {}, "residuals": {}})
+    assert job.commit() == [True, True]
+
+
+def test_reset_clears_residuals_and_abandons_a_step() -> None:
+    job = world()
+    job.step(some_gradients(0))
+    job.exchange(some_gradients(1))
+    for compressor in job.ranks:
+        compressor.reset()
+    assert job.commit() == [False, False]
+    assert not any(e.any() for one in job.residuals() for e in one.values())
+
+
+# Gradients that change on the way
+
+
+@each_backend
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_gradient_changed_after_launch_is_refused(backend: Backend, name: str) -> None:
+    job = world(backend=backend)
+    job.launch(some_gradients(0))
+    array = job._arrays[0][name]
+    array *= 0.5  # as clipping would
+    ordinal = "ab".index(name)
+    with pytest.raises(GradientChangedError, match=rf"bucket {ordinal} \({name}, \.\.\.\)"):
+        job.ranks[0].finish(ordinal, [array])
+    assert not any(e.any() for one in job.residuals() for e in one.values())
+
+
+@each_backend
+def test_gradients_can_be_delivered_elsewhere(backend: Backend) -> None:
+    """`targets` receive; what was launched stays as it was."""
+    elsewhere, in_place = world(1, backend), world(1, backend)
+    gradients = some_gradients(0, ranks=1)
+    expected = in_place.exchange(gradients)[0]["a"]
+    elsewhere.launch(gradients)
+    launched, target = elsewhere._arrays[0]["a"], backend.array(np.ones(50), "float32")
+    elsewhere.ranks[0].finish(0, [launched], [target])
+    assert backend.numpy(target).tobytes() == expected.tobytes()
+    assert backend.numpy(launched).tobytes() == gradients[0]["a"].tobytes()
+
+
+# Statistics
+
+
+def test_bytes() -> None:
+    job = world(ranks=4)
+    compressor = job.ranks[0]
+    payloads = [len(payload) for _, payload in _after_a_step(job).payloads(0)]
+    assert compressor.ranks == 4
+    assert compressor.payload_bytes() == sum(payloads)
+    assert compressor.sent_bytes() == 3 * sum(payloads)
+    assert compressor.dense_bytes() == 2 * 3 * (50 * 4 + 50 * 8) // 4
+
+
+def _after_a_step(job: World) -> World:
+    job.step(some_gradients(0, job.size))
+    return job
+
+
+@each_backend
+@pytest.mark.parametrize("ending", ["open", "commit", "rollback"])
+def test_norms_of_the_residual_and_of_the_last_gradient(backend: Backend, ending: str) -> None:
+    job = world(1, backend)
+    compressor = job.ranks[0]
+    assert compressor.residual_norm() == compressor.gradient_norm() == 0.0
+    for seed in range(3):
+        gradients = some_gradients(seed, ranks=1)
+        job.step(gradients)
+        assert compressor.gradient_norm() == pytest.approx(norm(gradients[0]), rel=1e-5)
+        assert compressor.residual_norm() == pytest.approx(norm(job.residuals()[0]), rel=1e-12)
+    gradients = some_gradients(3, ranks=1)
+    job.exchange(gradients)
+    if ending != "open":
+        getattr(job, ending)()
+    assert compressor.gradient_norm() == pytest.approx(norm(gradients[0]), rel=1e-5)
+
+
+@each_backend
+@pytest.mark.parametrize("action", ["reset", "load_state_dict"])
+def test_the_gradients_norm_survives_a_change_of_residuals(backend: Backend, action: str) -> None:
+    """Or is zero, as before the first step; but it is not a number made of both."""
+    job = world(1, backend)
+    compressor = job.ranks[0]
+    states = [compressor.registry.state_dict()]
+    for seed in range(2):
+        gradients = some_gradients(seed, ranks=1)
+        job.step(gradients)
+        states.append(compressor.registry.state_dict())
+    compressor.reset() if action == "reset" else compressor.load_state_dict(states[1])
+    reported = compressor.gradient_norm()
+    assert reported == 0.0 or reported == pytest.approx(norm(gradients[0]), rel=1e-5)
+
+
+def test_reduction_is_dense_bytes_over_sent_bytes() -> None:
+    assert Stats(dense_bytes=800, sent_bytes=20).reduction == 40.0
+    assert Stats().reduction == 1.0
+
+
+# Replanning
+
+
+@each_backend
+def test_replan_drops_a_tensor_and_keeps_what_others_owe(backend: Backend) -> None:
+    specs = [TensorSpec(name, (50,), "float32") for name in ("a", "b")]
+    less, never = (World(make_plan(some, CONFIG), 2, backend) for some in (specs, specs[:1]))
+    gradients = [[_alike(seed + rank) for rank in range(2)] for seed in (0, 10, 20)]
+    less.step(gradients[0])
+    never.step(gradients[0])
+    less.plan = less.plan.without("b")
+    for compressor in less.ranks:
+        compressor.replan(less.plan)
+    for one in gradients[1:]:
+        assert same_bits(less.step(one), never.step(one))
+    assert same_bits(less.residuals(), never.residuals())
+
+
+def _alike(seed: int) -> dict[str, Any]:
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal(50).astype(np.float32) for name in ("a", "b")}
+
+
+def test_replan_waits_for_collectives_that_nobody_will_read() -> None:
+    """A collective left behind would hold its buffers, and on MPI its turn."""
+    specs = [TensorSpec(name, (50,), "float32") for name in ("a", "b")]
+    job = World(make_plan(specs, CONFIG), 1, NUMPY)
+    job.launch([_alike(0)])
+    job.ranks[0].replan(job.plan.without("b"))
+    assert job.network.awaited[0] == ["job.0.0"]

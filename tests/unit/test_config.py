@@ -1,0 +1,134 @@
+"""Settings: what is accepted, and what each refusal says (value, limit, cure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from horovod_topk.config import TopKConfig, reject_unknown
+from horovod_topk.errors import ConfigError, TopKError, UnknownSettingError
+
+
+def refusal(**setting: Any) -> str:
+    """The message with which a setting is refused."""
+    with pytest.raises(ConfigError) as caught:
+        TopKConfig(**setting)
+    assert isinstance(caught.value, (TopKError, ValueError))
+    return str(caught.value)
+
+
+def test_the_defaults() -> None:
+    assert dataclasses.asdict(TopKConfig()) == {
+        "ratio": 0.01,
+        "values": "float32",
+        "exchange": "allgather",
+        "selection": "exact",
+        "min_numel": 1024,
+        "name": None,
+    }
+
+
+def test_settings_are_frozen_and_compare_by_value() -> None:
+    config = TopKConfig(ratio=0.5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.ratio = 0.1  # type: ignore[misc]
+    assert config == TopKConfig(ratio=0.5) != TopKConfig()
+    assert hash(config) == hash(TopKConfig(ratio=0.5))
+
+
+def test_all_settings_are_agreed_between_ranks() -> None:
+    names = [field.name for field in dataclasses.fields(TopKConfig)]
+    assert list(TopKConfig().agreed()) == names
+
+
+@pytest.mark.parametrize("ratio", [1, 1.0, 0.5, 1e-9, math.ulp(0.0)])
+def test_ratios_within_the_limits(ratio: float) -> None:
+    accepted = TopKConfig(ratio=ratio).ratio
+    assert accepted == ratio
+    assert type(accepted) is float
+
+
+@pytest.mark.parametrize("ratio", [0, 0.0, -0.5, -3, 1.0000001, 100.0, math.inf, math.nan])
+def test_ratios_outside_the_limits(ratio: float) -> None:
+    message = refusal(ratio=ratio)
+    assert message.startswith(f"ratio={ratio!r} lies outside (0, 1]. ")
+    assert "Pass the share of elements to send, such as ratio=0.01" in message
+
+
+@pytest.mark.parametrize(("ratio", "cure"), [(2, "0.5"), (100, "0.01"), (3, "0.333333")])
+def test_an_integer_above_one_is_taken_for_a_reduction(ratio: int, cure: str) -> None:
+    message = refusal(ratio=ratio)
+    assert message.startswith(f"ratio={ratio} is above 1; ratio is the share of elements sent")
+    assert message.endswith(f"For {ratio} times fewer elements pass ratio={cure}.")
+
+
+@pytest.mark.parametrize("ratio", ["0.01", None, True, False, [0.01], 1j])
+def test_ratios_that_are_no_numbers(ratio: object) -> None:
+    cure = "Pass a float in (0, 1], such as ratio=0.01"
+    assert refusal(ratio=ratio) == f"ratio={ratio!r} is not a number. {cure}."
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "nearest", "choices"),
+    [
+        ("values", "float23", "float32", "'float32', 'float16'"),
+        ("values", "float61", "float16", "'float32', 'float16'"),
+        ("exchange", "all_gather", "allgather", "'allgather'"),
+        ("selection", "exakt", "exact", "'exact'"),
+    ],
+)
+def test_a_misspelt_choice_suggests_the_nearest(
+    setting: str, value: str, nearest: str, choices: str
+) -> None:
+    message = refusal(**{setting: value})
+    assert message.startswith(f"{setting}={value!r} is not available in this version. ")
+    assert f"Did you mean {nearest!r}? Pass one of {choices}." in message
+
+
+@pytest.mark.parametrize("setting", ["values", "exchange", "selection"])
+@pytest.mark.parametrize("value", [None, 32, "", ["float32"]])
+def test_choices_that_are_not_near_anything(setting: str, value: object) -> None:
+    message = refusal(**{setting: value})
+    assert f"{setting}={value!r}" in message
+    assert "Pass one of '" in message
+
+
+@pytest.mark.parametrize("min_numel", [-1, 1.0, True, None, "1024", math.nan])
+def test_sizes_that_are_no_whole_numbers(min_numel: object) -> None:
+    message = refusal(min_numel=min_numel)
+    assert message.startswith(f"min_numel={min_numel!r} is not a whole number of elements >= 0. ")
+    assert "Pass 0 to compress every tensor" in message
+
+
+@pytest.mark.parametrize("name", ["", 3, b"generator", ["generator"]])
+def test_names_that_are_no_names(name: object) -> None:
+    message = refusal(name=name)
+    assert message.startswith(f"name={name!r} is not a non-empty string. ")
+    assert "the same on every rank" in message
+
+
+@pytest.mark.parametrize(
+    ("keyword", "nearest"),
+    [
+        ("ration", "ratio"),
+        ("value", "values"),
+        ("min_elements", "min_numel"),
+        ("exchnage", "exchange"),
+    ],
+)
+def test_an_unknown_keyword_suggests_the_nearest(keyword: str, nearest: str) -> None:
+    with pytest.raises(UnknownSettingError) as caught:
+        reject_unknown([keyword], TopKConfig.__dataclass_fields__)
+    message = str(caught.value)
+    assert message.startswith(f"TopKEF has no setting {keyword!r}. Did you mean {nearest!r}? ")
+    assert "The settings are exchange, min_numel, name, ratio, selection, values." in message
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_keyword_like_no_other_gets_the_list() -> None:
+    with pytest.raises(UnknownSettingError, match=r"'zzz'\. The settings are a, b\."):
+        reject_unknown(["zzz"], ["b", "a"])
+    reject_unknown([], ["a"])

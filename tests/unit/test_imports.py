@@ -1,0 +1,149 @@
+"""Who may import whom: `import horovod_topk` loads no framework, and rooms keep to themselves.
+
+Two ways of looking: a fresh interpreter says what an import loads, the syntax tree says what a
+file asks for. Each is also shown to fail, with one import too many.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import horovod_topk
+
+PACKAGE = Path(horovod_topk.__file__).parent
+FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy", "horovod", "mpi4py"}
+
+# room -> what its files may import beside the standard library and themselves
+ROOMS = {
+    "errors.py": set[str](),
+    "config.py": {"horovod_topk.errors"},
+    "__init__.py": {"horovod_topk.errors", "horovod_topk.config"},
+    "core": {"horovod_topk.ops", "horovod_topk.config", "horovod_topk.errors"},
+    "ops/__init__.py": {"horovod_topk.ops.protocol"},
+    "ops/protocol.py": set[str](),
+    "ops/numpy.py": {"numpy", "horovod_topk.ops.protocol"},
+    "ops/torch.py": {"torch", "horovod_topk.ops.protocol"},
+    "ops/tensorflow.py": {"tensorflow", "horovod_topk.ops.protocol"},
+    "mpi.py": {"numpy", "mpi4py"},
+    "torch": {
+        "torch",
+        "horovod.torch",
+        "horovod_topk.core",
+        "horovod_topk.ops.torch",
+        "horovod_topk.config",
+        "horovod_topk.errors",
+    },
+    "tensorflow": {
+        "tensorflow",
+        "keras",
+        "horovod.tensorflow",
+        "horovod_topk.core",
+        "horovod_topk.ops.tensorflow",
+        "horovod_topk.config",
+        "horovod_topk.errors",
+    },
+}
+
+
+# What an import loads
+
+
+def loaded_frameworks(statement: str, package: Path = PACKAGE) -> set[str]:
+    """Frameworks in memory after `statement`, in a fresh interpreter."""
+    script = f"import sys\n{statement}\nprint(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(package.parent), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return FRAMEWORKS & set(done.stdout.split())
+
+
+def test_the_core_loads_no_framework_and_no_numpy() -> None:
+    core = sorted(f"horovod_topk.core.{path.stem}" for path in (PACKAGE / "core").glob("*.py"))
+    core = [name.removesuffix(".__init__") for name in core]
+    assert "horovod_topk.core.compressor" in core
+    modules = ["horovod_topk", "horovod_topk.config", "horovod_topk.errors", "horovod_topk.ops"]
+    assert loaded_frameworks(f"import {', '.join([*modules, *core])}") == set()
+
+
+@pytest.mark.parametrize("module", ["core/plan.py", "errors.py"])
+def test_the_test_above_can_fail(tmp_path: Path, module: str) -> None:
+    spoilt = tmp_path / "horovod_topk"
+    shutil.copytree(PACKAGE, spoilt, ignore=shutil.ignore_patterns("__pycache__"))
+    with (spoilt / module).open("a") as file:
+        file.write("\nimport numpy\n")
+    assert loaded_frameworks("import horovod_topk.core.compressor", spoilt) == {"numpy"}
+
+
+# What a file asks for
+
+
+def imports(source: str) -> set[str]:
+    """Dotted names of all modules a file imports, also within functions."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import hides which room it enters"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def trespasses(name: str, source: str) -> set[str]:
+    """Modules that a file imports although the rule for its room does not allow it."""
+    rooms = [room for room in ROOMS if name == room or name.startswith(f"{room}/")]
+    assert rooms, f"{name} is in no room: say in ROOMS what it may import"
+    return {module for module in imports(source) if not _may(max(rooms, key=len), module)}
+
+
+def _may(room: str, name: str) -> bool:
+    itself = set[str]() if room.endswith(".py") else {f"horovod_topk.{room}"}
+    allowed = ROOMS[room] | itself | sys.stdlib_module_names
+    return any(f"{name}.".startswith(f"{module}.") for module in allowed)
+
+
+def test_every_room_keeps_to_its_own_imports() -> None:
+    sources = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    found = {name: trespasses(name, path.read_text()) for name, path in sources.items()}
+    assert {"core/codec.py", "torch/state.py", "ops/torch.py"} <= set(found)
+    assert {name: modules for name, modules in found.items() if modules} == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("core/codec.py", "import torch"),
+        ("core/codec.py", "import numpy as np"),
+        ("core/codec.py", "from horovod_topk.torch import state"),
+        ("core/codec.py", "from horovod_topk import mpi"),
+        ("core/codec.py", "def f():\n    import horovod.torch"),
+        ("ops/torch.py", "import numpy"),
+        ("ops/torch.py", "from horovod_topk.core import plan"),
+        ("ops/numpy.py", "from horovod_topk.ops.torch import TorchOps"),
+        ("ops/protocol.py", "from horovod_topk.core.plan import Plan"),
+        ("torch/state.py", "import tensorflow"),
+        ("torch/state.py", "from horovod_topk.tensorflow import TopKEF"),
+        ("torch/state.py", "import numpy"),
+        ("tensorflow/__init__.py", "import torch"),
+        ("tensorflow/__init__.py", "from horovod_topk.torch import TopKEF"),
+        ("config.py", "from horovod_topk.core import plan"),
+        ("__init__.py", "from horovod_topk.torch import TopKEF"),
+    ],
+)
+def test_a_trespass_is_noticed(module: str, line: str) -> None:
+    path = PACKAGE / module
+    source = path.read_text() if path.exists() else ""
+    assert len(trespasses(module, f"{source}\n{line}\n")) == 1

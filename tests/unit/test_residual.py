@@ -1,0 +1,166 @@
+"""The residual registry: copies, refusals before any change, reset and replan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle.backends import Backend, each_backend
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.residual import ResidualRegistry
+from horovod_topk.errors import StateDictError
+
+A = TensorSpec("a", (2, 3), "float32")
+B = TensorSpec("b", (), "float16")
+C = TensorSpec("c", (4,), "float64")
+PLAN = make_plan([A, B, C], TopKConfig())
+FILLED = {"a": [1.0, 2, 3, 4, 5, 6], "b": [7.0], "c": [8.0, 9, 10, 11]}
+
+
+def filled(backend: Backend) -> ResidualRegistry[Any]:
+    """A registry with a number of its own in every element."""
+    registry = ResidualRegistry(PLAN, backend.ops)
+    for name, values in FILLED.items():
+        dtype = "float64" if name == "c" else "float32"
+        backend.ops.assign(registry.residual(name), backend.array(np.array(values), dtype))
+    return registry
+
+
+def contents(backend: Backend, registry: ResidualRegistry[Any], names: str = "abc") -> Any:
+    return {name: backend.numpy(registry.residual(name)).tolist() for name in names}
+
+
+@each_backend
+def test_new_residuals_are_zero_and_wide_enough(backend: Backend) -> None:
+    registry = ResidualRegistry(PLAN, backend.ops)
+    assert contents(backend, registry) == {"a": [0.0] * 6, "b": [0.0], "c": [0.0] * 4}
+    dtypes = [str(backend.numpy(registry.residual(name)).dtype) for name in "abc"]
+    assert dtypes == ["float32", "float32", "float64"]
+
+
+@each_backend
+def test_residuals_are_views_and_unknown_names_are_key_errors(backend: Backend) -> None:
+    registry = filled(backend)
+    registry.residual("a")[0] = -1
+    assert contents(backend, registry, "a") == {"a": [-1.0, 2, 3, 4, 5, 6]}
+    with pytest.raises(KeyError):
+        registry.residual("d")
+
+
+@each_backend
+def test_a_state_dict_has_copies_and_says_what_they_are(backend: Backend) -> None:
+    registry = filled(backend)
+    state = registry.state_dict()
+    assert state["version"] == 1
+    assert state["ratio"] == 0.01
+    assert state["shapes"] == {"a": [2, 3], "b": [], "c": [4]}
+    assert {n: backend.numpy(e).tolist() for n, e in state["residuals"].items()} == FILLED
+    state["residuals"]["a"][...] = 0
+    assert contents(backend, registry) == FILLED
+
+
+@each_backend
+def test_loading_copies_in(backend: Backend) -> None:
+    state = filled(backend).state_dict()
+    registry = ResidualRegistry(PLAN, backend.ops)
+    registry.load_state_dict(state)
+    assert contents(backend, registry) == FILLED
+    state["residuals"]["c"][...] = 0
+    assert contents(backend, registry) == FILLED
+
+
+def without_c(state: dict[str, Any]) -> None:
+    del state["residuals"]["c"]
+
+
+def without_shape_of_c(state: dict[str, Any]) -> None:
+    del state["shapes"]["c"]
+
+
+def with_another_tensor(state: dict[str, Any]) -> None:
+    state["residuals"]["d"] = state["residuals"]["c"]
+
+
+def with_another_shape(state: dict[str, Any]) -> None:
+    state["shapes"]["a"] = [3, 2]
+
+
+def with_another_version(state: dict[str, Any]) -> None:
+    state["version"] = 2
+
+
+def without_residuals(state: dict[str, Any]) -> None:
+    del state["residuals"]
+
+
+def with_a_shorter_residual(state: dict[str, Any]) -> None:
+    state["residuals"]["c"] = state["residuals"]["c"][:3]
+
+
+def with_a_residual_that_would_be_repeated(state: dict[str, Any]) -> None:
+    state["residuals"]["c"] = state["residuals"]["c"][:1]
+
+
+REFUSED = {
+    without_c: r"tensor 'c': the state dict has no residual",
+    without_shape_of_c: r"tensor 'c': the state dict has no residual",
+    with_another_tensor: r"tensor 'd': the state dict has a residual for it, the optimizer has no",
+    with_another_shape: r"tensor 'a': the state dict's shape is \[3, 2\], the gradient's \[2, 3\]",
+    with_another_version: r"version 2, this version reads 1",
+    without_residuals: r"the state dict lacks residuals",
+    with_a_shorter_residual: r"tensor 'c': .*3 elements.*4",
+    with_a_residual_that_would_be_repeated: r"tensor 'c': .*1 elements.*4",
+}
+
+
+@each_backend
+@pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
+def test_a_state_dict_that_does_not_fit_changes_nothing(backend: Backend, spoil: Any) -> None:
+    registry = filled(backend)
+    state = registry.state_dict()
+    for residual in state["residuals"].values():
+        residual[...] = 0
+    spoil(state)
+    with pytest.raises(StateDictError, match=REFUSED[spoil]):
+        registry.load_state_dict(state)
+    assert contents(backend, registry) == FILLED
+
+
+@each_backend
+def test_reset_sets_zero(backend: Backend) -> None:
+    registry = filled(backend)
+    registry.reset()
+    assert contents(backend, registry) == {"a": [0.0] * 6, "b": [0.0], "c": [0.0] * 4}
+
+
+@each_backend
+@pytest.mark.parametrize("gone", ["a", "b", "c"])
+def test_replan_keeps_the_residuals_of_those_that_stay(backend: Backend, gone: str) -> None:
+    registry = filled(backend)
+    registry.replan(PLAN.without(gone))
+    kept = "abc".replace(gone, "")
+    assert contents(backend, registry, kept) == {name: FILLED[name] for name in kept}
+    assert sorted(registry.state_dict()["residuals"]) == sorted(kept)
+    with pytest.raises(KeyError):
+        registry.residual(gone)
+
+
+@each_backend
+def test_replan_lets_go_of_a_bucket_that_is_gone(backend: Backend) -> None:
+    registry = filled(backend)
+    registry.replan(PLAN.without("c"))
+    with pytest.raises(KeyError):
+        registry.arenas(1)
+
+
+@each_backend
+def test_swapping_arenas_changes_what_the_registry_shows(backend: Backend) -> None:
+    registry = filled(backend)
+    arenas = registry.arenas(0)
+    before = arenas.candidate
+    arenas.swap()
+    assert arenas.residual is before
+    assert contents(backend, registry, "a") == {"a": [0.0] * 6}
