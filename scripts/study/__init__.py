@@ -1,0 +1,1 @@
+"""The accuracy study behind docs/accuracy.md: which trials, their results on disk, the report."""

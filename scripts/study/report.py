@@ -1,0 +1,83 @@
+"""docs/accuracy.md and its pictures, made from the results on disk and from nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import launch
+from study import classification, language_model, results, trials
+from study.markdown import OPTIMIZERS, score, table
+from study.results import Result
+from study.trials import Task
+
+PAGE = launch.ROOT / "docs" / "accuracy.md"
+
+INTRODUCTION = """\
+# Accuracy at ratio {ratio:g}
+
+<!-- Written by `make accuracy` from docs/results/. Change scripts/study/ instead of this page. -->
+
+Each task is trained with Horovod's dense gradients and with `TopKEF(ratio={ratio:g})`, on {ranks}
+ranks, from the same initial weights, on the same batches in the same order, with the same settings.
+The learning rate is the one that suits *dense* best; nothing is tuned for TopKEF. It rises linearly
+over the first 5% of a run's steps and falls to zero as a cosine over the rest. SGD has momentum 0.9
+and no weight decay, AdamW has PyTorch's defaults. Every run made for these tables is in them.
+
+`make accuracy` makes it all again. A run that has its file in `docs/results/` is not repeated,
+unless with `make accuracy ARGS=--force`."""
+
+SWEEP = """\
+## Dense's learning rates
+
+Final scores on validation data with dense gradients, one run a seed. No table further down uses
+these data or these seeds. A grid grows while its best rate lies on its edge; the rate in bold, the
+best on average, is the one used below."""
+
+
+def write() -> Path:
+    """Writes the page and its pictures; parts whose runs are not finished say so."""
+    classifiers = [task for task in trials.TASKS if task.column == "accuracy"]
+    language_models = [task for task in trials.TASKS if task.column == "bits_per_byte"]
+    parts = [
+        INTRODUCTION.format(ratio=trials.RATIO, ranks=trials.RANKS),
+        _machine(_finished()),
+        SWEEP,
+        *map(_sweep, trials.TASKS),
+        *map(classification.section, classifiers),
+        language_model.section(language_models),
+    ]
+    PAGE.write_text("\n\n".join(parts) + "\n")
+    return PAGE
+
+
+def _finished() -> list[Result]:
+    return results.load(
+        trial
+        for task in trials.TASKS
+        for lr in results.sweep_scores(task)
+        for trial in trials.sweep(task, lr) + trials.comparison(task, lr)
+    )
+
+
+def _machine(finished: list[Result]) -> str:
+    """The machines and versions behind the results, as the runs noted them."""
+    form = "{cpu}, {cores} cores, Python {python}, PyTorch {torch}, Horovod {horovod} on Gloo"
+    found = [run["environment"] for run in finished]
+    machines = sorted({form.format(**each) for each in found})
+    dates = sorted({each["date"] for each in found})
+    days = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
+    return f"Machine: {'; '.join(machines)}. Date: {days}."
+
+
+def _sweep(task: Task) -> str:
+    scores, chosen = results.sweep_scores(task), results.chosen(task)
+    title = f"{task.name.capitalize()}, {OPTIMIZERS[task.optimizer]}, {task.steps[0]:,} steps"
+    unit = task.column.replace("_", " ")
+    rates = [f"**{lr:g}**" if lr == chosen else f"{lr:g}" for lr in scores]
+    rows = [
+        [rate, *(score(task, each) for each in values)]
+        for rate, values in zip(rates, scores.values(), strict=True)
+        if values
+    ]
+    header = ["learning rate", *(f"seed {seed}" for seed in task.sweep_seeds)]
+    return f"### {title}: {unit}\n\n{table(header, rows)}"

@@ -1,0 +1,128 @@
+"""What is trained: tasks, the grid of dense's learning rates, and the runs that are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+RANKS = 2
+RATIO = 0.01
+COMPRESSIONS = ("none", "topk")
+
+# The learning rates that a sweep may try: 1, 2, 5, 10, ...
+LADDER = tuple(float(f"{digit}e{exponent}") for exponent in range(-6, 2) for digit in (1, 2, 5))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One example with one optimizer. Its dense sweep and its comparison share all but seeds."""
+
+    name: str
+    optimizer: str
+    column: str  # of the histories: the score on unseen data
+    higher_is_better: bool
+    steps: tuple[int, ...]  # lengths of the compared runs; the sweep takes the first
+    evaluations: int  # of a run, evenly spaced
+    seeds: tuple[int, ...]  # of the compared runs
+    grid: tuple[float, ...]  # learning rates to try at first
+    sweep_seeds: tuple[int, ...]  # not among `seeds`
+
+    @property
+    def key(self) -> str:
+        """Names the task in files and tables."""
+        return f"{self.name}-{self.optimizer}"
+
+    @property
+    def example(self) -> str:
+        """The script, from the repository's root."""
+        return f"examples/pytorch_{self.name}.py"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a task."""
+
+    task: Task
+    evaluate_on: str  # "validation" in a sweep, "held-out" in a comparison
+    compression: str
+    lr: float
+    steps: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Unique among trials, and made of all that tells them apart."""
+        kind = "sweep" if self.evaluate_on == "validation" else self.compression
+        return f"{self.task.key}-{kind}-{self.steps}steps-lr{self.lr:g}-seed{self.seed}"
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the example is called with."""
+        options = {
+            "--compression": self.compression,
+            "--ratio": RATIO,
+            "--optimizer": self.task.optimizer,
+            "--lr": f"{self.lr:g}",
+            "--steps": self.steps,
+            "--seed": self.seed,
+            "--evaluate-every": self.steps // self.task.evaluations,
+            "--evaluate-on": self.evaluate_on,
+        }
+        if self.compression != "topk":
+            del options["--ratio"]
+        return [str(word) for option in options.items() for word in option]
+
+
+def sweep(task: Task, lr: float) -> list[Trial]:
+    """Dense runs at one learning rate, scored on validation data."""
+    return [Trial(task, "validation", "none", lr, task.steps[0], seed) for seed in task.sweep_seeds]
+
+
+def compared(task: Task, lr: float, steps: int, compression: str) -> list[Trial]:
+    """Runs scored on held-out data, one a seed."""
+    return [Trial(task, "held-out", compression, lr, steps, seed) for seed in task.seeds]
+
+
+def comparison(task: Task, lr: float) -> list[Trial]:
+    """All runs that compare compression with dense, at dense's learning rate."""
+    return [
+        trial
+        for steps, compression in product(task.steps, COMPRESSIONS)
+        for trial in compared(task, lr, steps, compression)
+    ]
+
+
+def _classification(name: str, evaluations: int, sweep_seeds: tuple[int, ...]) -> Task:
+    return Task(
+        name=name,
+        optimizer="sgd",
+        column="accuracy",
+        higher_is_better=True,
+        steps=(1000,),
+        evaluations=evaluations,
+        seeds=(0, 1, 2, 3, 4),
+        grid=(0.02, 0.05, 0.1, 0.2),
+        sweep_seeds=sweep_seeds,
+    )
+
+
+def _language_model(optimizer: str, grid: tuple[float, ...]) -> Task:
+    return Task(
+        name="bytelm",
+        optimizer=optimizer,
+        column="bits_per_byte",
+        higher_is_better=False,
+        steps=(1000, 4000),
+        evaluations=10,
+        seeds=(0, 1),
+        grid=grid,
+        sweep_seeds=(100,),
+    )
+
+
+TASKS = (
+    _classification("digits", evaluations=50, sweep_seeds=(100, 101)),
+    _classification("snippets", evaluations=20, sweep_seeds=(100,)),
+    _language_model("sgd", grid=(0.05, 0.1, 0.2, 0.5)),
+    _language_model("adamw", grid=(0.001, 0.002, 0.005, 0.01)),
+)
