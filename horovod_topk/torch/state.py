@@ -66,6 +66,7 @@ class OptimizerState:
         self._names: dict[Tensor, str] = optimizer._parameter_names
         self._skipped: dict[str, str] = {}
         self._late: Counter[str] = Counter()
+        self._late_are_checked = False  # in the present synchronize()
         self._arrivals: dict[int, dict[Tensor, Arrival]] = {}  # by bucket, until it is finished
         self._exchanged: dict[Tensor, Arrival] = {}
         self._parameters: dict[int, list[Tensor]] = {}
@@ -89,6 +90,9 @@ class OptimizerState:
         self._index(plan)
         self._note_dense(plan)
         optimizer._groups = None  # from here on a bucket is the unit, one hook a parameter
+        trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        for p, accumulation in zip(trained, optimizer._grad_accs, strict=True):
+            accumulation.register_prehook(partial(self._before_accumulation, p))
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         _LIVE.add(self)
@@ -191,7 +195,8 @@ class OptimizerState:
         if p.grad.is_sparse and not optimizer.sparse_as_dense:
             self._release(p)
             return None
-        self._check_not_exchanged(p, fired)
+        if not fired and not self._late_are_checked:
+            self._check_late()
         dense = p.grad.to_dense() if p.grad.is_sparse else p.grad
         self._check_matches(p, dense)
         ordinal = self._bucket_of[p]
@@ -211,6 +216,7 @@ class OptimizerState:
             for q, arrival in arrivals.items():
                 self._exchanged[q] = Arrival(arrival.owner, arrival.dense, arrival.owner._version)
             arrivals.clear()
+            self._late_are_checked = False
         return self._exchanged[p].dense
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -223,7 +229,10 @@ class OptimizerState:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._compressor.commit()
+        if any(p.grad is arrival.owner for p, arrival in self._exchanged.items()):
+            self._compressor.commit()
+        else:  # what was exchanged has been thrown away: the step applied something else
+            self._compressor.rollback()
         self._exchanged.clear()
 
     def _launch_if_complete(self, ordinal: int) -> None:
@@ -295,14 +304,31 @@ class OptimizerState:
                     "step inside optimizer.skip_synchronize()",
                 )
 
-    def _check_not_exchanged(self, p: Tensor, fired: bool) -> None:
+    def _before_accumulation(self, p: Tensor, _: Any) -> None:
+        """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
+        self._check_not_exchanged(p)
+        self._exchanged.pop(p, None)
+
+    def _check_late(self) -> None:
+        """Refuse before `synchronize()` sends anything, as ranks visit late ones in any order."""
+        for ordinal, parameters in self._parameters.items():
+            if self._compressor.phase(ordinal) is Phase.SENT:
+                continue
+            self._check_unchanged(self._arrivals[ordinal])
+            for q in parameters:
+                if q in self._arrivals[ordinal]:
+                    continue
+                self._check_not_exchanged(q)
+                if q.grad is None or not q.grad.is_sparse:
+                    self._check_matches(q, q if q.grad is None else q.grad)
+        self._late_are_checked = True
+
+    def _check_not_exchanged(self, p: Tensor) -> None:
         """Refuse to send what was received: error feedback would count it twice."""
         exchanged = self._exchanged.get(p)
         if exchanged is None or p.grad is not exchanged.owner:
             return
-        # Horovod's set_() and one accumulation are all that has happened to it.
-        added_to = p.grad._version <= exchanged.version + 2
-        if not fired or added_to:
+        if torch.any(p.grad._values() if p.grad.is_sparse else p.grad):
             raise RepeatedSynchronizeError(
                 "its gradient was exchanged already and not stepped on or cleared since",
                 tensor=self._names[p],

@@ -123,6 +123,6 @@ def _language_model(optimizer: str, grid: tuple[float, ...]) -> Task:
 TASKS = (
     _classification("digits", evaluations=50, sweep_seeds=(100, 101)),
     _classification("snippets", evaluations=20, sweep_seeds=(100,)),
-    _language_model("sgd", grid=(0.05, 0.1, 0.2, 0.5)),
-    _language_model("adamw", grid=(0.001, 0.002, 0.005, 0.01)),
+    _language_model("sgd", grid=(0.1, 0.2, 0.5)),
+    _language_model("adamw", grid=(0.002, 0.005, 0.01)),
 )

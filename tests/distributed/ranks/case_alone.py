@@ -1,0 +1,56 @@
+"""World size 1: nothing to exchange, and TopKEF says so."""
+
+from __future__ import annotations
+
+import logging
+
+import horovod.torch as hvd
+import pytest
+import torch
+
+import training
+from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.torch import TopKEF
+from training import Setup
+from witness import assert_same_history
+
+pytestmark = pytest.mark.world_size(1)
+
+
+@pytest.mark.parametrize("compression", [TopKEF, TopKEF(ratio=0.01)], ids=["class", "instance"])
+def test_trains_as_without_compression(compression: object) -> None:
+    dense = training.trajectory(Setup(), hvd.Compression.none)
+    assert_same_history(training.trajectory(Setup(), compression), dense)
+
+
+def test_stats_and_log_say_that_it_is_inactive(caplog: pytest.LogCaptureFixture) -> None:
+    task = Setup().task()
+    with caplog.at_level(logging.WARNING, "horovod_topk"):
+        optimizer = Setup().distributed(task, TopKEF)
+    assert "world size 1" in caplog.text
+    training.ordinary(task, optimizer, 0)
+    stats = TopKEF.of(optimizer).stats()
+    assert not stats.active
+    assert "world size 1" in stats.skipped["*"]
+    assert (stats.ranks, stats.steps, stats.sent_bytes, stats.reduction) == (1, 0, 0, 1.0)
+
+
+def test_state_is_empty_and_loads() -> None:
+    compression = TopKEF(ratio=0.1)
+    optimizer = Setup().distributed(Setup().task(), compression)
+    assert compression.state_dict() == {}
+    compression.load_state_dict({})
+    compression.reset()
+    TopKEF.of(optimizer).on_step(lambda counters: pytest.fail("no step is exchanged"))
+
+
+def test_adasum_is_refused_here_too() -> None:
+    task = Setup().task()
+    with pytest.raises(UnsupportedOperationError, match="Adasum"):
+        Setup(options={"op": hvd.Adasum}).distributed(task, TopKEF)
+
+
+def test_join_is_not_refused() -> None:
+    optimizer = Setup().distributed(Setup().task(), TopKEF)
+    assert hvd.join() == 0
+    assert isinstance(optimizer, torch.optim.SGD)

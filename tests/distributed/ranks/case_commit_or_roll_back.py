@@ -1,0 +1,365 @@
+"""Law 5: a step commits or rolls back as a whole; residuals are exact to the bit either way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor
+
+import training
+from horovod_topk.errors import StateDictError
+from horovod_topk.torch import TopKEF
+from reference import ErrorFeedback
+from training import Setup, Task
+from witness import (
+    assert_ranks_equal,
+    assert_residuals,
+    assert_same,
+    bits,
+    nothing_changes,
+    residuals,
+    spoiled,
+)
+
+SPARSE = {"ratio": 0.1, "min_numel": 0}
+WARM_STEPS = 3
+
+
+def warm(
+    setup: Setup | None = None, compression: object = None, steps: int = WARM_STEPS
+) -> tuple[Any, Any]:
+    """A task and its optimizer after a few steps, so that residuals are not zero."""
+    setup = setup or Setup()
+    task = setup.task()
+    optimizer = setup.distributed(task, compression or TopKEF(**SPARSE))
+    for step in range(steps):
+        setup.take_step(task, optimizer, step)
+    assert steps == 0 or TopKEF.of(optimizer).stats().residual_norm > 0
+    return task, optimizer
+
+
+def exchange(task: Task, optimizer: Any, step: int) -> None:
+    """A step up to and with `synchronize()`."""
+    optimizer.zero_grad()
+    task.loss(hvd.rank(), step).backward()
+    optimizer.synchronize()
+
+
+def take(optimizer: Any) -> None:
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def expected_run(steps: int) -> ErrorFeedback:
+    """What `warm()` and its like have done after some steps."""
+    setup = Setup()
+    run = ErrorFeedback(setup.task(), setup.optimizer, ranks=hvd.size(), ratio=0.1)
+    for step in range(steps):
+        run.step([step])
+    return run
+
+
+# Non-finite gradients.
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize(
+    ("value", "settings", "stepped"),
+    [
+        (math.nan, SPARSE, True),
+        (math.inf, SPARSE, False),
+        (-math.inf, {"ratio": 1.0}, True),
+        (math.nan, {"ratio": 1.0}, False),
+        (math.inf, SPARSE | {"values": "float16"}, True),
+        (math.nan, SPARSE | {"values": "float16"}, False),
+    ],
+)
+def test_non_finite_gradient_on_one_rank(
+    value: float, settings: dict[str, Any], stepped: bool
+) -> None:
+    setup = Setup()
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**settings))
+    for step in range(WARM_STEPS):
+        setup.take_step(task, optimizer, step)
+    flagged: list[tuple[str, ...]] = []
+    TopKEF.of(optimizer).on_step(lambda counters: flagged.append(counters.flagged))
+    before = residuals(optimizer)
+    parameters = dict(task.named_parameters())
+    on_last = hvd.rank() == hvd.size() - 1
+    with spoiled(parameters["net.3.weight"], value, 77) if on_last else nullcontext():
+        exchange(task, optimizer, WARM_STEPS)
+
+    for name, p in parameters.items():
+        assert p.grad is not None
+        assert p.grad.isnan().all() if name == "net.3.weight" else p.grad.isfinite().all()
+    assert_ranks_equal(p.grad for p in parameters.values() if p.grad is not None)
+    if stepped:  # the user's decision, and a bad one, but the residuals stay sound
+        take(optimizer)
+    else:
+        exchange(task, optimizer, WARM_STEPS + 1)  # rolls back
+    assert_residuals(optimizer, before)
+    assert TopKEF.of(optimizer).stats().rolled_back == 1
+    assert flagged == [("net.3.weight",)]
+
+
+def test_training_goes_on_as_if_the_non_finite_batch_had_not_been() -> None:
+    task, optimizer = warm()
+    with spoiled(next(task.parameters()), math.inf) if hvd.rank() == 0 else nullcontext():
+        exchange(task, optimizer, 99)
+    gradients = [p.grad for p in task.parameters()]
+    if all(g.isfinite().all() for g in gradients):
+        take(optimizer)
+    for step in range(WARM_STEPS, 6):
+        training.ordinary(task, optimizer, step)
+    assert_same(training.snapshot(task), training.snapshot(expected_run(6).task))
+
+
+def scaled(task: Task, optimizer: Any, scaler: Any, step: int) -> None:
+    """GradScaler's recipe for Horovod."""
+    optimizer.zero_grad()
+    scaler.scale(task.loss(hvd.rank(), step)).backward()
+    optimizer.synchronize()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(task.parameters(), 10.0)
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("overflow", ["last_layer", "first_layer"])
+def test_grad_scaler_skips_on_every_rank(overflow: str) -> None:
+    task, optimizer = warm(steps=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for step in range(WARM_STEPS):
+        scaled(task, optimizer, scaler, step)
+    assert TopKEF.of(optimizer).stats().steps == WARM_STEPS
+    parameters = list(task.parameters())
+    place = parameters[-1] if overflow == "last_layer" else parameters[0]
+    with nothing_changes(task, optimizer):
+        with spoiled(place, math.inf) if hvd.rank() == 1 else nullcontext():
+            scaled(task, optimizer, scaler, 50)
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 512.0
+    scaled(task, optimizer, scaler, WARM_STEPS)
+    stats = TopKEF.of(optimizer).stats()
+    assert (stats.steps, stats.rolled_back) == (WARM_STEPS + 1, 1)
+    assert_ranks_equal(task.parameters())
+
+
+# Steps that are not taken.
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model_to_none", "model_in_place"])
+def test_skipped_step_leaves_no_trace(clear: str) -> None:
+    task, optimizer = warm()
+    with nothing_changes(task, optimizer):
+        exchange(task, optimizer, 99)
+        if clear == "optimizer":
+            optimizer.zero_grad()
+        else:
+            task.zero_grad(set_to_none=clear == "model_to_none")
+    for step in range(WARM_STEPS, 6):
+        task.zero_grad(set_to_none=clear != "model_in_place")
+        task.loss(hvd.rank(), step).backward()
+        optimizer.step()
+    assert_same(training.snapshot(task), training.snapshot(expected_run(6).task))
+    stats = TopKEF.of(optimizer).stats()
+    assert (stats.steps, stats.rolled_back) == (6, 1)
+
+
+@pytest.mark.parametrize("clear", [True, False], ids=["to_none", "in_place"])
+def test_parameter_absent_after_a_skipped_step(clear: bool) -> None:
+    """Zeros left in place of an exchanged gradient are no gradient exchanged twice."""
+    task, optimizer = warm(Setup(build=training.Optional))
+    with nothing_changes(task, optimizer):
+        exchange(task, optimizer, 6)
+        task.zero_grad(set_to_none=clear)
+    for step in (7, 8):
+        task.zero_grad(set_to_none=clear)
+        task.loss(hvd.rank(), step).backward()
+        optimizer.step()
+    assert_ranks_equal(task.parameters())
+
+
+def test_step_without_any_gradient_left_commits_nothing() -> None:
+    """Clearing gradients and then stepping, to keep schedulers in time, applies nothing."""
+    task, optimizer = warm(Setup(optimizer=training.plain_sgd))
+    with nothing_changes(task, optimizer):
+        exchange(task, optimizer, 99)
+        optimizer.zero_grad()
+        take(optimizer)
+
+
+def test_discarded_gradients_of_an_adversary_never_reach_a_residual() -> None:
+    """The discriminator's optimizer exchanges what the generator's loss left in it."""
+    task, optimizer = warm()
+    for step in range(WARM_STEPS, 6):
+        optimizer.zero_grad()
+        with nothing_changes(task, optimizer):
+            (-task.loss(hvd.rank(), 100 + step)).backward()  # another loss, another optimizer
+            optimizer.synchronize()
+            optimizer.zero_grad()
+        training.ordinary(task, optimizer, step)
+    assert_same(training.snapshot(task), training.snapshot(expected_run(6).task))
+    for name, residual in expected_run(6).residuals[hvd.rank()].items():
+        assert torch.equal(TopKEF.of(optimizer).residual(name), torch.from_numpy(residual))
+
+
+def test_loading_optimizer_state_drops_a_step_under_way() -> None:
+    task, optimizer = warm()
+    saved = optimizer.state_dict()
+    with nothing_changes(task, optimizer):
+        optimizer.zero_grad()
+        task.loss(hvd.rank(), 99).backward()  # launches every bucket
+        optimizer.load_state_dict(saved)
+        optimizer.zero_grad()
+    for step in range(WARM_STEPS, 6):
+        training.ordinary(task, optimizer, step)
+    assert_same(training.snapshot(task), training.snapshot(expected_run(6).task))
+
+
+# What does not commit.
+
+
+def test_nothing_is_committed_between_synchronize_and_step() -> None:
+    task, optimizer = warm()
+    before = residuals(optimizer)
+    exchange(task, optimizer, WARM_STEPS)
+    assert_residuals(optimizer, before)
+    take(optimizer)
+    after = residuals(optimizer)
+    assert not torch.equal(bits(after.values()), bits(before.values()))
+    for name, residual in expected_run(WARM_STEPS + 1).residuals[hvd.rank()].items():
+        assert torch.equal(after[name], torch.from_numpy(residual))
+
+
+@pytest.mark.parametrize("make", [training.sgd, training.adam], ids=["sgd", "adam"])
+def test_broadcasts_commit_nothing(make: training.MakeOptimizer) -> None:
+    task, optimizer = warm(Setup(optimizer=make))
+    with nothing_changes(task, optimizer):
+        hvd.broadcast_parameters(task.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    stats = TopKEF.of(optimizer).stats()
+    assert (stats.steps, stats.rolled_back) == (WARM_STEPS, 0)
+
+
+@pytest.mark.parametrize("make", [training.sgd, training.adam], ids=["sgd", "adam"])
+def test_broadcast_of_a_new_optimizers_state_commits_nothing(
+    make: training.MakeOptimizer,
+) -> None:
+    """It takes a step on zero gradients, inside Horovod, to make the state."""
+    task, optimizer = warm(Setup(optimizer=make), steps=0)
+    hvd.broadcast_parameters(task.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert TopKEF.of(optimizer).stats().steps == 0
+    assert TopKEF.of(optimizer).stats().residual_norm == 0
+    training.ordinary(task, optimizer, 0)
+    assert TopKEF.of(optimizer).stats().steps == 1
+
+
+def test_broadcast_after_synchronize_does_not_commit_what_it_replaced() -> None:
+    """It puts zeros in place of the exchanged gradients, and steps on those."""
+    task, optimizer = warm(steps=0)
+    before = residuals(optimizer)
+    exchange(task, optimizer, 0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert_residuals(optimizer, before)
+
+
+# Saving and resuming.
+
+
+def save(task: Task, optimizer: Any) -> tuple[Any, ...]:
+    keep: Callable[[Any], Any] = partial(_copied)
+    return keep(task.state_dict()), keep(optimizer.state_dict()), TopKEF.of(optimizer).state_dict()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {k: _copied(v) for k, v in value.items()}
+    return [_copied(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("make", [training.sgd, training.adam], ids=["sgd", "adam"])
+def test_resumes_bitwise(make: training.MakeOptimizer) -> None:
+    setup = Setup(optimizer=make)
+    task, optimizer = warm(setup)
+    saved = save(task, optimizer)
+    exchange(task, optimizer, WARM_STEPS)
+    pending = TopKEF.of(optimizer).state_dict()
+    take(optimizer)
+    for step in range(WARM_STEPS + 1, 6):
+        training.ordinary(task, optimizer, step)
+
+    resumed = setup.task()
+    resumed.load_state_dict(saved[0])
+    again = setup.distributed(resumed, TopKEF(**SPARSE))
+    again.load_state_dict(saved[1])
+    TopKEF.of(again).load_state_dict(saved[2])
+    for step in range(WARM_STEPS, 6):
+        training.ordinary(resumed, again, step)
+    assert_same(training.snapshot(resumed), training.snapshot(task))
+    assert_residuals(again, residuals(optimizer))
+    assert torch.equal(bits(pending["residuals"].values()), bits(saved[2]["residuals"].values()))
+
+
+def test_without_residuals_it_would_not_resume() -> None:
+    """The case above can fail."""
+    setup = Setup()
+    task, optimizer = warm(setup)
+    saved = save(task, optimizer)
+    training.ordinary(task, optimizer, WARM_STEPS)
+    resumed = setup.task()
+    resumed.load_state_dict(saved[0])
+    again = setup.distributed(resumed, TopKEF(**SPARSE))
+    again.load_state_dict(saved[1])
+    training.ordinary(resumed, again, WARM_STEPS)
+    assert not torch.equal(bits(resumed.parameters()), bits(task.parameters()))
+
+
+def test_loading_residuals_drops_a_step_under_way() -> None:
+    task, optimizer = warm()
+    saved = TopKEF.of(optimizer).state_dict()
+    exchange(task, optimizer, 99)
+    TopKEF.of(optimizer).load_state_dict(saved)
+    assert_residuals(optimizer, saved["residuals"])
+    for step in range(WARM_STEPS, 6):
+        training.ordinary(task, optimizer, step)
+    assert_same(training.snapshot(task), training.snapshot(expected_run(6).task))
+
+
+def test_saved_residuals_do_not_alias_live_ones() -> None:
+    task, optimizer = warm()
+    saved = TopKEF.of(optimizer).state_dict()
+    kept = bits(saved["residuals"].values()).clone()
+    for step in range(WARM_STEPS, 6):
+        training.ordinary(task, optimizer, step)
+    assert torch.equal(bits(saved["residuals"].values()), kept)
+
+
+def test_state_that_does_not_fit_is_refused_whole() -> None:
+    task, optimizer = warm()
+    state = TopKEF.of(optimizer).state_dict()
+    name = list(state["residuals"])[-1]
+    state["residuals"] = {n: r + 1 for n, r in state["residuals"].items() if n != name}
+    with nothing_changes(task, optimizer), pytest.raises(StateDictError, match=name):
+        TopKEF.of(optimizer).load_state_dict(state)
+
+
+def test_reset_forgets_residuals_and_ranks_stay_equal() -> None:
+    task, optimizer = warm()
+    TopKEF.of(optimizer).reset()
+    assert TopKEF.of(optimizer).stats().residual_norm == 0
+    training.ordinary(task, optimizer, WARM_STEPS)
+    assert_ranks_equal(task.parameters())

@@ -1,0 +1,468 @@
+"""Misuse is a clear error, on every rank, before a parameter or a residual has changed."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import nn
+
+import training
+from horovod_topk.errors import (
+    ConfigError,
+    GradientChangedError,
+    NotAttachedError,
+    OutsideOptimizerError,
+    PlanMismatchError,
+    RepeatedSynchronizeError,
+    ShapeChangedError,
+    StepBeforeSynchronizeError,
+    TopKError,
+    UnknownSettingError,
+    UnsupportedOperationError,
+)
+from horovod_topk.torch import TopKEF
+from training import Setup, Task
+from witness import assert_ranks_equal, bits, nothing_changes, record
+
+SPARSE = {"ratio": 0.1, "min_numel": 0}
+
+
+def warm(compression: object = None, **options: Any) -> tuple[Any, Any]:
+    """A task and its optimizer after two steps."""
+    setup = Setup(options=options)
+    task = setup.task()
+    optimizer = setup.distributed(task, compression or TopKEF(**SPARSE))
+    passes = options.get("backward_passes_per_step", 1)
+    for step in range(2):
+        training.accumulated(passes)(task, optimizer, step)
+    assert TopKEF.of(optimizer).stats().residual_norm > 0
+    return task, optimizer
+
+
+def says(*parts: str) -> str:
+    """A pattern for a message with these parts in this order."""
+    return ".*".join(re.escape(part) for part in parts)
+
+
+def assert_still_works() -> None:
+    """Horovod, and new optimizers of the same plan, go on after an error."""
+    task, _ = warm()
+    assert_ranks_equal(task.parameters())
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"ratio": 0.0}, ConfigError, says("ratio=0.0", "(0, 1]", "ratio=0.01")),
+        ({"ratio": -0.1}, ConfigError, says("ratio=-0.1", "(0, 1]")),
+        ({"ratio": 1.5}, ConfigError, says("ratio=1.5", "(0, 1]")),
+        ({"ratio": float("nan")}, ConfigError, says("nan", "(0, 1]")),
+        ({"ratio": 100}, ConfigError, says("ratio=100", "above 1", "pass ratio=0.01")),
+        ({"ratio": True}, ConfigError, says("True", "float in (0, 1]")),
+        ({"ratoi": 0.1}, UnknownSettingError, says("'ratoi'", "Did you mean 'ratio'")),
+        ({"min_nummel": 1}, UnknownSettingError, says("'min_nummel'", "'min_numel'")),
+        ({"values": "float61"}, ConfigError, says("values='float61'", "'float16'")),
+    ],
+)
+def test_settings(settings: dict[str, Any], error: type[TopKError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TopKEF(**settings)
+
+
+@pytest.mark.parametrize("compression", [TopKEF, TopKEF(ratio=0.1)], ids=["class", "instance"])
+def test_adasum(compression: object) -> None:
+    task = Setup().task()
+    before = bits(task.parameters()).clone()
+    with pytest.raises(UnsupportedOperationError, match=says("Adasum", "hvd.Average")):
+        Setup(options={"op": hvd.Adasum}).distributed(task, compression)
+    assert torch.equal(bits(task.parameters()), before)
+    assert all(p.grad is None for p in task.parameters())
+    assert_still_works()
+
+
+def test_duplicate_names() -> None:
+    task = Setup().task()
+    named = [("same", p) for p in task.parameters()]
+    with pytest.raises(ValueError, match="same"):
+        hvd.DistributedOptimizer(
+            training.sgd(task.parameters()), named_parameters=named, compression=TopKEF
+        )
+
+
+@pytest.mark.parametrize("compression", [TopKEF, TopKEF(ratio=0.1)], ids=["class", "instance"])
+def test_outside_an_optimizer(compression: object) -> None:
+    with pytest.raises(OutsideOptimizerError, match=says("[3, 2]", "hvd.DistributedOptimizer")):
+        hvd.allreduce(torch.ones(3, 2), name="outside", compression=compression)
+    assert hvd.allreduce(torch.ones(3, 2), name="outside", op=hvd.Sum).sum() == 12
+
+
+def test_of_another_optimizer() -> None:
+    plain = training.sgd(Setup().task().parameters())
+    with pytest.raises(NotAttachedError, match=says("SGD", "compression=TopKEF")):
+        TopKEF.of(plain)
+    dense = Setup().distributed(Setup().task(), hvd.Compression.none)
+    with pytest.raises(NotAttachedError, match="SGD"):
+        TopKEF.of(dense)
+
+
+# Gradients that changed.
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (torch.ones(5, 13), "[5, 13] float32"),
+        (torch.ones(12, 5), "[12, 5] float32"),
+        (torch.ones(5, 12).double(), "[5, 12] float64"),
+        (torch.ones(5, 12).half(), "[5, 12] float16"),
+    ],
+)
+def test_tensor_changed_under_a_residual(data: torch.Tensor, found: str) -> None:
+    """Where autograd sees the new gradient, it refuses or casts it; where it does not, we do."""
+    setup = Setup(build=training.Optional, options={"groups": 2})
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    before = TopKEF.of(optimizer).state_dict()["residuals"]
+    optimizer.zero_grad()
+    task.never.weight.data = data.clone()
+    parameters = bits(task.parameters()).clone()
+    task.loss(hvd.rank(), 0).backward()
+    message = says("'never.weight'", found, "residual [5, 12] float32", "Build the distributed")
+    with pytest.raises(ShapeChangedError, match=message):
+        optimizer.step()
+    assert torch.equal(parameters, bits(task.parameters()))
+    after = TopKEF.of(optimizer).state_dict()["residuals"]
+    assert torch.equal(bits(before.values()), bits(after.values()))
+    assert_still_works()
+
+
+def test_gradient_became_sparse_over_a_residual() -> None:
+    setup = Setup(build=training.Embedded, optimizer=training.plain_sgd)
+    task = setup.task()
+    task.embedding.sparse = False
+    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    optimizer.zero_grad()
+    task.embedding.sparse = True
+    message = says("'embedding.weight'", "became sparse", "sparse_as_dense=True")
+    with nothing_changes(task, optimizer), pytest.raises(ShapeChangedError, match=message):
+        task.loss(hvd.rank(), 1).backward()
+
+
+class Idle(Task):
+    """Many parameters, of which one takes part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(3, 2)
+        self.idle = nn.ModuleList(nn.Linear(3, 2) for _ in range(12))
+
+    def loss(self, rank: int, step: int) -> torch.Tensor:
+        loss: torch.Tensor = self.used(training.noise(rank, step, (2, 3))).sum()
+        return loss
+
+
+def test_refused_synchronize_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod visits late parameters in an order of each rank's own (a set's): a bucket sent by
+    the ranks that came to it before the error would wait for the others for ever.
+    """
+    setup = Setup(build=Idle, groups=lambda task: [[p] for p in task.parameters()])
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    task.loss(hvd.rank(), 0).backward()
+    task.idle[5].weight.data = torch.ones(4, 3)
+    recording = record(monkeypatch)
+    with pytest.raises(ShapeChangedError, match=says("'idle.5.weight'", "[4, 3]")):
+        optimizer.synchronize()
+    assert recording.names == []
+
+
+def in_place(task: Task, optimizer: Any) -> None:
+    for p in task.parameters():
+        p.grad.mul_(0.5)
+
+
+def one_tensor_in_place(task: Task, optimizer: Any) -> None:
+    list(task.parameters())[2].grad.add_(1.0)
+
+
+def through_data(task: Task, optimizer: Any) -> None:
+    for p in task.parameters():
+        p.grad.data.mul_(0.5)
+
+
+def one_tensor_through_data(task: Task, optimizer: Any) -> None:
+    list(task.parameters())[2].grad.data.mul_(0.5)
+
+
+def replaced(task: Task, optimizer: Any) -> None:
+    p = next(task.parameters())
+    p.grad = p.grad * 0.5
+
+
+def replaced_by_a_copy(task: Task, optimizer: Any) -> None:
+    p = next(task.parameters())
+    p.grad = p.grad.clone()
+
+
+def clipped(task: Task, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(task.parameters(), 1e-3)
+
+
+def removed(task: Task, optimizer: Any) -> None:
+    next(task.parameters()).grad = None
+
+
+def unscaled(task: Task, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(1))
+    scaler.unscale_(optimizer)
+
+
+CHANGES = [
+    in_place,
+    one_tensor_in_place,
+    through_data,
+    one_tensor_through_data,
+    replaced,
+    replaced_by_a_copy,
+    clipped,
+    removed,
+    unscaled,
+]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "options"), [(0.1, {}), (1.0, {"groups": 3})], ids=["sparse", "dense_in_groups"]
+)
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradient_changed_before_synchronize(
+    change: Callable[[Task, Any], None], ratio: float, options: dict[str, Any]
+) -> None:
+    setup = Setup(options=options)
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(ratio=ratio, min_numel=0))
+    training.ordinary(task, optimizer, 0)
+    optimizer.zero_grad()
+    with nothing_changes(task, optimizer):
+        task.loss(hvd.rank(), 1).backward()
+        change(task, optimizer)
+        with pytest.raises(
+            GradientChangedError, match=says("net.", "optimizer.synchronize(), then step inside")
+        ):
+            optimizer.step()
+
+
+def test_gradient_changed_between_passes_is_legal() -> None:
+    """Before the last pass nothing has been sent yet."""
+    task, optimizer = warm(backward_passes_per_step=2)
+    optimizer.zero_grad()
+    task.loss(hvd.rank(), 10).backward()
+    in_place(task, optimizer)
+    task.loss(hvd.rank(), 11).backward()
+    optimizer.step()
+    assert_ranks_equal(task.parameters())
+
+
+# Steps out of order.
+
+
+@pytest.mark.parametrize("inside_skip", [False, True])
+def test_scaler_step_before_synchronize(inside_skip: bool) -> None:
+    task, optimizer = warm()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer.zero_grad()
+    error = StepBeforeSynchronizeError if inside_skip else GradientChangedError
+    with nothing_changes(task, optimizer):
+        scaler.scale(task.loss(hvd.rank(), 2)).backward()
+        with pytest.raises(error, match=says("optimizer.synchronize()")):
+            if inside_skip:
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_skip_synchronize_without_synchronize(passes: int) -> None:
+    task, optimizer = warm(backward_passes_per_step=passes)
+    optimizer.zero_grad()
+    with nothing_changes(task, optimizer):
+        task.loss(hvd.rank(), 9).backward()
+        with (
+            optimizer.skip_synchronize(),
+            pytest.raises(
+                StepBeforeSynchronizeError, match=says("skip_synchronize()", "synchronize()")
+            ),
+        ):
+            optimizer.step()
+
+
+def twice(task: Task, optimizer: Any) -> None:
+    optimizer.synchronize()
+
+
+def step_without_skip(task: Task, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def clip_then_step_without_skip(task: Task, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(task.parameters(), 1e-3)
+    optimizer.step()
+
+
+def accumulate(task: Task, optimizer: Any) -> None:
+    for i in range(optimizer.backward_passes_per_step):
+        task.loss(hvd.rank(), 20 + i).backward()
+    optimizer.synchronize()
+
+
+def clip_then_accumulate(task: Task, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(task.parameters(), 1e-3)
+    accumulate(task, optimizer)
+
+
+REPEATS = [twice, step_without_skip, clip_then_step_without_skip, accumulate, clip_then_accumulate]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("repeat", REPEATS)
+def test_exchanged_gradient_is_not_exchanged_again(
+    repeat: Callable[[Task, Any], None], passes: int
+) -> None:
+    task, optimizer = warm(backward_passes_per_step=passes)
+    optimizer.zero_grad()
+    with nothing_changes(task, optimizer):
+        for i in range(passes):
+            task.loss(hvd.rank(), 10 + i).backward()
+        optimizer.synchronize()
+        with pytest.raises(
+            RepeatedSynchronizeError, match=says("net.", "exchanged already", "skip_synchronize()")
+        ):
+            repeat(task, optimizer)
+
+
+def test_join() -> None:
+    task, optimizer = warm()
+    with (
+        nothing_changes(task, optimizer),
+        pytest.raises(UnsupportedOperationError, match=says("hvd.join()", "SGD with 6", "delete")),
+    ):
+        hvd.join()
+    training.ordinary(task, optimizer, 2)
+    del task, optimizer
+    gc.collect()
+    assert hvd.join() in range(hvd.size())
+    assert_still_works()
+
+
+def test_join_sees_that_an_optimizer_is_gone_without_help() -> None:
+    task, optimizer = warm()
+    del task, optimizer  # a reference cycle: still there until someone collects
+    assert hvd.join() in range(hvd.size())
+
+
+def test_join_with_a_dense_optimizer() -> None:
+    setup = Setup()
+    task = setup.task()
+    optimizer = setup.distributed(task, hvd.Compression.none)
+    for step in range(2 if hvd.rank() else 3):
+        training.ordinary(task, optimizer, step)
+    assert hvd.join() in range(hvd.size())
+
+
+# Law 8: plans that differ between ranks.
+
+
+class Named(Task):
+    """Parameters of given names, shapes and dtypes, in the given order."""
+
+    def __init__(self, **parameters: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in parameters.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def loss(self, rank: int, step: int) -> torch.Tensor:
+        return sum(p.double().sum() for p in self.parameters())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank asks for."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(
+        default_factory=lambda: {"first": torch.zeros(30), "second": torch.zeros(40)}
+    )
+    groups: Callable[[Any], Any] | None = None
+
+    def build(self) -> Any:
+        setup = Setup(
+            build=lambda: Named(**self.parameters), options=self.options, groups=self.groups
+        )
+        return setup.distributed(setup.task(), TopKEF(**self.settings))
+
+
+def zeros(**sizes: Any) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(size) for name, size in sizes.items()}
+
+
+def lists(*groups: Iterable[str]) -> Callable[[Any], Any]:
+    return lambda task: [[getattr(task, name) for name in group] for group in groups]
+
+
+DIFFERENCES = {
+    "ratio": (Plan({"ratio": 0.1}), Plan({"ratio": 0.2}), "settings", '"ratio", 0.2'),
+    "min_numel": (Plan({"min_numel": 0}), Plan({"min_numel": 9}), "settings", '"min_numel", 9'),
+    "values": (Plan(), Plan({"values": "float16"}), "settings", '"values", "float16"'),
+    "names": (Plan(), Plan(parameters=zeros(first=30, third=40)), "names", '"third"'),
+    "order": (Plan(), Plan(parameters=zeros(second=40, first=30)), "names", '"first"'),
+    "number": (Plan(), Plan(parameters=zeros(z=30, first=30, second=40)), "names", "3 entries"),
+    "shapes": (Plan(), Plan(parameters=zeros(first=30, second=(8, 5))), "shapes", "[8, 5]"),
+    "dtypes": (
+        Plan(),
+        Plan(parameters={"first": torch.zeros(30), "second": torch.zeros(40).double()}),
+        "dtypes",
+        '"float64"',
+    ),
+    "groups": (
+        Plan(groups=lists(["first"], ["second"])),
+        Plan(groups=lists(["first", "second"])),
+        "buckets",
+        '"second"',
+    ),
+    "op": (Plan(), Plan(options={"op": hvd.Sum}), "reduction", '"sum"'),
+}
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("difference", DIFFERENCES.values(), ids=DIFFERENCES)
+def test_plans_differ(difference: tuple[Plan, Plan, str, str]) -> None:
+    usual, odd, what, value = difference
+    last = hvd.size() - 1
+    with pytest.raises(PlanMismatchError) as raised:
+        (odd if hvd.rank() == last else usual).build()
+    message = str(raised.value)
+    assert what in message
+    assert value in message
+    assert f"rank {last}" in message
+    assert f"rank {hvd.rank()} (this one)" in message
+    assert "Start all ranks with the same" in message
+
+
+def test_training_works_after_a_mismatch() -> None:
+    with pytest.raises(PlanMismatchError):
+        Plan({"ratio": 0.1 if hvd.rank() else 0.2}).build()
+    assert_still_works()
