@@ -92,7 +92,9 @@ def comparison(task: Task, lr: float) -> list[Trial]:
     ]
 
 
-def _classification(name: str, evaluations: int, sweep_seeds: tuple[int, ...]) -> Task:
+def _classification(
+    name: str, evaluations: int, grid: tuple[float, ...], sweep_seeds: tuple[int, ...]
+) -> Task:
     return Task(
         name=name,
         optimizer="sgd",
@@ -101,7 +103,7 @@ def _classification(name: str, evaluations: int, sweep_seeds: tuple[int, ...]) -
         steps=(1000,),
         evaluations=evaluations,
         seeds=(0, 1, 2, 3, 4),
-        grid=(0.02, 0.05, 0.1, 0.2),
+        grid=grid,
         sweep_seeds=sweep_seeds,
     )
 
@@ -121,8 +123,8 @@ def _language_model(optimizer: str, grid: tuple[float, ...]) -> Task:
 
 
 TASKS = (
-    _classification("digits", evaluations=50, sweep_seeds=(100, 101)),
-    _classification("snippets", evaluations=20, sweep_seeds=(100,)),
+    _classification("digits", 50, grid=(0.01, 0.02, 0.05, 0.1, 0.2), sweep_seeds=(100, 101)),
+    _classification("snippets", 20, grid=(0.02, 0.05, 0.1, 0.2), sweep_seeds=(100,)),
     _language_model("sgd", grid=(0.1, 0.2, 0.5)),
     _language_model("adamw", grid=(0.002, 0.005, 0.01)),
 )
