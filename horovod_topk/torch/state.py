@@ -151,13 +151,13 @@ class OptimizerState:
         """
         if self.active:
             self._compressor.load_state_dict(state)
-            self._exchanged.clear()
+            self._forget_step()
 
     def reset(self) -> None:
         """Forget all residuals; a step under way is rolled back. Call it on every rank."""
         if self.active:
             self._compressor.reset()
-            self._exchanged.clear()
+            self._forget_step()
 
     def residual(self, name: str) -> Tensor:
         """A copy of one tensor's committed residual, flat, float32 (float64 for a float64 one).
@@ -251,7 +251,12 @@ class OptimizerState:
             self._handles = optimizer._handles
             self._compressor.abandon()
             self._arrivals = {i: {} for i in self._parameters}
-            self._exchanged.clear()
+            self._forget_step()
+
+    def _forget_step(self) -> None:
+        """Let go of what a step that is over, or never will be, has left behind."""
+        self._exchanged.clear()
+        self._late_are_checked = False
 
     def _release(self, p: Tensor) -> None:
         """Leave a parameter with sparse gradients to Horovod, before its bucket is first sent."""

@@ -27,7 +27,6 @@ FOLDER = "HOROVOD_TOPK_TEST_FOLDER"  # where ranks write their outcomes; read by
 GRACE = 10.0  # seconds for a launch's processes to end by themselves after it, or once killed
 
 SETTINGS = {
-    "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20",  # a collective that some rank never joins fails
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
