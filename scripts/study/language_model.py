@@ -18,14 +18,22 @@ the residual until then. A run that is short against that wait pays for it; a lo
 
 def section(tasks: Sequence[Task]) -> str:
     """One section for all optimizers."""
-    found = [results.comparison(task, steps) for task in tasks for steps in task.steps]
+    wanted = [(task, steps) for task in tasks for steps in task.steps]
+    found = [results.comparison(task, steps) for task, steps in wanted]
     finished = [each for each in found if each is not None]
+    missing = [run for run, each in zip(wanted, found, strict=True) if each is None]
     if not finished:
         return f"{TITLE}\n\nNot run yet."
     longest = [each for each in finished if each.steps == max(each.task.steps)]
-    parts = [TITLE, setting(finished[0]), _scores(finished)]
+    parts = [TITLE, setting(finished[0]), _scores(finished), *_not_run(missing)]
     parts += [GAP.format(ratio=trials.RATIO, wait=1 / trials.RATIO), *map(_trend, longest)]
     return "\n\n".join([*parts, *(picture(each, log=False) for each in longest)])
+
+
+def _not_run(missing: Sequence[tuple[Task, int]]) -> list[str]:
+    """Says which comparisons have runs outstanding, if any have."""
+    names = [f"{OPTIMIZERS[task.optimizer]} at {steps:,} steps" for task, steps in missing]
+    return [f"Not run to the end yet: {', '.join(names)}."] if names else []
 
 
 def _scores(finished: Sequence[Comparison]) -> str:
