@@ -213,8 +213,7 @@ class OptimizerState:
         if self._compressor.phase(ordinal) is Phase.SENT:
             arrivals = self._arrivals[ordinal]
             self._compressor.finish(ordinal, self._gradients(ordinal))
-            for q, arrival in arrivals.items():
-                self._exchanged[q] = Arrival(arrival.owner, arrival.dense, arrival.owner._version)
+            self._exchanged.update(arrivals)
             arrivals.clear()
             self._late_are_checked = False
         return self._exchanged[p].dense
