@@ -61,11 +61,10 @@ class Codec(Protocol[Array]):
         self,
         bucket: BucketPlan,
         gathered: Array,
-        ranks: int,
         scale: float,
         gradients: Sequence[Array],
-    ) -> list[str]:
-        """Replace gradients by the scaled sum over ranks; return the names of flagged tensors."""
+    ) -> Sequence[bool]:
+        """Replace gradients by the scaled sum over ranks; return which tensors any rank flagged."""
         ...
 
     def gradient_norm(
@@ -119,20 +118,16 @@ class TopK(Generic[Array]):
         self,
         bucket: BucketPlan,
         gathered: Array,
-        ranks: int,
         scale: float,
         gradients: Sequence[Array],
-    ) -> list[str]:
+    ) -> Sequence[bool]:
         """Replace gradients by the scaled sum over ranks, added in rank order."""
-        size = bucket.layout.payload_bytes
-        payloads = [self._ops.view(gathered, r * size, (r + 1) * size) for r in range(ranks)]
-        flagged = self._read_headers(bucket, payloads)
+        flags = self._read_headers(bucket, gathered)
         for position, (tensor, gradient) in enumerate(zip(bucket.tensors, gradients, strict=True)):
-            if position in flagged:
-                self._ops.poison(gradient)
-            else:
-                self._sum(bucket, tensor, payloads, scale, gradient)
-        return [bucket.tensors[position].spec.name for position in sorted(flagged)]
+            total = self._ops.accumulator(gradient, bucket.residual_dtype)
+            self._ops.accumulate(total, *self._read(bucket, tensor, gathered))
+            self._ops.deliver(total, scale, gradient, flags[position])
+        return flags
 
     def gradient_norm(
         self, bucket: BucketPlan, before: Array, after: Array, payload: Array
@@ -142,8 +137,7 @@ class TopK(Generic[Array]):
         gradient = ops.clone(after)
         ops.deduct(gradient, None, before)
         for tensor in bucket.tensors:
-            index, values = self._read(bucket, tensor, payload)
-            ops.accumulate(self._slice(gradient, tensor), index, values)
+            ops.accumulate(self._slice(gradient, tensor), *self._read(bucket, tensor, payload))
         return ops.norm(gradient)
 
     def _compress(
@@ -185,37 +179,29 @@ class TopK(Generic[Array]):
         count = sum(min(PROBE, tensor.k) for tensor in bucket.tensors)
         return self._ops.zeros(count, dtype, bucket.device)
 
-    def _read_headers(self, bucket: BucketPlan, payloads: Sequence[Array]) -> set[int]:
-        """Refuse foreign payloads; return the positions of tensors that any rank flagged."""
-        layout, flagged = bucket.layout, set[int]()
-        for rank, payload in enumerate(payloads):
-            head = self._ops.to_host(self._ops.view(payload, 0, layout.values_at))
-            wire.check_header(head, bucket.header, rank, bucket.ordinal)
-            flags = head[layout.flags_at : layout.flags_at + layout.flags_bytes]
-            flagged.update(wire.flagged(flags, len(bucket.tensors)))
-        return flagged
+    def _read_headers(self, bucket: BucketPlan, gathered: Array) -> Sequence[bool]:
+        """Refuse foreign payloads; return which tensors any rank flagged."""
+        layout = bucket.layout
 
-    def _sum(
-        self,
-        bucket: BucketPlan,
-        tensor: TensorPlan,
-        payloads: Sequence[Array],
-        scale: float,
-        gradient: Array,
-    ) -> None:
-        total = self._ops.accumulator(gradient, bucket.residual_dtype)
-        for payload in payloads:
-            index, values = self._read(bucket, tensor, payload)
-            self._ops.accumulate(total, index, values)
-        self._ops.deliver(total, scale, gradient)
+        def check(heads: list[bytes]) -> list[bool]:
+            flagged = set[int]()
+            for rank, head in enumerate(heads):
+                wire.check_header(head, bucket.header, rank, bucket.ordinal)
+                flags = head[layout.flags_at : layout.flags_at + layout.flags_bytes]
+                flagged.update(wire.flagged(flags, len(bucket.tensors)))
+            return [position in flagged for position in range(len(bucket.tensors))]
+
+        return self._ops.examine(gathered, layout.payload_bytes, layout.values_at, check)
 
     def _read(
-        self, bucket: BucketPlan, tensor: TensorPlan, payload: Array
+        self, bucket: BucketPlan, tensor: TensorPlan, gathered: Array
     ) -> tuple[Array | None, Array]:
-        values = self._ops.load(payload, tensor.value_at, tensor.k, bucket.value_dtype)
+        """A tensor's indices and values, a row a rank."""
+        size = bucket.layout.payload_bytes
+        values = self._ops.load(gathered, size, tensor.value_at, tensor.k, bucket.value_dtype)
         if tensor.index is None:
             return None, values
-        return self._ops.load(payload, tensor.index_at, tensor.k, tensor.index), values
+        return self._ops.load(gathered, size, tensor.index_at, tensor.k, tensor.index), values
 
     def _slice(self, arena: Array, tensor: TensorPlan) -> Array:
         return self._ops.view(arena, tensor.start, tensor.stop)

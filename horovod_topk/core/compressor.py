@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import Codec, Probe
-from horovod_topk.core.exchange import Allgather, Pending, ring_allreduce_bytes
+from horovod_topk.core.exchange import Allgather, Pending, Traffic
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, ResidualRegistry
-from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.stats import StepCounters, count_step
 from horovod_topk.errors import GradientChangedError, NotLaunchedError
 from horovod_topk.ops import Ops
 
@@ -123,15 +123,13 @@ class Compressor(Generic[Array]):
         bucket.pending = None
         self._check_unchanged(arenas, gradients, bucket.probe)
         self._exchange.check_length(self._ops.numel(gathered), bucket.plan)
-        bucket.flagged = tuple(
-            self._codec.decode(
-                bucket.plan,
-                gathered,
-                self._exchange.ranks,
-                1.0 / self._exchange.ranks if self.plan.reduction == "average" else 1.0,
-                gradients if targets is None else targets,
-            )
+        flags = self._codec.decode(
+            bucket.plan,
+            gathered,
+            1.0 / self._exchange.ranks if self.plan.reduction == "average" else 1.0,
+            gradients if targets is None else targets,
         )
+        bucket.flagged = bucket.plan.names(flags)
         bucket.probe = None
         bucket.phase = Phase.RECEIVED
 
@@ -200,18 +198,9 @@ class Compressor(Generic[Array]):
         """Call `callback` at the end of every step, committed or rolled back."""
         self._callbacks.append(callback)
 
-    def payload_bytes(self) -> int:
-        """Bytes this rank hands to collectives each step."""
-        return sum(bucket.layout.payload_bytes for bucket in self.plan.buckets)
-
-    def sent_bytes(self) -> int:
-        """Bytes this rank sends each step."""
-        return self._exchange.sent_bytes(self.payload_bytes())
-
-    def dense_bytes(self) -> int:
-        """Bytes this rank would send each step in a ring allreduce."""
-        dense = sum(bucket.dense_bytes for bucket in self.plan.buckets)
-        return ring_allreduce_bytes(dense, self._exchange.ranks)
+    def traffic(self) -> Traffic:
+        """Bytes of this rank, each step."""
+        return self._exchange.traffic(self.plan)
 
     def residual_norm(self) -> float:
         """Euclidean norm of all residuals. Waits for the device."""
@@ -270,13 +259,6 @@ class Compressor(Generic[Array]):
             bucket.phase, bucket.flagged = Phase.IDLE, ()
         self.steps += committed
         self.rolled_back += not committed
-        counters = StepCounters(
-            self.steps + self.rolled_back,
-            committed,
-            self.payload_bytes(),
-            self.sent_bytes(),
-            self.dense_bytes(),
-            flagged,
-        )
+        counters = count_step(self.steps + self.rolled_back, committed, self.traffic(), flagged)
         for callback in self._callbacks:
             callback(counters)

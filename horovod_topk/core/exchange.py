@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from horovod_topk.core import payload as wire
-from horovod_topk.core.plan import BucketPlan
+from horovod_topk.core.plan import BucketPlan, Plan
 
 Array = TypeVar("Array")
 Received = TypeVar("Received", covariant=True)
@@ -40,6 +41,15 @@ class Collective(Protocol[Array]):
         ...
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one rank and step."""
+
+    payload_bytes: int  # handed to collectives
+    sent_bytes: int  # sent for them
+    dense_bytes: int  # sent by a ring allreduce of the dense gradients instead
+
+
 class Allgather(Generic[Array]):
     """Every rank sends its payload to every other; bytes grow with the number of ranks."""
 
@@ -59,9 +69,12 @@ class Allgather(Generic[Array]):
         """Refuse a result that is not one payload a rank; raises PayloadError."""
         wire.check_length(received, bucket.layout.payload_bytes, self.ranks, bucket.ordinal)
 
-    def sent_bytes(self, payload_bytes: int) -> int:
-        """Bytes a rank sends in a ring allgather of one payload."""
-        return (self.ranks - 1) * payload_bytes
+    def traffic(self, plan: Plan) -> Traffic:
+        """Bytes of a step, sent in a ring from rank to rank."""
+        payload_bytes = sum(bucket.layout.payload_bytes for bucket in plan.buckets)
+        dense = sum(bucket.dense_bytes for bucket in plan.buckets)
+        sent = (self.ranks - 1) * payload_bytes
+        return Traffic(payload_bytes, sent, ring_allreduce_bytes(dense, self.ranks))
 
 
 def ring_allreduce_bytes(dense_bytes: int, ranks: int) -> int:

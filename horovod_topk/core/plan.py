@@ -98,6 +98,10 @@ class BucketPlan:
         """Bytes of the gradients it stands for."""
         return sum(t.spec.numel * WIDTH[t.spec.dtype] for t in self.tensors)
 
+    def names(self, flags: Iterable[bool]) -> tuple[str, ...]:
+        """Names of the flagged tensors, given one flag a tensor."""
+        return tuple(t.spec.name for t, flag in zip(self.tensors, flags, strict=True) if flag)
+
     @cached_property
     def header(self) -> bytes:
         """The payload's first bytes, equal on every rank and step."""
@@ -116,6 +120,28 @@ class Plan:
         """Every tensor, bucket by bucket."""
         for bucket in self.buckets:
             yield from bucket.tensors
+
+    def sent_dense(self) -> dict[str, str]:
+        """Tensors that travel whole inside their bucket, and why."""
+        ratio, limit = self.config.ratio, self.config.min_numel
+        return {
+            t.spec.name: (
+                f"{t.spec.numel} elements, fewer than min_numel={limit}: sent dense"
+                if t.spec.numel < limit
+                else f"at ratio={ratio} entries cost no less: sent dense"
+            )
+            for t in self.tensors()
+            if t.index is None
+        }
+
+    def summary(self) -> str:
+        """One line for the log."""
+        tensors, dense = list(self.tensors()), self.sent_dense()
+        elements = sum(t.spec.numel for t in tensors if t.spec.name in dense)
+        return (
+            f"{len(tensors)} tensors in {len(self.buckets)} buckets, {len(dense)} of them "
+            f"({elements} elements) sent dense"
+        )
 
     def without(self, name: str) -> Plan:
         """The same plan without one tensor; a bucket left empty disappears."""

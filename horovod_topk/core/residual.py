@@ -8,11 +8,11 @@ candidate. e itself is never written, so a roll-back is exact to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from horovod_topk.core.plan import BucketPlan, Plan, TensorPlan
+from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
 from horovod_topk.errors import StateDictError
 from horovod_topk.ops import Ops
 
@@ -69,12 +69,8 @@ class ResidualRegistry(Generic[Array]):
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all residuals, flat, with what is needed to refuse a wrong one."""
-        return {
-            "version": STATE_VERSION,
-            "ratio": self._plan.config.ratio,
-            "shapes": {t.spec.name: list(t.spec.shape) for t in self._plan.tensors()},
-            "residuals": {name: self._ops.clone(e) for name, e in self._residuals()},
-        }
+        copies = {name: self._ops.clone(e) for name, e in self._residuals()}
+        return pack_state(self._plan.config.ratio, self._specs(), copies)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy residuals in; nothing changes unless every one of them fits.
@@ -98,55 +94,78 @@ class ResidualRegistry(Generic[Array]):
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state dict that does not fit; raises StateDictError."""
-        absent = {"version", "shapes", "residuals"} - set(state)
-        if absent:
-            raise StateDictError(
-                f"the state dict lacks {', '.join(sorted(absent))}",
-                cure="Pass what state_dict() of a TopKEF compressor returned",
-            )
-        if state["version"] != STATE_VERSION:
-            raise StateDictError(
-                f"the state dict has version {state['version']!r}, this version reads "
-                f"{STATE_VERSION}",
-                cure="Load it with the version of horovod_topk that wrote it",
-            )
-        for tensor in self._plan.tensors():
-            self._check_tensor(tensor, state)
-        known = {tensor.spec.name for tensor in self._plan.tensors()}
-        for name in state["residuals"]:
-            if name not in known:
-                raise StateDictError(
-                    "the state dict has a residual for it, the optimizer has no such tensor",
-                    tensor=name,
-                    cure="Load the state into the model it was saved from, or call reset()",
-                )
+        check_state(state, self._specs(), self._ops)
 
-    def _check_tensor(self, tensor: TensorPlan, state: Mapping[str, Any]) -> None:
-        name, expected = tensor.spec.name, list(tensor.spec.shape)
-        if name not in state["residuals"] or name not in state["shapes"]:
+    def _specs(self) -> list[TensorSpec]:
+        return [tensor.spec for tensor in self._plan.tensors()]
+
+
+def pack_state(
+    ratio: float, specs: Iterable[TensorSpec], residuals: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A state dict of residuals by name."""
+    return {
+        "version": STATE_VERSION,
+        "ratio": ratio,
+        "shapes": {spec.name: list(spec.shape) for spec in specs},
+        "residuals": dict(residuals),
+    }
+
+
+def check_state(state: Mapping[str, Any], specs: Iterable[TensorSpec], ops: Ops[Any]) -> None:
+    """Refuse a state dict that is not one of these tensors.
+
+    Raises:
+        StateDictError: another version, or a tensor missing, unknown or of another shape.
+    """
+    absent = {"version", "shapes", "residuals"} - set(state)
+    if absent:
+        raise StateDictError(
+            f"the state dict lacks {', '.join(sorted(absent))}",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    if state["version"] != STATE_VERSION:
+        raise StateDictError(
+            f"the state dict has version {state['version']!r}, this version reads {STATE_VERSION}",
+            cure="Load it with the version of horovod_topk that wrote it",
+        )
+    known = set[str]()
+    for spec in specs:
+        _check_tensor(spec, state, ops)
+        known.add(spec.name)
+    for name in state["residuals"]:
+        if name not in known:
             raise StateDictError(
-                "the state dict has no residual for it",
+                "the state dict has a residual for it, the optimizer has no such tensor",
                 tensor=name,
                 cure="Load the state into the model it was saved from, or call reset()",
             )
-        if list(state["shapes"][name]) != expected:
-            raise StateDictError(
-                f"the state dict's shape is {list(state['shapes'][name])}, the gradient's "
-                f"{expected}",
-                tensor=name,
-                cure="Load the state into the model it was saved from, or call reset()",
-            )
-        if not math.isfinite(self._ops.norm(state["residuals"][name])):
-            raise StateDictError(
-                "the state dict's residual has a NaN or an infinity",
-                tensor=name,
-                cure="Load an earlier state, or call reset()",
-            )
-        received = self._ops.numel(state["residuals"][name])
-        if received != tensor.spec.numel:
-            raise StateDictError(
-                f"the state dict's residual has {received} elements, the gradient "
-                f"{tensor.spec.numel}",
-                tensor=name,
-                cure="Load the state into the model it was saved from, or call reset()",
-            )
+
+
+def _check_tensor(spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any]) -> None:
+    name, expected = spec.name, list(spec.shape)
+    if name not in state["residuals"] or name not in state["shapes"]:
+        raise StateDictError(
+            "the state dict has no residual for it",
+            tensor=name,
+            cure="Load the state into the model it was saved from, or call reset()",
+        )
+    if list(state["shapes"][name]) != expected:
+        raise StateDictError(
+            f"the state dict's shape is {list(state['shapes'][name])}, the gradient's {expected}",
+            tensor=name,
+            cure="Load the state into the model it was saved from, or call reset()",
+        )
+    if not math.isfinite(ops.norm(state["residuals"][name])):
+        raise StateDictError(
+            "the state dict's residual has a NaN or an infinity",
+            tensor=name,
+            cure="Load an earlier state, or call reset()",
+        )
+    received = ops.numel(state["residuals"][name])
+    if received != spec.numel:
+        raise StateDictError(
+            f"the state dict's residual has {received} elements, the gradient {spec.numel}",
+            tensor=name,
+            cure="Load the state into the model it was saved from, or call reset()",
+        )

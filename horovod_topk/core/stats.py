@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from horovod_topk.core.exchange import Traffic
+from horovod_topk.core.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -42,3 +45,23 @@ class Stats:
     def reduction(self) -> float:
         """How many times fewer bytes a rank sends than a dense ring allreduce would."""
         return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+
+def count_step(
+    step: int, committed: bool, traffic: Traffic, flagged: Iterable[str]
+) -> StepCounters:
+    """The counters of the step that ended as number `step`."""
+    return StepCounters(step, committed, **asdict(traffic), flagged=tuple(flagged))
+
+
+def planned(plan: Plan, ranks: int, traffic: Traffic) -> Stats:
+    """What is known of a step from its plan alone."""
+    return Stats(
+        active=True,
+        ranks=ranks,
+        exchange=plan.config.exchange,
+        buckets=len(plan.buckets),
+        elements=sum(bucket.numel for bucket in plan.buckets),
+        selected=sum(bucket.entries for bucket in plan.buckets),
+        **asdict(traffic),
+    )

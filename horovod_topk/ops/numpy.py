@@ -5,7 +5,7 @@ Written for clarity, not speed. Source of the selection rule: a stable sort by m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,9 +63,9 @@ class NumpyOps:
             payload[at : at + data.size] = data
             at += data.size
 
-    def load(self, payload: Array, at: int, count: int, dtype: str) -> Array:
+    def load(self, gathered: Array, width: int, at: int, count: int, dtype: str) -> Array:
         stored = np.dtype(_UNSIGNED.get(dtype, dtype))
-        loaded = payload[at : at + count * stored.itemsize].view(stored)
+        loaded = gathered.reshape(-1, width)[:, at : at + count * stored.itemsize].view(stored)
         return loaded.astype(np.int64) if dtype in _UNSIGNED else loaded
 
     def store_bytes(self, payload: Array, at: int, data: bytes) -> None:
@@ -78,17 +78,21 @@ class NumpyOps:
     def to_host(self, payload: Array) -> bytes:
         return payload.tobytes()
 
+    def examine(
+        self, gathered: Array, width: int, count: int, check: Callable[[list[bytes]], list[bool]]
+    ) -> list[bool]:
+        return check([head.tobytes() for head in gathered.reshape(-1, width)[:, :count]])
+
     def accumulator(self, gradient: Array, dtype: str) -> Array:
         return np.zeros(gradient.size, dtype)
 
     def accumulate(self, out: Array, index: Array | None, values: Array) -> None:
-        out[slice(None) if index is None else index] += values.astype(out.dtype)
+        for rank, row in enumerate(values.astype(out.dtype)):
+            out[slice(None) if index is None else index[rank]] += row
 
-    def deliver(self, total: Array, scale: float, gradient: Array) -> None:
-        gradient[...] = (total * total.dtype.type(scale)).reshape(gradient.shape)
-
-    def poison(self, gradient: Array) -> None:
-        gradient[...] = np.nan
+    def deliver(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
+        scaled = (total * total.dtype.type(scale)).reshape(gradient.shape)
+        gradient[...] = np.nan if poisoned else scaled
 
     def same(self, left: Array, right: Array) -> bool:
         return bool(np.array_equal(left, right, equal_nan=True))

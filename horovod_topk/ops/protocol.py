@@ -1,12 +1,14 @@
 """The verbs an array library must offer to the core.
 
 Rules for implementations:
-- Arrays called `residual`, `candidate`, `values` are one-dimensional. A `gradient` may have any
-  shape and strides; its elements are taken in row-major (logical) order.
+- Arrays called `residual`, `candidate`, `values` are one-dimensional, but for what `load` returns
+  and `accumulate` takes: a row a rank. A `gradient` may have any shape and strides; its elements
+  are taken in row-major (logical) order.
 - dtypes are named by strings: float16, bfloat16, float32, float64, int16, int32, int64, uint8.
 - `out` and `candidate` are written in place; other arguments are never written.
-- Nothing here waits for a device, save `to_host` and `norm`, and `select` where its docstring
-  says so.
+- Nothing here waits for a device, save `to_host`, `examine`, `same` and `norm`, and `select` where
+  its docstring says so.
+- Where an implementation builds a graph, `examine` and all that follows from it run with the graph.
 - No verb draws random numbers or depends on more than its arguments: equal input, equal bits.
 
 `horovod_topk.ops.numpy` is the oracle in tests: the shortest code that is right.
@@ -14,7 +16,7 @@ Rules for implementations:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 Array = TypeVar("Array")
@@ -81,8 +83,11 @@ class Ops(Protocol[Array]):
         """
         ...
 
-    def load(self, payload: Array, at: int, count: int, dtype: str) -> Array:
-        """`count` elements of `dtype` from byte `at`; int16 and int32 come back unsigned, int64."""
+    def load(self, gathered: Array, width: int, at: int, count: int, dtype: str) -> Array:
+        """[P, count] elements of `dtype`, from byte `at` of each of P payloads of `width` bytes.
+
+        int16 and int32 come back unsigned, as int64.
+        """
         ...
 
     def store_bytes(self, payload: Array, at: int, data: bytes) -> None:
@@ -97,20 +102,32 @@ class Ops(Protocol[Array]):
         """The bytes of a uint8 array. Waits for the device."""
         ...
 
+    def examine(
+        self, gathered: Array, width: int, count: int, check: Callable[[list[bytes]], list[bool]]
+    ) -> Sequence[bool]:
+        """What `check` says to the first `count` bytes of each of P payloads of `width` bytes.
+
+        Waits for the device. The answers are for `deliver`; only an implementation that runs at
+        once gives them as bools.
+        """
+        ...
+
     def accumulator(self, gradient: Array, dtype: str) -> Array:
         """A flat array of zeros to sum into: the gradient's own memory where that is possible."""
         ...
 
     def accumulate(self, out: Array, index: Array | None, values: Array) -> None:
-        """out[index] += values; index None means all elements, indices are unique."""
+        """out[index] += values for each row of [P, k] index and values, one after the other.
+
+        Index None means all elements; indices are unique within a row.
+        """
         ...
 
-    def deliver(self, total: Array, scale: float, gradient: Array) -> None:
-        """gradient[...] = total * scale, cast to the gradient's dtype."""
-        ...
+    def deliver(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
+        """gradient[...] = total * scale, cast to its dtype; all NaN if `poisoned`.
 
-    def poison(self, gradient: Array) -> None:
-        """Fill a gradient with NaN."""
+        `poisoned` is one of the answers of `examine`.
+        """
         ...
 
     def same(self, left: Array, right: Array) -> bool:

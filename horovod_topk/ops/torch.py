@@ -8,7 +8,7 @@ Where the sample misled (fewer than k candidates) the full `topk` gives the thre
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -89,8 +89,9 @@ class TorchOps:
             payload[at:stop].view(target).copy_(part)
             at = stop
 
-    def load(self, payload: Tensor, at: int, count: int, dtype: str) -> Tensor:
-        loaded = payload[at : at + count * _WIDTH[dtype]].view(DTYPES[dtype])
+    def load(self, gathered: Tensor, width: int, at: int, count: int, dtype: str) -> Tensor:
+        rows = gathered.view(-1, width)[:, at : at + count * _WIDTH[dtype]]
+        loaded = rows.view(DTYPES[dtype])
         mask = _MASK.get(dtype)
         return loaded if mask is None else loaded.to(torch.int64).bitwise_and_(mask)
 
@@ -108,26 +109,31 @@ class TorchOps:
     def to_host(self, payload: Tensor) -> bytes:
         return bytes(payload.tolist())  # headers only, and torch may have no NumPy
 
+    def examine(
+        self, gathered: Tensor, width: int, count: int, check: Callable[[list[bytes]], list[bool]]
+    ) -> list[bool]:
+        return check([bytes(head) for head in gathered.view(-1, width)[:, :count].tolist()])
+
     def accumulator(self, gradient: Tensor, dtype: str) -> Tensor:
         if gradient.dtype == DTYPES[dtype] and gradient.is_contiguous():
             return gradient.view(-1).zero_()
         return torch.zeros(gradient.numel(), dtype=DTYPES[dtype], device=gradient.device)
 
     def accumulate(self, out: Tensor, index: Tensor | None, values: Tensor) -> None:
-        values = values.to(out.dtype)
-        if index is None:
-            out.add_(values)
-        else:
-            out.index_add_(0, index, values)
+        for rank, row in enumerate(values.to(out.dtype)):
+            if index is None:
+                out.add_(row)
+            else:
+                out.index_add_(0, index[rank], row)
 
-    def deliver(self, total: Tensor, scale: float, gradient: Tensor) -> None:
+    def deliver(self, total: Tensor, scale: float, gradient: Tensor, poisoned: bool) -> None:
+        if poisoned:
+            gradient.fill_(math.nan)
+            return
         if scale != 1.0:
             total.mul_(scale)
         if total.data_ptr() != gradient.data_ptr():
             gradient.copy_(total.view(gradient.shape))
-
-    def poison(self, gradient: Tensor) -> None:
-        gradient.fill_(math.nan)
 
     def same(self, left: Tensor, right: Tensor) -> bool:
         return bool(((left == right) | (left.isnan() & right.isnan())).all())

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from horovod.torch.compression import Compressor
 
-from horovod_topk.config import TopKConfig, reject_unknown
-from horovod_topk.core.stats import Stats, StepCounters
+from horovod_topk.core.front import Front
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.torch.state import OptimizerState
 
 
-class TopKEF(Compressor):  # type: ignore[misc]  # Horovod has no annotations
+class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotations
     """Top-K gradient sparsification with error feedback.
 
     Give the class (defaults) or an instance to `hvd.DistributedOptimizer(compression=...)`. Each
@@ -45,19 +42,8 @@ class TopKEF(Compressor):  # type: ignore[misc]  # Horovod has no annotations
     Feedback Fixes SignSGD).
     """
 
-    def __init__(
-        self,
-        ratio: float = TopKConfig.ratio,
-        *,
-        values: str = TopKConfig.values,
-        exchange: str = TopKConfig.exchange,
-        selection: str = TopKConfig.selection,
-        min_numel: int = TopKConfig.min_numel,
-        name: str | None = TopKConfig.name,
-        **unknown: object,
-    ) -> None:
-        reject_unknown(unknown, TopKConfig.__dataclass_fields__)
-        self.config = TopKConfig(ratio, values, exchange, selection, min_numel, name)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
 
     @staticmethod
@@ -92,37 +78,9 @@ class TopKEF(Compressor):  # type: ignore[misc]  # Horovod has no annotations
         """Return the tensor: gradients are decoded before Horovod asks."""
         return tensor
 
-    def stats(self) -> Stats:
-        """As `OptimizerState.stats`, of the one optimizer behind this instance."""
-        return self._only_state().stats()
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `OptimizerState.state_dict`, of the one optimizer behind this instance."""
-        return self._only_state().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `OptimizerState.load_state_dict`, of the one optimizer behind this instance."""
-        self._only_state().load_state_dict(state)
-
-    def reset(self) -> None:
-        """As `OptimizerState.reset`, of the one optimizer behind this instance."""
-        self._only_state().reset()
-
-    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """As `OptimizerState.on_step`, of the one optimizer behind this instance."""
-        self._only_state().on_step(callback)
-
     def attached(self, state: OptimizerState) -> None:
         """Remember an optimizer's state; called by the seam."""
         self._states.add(state)
 
-    def _only_state(self) -> OptimizerState:
-        if len(self._states) > 1:
-            gc.collect()  # Horovod's optimizers are reference cycles
-        states = list(self._states)
-        if len(states) != 1:
-            raise NotAttachedError(
-                f"{len(states)} optimizers use this TopKEF, exactly one was expected",
-                cure="Ask TopKEF.of(optimizer) for the state behind one optimizer",
-            )
-        return states[0]
+    def _living_states(self) -> list[OptimizerState]:
+        return list(self._states)

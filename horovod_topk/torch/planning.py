@@ -1,11 +1,10 @@
-"""What a Horovod optimizer will exchange: its parameters as the core's plan, and when it will not.
+"""What a Horovod optimizer will exchange: its parameters as the core's plan.
 
 Reads the private attributes that Horovod's constructor leaves behind; writes nothing.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,17 +42,3 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 def describe(spec: TensorSpec) -> str:
     """Shape, dtype and device, for messages."""
     return f"{list(spec.shape)} {spec.dtype} on {spec.device}"
-
-
-def elastic() -> bool:
-    """Whether ranks may come and go (`horovodrun --min-np`)."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1"
-
-
-def why_inactive(process_set: hvd.ProcessSet) -> str | None:
-    """Why nothing will be compressed, if so."""
-    if not process_set.included():
-        return "this rank is not in the optimizer's process set"
-    if process_set.size() == 1 and not elastic():
-        return "world size 1: there is nobody to exchange with"
-    return None

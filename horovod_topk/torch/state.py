@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,9 @@ from horovod_topk.core.agreement import agree
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor, Phase
 from horovod_topk.core.exchange import Allgather
+from horovod_topk.core.front import elastic, why_inactive
 from horovod_topk.core.plan import Plan
-from horovod_topk.core.stats import Stats, StepCounters
+from horovod_topk.core.stats import Stats, StepCounters, planned
 from horovod_topk.errors import (
     GradientChangedError,
     RepeatedSynchronizeError,
@@ -33,7 +34,7 @@ from horovod_topk.errors import (
 )
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.collective import HorovodCollective
-from horovod_topk.torch.planning import describe, elastic, plan_of, spec_of, why_inactive
+from horovod_topk.torch.planning import describe, plan_of, spec_of
 
 log = logging.getLogger("horovod_topk")
 
@@ -88,7 +89,8 @@ class OptimizerState:
             plan, ops, TopK(ops), Allgather(collective), f"{self._prefix}.{self._ordinal}"
         )
         self._index(plan)
-        self._note_dense(plan)
+        self._skipped |= plan.sent_dense()
+        log.info("TopKEF %s: %s", self._compressor.name, plan.summary())
         optimizer._groups = None  # from here on a bucket is the unit, one hook a parameter
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         for p, accumulation in zip(trained, optimizer._grad_accs, strict=True):
@@ -117,18 +119,10 @@ class OptimizerState:
         if not self.active:
             return Stats(skipped=dict(self._skipped))
         compressor, plan = self._compressor, self._compressor.plan
-        return Stats(
-            active=True,
-            ranks=compressor.ranks,
-            exchange=plan.config.exchange,
-            buckets=len(plan.buckets),
+        return replace(
+            planned(plan, compressor.ranks, compressor.traffic()),
             steps=compressor.steps,
             rolled_back=compressor.rolled_back,
-            elements=sum(bucket.numel for bucket in plan.buckets),
-            selected=sum(bucket.entries for bucket in plan.buckets),
-            payload_bytes=compressor.payload_bytes(),
-            sent_bytes=compressor.sent_bytes(),
-            dense_bytes=compressor.dense_bytes(),
             residual_norm=compressor.residual_norm(),
             gradient_norm=compressor.gradient_norm(),
             skipped=dict(self._skipped),
@@ -340,25 +334,6 @@ class OptimizerState:
                 "zero_grad() before the next backward(), and accumulate with "
                 "backward_passes_per_step",
             )
-
-    def _note_dense(self, plan: Plan) -> None:
-        """Record which tensors travel dense inside their bucket, and say so once."""
-        dense = [t.spec for t in plan.tensors() if t.index is None]
-        for spec in dense:
-            small = spec.numel < plan.config.min_numel
-            self._skipped[spec.name] = (
-                f"{spec.numel} elements, fewer than min_numel={plan.config.min_numel}: sent dense"
-                if small
-                else f"at ratio={plan.config.ratio} entries cost no less: sent dense"
-            )
-        log.info(
-            "TopKEF %s: %d tensors in %d buckets, %d of them (%d elements) sent dense",
-            self._compressor.name,
-            len(self._specs),
-            len(plan.buckets),
-            len(dense),
-            sum(spec.numel for spec in dense),
-        )
 
     def _skip(self, name: str, reason: str) -> None:
         self._skipped[name] = reason

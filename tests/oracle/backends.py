@@ -6,17 +6,20 @@ An implementation joins the contract suite, the laws and the golden bytes by add
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 from numpy.typing import NDArray
 
 from horovod_topk.ops import Ops
 from horovod_topk.ops.numpy import NumpyOps
+from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
 from horovod_topk.ops.torch import DTYPES, TorchOps
+from oracle.graph import GraphOps
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Backend:
     array: Callable[[NDArray[Any], str], Any]  # (values, dtype); keeps a transposed layout
     numpy: Callable[[Any], NDArray[Any]]  # a copy; bfloat16 comes back as float32
     gradient_dtypes: tuple[str, ...]
+    denormals: bool = True  # whether arithmetic keeps them; TensorFlow's takes them for zero
 
 
 def _to_torch(values: NDArray[Any], dtype: str) -> torch.Tensor:
@@ -37,6 +41,16 @@ def _to_torch(values: NDArray[Any], dtype: str) -> torch.Tensor:
 def _from_torch(tensor: torch.Tensor) -> NDArray[Any]:
     tensor = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
     return tensor.numpy().copy()
+
+
+def _to_tensorflow(values: NDArray[Any], dtype: str) -> Buffer:
+    return Buffer(tf.cast(tf.constant(values), dtype))
+
+
+def _from_tensorflow(array: Any) -> NDArray[Any]:
+    tensor = array.value
+    tensor = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+    return np.array(tensor.numpy())
 
 
 NUMPY = Backend(
@@ -49,6 +63,16 @@ NUMPY = Backend(
 TORCH = Backend(
     "torch", TorchOps(), _to_torch, _from_torch, ("float16", "bfloat16", "float32", "float64")
 )
-BACKENDS = (NUMPY, TORCH)
+TENSORFLOW = Backend(
+    "tensorflow", TensorFlowOps(), _to_tensorflow, _from_tensorflow, TORCH.gradient_dtypes, False
+)
+GRAPH = replace(TENSORFLOW, name="graph", ops=GraphOps())
 
-each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+
+def _each(*backends: Backend) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("backend", backends, ids=lambda backend: backend.name)
+
+
+each_backend = _each(NUMPY, TORCH)  # for laws that try hundreds of jobs
+each_framework = _each(NUMPY, TORCH, TENSORFLOW)
+each_way = _each(NUMPY, TORCH, TENSORFLOW, GRAPH)  # a graph for every call of every verb

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracle.backends import Backend, each_backend
+from oracle.backends import Backend, each_framework
 from oracle.reference import Reference
 from oracle.world import World
 
@@ -15,7 +15,7 @@ RATIO, STEPS = "0.07", 10
 SIZES = {"small": 15, "medium": 130, "large": 1001}  # min_numel below is 16: `small` goes dense
 
 
-@each_backend
+@each_framework
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("values", ["float32", "float16"])
 def test_ten_steps_equal_the_formulas(backend: Backend, ranks: int, values: str) -> None:
@@ -38,7 +38,7 @@ def test_ten_steps_equal_the_formulas(backend: Backend, ranks: int, values: str)
             assert np.array_equal(kept, reference.residual)
 
 
-@each_backend
+@each_framework
 def test_average_divides_by_the_number_of_ranks(backend: Backend) -> None:
     spec = TensorSpec("w", (500,), "float32")
     world = World(make_plan([spec], TopKConfig(ratio=float(RATIO), min_numel=0)), 3, backend)

@@ -210,9 +210,9 @@ def test_callbacks_hear_of_every_step_once(ending: str) -> None:
         StepCounters(
             step=1,
             committed=ending == "commit",
-            payload_bytes=compressor.payload_bytes(),
-            sent_bytes=compressor.sent_bytes(),
-            dense_bytes=compressor.dense_bytes(),
+            payload_bytes=compressor.traffic().payload_bytes,
+            sent_bytes=compressor.traffic().sent_bytes,
+            dense_bytes=compressor.traffic().dense_bytes,
             flagged=("b",) if ending == "flagged" else (),
         )
     ]

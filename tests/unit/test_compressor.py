@@ -122,9 +122,9 @@ def test_bytes() -> None:
     compressor = job.ranks[0]
     payloads = [len(payload) for _, payload in _after_a_step(job).payloads(0)]
     assert compressor.ranks == 4
-    assert compressor.payload_bytes() == sum(payloads)
-    assert compressor.sent_bytes() == 3 * sum(payloads)
-    assert compressor.dense_bytes() == 2 * 3 * (50 * 4 + 50 * 8) // 4
+    assert compressor.traffic().payload_bytes == sum(payloads)
+    assert compressor.traffic().sent_bytes == 3 * sum(payloads)
+    assert compressor.traffic().dense_bytes == 2 * 3 * (50 * 4 + 50 * 8) // 4
 
 
 def _after_a_step(job: World) -> World:

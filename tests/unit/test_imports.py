@@ -44,6 +44,7 @@ ROOMS = {
         "tensorflow",
         "keras",
         "horovod.tensorflow",
+        "horovod._keras",
         "horovod_topk.core",
         "horovod_topk.ops.tensorflow",
         "horovod_topk.config",

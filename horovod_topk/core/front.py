@@ -1,0 +1,117 @@
+"""What the `TopKEF` of every framework has in common.
+
+Its settings, the questions it passes on to the state behind it, and when there is none.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from horovod_topk.config import TopKConfig, reject_unknown
+from horovod_topk.core.stats import Stats, StepCounters
+from horovod_topk.errors import NotAttachedError
+
+
+class State(Protocol):
+    """Error feedback behind one optimizer."""
+
+    def stats(self) -> Stats:
+        """Totals and norms so far."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of this rank's residuals."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on residuals that this rank saved."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all residuals."""
+        ...
+
+    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
+        """Call `callback` at the end of every step."""
+        ...
+
+
+class Front:
+    """Settings as keyword arguments; questions answered by the one state behind an instance."""
+
+    def __init__(
+        self,
+        ratio: float = TopKConfig.ratio,
+        *,
+        values: str = TopKConfig.values,
+        exchange: str = TopKConfig.exchange,
+        selection: str = TopKConfig.selection,
+        min_numel: int = TopKConfig.min_numel,
+        name: str | None = TopKConfig.name,
+        **unknown: object,
+    ) -> None:
+        reject_unknown(unknown, TopKConfig.__dataclass_fields__)
+        self.config = TopKConfig(ratio, values, exchange, selection, min_numel, name)
+
+    def stats(self) -> Stats:
+        """As `OptimizerState.stats`, of the one optimizer behind this instance."""
+        return self._only_state().stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `OptimizerState.state_dict`, of the one optimizer behind this instance."""
+        return self._only_state().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `OptimizerState.load_state_dict`, of the one optimizer behind this instance."""
+        self._only_state().load_state_dict(state)
+
+    def reset(self) -> None:
+        """As `OptimizerState.reset`, of the one optimizer behind this instance."""
+        self._only_state().reset()
+
+    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
+        """As `OptimizerState.on_step`, of the one optimizer behind this instance."""
+        self._only_state().on_step(callback)
+
+    def _living_states(self) -> Sequence[State]:
+        raise NotImplementedError
+
+    def _only_state(self) -> State:
+        if len(self._living_states()) > 1:
+            gc.collect()  # Horovod's optimizers are reference cycles
+        states = self._living_states()
+        if len(states) != 1:
+            raise NotAttachedError(
+                f"{len(states)} optimizers use this TopKEF, exactly one was expected",
+                cure="Ask TopKEF.of(optimizer) for the state behind one optimizer",
+            )
+        return states[0]
+
+
+class ProcessSet(Protocol):
+    """What Horovod's process sets of every framework answer."""
+
+    def included(self) -> bool:
+        """Whether this rank is one of them."""
+        ...
+
+    def size(self) -> int:
+        """How many ranks they are."""
+        ...
+
+
+def elastic() -> bool:
+    """Whether ranks may come and go (`horovodrun --min-np`)."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def why_inactive(process_set: ProcessSet) -> str | None:
+    """Why nothing will be compressed, if so."""
+    if not process_set.included():
+        return "this rank is not in the optimizer's process set"
+    if process_set.size() == 1 and not elastic():
+        return "world size 1: there is nobody to exchange with"
+    return None

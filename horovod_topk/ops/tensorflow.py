@@ -1,0 +1,309 @@
+"""TensorFlow operations, at once or while a graph is built.
+
+Tensors never change, so an array here is a `Buffer`: a place whose tensor verbs replace. A view is
+a stretch of such a place, and what is written through it is seen through every other one.
+
+Selection is exact and avoids sorting, as in `horovod_topk.ops.torch`: a strided sample gives a
+threshold a little below the k-th magnitude, one pass keeps the candidates above it, and the few
+too many are dropped. Where the sample misled, the full `top_k` takes over.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+Tensor = Any  # tf.Tensor: TensorFlow has no annotations
+
+_WIDTH = {"float16": 2, "float32": 4, "float64": 8, "int16": 2, "int32": 4, "uint8": 1}  # bytes
+_UNSIGNED = {"int16": tf.uint16, "int32": tf.uint32}
+_SAMPLE = 1 << 14  # elements looked at to guess a threshold; smaller tensors need no guess
+
+
+class Buffer:
+    """A place for one tensor of a known number of elements, kept in consecutive flat pieces."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.numel = tensor.shape.num_elements()  # None: the first dimension is not known yet
+        self._starts, self._pieces = [0], [tensor]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Tensor]) -> Buffer:
+        """One flat place for several flat tensors, which are not copied."""
+        buffer = cls(parts[0])
+        sizes = [part.shape.num_elements() for part in parts]
+        buffer.numel, buffer.shape = sum(sizes), tf.TensorShape([sum(sizes)])
+        kept = [(sum(sizes[:i]), part) for i, part in enumerate(parts) if sizes[i]]
+        buffer._starts = [at for at, _ in kept] or [0]
+        buffer._pieces = [part for _, part in kept] or [parts[0]]
+        return buffer
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor, in its own shape."""
+        if len(self._pieces) > 1:
+            self._starts, self._pieces = [0], [tf.concat(self._pieces, 0)]
+        whole = self._pieces[0]
+        return whole if whole.shape == self.shape else tf.reshape(whole, self.shape)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) in row-major order, flat."""
+        if start == stop:
+            return tf.zeros([0], self.dtype)
+        first = bisect.bisect_right(self._starts, start) - 1
+        last = bisect.bisect_left(self._starts, stop)
+        pieces = [self._flat(i) for i in range(first, last)]
+        joined = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
+        at = self._starts[first]
+        if (start - at, stop - at) == (0, joined.shape[0]):
+            return joined
+        return joined[start - at : stop - at]
+
+    def write(self, start: int, stop: int, tensor: Tensor) -> None:
+        """Replace elements [start, stop)."""
+        if start == stop:
+            return
+        first = bisect.bisect_right(self._starts, start) - 1
+        last = bisect.bisect_left(self._starts, stop)
+        begin, end = self._starts[first], self._end(last - 1)
+        replaced = [(start, tensor)]
+        if begin < start:
+            replaced.insert(0, (begin, self.read(begin, start)))
+        if stop < end:
+            replaced.append((stop, self.read(stop, end)))
+        self._starts[first:last] = [at for at, _ in replaced]
+        self._pieces[first:last] = [piece for _, piece in replaced]
+
+    def _flat(self, position: int) -> Tensor:
+        piece = self._pieces[position]
+        return piece if piece.shape.rank == 1 else tf.reshape(piece, [-1])
+
+    def _end(self, position: int) -> int:
+        following = position + 1
+        end: int = self._starts[following] if following < len(self._starts) else self.numel
+        return end
+
+
+class View:
+    """A stretch of a buffer; what is written to either is seen in both."""
+
+    def __init__(self, buffer: Buffer, start: int, stop: int) -> None:
+        self.buffer, self.start, self.stop = buffer, start, stop
+        self.dtype, self.numel = buffer.dtype, stop - start
+
+    @property
+    def value(self) -> Tensor:
+        """The stretch as a flat tensor."""
+        return self.buffer.read(self.start, self.stop)
+
+
+Array = Buffer | View
+
+
+class TensorFlowOps:
+    """`horovod_topk.ops.Ops` for buffers of tf.Tensor."""
+
+    raised: Exception | None = None  # by `examine`, last: a graph hands on no more than the text
+
+    def zeros(self, numel: int, dtype: str, device: str = "") -> Array:
+        return Buffer(tf.zeros([numel], dtype))
+
+    def arange(self, count: int, device: str = "") -> Array:
+        return Buffer(tf.range(count, dtype=tf.int64))
+
+    def view(self, array: Array, start: int, stop: int) -> Array:
+        if isinstance(array, View):
+            return View(array.buffer, array.start + start, array.start + stop)
+        return View(array, start, stop)
+
+    def numel(self, array: Array) -> int:
+        return array.numel
+
+    def clone(self, array: Array) -> Array:
+        return Buffer(tf.identity(array.value))
+
+    def assign(self, out: Array, source: Array) -> None:
+        _write(out, tf.cast(_flat(source), out.dtype))
+
+    def compensate(self, residual: Array, gradient: Array, out: Array) -> None:
+        _write(out, residual.value + tf.cast(_flat(gradient), residual.dtype))
+
+    def select(self, candidate: Array, k: int) -> Array:
+        values, numel = candidate.value, candidate.numel
+        if k == numel:
+            return self.arange(k)
+        if numel <= _SAMPLE:
+            return Buffer(_largest(_magnitude(values), k))
+        magnitude = tf.abs(values)
+        candidates = _at_least(magnitude, _guess_threshold(magnitude, k))
+
+        few = _magnitude(tf.gather(values, candidates))
+        chosen = tf.cond(
+            tf.size(candidates) >= k,
+            lambda: tf.gather(candidates, _all_but_smallest(few, k)),
+            lambda: _largest(_magnitude(values), k),
+        )
+        return Buffer(tf.ensure_shape(chosen, [k]))
+
+    def take(self, array: Array, index: Array) -> Array:
+        return Buffer(tf.gather(_flat(array), index.value))
+
+    def quantise(self, values: Array, dtype: str) -> Array:
+        if values.dtype == dtype:
+            return values
+        largest = tf.as_dtype(dtype).max
+        limited = tf.clip_by_value(values.value, -largest, largest)
+        return Buffer(tf.cast(tf.cast(limited, tf.float32), dtype))
+
+    def deduct(self, candidate: Array, index: Array | None, sent: Array) -> None:
+        amount = tf.cast(sent.value, candidate.dtype)
+        if index is None:
+            _write(candidate, candidate.value - amount)
+        else:
+            where = index.value[:, tf.newaxis]
+            _write(candidate, tf.tensor_scatter_nd_sub(candidate.value, where, amount))
+
+    def store(self, payload: Array, at: int, parts: Sequence[Array], dtype: str) -> None:
+        for part in parts:
+            stop = at + part.numel * _WIDTH[dtype]
+            data = tf.bitcast(tf.cast(part.value, dtype), tf.uint8)
+            _write(TensorFlowOps.view(self, payload, at, stop), tf.reshape(data, [stop - at]))
+            at = stop
+
+    def load(self, gathered: Array, width: int, at: int, count: int, dtype: str) -> Array:
+        each = _WIDTH[dtype]
+        data = _rows(gathered, width)[:, at : at + count * each]
+        ranks = data.shape[0] if data.shape[0] is not None else tf.shape(data)[0]
+        data = tf.reshape(data, [ranks, count, each])
+        loaded = tf.bitcast(data, _UNSIGNED.get(dtype, dtype))
+        return Buffer(tf.cast(loaded, tf.int64) if dtype in _UNSIGNED else loaded)
+
+    def store_bytes(self, payload: Array, at: int, data: bytes) -> None:
+        stretch = self.view(payload, at, at + len(data))
+        _write(stretch, tf.constant(list(data), tf.uint8, [len(data)]))
+
+    def store_nonfinite(self, payload: Array, at: int, parts: Sequence[Array]) -> None:
+        count = -(-len(parts) // 8)
+        finite = [tf.reduce_all(tf.math.is_finite(part.value)) for part in parts]
+        flags = tf.pad(tf.cast(~tf.stack(finite), tf.int32), [[0, count * 8 - len(parts)]])
+        weights = tf.constant([1 << bit for bit in range(8)])
+        packed = tf.reduce_sum(tf.reshape(flags, [count, 8]) * weights, 1)
+        _write(self.view(payload, at, at + count), tf.cast(packed, tf.uint8))
+
+    def to_host(self, payload: Array) -> bytes:
+        return bytes(payload.value.numpy())
+
+    def examine(
+        self, gathered: Array, width: int, count: int, check: Callable[[list[bytes]], list[bool]]
+    ) -> Sequence[bool]:
+        heads = _rows(gathered, width)[:, :count]
+
+        def on_host(rows: Any) -> list[bool]:
+            try:
+                return check([bytes(row) for row in rows.numpy()])
+            except Exception as error:
+                self.raised = error
+                raise
+
+        if tf.executing_eagerly():
+            return on_host(heads)
+        flags = tf.py_function(lambda rows: tf.constant(on_host(rows)), [heads], tf.bool)
+        answers: Sequence[bool] = tf.reshape(flags, [-1])
+        return answers
+
+    def accumulator(self, gradient: Array, dtype: str) -> Array:
+        return self.zeros(gradient.numel, dtype)
+
+    def accumulate(self, out: Array, index: Array | None, values: Array) -> None:
+        amounts = tf.cast(values.value, out.dtype)
+        if index is None:
+            _write(out, _add_rows(out.value, amounts))
+        else:  # the kernel adds updates in their order
+            where = tf.reshape(index.value, [-1, 1])
+            _write(out, tf.tensor_scatter_nd_add(out.value, where, tf.reshape(amounts, [-1])))
+
+    def deliver(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
+        factor = tf.cast(scale, total.dtype)
+        if poisoned is not False:  # NaN times anything is NaN
+            factor = tf.where(poisoned, tf.constant(math.nan, total.dtype), factor)
+        _write(gradient, tf.cast(total.value * factor, gradient.dtype))
+
+    def same(self, left: Array, right: Array) -> bool:
+        a, b = left.value, right.value
+        both_nan = tf.math.is_nan(a) & tf.math.is_nan(b)
+        return bool(tf.reduce_all((a == b) | both_nan))
+
+    def norm(self, array: Array) -> float:
+        return float(tf.norm(tf.cast(array.value, tf.float64)))
+
+
+def _write(out: Array, tensor: Tensor) -> None:
+    if isinstance(out, View):
+        out.buffer.write(out.start, out.stop, tensor)
+    else:
+        out.write(0, out.numel, tensor)
+
+
+def _flat(array: Array) -> Tensor:
+    return array.value if isinstance(array, View) else array.read(0, array.numel)
+
+
+def _rows(gathered: Array, width: int) -> Tensor:
+    """[P, width]; P is static where the number of gathered bytes is."""
+    ranks = -1 if gathered.numel is None else gathered.numel // width
+    return tf.reshape(gathered.value, [ranks, width])
+
+
+def _add_rows(total: Tensor, rows: Tensor) -> Tensor:
+    """Add [P, n] to [n], one row after the other."""
+    if rows.shape[0] is None:
+        return tf.foldl(tf.add, rows, total)
+    for rank in range(rows.shape[0]):
+        total = total + rows[rank]
+    return total
+
+
+def _magnitude(values: Tensor) -> Tensor:
+    """Absolute values, NaN as infinity."""
+    infinity = tf.constant(math.inf, values.dtype)
+    return tf.where(tf.math.is_nan(values), infinity, tf.abs(values))
+
+
+def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:
+    """A magnitude that slightly more than k elements reach, judged from a strided sample."""
+    numel = magnitude.shape[0]
+    stride = numel // _SAMPLE | 1  # odd: does not march along columns
+    sample = _magnitude(magnitude[::stride])
+    expected = k * sample.shape[0] / numel
+    rank = math.ceil(expected + 4 * math.sqrt(expected)) + 1
+    return tf.math.top_k(sample, min(rank, sample.shape[0])).values[-1]
+
+
+def _at_least(magnitude: Tensor, threshold: Tensor) -> Tensor:
+    """Ascending indices of magnitudes not below a threshold; NaN is never below.
+
+    TensorFlow rewrites "not less" to "greater or equal", which NaN is not.
+    """
+    return tf.where(tf.equal(magnitude < threshold, False))[:, 0]
+
+
+def _largest(magnitude: Tensor, k: int) -> Tensor:
+    """Ascending positions of the k largest; `top_k` puts the lower of equals first."""
+    positions = tf.math.top_k(magnitude, k, sorted=False).indices
+    return tf.cast(tf.sort(positions), tf.int64)
+
+
+def _all_but_smallest(magnitude: Tensor, k: int) -> Tensor:
+    """`_largest` where k is nearly all: drops the others, of equals the higher positions."""
+    count = tf.size(magnitude)
+    backwards = tf.math.top_k(-magnitude[::-1], count - k, sorted=False).indices
+    dropped = count - 1 - backwards
+    keep = tf.tensor_scatter_nd_update(
+        tf.fill([count], True), dropped[:, tf.newaxis], tf.fill([count - k], False)
+    )
+    return tf.where(keep)[:, 0]

@@ -1,0 +1,151 @@
+"""`TopKEF`: what a user passes as `compression=`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import tensorflow as tf
+from horovod.tensorflow.compression import Compressor
+
+from horovod_topk.core.front import Front
+from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.tensorflow import archive
+from horovod_topk.tensorflow.planning import Settings, unwrap
+from horovod_topk.tensorflow.residuals import Residuals
+from horovod_topk.tensorflow.state import OptimizerState
+
+
+class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ignore[misc]
+    """Top-K gradient sparsification with error feedback.
+
+    Give an instance or the class (defaults) to `hvd.DistributedGradientTape(compression=...)` or
+    `hvd.DistributedOptimizer(compression=...)`. Residuals belong to this object (to the class, if
+    that was given) and to the model's variables, so that tapes and traces may come and go.
+
+    It can be saved: `tf.train.Checkpoint(model=model, compression=compression)`, one a rank.
+
+    Args:
+        ratio: share of a tensor's elements sent each step, in (0, 1].
+        values: dtype of sent values, "float32" or "float16" (the residual keeps the rounding; with
+            "float32" a float64 tensor's values are float64).
+        exchange: how payloads travel: "allgather".
+        selection: how the largest elements are found: "exact".
+        min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
+        name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
+
+    Raises:
+        ConfigError, UnknownSettingError: see the message.
+
+    Example:
+        >>> compression = TopKEF(ratio=0.001)
+        >>> tape = hvd.DistributedGradientTape(tape, compression=compression)
+
+    Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
+    Feedback Fixes SignSGD).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._residuals = Residuals()
+        self._states: dict[tuple[object, ...], OptimizerState] = {}
+        self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them
+
+    @staticmethod
+    def of(optimizer: Any) -> OptimizerState:
+        """The state behind a distributed optimizer or gradient tape, also when the class was given.
+
+        Raises:
+            NotAttachedError: it was not built with `compression=TopKEF`, or has exchanged nothing
+                yet.
+        """
+        exchange: Any = getattr(optimizer, "_allreduce_grads", None)
+        if not isinstance(getattr(exchange, "compressor", None), TopKEF):
+            raise NotAttachedError(
+                f"{type(optimizer).__name__} was not built with compression=TopKEF",
+                cure="Pass what hvd.DistributedOptimizer(..., compression=TopKEF) or "
+                "hvd.DistributedGradientTape(..., compression=TopKEF) returned",
+            )
+        state = exchange.state
+        if not isinstance(state, OptimizerState):
+            raise NotAttachedError(
+                f"{type(optimizer).__name__} has not exchanged a gradient yet",
+                cure="Ask after the first step; give TopKEF(...) itself what load_state_dict needs "
+                "before it",
+            )
+        return state
+
+    @staticmethod
+    def compress(tensor: Any) -> NoReturn:
+        """Refuse: a tensor without a variable has no residual.
+
+        Raises:
+            OutsideOptimizerError: always.
+        """
+        raise OutsideOptimizerError(
+            f"TopKEF was asked to compress one tensor of shape {list(tensor.shape)} by itself",
+            cure="Pass it to hvd.DistributedGradientTape(compression=...) or to "
+            "hvd.DistributedOptimizer(compression=...), not to hvd.allreduce",
+        )
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: object) -> Any:
+        """Return the tensor: gradients are decoded before Horovod asks."""
+        return tensor
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `OptimizerState.load_state_dict`; before the first step it is kept until then."""
+        if self._states:
+            super().load_state_dict(state)
+        else:
+            self._waiting = [state]
+
+    def state_of(self, variables: Sequence[Any], settings: Settings) -> OptimizerState:
+        """The state for a list of variables, made when first asked for; called by the seam."""
+        key = settings.key, tuple(id(unwrap(v)) for v in variables)
+        state = self._states.get(key)
+        if state is None:
+            state = OptimizerState(self.config, variables, settings, self._residuals)
+            if self._waiting:
+                state.load_state_dict(self._waiting[0])
+                del self._waiting[0]
+            self._states[key] = state
+            if variables:
+                weakref.finalize(unwrap(variables[0]), self._states.pop, key, None)
+        return state
+
+    def serialize(self) -> bytes:
+        """All residuals as bytes, for tf.train.Checkpoint."""
+        return archive.pack([state.state_dict() for state in self._states.values()])
+
+    def deserialize(self, data: bytes) -> None:
+        """Take on residuals from a tf.train.Checkpoint; states yet to come take theirs then.
+
+        Raises:
+            StateDictError: a residual does not fit; nothing has changed.
+        """
+        saved, states = archive.unpack(data), list(self._states.values())
+        for state, residuals in zip(states, saved, strict=False):
+            state.check_state_dict(residuals)
+        for state, residuals in zip(states, saved, strict=False):
+            state.load_state_dict(residuals)
+        self._waiting = list(saved[len(states) :])
+
+    def _living_states(self) -> list[OptimizerState]:
+        return list(self._states.values())
+
+
+_defaults: dict[type[TopKEF], TopKEF] = {}
+
+
+def as_topkef(compression: object) -> TopKEF | None:
+    """The compressor a user passed, if it is ours: an instance, or the class with defaults.
+
+    Tapes come and go, so that all that were given the class share one instance.
+    """
+    if isinstance(compression, TopKEF):
+        return compression
+    if isinstance(compression, type) and issubclass(compression, TopKEF):
+        return _defaults.setdefault(compression, compression())
+    return None

@@ -1,0 +1,98 @@
+"""What will be exchanged: gradients and their variables as the core's plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.errors import ShapeChangedError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked of Horovod, beside the compressor."""
+
+    reduction: str  # "average" or "sum"
+    groups: Any  # None, a number of buckets, or lists of variables
+    process_set: Any
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal where the settings are."""
+        asked = self.groups
+        if isinstance(asked, list):
+            asked = tuple(tuple(id(unwrap(v)) for v in group) for group in asked)
+        return self.reduction, asked, self.process_set.process_set_id
+
+
+def unwrap(variable: Any) -> Any:
+    """The tf.Variable behind a variable of Keras 3."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def names_of(variables: Iterable[Any]) -> list[str]:
+    """Unique names, from the variables' own; of equal ones the later are numbered."""
+    names: list[str] = []
+    for variable in variables:
+        name = getattr(variable, "path", None) or variable.name.removesuffix(":0")
+        ordinal, unique = 1, name
+        while unique in names:
+            ordinal, unique = ordinal + 1, f"{name}#{ordinal + 1}"
+        names.append(unique)
+    return names
+
+
+def spec_of(name: str, gradient: Any, variable: Any) -> TensorSpec:
+    """A gradient as the core names it.
+
+    Raises:
+        ShapeChangedError: the variable has no fixed shape, or the gradient another one.
+    """
+    shape = variable.shape
+    if not shape.is_fully_defined():
+        raise ShapeChangedError(
+            f"its shape {shape} is not fixed, so that no residual can be kept for it",
+            tensor=name,
+            cure="Create the variable with a fully defined shape, or leave it out of the gradients",
+        )
+    if not gradient.shape.is_compatible_with(shape):
+        raise ShapeChangedError(
+            f"its gradient is {list(gradient.shape)}, its variable {list(shape)}",
+            tensor=name,
+            cure="Pass gradients and variables in the same order",
+        )
+    return TensorSpec(name, tuple(shape), gradient.dtype.name, variable.device or "cpu")
+
+
+def plan_of(
+    specs: Sequence[TensorSpec],
+    variables: Sequence[Any],
+    config: TopKConfig,
+    settings: Settings,
+) -> Plan:
+    """Buckets from the user's groups, and default ones in the order of the backward pass."""
+    of_variable = {id(unwrap(v)): spec for v, spec in zip(variables, specs, strict=True)}
+    groups = _asked_groups(specs, of_variable, settings.groups)
+    return make_plan(list(reversed(specs)), config, settings.reduction, groups)
+
+
+def _asked_groups(
+    specs: Sequence[TensorSpec], of_variable: dict[int, TensorSpec], groups: Any
+) -> list[list[TensorSpec]]:
+    """`groups=` as lists of specs: those given, or the specs dealt out to a number of them."""
+    if groups is None:
+        return []
+    if isinstance(groups, list):
+        ids = [[id(unwrap(v)) for v in group] for group in groups]
+        asked = [[of_variable[i] for i in group if i in of_variable] for group in ids]
+        return [group for group in asked if group]
+    size, larger = divmod(len(specs), groups)
+    bounds = [i * size + min(i, larger) for i in range(groups + 1)]
+    parts = [list(specs[a:b]) for a, b in itertools.pairwise(bounds)]
+    return [part for part in parts if part]

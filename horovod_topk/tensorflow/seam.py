@@ -1,0 +1,156 @@
+"""The one place that touches Horovod's private functions.
+
+`_make_allreduce_grads_fn` is where gradients meet their variables; the gradient tape, the
+optimizers and the helpers for local aggregation all look it up when they are built. Wrapped are:
+
+    horovod.tensorflow._make_allreduce_grads_fn       answer with ours when compression is TopKEF
+    horovod._keras.create_distributed_optimizer       refuse TopKEF where it would never be called
+    horovod.tensorflow.join                           refuse it while a TopKEF state lives
+
+Each falls through to the original for any other compressor. tests/unit/test_tensorflow_seam.py
+fails when Horovod's side of this changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod._keras
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.tensorflow.compressor import TopKEF, as_topkef
+from horovod_topk.tensorflow.planning import Settings
+from horovod_topk.tensorflow.state import OptimizerState, live_states
+
+Function = Callable[..., Any]
+
+
+def install() -> None:
+    """Wrap the three functions, once."""
+    if hasattr(hvd._make_allreduce_grads_fn, "_topkef"):
+        return
+    for owner, attribute, wrapper in (
+        (hvd, "_make_allreduce_grads_fn", _wrap_make_allreduce_grads_fn),
+        (horovod._keras, "create_distributed_optimizer", _wrap_create_distributed_optimizer),
+        (hvd, "join", _wrap_join),
+    ):
+        original = getattr(owner, attribute)
+        wrapped = functools.wraps(original)(wrapper(original))
+        wrapped._topkef = True  # type: ignore[attr-defined]
+        setattr(owner, attribute, wrapped)
+
+
+class Exchange:
+    """Exchanges the gradients of one tape or optimizer; stands in for Horovod's own function."""
+
+    def __init__(
+        self, compressor: TopKEF, settings: Settings, sparse_as_dense: bool, stock: Function
+    ) -> None:
+        self.compressor = compressor
+        self.state: OptimizerState | None = None  # of the variables seen last
+        self._settings = settings
+        self._sparse_as_dense = sparse_as_dense
+        self._stock = stock
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        grads: Sequence[Any],
+        vars: Sequence[Any],  # noqa: A002  # Horovod's name
+        use_generic_names: bool = False,
+    ) -> list[Any]:
+        """Gradients summed or averaged over ranks, None where there is none.
+
+        Args:
+            grads: one a variable: a tensor, tf.IndexedSlices (left to Horovod) or None.
+            vars: the variables, in the same order.
+            use_generic_names: Horovod's; names here do not depend on it.
+        """
+        grads, variables = list(grads), list(vars)
+        if self._sparse_as_dense:
+            grads = [_to_dense(gradient) for gradient in grads]
+        self.state = self.compressor.state_of(variables, self._settings)
+        if not self.state.active:
+            return list(self._stock(grads, variables, use_generic_names))
+        sparse = [g if isinstance(g, tf.IndexedSlices) else None for g in grads]
+        exchanged = self.state.exchange(grads, variables)
+        if all(gradient is None for gradient in sparse):
+            return exchanged
+        theirs = self._stock(sparse, variables, use_generic_names)
+        return [e if s is None else t for e, s, t in zip(exchanged, sparse, theirs, strict=True)]
+
+
+def _to_dense(gradient: Any) -> Any:
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    def _make_allreduce_grads_fn(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        asked = bound.arguments
+        compressor = as_topkef(asked["compression"])
+        if compressor is None:
+            return original(*args, **kwargs)
+        settings = Settings(_reduction(asked["op"]), asked["groups"], asked["process_set"])
+        sparse_as_dense = asked["sparse_as_dense"]
+        asked |= {"compression": hvd.Compression.none, "groups": None}
+        stock = original(*bound.args, **bound.kwargs)
+        return Exchange(compressor, settings, sparse_as_dense, stock)
+
+    return _make_allreduce_grads_fn
+
+
+def _reduction(op: Any) -> str:
+    reductions = {hvd.Average: "average", hvd.Sum: "sum"}
+    if op not in reductions:
+        raise UnsupportedOperationError(
+            f"op={op} combines dense gradients in a way that sparse payloads cannot express",
+            cure="Use op=hvd.Average or op=hvd.Sum with TopKEF, or another op with "
+            "Compression.none",
+        )
+    return reductions[op]
+
+
+def _wrap_create_distributed_optimizer(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    def create_distributed_optimizer(*args: Any, **kwargs: Any) -> Any:
+        asked = signature.bind(*args, **kwargs).arguments
+        if as_topkef(asked["compression"]) is not None and _is_keras_3(asked["optimizer"]):
+            raise UnsupportedOperationError(
+                "hvd.DistributedOptimizer never calls a compressor under Keras 3, and trains "
+                "without synchronising",
+                cure="Use horovod_topk.tensorflow.keras.DistributedOptimizer, or tf-keras with "
+                "TF_USE_LEGACY_KERAS=1",
+            )
+        return original(*args, **kwargs)
+
+    return create_distributed_optimizer
+
+
+def _is_keras_3(optimizer: Any) -> bool:
+    return any(base.__module__.partition(".")[0] == "keras" for base in type(optimizer).__mro__)
+
+
+def _wrap_join(original: Function) -> Function:
+    def join(*args: Any, **kwargs: Any) -> Any:
+        if live_states():
+            gc.collect()  # one that nobody holds may linger
+        for state in live_states():
+            raise UnsupportedOperationError(
+                f"hvd.join() was called while {state.label} exchanges payloads, which a joined "
+                "rank cannot take part in",
+                cure="Give every rank the same number of steps, for example by repeating or "
+                "dropping samples, or delete the model first",
+            )
+        return original(*args, **kwargs)
+
+    return join

@@ -1,0 +1,344 @@
+"""Error feedback behind one list of variables: the exchange as a graph, and what it keeps.
+
+A step is straight: encode every bucket, gather, decode, then commit the residuals unless a rank
+flagged a tensor. What differs from step to step runs with the graph; counting runs on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.agreement import agree
+from horovod_topk.core.codec import TopK
+from horovod_topk.core.exchange import Allgather
+from horovod_topk.core.front import elastic, why_inactive
+from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
+from horovod_topk.core.residual import Arenas, check_state, pack_state
+from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
+from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
+from horovod_topk.tensorflow.collective import HorovodCollective
+from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of
+from horovod_topk.tensorflow.residuals import Residuals
+
+log = logging.getLogger("horovod_topk")
+
+_LIVE: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
+
+
+def live_states() -> list[OptimizerState]:
+    """The states in this process that have exchanged something."""
+    return list(_LIVE)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the gradients of one set of variables travel."""
+
+    specs: tuple[TensorSpec, ...]  # in the order of the variables
+    plan: Plan
+    prefix: str
+    ordinal: int
+    residuals: Mapping[str, Any]  # tensor name -> tf.Variable
+
+    @property
+    def name(self) -> str:
+        """The collectives' prefix, equal on all ranks."""
+        return f"{self.prefix}.{self.ordinal}"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A bucket under way, while the graph is built."""
+
+    bucket: BucketPlan
+    arenas: Arenas[Array]
+    gradients: list[Array]
+    gathered: Array
+
+
+class OptimizerState:
+    """What `TopKEF.of(...)` returns. One for each list of variables behind a compressor."""
+
+    def __init__(
+        self,
+        config: TopKConfig,
+        variables: Sequence[Any],
+        settings: Settings,
+        residuals: Residuals,
+    ) -> None:
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            raise UnsupportedOperationError(
+                "TopKEF was used in a graph of TensorFlow 1, which has no eager mode around it",
+                cure="Enable eager execution, and train in a tf.function",
+            )
+        self._config, self._settings = config, settings
+        self._names = names_of(variables)
+        self._residuals = residuals
+        self._routes: dict[tuple[TensorSpec, ...], Route] = {}
+        self._functions: dict[str, Callable[..., list[Any]]] = {}
+        self._last: Route | None = None
+        self._skipped: dict[str, str] = {}
+        self._callbacks: list[Callable[[StepCounters], None]] = []
+        self._waiting: Mapping[str, Any] | None = None  # loaded before the residuals were made
+        self._steps = self._rolled_back = 0
+        self._gradient_norm = 0.0
+        self.label = f"a TopKEF state of {len(self._names)} variables"
+        reason = why_inactive(settings.process_set)
+        self.active = reason is None
+        if reason is not None:
+            self._skip("*", reason)
+        collective = HorovodCollective(settings.process_set, resizable=elastic())
+        self._ops, self._collective = TensorFlowOps(), collective
+        self._codec, self._exchange = TopK(self._ops), Allgather(collective)
+
+    # What a user may ask.
+
+    def stats(self) -> Stats:
+        """Totals and norms so far; call it on any rank, it is local."""
+        if self._last is None:
+            return Stats(active=self.active, skipped=dict(self._skipped))
+        plan = self._last.plan
+        return replace(
+            planned(plan, self._exchange.ranks, self._exchange.traffic(plan)),
+            steps=self._steps,
+            rolled_back=self._rolled_back,
+            residual_norm=self._residual_norm(),
+            gradient_norm=self._gradient_norm,
+            skipped=dict(self._skipped),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of this rank's residuals, flat tensors by tensor name. Empty if inactive.
+
+        Every rank has its own: save one file a rank.
+        """
+        if not self.active:
+            return {}
+        copies = {name: tf.identity(e) for name, e in self._all_residuals().items()}
+        return pack_state(self._config.ratio, self._specs().values(), copies)
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state dict that does not fit; raises StateDictError."""
+        if self.active and self._routes:
+            check_state(_as_buffers(state), self._specs().values(), self._ops)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on residuals that this rank saved; before the first step they are kept until then.
+
+        Raises:
+            StateDictError: a tensor is missing, unknown or of another shape; nothing has changed.
+        """
+        if not self.active:
+            return
+        if not self._routes:
+            self._waiting = state
+            return
+        self.check_state_dict(state)
+        self._assign(self._all_residuals(), state)
+
+    def reset(self) -> None:
+        """Forget all residuals. Call it on every rank."""
+        self._waiting = None
+        for residual in self._all_residuals().values():
+            residual.assign(tf.zeros_like(residual))
+
+    def residual(self, name: str) -> Any:
+        """A copy of one tensor's residual, flat, float32 (float64 for a float64 one).
+
+        Raises:
+            KeyError: no such tensor is compressed.
+        """
+        return tf.identity(self._all_residuals()[name])
+
+    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
+        """Call `callback` at the end of every step with counters, in the thread that runs it."""
+        self._callbacks.append(callback)
+
+    # What the seam calls.
+
+    def exchange(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Exchanged gradients, in a graph or at once; None where there is none or a sparse one.
+
+        Raises:
+            ShapeChangedError, UnsupportedDtypeError: the gradients cannot be compressed.
+            PlanMismatchError, PayloadError: ranks disagree. Within a tf.function TensorFlow hands
+                on the text alone, in an error of its own.
+        """
+        mine = [i for i, gradient in enumerate(gradients) if tf.is_tensor(gradient)]
+        mine = [i for i in mine if not isinstance(gradients[i], tf.IndexedSlices)]
+        self._note_skipped(gradients)
+        result: list[Any] = [None] * len(gradients)
+        if mine:
+            dense, theirs = [gradients[i] for i in mine], [variables[i] for i in mine]
+            route = self._route([self._names[i] for i in mine], dense, theirs)
+            for i, exchanged in zip(mine, self._run(route, dense), strict=True):
+                result[i] = exchanged
+        return result
+
+    def _run(self, route: Route, gradients: list[Any]) -> list[Any]:
+        if not tf.executing_eagerly():
+            return self._build(route, gradients)
+        if route.name not in self._functions:
+            self._functions[route.name] = tf.function(
+                lambda dense: self._build(route, dense), autograph=False
+            )
+        self._ops.raised = None
+        try:
+            return self._functions[route.name](gradients)
+        except tf.errors.OpError:
+            if self._ops.raised is not None:
+                raise self._ops.raised from None
+            raise
+
+    def _route(self, names: list[str], gradients: list[Any], variables: list[Any]) -> Route:
+        """The way for these gradients; all ranks agree on it when it is first taken."""
+        pairs = zip(names, gradients, variables, strict=True)
+        specs = tuple(spec_of(name, gradient, variable) for name, gradient, variable in pairs)
+        if specs not in self._routes:
+            self._routes[specs] = self._new_route(specs, variables)
+            _LIVE.add(self)
+        self._last = self._routes[specs]
+        return self._last
+
+    def _new_route(self, specs: tuple[TensorSpec, ...], variables: list[Any]) -> Route:
+        plan = plan_of(specs, variables, self._config, self._settings)
+        prefix = self._config.name or f"topkef.{plan.digest.hex()}"
+        ordinal = _free_ordinal(prefix)
+        with tf.init_scope():  # at once, also while a graph is being built
+            if not elastic():  # there, ranks that join late make theirs alone
+                ordinal = agree(plan, ordinal, self._ops, self._collective)
+            kept = {s.name: self._residuals.of(v, s) for s, v in zip(specs, variables, strict=True)}
+            self._take_on_waiting(specs, kept)
+        route = Route(specs, plan, prefix, ordinal, kept)
+        self._skipped |= plan.sent_dense()
+        log.info("TopKEF %s: %s", route.name, plan.summary())
+        return route
+
+    def _take_on_waiting(self, specs: Sequence[TensorSpec], residuals: Mapping[str, Any]) -> None:
+        """Give new residuals what was loaded for them before they were made."""
+        if self._waiting is None:
+            return
+        loaded = self._waiting.get("residuals", {})
+        later = {n: e for n, e in loaded.items() if n in self._names and n not in residuals}
+        now = {n: e for n, e in loaded.items() if n not in later}
+        state = {**self._waiting, "residuals": now}
+        check_state(_as_buffers(state), specs, self._ops)
+        self._assign(residuals, state)
+        self._waiting = {**self._waiting, "residuals": later} if later else None
+
+    def _build(self, route: Route, gradients: list[Any]) -> list[Any]:
+        """One step, as a graph."""
+        with tf.name_scope("topkef"):
+            arrays: dict[str, Array] = {
+                spec.name: Buffer(tf.ensure_shape(gradient, spec.shape))
+                for spec, gradient in zip(route.specs, gradients, strict=True)
+            }
+            sent = [self._send(route, bucket, arrays) for bucket in route.plan.buckets]
+            flags = tf.concat([self._receive(route, each) for each in sent], 0)
+            self._commit_unless(tf.reduce_any(flags), route, sent)
+            norm = _norm_of(gradients)
+            tf.py_function(lambda f, n: self._count(route, f, n), [flags, norm], [])
+            return [arrays[spec.name].value for spec in route.specs]
+
+    def _send(self, route: Route, bucket: BucketPlan, arrays: Mapping[str, Array]) -> Sent:
+        residual = Buffer.joined([route.residuals[t.spec.name] for t in bucket.tensors])
+        candidate = self._ops.zeros(bucket.numel, bucket.residual_dtype)
+        arenas = Arenas(bucket, residual, candidate)
+        payload = self._codec.new_payload(bucket)
+        gradients = [arrays[t.spec.name] for t in bucket.tensors]
+        self._codec.encode(arenas, gradients, payload)
+        pending = self._exchange.launch(payload, f"{route.name}.{bucket.ordinal}")
+        return Sent(bucket, arenas, gradients, pending.wait())
+
+    def _receive(self, route: Route, sent: Sent) -> Any:
+        """Decode a bucket into its gradients; returns which of its tensors are flagged."""
+        scale: Any = 1.0
+        if route.plan.reduction == "average":
+            ranks = self._exchange.ranks
+            if sent.gathered.numel is None:  # elastic: the run knows
+                ranks = tf.size(sent.gathered.value) // sent.bucket.layout.payload_bytes
+            scale = 1 / ranks
+        return self._codec.decode(sent.bucket, sent.gathered, scale, sent.gradients)
+
+    def _commit_unless(self, flagged: Any, route: Route, sent: Sequence[Sent]) -> None:
+        """What was not sent becomes the residual; if flagged, it stays as it is, bit for bit."""
+        left = {
+            tensor.spec.name: self._ops.view(each.arenas.candidate, tensor.start, tensor.stop).value
+            for each in sent
+            for tensor in each.bucket.tensors
+        }
+
+        def commit() -> None:
+            for name, tensor in left.items():
+                route.residuals[name].assign(tensor)
+
+        tf.cond(flagged, lambda: None, commit)
+
+    def _count(self, route: Route, flags: Any, norm: Any) -> None:
+        """Note the end of a step, on the host."""
+        flagged = [bool(flag) for flag in flags.numpy()]
+        self._gradient_norm = float(norm)
+        self._steps += not any(flagged)
+        self._rolled_back += any(flagged)
+        names = [t.spec.name for t in route.plan.tensors()]
+        counters = count_step(
+            self._steps + self._rolled_back,
+            not any(flagged),
+            self._exchange.traffic(route.plan),
+            [name for name, flag in zip(names, flagged, strict=True) if flag],
+        )
+        for callback in self._callbacks:
+            callback(counters)
+
+    def _all_residuals(self) -> dict[str, Any]:
+        """Residual variables by tensor name, in the order of the variables."""
+        kept = {n: e for route in self._routes.values() for n, e in route.residuals.items()}
+        return {name: kept[name] for name in self._names if name in kept}
+
+    def _specs(self) -> dict[str, TensorSpec]:
+        return {spec.name: spec for route in self._routes.values() for spec in route.specs}
+
+    def _residual_norm(self) -> float:
+        return math.hypot(*(self._ops.norm(Buffer(e)) for e in self._all_residuals().values()))
+
+    @staticmethod
+    def _assign(residuals: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        for name, residual in residuals.items():
+            residual.assign(tf.cast(state["residuals"][name], residual.dtype))
+
+    def _note_skipped(self, gradients: Sequence[Any]) -> None:
+        for name, gradient in zip(self._names, gradients, strict=True):
+            if isinstance(gradient, tf.IndexedSlices) and name not in self._skipped:
+                self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
+
+    def _skip(self, name: str, reason: str) -> None:
+        self._skipped[name] = reason
+        log.warning("TopKEF does not compress %s: %s", name, reason)
+
+
+def _as_buffers(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict as the core reads it."""
+    if "residuals" not in state:
+        return state
+    residuals = state["residuals"].items()
+    return {**state, "residuals": {n: Buffer(tf.convert_to_tensor(e)) for n, e in residuals}}
+
+
+def _norm_of(gradients: Sequence[Any]) -> Any:
+    """Euclidean norm of all of them."""
+    return tf.sqrt(2 * tf.add_n([tf.nn.l2_loss(tf.cast(g, tf.float32)) for g in gradients]))
+
+
+def _free_ordinal(prefix: str) -> int:
+    """One above all of the same prefix that live."""
+    routes = (route for state in live_states() for route in state._routes.values())
+    return max((route.ordinal for route in routes if route.prefix == prefix), default=-1) + 1
