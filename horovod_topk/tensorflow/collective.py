@@ -46,8 +46,9 @@ class HorovodCollective:
     def allgather(self, payload: Array, name: str) -> _Gathered:
         """A named allgather of a uint8 array; at once where no graph is being built."""
         if tf.executing_eagerly():  # Horovod takes names from a graph's operations alone
-            gather = tf.function(lambda tensor: self._gather(tensor, name), autograph=False)
-            return _Gathered(gather(payload.value))
+            graph = tf.function(lambda tensor: self._gather(tensor, name), autograph=False)
+            tensor = tf.convert_to_tensor(payload.value)
+            return _Gathered(graph.get_concrete_function(tensor)(tensor))
         gathered = self._gather(payload.value, name)
         if not self._resizable:
             gathered = tf.ensure_shape(gathered, [payload.numel * self.size])

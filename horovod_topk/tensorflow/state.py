@@ -26,7 +26,7 @@ from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.collective import HorovodCollective
-from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of
+from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of, unwrap
 from horovod_topk.tensorflow.residuals import Residuals
 
 log = logging.getLogger("horovod_topk")
@@ -178,7 +178,7 @@ class OptimizerState:
         self._note_skipped(gradients)
         result: list[Any] = [None] * len(gradients)
         if mine:
-            dense, theirs = [gradients[i] for i in mine], [variables[i] for i in mine]
+            dense, theirs = [gradients[i] for i in mine], [unwrap(variables[i]) for i in mine]
             route = self._route([self._names[i] for i in mine], dense, theirs)
             for i, exchanged in zip(mine, self._run(route, dense), strict=True):
                 result[i] = exchanged

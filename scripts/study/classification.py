@@ -12,10 +12,10 @@ from study.trials import Task
 TOLERANCE = 0.5  # points of accuracy that compression may cost
 
 
-def section(task: Task) -> str:
-    """The task's section of the page."""
-    title = f"## {task.name.capitalize()}: {OPTIMIZERS[task.optimizer]}, {task.steps[0]:,} steps"
-    found = results.comparison(task, task.steps[0])
+def section(task: Task, steps: int) -> str:
+    """The page's section on the task's runs of one length."""
+    title = f"## {task.name.capitalize()}: {OPTIMIZERS[task.optimizer]}, {steps:,} steps"
+    found = results.comparison(task, steps)
     if found is None:
         return f"{title}\n\nNot run yet."
     parts = [title, setting(found), _summary(found), _verdict(found), _seeds(found), _note(found)]

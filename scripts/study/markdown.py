@@ -55,8 +55,11 @@ def setting(comparison: Comparison) -> str:
 def picture(comparison: Comparison, *, log: bool) -> str:
     """Draws the training loss of all the runs; returns the link to it."""
     task = comparison.task
-    path = results.FOLDER / f"{task.key}.png"
-    title = f"{task.name}, {OPTIMIZERS[task.optimizer]}, {trials.RANKS} ranks, every seed"
+    path = results.FOLDER / f"{task.key}-{comparison.steps}steps.png"
+    title = (
+        f"{task.name}, {OPTIMIZERS[task.optimizer]}, {comparison.steps:,} steps, {trials.RANKS} "
+        "ranks, every seed"
+    )
     runs = {NAMES["none"]: comparison.dense, NAMES["topk"]: comparison.topk}
     curves.draw(path, title, runs, log=log)
     return f"![Training loss against steps and bytes: {title}](results/{path.name})"

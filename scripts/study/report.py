@@ -43,7 +43,7 @@ def write() -> Path:
         _machine(_finished()),
         SWEEP,
         *map(_sweep, trials.TASKS),
-        *map(classification.section, classifiers),
+        *(classification.section(task, steps) for task in classifiers for steps in task.steps),
         language_model.section(language_models),
     ]
     PAGE.write_text("\n\n".join(parts) + "\n")
@@ -71,7 +71,7 @@ def _machine(finished: list[Result]) -> str:
 
 def _sweep(task: Task) -> str:
     scores, chosen = results.sweep_scores(task), results.chosen(task)
-    title = f"{task.name.capitalize()}, {OPTIMIZERS[task.optimizer]}, {task.steps[0]:,} steps"
+    title = f"{task.name.capitalize()}, {OPTIMIZERS[task.optimizer]}, {task.sweep_steps:,} steps"
     unit = task.column.replace("_", " ")
     rates = [f"**{lr:g}**" if lr == chosen else f"{lr:g}" for lr in scores]
     rows = [

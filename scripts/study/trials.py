@@ -21,7 +21,8 @@ class Task:
     optimizer: str
     column: str  # of the histories: the score on unseen data
     higher_is_better: bool
-    steps: tuple[int, ...]  # lengths of the compared runs; the sweep takes the first
+    steps: tuple[int, ...]  # lengths of the compared runs
+    sweep_steps: int  # length of the sweep's runs, one of `steps`
     evaluations: int  # of a run, evenly spaced
     seeds: tuple[int, ...]  # of the compared runs
     grid: tuple[float, ...]  # learning rates to try at first
@@ -75,7 +76,9 @@ class Trial:
 
 def sweep(task: Task, lr: float) -> list[Trial]:
     """Dense runs at one learning rate, scored on validation data."""
-    return [Trial(task, "validation", "none", lr, task.steps[0], seed) for seed in task.sweep_seeds]
+    return [
+        Trial(task, "validation", "none", lr, task.sweep_steps, seed) for seed in task.sweep_seeds
+    ]
 
 
 def compared(task: Task, lr: float, steps: int, compression: str) -> list[Trial]:
@@ -93,14 +96,20 @@ def comparison(task: Task, lr: float) -> list[Trial]:
 
 
 def _classification(
-    name: str, evaluations: int, grid: tuple[float, ...], sweep_seeds: tuple[int, ...]
+    name: str,
+    steps: tuple[int, ...],
+    sweep_steps: int,
+    evaluations: int,
+    grid: tuple[float, ...],
+    sweep_seeds: tuple[int, ...],
 ) -> Task:
     return Task(
         name=name,
         optimizer="sgd",
         column="accuracy",
         higher_is_better=True,
-        steps=(1000,),
+        steps=steps,
+        sweep_steps=sweep_steps,
         evaluations=evaluations,
         seeds=(0, 1, 2, 3, 4),
         grid=grid,
@@ -114,7 +123,8 @@ def _language_model(optimizer: str, grid: tuple[float, ...]) -> Task:
         optimizer=optimizer,
         column="bits_per_byte",
         higher_is_better=False,
-        steps=(1000, 4000),
+        steps=(1000, 4000, 16000),
+        sweep_steps=1000,
         evaluations=10,
         seeds=(0, 1),
         grid=grid,
@@ -123,8 +133,12 @@ def _language_model(optimizer: str, grid: tuple[float, ...]) -> Task:
 
 
 TASKS = (
-    _classification("digits", 50, grid=(0.01, 0.02, 0.05, 0.1, 0.2), sweep_seeds=(100, 101)),
-    _classification("snippets", 20, grid=(0.02, 0.05, 0.1, 0.2), sweep_seeds=(100,)),
+    _classification(
+        "digits", (1000,), 1000, 50, grid=(0.01, 0.02, 0.05, 0.1, 0.2), sweep_seeds=(100, 101)
+    ),
+    _classification(
+        "snippets", (1000, 6000, 12000), 6000, 20, grid=(0.02, 0.05, 0.1, 0.2), sweep_seeds=(100,)
+    ),
     _language_model("sgd", grid=(0.1, 0.2, 0.5)),
     _language_model("adamw", grid=(0.002, 0.005, 0.01)),
 )
