@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorflow as tf
@@ -27,10 +29,7 @@ class Residuals:
         variable, dtype = unwrap(variable), RESIDUAL_DTYPE[spec.dtype]
         residual = self._of.get(id(variable))
         if residual is None:
-            with tf.init_scope(), tf.device(variable.device):
-                residual = tf.Variable(
-                    tf.zeros([spec.numel], dtype), trainable=False, name="topkef_residual"
-                )
+            residual = _apart(_zeros, spec.numel, dtype, variable.device)
             self._of[id(variable)] = residual
             weakref.finalize(variable, self._of.pop, id(variable), None)
         if residual.dtype != dtype:
@@ -40,3 +39,17 @@ class Residuals:
                 cure="Give it gradients of one dtype, or call reset() on a new TopKEF",
             )
         return residual
+
+
+def _zeros(numel: int, dtype: str, device: str) -> Any:
+    with tf.device(device):
+        return tf.Variable(tf.zeros([numel], dtype), trainable=False, name="topkef_residual")
+
+
+def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function where no graph is being built: what is traced is a thread's own.
+
+    A tf.function that sees a variable made while it traces would trace once more.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *arguments).result()

@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import TopKEF, as_topkef
-from horovod_topk.tensorflow.planning import Settings
+from horovod_topk.tensorflow.planning import Settings, unwrap
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 
 Function = Callable[..., Any]
@@ -77,13 +77,18 @@ class Exchange:
             grads = [_to_dense(gradient) for gradient in grads]
         self.state = self.compressor.state_of(variables, self._settings)
         if not self.state.active:
-            return list(self._stock(grads, variables, use_generic_names))
+            return self._by_horovod(grads, variables, use_generic_names)
         sparse = [g if isinstance(g, tf.IndexedSlices) else None for g in grads]
         exchanged = self.state.exchange(grads, variables)
         if all(gradient is None for gradient in sparse):
             return exchanged
-        theirs = self._stock(sparse, variables, use_generic_names)
+        theirs = self._by_horovod(sparse, variables, use_generic_names)
         return [e if s is None else t for e, s, t in zip(exchanged, sparse, theirs, strict=True)]
+
+    def _by_horovod(
+        self, gradients: list[Any], variables: list[Any], use_generic_names: bool
+    ) -> list[Any]:
+        return list(self._stock(gradients, [unwrap(v) for v in variables], use_generic_names))
 
 
 def _to_dense(gradient: Any) -> Any:

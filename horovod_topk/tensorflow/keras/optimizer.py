@@ -132,22 +132,16 @@ class _Exchanges:
         exchanged = self._exchanger(grads, self._exchanger.variables)
         return super()._clip_gradients(exchanged)  # type: ignore[misc]
 
-    @property
-    def loss_scale_factor(self) -> float | None:
-        """A fixed loss scale, as Keras has it."""
-        factor: float | None = self.__dict__.get("_fixed_loss_scale")
-        return factor
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: float | None) -> None:
-        if value is None and "built" in self.__dict__:  # by LossScaleOptimizer's constructor
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse what only the constructor of LossScaleOptimizer does to a finished optimizer."""
+        if name == "loss_scale_factor" and value is None and "built" in self.__dict__:
             raise UnsupportedOperationError(
                 "a LossScaleOptimizer was put around a distributed optimizer: one rank that "
                 "overflows would skip the exchange, and all others wait for it",
                 cure="Pass DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), "
                 'or set the policy "mixed_float16" before DistributedOptimizer is called',
             )
-        self.__dict__["_fixed_loss_scale"] = value
+        super().__setattr__(name, value)
 
 
 class _ExchangesScaled:

@@ -1,0 +1,335 @@
+"""`DistributedOptimizer(compression=TopKEF)` in `fit`: Keras 3 (ours), tf-keras (Horovod's)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_tfkeras
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from kerasses import LIBRARIES, compiled, data, distributed, fit, same
+from proof import assert_ranks_equal, ranks_equal
+
+import horovod_topk.tensorflow.keras as hvd_keras
+from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
+from horovod_topk.tensorflow import TopKEF
+
+EVERYTHING = {"ratio": 1.0, "min_numel": 0}
+SPARSE = {"ratio": 0.02, "min_numel": 0}
+WAYS = pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+
+Make = Callable[[Any], Any]
+OPTIMIZERS: dict[str, Make] = {
+    "momentum": lambda k: k.optimizers.SGD(0.05, momentum=0.9),
+    "AdamW, clipped": lambda k: k.optimizers.AdamW(1e-3, global_clipnorm=0.5, weight_decay=0.01),
+    "EMA": lambda k: k.optimizers.Adam(1e-3, use_ema=True, ema_overwrite_frequency=3),
+    "schedule": lambda k: k.optimizers.SGD(
+        k.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9), clipvalue=0.01
+    ),
+}
+
+
+@WAYS
+@BOTH
+def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:
+    """32 steps of `fit`, with a smaller batch at the end of each epoch."""
+    make = OPTIMIZERS["momentum"]
+    dense = fit(library, make(library), hvd.Compression.none, eager=eager)
+    ours = fit(library, make(library), TopKEF(**EVERYTHING), eager=eager)
+    assert same(ours, dense)
+    assert TopKEF.of(ours.optimizer).stats().steps == 32
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [name for name in OPTIMIZERS if name != "momentum"])
+def test_everything_sent_equals_dense_with(library: Any, kind: str) -> None:
+    make = OPTIMIZERS[kind]
+    dense = fit(library, make(library), hvd.Compression.none)
+    assert same(fit(library, make(library), TopKEF(**EVERYTHING)), dense)
+    assert_ranks_equal(dense.get_weights())
+
+
+@BOTH
+@pytest.mark.world_size(2, 4)
+def test_ranks_are_equal_and_learn(library: Any) -> None:
+    model = fit(library, OPTIMIZERS["momentum"](library), TopKEF(**SPARSE), epochs=6)
+    assert_ranks_equal(model.get_weights())
+    state = TopKEF.of(model.optimizer)
+    assert state.stats().reduction > 5
+    assert state.stats().residual_norm > 0
+    before = compiled(library, "sgd").evaluate(*data(), verbose=0)[0]
+    assert model.evaluate(*data(), verbose=0)[0] < before
+
+
+@BOTH
+def test_residuals_are_no_variables_of_model_or_optimizer(library: Any) -> None:
+    dense = fit(library, OPTIMIZERS["momentum"](library), hvd.Compression.none, epochs=1)
+    ours = fit(library, OPTIMIZERS["momentum"](library), TopKEF, epochs=1)
+    assert len(ours.variables) == len(dense.variables)
+    assert len(ours.optimizer.variables) == len(dense.optimizer.variables)
+
+
+@BOTH
+def test_a_custom_loop_calls_apply_gradients(library: Any) -> None:
+    if library is tf_keras:
+        pytest.skip("tf-keras exchanges in compute_gradients, or with a distributed tape")
+    histories = [custom_loop(c) for c in (hvd.Compression.none, TopKEF(**EVERYTHING))]
+    assert all(np.array_equal(a, b) for a, b in zip(*histories, strict=True))
+    assert_ranks_equal(histories[1])
+
+
+def custom_loop(compression: Any) -> list[Any]:
+    model = compiled(keras, "sgd")
+    optimizer = distributed(keras, keras.optimizers.SGD(0.05), compression)
+    x, y = data()
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - tf.one_hot(y, 10)) ** 2)
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    for _ in range(6):
+        step()
+    return list(model.get_weights())
+
+
+def test_tfkeras_aggregates_locally() -> None:
+    options = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+    make = OPTIMIZERS["momentum"]
+    dense = fit(tf_keras, make(tf_keras), hvd.Compression.none, **options)
+    ours = fit(tf_keras, make(tf_keras), TopKEF(**EVERYTHING), **options)
+    assert same(ours, dense)
+    assert TopKEF.of(ours.optimizer).stats().steps == 16
+
+
+# Keras 3 alone.
+
+
+def test_horovods_own_wrapper_lets_ranks_drift_apart_under_keras_3() -> None:
+    stock = hvd_tfkeras.DistributedOptimizer(keras.optimizers.SGD(0.05))
+    model = compiled(keras, stock)
+    model.fit(*data(), batch_size=8, verbose=0)
+    assert not ranks_equal(model.get_weights())
+    assert_ranks_equal(fit(keras, keras.optimizers.SGD(0.05), hvd.Compression.none).get_weights())
+
+
+@pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd_tfkeras.DistributedOptimizer])
+def test_horovods_own_wrapper_refuses_topkef_under_keras_3(wrap: Any) -> None:
+    with pytest.raises(UnsupportedOperationError, match=r"horovod_topk\.tensorflow\.keras"):
+        wrap(keras.optimizers.SGD(0.05), compression=TopKEF)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_horovods_compressors_keep_ranks_equal(compression: str) -> None:
+    chosen = getattr(hvd.Compression, compression)
+    assert_ranks_equal(fit(keras, keras.optimizers.Adam(1e-3), chosen).get_weights())
+
+
+def test_gradients_accumulate_before_they_are_exchanged() -> None:
+    def make() -> Any:
+        return keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=4)
+
+    dense, ours = fit(keras, make(), hvd.Compression.none), fit(keras, make(), TopKEF(**EVERYTHING))
+    assert same(ours, dense)
+    assert TopKEF.of(ours.optimizer).stats().steps == 8
+    assert_ranks_equal(ours.get_weights())
+
+
+def test_train_on_batch() -> None:
+    model = compiled(keras, distributed(keras, keras.optimizers.SGD(0.05), TopKEF(**SPARSE)))
+    x, y = data()
+    for start in range(0, 40, 8):
+        model.train_on_batch(x[start : start + 8], y[start : start + 8])
+    assert_ranks_equal(model.get_weights())
+
+
+@pytest.fixture
+def mixed() -> Any:
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.usefixtures("mixed")
+def test_mixed_float16_equals_dense() -> None:
+    dense = fit(keras, keras.optimizers.SGD(0.05), hvd.Compression.none)
+    ours = fit(keras, keras.optimizers.SGD(0.05), TopKEF(**EVERYTHING))
+    assert isinstance(ours.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert same(ours, dense)
+
+
+@pytest.mark.usefixtures("mixed")
+@pytest.mark.parametrize(
+    "compression", [hvd.Compression.none, TopKEF(**SPARSE)], ids=["none", "topk"]
+)
+def test_all_ranks_skip_a_step_that_overflows_on_one(compression: Any) -> None:
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=8.0)
+    model = compiled(keras, distributed(keras, optimizer, compression))
+    x, y = data()
+    model.train_on_batch(x[:8], y[:8])
+    weights, scale = model.get_weights(), float(model.optimizer.dynamic_scale)
+    bad = x[:8] * (np.inf if hvd.rank() == 1 else 1)
+    if isinstance(compression, TopKEF):
+        before = [e.numpy() for e in compression.state_dict()["residuals"].values()]
+    model.train_on_batch(bad, y[:8])
+    assert all(np.array_equal(a, b) for a, b in zip(weights, model.get_weights(), strict=True))
+    assert float(model.optimizer.dynamic_scale) == scale / 2
+    if isinstance(compression, TopKEF):
+        after = [e.numpy() for e in compression.state_dict()["residuals"].values()]
+        assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+        assert compression.stats().rolled_back == 1
+    model.train_on_batch(x[8:16], y[8:16])
+    assert_ranks_equal(model.get_weights())
+
+
+@pytest.mark.usefixtures("mixed")
+def test_residuals_do_not_depend_on_the_loss_scale() -> None:
+    found = []
+    for scale in (4.0, 1024.0):
+        compression = TopKEF(**SPARSE)
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), scale)
+        model = fit(keras, optimizer, compression, epochs=1)
+        found.append(np.concatenate(list(compression.state_dict()["residuals"].values())))
+    assert np.allclose(found[0], found[1], rtol=0, atol=0.02 * np.abs(found[0]).max())
+    assert model.built
+
+
+def test_a_loss_scale_around_a_distributed_optimizer_is_refused() -> None:
+    optimizer = distributed(keras, keras.optimizers.SGD(0.05), TopKEF)
+    with pytest.raises(UnsupportedOperationError, match=r"DistributedOptimizer\(keras\.optimizers"):
+        keras.optimizers.LossScaleOptimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (
+            lambda: keras.optimizers.SGD(0.1),
+            {"backward_passes_per_step": 2},
+            "gradient_accumulation",
+        ),
+        (lambda: keras.optimizers.SGD(0.1), {"op": hvd.Adasum}, r"hvd\.Average or hvd\.Sum"),
+        (lambda: tf_keras.optimizers.SGD(0.1), {}, "no optimizer of Keras 3"),
+        (
+            lambda: keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+            ),
+            {},
+            "every micro-step",
+        ),
+        (
+            lambda: distributed(keras, keras.optimizers.SGD(0.1), TopKEF),
+            {},
+            "exchanges gradients already",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Any, options: Any, message: str) -> None:
+    with pytest.raises(UnsupportedOperationError, match=message):
+        distributed(keras, make(), TopKEF, **options)
+
+
+def test_xla_is_refused_by_the_broadcast() -> None:
+    model = compiled(keras, distributed(keras, keras.optimizers.SGD(0.05), TopKEF))
+    model.jit_compile = True
+    with pytest.raises(UnsupportedOperationError, match="jit_compile=False"):
+        model.fit(
+            *data(), verbose=0, callbacks=[hvd_keras.callbacks.BroadcastGlobalVariablesCallback()]
+        )
+
+
+def test_of_names_what_is_not_ours() -> None:
+    with pytest.raises(NotAttachedError, match="SGD was not built with compression=TopKEF"):
+        TopKEF.of(distributed(keras, keras.optimizers.SGD(0.05), hvd.Compression.none))
+
+
+def test_a_saved_model_loads_without_horovod_and_goes_on_with_it(tmp_path: Path) -> None:
+    make = OPTIMIZERS["momentum"]
+    whole = fit(keras, make(keras), TopKEF(**EVERYTHING), epochs=4)
+    half = fit(keras, make(keras), TopKEF(**EVERYTHING), epochs=2)
+    path = tmp_path / "model.keras"
+    half.save(path)
+    plain = keras.saving.load_model(path)
+    assert type(plain.optimizer) is keras.optimizers.SGD
+    assert int(plain.optimizer.iterations) == 16
+    again = hvd_keras.load_model(path, compression=TopKEF(**EVERYTHING))
+    again.fit(*data(), batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert same(again, whole)
+    assert_ranks_equal(again.get_weights())
+
+
+def test_groups_take_keras_variables() -> None:
+    model = compiled(keras, "sgd")
+    groups = [model.trainable_variables[:1], model.trainable_variables[1:]]
+    compression = TopKEF(**SPARSE)
+    model.optimizer = distributed(keras, keras.optimizers.SGD(0.05), compression, groups=groups)
+    model.fit(*data(), batch_size=8, verbose=0)
+    assert compression.stats().buckets == 2
+
+
+# Callbacks.
+
+
+def test_broadcast_starts_all_ranks_alike() -> None:
+    callback = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(1)
+    model = fit(
+        keras, keras.optimizers.Adam(1e-3), TopKEF(**SPARSE), seed=hvd.rank(), callbacks=[callback]
+    )
+    assert_ranks_equal([*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)])
+    like_rank_1 = fit(keras, keras.optimizers.Adam(1e-3), TopKEF(**SPARSE), seed=1)
+    assert same(model, like_rank_1)
+
+
+def test_broadcast_of_a_model_that_is_built_by_its_first_step() -> None:
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.layers.Dense(10)])
+    optimizer = distributed(keras, keras.optimizers.SGD(0.05), TopKEF(**SPARSE))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+    callback = hvd_keras.callbacks.BroadcastGlobalVariablesCallback()
+    model.fit(*data(), batch_size=8, verbose=0, callbacks=[callback])
+    assert_ranks_equal(model.get_weights())
+
+
+def test_metrics_are_averaged() -> None:
+    seen: dict[str, float] = {}
+    average = hvd_keras.callbacks.MetricAverageCallback()
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.update(logs))
+    plain = fit(keras, keras.optimizers.SGD(0.05), TopKEF(**SPARSE), epochs=1)
+    mine = np.array([plain.history.history[name][0] for name in ("accuracy", "loss")])
+    expected = hvd.allreduce(tf.constant(mine), op=hvd.Average).numpy()
+    fit(keras, keras.optimizers.SGD(0.05), TopKEF(**SPARSE), epochs=1, callbacks=[average, note])
+    assert [seen["accuracy"], seen["loss"]] == pytest.approx(expected, rel=1e-6)
+
+
+def test_warm_up_reaches_the_full_rate() -> None:
+    warmup = hvd_keras.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=2)
+    rates: list[float] = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
+    )
+    model = compiled(keras, distributed(keras, keras.optimizers.SGD(0.2), TopKEF(**SPARSE)))
+    history = model.fit(*data(), batch_size=8, epochs=3, verbose=0, callbacks=[warmup, note])
+    assert rates == pytest.approx([*(0.1 + 0.1 * (i + 1) / 16 for i in range(16)), *[0.2] * 8])
+    assert history.history["learning_rate"] == pytest.approx([0.15, 0.2, 0.2])
+
+
+def test_a_staircase_multiplies_by_epochs_and_rescales_velocities() -> None:
+    schedule = hvd_keras.callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=1)
+    model = compiled(keras, distributed(keras, keras.optimizers.SGD(0.1, momentum=0.9), TopKEF))
+    history = model.fit(*data(), batch_size=8, epochs=3, verbose=0, callbacks=[schedule])
+    assert history.history["learning_rate"] == pytest.approx([0.1, 0.1, 0.05])
+    before = model.optimizer.momentums[0].numpy()
+    schedule.on_epoch_begin(3)
+    schedule.on_train_batch_begin(0)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.025)
+    assert np.allclose(model.optimizer.momentums[0].numpy(), before / 2, rtol=1e-6)

@@ -1,0 +1,224 @@
+"""What is kept: state dicts, checkpoints, counters, and errors that leave it as it was."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from proof import assert_ranks_equal
+from tapes import Linear, noise
+
+from horovod_topk.core.stats import StepCounters
+from horovod_topk.errors import (
+    ConfigError,
+    NotAttachedError,
+    OutsideOptimizerError,
+    PlanMismatchError,
+    ShapeChangedError,
+    StateDictError,
+    UnknownSettingError,
+    UnsupportedOperationError,
+)
+from horovod_topk.tensorflow import TopKEF
+
+SPARSE = {"ratio": 0.1, "min_numel": 0}
+SHAPES = [(30, 20), (7,)]
+
+
+def trained(
+    compression: TopKEF, steps: int = 3, first: int = 0, model: Linear | None = None
+) -> Any:
+    """A model after some steps, and what the last one gave it."""
+    model = model or Linear(SHAPES)
+    for step in range(first, first + steps):
+        mine = [noise(hvd.rank(), 10 * step + i, shape) for i, shape in enumerate(SHAPES)]
+        exchanged = model.exchange(compression, mine)
+    return model, exchanged
+
+
+def test_a_state_dict_carries_a_run_over() -> None:
+    whole = TopKEF(**SPARSE)
+    _, expected = trained(whole, 6)
+    first, second = TopKEF(**SPARSE), TopKEF(**SPARSE)
+    model, _ = trained(first, 3)
+    second.load_state_dict(first.state_dict())  # before its first step
+    other, exchanged = trained(second, 3, first=3)
+    assert all(np.array_equal(a, b) for a, b in zip(exchanged, expected, strict=True))
+    first.load_state_dict(second.state_dict())
+    for mine, theirs in zip(residuals(first), residuals(second), strict=True):
+        assert np.array_equal(mine, theirs)
+    assert model is not other
+
+
+def residuals(compression: TopKEF) -> list[Any]:
+    return [e.numpy() for e in compression.state_dict()["residuals"].values()]
+
+
+@pytest.mark.parametrize("when", ["before the first step", "after it"])
+def test_a_checkpoint_carries_a_run_over(tmp_path: Path, when: str) -> None:
+    first, second = TopKEF(**SPARSE), TopKEF(**SPARSE)
+    model, _ = trained(first, 3)
+    path = tf.train.Checkpoint(compression=first).save(str(tmp_path / "ckpt"))
+    expected = trained(first, 2, first=3, model=model)[1]
+    other = Linear(SHAPES)
+    if when == "after it":
+        trained(second, 1, first=7, model=other)
+    tf.train.Checkpoint(compression=second).restore(path).assert_consumed()
+    exchanged = trained(second, 2, first=3, model=other)[1]
+    assert all(np.array_equal(a, b) for a, b in zip(exchanged, expected, strict=True))
+
+
+def test_reset_forgets() -> None:
+    compression = TopKEF(**SPARSE)
+    model, _ = trained(compression)
+    assert compression.stats().residual_norm > 0
+    compression.reset()
+    assert compression.stats().residual_norm == 0
+    assert model.variables
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda s: s.pop("version"), "lacks version"),
+        (lambda s: s["residuals"].pop("v"), "'v': the state dict has no residual"),
+        (lambda s: s["shapes"].update(v=[600]), r"shape is \[600\], the gradient's \[30, 20\]"),
+        (lambda s: s["residuals"].update(w=tf.zeros(3)), "'w': .* the optimizer has no such"),
+        (lambda s: s["residuals"].update(v=tf.fill([600], np.nan)), "NaN or an infinity"),
+    ],
+)
+def test_a_state_dict_that_does_not_fit_changes_nothing(spoil: Any, message: str) -> None:
+    compression = TopKEF(**SPARSE)
+    model, _ = trained(compression)
+    before, state = residuals(compression), compression.state_dict()
+    spoil(state)
+    with pytest.raises(StateDictError, match=message):
+        compression.load_state_dict(state)
+    assert all(np.array_equal(a, b) for a, b in zip(residuals(compression), before, strict=True))
+    late = TopKEF(**SPARSE)
+    late.load_state_dict(state)
+    with pytest.raises(StateDictError, match=message):
+        trained(late, 1)
+    assert model.variables
+
+
+def test_stats_count_what_was_exchanged() -> None:
+    compression, seen = TopKEF(ratio=0.01, min_numel=8), list[StepCounters]()
+    model, _ = trained(compression, 1)
+    TopKEF.on_step(compression, seen.append)
+    trained(compression, 2, first=1, model=model)
+    stats = compression.stats()
+    assert (stats.active, stats.ranks, stats.exchange, stats.buckets) == (True, 2, "allgather", 1)
+    assert (stats.steps, stats.elements, stats.selected) == (3, 607, 6 + 7)
+    assert stats.payload_bytes == stats.sent_bytes == 32 + 56 + 16
+    assert stats.dense_bytes == 607 * 4
+    assert "min_numel=8" in stats.skipped["v#2"]
+    assert [(c.step, c.committed, c.sent_bytes) for c in seen] == [(2, True, 104), (3, True, 104)]
+    last = [noise(hvd.rank(), 20 + i, shape).numpy() for i, shape in enumerate(SHAPES)]
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in last))
+    assert stats.gradient_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_residuals_end_with_their_model() -> None:
+    compression = TopKEF(**SPARSE)
+    trained(compression)
+    gc.collect()
+    with pytest.raises(NotAttachedError, match="0 optimizers"):
+        compression.stats()
+    assert not compression._residuals._of
+
+
+def test_skipped_tensors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "horovod_topk"):
+        model, _ = trained(TopKEF(min_numel=100), 1)
+    assert "2 tensors in 1 buckets, 1 of them (7 elements) sent dense" in caplog.text
+    assert model.variables
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("op", [hvd.Adasum, hvd.Min])
+def test_other_reductions_are_refused(op: Any) -> None:
+    with pytest.raises(UnsupportedOperationError, match=r"hvd\.Average or op=hvd\.Sum"):
+        Linear(SHAPES).exchange(TopKEF, [tf.zeros(s) for s in SHAPES], op=op)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"pass ratio=0\.01"):
+        TopKEF(ratio=100)
+    with pytest.raises(UnknownSettingError, match="Did you mean 'ratio'"):
+        TopKEF(ration=0.1)
+
+
+def test_it_refuses_a_tensor_without_a_variable() -> None:
+    with pytest.raises(OutsideOptimizerError, match=r"shape \[3\]"):
+        hvd.allreduce(tf.zeros(3), compression=TopKEF)
+
+
+def test_of_refuses_what_is_not_ours_or_has_not_begun() -> None:
+    with tf.GradientTape() as plain:
+        pass
+    with pytest.raises(NotAttachedError, match="was not built with compression=TopKEF"):
+        TopKEF.of(hvd.DistributedGradientTape(plain))
+    with pytest.raises(NotAttachedError, match="not exchanged a gradient yet"):
+        TopKEF.of(hvd.DistributedGradientTape(plain, compression=TopKEF))
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+def test_ranks_with_other_settings_are_named(graph: bool) -> None:
+    model, compression = Linear(SHAPES), TopKEF(ratio=0.1 + 0.1 * hvd.rank())
+    kind = Exception if graph else PlanMismatchError  # TensorFlow makes it one of its own
+    with pytest.raises(kind, match=r'ranks disagree on settings: \["ratio", 0\.'):
+        model.exchange(compression, [tf.ones(s) for s in SHAPES], graph=graph)
+
+
+def test_ranks_with_other_variables_are_named() -> None:
+    model = Linear(SHAPES if hvd.rank() else [(30, 21), (7,)])
+    with pytest.raises(PlanMismatchError, match=r"ranks disagree on shapes: .*\[30, 2"):
+        model.exchange(TopKEF(), [tf.ones(v.shape) for v in model.variables])
+
+
+def test_a_variable_without_a_fixed_shape_is_refused() -> None:
+    growing = tf.Variable(tf.zeros([3]), shape=tf.TensorShape([None]), name="growing")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(growing * 2)
+    tape = hvd.DistributedGradientTape(tape, compression=TopKEF())
+    with pytest.raises(ShapeChangedError, match=r"growing.*not fixed"):
+        tape.gradient(loss, [growing])
+
+
+def test_another_ranks_payload_is_refused_before_anything_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in PyTorch: the digest in the payload's header is compared in every step."""
+    compression = TopKEF(**SPARSE)
+    model, _ = trained(compression, 1)
+    before = residuals(compression)
+    state = compression._living_states()[0]
+    (route,) = state._routes.values()
+    if hvd.rank() == 1:
+        state._functions.clear()
+        for bucket in route.plan.buckets:
+            monkeypatch.setitem(bucket.__dict__, "header", bucket.header[:12] + bytes(12))
+    with pytest.raises(PlanMismatchError, match="bucket 0, rank "):
+        trained(compression, 1, first=1, model=model)
+    assert all(np.array_equal(a, b) for a, b in zip(residuals(compression), before, strict=True))
+
+
+def test_join_is_refused_while_a_state_lives() -> None:
+    model, _ = trained(TopKEF(**SPARSE), 1)
+    keep = TopKEF(**SPARSE)
+    trained(keep, 1, model=model)
+    with pytest.raises(UnsupportedOperationError, match="joined rank cannot take part"):
+        hvd.join()
+
+
+def test_ranks_end_equal() -> None:
+    assert_ranks_equal(trained(TopKEF(**SPARSE))[1])

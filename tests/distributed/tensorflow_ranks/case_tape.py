@@ -1,0 +1,209 @@
+"""`hvd.DistributedGradientTape(compression=TopKEF)`: equality with dense, and with the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from proof import ErrorFeedback, assert_ranks_equal, assert_same_history
+from tapes import Linear, Perceptron, batch, batch_size, noise, step_of, train
+
+from horovod_topk.tensorflow import TopKEF
+
+EVERYTHING = {"ratio": 1.0, "min_numel": 0}
+WAYS = pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+SHAPES = [(30, 20), (7,), (3, 5), ()]
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"dtype": "float64"}, {"dtype": "float16"}, {"embedding": True}, {"absent": True}],
+    ids=["plain", "float64", "float16", "embedding", "absent"],
+)
+def test_everything_sent_equals_dense(graph: bool, model: dict[str, Any]) -> None:
+    dense = train(hvd.Compression.none, graph=graph, **model)
+    assert_same_history(train(TopKEF(**EVERYTHING), graph=graph, **model), dense)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": hvd.Sum},
+        {"gradient_predivide_factor": 2.0},
+        {"groups": 2},
+        lambda model: {"groups": [model.variables[:2], [model.variables[3]]]},
+    ],
+    ids=["sum", "predivide", "groups=2", "groups=lists"],
+)
+def test_everything_sent_equals_dense_with(options: Any) -> None:
+    dense = train(hvd.Compression.none, options=options)
+    assert_same_history(train(TopKEF(**EVERYTHING), options=options), dense)
+
+
+def test_a_sparse_gradient_as_dense_equals_dense() -> None:
+    options = {"sparse_as_dense": True}
+    dense = train(hvd.Compression.none, options=options, embedding=True)
+    assert_same_history(train(TopKEF(**EVERYTHING), options=options, embedding=True), dense)
+
+
+def test_more_groups_than_variables_are_as_many_buckets() -> None:
+    """Horovod itself fails here."""
+    model, compression = Linear(SHAPES), TopKEF(ratio=0.1)
+    model.exchange(compression, [tf.ones(shape) for shape in SHAPES], groups=99)
+    assert compression.stats().buckets == len(SHAPES)
+
+
+@pytest.mark.world_size(3)
+def test_a_process_set_exchanges_among_its_members(pair: Any) -> None:
+    options = {"process_set": pair}
+    ours = train(TopKEF(**EVERYTHING), options=options) if pair.included() else []
+    dense = train(hvd.Compression.none, options=options) if pair.included() else []
+    if pair.included():
+        assert_same_history(ours, dense)
+
+
+@WAYS
+@pytest.mark.world_size(2, 4)
+@pytest.mark.parametrize("settings", [{}, {"values": "float16"}, {"ratio": 0.3}], ids=str)
+def test_ranks_are_equal_at_any_ratio(graph: bool, settings: dict[str, Any]) -> None:
+    history = train(TopKEF(**{"ratio": 0.02, "min_numel": 0} | settings), graph=graph)
+    assert_ranks_equal(history[-1])
+
+
+@WAYS
+@pytest.mark.world_size(2, 4)
+def test_ten_steps_equal_the_formulas(graph: bool) -> None:
+    model, compression = Linear(SHAPES), TopKEF(ratio=0.05, min_numel=8)
+    formulas = ErrorFeedback(hvd.size(), 0.05, min_numel=8)
+    for step in range(10):
+        everyone = [gradients(rank, step) for rank in range(hvd.size())]
+        expected = formulas.exchange(everyone)
+        exchanged = model.exchange(compression, everyone[hvd.rank()], graph=graph)
+        for ours, theirs in zip(exchanged, expected, strict=True):
+            assert np.array_equal(ours, theirs)
+    residuals = compression.state_dict()["residuals"].values()
+    for ours, theirs in zip(residuals, formulas.residuals[hvd.rank()].values(), strict=True):
+        assert np.array_equal(ours.numpy(), theirs.reshape(-1))
+
+
+def gradients(rank: int, step: int) -> list[Any]:
+    return [noise(rank, 10 * step + i, shape).numpy() for i, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_gradients_of_every_precision(dtype: str) -> None:
+    model, compression = Linear([(40, 30)], dtype), TopKEF(ratio=0.1)
+    for step in range(3):
+        (exchanged,) = model.exchange(compression, [noise(hvd.rank(), step, (40, 30), dtype)])
+    assert exchanged.dtype == tf.as_dtype(dtype).as_numpy_dtype
+    assert 120 <= np.count_nonzero(exchanged) <= 240
+    (residual,) = compression.state_dict()["residuals"].values()
+    assert residual.dtype == ("float64" if dtype == "float64" else "float32")
+
+
+@WAYS
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_one_bad_element_poisons_its_tensor_and_rolls_back(graph: bool, value: float) -> None:
+    model, compression = Linear(SHAPES), TopKEF(ratio=0.05, min_numel=0)
+    model.exchange(compression, gradients(hvd.rank(), 0), graph=graph)
+    before = {n: e.numpy() for n, e in compression.state_dict()["residuals"].items()}
+    spoiled = gradients(hvd.rank(), 1)
+    if hvd.rank() == 1:
+        spoiled[0][3, 4] = value
+    exchanged = model.exchange(compression, spoiled, graph=graph)
+    assert np.isnan(exchanged[0]).all()
+    assert all(np.isfinite(each).all() for each in exchanged[1:])
+    for name, residual in compression.state_dict()["residuals"].items():
+        assert residual.numpy().tobytes() == before[name].tobytes()
+    stats = compression.stats()
+    assert (stats.steps, stats.rolled_back) == (1, 1)
+    assert np.isfinite(model.exchange(compression, gradients(hvd.rank(), 2), graph=graph)[0]).all()
+    assert compression.stats().steps == 2
+
+
+def test_a_smaller_batch_is_a_second_trace_and_no_third() -> None:
+    model, compression, traces = Perceptron(), TopKEF(ratio=0.1, min_numel=0), []
+    step = step_of(model, compression)
+
+    @tf.function
+    def run(x: Any, y: Any) -> None:
+        traces.append(x.shape[0])
+        step(x, y)
+
+    kept = set()
+    for position in range(15):
+        run(*batch(position, batch_size(position)))
+        kept |= {id(e) for e in TopKEF._living_states(compression)[0]._all_residuals().values()}
+    assert traces == [8, 6]
+    assert len(kept) == len(model.variables)
+    assert compression.stats().steps == 15
+
+
+def test_the_eager_way_traces_once() -> None:
+    model, compression = Perceptron(), TopKEF(ratio=0.1, min_numel=0)
+    step = step_of(model, compression)
+    for position in range(5):
+        step(*batch(position, batch_size(position)))
+    (function,) = compression._living_states()[0]._functions.values()
+    assert function.experimental_get_tracing_count() == 1
+
+
+def test_none_and_sparse_gradients_keep_their_places() -> None:
+    model = Perceptron(embedding=True, absent=True)
+    compression = TopKEF(ratio=0.1, min_numel=0)
+    with tf.GradientTape() as tape:
+        loss = model.loss(*batch(0, 8))
+    tape = hvd.DistributedGradientTape(tape, compression=compression)
+    exchanged = tape.gradient(loss, model.variables)
+    assert isinstance(exchanged[6], tf.IndexedSlices)
+    assert exchanged[7] is None
+    assert [g.shape for g in exchanged[:6]] == [v.shape for v in model.variables[:6]]
+    assert_ranks_equal([exchanged[6].values, exchanged[6].indices, *exchanged[:6]])
+    assert "sparse" in compression.stats().skipped["v6"]
+
+
+def test_two_models_and_two_tapes_in_flight() -> None:
+    """Their losses depend on each other, their residuals do not."""
+    compression = TopKEF(ratio=0.1, min_numel=0)
+    alone = [train_pair(TopKEF(ratio=0.1, min_numel=0), which) for which in ("first", "second")]
+    both = train_pair(compression, "both")
+    for ours, theirs in zip(both, [alone[0][0], alone[1][1]], strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def train_pair(compression: TopKEF, which: str) -> list[list[Any]]:
+    """Two models, stepped from tapes that are open at the same time; a tape alone is the proof."""
+    models = Perceptron(), Perceptron()
+
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as one, tf.GradientTape() as other:
+            losses = models[0].loss(x, y), models[1].loss(x, 2 * y)
+        for tape, model, loss, name in zip(
+            (one, other), models, losses, ("first", "second"), strict=True
+        ):
+            if which in (name, "both"):
+                tape = hvd.DistributedGradientTape(tape, compression=compression)
+                for v, g in zip(model.variables, tape.gradient(loss, model.variables), strict=True):
+                    v.assign_sub(0.05 * g)
+
+    for position in range(6):
+        step(*batch(position, 8))
+    return [[v.numpy() for v in model.variables] for model in models]
+
+
+def test_the_class_serves_every_model_with_a_state_of_its_own() -> None:
+    models = Perceptron(), Perceptron()
+    states = []
+    for model in models:
+        with tf.GradientTape() as tape:
+            loss = model.loss(*batch(0, 8))
+        tape = hvd.DistributedGradientTape(tape, compression=TopKEF)
+        tape.gradient(loss, model.variables)
+        states.append(TopKEF.of(tape))
+    assert states[0] is not states[1]
+    assert [state.stats().steps for state in states] == [1, 1]

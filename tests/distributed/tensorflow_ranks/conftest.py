@@ -1,0 +1,45 @@
+"""What every TensorFlow rank does around a case; see ../meeting.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+
+# The stand-in there is for `horovodrun`; tf-keras is for Horovod's own wrapper. Keras 3 is `keras`.
+sys.path[:] = [path for path in sys.path if not path.endswith("without_tensorflow")]
+os.environ |= {"TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"}
+
+import horovod.tensorflow as hvd
+import pytest
+import tensorflow as tf
+
+from meeting import Meeting, choose
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    config.pluginmanager.register(Meeting(hvd.rank(), hvd.size()), "meeting")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    choose(config, items, hvd.size())
+    gc.freeze()  # what is imported by now need not be searched after every case
+
+
+@pytest.fixture(autouse=True)
+def _forget_models() -> Iterator[None]:
+    """End a case's models, and with them its residuals, with the case."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def pair() -> Iterator[hvd.ProcessSet]:
+    """A process set of ranks 0 and 1."""
+    process_set = hvd.add_process_set([0, 1])
+    yield process_set
+    hvd.remove_process_set(process_set)

@@ -1,0 +1,84 @@
+"""One small model for Keras 3 and for tf-keras, and ways to train it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_tfkeras
+import keras
+import numpy as np
+import tf_keras
+
+import horovod_topk.tensorflow.keras as hvd_keras
+
+EXAMPLES, BATCH = 58, 8  # the last batch of an epoch has two
+
+
+def data(rank: int | None = None) -> tuple[Any, Any]:
+    """A rank's examples: 20 numbers, one of 10 classes."""
+    random = np.random.default_rng(hvd.rank() if rank is None else rank)
+    return (
+        random.standard_normal((EXAMPLES, 20)).astype(np.float32),
+        random.integers(0, 10, EXAMPLES),
+    )
+
+
+def model_of(library: Any, seed: int = 0) -> Any:
+    """A perceptron with the same weights wherever the seed is the same."""
+    library.utils.set_random_seed(seed)
+    layers = library.layers
+    return library.Sequential(
+        [layers.Input((20,)), layers.Dense(33, activation="tanh"), layers.Dense(10)]
+    )
+
+
+def compiled(library: Any, optimizer: Any, *, eager: bool = False, seed: int = 0) -> Any:
+    """The model, ready for `fit`; `optimizer` is distributed already."""
+    model = model_of(library, seed)
+    loss = library.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options = {} if library is tf_keras else {"jit_compile": False}
+    model.compile(
+        optimizer=optimizer, loss=loss, metrics=["accuracy"], run_eagerly=eager, **options
+    )
+    return model
+
+
+def distributed(library: Any, optimizer: Any, compression: Any, **options: Any) -> Any:
+    """An optimizer that exchanges: Horovod's own way for tf-keras, ours for Keras 3."""
+    way = hvd_tfkeras if library is tf_keras else hvd_keras
+    return way.DistributedOptimizer(optimizer, compression=compression, **options)
+
+
+def fit(
+    library: Any,
+    optimizer: Any,
+    compression: Any,
+    *,
+    epochs: int = 4,
+    eager: bool = False,
+    seed: int = 0,
+    callbacks: Any = (),
+    **options: Any,
+) -> Any:
+    """A model after `model.fit` on this rank's data; 8 steps an epoch."""
+    wrapped = distributed(library, optimizer, compression, **options)
+    model = compiled(library, wrapped, eager=eager, seed=seed)
+    model.fit(
+        *data(),
+        batch_size=BATCH,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+    )
+    return model
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two models have equal weights."""
+    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+LIBRARIES = {"Keras 3": keras, "tf-keras": tf_keras}

@@ -1,0 +1,72 @@
+"""TensorFlow on real ranks, and PyTorch and TensorFlow in one job.
+
+The cases themselves are in tensorflow_ranks/case_*.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launcher import Launch, launch_alone, launch_ranks, run
+from test_launch import DYNAMIC_PROCESS_SETS, LIMIT, assert_all_passed, assert_clean
+
+pytestmark = pytest.mark.distributed
+
+CASES = Path(__file__).parent / "tensorflow_ranks"
+JOB = Path(__file__).parent / "mixed" / "job.py"
+CONTROLLERS = pytest.mark.parametrize("controller", ["gloo", "mpi"])
+
+
+def launch(controller: str, size: int, folder: Path, *names: str) -> Launch:
+    cases = [CASES / f"case_{name}.py" for name in names]
+    settings = DYNAMIC_PROCESS_SETS if size == 3 else None
+    return launch_ranks(
+        cases, size=size, controller=controller, folder=folder, limit=LIMIT, settings=settings
+    )
+
+
+@pytest.mark.timeout(LIMIT + 60)
+@pytest.mark.parametrize("names", [("tape", "state"), ("keras",)], ids="+".join)
+@CONTROLLERS
+def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    done = launch(controller, 2, tmp_path, *names)
+    assert_all_passed(done, 2)
+    assert_clean(done)
+
+
+@pytest.mark.timeout(LIMIT + 60)
+@pytest.mark.parametrize("size", [3, 4])
+@CONTROLLERS
+def test_cases_pass_on_more_ranks(controller: str, size: int, tmp_path: Path) -> None:
+    done = launch(controller, size, tmp_path, "tape", *["keras"] * (size == 4))
+    assert_all_passed(done, size)
+    assert_clean(done)
+
+
+@pytest.mark.timeout(150)
+def test_cases_pass_at_world_size_one(tmp_path: Path) -> None:
+    done = launch_alone([CASES / "case_alone.py"], folder=tmp_path, limit=120)
+    assert_all_passed(done, 1)
+    assert_clean(done)
+
+
+@pytest.mark.timeout(150)
+@CONTROLLERS
+def test_a_torch_rank_and_a_tensorflow_rank_meet(controller: str, tmp_path: Path) -> None:
+    """Same gradients: same payload bytes every step, same residuals, same exchanged gradients."""
+    command = ["horovodrun", "-np", "2", f"--{controller}", sys.executable, str(JOB), str(tmp_path)]
+    done = run(command, tmp_path, 120, {})
+    assert done.returncode == 0, done.describe()
+    assert_clean(done)
+    torch, tensorflow = (dict(np.load(tmp_path / f"rank-{rank}.npz")) for rank in (0, 1))
+    gathered = [torch.pop(name) for name in list(torch) if name.startswith("gathered")]
+    assert len(gathered) == 6
+    for both in gathered:
+        assert np.array_equal(*both.reshape(2, -1))
+    assert torch.keys() == tensorflow.keys()
+    assert all(torch[name].tobytes() == tensorflow[name].tobytes() for name in torch)
+    assert any(torch[name].any() for name in torch if name.startswith("residual"))
