@@ -16,6 +16,8 @@ class TopKError(Exception):
         tensor: name of the tensor concerned, if one is.
     """
 
+    ag_pass_through = True  # asks TensorFlow's AutoGraph to raise it as it is, not as its own
+
     def __init__(self, problem: str, *, cure: str, tensor: str | None = None) -> None:
         self.problem = problem
         self.cure = cure

@@ -170,8 +170,9 @@ class OptimizerState:
 
         Raises:
             ShapeChangedError, UnsupportedDtypeError: the gradients cannot be compressed.
-            PlanMismatchError, PayloadError: ranks disagree. Within a tf.function TensorFlow hands
-                on the text alone, in an error of its own.
+            PlanMismatchError: ranks disagree on what they exchange.
+            PayloadError: another rank's bytes are no payload. While a tf.function runs, TensorFlow
+                hands on the text of this one alone, in an error of its own.
         """
         mine = [i for i, gradient in enumerate(gradients) if tf.is_tensor(gradient)]
         mine = [i for i in mine if not isinstance(gradients[i], tf.IndexedSlices)]

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle.jobs import Job, jobs
-from oracle.resnet50 import resnet50_specs
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core import plan as planning
@@ -21,6 +20,7 @@ from horovod_topk.errors import (
     TensorTooLargeError,
     UnsupportedDtypeError,
 )
+from resnet50 import resnet50_specs
 
 
 def spec(name: str, *shape: int, dtype: str = "float32", device: str = "cpu") -> TensorSpec:

@@ -218,6 +218,10 @@ def _with_loss_scale(optimizer: Any) -> Any:
 
 def _with_state_of(optimizer: Any, copy: Any) -> Any:
     """Give a copy the slots and counters of an optimizer that has trained already."""
+    for suffix in ("", "_pattern", "_cache"):  # exclude_from_weight_decay() is in no configuration
+        name = f"_exclude_from_weight_decay{suffix}"
+        if hasattr(optimizer, name):
+            setattr(copy, name, getattr(optimizer, name))
     if optimizer.built:
         copy.build(optimizer._trainable_variables)
     if len(copy.variables) == len(optimizer.variables):

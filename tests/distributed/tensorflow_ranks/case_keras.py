@@ -77,17 +77,16 @@ def test_residuals_are_no_variables_of_model_or_optimizer(library: Any) -> None:
 
 
 @BOTH
-def test_a_custom_loop_calls_apply_gradients(library: Any) -> None:
-    if library is tf_keras:
-        pytest.skip("tf-keras exchanges in compute_gradients, or with a distributed tape")
-    histories = [custom_loop(c) for c in (hvd.Compression.none, TopKEF(**EVERYTHING))]
+def test_a_custom_loop(library: Any) -> None:
+    histories = [custom_loop(library, c) for c in (hvd.Compression.none, TopKEF(**EVERYTHING))]
     assert all(np.array_equal(a, b) for a, b in zip(*histories, strict=True))
     assert_ranks_equal(histories[1])
 
 
-def custom_loop(compression: Any) -> list[Any]:
-    model = compiled(keras, "sgd")
-    optimizer = distributed(keras, keras.optimizers.SGD(0.05), compression)
+def custom_loop(library: Any, compression: Any) -> list[Any]:
+    """Keras 3 exchanges in `apply_gradients`, tf-keras with Horovod in `compute_gradients`."""
+    model = compiled(library, "sgd")
+    optimizer = distributed(library, library.optimizers.SGD(0.05), compression)
     x, y = data()
 
     @tf.function
@@ -95,10 +94,41 @@ def custom_loop(compression: Any) -> list[Any]:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((model(x) - tf.one_hot(y, 10)) ** 2)
         variables = model.trainable_variables
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        if library is tf_keras:
+            pairs = optimizer.compute_gradients(loss, variables, tape=tape)
+        else:
+            pairs = zip(tape.gradient(loss, variables), variables, strict=True)
+        optimizer.apply_gradients(pairs)
 
     for _ in range(6):
         step()
+    return list(model.get_weights())
+
+
+@BOTH
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_embeddings(library: Any, sparse_as_dense: bool) -> None:
+    histories = [
+        embedded(library, c, sparse_as_dense) for c in (hvd.Compression.none, TopKEF(**EVERYTHING))
+    ]
+    assert all(np.array_equal(a, b) for a, b in zip(*histories, strict=True))
+    assert_ranks_equal(histories[1])
+
+
+def embedded(library: Any, compression: Any, sparse_as_dense: bool) -> list[Any]:
+    library.utils.set_random_seed(0)
+    layers = library.layers
+    model = library.Sequential(
+        [layers.Input((4,)), layers.Embedding(50, 8), layers.Flatten(), layers.Dense(3)]
+    )
+    optimizer = distributed(
+        library, library.optimizers.SGD(0.1), compression, sparse_as_dense=sparse_as_dense
+    )
+    options = {} if library is tf_keras else {"jit_compile": False}
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    random = np.random.default_rng(hvd.rank())
+    tokens, targets = random.integers(0, 50, (40, 4)), random.standard_normal((40, 3))
+    model.fit(tokens, targets, batch_size=8, epochs=2, verbose=0, shuffle=False)
     return list(model.get_weights())
 
 
@@ -265,6 +295,18 @@ def test_a_saved_model_loads_without_horovod_and_goes_on_with_it(tmp_path: Path)
     again.fit(*data(), batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert same(again, whole)
     assert_ranks_equal(again.get_weights())
+
+
+def test_the_copy_keeps_state_and_exclusions() -> None:
+    model = compiled(keras, keras.optimizers.AdamW(1e-3, weight_decay=0.5))
+    kernel, bias = model.trainable_variables[:2]
+    model.optimizer.exclude_from_weight_decay([bias])
+    model.fit(*data(rank=0), batch_size=8, verbose=0, shuffle=False)
+    copy = distributed(keras, model.optimizer, TopKEF)
+    pairs = zip(copy.variables, model.optimizer.variables, strict=True)
+    assert all(np.array_equal(mine.numpy(), theirs.numpy()) for mine, theirs in pairs)
+    assert int(copy.iterations) == 8
+    assert (copy._use_weight_decay(kernel), copy._use_weight_decay(bias)) == (True, False)
 
 
 def test_groups_take_keras_variables() -> None:

@@ -94,6 +94,19 @@ def gradients(rank: int, step: int) -> list[Any]:
     return [noise(rank, 10 * step + i, shape).numpy() for i, shape in enumerate(SHAPES)]
 
 
+@WAYS
+def test_ranks_may_come_and_go(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In elastic training the number of ranks is no constant of the graph; results are the same."""
+    settings = {"ratio": 0.05, "min_numel": 8}
+    model, fixed = Linear(SHAPES), TopKEF(**settings)
+    expected = [model.exchange(fixed, gradients(hvd.rank(), step)) for step in range(3)]
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    model, elastic = Linear(SHAPES), TopKEF(**settings)
+    for step, theirs in enumerate(expected):
+        ours = model.exchange(elastic, gradients(hvd.rank(), step), graph=graph)
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_gradients_of_every_precision(dtype: str) -> None:
     model, compression = Linear([(40, 30)], dtype), TopKEF(ratio=0.1)
