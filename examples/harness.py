@@ -1,7 +1,7 @@
-"""What the examples share, so that each of them reads as an ordinary Horovod training script.
+"""What the examples share, whatever their framework: arguments, a schedule, the record of a run.
 
-Arguments, the compression they name, a rank's share of the batches, a learning-rate schedule,
-and the record of a run: a progress bar, a summary and a JSON file, all three from rank 0 alone.
+The record is a progress bar, a summary and a JSON file, all three from rank 0 alone. What needs a
+framework is in torch_harness.py and tensorflow_harness.py; this file imports neither.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import horovod
-import horovod.torch as hvd
-import torch
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
 SPLITS = ("held-out", "validation")
+
+Batch = TypeVar("Batch")
+Describe = Callable[[], dict[str, Any]]  # see `describe`
 
 
 def arguments(
@@ -58,31 +56,14 @@ def add_evaluation(parser: argparse.ArgumentParser, *, every: int) -> None:
     )
 
 
-def threads() -> int:
-    """OMP_NUM_THREADS, or else this rank's fair share of its machine's cores."""
-    share = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
+def threads(local_size: int) -> int:
+    """OMP_NUM_THREADS, or else a rank's fair share of its machine's cores."""
+    share = max(1, len(os.sched_getaffinity(0)) // local_size)
     return int(os.environ.get("OMP_NUM_THREADS", share))
 
 
-def compression(args: argparse.Namespace) -> Any:
-    """What `hvd.DistributedOptimizer` takes as its `compression`."""
-    if args.compression == "topk":
-        # Imported here and not above, so that the other two run a Horovod nobody has touched.
-        from horovod_topk.torch import TopKEF
-
-        return TopKEF(ratio=args.ratio)
-    return getattr(hvd.Compression, args.compression)
-
-
-def optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
-    """The optimizer the arguments name, before Horovod wraps it."""
-    if args.optimizer == "adamw":
-        return AdamW(model.parameters(), lr=args.lr)
-    return SGD(model.parameters(), lr=args.lr, momentum=0.9)
-
-
 def warmup_cosine(steps: int, warmup: float = 0.05) -> Callable[[int], float]:
-    """The factor of the learning rate at a step, for `LambdaLR`.
+    """The factor of the learning rate at a step.
 
     It rises linearly over the first `warmup` of the run, then falls as a cosine, to zero.
     """
@@ -95,54 +76,41 @@ def warmup_cosine(steps: int, warmup: float = 0.05) -> Callable[[int], float]:
     return factor
 
 
-def batches(*columns: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
-    """Endless batches of this rank's share of the rows, shuffled anew each epoch.
-
-    The order depends on the seed and the number of ranks, and on nothing else.
-    """
-    rows = TensorDataset(*columns)
-    share: DistributedSampler[Any] = DistributedSampler(
-        rows, num_replicas=hvd.size(), rank=hvd.rank(), seed=seed, drop_last=True
-    )
-    loader = DataLoader(rows, batch_size=None, sampler=BatchSampler(share, batch_size, True))
-    if not len(loader):
-        raise SystemExit(f"--batch-size {batch_size}: a rank has only {len(share)} examples")
-    epoch = 0
-    while True:
-        share.set_epoch(epoch)
-        yield from loader
-        epoch += 1
+def ring_bytes(size: int, ranks: int) -> int:
+    """Bytes a rank sends in a ring allreduce of `size` bytes: 2 (P - 1) / P times as many."""
+    return round(2 * (ranks - 1) / ranks * size)
 
 
-@torch.no_grad()
-def mean_over_rows(score: Callable[..., Tensor], *columns: Tensor, batch_size: int = 256) -> float:
-    """The mean of `score(*columns)`, one value a row, with the rows shared out among the ranks."""
-    share = [column[hvd.rank() :: hvd.size()] for column in columns]
-    total = torch.zeros(2, dtype=torch.float64)
-    for batch in zip(*(column.split(batch_size) for column in share), strict=True):
-        scores = score(*batch)
-        total += torch.tensor([scores.double().sum(), len(scores)])
-    total = hvd.allreduce(total, op=hvd.Sum, name="mean_over_rows")
-    return (total[0] / total[1]).item()
+def describe(
+    args: argparse.Namespace,
+    *,
+    ranks: int,
+    parameters: int,
+    sent_bytes: int,
+    dense_bytes: int,
+    versions: dict[str, str],
+) -> dict[str, Any]:
+    """The run's settings and the bytes it sends, for its JSON file. Paths are left out."""
+    settings = {key: value for key, value in vars(args).items() if key not in ("json", "data")}
+    return {
+        "config": settings | {"ranks": ranks},
+        "parameters": parameters,
+        "sent_bytes": sent_bytes,
+        "dense_bytes": dense_bytes,
+        "environment": environment(versions),
+    }
 
 
-def allreduce_bytes(model: nn.Module, compression: str) -> int:
-    """Bytes a rank sends in a ring allreduce of the gradients: 2 (P - 1) / P times their size."""
-    size = sum(
-        p.numel() * (2 if compression == "fp16" else p.element_size())
-        for p in model.parameters()
-        if p.requires_grad
-    )
-    return round(2 * (hvd.size() - 1) / hvd.size() * size)
-
-
-def sent_bytes(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes a rank sends in a step, with the compression the arguments name."""
-    if args.compression == "topk":
-        from horovod_topk.torch import TopKEF
-
-        return TopKEF.of(optimizer).stats().sent_bytes
-    return allreduce_bytes(model, args.compression)
+def environment(versions: dict[str, str]) -> dict[str, Any]:
+    """What a reader of the figures needs to know of the machine and the software."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **versions,
+        "horovod": horovod.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def cpu_model() -> str:
@@ -150,30 +118,6 @@ def cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-def environment() -> dict[str, Any]:
-    """What a reader of the figures needs to know of the machine and the software."""
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "horovod": horovod.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def describe(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The run's settings and the bytes it sends, for its JSON file. Paths are left out."""
-    settings = {key: value for key, value in vars(args).items() if key not in ("json", "data")}
-    return {
-        "config": settings | {"ranks": hvd.size()},
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "sent_bytes": sent_bytes(args, model, optimizer),
-        "dense_bytes": allreduce_bytes(model, "none"),
-        "environment": environment(),
-    }
 
 
 def traffic(result: dict[str, Any]) -> str:
@@ -184,52 +128,62 @@ def traffic(result: dict[str, Any]) -> str:
     return f"{sent:,} bytes a step and rank ({dense / sent:.1f}x fewer than dense float32)"
 
 
+def summary(result: dict[str, Any]) -> str:
+    """One line on a finished run."""
+    config, history = result["config"], result["history"]
+    topk = config["compression"] == "topk"
+    name = f"topk at {config['ratio']:g}" if topk else config["compression"]
+    scores = (
+        f"{config['evaluate_on']} {column.replace('_', ' ')} {values[-1]:.4f}"
+        for column, values in history.items()
+        if column not in ("step", "loss")
+    )
+    return (
+        f"{name}, ranks: {config['ranks']}, steps: {config['steps']}; {', '.join(scores)}; "
+        f"{traffic(result)}; {1e3 * result['seconds_per_step']:.1f} ms a step"
+    )
+
+
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Writes a run's result from rank 0, an entry a line, if a path was given."""
-    if path is not None and hvd.rank() == 0:
+    """Writes a run's result, an entry a line, if a path was given. For rank 0 alone."""
+    if path is not None:
         entries = (f'"{key}": {json.dumps(value)}' for key, value in result.items())
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{\n" + ",\n".join(entries) + "\n}\n")
 
 
 class Run:
-    """The record of one training run.
+    """The record of one training run, told of each step and of each evaluation.
 
-    >>> run = Run(args, model, optimizer)
-    >>> for inputs, targets in run.steps(batches):
-    ...     ...                                    # forward, backward, optimizer.step()
-    ...     if run.stepped(loss):                  # true where an evaluation is due
-    ...         run.evaluated(accuracy=...)
-    >>> run.finish()
+    Args:
+        args: of the command line.
+        rank: 0 prints and writes, the others only count.
+        describe: what the JSON file says of the run beside its history; asked for at the end.
     """
 
-    def __init__(self, args: argparse.Namespace, model: nn.Module, optimizer: Optimizer) -> None:
-        self._args, self._model, self._optimizer = args, model, optimizer
-        self._bar = tqdm(total=args.steps, unit="step", mininterval=0.5, disable=hvd.rank() != 0)
+    def __init__(self, args: argparse.Namespace, rank: int, describe: Describe) -> None:
+        self._args, self._rank, self._describe = args, rank, describe
+        self._bar = tqdm(total=args.steps, unit="step", mininterval=0.5, disable=rank != 0)
         self._history: dict[str, list[float]] = {}  # column -> a value each evaluation
-        self._losses: list[float] = []  # of this rank, since the last evaluation
         self._seconds: list[float] = []  # of each step, evaluations not counted
         self._started = 0.0
 
-    def steps(self, batches: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """Hands out a batch for each step of the run, and times the steps."""
-        source = iter(batches)
-        for _ in range(self._args.steps):
-            self._started = time.perf_counter()
-            yield next(source)
+    @property
+    def done(self) -> bool:
+        """Whether all steps are."""
+        return len(self._seconds) == self._args.steps
 
-    def stepped(self, loss: Tensor) -> bool:
-        """Notes the end of a step; true where an evaluation is due, and after the last step."""
-        self._losses.append(loss.item())
+    def begin_step(self) -> None:
+        """Starts the clock."""
+        self._started = time.perf_counter()
+
+    def end_step(self) -> None:
+        """Stops it, and moves the bar."""
         self._seconds.append(time.perf_counter() - self._started)
         self._bar.update()
-        step = len(self._seconds)
-        return step % self._args.evaluate_every == 0 or step == self._args.steps
 
-    def evaluated(self, **scores: float) -> None:
-        """Notes scores on unseen data, and the training loss since the evaluation before."""
-        loss = hvd.allreduce(torch.tensor(self._losses), name="losses").mean().item()
-        self._losses.clear()
+    def add(self, *, loss: float, **scores: float) -> None:
+        """Notes scores on unseen data, and the training loss since they were last noted."""
         row = {"step": len(self._seconds), "loss": loss} | scores
         for column, value in row.items():
             self._history.setdefault(column, []).append(round(value, 5))
@@ -238,22 +192,53 @@ class Run:
     def finish(self) -> None:
         """Prints the summary and writes the JSON file, both from rank 0."""
         self._bar.close()
-        result = describe(self._args, self._model, self._optimizer)
+        result = self._describe()
         result["seconds_per_step"] = round(statistics.median(self._seconds), 6)
         result["history"] = self._history
-        write_json(self._args.json, result)
-        if hvd.rank() == 0:
-            print(self._summary(result), flush=True)
+        if self._rank == 0:
+            write_json(self._args.json, result)
+            print(summary(result), flush=True)
 
-    def _summary(self, result: dict[str, Any]) -> str:
-        args = self._args
-        name = f"topk at {args.ratio:g}" if args.compression == "topk" else args.compression
-        scores = (
-            f"{args.evaluate_on} {column.replace('_', ' ')} {values[-1]:.4f}"
-            for column, values in self._history.items()
-            if column not in ("step", "loss")
-        )
-        return (
-            f"{name}, ranks: {hvd.size()}, steps: {args.steps}; {', '.join(scores)}; "
-            f"{traffic(result)}; {1e3 * result['seconds_per_step']:.1f} ms a step"
-        )
+
+class Loop(Run):
+    """The record of a training loop that is written out.
+
+    >>> for inputs, targets in run.steps(batches):
+    ...     ...                                    # forward, backward, optimizer.step()
+    ...     if run.stepped(loss):                  # true where an evaluation is due
+    ...         run.evaluated(accuracy=...)
+    >>> run.finish()
+
+    Args:
+        args, rank, describe: as `Run`.
+        mean: the mean of every rank's losses.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        rank: int,
+        describe: Describe,
+        mean: Callable[[list[float]], float],
+    ) -> None:
+        super().__init__(args, rank, describe)
+        self._mean = mean
+        self._losses: list[float] = []  # of this rank, since the last evaluation
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Hands out a batch for each step of the run, and times the steps."""
+        source = iter(batches)
+        while not self.done:
+            self.begin_step()
+            yield next(source)
+
+    def stepped(self, loss: float) -> bool:
+        """Notes the end of a step; true where an evaluation is due, and after the last step."""
+        self._losses.append(loss)
+        self.end_step()
+        return self.done or len(self._seconds) % self._args.evaluate_every == 0
+
+    def evaluated(self, **scores: float) -> None:
+        """Notes scores on unseen data, and the training loss since the evaluation before."""
+        self.add(loss=self._mean(self._losses), **scores)
+        self._losses.clear()

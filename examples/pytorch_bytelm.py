@@ -15,6 +15,7 @@ import harness
 import horovod.torch as hvd
 import source_files
 import torch
+import torch_harness
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.lr_scheduler import LambdaLR
@@ -86,14 +87,14 @@ def main() -> None:
     args = parser.parse_args()
 
     hvd.init()
-    torch.set_num_threads(harness.threads())
+    torch.set_num_threads(harness.threads(hvd.local_size()))
     torch.manual_seed(args.seed)
 
     model = ByteGPT()
     optimizer = hvd.DistributedOptimizer(
-        harness.optimizer(args, model),
+        torch_harness.optimizer(args, model),
         named_parameters=model.named_parameters(),
-        compression=harness.compression(args),
+        compression=torch_harness.compression(args),
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -109,15 +110,16 @@ def main() -> None:
     unseen = unseen[:: math.ceil(len(unseen) / 512)]  # some 500, spread evenly over the files
     training = sequences(args.data, args.suffix, "training")
 
-    run = harness.Run(args, model, optimizer)
-    for (text,) in run.steps(harness.batches(training, batch_size=args.batch_size, seed=args.seed)):
+    run = torch_harness.Run(args, model, optimizer)
+    batches = torch_harness.batches(training, batch_size=args.batch_size, seed=args.seed)
+    for (text,) in run.steps(batches):
         optimizer.zero_grad()
         loss = bits(text).mean()
         loss.backward()
         optimizer.step()
         schedule.step()
-        if run.stepped(loss):
-            scored = harness.mean_over_rows(lambda text: bits(text).mean(dim=1), unseen)
+        if run.stepped(loss.item()):
+            scored = torch_harness.mean_over_rows(lambda text: bits(text).mean(dim=1), unseen)
             run.evaluated(bits_per_byte=scored)
     run.finish()
 

@@ -12,10 +12,11 @@ It reports accuracy on 450 images that no rank trains on; 300 more are kept for 
 
 from __future__ import annotations
 
+import digits_data
 import harness
 import horovod.torch as hvd
 import torch
-from sklearn.datasets import load_digits
+import torch_harness
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -40,12 +41,8 @@ class DigitsCNN(nn.Sequential):
 
 def digits(split: str) -> tuple[Tensor, Tensor]:
     """Images [N, 1, 8, 8] in [0, 1] and labels [N] of a split, the same in every run."""
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    held_out, validation, training = order.split([450, 300, len(labels) - 750])
-    rows = {"training": training, "validation": validation, "held-out": held_out}[split]
-    pixels = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 16
-    return pixels[rows], torch.from_numpy(labels)[rows]
+    images, labels = digits_data.digits(split)
+    return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels)
 
 
 def main() -> None:
@@ -54,14 +51,14 @@ def main() -> None:
     args = parser.parse_args()
 
     hvd.init()
-    torch.set_num_threads(harness.threads())
+    torch.set_num_threads(harness.threads(hvd.local_size()))
     torch.manual_seed(args.seed)
 
     model = DigitsCNN()
     optimizer = hvd.DistributedOptimizer(
-        harness.optimizer(args, model),
+        torch_harness.optimizer(args, model),
         named_parameters=model.named_parameters(),
-        compression=harness.compression(args),
+        compression=torch_harness.compression(args),
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -71,16 +68,16 @@ def main() -> None:
         return model(images).argmax(dim=1) == labels
 
     unseen = digits(args.evaluate_on)
-    run = harness.Run(args, model, optimizer)
-    batches = harness.batches(*digits("training"), batch_size=args.batch_size, seed=args.seed)
+    run = torch_harness.Run(args, model, optimizer)
+    batches = torch_harness.batches(*digits("training"), batch_size=args.batch_size, seed=args.seed)
     for images, labels in run.steps(batches):
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
         schedule.step()
-        if run.stepped(loss):
-            run.evaluated(accuracy=harness.mean_over_rows(correct, *unseen))
+        if run.stepped(loss.item()):
+            run.evaluated(accuracy=torch_harness.mean_over_rows(correct, *unseen))
     run.finish()
 
 

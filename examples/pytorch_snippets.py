@@ -12,6 +12,7 @@ import harness
 import horovod.torch as hvd
 import source_files
 import torch
+import torch_harness
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -79,14 +80,14 @@ def main() -> None:
     args = parser.parse_args()
 
     hvd.init()
-    torch.set_num_threads(harness.threads())
+    torch.set_num_threads(harness.threads(hvd.local_size()))
     torch.manual_seed(args.seed)
 
     model = SnippetCNN()
     optimizer = hvd.DistributedOptimizer(
-        harness.optimizer(args, model),
+        torch_harness.optimizer(args, model),
         named_parameters=model.named_parameters(),
-        compression=harness.compression(args),
+        compression=torch_harness.compression(args),
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -98,17 +99,16 @@ def main() -> None:
     unseen = snippets(args.evaluate_on, per_package=250)
     training = snippets("training", per_package=16_000)
 
-    run = harness.Run(args, model, optimizer)
-    for texts, labels in run.steps(
-        harness.batches(*training, batch_size=args.batch_size, seed=args.seed)
-    ):
+    run = torch_harness.Run(args, model, optimizer)
+    batches = torch_harness.batches(*training, batch_size=args.batch_size, seed=args.seed)
+    for texts, labels in run.steps(batches):
         optimizer.zero_grad()
         loss = cross_entropy(model(texts), labels)
         loss.backward()
         optimizer.step()
         schedule.step()
-        if run.stepped(loss):
-            run.evaluated(accuracy=harness.mean_over_rows(correct, *unseen))
+        if run.stepped(loss.item()):
+            run.evaluated(accuracy=torch_harness.mean_over_rows(correct, *unseen))
     run.finish()
 
 

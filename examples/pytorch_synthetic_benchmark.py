@@ -19,6 +19,7 @@ from collections.abc import Callable
 import harness
 import horovod.torch as hvd
 import torch
+import torch_harness
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 from tqdm import trange
@@ -105,15 +106,15 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     hvd.init()
-    torch.set_num_threads(harness.threads())
+    torch.set_num_threads(harness.threads(hvd.local_size()))
     torch.manual_seed(args.seed)
     device = torch.device(args.device, hvd.local_rank() if args.device == "cuda" else 0)
 
     model = resnet(BLOCKS[args.model]).to(device)
     optimizer = hvd.DistributedOptimizer(
-        harness.optimizer(args, model),
+        torch_harness.optimizer(args, model),
         named_parameters=model.named_parameters(),
-        compression=harness.compression(args),
+        compression=torch_harness.compression(args),
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -132,11 +133,11 @@ def main() -> None:
         step()
     seconds = seconds_per_step(step, iterations=max(1, args.steps // STEPS_PER_ITERATION))
 
-    result = harness.describe(args, model, optimizer)
+    result = torch_harness.describe(args, model, optimizer)
     result["seconds_per_step"] = round(statistics.median(seconds), 6)
     result["history"] = {"seconds_per_step": [round(each, 6) for each in seconds]}
-    harness.write_json(args.json, result)
     if hvd.rank() == 0:
+        harness.write_json(args.json, result)
         print(summary([args.batch_size / each for each in seconds], result), flush=True)
 
 

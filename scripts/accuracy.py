@@ -4,7 +4,7 @@ For each task it finishes a sweep of learning rates with dense gradients, then c
 TopKEF at the rate chosen. A finished run is never repeated, so that the command can be stopped and
 started again at any time.
 
-    python scripts/accuracy.py [--only sweep|digits|snippets|bytelm|report] [--force]
+    python scripts/accuracy.py [--only sweep|TASK|report] [--force]
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Error feedback behind one list of variables: the exchange as a graph, and what it keeps.
-
-A step is straight: encode every bucket, gather, decode, then commit the residuals unless a rank
-flagged a tensor. What differs from step to step runs with the graph; counting runs on the host.
-"""
+"""Error feedback behind one list of variables: how its gradients travel, and what is kept."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -20,12 +16,13 @@ from horovod_topk.core.agreement import agree
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.exchange import Allgather
 from horovod_topk.core.front import elastic, why_inactive
-from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
-from horovod_topk.core.residual import Arenas, check_state, pack_state
+from horovod_topk.core.plan import TensorSpec
+from horovod_topk.core.residual import check_state, pack_state
 from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
 from horovod_topk.errors import UnsupportedOperationError
-from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
+from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
 from horovod_topk.tensorflow.collective import HorovodCollective
+from horovod_topk.tensorflow.graph import Route, norm_of, step
 from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of, unwrap
 from horovod_topk.tensorflow.residuals import Residuals
 
@@ -37,32 +34,6 @@ _LIVE: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
 def live_states() -> list[OptimizerState]:
     """The states in this process that have exchanged something."""
     return list(_LIVE)
-
-
-@dataclass(frozen=True)
-class Route:
-    """How the gradients of one set of variables travel."""
-
-    specs: tuple[TensorSpec, ...]  # in the order of the variables
-    plan: Plan
-    prefix: str
-    ordinal: int
-    residuals: Mapping[str, Any]  # tensor name -> tf.Variable
-
-    @property
-    def name(self) -> str:
-        """The collectives' prefix, equal on all ranks."""
-        return f"{self.prefix}.{self.ordinal}"
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A bucket under way, while the graph is built."""
-
-    bucket: BucketPlan
-    arenas: Arenas[Array]
-    gradients: list[Array]
-    gathered: Array
 
 
 class OptimizerState:
@@ -237,52 +208,12 @@ class OptimizerState:
         self._waiting = {**self._waiting, "residuals": later} if later else None
 
     def _build(self, route: Route, gradients: list[Any]) -> list[Any]:
-        """One step, as a graph."""
+        """One step as a graph, and its end on the host."""
         with tf.name_scope("topkef"):
-            arrays: dict[str, Array] = {
-                spec.name: Buffer(tf.ensure_shape(gradient, spec.shape))
-                for spec, gradient in zip(route.specs, gradients, strict=True)
-            }
-            sent = [self._send(route, bucket, arrays) for bucket in route.plan.buckets]
-            flags = tf.concat([self._receive(route, each) for each in sent], 0)
-            self._commit_unless(tf.reduce_any(flags), route, sent)
-            norm = _norm_of(gradients)
+            exchanged, flags = step(route, gradients, self._ops, self._codec, self._exchange)
+            norm = norm_of(gradients)
             tf.py_function(lambda f, n: self._count(route, f, n), [flags, norm], [])
-            return [arrays[spec.name].value for spec in route.specs]
-
-    def _send(self, route: Route, bucket: BucketPlan, arrays: Mapping[str, Array]) -> Sent:
-        residual = Buffer.joined([route.residuals[t.spec.name] for t in bucket.tensors])
-        candidate = self._ops.zeros(bucket.numel, bucket.residual_dtype)
-        arenas = Arenas(bucket, residual, candidate)
-        payload = self._codec.new_payload(bucket)
-        gradients = [arrays[t.spec.name] for t in bucket.tensors]
-        self._codec.encode(arenas, gradients, payload)
-        pending = self._exchange.launch(payload, f"{route.name}.{bucket.ordinal}")
-        return Sent(bucket, arenas, gradients, pending.wait())
-
-    def _receive(self, route: Route, sent: Sent) -> Any:
-        """Decode a bucket into its gradients; returns which of its tensors are flagged."""
-        scale: Any = 1.0
-        if route.plan.reduction == "average":
-            ranks = self._exchange.ranks
-            if sent.gathered.numel is None:  # elastic: the run knows
-                ranks = tf.size(sent.gathered.value) // sent.bucket.layout.payload_bytes
-            scale = 1 / ranks
-        return self._codec.decode(sent.bucket, sent.gathered, scale, sent.gradients)
-
-    def _commit_unless(self, flagged: Any, route: Route, sent: Sequence[Sent]) -> None:
-        """What was not sent becomes the residual; if flagged, it stays as it is, bit for bit."""
-        left = {
-            tensor.spec.name: self._ops.view(each.arenas.candidate, tensor.start, tensor.stop).value
-            for each in sent
-            for tensor in each.bucket.tensors
-        }
-
-        def commit() -> None:
-            for name, tensor in left.items():
-                route.residuals[name].assign(tensor)
-
-        tf.cond(flagged, lambda: None, commit)
+            return exchanged
 
     def _count(self, route: Route, flags: Any, norm: Any) -> None:
         """Note the end of a step, on the host."""
@@ -332,11 +263,6 @@ def _as_buffers(state: Mapping[str, Any]) -> Mapping[str, Any]:
         return state
     residuals = state["residuals"].items()
     return {**state, "residuals": {n: Buffer(tf.convert_to_tensor(e)) for n, e in residuals}}
-
-
-def _norm_of(gradients: Sequence[Any]) -> Any:
-    """Euclidean norm of all of them."""
-    return tf.sqrt(2 * tf.add_n([tf.nn.l2_loss(tf.cast(g, tf.float32)) for g in gradients]))
 
 
 def _free_ordinal(prefix: str) -> int:

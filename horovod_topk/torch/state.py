@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,15 +26,16 @@ from horovod_topk.core.exchange import Allgather
 from horovod_topk.core.front import elastic, why_inactive
 from horovod_topk.core.plan import Plan
 from horovod_topk.core.stats import Stats, StepCounters, planned
-from horovod_topk.errors import (
-    GradientChangedError,
-    RepeatedSynchronizeError,
-    ShapeChangedError,
-    StepBeforeSynchronizeError,
-)
+from horovod_topk.errors import ShapeChangedError, StepBeforeSynchronizeError
 from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch.arrival import (
+    Arrival,
+    check_matches,
+    check_not_exchanged,
+    check_unchanged,
+)
 from horovod_topk.torch.collective import HorovodCollective
-from horovod_topk.torch.planning import describe, plan_of, spec_of
+from horovod_topk.torch.planning import plan_of
 
 log = logging.getLogger("horovod_topk")
 
@@ -44,19 +45,6 @@ _LIVE: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
 def live_states() -> list[OptimizerState]:
     """The states of all optimizers that exist in this process."""
     return list(_LIVE)
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A gradient as it was when its hook fired."""
-
-    owner: Tensor  # p.grad
-    dense: Tensor  # the same, or its dense copy when sparse_as_dense
-    version: int  # counts in-place writes; see torch.Tensor._version
-
-    def is_still(self, gradient: Tensor | None) -> bool:
-        """Whether `gradient` is this one, not written to since."""
-        return gradient is self.owner and gradient._version == self.version
 
 
 class OptimizerState:
@@ -192,7 +180,7 @@ class OptimizerState:
         if not fired and not self._late_are_checked:
             self._check_late()
         dense = p.grad.to_dense() if p.grad.is_sparse else p.grad
-        self._check_matches(p, dense)
+        check_matches(self._names[p], dense, self._specs[p])
         ordinal = self._bucket_of[p]
         self._arrivals[ordinal][p] = Arrival(p.grad, dense, p.grad._version)
         if not fired:
@@ -235,7 +223,7 @@ class OptimizerState:
     def _gradients(self, ordinal: int) -> list[Tensor]:
         """A complete bucket's gradients in the plan's order, once it is sure that none changed."""
         arrivals = self._arrivals[ordinal]
-        self._check_unchanged(arrivals)
+        check_unchanged(arrivals, self._names)
         return [arrivals[p].dense for p in self._parameters[ordinal]]
 
     def _forget_abandoned(self, optimizer: Any) -> None:
@@ -282,29 +270,9 @@ class OptimizerState:
         self._bucket_of = {p: i for i, group in self._parameters.items() for p in group}
         self._arrivals = {i: self._arrivals.get(i, {}) for i in self._parameters}
 
-    def _check_matches(self, p: Tensor, gradient: Tensor) -> None:
-        found, planned = spec_of(self._names[p], gradient), self._specs[p]
-        if found != planned or found.device != planned.device:
-            raise ShapeChangedError(
-                f"its gradient is {describe(found)}, its residual {describe(planned)}",
-                tensor=planned.name,
-                cure="Build the distributed optimizer after the model has its final shapes, dtype "
-                "and device",
-            )
-
-    def _check_unchanged(self, arrivals: Mapping[Tensor, Arrival]) -> None:
-        for p, arrival in arrivals.items():
-            if not arrival.is_still(p.grad):
-                raise GradientChangedError(
-                    "its gradient was modified or replaced between backward() and synchronize()",
-                    tensor=self._names[p],
-                    cure="Clip, unscale or edit gradients after optimizer.synchronize(), then "
-                    "step inside optimizer.skip_synchronize()",
-                )
-
     def _before_accumulation(self, p: Tensor, _: Any) -> None:
         """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
-        self._check_not_exchanged(p)
+        check_not_exchanged(self._names[p], p.grad, self._exchanged.get(p))
         self._exchanged.pop(p, None)
 
     def _check_late(self) -> None:
@@ -312,28 +280,15 @@ class OptimizerState:
         for ordinal, parameters in self._parameters.items():
             if self._compressor.phase(ordinal) is Phase.SENT:
                 continue
-            self._check_unchanged(self._arrivals[ordinal])
+            check_unchanged(self._arrivals[ordinal], self._names)
             for q in parameters:
                 if q in self._arrivals[ordinal]:
                     continue
-                self._check_not_exchanged(q)
+                check_not_exchanged(self._names[q], q.grad, self._exchanged.get(q))
                 if q.grad is None or not q.grad.is_sparse:
-                    self._check_matches(q, q if q.grad is None else q.grad)
+                    dense = q if q.grad is None else q.grad
+                    check_matches(self._names[q], dense, self._specs[q])
         self._late_are_checked = True
-
-    def _check_not_exchanged(self, p: Tensor) -> None:
-        """Refuse to send what was received: error feedback would count it twice."""
-        exchanged = self._exchanged.get(p)
-        if exchanged is None or p.grad is not exchanged.owner:
-            return
-        if torch.any(p.grad._values() if p.grad.is_sparse else p.grad):
-            raise RepeatedSynchronizeError(
-                "its gradient was exchanged already and not stepped on or cleared since",
-                tensor=self._names[p],
-                cure="Step inside optimizer.skip_synchronize() after optimizer.synchronize(), call "
-                "zero_grad() before the next backward(), and accumulate with "
-                "backward_passes_per_step",
-            )
 
     def _skip(self, name: str, reason: str) -> None:
         self._skipped[name] = reason

@@ -14,7 +14,7 @@ TOLERANCE = 0.5  # points of accuracy that compression may cost
 
 def section(task: Task, steps: int) -> str:
     """The page's section on the task's runs of one length."""
-    title = f"## {task.name.capitalize()}: {OPTIMIZERS[task.optimizer]}, {steps:,} steps"
+    title = f"## {task.title}: {OPTIMIZERS[task.optimizer]}, {steps:,} steps"
     found = results.comparison(task, steps)
     if found is None:
         return f"{title}\n\nNot run yet."

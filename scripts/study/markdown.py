@@ -57,7 +57,7 @@ def picture(comparison: Comparison, *, log: bool) -> str:
     task = comparison.task
     path = results.FOLDER / f"{task.key}-{comparison.steps}steps.png"
     title = (
-        f"{task.name}, {OPTIMIZERS[task.optimizer]}, {comparison.steps:,} steps, {trials.RANKS} "
+        f"{task.title}, {OPTIMIZERS[task.optimizer]}, {comparison.steps:,} steps, {trials.RANKS} "
         "ranks, every seed"
     )
     runs = {NAMES["none"]: comparison.dense, NAMES["topk"]: comparison.topk}

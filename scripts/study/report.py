@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import launch
 from study import classification, language_model, results, trials
@@ -11,6 +12,14 @@ from study.results import Result
 from study.trials import Task
 
 PAGE = launch.ROOT / "docs" / "accuracy.md"
+
+# As the examples name them among the versions, and as they are called.
+FRAMEWORKS = {
+    "torch": "PyTorch",
+    "tensorflow": "TensorFlow",
+    "keras": "Keras",
+    "tf_keras": "tf-keras",
+}
 
 INTRODUCTION = """\
 # Accuracy at ratio {ratio:g}
@@ -60,18 +69,26 @@ def _finished() -> list[Result]:
 
 
 def _machine(finished: list[Result]) -> str:
-    """The machines and versions behind the results, as the runs noted them."""
-    form = "{cpu}, {cores} cores, Python {python}, PyTorch {torch}, Horovod {horovod} on Gloo"
+    """The machines behind the results and the frameworks on each, as the runs noted them."""
+    form = "{cpu}, {cores} cores, Python {python}, Horovod {horovod} on Gloo"
     found = [run["environment"] for run in finished]
-    machines = sorted({form.format(**each) for each in found})
+    on_machine: dict[str, set[str]] = {}
+    for each in found:
+        on_machine.setdefault(form.format(**each), set()).add(_framework(each))
+    machines = [f"{name} ({'; '.join(sorted(on_machine[name]))})" for name in sorted(on_machine)]
     dates = sorted({each["date"] for each in found})
     days = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
-    return f"Machine: {'; '.join(machines)}. Date: {days}."
+    return f"Machine: {', '.join(machines)}. Date: {days}."
+
+
+def _framework(found: dict[str, Any]) -> str:
+    """What an environment trains with, for example "TensorFlow 2.20.0 with Keras 3.15.1"."""
+    return " with ".join(f"{FRAMEWORKS[key]} {found[key]}" for key in FRAMEWORKS if key in found)
 
 
 def _sweep(task: Task) -> str:
     scores, chosen = results.sweep_scores(task), results.chosen(task)
-    title = f"{task.name.capitalize()}, {OPTIMIZERS[task.optimizer]}, {task.sweep_steps:,} steps"
+    title = f"{task.title}, {OPTIMIZERS[task.optimizer]}, {task.sweep_steps:,} steps"
     unit = task.column.replace("_", " ")
     rates = [f"**{lr:g}**" if lr == chosen else f"{lr:g}" for lr in scores]
     rows = [

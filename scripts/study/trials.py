@@ -17,7 +17,8 @@ LADDER = tuple(float(f"{digit}e{exponent}") for exponent in range(-6, 2) for dig
 class Task:
     """One example with one optimizer. Its dense sweep and its comparison share all but seeds."""
 
-    name: str
+    title: str  # in the report
+    script: str  # the example
     optimizer: str
     column: str  # of the histories: the score on unseen data
     higher_is_better: bool
@@ -29,14 +30,19 @@ class Task:
     sweep_seeds: tuple[int, ...]  # not among `seeds`
 
     @property
-    def key(self) -> str:
-        """Names the task in files and tables."""
-        return f"{self.name}-{self.optimizer}"
+    def name(self) -> str:
+        """On the command line; PyTorch's have no prefix."""
+        return self.script.removeprefix("pytorch_").removesuffix(".py").replace("_", "-")
 
     @property
     def example(self) -> str:
         """The script, from the repository's root."""
-        return f"examples/pytorch_{self.name}.py"
+        return f"examples/{self.script}"
+
+    @property
+    def key(self) -> str:
+        """Names the task in files."""
+        return f"{self.name}-{self.optimizer}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,8 @@ def comparison(task: Task, lr: float) -> list[Trial]:
 
 
 def _classification(
-    name: str,
+    title: str,
+    script: str,
     steps: tuple[int, ...],
     sweep_steps: int,
     evaluations: int,
@@ -104,7 +111,8 @@ def _classification(
     sweep_seeds: tuple[int, ...],
 ) -> Task:
     return Task(
-        name=name,
+        title=title,
+        script=script,
         optimizer="sgd",
         column="accuracy",
         higher_is_better=True,
@@ -117,13 +125,14 @@ def _classification(
     )
 
 
-def _language_model(optimizer: str, grid: tuple[float, ...]) -> Task:
+def _language_model(optimizer: str, steps: tuple[int, ...], grid: tuple[float, ...]) -> Task:
     return Task(
-        name="bytelm",
+        title="Bytelm",
+        script="pytorch_bytelm.py",
         optimizer=optimizer,
         column="bits_per_byte",
         higher_is_better=False,
-        steps=(1000, 4000, 16000),
+        steps=steps,
         sweep_steps=1000,
         evaluations=10,
         seeds=(0, 1),
@@ -132,13 +141,24 @@ def _language_model(optimizer: str, grid: tuple[float, ...]) -> Task:
     )
 
 
+def _digits(title: str, script: str, grid: tuple[float, ...], sweep_seeds: tuple[int, ...]) -> Task:
+    return _classification(title, script, (1000,), 1000, 50, grid, sweep_seeds)
+
+
 TASKS = (
+    _digits("PyTorch digits", "pytorch_digits.py", (0.01, 0.02, 0.05, 0.1, 0.2), (100, 101)),
+    _digits("TensorFlow digits", "tensorflow_digits.py", (0.05, 0.1, 0.2), (100,)),
+    _digits("Keras 3 digits", "keras_digits.py", (0.05, 0.1, 0.2), (100,)),
+    _digits("tf-keras digits", "tfkeras_digits.py", (0.05, 0.1, 0.2), (100,)),
     _classification(
-        "digits", (1000,), 1000, 50, grid=(0.01, 0.02, 0.05, 0.1, 0.2), sweep_seeds=(100, 101)
+        "Snippets",
+        "pytorch_snippets.py",
+        steps=(1000, 6000, 12000),
+        sweep_steps=6000,
+        evaluations=20,
+        grid=(0.02, 0.05, 0.1, 0.2),
+        sweep_seeds=(100,),
     ),
-    _classification(
-        "snippets", (1000, 6000, 12000), 6000, 20, grid=(0.02, 0.05, 0.1, 0.2), sweep_seeds=(100,)
-    ),
-    _language_model("sgd", grid=(0.1, 0.2, 0.5)),
-    _language_model("adamw", grid=(0.002, 0.005, 0.01)),
+    _language_model("sgd", (1000, 4000, 16000), grid=(0.1, 0.2, 0.5)),
+    _language_model("adamw", (1000, 4000), grid=(0.002, 0.005, 0.01)),
 )

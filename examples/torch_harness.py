@@ -1,0 +1,107 @@
+"""What the PyTorch examples share, so that each reads as an ordinary Horovod training script."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import harness
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+
+
+def compression(args: argparse.Namespace) -> Any:
+    """What `hvd.DistributedOptimizer` takes as its `compression`."""
+    if args.compression == "topk":
+        # Imported here and not above, so that the other two run a Horovod nobody has touched.
+        from horovod_topk.torch import TopKEF
+
+        return TopKEF(ratio=args.ratio)
+    return getattr(hvd.Compression, args.compression)
+
+
+def optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
+    """The optimizer the arguments name, before Horovod wraps it."""
+    if args.optimizer == "adamw":
+        return AdamW(model.parameters(), lr=args.lr)
+    return SGD(model.parameters(), lr=args.lr, momentum=0.9)
+
+
+def batches(*columns: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
+    """Endless batches of this rank's share of the rows, shuffled anew each epoch.
+
+    The order depends on the seed and the number of ranks, and on nothing else.
+    """
+    rows = TensorDataset(*columns)
+    share: DistributedSampler[Any] = DistributedSampler(
+        rows, num_replicas=hvd.size(), rank=hvd.rank(), seed=seed, drop_last=True
+    )
+    loader = DataLoader(rows, batch_size=None, sampler=BatchSampler(share, batch_size, True))
+    if not len(loader):
+        raise SystemExit(f"--batch-size {batch_size}: a rank has only {len(share)} examples")
+    epoch = 0
+    while True:
+        share.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+@torch.no_grad()
+def mean_over_rows(score: Callable[..., Tensor], *columns: Tensor, batch_size: int = 256) -> float:
+    """The mean of `score(*columns)`, one value a row, with the rows shared out among the ranks."""
+    share = [column[hvd.rank() :: hvd.size()] for column in columns]
+    total = torch.zeros(2, dtype=torch.float64)
+    for batch in zip(*(column.split(batch_size) for column in share), strict=True):
+        scores = score(*batch)
+        total += torch.tensor([scores.double().sum(), len(scores)])
+    total = hvd.allreduce(total, op=hvd.Sum, name="mean_over_rows")
+    return (total[0] / total[1]).item()
+
+
+def allreduce_bytes(model: nn.Module, compression: str) -> int:
+    """Bytes a rank sends in a ring allreduce of the gradients."""
+    size = sum(
+        p.numel() * (2 if compression == "fp16" else p.element_size())
+        for p in model.parameters()
+        if p.requires_grad
+    )
+    return harness.ring_bytes(size, hvd.size())
+
+
+def sent_bytes(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer) -> int:
+    """Bytes a rank sends in a step, with the compression the arguments name."""
+    if args.compression == "topk":
+        from horovod_topk.torch import TopKEF
+
+        return TopKEF.of(optimizer).stats().sent_bytes
+    return allreduce_bytes(model, args.compression)
+
+
+def describe(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The run's settings and the bytes it sends, for its JSON file."""
+    return harness.describe(
+        args,
+        ranks=hvd.size(),
+        parameters=sum(p.numel() for p in model.parameters()),
+        sent_bytes=sent_bytes(args, model, optimizer),
+        dense_bytes=allreduce_bytes(model, "none"),
+        versions={"torch": torch.__version__},
+    )
+
+
+def mean_over_ranks(values: list[float]) -> float:
+    """The mean of every rank's values, as many on each."""
+    return hvd.allreduce(torch.tensor(values), name="losses").mean().item()
+
+
+class Run(harness.Loop):
+    """The record of one training run; see `harness.Loop`."""
+
+    def __init__(self, args: argparse.Namespace, model: nn.Module, optimizer: Optimizer) -> None:
+        of_this = partial(describe, args, model, optimizer)
+        super().__init__(args, hvd.rank(), of_this, mean_over_ranks)
