@@ -3,14 +3,15 @@
     import horovod.tensorflow as hvd
     from horovod_topk.tensorflow import TopKEF
 
-    compression = TopKEF(ratio=0.01)  # once; it keeps what has not been sent yet
+    compression = TopKEF(ratio=0.01)
 
     with tf.GradientTape() as tape:
         loss = ...
     tape = hvd.DistributedGradientTape(tape, compression=compression)
 
-`hvd.DistributedOptimizer(optimizer, compression=TopKEF)` takes it as well (tf-keras). For Keras 3,
-where Horovod's own wrapper does not synchronise, see `horovod_topk.tensorflow.keras`.
+What has not been sent yet is kept for each variable, as long as it lives. For tf-keras there is
+`hvd.DistributedOptimizer(optimizer, compression=TopKEF)`; for Keras 3, where Horovod's own wrapper
+does not synchronise, `horovod_topk.tensorflow.keras`.
 
 Importing this package puts the seam of `horovod_topk.tensorflow.seam` into Horovod. Anything with
 another compressor behaves exactly as before.

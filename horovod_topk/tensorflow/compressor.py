@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
+from horovod_topk.config import TopKConfig
 from horovod_topk.core.front import Front
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
@@ -21,8 +22,9 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
     """Top-K gradient sparsification with error feedback.
 
     Give an instance or the class (defaults) to `hvd.DistributedGradientTape(compression=...)` or
-    `hvd.DistributedOptimizer(compression=...)`. Residuals belong to this object (to the class, if
-    that was given) and to the model's variables, so that tapes and traces may come and go.
+    `hvd.DistributedOptimizer(compression=...)`. Residuals belong to the settings and the model's
+    variables, and live as long as these: tapes and traces, and instances with equal settings, may
+    come and go.
 
     It can be saved: `tf.train.Checkpoint(model=model, compression=compression)`, one a rank.
 
@@ -48,8 +50,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._residuals = Residuals()
-        self._states: dict[tuple[object, ...], OptimizerState] = {}
+        self._states: weakref.WeakValueDictionary[tuple[object, ...], OptimizerState]
+        self._states = weakref.WeakValueDictionary()
         self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them
 
     @staticmethod
@@ -96,23 +98,24 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `OptimizerState.load_state_dict`; before the first step it is kept until then."""
-        if self._states:
+        if len(self._states):
             super().load_state_dict(state)
         else:
             self._waiting = [state]
 
     def state_of(self, variables: Sequence[Any], settings: Settings) -> OptimizerState:
         """The state for a list of variables, made when first asked for; called by the seam."""
-        key = settings.key, tuple(id(unwrap(v)) for v in variables)
-        state = self._states.get(key)
+        key = self.config, settings.key, tuple(id(unwrap(v)) for v in variables)
+        state = _states.get(key)
         if state is None:
-            state = OptimizerState(self.config, variables, settings, self._residuals)
-            if self._waiting:
-                state.load_state_dict(self._waiting[0])
-                del self._waiting[0]
+            residuals = _residuals.setdefault(self.config, Residuals())
+            state = _states[key] = OptimizerState(self.config, variables, settings, residuals)
+            for variable in variables:
+                weakref.finalize(unwrap(variable), _states.pop, key, None)
+        if key not in self._states:
             self._states[key] = state
-            if variables:
-                weakref.finalize(unwrap(variables[0]), self._states.pop, key, None)
+            if self._waiting:
+                state.load_state_dict(self._waiting.pop(0))
         return state
 
     def serialize(self) -> bytes:
@@ -136,16 +139,15 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         return list(self._states.values())
 
 
-_defaults: dict[type[TopKEF], TopKEF] = {}
+# What belongs to settings and variables, and ends with the variables.
+_residuals: dict[TopKConfig, Residuals] = {}
+_states: dict[tuple[object, ...], OptimizerState] = {}
 
 
 def as_topkef(compression: object) -> TopKEF | None:
-    """The compressor a user passed, if it is ours: an instance, or the class with defaults.
-
-    Tapes come and go, so that all that were given the class share one instance.
-    """
+    """The compressor a user passed, if it is ours: an instance, or the class with defaults."""
     if isinstance(compression, TopKEF):
         return compression
     if isinstance(compression, type) and issubclass(compression, TopKEF):
-        return _defaults.setdefault(compression, compression())
+        return compression()
     return None

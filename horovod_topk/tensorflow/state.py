@@ -16,7 +16,7 @@ from horovod_topk.core.agreement import agree
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.exchange import Allgather
 from horovod_topk.core.front import elastic, why_inactive
-from horovod_topk.core.plan import TensorSpec
+from horovod_topk.core.plan import Plan, TensorSpec
 from horovod_topk.core.residual import check_state, pack_state
 from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
 from horovod_topk.errors import UnsupportedOperationError
@@ -211,21 +211,27 @@ class OptimizerState:
         """One step as a graph, and its end on the host."""
         with tf.name_scope("topkef"):
             exchanged, flags = step(route, gradients, self._ops, self._codec, self._exchange)
-            norm = norm_of(gradients)
-            tf.py_function(lambda f, n: self._count(route, f, n), [flags, norm], [])
+            this = weakref.ref(self)  # a graph outlives the models it was made for
+
+            def count(flags: Any, norm: Any) -> None:
+                state = this()
+                if state is not None:
+                    state._count(route.plan, flags, norm)
+
+            tf.py_function(count, [flags, norm_of(gradients)], [])
             return exchanged
 
-    def _count(self, route: Route, flags: Any, norm: Any) -> None:
+    def _count(self, plan: Plan, flags: Any, norm: Any) -> None:
         """Note the end of a step, on the host."""
         flagged = [bool(flag) for flag in flags.numpy()]
         self._gradient_norm = float(norm)
         self._steps += not any(flagged)
         self._rolled_back += any(flagged)
-        names = [t.spec.name for t in route.plan.tensors()]
+        names = [t.spec.name for t in plan.tensors()]
         counters = count_step(
             self._steps + self._rolled_back,
             not any(flagged),
-            self._exchange.traffic(route.plan),
+            self._exchange.traffic(plan),
             [name for name, flag in zip(names, flagged, strict=True) if flag],
         )
         for callback in self._callbacks:

@@ -26,6 +26,7 @@ from horovod_topk.errors import (
     UnsupportedOperationError,
 )
 from horovod_topk.tensorflow import TopKEF
+from horovod_topk.tensorflow.compressor import _residuals
 
 SPARSE = {"ratio": 0.1, "min_numel": 0}
 SHAPES = [(30, 20), (7,)]
@@ -131,7 +132,7 @@ def test_residuals_end_with_their_model() -> None:
     gc.collect()
     with pytest.raises(NotAttachedError, match="0 optimizers"):
         compression.stats()
-    assert not compression._residuals._of
+    assert not _residuals[compression.config]._of
 
 
 def test_skipped_tensors_are_logged(caplog: pytest.LogCaptureFixture) -> None:

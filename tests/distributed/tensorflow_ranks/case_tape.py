@@ -179,6 +179,18 @@ def test_none_and_sparse_gradients_keep_their_places() -> None:
     assert "sparse" in compression.stats().skipped["v6"]
 
 
+@WAYS
+def test_a_compressor_made_anew_for_every_step_forgets_nothing(graph: bool) -> None:
+    """As in `DistributedGradientTape(tape, compression=TopKEF(ratio=0.05))` within the step."""
+    once, model = TopKEF(ratio=0.05, min_numel=9), Linear(SHAPES)
+    expected = [model.exchange(once, gradients(hvd.rank(), step)) for step in range(4)]
+    model = Linear(SHAPES)
+    for step, theirs in enumerate(expected):
+        mine = gradients(hvd.rank(), step)
+        ours = model.exchange(TopKEF(ratio=0.05, min_numel=9), mine, graph=graph)
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_two_models_and_two_tapes_in_flight() -> None:
     """Their losses depend on each other, their residuals do not."""
     compression = TopKEF(ratio=0.1, min_numel=0)
