@@ -62,7 +62,8 @@ def _raise_mismatch(field: str, lists: list[list[object]], rank: int) -> None:
     here, there = _first_difference(mine, lists[other])
     raise PlanMismatchError(
         f"ranks disagree on {field}: {there} on rank {other}, {here} on rank {rank} (this one)",
-        cure="Start all ranks with the same model, settings, groups and version of horovod_topk",
+        cure="Start all ranks with the same model, settings, groups and version of horovod_topk, "
+        "and name layers yourself where a framework numbers them",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -11,10 +11,11 @@ from horovod.tensorflow.compression import Compressor
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.front import Front
+from horovod_topk.core.stats import StepCounters
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
-from horovod_topk.tensorflow.planning import Settings, unwrap
-from horovod_topk.tensorflow.residuals import Residuals
+from horovod_topk.tensorflow.memory import Memory
+from horovod_topk.tensorflow.planning import Settings
 from horovod_topk.tensorflow.state import OptimizerState
 
 
@@ -22,9 +23,9 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
     """Top-K gradient sparsification with error feedback.
 
     Give an instance or the class (defaults) to `hvd.DistributedGradientTape(compression=...)` or
-    `hvd.DistributedOptimizer(compression=...)`. Residuals belong to the settings and the model's
-    variables, and live as long as these: tapes and traces, and instances with equal settings, may
-    come and go.
+    `hvd.DistributedOptimizer(compression=...)`. An optimizer has residuals of its own. Those of
+    tapes belong to the settings and the variables, and live as long as these: tapes and traces, and
+    instances with equal settings, may come and go.
 
     It can be saved: `tf.train.Checkpoint(model=model, compression=compression)`, one a rank.
 
@@ -50,8 +51,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._states: weakref.WeakValueDictionary[tuple[object, ...], OptimizerState]
-        self._states = weakref.WeakValueDictionary()
+        self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
+        self._callbacks: list[Callable[[StepCounters], None]] = []
         self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them
 
     @staticmethod
@@ -103,24 +104,38 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         else:
             self._waiting = [state]
 
-    def state_of(self, variables: Sequence[Any], settings: Settings) -> OptimizerState:
-        """The state for a list of variables, made when first asked for; called by the seam."""
-        key = self.config, settings.key, tuple(id(unwrap(v)) for v in variables)
-        state = _states.get(key)
-        if state is None:
-            residuals = _residuals.setdefault(self.config, Residuals())
-            state = _states[key] = OptimizerState(self.config, variables, settings, residuals)
-            for variable in variables:
-                weakref.finalize(unwrap(variable), _states.pop, key, None)
-        if key not in self._states:
-            self._states[key] = state
+    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
+        """As `OptimizerState.on_step`; before the first step it is kept until then."""
+        if len(self._states):
+            super().on_step(callback)
+        else:
+            self._callbacks.append(callback)
+
+    def state_of(
+        self, variables: Sequence[Any], settings: Settings, memory: Memory | None
+    ) -> OptimizerState:
+        """The state for a list of variables, made when first asked for; called by the seam.
+
+        Args:
+            variables: all of them, in order.
+            settings: what was asked of Horovod.
+            memory: the optimizer's own, or None for a tape: these share one for equal settings.
+        """
+        memory = _of_tapes.setdefault(self.config, Memory()) if memory is None else memory
+        state = memory.state_of(self.config, variables, settings)
+        if state not in self._states:
+            self._states.add(state)
+            for callback in self._callbacks:
+                state.on_step(callback)
+            self._callbacks.clear()
             if self._waiting:
-                state.load_state_dict(self._waiting.pop(0))
+                with tf.init_scope():
+                    state.load_state_dict(self._waiting.pop(0))
         return state
 
     def serialize(self) -> bytes:
         """All residuals as bytes, for tf.train.Checkpoint."""
-        return archive.pack([state.state_dict() for state in self._states.values()])
+        return archive.pack([*(s.state_dict() for s in self._living_states()), *self._waiting])
 
     def deserialize(self, data: bytes) -> None:
         """Take on residuals from a tf.train.Checkpoint; states yet to come take theirs then.
@@ -128,7 +143,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         Raises:
             StateDictError: a residual does not fit; nothing has changed.
         """
-        saved, states = archive.unpack(data), list(self._states.values())
+        saved, states = archive.unpack(data), self._living_states()
         for state, residuals in zip(states, saved, strict=False):
             state.check_state_dict(residuals)
         for state, residuals in zip(states, saved, strict=False):
@@ -136,12 +151,11 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         self._waiting = list(saved[len(states) :])
 
     def _living_states(self) -> list[OptimizerState]:
-        return list(self._states.values())
+        return sorted(self._states, key=lambda state: state.created)
 
 
-# What belongs to settings and variables, and ends with the variables.
-_residuals: dict[TopKConfig, Residuals] = {}
-_states: dict[tuple[object, ...], OptimizerState] = {}
+# What tapes keep: they come and go, and so may the compressors they are given.
+_of_tapes: dict[TopKConfig, Memory] = {}
 
 
 def as_topkef(compression: object) -> TopKEF | None:

@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.errors import ShapeChangedError
+from horovod_topk.errors import ShapeChangedError, UnsupportedOperationError
+
+Groups = int | tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True)
@@ -19,21 +21,37 @@ class Settings:
     """What the user asked of Horovod, beside the compressor."""
 
     reduction: str  # "average" or "sum"
-    groups: Any  # None, a number of buckets, or lists of variables
+    groups: Groups  # None, a number of buckets, or ids of variables
     process_set: Any
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal where the settings are."""
-        asked = self.groups
-        if isinstance(asked, list):
-            asked = tuple(tuple(id(unwrap(v)) for v in group) for group in asked)
-        return self.reduction, asked, self.process_set.process_set_id
+        return self.reduction, self.groups, self.process_set.process_set_id
+
+
+def groups_by_id(groups: Any) -> Groups:
+    """`groups=` as it can be kept without keeping variables alive."""
+    if isinstance(groups, list):
+        return tuple(tuple(id(unwrap(v)) for v in group) for group in groups)
+    number: int | None = groups
+    return number
 
 
 def unwrap(variable: Any) -> Any:
-    """The tf.Variable behind a variable of Keras 3."""
-    return variable if isinstance(variable, tf.Variable) else variable.value
+    """The tf.Variable behind a variable of Keras 3.
+
+    Raises:
+        UnsupportedOperationError: it is no variable.
+    """
+    inner = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
+    if not isinstance(inner, tf.Variable):
+        raise UnsupportedOperationError(
+            f"a gradient was asked for by {variable!r}, which is no variable and can have no "
+            "residual",
+            cure="Take gradients by variables, or use a tape with Compression.none",
+        )
+    return inner
 
 
 def names_of(variables: Iterable[Any]) -> list[str]:
@@ -83,14 +101,13 @@ def plan_of(
 
 
 def _asked_groups(
-    specs: Sequence[TensorSpec], of_variable: dict[int, TensorSpec], groups: Any
+    specs: Sequence[TensorSpec], of_variable: dict[int, TensorSpec], groups: Groups
 ) -> list[list[TensorSpec]]:
     """`groups=` as lists of specs: those given, or the specs dealt out to a number of them."""
     if groups is None:
         return []
-    if isinstance(groups, list):
-        ids = [[id(unwrap(v)) for v in group] for group in groups]
-        asked = [[of_variable[i] for i in group if i in of_variable] for group in ids]
+    if isinstance(groups, tuple):
+        asked = [[of_variable[i] for i in group if i in of_variable] for group in groups]
         return [group for group in asked if group]
     size, larger = divmod(len(specs), groups)
     bounds = [i * size + min(i, larger) for i in range(groups + 1)]

@@ -36,7 +36,7 @@ class Residuals:
             raise ShapeChangedError(
                 f"its gradient is {spec.dtype}, its residual {residual.dtype.name}",
                 tensor=spec.name,
-                cure="Give it gradients of one dtype, or call reset() on a new TopKEF",
+                cure="Give it gradients of one dtype throughout, or use another TopKEF(name=...)",
             )
         return residual
 

@@ -23,12 +23,15 @@ import horovod._keras
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.errors import StepBeforeSynchronizeError, UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import TopKEF, as_topkef
-from horovod_topk.tensorflow.planning import Settings, unwrap
+from horovod_topk.tensorflow.memory import Memory
+from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 
 Function = Callable[..., Any]
+
+TAPE = "DistributedGradientTape"  # the name under which a tape asks, at every step
 
 
 def install() -> None:
@@ -50,9 +53,15 @@ class Exchange:
     """Exchanges the gradients of one tape or optimizer; stands in for Horovod's own function."""
 
     def __init__(
-        self, compressor: TopKEF, settings: Settings, sparse_as_dense: bool, stock: Function
+        self,
+        compressor: TopKEF,
+        settings: Settings,
+        memory: Memory | None,
+        sparse_as_dense: bool,
+        stock: Function,
     ) -> None:
         self.compressor = compressor
+        self._memory = memory
         self.state: OptimizerState | None = None  # of the variables seen last
         self._settings = settings
         self._sparse_as_dense = sparse_as_dense
@@ -75,7 +84,7 @@ class Exchange:
         grads, variables = list(grads), list(vars)
         if self._sparse_as_dense:
             grads = [_to_dense(gradient) for gradient in grads]
-        self.state = self.compressor.state_of(variables, self._settings)
+        self.state = self.compressor.state_of(variables, self._settings, self._memory)
         if not self.state.active:
             return self._by_horovod(grads, variables, use_generic_names)
         sparse = [g if isinstance(g, tf.IndexedSlices) else None for g in grads]
@@ -104,11 +113,13 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
         compressor = as_topkef(asked["compression"])
         if compressor is None:
             return original(*args, **kwargs)
-        settings = Settings(_reduction(asked["op"]), asked["groups"], asked["process_set"])
+        groups = groups_by_id(asked["groups"])
+        settings = Settings(_reduction(asked["op"]), groups, asked["process_set"])
+        memory = None if asked["name"] == TAPE else Memory()
         sparse_as_dense = asked["sparse_as_dense"]
         asked |= {"compression": hvd.Compression.none, "groups": None}
         stock = original(*bound.args, **bound.kwargs)
-        return Exchange(compressor, settings, sparse_as_dense, stock)
+        return Exchange(compressor, settings, memory, sparse_as_dense, stock)
 
     return _make_allreduce_grads_fn
 
@@ -129,16 +140,41 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
 
     def create_distributed_optimizer(*args: Any, **kwargs: Any) -> Any:
         asked = signature.bind(*args, **kwargs).arguments
-        if as_topkef(asked["compression"]) is not None and _is_keras_3(asked["optimizer"]):
+        if as_topkef(asked["compression"]) is None:
+            return original(*args, **kwargs)
+        if _is_keras_3(asked["optimizer"]):
             raise UnsupportedOperationError(
                 "hvd.DistributedOptimizer never calls a compressor under Keras 3, and trains "
                 "without synchronising",
                 cure="Use horovod_topk.tensorflow.keras.DistributedOptimizer, or tf-keras with "
                 "TF_USE_LEGACY_KERAS=1",
             )
-        return original(*args, **kwargs)
+        optimizer = original(*args, **kwargs)
+        _refuse_unexchanged(optimizer)
+        return optimizer
 
     return create_distributed_optimizer
+
+
+def _refuse_unexchanged(optimizer: Any) -> None:
+    """Have tf-keras' `apply_gradients` refuse gradients if none has ever been exchanged.
+
+    Horovod exchanges in `compute_gradients`, which `fit` and `minimize` call, and a loop of one's
+    own may not.
+    """
+    apply_gradients = optimizer.apply_gradients
+
+    @functools.wraps(apply_gradients)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not optimizer._aggregated_gradients:
+            raise StepBeforeSynchronizeError(
+                "apply_gradients() was given gradients that have not been exchanged",
+                cure="Take them from optimizer.compute_gradients(loss, variables, tape=tape), or "
+                "from hvd.DistributedGradientTape and give them to an undistributed optimizer",
+            )
+        return apply_gradients(*args, **kwargs)
+
+    optimizer.apply_gradients = checked
 
 
 def _is_keras_3(optimizer: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import weakref
@@ -28,6 +29,7 @@ from horovod_topk.tensorflow.residuals import Residuals
 
 log = logging.getLogger("horovod_topk")
 
+_COUNT = itertools.count()
 _LIVE: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
 
 
@@ -62,6 +64,7 @@ class OptimizerState:
         self._waiting: Mapping[str, Any] | None = None  # loaded before the residuals were made
         self._steps = self._rolled_back = 0
         self._gradient_norm = 0.0
+        self.created = next(_COUNT)
         self.label = f"a TopKEF state of {len(self._names)} variables"
         reason = why_inactive(settings.process_set)
         self.active = reason is None
@@ -95,7 +98,10 @@ class OptimizerState:
         if not self.active:
             return {}
         copies = {name: tf.identity(e) for name, e in self._all_residuals().items()}
-        return pack_state(self._config.ratio, self._specs().values(), copies)
+        state = pack_state(self._config.ratio, self._specs().values(), copies)
+        for part in ("shapes", "residuals"):  # loaded, and not asked for yet
+            state[part] = {**(self._waiting or {}).get(part, {}), **state[part]}
+        return state
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse a state dict that does not fit; raises StateDictError."""

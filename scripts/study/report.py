@@ -32,6 +32,8 @@ The learning rate is the one that suits *dense* best; nothing is tuned for TopKE
 over the first 5% of a run's steps and falls to zero as a cosine over the rest. SGD has momentum 0.9
 and no weight decay, AdamW has PyTorch's defaults. Every run made for these tables is in them.
 
+Other work shared the machine's cores: compare accuracies and bytes here, not milliseconds.
+
 `make accuracy` makes it all again. A run that has its file in `docs/results/` is not repeated,
 unless with `make accuracy ARGS=--force`."""
 

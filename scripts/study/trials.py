@@ -147,9 +147,9 @@ def _digits(title: str, script: str, grid: tuple[float, ...], sweep_seeds: tuple
 
 TASKS = (
     _digits("PyTorch digits", "pytorch_digits.py", (0.01, 0.02, 0.05, 0.1, 0.2), (100, 101)),
-    _digits("TensorFlow digits", "tensorflow_digits.py", (0.05, 0.1, 0.2), (100,)),
-    _digits("Keras 3 digits", "keras_digits.py", (0.05, 0.1, 0.2), (100,)),
-    _digits("tf-keras digits", "tfkeras_digits.py", (0.05, 0.1, 0.2), (100,)),
+    _digits("TensorFlow digits", "tensorflow_digits.py", (0.05, 0.1, 0.2), (100, 101)),
+    _digits("Keras 3 digits", "keras_digits.py", (0.05, 0.1, 0.2), (100, 101)),
+    _digits("tf-keras digits", "tfkeras_digits.py", (0.05, 0.1, 0.2), (100, 101)),
     _classification(
         "Snippets",
         "pytorch_snippets.py",

@@ -27,11 +27,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     Args:
         root_rank: the rank whose values all others take.
+        process_set: the ranks that train.
     """
 
-    def __init__(self, root_rank: int = 0) -> None:
+    def __init__(self, root_rank: int = 0, process_set: Any = hvd.global_process_set) -> None:
         super().__init__()
         self._root_rank = root_rank
+        self._process_set = process_set
         self._done = False
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -59,7 +61,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         def broadcast() -> None:
             for position, variable in enumerate(variables):
                 name = f"topkef.broadcast.{position}"
-                variable.assign(hvd.broadcast(variable, self._root_rank, name=name))
+                options = {"name": name, "process_set": self._process_set}
+                variable.assign(hvd.broadcast(variable, self._root_rank, **options))
 
         tf.function(broadcast, autograph=False).get_concrete_function()()
         self._done = True
@@ -69,7 +72,14 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Averages an epoch's metrics over ranks.
 
     Put it before callbacks that act on metrics: checkpoints, early stopping, plateaus.
+
+    Args:
+        process_set: the ranks that train.
     """
+
+    def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+        super().__init__()
+        self._process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Replace every metric by its mean, in place."""
@@ -77,7 +87,8 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
             return
         names = sorted(logs)
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
-        averaged = hvd.allreduce(values, op=hvd.Average, name="topkef.metrics")
+        options = {"name": "topkef.metrics", "process_set": self._process_set}
+        averaged = hvd.allreduce(values, op=hvd.Average, **options)
         logs.update(zip(names, averaged.numpy().tolist(), strict=True))
 
 

@@ -8,7 +8,6 @@ after a fixed loss scale is taken out, before clipping and weight decay, and, wi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ import horovod.tensorflow as hvd
 import keras
 
 from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.tensorflow.compressor import as_topkef
+from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
-
-log = logging.getLogger("horovod_topk")
 
 
 def DistributedOptimizer(  # noqa: N802  # Horovod's name
@@ -57,8 +56,14 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     Raises:
         UnsupportedOperationError: see the message.
     """
-    _check(optimizer, op, backward_passes_per_step)
-    optimizer = _with_loss_scale(optimizer)
+    _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step)
+    if isinstance(groups, list) and as_topkef(compression) is None:
+        raise UnsupportedOperationError(
+            "groups= as lists: Horovod tells variables apart by names, which Keras 3 repeats",
+            cure="Pass groups= as a number, or compression=TopKEF",
+        )
+    optimizer = with_loss_scale(optimizer)
+    _check_accumulation(optimizer)
     base = type(optimizer)
     exchange = hvd._make_allreduce_grads_fn(
         name or f"Distributed{base.__name__}",
@@ -78,7 +83,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         "_exchanger": _Exchanger(exchange),
     }
     cls: Any = type(base.__name__, (_ExchangesScaled if scaled else _Exchanges, base), members)
-    return _with_state_of(optimizer, cls.from_config(optimizer.get_config()))
+    return copied(optimizer, cls)
 
 
 def load_model(
@@ -107,6 +112,7 @@ class _Exchanger:
     def __init__(self, function: Callable[..., list[Any]]) -> None:
         self.function = function
         self.variables: list[Any] = []  # of the step that is being built
+        self.reached = False  # in this step, whether or not gradients are only accumulated
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Exchanged gradients; ours takes names from Keras's variables, Horovod wants tf's."""
@@ -124,13 +130,37 @@ class _Exchanges:
     def _allreduce_grads(self) -> Callable[..., list[Any]]:
         return self._exchanger.function
 
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """As the base class, if it comes to the exchange.
+
+        Raises:
+            UnsupportedOperationError: it did not: the base class has another way to update.
+        """
+        self._exchanger.reached = False
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+        if not self._exchanger.reached and any(gradient is not None for gradient in grads):
+            raise UnsupportedOperationError(
+                f"{type(self).__name__} updates variables in a way of its own, on gradients that "
+                "have not been exchanged",
+                cure="Wrap an optimizer with the apply() of keras.optimizers.Optimizer, or use "
+                "hvd.DistributedGradientTape",
+            )
+
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        self._exchanger.reached = True
         self._exchanger.variables = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
-        exchanged = self._exchanger(grads, self._exchanger.variables)
-        return super()._clip_gradients(exchanged)  # type: ignore[misc]
+        """Exchange first, over all variables: those without a gradient keep their place."""
+        this: Any = self
+        everything = list(this._trainable_variables)
+        places = [this._get_variable_index(v) for v in self._exchanger.variables]
+        spread: list[Any] = [None] * len(everything)
+        for place, gradient in zip(places, grads, strict=True):
+            spread[place] = gradient
+        exchanged = self._exchanger(spread, everything)
+        return super()._clip_gradients([exchanged[i] for i in places])  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse what only the constructor of LossScaleOptimizer does to a finished optimizer."""
@@ -166,17 +196,21 @@ class _ExchangesScaled:
                 this.build(variables)
             this.built = True
         scale = this.dynamic_scale
-        unscaled = [_apply(keras.ops.divide, gradient, scale) for gradient in grads]
+        pairs = list(zip(grads, variables, strict=True))
+        kept = [g if this._overwrite_variable_with_gradient(v) else None for g, v in pairs]
+        unscaled = [
+            None if g is None or k is not None else keras.ops.divide(g, scale)
+            for g, k in zip(grads, kept, strict=True)
+        ]
         exchanged = self._exchanger(unscaled, variables)
-        scaled = [_apply(keras.ops.multiply, gradient, scale) for gradient in exchanged]
+        scaled = [
+            k if g is None else keras.ops.multiply(g, scale)
+            for g, k in zip(exchanged, kept, strict=True)
+        ]
         super().apply(scaled, trainable_variables)  # type: ignore[misc]
 
 
-def _apply(operation: Callable[..., Any], gradient: Any, scale: Any) -> Any:
-    return None if gradient is None else operation(gradient, scale)
-
-
-def _check(optimizer: Any, op: Any, backward_passes_per_step: int) -> None:
+def _check(optimizer: Any, op: Any, predivide: float, backward_passes_per_step: int) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UnsupportedOperationError(
             f"{type(optimizer).__module__}.{type(optimizer).__name__} is no optimizer of Keras 3",
@@ -191,11 +225,24 @@ def _check(optimizer: Any, op: Any, backward_passes_per_step: int) -> None:
         raise UnsupportedOperationError(
             f"op={op} has no meaning for a Keras optimizer", cure="Pass hvd.Average or hvd.Sum"
         )
+    if predivide != 1.0 and op != hvd.Average:
+        raise UnsupportedOperationError(
+            f"gradient_predivide_factor={predivide} splits an average, and op is hvd.Sum",
+            cure="Pass op=hvd.Average, or leave gradient_predivide_factor at 1.0",
+        )
     if backward_passes_per_step != 1:
         raise UnsupportedOperationError(
             f"backward_passes_per_step={backward_passes_per_step}, Keras 3 accumulates by itself",
             cure="Give the optimizer gradient_accumulation_steps, and leave this at 1",
         )
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise UnsupportedOperationError(
+            "MultiOptimizer hands gradients on to others, which would apply them unexchanged",
+            cure="Use one optimizer, or hvd.DistributedGradientTape",
+        )
+
+
+def _check_accumulation(optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", None)
     if getattr(inner, "gradient_accumulation_steps", None):
         raise UnsupportedOperationError(
@@ -203,28 +250,3 @@ def _check(optimizer: Any, op: Any, backward_passes_per_step: int) -> None:
             "micro-step",
             cure="Leave out one of the two, or use bfloat16, which needs no loss scale",
         )
-
-
-def _with_loss_scale(optimizer: Any) -> Any:
-    """The optimizer, or a loss scale around it where Keras would put one."""
-    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if scales or keras.config.dtype_policy().name != "mixed_float16":
-        return optimizer
-    if optimizer.gradient_accumulation_steps:
-        _check(keras.optimizers.LossScaleOptimizer(optimizer), hvd.Average, 1)
-    log.info('policy "mixed_float16": %s gets a dynamic loss scale', type(optimizer).__name__)
-    return keras.optimizers.LossScaleOptimizer(optimizer)
-
-
-def _with_state_of(optimizer: Any, copy: Any) -> Any:
-    """Give a copy the slots and counters of an optimizer that has trained already."""
-    for suffix in ("", "_pattern", "_cache"):  # exclude_from_weight_decay() is in no configuration
-        name = f"_exclude_from_weight_decay{suffix}"
-        if hasattr(optimizer, name):
-            setattr(copy, name, getattr(optimizer, name))
-    if optimizer.built:
-        copy.build(optimizer._trainable_variables)
-    if len(copy.variables) == len(optimizer.variables):
-        for mine, theirs in zip(copy.variables, optimizer.variables, strict=True):
-            mine.assign(theirs)
-    return copy

@@ -17,7 +17,11 @@ from kerasses import LIBRARIES, compiled, data, distributed, fit, same
 from proof import assert_ranks_equal, ranks_equal
 
 import horovod_topk.tensorflow.keras as hvd_keras
-from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
+from horovod_topk.errors import (
+    NotAttachedError,
+    StepBeforeSynchronizeError,
+    UnsupportedOperationError,
+)
 from horovod_topk.tensorflow import TopKEF
 
 EVERYTHING = {"ratio": 1.0, "min_numel": 0}
@@ -248,6 +252,11 @@ def test_a_loss_scale_around_a_distributed_optimizer_is_refused() -> None:
             "gradient_accumulation",
         ),
         (lambda: keras.optimizers.SGD(0.1), {"op": hvd.Adasum}, r"hvd\.Average or hvd\.Sum"),
+        (
+            lambda: keras.optimizers.SGD(0.1),
+            {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+            "splits an average",
+        ),
         (lambda: tf_keras.optimizers.SGD(0.1), {}, "no optimizer of Keras 3"),
         (
             lambda: keras.optimizers.LossScaleOptimizer(
@@ -307,6 +316,92 @@ def test_the_copy_keeps_state_and_exclusions() -> None:
     assert all(np.array_equal(mine.numpy(), theirs.numpy()) for mine, theirs in pairs)
     assert int(copy.iterations) == 8
     assert (copy._use_weight_decay(kernel), copy._use_weight_decay(bias)) == (True, False)
+
+
+def test_state_and_exclusions_survive_a_loss_scale() -> None:
+    model = compiled(keras, keras.optimizers.AdamW(1e-3, weight_decay=0.5))
+    bias = model.trainable_variables[1]
+    model.optimizer.exclude_from_weight_decay([bias])
+    model.fit(*data(rank=0), batch_size=8, verbose=0, shuffle=False)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        copy = distributed(keras, model.optimizer, TopKEF)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    inner = copy.inner_optimizer
+    pairs = zip(inner.variables, model.optimizer.variables, strict=True)
+    assert all(np.array_equal(mine.numpy(), theirs.numpy()) for mine, theirs in pairs)
+    assert not inner._use_weight_decay(bias)
+    again = distributed(keras, keras.optimizers.LossScaleOptimizer(inner), TopKEF)
+    assert not again.inner_optimizer._use_weight_decay(bias)
+
+
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule that Keras cannot find by name."""
+
+    def __call__(self, step: Any) -> Any:
+        return 0.1 * keras.ops.power(0.5, keras.ops.cast(step, "float32"))
+
+
+@pytest.mark.parametrize("rate", [Halving(), lambda: 0.1], ids=["schedule", "function"])
+def test_any_learning_rate_is_kept(rate: Any) -> None:
+    model = fit(keras, keras.optimizers.SGD(rate), TopKEF(**SPARSE), epochs=1)
+    assert model.optimizer._learning_rate is rate
+    assert_ranks_equal(model.get_weights())
+
+
+def test_a_new_optimizer_starts_without_residuals() -> None:
+    model = compiled(keras, "sgd")
+    initial, ends = model.get_weights(), []
+    for _ in range(2):
+        model.set_weights(initial)
+        compression = TopKEF(ratio=0.03, min_numel=0)
+        optimizer = distributed(keras, keras.optimizers.SGD(0.05), compression)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+        model.fit(*data(), batch_size=8, verbose=0, shuffle=False)
+        ends.append(model.get_weights())
+        assert compression.stats().steps == 8
+    assert all(np.array_equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_variable_without_a_gradient_keeps_its_state() -> None:
+    model, compression = compiled(keras, "sgd"), TopKEF(**SPARSE)
+    optimizer = distributed(keras, keras.optimizers.SGD(0.05), compression)
+    variables = model.trainable_variables
+    gradients = [tf.ones(v.shape) for v in variables]
+    optimizer.apply(gradients, variables)
+    optimizer.apply([None, *gradients[1:]], variables)
+    optimizer.apply(gradients, variables)
+    assert compression.stats().steps == 3
+    assert len(compression.state_dict()["residuals"]) == len(variables)
+
+
+class Stubborn(keras.optimizers.SGD):
+    """Updates in a way of its own."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            variable.assign_sub(0.1 * gradient)
+
+
+def test_an_optimizer_that_goes_around_the_exchange_is_refused() -> None:
+    with pytest.raises(UnsupportedOperationError, match="a way of its own"):
+        fit(keras, Stubborn(0.1), hvd.Compression.none)
+
+
+def test_tfkeras_refuses_gradients_that_were_never_exchanged() -> None:
+    model = compiled(tf_keras, "sgd")
+    optimizer = distributed(tf_keras, tf_keras.optimizers.SGD(0.1), TopKEF)
+    gradients = [tf.ones(v.shape) for v in model.trainable_variables]
+    with pytest.raises(StepBeforeSynchronizeError, match="compute_gradients"):
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+
+def test_lists_of_groups_are_refused_with_horovods_compressors() -> None:
+    groups = [compiled(keras, "sgd").trainable_variables]
+    with pytest.raises(UnsupportedOperationError, match="as a number"):
+        distributed(keras, keras.optimizers.SGD(0.1), hvd.Compression.none, groups=groups)
 
 
 def test_groups_take_keras_variables() -> None:

@@ -26,7 +26,8 @@ from horovod_topk.errors import (
     UnsupportedOperationError,
 )
 from horovod_topk.tensorflow import TopKEF
-from horovod_topk.tensorflow.compressor import _residuals
+from horovod_topk.tensorflow.compressor import _of_tapes
+from horovod_topk.tensorflow.state import live_states
 
 SPARSE = {"ratio": 0.1, "min_numel": 0}
 SHAPES = [(30, 20), (7,)]
@@ -73,6 +74,50 @@ def test_a_checkpoint_carries_a_run_over(tmp_path: Path, when: str) -> None:
     tf.train.Checkpoint(compression=second).restore(path).assert_consumed()
     exchanged = trained(second, 2, first=3, model=other)[1]
     assert all(np.array_equal(a, b) for a, b in zip(exchanged, expected, strict=True))
+
+
+def test_a_state_loads_into_variables_that_have_one_also_while_a_graph_is_built() -> None:
+    first, again = TopKEF(ratio=0.2, min_numel=0), TopKEF(ratio=0.2, min_numel=0)
+    model, _ = trained(first, 3)
+    kept = first.state_dict()
+    trained(first, 2, first=3, model=model)
+    again.load_state_dict(kept)
+    mine = [noise(hvd.rank(), 30 + i, shape) for i, shape in enumerate(SHAPES)]
+    exchanged = model.exchange(again, mine, graph=True)
+    expected = trained(TopKEF(ratio=0.2, min_numel=0), 4)[1]
+    assert all(np.array_equal(a, b) for a, b in zip(exchanged, expected, strict=True))
+
+
+def test_what_was_restored_can_be_saved_before_a_step(tmp_path: Path) -> None:
+    first, second, third = (TopKEF(**SPARSE) for _ in range(3))
+    model, _ = trained(first, 3)
+    path = tf.train.Checkpoint(compression=first).save(str(tmp_path / "one"))
+    tf.train.Checkpoint(compression=second).restore(path)
+    path = tf.train.Checkpoint(compression=second).save(str(tmp_path / "two"))
+    tf.train.Checkpoint(compression=third).restore(path)
+    other, _ = trained(third, 1, first=3)
+    expected = trained(first, 1, first=3, model=model)[1]
+    for mine, theirs in zip(residuals(third), residuals(first), strict=True):
+        assert np.array_equal(mine, theirs)
+    assert len(expected) == len(other.variables)
+
+
+def test_callbacks_can_be_given_before_the_first_step() -> None:
+    compression, seen = TopKEF(**SPARSE), list[StepCounters]()
+    compression.on_step(seen.append)
+    model, _ = trained(compression, 2)
+    assert [counters.step for counters in seen] == [1, 2]
+    assert model.variables
+
+
+def test_a_tensor_that_is_no_variable_is_refused() -> None:
+    watched = tf.ones([3])
+    with tf.GradientTape() as tape:
+        tape.watch(watched)
+        loss = tf.reduce_sum(watched * 2)
+    tape = hvd.DistributedGradientTape(tape, compression=TopKEF)
+    with pytest.raises(UnsupportedOperationError, match="no variable"):
+        tape.gradient(loss, [watched])
 
 
 def test_reset_forgets() -> None:
@@ -132,7 +177,16 @@ def test_residuals_end_with_their_model() -> None:
     gc.collect()
     with pytest.raises(NotAttachedError, match="0 optimizers"):
         compression.stats()
-    assert not _residuals[compression.config]._of
+    assert not _of_tapes[compression.config]._residuals._of
+
+
+def test_groups_keep_no_model_alive() -> None:
+    model, alive = Linear(SHAPES), len(live_states())
+    model.exchange(TopKEF(**SPARSE), [tf.ones(s) for s in SHAPES], groups=[[model.variables[0]]])
+    assert len(live_states()) == alive + 1
+    del model
+    gc.collect()
+    assert len(live_states()) == alive
 
 
 def test_skipped_tensors_are_logged(caplog: pytest.LogCaptureFixture) -> None:

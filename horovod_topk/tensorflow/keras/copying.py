@@ -1,0 +1,88 @@
+"""Copies of Keras 3 optimizers, with all that makes them what they are.
+
+`from_config(get_config())` alone loses slots and counters, exclusions from weight decay, and
+learning-rate schedules that Keras cannot find by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+
+from horovod_topk.errors import UnsupportedOperationError
+
+log = logging.getLogger("horovod_topk")
+
+
+def copied(optimizer: Any, cls: Any) -> Any:
+    """A copy of the given class, which shares nothing with the original.
+
+    Raises:
+        UnsupportedOperationError: the copy has other variables than the original.
+    """
+    copy = _blank(optimizer, cls)
+    _build_and_assign(copy, optimizer)
+    return copy
+
+
+def with_loss_scale(optimizer: Any) -> Any:
+    """The optimizer, or a copy within a loss scale where Keras would put one around it."""
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scales or keras.config.dtype_policy().name != "mixed_float16":
+        return optimizer
+    log.info('policy "mixed_float16": %s gets a dynamic loss scale', type(optimizer).__name__)
+    return keras.optimizers.LossScaleOptimizer(copied(optimizer, type(optimizer)))
+
+
+def _blank(optimizer: Any, cls: Any) -> Any:
+    """A copy before it is built."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        config = optimizer.get_config()
+        inner = optimizer.inner_optimizer
+        del config["inner_optimizer"]
+        return cls(_blank(inner, type(inner)), **config)
+    config = _config_of(optimizer)
+    copy = cls.from_config(config)
+    for suffix in ("", "_pattern", "_cache"):
+        name = f"_exclude_from_weight_decay{suffix}"
+        if hasattr(optimizer, name):
+            setattr(copy, name, getattr(optimizer, name))
+    return copy
+
+
+def _config_of(optimizer: Any) -> dict[str, Any]:
+    """`get_config()`, with a schedule or function for the learning rate as it is."""
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.Variable):
+        config: dict[str, Any] = optimizer.get_config()
+        return config
+    try:
+        optimizer._learning_rate = 0.0  # Keras would look for the schedule's configuration
+        return {**optimizer.get_config(), "learning_rate": rate}
+    finally:
+        optimizer._learning_rate = rate
+
+
+def _build_and_assign(copy: Any, optimizer: Any) -> None:
+    """Slots, counters and the learning rate."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None and inner.built:
+        copy.build(inner._trainable_variables)
+        _assign(copy.inner_optimizer._variables, inner._variables, inner)
+    elif optimizer.built:
+        copy.build(optimizer._trainable_variables)
+    if inner is None or optimizer.built:
+        _assign(copy._variables, optimizer._variables, optimizer)
+
+
+def _assign(mine: list[Any], theirs: list[Any], optimizer: Any) -> None:
+    if len(mine) != len(theirs):
+        raise UnsupportedOperationError(
+            f"a copy of this {type(optimizer).__name__} has {len(mine)} variables, the optimizer "
+            f"{len(theirs)}: its state would be lost",
+            cure="Wrap the optimizer before it is built",
+        )
+    for ours, original in zip(mine, theirs, strict=True):
+        ours.assign(original)
