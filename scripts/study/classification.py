@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
-from study import results
+from study import results, trials
 from study.markdown import NAMES, OPTIMIZERS, picture, reduction, score, setting, spread, table
 from study.results import Comparison, Result
 from study.trials import Task
+
+ELSEWHERE = """\
+## Other learning rates
+
+Comparisons at rates that the task's own sweep did not choose: for TensorFlow's digits the one that
+PyTorch's sweep chose for the same network, for snippets the one of a sweep at 1,000 steps. Near the
+largest rate that dense stands, TopKEF loses more."""
 
 TOLERANCE = 0.5  # points of accuracy that compression may cost
 
@@ -20,6 +28,28 @@ def section(task: Task, steps: int) -> str:
         return f"{title}\n\nNot run yet."
     parts = [title, setting(found), _summary(found), _verdict(found), _seeds(found), _note(found)]
     return "\n\n".join([*parts, picture(found, log=True)])
+
+
+def elsewhere(tasks: Sequence[Task]) -> list[str]:
+    """A section on comparisons at other learning rates, if any were made: none is left out."""
+    found = [
+        (task, steps, lr, at)
+        for task, steps, lr in ((t, s, lr) for t in tasks for s in t.steps for lr in trials.LADDER)
+        if lr != results.chosen(task) and (at := results.comparison_at(task, steps, lr))
+    ]
+    if not found:
+        return []
+    rows = [
+        [
+            f"{task.title}, {steps:,} steps",
+            f"{lr:g}",
+            *(spread([100 * x for x in at.scores(runs)]) + "%" for runs in (at.dense, at.topk)),
+            spread([100 * x for x in at.differences], sign="+") + " points",
+        ]
+        for task, steps, lr, at in found
+    ]
+    header = ["", "learning rate", *NAMES.values(), "difference"]
+    return [f"{ELSEWHERE}\n\n{table(header, rows)}"]
 
 
 def _summary(found: Comparison) -> str:

@@ -55,6 +55,7 @@ def write() -> Path:
         SWEEP,
         *map(_sweep, trials.TASKS),
         *(classification.section(task, steps) for task in classifiers for steps in task.steps),
+        *classification.elsewhere(classifiers),
         language_model.section(language_models),
     ]
     PAGE.write_text("\n\n".join(parts) + "\n")

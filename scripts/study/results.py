@@ -132,8 +132,11 @@ class Comparison:
 def comparison(task: Task, steps: int) -> Comparison | None:
     """The runs of this length; None unless all of them are finished."""
     lr = chosen(task)
-    if lr is None:
-        return None
+    return None if lr is None else comparison_at(task, steps, lr)
+
+
+def comparison_at(task: Task, steps: int, lr: float) -> Comparison | None:
+    """The runs of this length at one learning rate; None unless all of them are finished."""
     dense, topk = (load(trials.compared(task, lr, steps, name)) for name in trials.COMPRESSIONS)
     complete = len(dense) == len(topk) == len(task.seeds)
     return Comparison(task, steps, dense, topk) if complete else None
