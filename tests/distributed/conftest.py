@@ -1,4 +1,4 @@
-"""Cases in ranks/ run on real ranks, started by test_launch.py; pytest's own run skips them."""
+"""Cases in ranks/ and tensorflow_ranks/ run on real ranks; pytest's own run skips them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-collect_ignore = ["ranks"]
+collect_ignore = ["ranks", "tensorflow_ranks", "mixed"]
 
 
 @pytest.fixture(scope="session", autouse=True)
