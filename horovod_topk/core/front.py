@@ -5,10 +5,11 @@ Its settings, the questions it passes on to the state behind it, and when there 
 
 from __future__ import annotations
 
+import abc
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from horovod_topk.config import TopKConfig, reject_unknown
 from horovod_topk.core.stats import Stats, StepCounters
@@ -39,7 +40,7 @@ class State(Protocol):
         ...
 
 
-class Front:
+class Front(abc.ABC):
     """Settings as keyword arguments; questions answered by the one state behind an instance."""
 
     def __init__(
@@ -55,6 +56,15 @@ class Front:
     ) -> None:
         reject_unknown(unknown, TopKConfig.__dataclass_fields__)
         self.config = TopKConfig(ratio, values, exchange, selection, min_numel, name)
+
+    @classmethod
+    def asked(cls, compression: object) -> Self | None:
+        """The compressor a user passed, if it is ours: an instance, or the class with defaults."""
+        if isinstance(compression, cls):
+            return compression
+        if isinstance(compression, type) and issubclass(compression, cls):
+            return compression()
+        return None
 
     def stats(self) -> Stats:
         """As `OptimizerState.stats`, of the one optimizer behind this instance."""
@@ -76,8 +86,9 @@ class Front:
         """As `OptimizerState.on_step`, of the one optimizer behind this instance."""
         self._only_state().on_step(callback)
 
+    @abc.abstractmethod
     def _living_states(self) -> Sequence[State]:
-        raise NotImplementedError
+        """The states behind this instance, oldest first."""
 
     def _only_state(self) -> State:
         if len(self._living_states()) > 1:

@@ -172,7 +172,7 @@ class TensorFlowOps:
         for part in parts:
             stop = at + part.numel * _WIDTH[dtype]
             data = tf.bitcast(tf.cast(part.value, dtype), tf.uint8)
-            _write(TensorFlowOps.view(self, payload, at, stop), tf.reshape(data, [stop - at]))
+            _write(self.view(payload, at, stop), tf.reshape(data, [stop - at]))
             at = stop
 
     def load(self, gathered: Array, width: int, at: int, count: int, dtype: str) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,9 +27,7 @@ def unpack(data: bytes) -> list[dict[str, Any]]:
     states, at = json.loads(line), 0
     for state in states:
         for name, dtype in state.get("residuals", {}).items():
-            count = 1
-            for extent in state["shapes"][name]:
-                count *= extent
+            count = math.prod(state["shapes"][name])
             stop = at + count * tf.as_dtype(dtype).size
             state["residuals"][name] = tf.reshape(tf.io.decode_raw(rest[at:stop], dtype), [count])
             at = stop

@@ -156,12 +156,3 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
 # What tapes keep: they come and go, and so may the compressors they are given.
 _of_tapes: dict[TopKConfig, Memory] = {}
-
-
-def as_topkef(compression: object) -> TopKEF | None:
-    """The compressor a user passed, if it is ours: an instance, or the class with defaults."""
-    if isinstance(compression, TopKEF):
-        return compression
-    if isinstance(compression, type) and issubclass(compression, TopKEF):
-        return compression()
-    return None

@@ -24,7 +24,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk.errors import StepBeforeSynchronizeError, UnsupportedOperationError
-from horovod_topk.tensorflow.compressor import TopKEF, as_topkef
+from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
 from horovod_topk.tensorflow.state import OptimizerState, live_states
@@ -110,7 +110,7 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
     def _make_allreduce_grads_fn(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         asked = bound.arguments
-        compressor = as_topkef(asked["compression"])
+        compressor = TopKEF.asked(asked["compression"])
         if compressor is None:
             return original(*args, **kwargs)
         groups = groups_by_id(asked["groups"])
@@ -140,7 +140,7 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
 
     def create_distributed_optimizer(*args: Any, **kwargs: Any) -> Any:
         asked = signature.bind(*args, **kwargs).arguments
-        if as_topkef(asked["compression"]) is None:
+        if TopKEF.asked(asked["compression"]) is None:
             return original(*args, **kwargs)
         if _is_keras_3(asked["optimizer"]):
             raise UnsupportedOperationError(

@@ -50,7 +50,7 @@ def install() -> None:
 def _wrap_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        compressor = _as_topkef(arguments["compression"])
+        compressor = TopKEF.asked(arguments["compression"])
         if compressor is not None and arguments.get("op") == hvd.Adasum:
             _refuse_adasum()
         original(self, *args, **kwargs)
@@ -74,7 +74,7 @@ def _wrap_allreduce_grad_async(original: Method) -> Method:
 def _wrap_adasum_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        if _as_topkef(arguments["compression"]) is not None:
+        if TopKEF.asked(arguments["compression"]) is not None:
             _refuse_adasum()
         original(self, *args, **kwargs)
 
@@ -96,15 +96,6 @@ def _wrap_join(original: Method) -> Method:
         return original(*args, **kwargs)
 
     return join
-
-
-def _as_topkef(compression: object) -> TopKEF | None:
-    """The compressor a user passed, if it is ours: an instance, or the class with defaults."""
-    if isinstance(compression, TopKEF):
-        return compression
-    if isinstance(compression, type) and issubclass(compression, TopKEF):
-        return compression()
-    return None
 
 
 def _refuse_adasum() -> None:

@@ -16,7 +16,7 @@ import horovod.tensorflow as hvd
 import keras
 
 from horovod_topk.errors import UnsupportedOperationError
-from horovod_topk.tensorflow.compressor import as_topkef
+from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
@@ -57,7 +57,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         UnsupportedOperationError: see the message.
     """
     _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step)
-    if isinstance(groups, list) and as_topkef(compression) is None:
+    if isinstance(groups, list) and TopKEF.asked(compression) is None:
         raise UnsupportedOperationError(
             "groups= as lists: Horovod tells variables apart by names, which Keras 3 repeats",
             cure="Pass groups= as a number, or compression=TopKEF",
