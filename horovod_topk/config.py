@@ -11,7 +11,7 @@ from horovod_topk.errors import ConfigError, UnknownSettingError
 
 VALUES = ("float32", "float16")
 EXCHANGES = ("allgather",)
-SELECTIONS = ("exact",)
+SELECTIONS = ("exact", "sampled")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from horovod_topk.core import payload as wire
 from horovod_topk.core.plan import BucketPlan, TensorPlan
 from horovod_topk.core.residual import Arenas
-from horovod_topk.ops import Ops
+from horovod_topk.ops import Fused, Ops
 
 Array = TypeVar("Array")
 
@@ -30,14 +30,6 @@ class Entries(Generic[Array]):
     sent: Array  # [k], value dtype: what the receiver will read
 
 
-@dataclass(frozen=True)
-class Probe(Generic[Array]):
-    """The first entries of each tensor, kept to notice a gradient that changed since."""
-
-    index: tuple[Array, ...]  # int64, at most PROBE each
-    sent: Array  # value dtype, tensor after tensor
-
-
 class Codec(Protocol[Array]):
     """encode writes `arenas.candidate` and `payload`, decode writes `gradients`; nothing else."""
 
@@ -45,15 +37,11 @@ class Codec(Protocol[Array]):
         """A buffer for a bucket's payloads, with what is the same in all of them."""
         ...
 
-    def encode(
-        self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array
-    ) -> Probe[Array]:
+    def encode(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> None:
         """Fill a payload; leave in the candidate arena what was not sent."""
         ...
 
-    def unchanged(
-        self, arenas: Arenas[Array], gradients: Sequence[Array], probe: Probe[Array]
-    ) -> bool:
+    def unchanged(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> bool:
         """Whether the gradients still encode to what was sent."""
         ...
 
@@ -75,10 +63,15 @@ class Codec(Protocol[Array]):
 
 
 class TopK(Generic[Array]):
-    """The k largest magnitudes of each tensor (id `wire.TOPK` in the payload's header)."""
+    """The k largest magnitudes of each tensor (id `wire.TOPK` in the payload's header).
+
+    A bucket is encoded and decoded by the kernel that `ops` has for it, or else by its verbs: they
+    are the definition of what a kernel does.
+    """
 
     def __init__(self, ops: Ops[Array]) -> None:
         self._ops = ops
+        self._kernels: dict[tuple[bytes, str], Fused[Array] | None] = {}
 
     def new_payload(self, bucket: BucketPlan) -> Array:
         """A zeroed buffer that opens with the bucket's header."""
@@ -86,33 +79,38 @@ class TopK(Generic[Array]):
         self._ops.store_bytes(payload, 0, bucket.header)
         return payload
 
-    def encode(
-        self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array
-    ) -> Probe[Array]:
+    def encode(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> None:
         """Fill a payload; leave in the candidate arena what was not sent."""
         bucket = arenas.plan
+        kernel = self._kernel(bucket)
+        if kernel is not None:
+            kernel.encode(arenas.residual, arenas.candidate, gradients, payload)
+            return
         entries = [
             self._compress(bucket, tensor, arenas, gradient)
             for tensor, gradient in zip(bucket.tensors, gradients, strict=True)
         ]
         self._write(bucket, entries, payload)
-        probe = self._probe(bucket, entries)
         for tensor, entry in zip(bucket.tensors, entries, strict=True):
             self._ops.deduct(self._slice(arenas.candidate, tensor), entry.index, entry.sent)
-        return probe
 
-    def unchanged(
-        self, arenas: Arenas[Array], gradients: Sequence[Array], probe: Probe[Array]
-    ) -> bool:
-        """Whether the gradients still encode to what was sent, judged by the probed entries."""
+    def unchanged(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> bool:
+        """Whether the gradients still encode to what was sent, judged by each tensor's first."""
         ops, bucket = self._ops, arenas.plan
-        again, at = self._probe_array(bucket, bucket.residual_dtype), 0
-        for tensor, gradient, index in zip(bucket.tensors, gradients, probe.index, strict=True):
-            stop = at + min(PROBE, tensor.k)
+        kernel = self._kernel(bucket)
+        if kernel is not None:
+            return kernel.unchanged(arenas.residual, gradients, payload)
+        count = sum(min(PROBE, tensor.k) for tensor in bucket.tensors)
+        now = ops.zeros(count, bucket.residual_dtype, bucket.device)
+        sent, at = ops.zeros(count, bucket.value_dtype, bucket.device), 0
+        for tensor, gradient in zip(bucket.tensors, gradients, strict=True):
+            index, values = self._read_first(bucket, tensor, payload)
+            stop = at + ops.numel(index)
             residual = ops.take(self._slice(arenas.residual, tensor), index)
-            ops.compensate(residual, ops.take(gradient, index), ops.view(again, at, stop))
+            ops.compensate(residual, ops.take(gradient, index), ops.view(now, at, stop))
+            ops.assign(ops.view(sent, at, stop), values)
             at = stop
-        return ops.same(ops.quantise(again, bucket.value_dtype), probe.sent)
+        return ops.same(ops.quantise(now, bucket.value_dtype), sent)
 
     def decode(
         self,
@@ -121,8 +119,20 @@ class TopK(Generic[Array]):
         scale: float,
         gradients: Sequence[Array],
     ) -> Sequence[bool]:
-        """Replace gradients by the scaled sum over ranks, added in rank order."""
+        """Replace gradients by the scaled sum over ranks, added in rank order.
+
+        Raises:
+            PayloadError, PlanMismatchError: what a rank sent is no payload of this bucket.
+        """
         flags = self._read_headers(bucket, gathered)
+        kernel = self._kernel(bucket)
+        if kernel is not None:
+            wrong = kernel.decode(gathered, scale, flags, gradients)
+            if wrong is not None:
+                raise wire.wrong_indices(
+                    bucket.ordinal, wrong[0], bucket.tensors[wrong[1]].spec.name
+                )
+            return flags
         for position, (tensor, gradient) in enumerate(zip(bucket.tensors, gradients, strict=True)):
             total = self._ops.accumulator(gradient, bucket.residual_dtype)
             self._ops.accumulate(total, *self._read(bucket, tensor, gathered))
@@ -147,7 +157,8 @@ class TopK(Generic[Array]):
         ops = self._ops
         candidate = self._slice(arenas.candidate, tensor)
         ops.compensate(self._slice(arenas.residual, tensor), gradient, candidate)
-        index = ops.select(candidate, tensor.k) if tensor.index else None
+        select = ops.sample if bucket.sampled else ops.select
+        index = select(candidate, tensor.k) if tensor.index else None
         values = candidate if index is None else ops.take(candidate, index)
         return Entries(index, values, ops.quantise(values, bucket.value_dtype))
 
@@ -162,22 +173,6 @@ class TopK(Generic[Array]):
                 if tensor.index == width and entry.index is not None
             ]
             ops.store(payload, at, parts, width)
-
-    def _probe(self, bucket: BucketPlan, entries: Sequence[Entries[Array]]) -> Probe[Array]:
-        ops = self._ops
-        everything = ops.arange(PROBE, bucket.device)
-        sent, index, at = self._probe_array(bucket, bucket.value_dtype), [], 0
-        for tensor, entry in zip(bucket.tensors, entries, strict=True):
-            count = min(PROBE, tensor.k)
-            source = everything if entry.index is None else entry.index
-            index.append(ops.view(source, 0, count))
-            ops.assign(ops.view(sent, at, at + count), ops.view(entry.sent, 0, count))
-            at += count
-        return Probe(tuple(index), sent)
-
-    def _probe_array(self, bucket: BucketPlan, dtype: str) -> Array:
-        count = sum(min(PROBE, tensor.k) for tensor in bucket.tensors)
-        return self._ops.zeros(count, dtype, bucket.device)
 
     def _read_headers(self, bucket: BucketPlan, gathered: Array) -> Sequence[bool]:
         """Refuse foreign payloads; return which tensors any rank flagged."""
@@ -202,6 +197,23 @@ class TopK(Generic[Array]):
         if tensor.index is None:
             return None, values
         return self._ops.load(gathered, size, tensor.index_at, tensor.k, tensor.index), values
+
+    def _read_first(
+        self, bucket: BucketPlan, tensor: TensorPlan, payload: Array
+    ) -> tuple[Array, Array]:
+        """Indices and values of a tensor's first entries in one payload."""
+        ops, size, count = self._ops, bucket.layout.payload_bytes, min(PROBE, tensor.k)
+        values = ops.load(payload, size, tensor.value_at, count, bucket.value_dtype)
+        if tensor.index is None:
+            return ops.arange(count, bucket.device), ops.row(values, 0)
+        index = ops.load(payload, size, tensor.index_at, count, tensor.index)
+        return ops.row(index, 0), ops.row(values, 0)
+
+    def _kernel(self, bucket: BucketPlan) -> Fused[Array] | None:
+        key = bucket.digest, bucket.device
+        if key not in self._kernels:
+            self._kernels[key] = self._ops.fused(bucket.recipe, bucket.device)
+        return self._kernels[key]
 
     def _slice(self, arena: Array, tensor: TensorPlan) -> Array:
         return self._ops.view(arena, tensor.start, tensor.stop)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from horovod_topk.core.codec import Codec, Probe
+from horovod_topk.core.codec import Codec
 from horovod_topk.core.exchange import Allgather, Pending, Traffic
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, ResidualRegistry
@@ -48,7 +48,6 @@ class Bucket(Generic[Array]):
     payload: Array
     phase: Phase = Phase.IDLE
     pending: Pending[Array] | None = None
-    probe: Probe[Array] | None = None
     flagged: tuple[str, ...] = ()
     committed_last: bool = False  # whether the last launched step was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
@@ -92,7 +91,7 @@ class Compressor(Generic[Array]):
         bucket = self._buckets[ordinal]
         self._drain(bucket)
         arenas = self.registry.arenas(ordinal)
-        bucket.probe = self._codec.encode(arenas, gradients, bucket.payload)
+        self._codec.encode(arenas, gradients, bucket.payload)
         bucket.committed_last, bucket.measurable = False, True
         bucket.pending = self._exchange.launch(bucket.payload, f"{self.name}.{ordinal}")
         bucket.phase = Phase.SENT
@@ -114,14 +113,14 @@ class Compressor(Generic[Array]):
         """
         bucket = self._buckets[ordinal]
         arenas = self.registry.arenas(ordinal)
-        if bucket.pending is None or bucket.probe is None:
+        if bucket.pending is None:
             raise NotLaunchedError(
                 f"bucket {ordinal} was finished in phase {bucket.phase.value!r}",
                 cure="Launch every bucket once before it is finished",
             )
         gathered = bucket.pending.wait()
         bucket.pending = None
-        self._check_unchanged(arenas, gradients, bucket.probe)
+        self._check_unchanged(arenas, gradients, bucket.payload)
         self._exchange.check_length(self._ops.numel(gathered), bucket.plan)
         flags = self._codec.decode(
             bucket.plan,
@@ -130,7 +129,6 @@ class Compressor(Generic[Array]):
             gradients if targets is None else targets,
         )
         bucket.flagged = bucket.plan.names(flags)
-        bucket.probe = None
         bucket.phase = Phase.RECEIVED
 
     def commit(self) -> bool:
@@ -231,9 +229,9 @@ class Compressor(Generic[Array]):
         return (b for b in self._buckets.values() if b.phase is Phase.RECEIVED)
 
     def _check_unchanged(
-        self, arenas: Arenas[Array], gradients: Sequence[Array], probe: Probe[Array]
+        self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array
     ) -> None:
-        if self._codec.unchanged(arenas, gradients, probe):
+        if self._codec.unchanged(arenas, gradients, payload):
             return
         names = ", ".join(t.spec.name for t in arenas.plan.tensors[:3])
         raise GradientChangedError(

@@ -123,6 +123,15 @@ def check_header(received: bytes, expected: bytes, rank: int, bucket: int) -> No
     )
 
 
+def wrong_indices(bucket: int, rank: int, tensor: str) -> PayloadError:
+    """The error for a payload whose entries belong nowhere."""
+    return PayloadError(
+        f"bucket {bucket}, rank {rank}: its indices do not ascend, or lie outside the tensor",
+        tensor=tensor,
+        cure="The payload was damaged on its way: check the network and the memory of that rank",
+    )
+
+
 def flagged(flags: bytes, tensors: int) -> list[int]:
     """Positions of the tensors whose non-finite bit is set."""
     bits = int.from_bytes(flags, "little")

@@ -32,6 +32,7 @@ RESIDUAL_DTYPE = {
     "float64": "float64",
 }
 REDUCTIONS = ("average", "sum")
+DTYPE_CODE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # in recipes
 WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int16": 2, "int32": 4}  # bytes
 
 
@@ -66,6 +67,19 @@ class TensorPlan:
         """One past its last element in the bucket's arenas."""
         return self.start + self.spec.numel
 
+    @property
+    def recipe(self) -> tuple[int, ...]:
+        """Its part of the bucket's `recipe`."""
+        return (
+            self.spec.numel,
+            self.k,
+            self.start,
+            WIDTH[self.index] if self.index else 0,
+            self.value_at,
+            self.index_at,
+            DTYPE_CODE[self.spec.dtype],
+        )
+
 
 @dataclass(frozen=True)
 class BucketPlan:
@@ -75,6 +89,7 @@ class BucketPlan:
     tensors: tuple[TensorPlan, ...]
     residual_dtype: str
     value_dtype: str
+    sampled: bool  # select by a sampled threshold, not exactly
     layout: Layout
     digest: bytes  # 8 bytes: equal on two ranks if and only if they read each other's payloads
 
@@ -106,6 +121,19 @@ class BucketPlan:
     def header(self) -> bytes:
         """The payload's first bytes, equal on every rank and step."""
         return payload.header(len(self.tensors), self.digest)
+
+    @cached_property
+    def recipe(self) -> tuple[int, ...]:
+        """What a kernel needs to know, as `horovod_topk.ops.protocol.Fused` has it."""
+        head = (
+            len(self.tensors),
+            WIDTH[self.residual_dtype],
+            WIDTH[self.value_dtype],
+            self.layout.flags_at,
+            self.layout.payload_bytes,
+            int(self.sampled),
+        )
+        return head + tuple(number for tensor in self.tensors for number in tensor.recipe)
 
 
 @dataclass(frozen=True)
@@ -276,6 +304,7 @@ def _plan_bucket(
         tuple(_place(specs, shares, layout, WIDTH[value_dtype])),
         residual_dtype,
         value_dtype,
+        config.selection == "sampled",
         layout,
         digest([payload.VERSION, config.agreed(), reduction, [_identity(s) for s in specs]]),
     )

@@ -3,6 +3,6 @@
 Importing this package loads no framework; import the submodule you need.
 """
 
-from horovod_topk.ops.protocol import Ops
+from horovod_topk.ops.protocol import Fused, Ops
 
-__all__ = ["Ops"]
+__all__ = ["Fused", "Ops"]

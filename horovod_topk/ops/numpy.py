@@ -5,6 +5,7 @@ Written for clarity, not speed. Source of the selection rule: a stable sort by m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ class NumpyOps:
     def view(self, array: Array, start: int, stop: int) -> Array:
         return array[start:stop]
 
+    def row(self, array: Array, position: int) -> Array:
+        one: Array = array[position]
+        return one
+
     def numel(self, array: Array) -> int:
         return array.size
 
@@ -44,6 +49,23 @@ class NumpyOps:
         magnitude = np.abs(candidate)
         magnitude[np.isnan(magnitude)] = np.inf
         return np.sort(np.argsort(-magnitude, kind="stable")[:k])
+
+    def sample(self, candidate: Array, k: int) -> Array:
+        n = candidate.size
+        magnitude = np.abs(candidate)
+        magnitude[np.isnan(magnitude)] = np.inf
+        stride = n // 2048 | 1
+        sample = magnitude[: n // stride * stride].reshape(-1, stride)[:, :8].ravel()
+        expected = k * sample.size / n
+        rank = math.floor(expected - 2 * math.sqrt(expected))
+        if rank < 32:
+            return self.select(candidate, k)
+        chosen = magnitude >= np.sort(sample)[-rank]
+        missing = k - np.count_nonzero(chosen)
+        if not 0 <= missing <= k / 2:
+            return self.select(candidate, k)
+        chosen[np.flatnonzero(~chosen)[:missing]] = True
+        return np.flatnonzero(chosen)
 
     def take(self, array: Array, index: Array) -> Array:
         return array.reshape(-1)[index]
@@ -93,6 +115,9 @@ class NumpyOps:
     def deliver(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
         scaled = (total * total.dtype.type(scale)).reshape(gradient.shape)
         gradient[...] = np.nan if poisoned else scaled
+
+    def fused(self, recipe: Sequence[int], device: str) -> None:
+        return None
 
     def same(self, left: Array, right: Array) -> bool:
         return bool(np.array_equal(left, right, equal_nan=True))

@@ -20,6 +20,56 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 Array = TypeVar("Array")
+Taken = TypeVar("Taken", contravariant=True)  # arrays, of a protocol that returns none
+
+
+class Fused(Protocol[Taken]):
+    """A kernel that encodes and decodes a whole bucket at once, to the same bits as the verbs.
+
+    It is made from a recipe, which is all it has to know of a plan. The first numbers of a recipe
+    are about the bucket:
+
+        0   T, the number of tensors
+        1   bytes of a residual element: 4 (float32) or 8 (float64)
+        2   bytes of a value: 2 (float16), 4 (float32) or 8 (float64)
+        3   flags_at: byte of the non-finite flags in a payload
+        4   payload_bytes
+        5   1 to select by a sampled threshold (`Ops.sample`), 0 to select exactly (`Ops.select`)
+
+    and then come 7 for each tensor:
+
+        0   numel
+        1   k, the entries it sends; numel where it has no index
+        2   start: its first element in the arenas
+        3   bytes of an index, 2 or 4; 0 where all elements are sent, in order
+        4   value_at: byte of its first value in a payload
+        5   index_at: byte of its first index in a payload
+        6   dtype of its gradient: 0 float16, 1 bfloat16, 2 float32, 3 float64
+    """
+
+    def encode(
+        self, residual: Taken, candidate: Taken, gradients: Sequence[Taken], payload: Taken
+    ) -> None:
+        """Fill flags, values and indices of a payload; leave in `candidate` what is not sent.
+
+        residual, candidate: the bucket's arenas. What the payload has elsewhere stays.
+        """
+        ...
+
+    def unchanged(self, residual: Taken, gradients: Sequence[Taken], payload: Taken) -> bool:
+        """Whether the first 16 entries of each tensor would be encoded as the payload has them."""
+        ...
+
+    def decode(
+        self, gathered: Taken, scale: float, flags: Sequence[bool], gradients: Sequence[Taken]
+    ) -> tuple[int, int] | None:
+        """gradient[...] = scale times the sum over payloads in their order; all NaN if flagged.
+
+        flags: the answers of `Ops.examine`, one a tensor. Indices that do not ascend or lie outside
+        a tensor are never followed; where they are noticed at once, this returns (rank, position
+        of the tensor), and no gradient has changed.
+        """
+        ...
 
 
 class Ops(Protocol[Array]):
@@ -35,6 +85,10 @@ class Ops(Protocol[Array]):
 
     def view(self, array: Array, start: int, stop: int) -> Array:
         """Elements [start, stop) of a one-dimensional array, sharing its memory."""
+        ...
+
+    def row(self, array: Array, position: int) -> Array:
+        """One row of what `load` returned."""
         ...
 
     def numel(self, array: Array) -> int:
@@ -58,6 +112,18 @@ class Ops(Protocol[Array]):
 
         Ties go to the lower index. NaN counts as the largest magnitude, so that a
         non-finite element is always among those selected.
+        """
+        ...
+
+    def sample(self, candidate: Array, k: int) -> Array:
+        """Ascending int64 indices of k elements, most of them the largest, 1 <= k <= n.
+
+        The tensor is looked at as rows of s elements, s = (n // 2048) | 1, but for what is left
+        over. The sample is the first min(8, s) elements of each row, c in all; x = k c / n is how
+        many of the k largest it should hold. Its r-th largest magnitude is the threshold, with
+        r = floor(x - 2 sqrt(x)). If at least k / 2 and at most k elements of the tensor reach it
+        they are selected, and then the lowest indices that are not, until they are k. If not, and
+        if r < 32, it is `select`.
         """
         ...
 
@@ -128,6 +194,10 @@ class Ops(Protocol[Array]):
 
         `poisoned` is one of the answers of `examine`.
         """
+        ...
+
+    def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
+        """A kernel for buckets of this recipe on this device, or None: the verbs will do."""
         ...
 
     def same(self, left: Array, right: Array) -> bool:

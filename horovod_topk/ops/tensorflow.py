@@ -3,6 +3,9 @@
 Tensors never change, so an array here is a `Buffer`: a place whose tensor verbs replace. A view is
 a stretch of such a place, and what is written through it is seen through every other one.
 
+Where the kernels of `horovod_topk.kernels` are there, they encode and decode a bucket as operations
+of the graph; the verbs are TensorFlow's own.
+
 Selection is exact and avoids sorting, as in `horovod_topk.ops.torch`: a strided sample gives a
 threshold a little below the k-th magnitude, one pass keeps the candidates above it, and the few
 too many are dropped. Where the sample misled, the full `top_k` takes over.
@@ -11,15 +14,24 @@ too many are dropped. Where the sample misled, the full `top_k` takes over.
 from __future__ import annotations
 
 import bisect
+import functools
+import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from horovod_topk.kernels import native
+from horovod_topk.ops.protocol import Fused
+
+log = logging.getLogger("horovod_topk")
+
 Tensor = Any  # tf.Tensor: TensorFlow has no annotations
 
 _WIDTH = {"float16": 2, "float32": 4, "float64": 8, "int16": 2, "int32": 4, "uint8": 1}  # bytes
+_DTYPES = ("float16", "bfloat16", "float32", "float64")  # by their code in a recipe
 _UNSIGNED = {"int16": tf.uint16, "int32": tf.uint32}
 _SAMPLE = 1 << 14  # elements looked at to guess a threshold; smaller tensors need no guess
 
@@ -106,7 +118,14 @@ Array = Buffer | View
 
 
 class TensorFlowOps:
-    """`horovod_topk.ops.Ops` for buffers of tf.Tensor."""
+    """`horovod_topk.ops.Ops` for buffers of tf.Tensor.
+
+    Args:
+        kernels: use kernels of ours where there are any; the verbs alone if False.
+    """
+
+    def __init__(self, *, kernels: bool = True) -> None:
+        self._use_kernels = kernels
 
     raised: Exception | None = None  # by `examine`, last: a graph hands on no more than the text
 
@@ -117,9 +136,10 @@ class TensorFlowOps:
         return Buffer(tf.range(count, dtype=tf.int64))
 
     def view(self, array: Array, start: int, stop: int) -> Array:
-        if isinstance(array, View):
-            return View(array.buffer, array.start + start, array.start + stop)
-        return View(array, start, stop)
+        return _stretch_of(array, start, stop)
+
+    def row(self, array: Array, position: int) -> Array:
+        return Buffer(array.value[position])
 
     def numel(self, array: Array) -> int:
         return array.numel
@@ -149,6 +169,26 @@ class TensorFlowOps:
             lambda: _largest(_magnitude(values), k),
         )
         return Buffer(tf.ensure_shape(chosen, [k]))
+
+    def sample(self, candidate: Array, k: int) -> Array:
+        count = candidate.numel
+        stride = count // 2048 | 1
+        size = count // stride * min(8, stride)
+        expected = k * size / count
+        rank = math.floor(expected - 2 * math.sqrt(expected))
+        if rank < 32:
+            return self.select(candidate, k)
+        magnitude = _magnitude(candidate.value)
+        rows = tf.reshape(magnitude[: count // stride * stride], [-1, stride])[:, :8]
+        threshold = tf.math.top_k(tf.reshape(rows, [-1]), rank).values[-1]
+        chosen = magnitude >= threshold
+        missing = k - tf.math.count_nonzero(chosen, dtype=tf.int32)
+        index = tf.cond(
+            (missing >= 0) & (2 * missing <= k),
+            lambda: tf.where(_with_first(chosen, missing))[:, 0],
+            lambda: self.select(candidate, k).value,
+        )
+        return Buffer(tf.ensure_shape(index, [k]))
 
     def take(self, array: Array, index: Array) -> Array:
         return Buffer(tf.gather(_flat(array), index.value))
@@ -233,6 +273,12 @@ class TensorFlowOps:
             factor = tf.where(poisoned, tf.constant(math.nan, total.dtype), factor)
         _write(gradient, tf.cast(total.value * factor, gradient.dtype))
 
+    def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
+        if not self._use_kernels or "GPU" in device:
+            return None
+        operations = find_operations()
+        return None if operations is None else BucketOperations(recipe, operations)
+
     def same(self, left: Array, right: Array) -> bool:
         a, b = left.value, right.value
         both_nan = tf.math.is_nan(a) & tf.math.is_nan(b)
@@ -240,6 +286,72 @@ class TensorFlowOps:
 
     def norm(self, array: Array) -> float:
         return float(tf.norm(tf.cast(array.value, tf.float64)))
+
+
+@functools.cache
+def find_operations() -> Any:
+    """The module of operations that run our kernels in a graph, or None where there are none."""
+    if native.find().library is None:
+        return None
+    try:
+        operations = tf.load_op_library(str(native.TENSORFLOW_LIBRARY))
+    except (tf.errors.OpError, OSError) as error:
+        log.warning("TopKEF compresses by TensorFlow's own operations: %s", error)
+        return None
+    if hasattr(operations, "topkef_encode"):
+        return operations
+    log.warning("TopKEF compresses by TensorFlow's own operations: this TensorFlow lacks functions")
+    return None
+
+
+class BucketOperations:
+    """`horovod_topk.ops.Fused` as operations of a graph, or at once."""
+
+    def __init__(self, recipe: Sequence[int], operations: Any) -> None:
+        self._recipe, self._operations = list(recipe), operations
+        self._numel = recipe[6::7]
+        self._starts = recipe[8::7]
+        self._dtypes = [_DTYPES[code] for code in recipe[12::7]]
+
+    def encode(
+        self, residual: Array, candidate: Array, gradients: Sequence[Array], payload: Array
+    ) -> None:
+        stretches = [(at, at + n) for at, n in zip(self._starts, self._numel, strict=True)]
+        left, filled = self._operations.topkef_encode(
+            residuals=[_stretch_of(residual, *stretch).value for stretch in stretches],
+            gradients=[_flat(gradient) for gradient in gradients],
+            template=payload.value,
+            recipe=self._recipe,
+            threads=_threads(),
+        )
+        for (start, stop), rest in zip(stretches, left, strict=True):
+            _write(_stretch_of(candidate, start, stop), tf.ensure_shape(rest, [stop - start]))
+        _write(payload, tf.ensure_shape(filled, [payload.numel]))
+
+    def unchanged(self, residual: Array, gradients: Sequence[Array], payload: Array) -> bool:
+        """Encodes once more, and compares it all; a graph never asks."""
+        again = Buffer(payload.value)
+        self.encode(residual, Buffer(tf.identity(residual.value)), gradients, again)
+        return bool(tf.reduce_all(again.value == payload.value))
+
+    def decode(
+        self, gathered: Array, scale: float, flags: Sequence[bool], gradients: Sequence[Array]
+    ) -> None:
+        totals = self._operations.topkef_decode(
+            gathered=gathered.value,
+            flags=flags,
+            scale=tf.cast(scale, tf.float64),
+            G=self._dtypes,
+            recipe=self._recipe,
+            threads=_threads(),
+        )
+        for total, gradient in zip(totals, gradients, strict=True):
+            _write(gradient, tf.ensure_shape(total, [gradient.numel]))
+
+
+def _threads() -> int:
+    """As many as TensorFlow itself uses for one operation."""
+    return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
 
 
 def _write(out: Array, tensor: Tensor) -> None:
@@ -251,6 +363,18 @@ def _write(out: Array, tensor: Tensor) -> None:
 
 def _flat(array: Array) -> Tensor:
     return array.value if isinstance(array, View) else array.read(0, array.numel)
+
+
+def _stretch_of(array: Array, start: int, stop: int) -> View:
+    if isinstance(array, View):
+        return View(array.buffer, array.start + start, array.start + stop)
+    return View(array, start, stop)
+
+
+def _with_first(chosen: Tensor, count: Tensor) -> Tensor:
+    """Flags, and as many more of the first that are not set."""
+    free = tf.cast(~chosen, tf.int32)
+    return chosen | ((tf.cumsum(free) <= count) & ~chosen)
 
 
 def _rows(gathered: Array, width: int) -> Tensor:

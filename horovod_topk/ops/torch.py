@@ -1,8 +1,9 @@
-"""PyTorch operations, on the CPU and on accelerators, from torch's own kernels.
+"""PyTorch operations, on the CPU and on accelerators.
 
-Selection on the CPU is exact and avoids sorting: a strided sample gives a threshold a little
-below the k-th magnitude, one pass keeps the candidates above it, and `topk` runs on those few.
-Where the sample misled (fewer than k candidates) the full `topk` gives the threshold.
+Where there is a kernel of ours for a bucket (`horovod_topk.kernels`), that does it. The verbs are torch's own kernels. Selection on the CPU is exact and avoids sorting: a strided sample
+gives a threshold a little below the k-th magnitude, one pass keeps the candidates above it, and
+`topk` runs on those few. Where the sample misled (fewer than k candidates) the full `topk` gives
+the threshold.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from horovod_topk.kernels import native
+from horovod_topk.ops.protocol import Fused
 
 DTYPES = {
     "float16": torch.float16,
@@ -29,7 +33,14 @@ _SAMPLE = 1 << 14  # elements looked at to guess a threshold; smaller tensors ne
 
 
 class TorchOps:
-    """`horovod_topk.ops.Ops` for torch.Tensor."""
+    """`horovod_topk.ops.Ops` for torch.Tensor.
+
+    Args:
+        kernels: use kernels of ours where there are any; the verbs alone if False.
+    """
+
+    def __init__(self, *, kernels: bool = True) -> None:
+        self._use_kernels = kernels
 
     def zeros(self, numel: int, dtype: str, device: str = "cpu") -> Tensor:
         return torch.zeros(numel, dtype=DTYPES[dtype], device=device)
@@ -39,6 +50,9 @@ class TorchOps:
 
     def view(self, array: Tensor, start: int, stop: int) -> Tensor:
         return array[start:stop]
+
+    def row(self, array: Tensor, position: int) -> Tensor:
+        return array[position]
 
     def numel(self, array: Tensor) -> int:
         return array.numel()
@@ -64,6 +78,22 @@ class TorchOps:
         if candidates.numel() < k:
             candidates = _at_least(magnitude, torch.topk(magnitude, k).values[-1])
         return candidates[_largest(magnitude[candidates], k)]
+
+    def sample(self, candidate: Tensor, k: int) -> Tensor:
+        magnitude, count = candidate.abs().nan_to_num_(math.inf, math.inf), candidate.numel()
+        stride = count // 2048 | 1
+        rows = magnitude[: count // stride * stride].view(-1, stride)[:, :8]
+        expected = k * rows.numel() / count
+        rank = math.floor(expected - 2 * math.sqrt(expected))
+        if rank < 32:
+            return self.select(candidate, k)
+        chosen = magnitude >= torch.topk(rows.reshape(-1), rank).values[-1]
+        missing = k - int(chosen.sum())
+        if not 0 <= missing <= k / 2:
+            return self.select(candidate, k)
+        free = chosen[:k].logical_not().nonzero().squeeze(1)  # k of them: some are free
+        chosen[free[:missing]] = True
+        return chosen.nonzero().squeeze(1)
 
     def take(self, array: Tensor, index: Tensor) -> Tensor:
         return array.reshape(-1)[index]
@@ -135,11 +165,70 @@ class TorchOps:
         if total.data_ptr() != gradient.data_ptr():
             gradient.copy_(total.view(gradient.shape))
 
+    def fused(self, recipe: Sequence[int], device: str) -> Fused[Tensor] | None:
+        if self._use_kernels and device == "cpu":
+            library = native.find().library
+            return None if library is None else CpuBucket(recipe, library)
+        return None
+
     def same(self, left: Tensor, right: Tensor) -> bool:
         return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
     def norm(self, array: Tensor) -> float:
         return float(torch.linalg.vector_norm(array, dtype=torch.float64))
+
+
+class CpuBucket:
+    """`horovod_topk.ops.Fused` for tensors in memory, with as many threads as torch itself uses."""
+
+    def __init__(self, recipe: Sequence[int], library: native.Library) -> None:
+        self._kernel = native.Bucket(recipe, library)
+        self._payload_bytes, width = recipe[4], recipe[1]
+        self._offsets = [start * width for start in recipe[8::7]]
+
+    def encode(
+        self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
+    ) -> None:
+        packed = [gradient.contiguous() for gradient in gradients]
+        self._kernel.encode(
+            self._places(residual),
+            _places_of(packed),
+            self._places(candidate),
+            payload.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+    def unchanged(self, residual: Tensor, gradients: Sequence[Tensor], payload: Tensor) -> bool:
+        packed = [gradient.contiguous() for gradient in gradients]
+        places = _places_of(packed)
+        return self._kernel.unchanged(self._places(residual), places, payload.data_ptr())
+
+    def decode(
+        self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]
+    ) -> tuple[int, int] | None:
+        targets = [
+            g if g.is_contiguous() else torch.empty(g.shape, dtype=g.dtype) for g in gradients
+        ]
+        wrong = self._kernel.decode(
+            gathered.data_ptr(),
+            gathered.numel() // self._payload_bytes,
+            scale,
+            flags,
+            _places_of(targets),
+            torch.get_num_threads(),
+        )
+        for target, gradient in zip(targets, gradients, strict=True):
+            if wrong is None and target is not gradient:
+                gradient.copy_(target)
+        return wrong
+
+    def _places(self, arena: Tensor) -> native.Addresses:
+        first = arena.data_ptr()
+        return native.addresses([first + offset for offset in self._offsets])
+
+
+def _places_of(tensors: Sequence[Tensor]) -> native.Addresses:
+    return native.addresses([tensor.data_ptr() for tensor in tensors])
 
 
 def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:

@@ -53,11 +53,14 @@ class Environment:
 
     def inputs(self) -> str:
         """A digest of every file the set-up reads from the checkout."""
-        scripts = self.root / "scripts"
+        scripts, kernels = self.root / "scripts", self.root / "horovod_topk" / "kernels"
         files = [
             self.root / "pyproject.toml",
             scripts / "setup_env.py",
             *sorted((scripts / "setup").glob("*.py")),
+            self.root / "hatch_build.py",
+            kernels / "compile.py",
+            *sorted((kernels / "cpu").glob("*")),
         ]
         digest = hashlib.sha256()
         for file in files:

@@ -61,11 +61,22 @@ NUMPY = Backend(
     ("float16", "float32", "float64"),
 )
 TORCH = Backend(
-    "torch", TorchOps(), _to_torch, _from_torch, ("float16", "bfloat16", "float32", "float64")
+    "torch",
+    TorchOps(kernels=False),
+    _to_torch,
+    _from_torch,
+    ("float16", "bfloat16", "float32", "float64"),
 )
+NATIVE = replace(TORCH, name="native", ops=TorchOps())
 TENSORFLOW = Backend(
-    "tensorflow", TensorFlowOps(), _to_tensorflow, _from_tensorflow, TORCH.gradient_dtypes, False
+    "tensorflow",
+    TensorFlowOps(kernels=False),
+    _to_tensorflow,
+    _from_tensorflow,
+    TORCH.gradient_dtypes,
+    denormals=False,
 )
+OPERATIONS = replace(TENSORFLOW, name="operations", ops=TensorFlowOps())
 GRAPH = replace(TENSORFLOW, name="graph", ops=GraphOps())
 
 
@@ -73,6 +84,6 @@ def _each(*backends: Backend) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("backend", backends, ids=lambda backend: backend.name)
 
 
-each_backend = _each(NUMPY, TORCH)  # for laws that try hundreds of jobs
-each_framework = _each(NUMPY, TORCH, TENSORFLOW)
+each_backend = _each(NUMPY, TORCH, NATIVE)  # for laws that try hundreds of jobs
+each_framework = _each(NUMPY, TORCH, NATIVE, TENSORFLOW, OPERATIONS)
 each_way = _each(NUMPY, TORCH, TENSORFLOW, GRAPH)  # a graph for every call of every verb

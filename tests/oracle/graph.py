@@ -13,14 +13,21 @@ import tensorflow as tf
 
 from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps, View
 
-AT_ONCE = {"view", "numel", "to_host", "same", "norm"}  # make no graph, or answer with a number
+AT_ONCE = {
+    "view",
+    "numel",
+    "to_host",
+    "same",
+    "norm",
+    "fused",
+}  # make no graph, or answer with a number
 
 
 class GraphOps:
     """`horovod_topk.ops.Ops`, verb by verb in graphs."""
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
-        method = getattr(TensorFlowOps(), verb)
+        method = getattr(TensorFlowOps(kernels=False), verb)
         return method if verb in AT_ONCE else lambda *args: _in_graph(method, args)
 
 

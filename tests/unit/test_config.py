@@ -77,7 +77,7 @@ def test_ratios_that_are_no_numbers(ratio: object) -> None:
         ("values", "float23", "float32", "'float32', 'float16'"),
         ("values", "float61", "float16", "'float32', 'float16'"),
         ("exchange", "all_gather", "allgather", "'allgather'"),
-        ("selection", "exakt", "exact", "'exact'"),
+        ("selection", "exakt", "exact", "'exact', 'sampled'"),
     ],
 )
 def test_a_misspelt_choice_suggests_the_nearest(

@@ -67,6 +67,10 @@ def environment(tmp_path):
     (tmp_path / "scripts" / "setup").mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text("[project]")
     (tmp_path / "scripts" / "setup_env.py").write_text("")
+    (tmp_path / "hatch_build.py").write_text("")
+    (tmp_path / "horovod_topk" / "kernels" / "cpu").mkdir(parents=True)
+    (tmp_path / "horovod_topk" / "kernels" / "compile.py").write_text("")
+    (tmp_path / "horovod_topk" / "kernels" / "cpu" / "bucket.cpp").write_text("")
     made = Environment(tmp_path)
     made.python.parent.mkdir(parents=True)
     made.python.symlink_to(sys.executable)
@@ -319,7 +323,10 @@ class TestState:
         environment.finish()
         assert environment.is_current()
 
-    @pytest.mark.parametrize("file", ["pyproject.toml", "scripts/setup_env.py"])
+    @pytest.mark.parametrize(
+        "file",
+        ["pyproject.toml", "scripts/setup_env.py", "horovod_topk/kernels/cpu/bucket.cpp"],
+    )
     def test_a_changed_input_is_installed_in_place(self, environment, file):
         environment.finish()
         (environment.root / file).write_text("changed")

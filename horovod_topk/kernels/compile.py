@@ -1,0 +1,140 @@
+"""Compile the CPU kernels: `python -m horovod_topk.kernels.compile` puts them beside this file.
+
+Installing the package does so too (`hatch_build.py`), and goes on without them where there is no
+C++17 compiler. Only the standard library is imported, and nothing of this package.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE / "cpu"
+LIBRARY = HERE / "libtopkef.so"
+TENSORFLOW_LIBRARY = HERE / "libtopkef_tensorflow.so"
+
+# Rounding is part of the results: no fused multiply-add, no reassociation.
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+)
+BITS = ("-mbmi", "-mpopcnt", "-mf16c", "-mavx2")
+# Files for one instruction set; what runs is chosen at run time. GCC warns of its own headers.
+INSTRUCTIONS = {
+    "passes_avx2.cpp": BITS,
+    "passes_avx512.cpp": (
+        *BITS,
+        *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")),
+        "-Wno-uninitialized",
+        "-Wno-maybe-uninitialized",
+    ),
+}
+KERNELS = (
+    "bucket.cpp",
+    "tensor.cpp",
+    "workers.cpp",
+    "passes_portable.cpp",
+    "passes_avx2.cpp",
+    "passes_avx512.cpp",
+)
+
+
+class CompileError(Exception):
+    """There is no compiler, or it failed; the message is for the user."""
+
+
+def find_compiler() -> list[str]:
+    """$CXX, or the first of c++, g++ and clang++ that exists.
+
+    Raises:
+        CompileError: there is none.
+    """
+    asked = shlex.split(os.environ.get("CXX", ""))
+    for command in [asked] if asked else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    raise CompileError("no C++ compiler was found (c++, g++, clang++, or $CXX)")
+
+
+def compile_objects(folder: Path, extra: Sequence[str] = ()) -> list[Path]:
+    """The kernels as object files in `folder`, compiled with `extra` flags as well.
+
+    Raises:
+        CompileError: as `compile_libraries`.
+    """
+    compiler = find_compiler()
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+
+    def compile_one(name: str) -> Path:
+        target = folder / f"{name}.o"
+        flags = INSTRUCTIONS.get(name, ()) if is_x86 else ()
+        run([*compiler, *FLAGS, *flags, *extra, "-c", str(SOURCES / name), "-o", str(target)])
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(compile_one, KERNELS))
+
+
+def compile_libraries(target: Path = HERE) -> list[Path]:
+    """Both libraries, in the folder `target`; those in place are replaced at once or not at all.
+
+    Raises:
+        CompileError: there is no compiler, or it refused.
+    """
+    compiler = find_compiler()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        objects = [str(each) for each in compile_objects(folder)]
+        kernels, tensorflow = folder / LIBRARY.name, folder / TENSORFLOW_LIBRARY.name
+        link = [*compiler, "-shared", "-pthread"]
+        run([*link, *objects, "-o", str(kernels), f"-Wl,-soname,{kernels.name}"])
+        operations = [str(SOURCES / "tensorflow_ops.cpp"), str(kernels), "-ldl"]
+        run([*link, *FLAGS, *operations, "-Wl,-rpath,$ORIGIN", "-o", str(tensorflow)])
+        return [_put(library, target) for library in (kernels, tensorflow)]
+
+
+def _put(library: Path, folder: Path) -> Path:
+    """Move a file into a folder, under its name once it is whole."""
+    beside = folder / f".{library.name}.{os.getpid()}"
+    shutil.copy2(library, beside)
+    return beside.replace(folder / library.name)
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a command, quietly if it succeeds.
+
+    Raises:
+        CompileError: it failed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
+
+
+def main() -> int:
+    """Compile; 0, or 1 and the compiler's own words."""
+    try:
+        for library in compile_libraries():
+            print(library)
+    except CompileError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

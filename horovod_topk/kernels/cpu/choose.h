@@ -1,0 +1,144 @@
+/* Choosing among candidates: the k largest magnitudes, of equals those with the lower index.
+ *
+ * A histogram of 2048 bins narrows the range, and again, until it is one magnitude: two or three
+ * rounds, of which only the first sees all candidates. Local to the file that includes it. */
+#ifndef TOPKEF_CHOOSE_H
+#define TOPKEF_CHOOSE_H
+
+#include "number.h"
+#include "passes.h"
+
+namespace {
+
+constexpr int64_t BINS = 2048;
+constexpr int64_t BATCH = 64;  // entries between two rounds of putting back
+
+/* Magnitude as selection sees it: NaN is as large as infinity. */
+template <class R>
+inline typename Real<R>::Bits rank_bits(R x) {
+  typename Real<R>::Bits bits = magnitude_bits(x);
+  return bits < Real<R>::infinity ? bits : Real<R>::infinity;
+}
+
+template <class Bits>
+struct Range {
+  Bits low, high;
+};
+
+template <class Bits>
+inline Range<Bits> range_of(const Bits *bits, int64_t size) {
+  Range<Bits> range{bits[0], bits[0]};
+  for (int64_t i = 1; i < size; ++i) {
+    range.low = bits[i] < range.low ? bits[i] : range.low;
+    range.high = bits[i] > range.high ? bits[i] : range.high;
+  }
+  return range;
+}
+
+/* Keep only what lies in the bin with the k-th largest; k then counts within it. */
+template <class Bits>
+inline int64_t narrow_down(Bits *bits, int64_t size, int64_t *k, Bits low, int shift) {
+  uint32_t counts[BINS] = {};
+  for (int64_t i = 0; i < size; ++i) ++counts[(bits[i] - low) >> shift];
+  int64_t bin = BINS - 1;
+  for (; *k > counts[bin]; --bin) *k -= counts[bin];
+  int64_t kept = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    Bits each = bits[i];
+    bits[kept] = each;
+    kept += (int64_t)((each - low) >> shift) == bin;
+  }
+  return kept;
+}
+
+/* Copy the magnitudes of all lists into the scratch memory that the first begins. */
+template <class R>
+inline int64_t magnitudes(const topkef::Stretch *stretches, int64_t count) {
+  auto bits = static_cast<typename Real<R>::Bits *>(stretches[0].list.scratch);
+  int64_t total = 0;
+  for (int64_t s = 0; s < count; ++s) {
+    auto value = static_cast<const R *>(stretches[s].list.value);
+    int64_t size = stretches[s].list.size;
+    for (int64_t i = 0; i < size; ++i) bits[total + i] = rank_bits(value[i]);
+    total += size;
+  }
+  return total;
+}
+
+template <class R>
+topkef::Cut choose(const topkef::Stretch *stretches, int64_t count, int64_t k) {
+  using Bits = typename Real<R>::Bits;
+  auto bits = static_cast<Bits *>(stretches[0].list.scratch);
+  for (int64_t size = magnitudes<R>(stretches, count);;) {
+    Range<Bits> range = range_of(bits, size);
+    if (range.low == range.high) return {range.low, k};
+    int shift = 0;
+    while ((range.high - range.low) >> shift >= (Bits)BINS) ++shift;
+    size = narrow_down(bits, size, &k, range.low, shift);
+  }
+}
+
+/* Returns how many ties are still to be kept. */
+template <class R>
+inline int64_t drop_from(topkef::List *list, topkef::Cut cut, R *out) {
+  using Bits = typename Real<R>::Bits;
+  auto value = static_cast<R *>(list->value);
+  uint32_t *index = list->index;
+  const Bits least = (Bits)cut.least;
+  int64_t ties = cut.ties, kept = 0;
+  for (int64_t at = 0; at < list->size;) {
+    uint32_t dropped_index[BATCH];
+    R dropped_value[BATCH];
+    int dropped = 0;
+    for (int64_t stop = at + BATCH < list->size ? at + BATCH : list->size; at < stop; ++at) {
+      R a = value[at];
+      uint32_t j = index[at];
+      Bits bits = rank_bits(a);
+      bool tie = bits == least;
+      bool keep = (bits > least) | (tie & (ties > 0));  // without a branch: it is anyone's guess
+      ties -= tie;
+      value[kept] = dropped_value[dropped] = a;
+      index[kept] = dropped_index[dropped] = j;
+      kept += keep;
+      dropped += !keep;
+    }
+    for (int i = 0; i < dropped; ++i) store(out, dropped_index[i], dropped_value[i]);
+  }
+  list->size = kept;
+  return ties > 0 ? ties : 0;
+}
+
+template <class R>
+void drop(topkef::Stretch *stretches, int64_t count, topkef::Cut cut, void *out) {
+  for (int64_t s = 0; s < count; ++s)
+    cut.ties = drop_from(&stretches[s].list, cut, static_cast<R *>(out));
+}
+
+template <class R, class V, class I>
+inline bool send_list(const topkef::List &list, V *values, I *indices) {
+  auto value = static_cast<const R *>(list.value);
+  typename Real<R>::Bits largest = 0;
+  for (int64_t i = 0; i < list.size; ++i) {
+    typename Real<R>::Bits bits = magnitude_bits(value[i]);
+    largest = bits > largest ? bits : largest;
+    store(values, i, Sent<V, R>::of(value[i]));
+    store(indices, i, (I)list.index[i]);
+  }
+  return largest < Real<R>::infinity;
+}
+
+template <class R, class V, class I>
+bool send(const topkef::Stretch *stretches, int64_t count, uint8_t *values, uint8_t *indices) {
+  bool finite = true;
+  for (int64_t s = 0; s < count; ++s) {
+    const topkef::List &list = stretches[s].list;
+    finite &= send_list<R>(list, reinterpret_cast<V *>(values), reinterpret_cast<I *>(indices));
+    values += list.size * (int64_t)sizeof(V);
+    indices += list.size * (int64_t)sizeof(I);
+  }
+  return finite;
+}
+
+}  // namespace
+
+#endif

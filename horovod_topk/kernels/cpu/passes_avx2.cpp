@@ -1,0 +1,111 @@
+/* AVX2 with F16C and BMI: 8 elements at a time. */
+#include "passes.h"
+
+#if defined(__AVX2__) && defined(__F16C__) && defined(__BMI__)
+
+#include <immintrin.h>
+
+#define TOPKEF_LANES
+#include "number.h"
+
+namespace {
+
+inline void fence() { _mm_sfence(); }
+
+inline __m256 load8(const float *from) { return _mm256_loadu_ps(from); }
+inline __m256 load8(const Half *from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+}
+inline __m256 load8(const Brain *from) {
+  __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i *>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+inline __m128i halves(__m256 a) {
+  return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* What sending `a` as V leaves; minimum and maximum hand on a NaN in their second argument. */
+template <class V>
+inline __m256 left(__m256 a);
+template <>
+inline __m256 left<float>(__m256) {
+  return _mm256_setzero_ps();
+}
+template <>
+inline __m256 left<Half>(__m256 a) {
+  __m256 most = _mm256_set1_ps(65504.0f), least = _mm256_set1_ps(-65504.0f);
+  __m256 limited = _mm256_min_ps(most, _mm256_max_ps(least, a));
+  return _mm256_sub_ps(a, _mm256_cvtph_ps(halves(limited)));
+}
+
+inline bool is_aligned(const void *pointer) { return ((uintptr_t)pointer & 31u) == 0; }
+
+template <class R, class G, class V>
+inline uint64_t lanes(const float *e, const G *g, float *out, uint32_t least) {
+  // Magnitudes are below 2**31: a signed comparison orders them, also with least - 1 = -1.
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  const __m256i below = _mm256_set1_epi32((int)least - 1);
+  const bool aligned = is_aligned(out);
+  uint64_t found = 0;
+  for (int v = 0; v < 8; ++v) {
+    __m256 a = _mm256_add_ps(load8(e + 8 * v), load8(g + 8 * v));
+    __m256i bits = _mm256_and_si256(_mm256_castps_si256(a), magnitude);
+    __m256 is = _mm256_castsi256_ps(_mm256_cmpgt_epi32(bits, below));
+    __m256 rest = _mm256_blendv_ps(a, left<V>(a), is);
+    if (aligned)
+      _mm256_stream_ps(out + 8 * v, rest);
+    else
+      _mm256_storeu_ps(out + 8 * v, rest);
+    found |= (uint64_t)(uint32_t)_mm256_movemask_ps(is) << 8 * v;
+  }
+  return found;
+}
+
+inline void put8(float *to, __m256 x) { _mm256_stream_ps(to, x); }
+inline void put8(Half *to, __m256 x) {
+  _mm_stream_si128(reinterpret_cast<__m128i *>(to), halves(x));
+}
+inline void put8(Brain *to, __m256 x) {
+  __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
+  __m256i even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+  __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff)));
+  __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  rounded = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+  __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+  _mm_stream_si128(reinterpret_cast<__m128i *>(to), _mm256_castsi256_si128(packed));
+}
+
+/* Whole cache lines of a gradient; returns how many elements were written. */
+template <class R, class G>
+struct Lines {
+  static int64_t stream(const float *total, float scale, G *to, int64_t n) {
+    if (!is_aligned(to)) return 0;
+    const __m256 factor = _mm256_set1_ps(scale);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) put8(to + i, _mm256_mul_ps(_mm256_loadu_ps(total + i), factor));
+    return i;
+  }
+};
+
+}  // namespace
+
+#include "loops.h"
+
+namespace topkef {
+
+const Passes *avx2_passes() {
+  static const Passes passes = float_table("avx2");
+  return &passes;
+}
+
+}  // namespace topkef
+
+#else
+
+namespace topkef {
+const Passes *avx2_passes() { return nullptr; }
+}  // namespace topkef
+
+#endif

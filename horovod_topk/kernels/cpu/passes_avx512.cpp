@@ -1,0 +1,112 @@
+/* AVX-512 (F, BW, DQ, VL): 16 elements at a time. */
+#include "passes.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+
+#include <immintrin.h>
+
+#define TOPKEF_LANES
+#include "number.h"
+
+namespace {
+
+inline void fence() { _mm_sfence(); }
+
+/* In two halves: a processor that fetches ahead does so sooner than for whole cache lines. */
+inline __m512 load16(const float *from) {
+  __m512 low = _mm512_castps256_ps512(_mm256_loadu_ps(from));
+  return _mm512_insertf32x8(low, _mm256_loadu_ps(from + 8), 1);
+}
+inline __m512 load16(const Half *from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
+}
+inline __m512 load16(const Brain *from) {
+  __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+inline __m256i halves(__m512 a) {
+  return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* What sending `a` as V leaves; minimum and maximum hand on a NaN in their second argument. */
+template <class V>
+inline __m512 left(__m512 a);
+template <>
+inline __m512 left<float>(__m512) {
+  return _mm512_setzero_ps();
+}
+template <>
+inline __m512 left<Half>(__m512 a) {
+  __m512 most = _mm512_set1_ps(65504.0f), least = _mm512_set1_ps(-65504.0f);
+  __m512 limited = _mm512_min_ps(most, _mm512_max_ps(least, a));
+  return _mm512_sub_ps(a, _mm512_cvtph_ps(halves(limited)));
+}
+
+inline bool is_aligned(const void *pointer) { return ((uintptr_t)pointer & 63u) == 0; }
+
+template <class R, class G, class V>
+inline uint64_t lanes(const float *e, const G *g, float *out, uint32_t least) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), limit = _mm512_set1_epi32((int)least);
+  const bool aligned = is_aligned(out);
+  uint64_t found = 0;
+  for (int v = 0; v < 4; ++v) {
+    __m512 a = _mm512_add_ps(load16(e + 16 * v), load16(g + 16 * v));
+    __m512i bits = _mm512_and_si512(_mm512_castps_si512(a), magnitude);
+    __mmask16 is = _mm512_cmpge_epu32_mask(bits, limit);
+    __m512 rest = _mm512_mask_mov_ps(a, is, left<V>(a));
+    if (aligned)
+      _mm512_stream_ps(out + 16 * v, rest);
+    else
+      _mm512_storeu_ps(out + 16 * v, rest);
+    found |= (uint64_t)is << 16 * v;
+  }
+  return found;
+}
+
+inline void put16(float *to, __m512 x) { _mm512_stream_ps(to, x); }
+inline void put16(Half *to, __m512 x) {
+  _mm256_stream_si256(reinterpret_cast<__m256i *>(to), halves(x));
+}
+inline void put16(Brain *to, __m512 x) {
+  __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
+  __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff)));
+  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+  __m256i brains = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+  _mm256_stream_si256(reinterpret_cast<__m256i *>(to), brains);
+}
+
+/* Whole cache lines of a gradient; returns how many elements were written. */
+template <class R, class G>
+struct Lines {
+  static int64_t stream(const float *total, float scale, G *to, int64_t n) {
+    if (!is_aligned(to)) return 0;
+    const __m512 factor = _mm512_set1_ps(scale);
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) put16(to + i, _mm512_mul_ps(_mm512_loadu_ps(total + i), factor));
+    return i;
+  }
+};
+
+}  // namespace
+
+#include "loops.h"
+
+namespace topkef {
+
+const Passes *avx512_passes() {
+  static const Passes passes = float_table("avx512");
+  return &passes;
+}
+
+}  // namespace topkef
+
+#else
+
+namespace topkef {
+const Passes *avx512_passes() { return nullptr; }
+}  // namespace topkef
+
+#endif

@@ -1,0 +1,358 @@
+#include "tensor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "number.h"
+#include "choose.h"
+
+namespace topkef {
+
+namespace {
+
+constexpr int64_t STREAMED = 1 << 16;   // elements from which on several streams pay
+constexpr int64_t SAMPLED_RANK = 32;  // below, a sample says too little to select by it
+
+/* Elements that stand for a tensor: the first eight of every row. */
+struct Sample {
+  int64_t stride, rows, run;
+
+  explicit Sample(int64_t numel)
+      : stride(numel / 2048 | 1), rows(numel / stride), run(std::min<int64_t>(8, stride)) {}
+
+  int64_t size() const { return rows * run; }
+  bool is_small_part() const { return stride >= 2 * run; }
+};
+
+int64_t dtype_bytes(int64_t dtype) {
+  return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2;
+}
+
+template <class R>
+R widened(const void *gradient, int64_t dtype, int64_t at) {
+  switch (dtype) {
+    case FLOAT16: return (R)widen(load(static_cast<const Half *>(gradient), at));
+    case BFLOAT16: return (R)widen(load(static_cast<const Brain *>(gradient), at));
+    case FLOAT32: return (R)load(static_cast<const float *>(gradient), at);
+    default: return (R)load(static_cast<const double *>(gradient), at);
+  }
+}
+
+/* Where the stretches of a tensor begin that is cut into `count`. */
+int64_t beginning(int64_t numel, int64_t stretch, int64_t count) {
+  return stretch == count ? numel : numel / count * stretch / 64 * 64;
+}
+
+/* All elements are sent. */
+class WholeTensor final : public Encoder {
+ public:
+  WholeTensor(const BucketRecipe &bucket, const TensorRecipe &tensor, const Passes *passes)
+      : bucket_(bucket), tensor_(tensor), pass_(passes->whole[tensor.dtype][bucket.halves()]) {}
+
+  void begin(const Source &, int64_t parts) override { finite_.assign((size_t)parts, 1); }
+
+  void gather(const Source &source, uint8_t *payload, int64_t part) override {
+    auto parts = (int64_t)finite_.size();
+    int64_t at = beginning(tensor_.numel, part, parts), width = bucket_.residual_bytes;
+    finite_[(size_t)part] =
+        pass_(static_cast<const uint8_t *>(source.residual) + at * width,
+              static_cast<const uint8_t *>(source.gradient) + at * dtype_bytes(tensor_.dtype),
+              static_cast<uint8_t *>(source.candidate) + at * width,
+              payload + tensor_.value_at + at * bucket_.value_bytes,
+              beginning(tensor_.numel, part + 1, parts) - at);
+  }
+
+  bool finish(const Source &, uint8_t *) override {
+    return std::all_of(finite_.begin(), finite_.end(), [](uint8_t finite) { return finite; });
+  }
+
+ private:
+  const BucketRecipe bucket_;
+  const TensorRecipe tensor_;
+  const Whole pass_;
+  std::vector<uint8_t> finite_;  // one a part
+};
+
+/* Memory of one list; it grows and is kept. */
+template <class R>
+class ListMemory {
+ public:
+  List list(int64_t capacity) {
+    if (allocated_ < capacity) {
+      index_.reset(new uint32_t[(size_t)(capacity + SLACK)]);
+      value_.reset(new R[(size_t)(capacity + SLACK)]);
+      scratch_.reset(new typename Real<R>::Bits[(size_t)(capacity + SLACK)]);
+      allocated_ = capacity;
+    }
+    return {index_.get(), value_.get(), scratch_.get(), 0, capacity};
+  }
+
+ private:
+  std::unique_ptr<uint32_t[]> index_;
+  std::unique_ptr<R[]> value_;
+  std::unique_ptr<typename Real<R>::Bits[]> scratch_;
+  int64_t allocated_ = 0;
+};
+
+/* What a thread uses for one tensor after the other: it stays in the thread's cache. */
+template <class R>
+struct Workspace {
+  ListMemory<R> candidates, sample;
+
+  static Workspace &own() {
+    static thread_local Workspace workspace;
+    return workspace;
+  }
+};
+
+/* The k largest are sent. With V the values' dtype: half, or the residual's own. */
+template <class R, class V>
+class TopK final : public Encoder {
+ public:
+  TopK(const BucketRecipe &bucket, const TensorRecipe &tensor, const Passes *passes)
+      : tensor_(tensor),
+        sampled_(bucket.sampled != 0),
+        passes_(passes),
+        gather_(passes->gather[tensor.dtype][bucket.halves()]),
+        send_(passes->send[bucket.halves()][tensor.index_bytes == 4]) {}
+
+  void begin(const Source &source, int64_t parts) override {
+    streams_ = tensor_.numel >= STREAMED ? STREAMS : 1;
+    Bits least = first_threshold(source);
+    stretches_.resize((size_t)(parts * streams_));
+    memory_ = parts > 1 ? &own_memory_ : &Workspace<R>::own().candidates;
+    start(least);
+  }
+
+  void gather(const Source &source, uint8_t *, int64_t part) override {
+    Stretch *mine = &stretches_[(size_t)(part * streams_)];
+    bool done = false;
+    while (!done) {
+      gather_(source.residual, source.gradient, source.candidate, mine, streams_);
+      done = true;
+      for (Stretch *each = mine; each < mine + streams_; ++each) {
+        if (each->at == each->to) continue;
+        Bits worst = keep_best(each, 1, source);
+        each->least = std::min<Bits>(worst + 1, Real<R>::infinity);  // what follows loses a tie
+        done = false;
+      }
+    }
+  }
+
+  bool finish(const Source &source, uint8_t *payload) override {
+    bool enough = found() >= (by_sample_ ? (tensor_.k + 1) / 2 : tensor_.k);
+    if (!enough) look_again(source);
+    if (found() < tensor_.k)
+      fill(source);
+    else
+      choose(source, enough);
+    return send_(stretches_.data(), cuts(), payload + tensor_.value_at,
+                 payload + tensor_.index_at);
+  }
+
+ private:
+  using Bits = typename Real<R>::Bits;
+
+  int64_t cuts() const { return (int64_t)stretches_.size(); }
+
+  int64_t found() const {
+    int64_t all = 0;
+    for (const Stretch &stretch : stretches_) all += stretch.list.size;
+    return all;
+  }
+
+  R compensated(const Source &source, int64_t at) const {
+    R e = load(static_cast<const R *>(source.residual), at);
+    return e + widened<R>(source.gradient, tensor_.dtype, at);
+  }
+
+  /* Where to start: near the last step's threshold, or below a sample's. */
+  Bits first_threshold(const Source &source) {
+    by_sample_ = false;
+    if (sampled_) {
+      double expected = expected_in(Sample(tensor_.numel));
+      auto cautious = (int64_t)std::floor(expected - 2 * std::sqrt(expected));
+      by_sample_ = cautious >= SAMPLED_RANK;
+      if (by_sample_) return sampled_threshold(source, cautious);
+    }
+    if (is_warm_ && !distrusted_) return below_the_last(slack_);
+    if (is_warm_ && !Sample(tensor_.numel).is_small_part()) return below_the_last(0.25);
+    distrusted_ -= distrusted_ > 0;
+    return generous_threshold(source);
+  }
+
+  Bits below_the_last(double share) const { return magnitude_bits((R)(last_ * (1 - share))); }
+
+  /* Most likely a little below the k-th magnitude. */
+  Bits generous_threshold(const Source &source) const {
+    Sample sample(tensor_.numel);
+    if (!sample.is_small_part()) return 0;
+    double expected = expected_in(sample);
+    auto generous = (int64_t)std::ceil(expected + 4 * std::sqrt(expected)) + 1;
+    return sampled_threshold(source, std::min(generous, sample.size()));
+  }
+
+  /* How many of the k largest a sample should hold. */
+  double expected_in(const Sample &sample) const {
+    return (double)tensor_.k * (double)sample.size() / (double)tensor_.numel;
+  }
+
+  Bits sampled_threshold(const Source &source, int64_t rank) const {
+    Sample sample(tensor_.numel);
+    Stretch all{0, 0, 0, Workspace<R>::own().sample.list(sample.size())};
+    auto value = static_cast<R *>(all.list.value);
+    for (int64_t row = 0; row < sample.rows; ++row)
+      for (int64_t i = 0; i < sample.run; ++i)
+        value[all.list.size++] = compensated(source, row * sample.stride + i);
+    return (Bits)passes_->choose(&all, 1, rank).least;
+  }
+
+  /* Set out from the beginning of all stretches, with empty lists one after the other. */
+  void start(Bits least) {
+    int64_t room = 0;
+    for (int64_t s = 0; s < cuts(); ++s) room += room_of(s);
+    List all = memory_->list(room);
+    for (int64_t s = 0; s < cuts(); ++s) {
+      Stretch &stretch = stretches_[(size_t)s];
+      int64_t from = beginning(tensor_.numel, s, cuts());
+      stretch = {from, beginning(tensor_.numel, s + 1, cuts()), least, all};
+      stretch.list.capacity = room_of(s) - SLACK;
+      all.index += room_of(s);
+      all.value = static_cast<R *>(all.value) + room_of(s);
+      all.scratch = static_cast<Bits *>(all.scratch) + room_of(s);
+    }
+  }
+
+  /* The k best may all lie in one stretch; half as many more let a full list be seldom. */
+  int64_t room_of(int64_t stretch) const {
+    int64_t length = beginning(tensor_.numel, stretch + 1, cuts()) -
+                     beginning(tensor_.numel, stretch, cuts());
+    return std::min(length, tensor_.k + tensor_.k / 2) + 2 * BLOCK;
+  }
+
+  /* Returns the least magnitude that is left. */
+  Bits keep_best(Stretch *stretches, int64_t count, const Source &source) const {
+    Cut cut = passes_->choose(stretches, count, tensor_.k);
+    passes_->drop(stretches, count, cut, source.candidate);
+    return (Bits)cut.least;
+  }
+
+  /* The threshold was too high: one more pass with a sample's, or, if that fails too, with none. */
+  void look_again(const Source &source) {
+    by_sample_ = false;
+    for (Bits least : {generous_threshold(source), Bits{0}}) {
+      start(least);
+      for (int64_t p = 0; p < cuts() / streams_; ++p) gather(source, nullptr, p);
+      if (found() >= tensor_.k) return;
+    }
+  }
+
+  /* Exactly k. The next step starts from this one's threshold, but for a while not after one that
+   * was too high: the gradients of that tensor vary too much from step to step. */
+  void choose(const Source &source, bool found_enough) {
+    double excess = (double)found() / (double)tensor_.k;
+    Bits least = keep_best(stretches_.data(), cuts(), source);
+    is_warm_ = least < Real<R>::infinity;
+    last_ = bit_cast<R>(least);
+    double wanted = 1.25 + 3 / std::sqrt((double)tensor_.k);
+    slack_ *= !found_enough ? 2 : excess > wanted ? 0.9 : 1.1;
+    slack_ = std::clamp(slack_, 1e-4, 0.25);
+    if (found_enough) {
+      patience_ = std::max(patience_ - 1, 16);
+    } else {
+      distrusted_ = patience_;
+      patience_ = std::min(2 * patience_, 1024);
+    }
+  }
+
+  /* By sample, and fewer than k: the lowest indices that are not among them join. */
+  void fill(const Source &source) {
+    int64_t missing = tensor_.k - found();
+    if (missing > stretches_[0].to - stretches_[0].list.size) join();
+    List &list = stretches_[0].list;
+    auto value = static_cast<R *>(list.value);
+    int64_t from = 0, length = 0, size = list.size + missing;
+    for (int64_t still = missing; still > 0; ++length) {
+      if (from < list.size && list.index[from] == (uint32_t)length)
+        ++from;
+      else
+        --still;
+    }
+    std::copy_backward(list.index + from, list.index + list.size, list.index + size);
+    std::copy_backward(value + from, value + list.size, value + size);
+    for (int64_t i = 0; i < length; ++i) {
+      list.index[i] = (uint32_t)i;
+      value[i] = compensated(source, i);
+      store(static_cast<R *>(source.candidate), i, Sent<V, R>::left(value[i]));
+    }
+    list.size = size;
+  }
+
+  /* Put all lists into the first, in order; they lie one after the other in memory. */
+  void join() {
+    List &all = stretches_[0].list;
+    auto to = static_cast<R *>(all.value);
+    for (int64_t s = 1; s < cuts(); ++s) {
+      List &each = stretches_[(size_t)s].list;
+      auto value = static_cast<const R *>(each.value);
+      std::copy(each.index, each.index + each.size, all.index + all.size);
+      std::copy(value, value + each.size, to + all.size);
+      all.size += each.size;
+      each.size = 0;
+    }
+  }
+
+  const TensorRecipe tensor_;
+  const bool sampled_;
+  const Passes *const passes_;
+  const Gather gather_;
+  const Send send_;
+  ListMemory<R> own_memory_;         // for parts that run at the same time
+  ListMemory<R> *memory_ = nullptr;  // what this step uses
+  int64_t streams_ = 1;              // stretches a part
+  std::vector<Stretch> stretches_;
+  bool by_sample_ = false, is_warm_ = false;
+  R last_ = 0;           // the last step's k-th magnitude
+  double slack_ = 0.03;  // how far below it to start
+  int distrusted_ = 0;   // for how many steps not to start from it
+  int patience_ = 16;    // for how many the next time
+};
+
+template <class R>
+bool entry_of(const BucketRecipe &bucket, const TensorRecipe &tensor, const void *residual,
+              const void *gradient, int64_t element, const uint8_t *sent) {
+  R a = load(static_cast<const R *>(residual), element) +
+        widened<R>(gradient, tensor.dtype, element);
+  if (!bucket.halves()) {
+    R was = load(reinterpret_cast<const R *>(sent));
+    return a == was || (a != a && was != was);
+  }
+  float now = widen(Sent<Half, R>::of(a)), was = widen(load(reinterpret_cast<const Half *>(sent)));
+  return now == was || (now != now && was != was);
+}
+
+}  // namespace
+
+std::unique_ptr<Encoder> make_encoder(const BucketRecipe &bucket, const TensorRecipe &tensor,
+                                      const Passes *passes) {
+  Encoder *encoder;
+  if (!tensor.index_bytes)
+    encoder = new WholeTensor(bucket, tensor, passes);
+  else if (bucket.residual_bytes == 8)
+    encoder = bucket.halves() ? (Encoder *)new TopK<double, Half>(bucket, tensor, passes)
+                              : new TopK<double, double>(bucket, tensor, passes);
+  else
+    encoder = bucket.halves() ? (Encoder *)new TopK<float, Half>(bucket, tensor, passes)
+                              : new TopK<float, float>(bucket, tensor, passes);
+  return std::unique_ptr<Encoder>(encoder);
+}
+
+bool entry_is(const BucketRecipe &bucket, const TensorRecipe &tensor, const void *residual,
+              const void *gradient, int64_t element, const uint8_t *sent) {
+  auto compare = bucket.residual_bytes == 8 ? entry_of<double> : entry_of<float>;
+  return compare(bucket, tensor, residual, gradient, element, sent);
+}
+
+}  // namespace topkef

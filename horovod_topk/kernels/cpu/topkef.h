@@ -1,0 +1,58 @@
+/* The C interface of the CPU kernels: one bucket encoded or decoded in one call.
+ *
+ * Nothing here knows a framework: arrays are pointers to packed elements in row-major order, of any
+ * alignment. What a call needs to know of the plan is a recipe, laid out as in the docstring of
+ * `horovod_topk.ops.protocol.Fused`. Results are the same bits as those of the verbs in
+ * `horovod_topk.ops`, whatever the instruction set and the number of threads.
+ */
+#ifndef TOPKEF_H
+#define TOPKEF_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define TOPKEF_API __attribute__((visibility("default")))
+#define TOPKEF_ABI 1
+
+typedef struct topkef_bucket topkef_bucket;
+
+/* The number of this interface; a caller that wants another one must not go on. */
+TOPKEF_API int topkef_abi(void);
+
+/* The instruction set in use: "avx512", "avx2" or "portable". HOROVOD_TOPK_ISA chooses a lower one
+ * than the processor has. */
+TOPKEF_API const char *topkef_isa(void);
+
+/* A bucket for a recipe of `count` numbers; NULL if the recipe is not one. Not more than one thread
+ * may use a bucket at a time. */
+TOPKEF_API topkef_bucket *topkef_bucket_new(const int64_t *recipe, int64_t count);
+TOPKEF_API void topkef_bucket_free(topkef_bucket *bucket);
+
+/* Write flags, values and indices into `payload`, and into the candidates what is not sent.
+ *
+ * residuals, gradients, candidates: a pointer a tensor; candidates must overlap nothing else. */
+TOPKEF_API void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
+                              const void *const *gradients, void *const *candidates,
+                              uint8_t *payload, int threads);
+
+/* 1 if the first 16 entries of each tensor would be encoded as `payload` has them, 0 if not. */
+TOPKEF_API int topkef_unchanged(const topkef_bucket *bucket, const void *const *residuals,
+                                const void *const *gradients, const uint8_t *payload);
+
+/* Replace gradients by `scale` times the sum over `ranks` payloads, added in their order.
+ *
+ * flags: a byte a tensor; where it is not 0 the gradient becomes NaN and the entries are not read.
+ * Returns -1, or rank * tensors + tensor for the first indices that do not ascend or lie outside
+ * their tensor: nothing has been written then. */
+TOPKEF_API int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered,
+                                 int64_t ranks, double scale, const uint8_t *flags,
+                                 void *const *gradients, int threads);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,134 @@
+"""The CPU kernels, loaded with ctypes: addresses in, addresses out, no framework.
+
+`HOROVOD_TOPK_NATIVE=0` switches them off, `HOROVOD_TOPK_ISA=avx2` or `portable` chooses a lower
+instruction set than the processor has. Calls do not hold the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger("horovod_topk")
+
+LIBRARY = Path(__file__).parent / "libtopkef.so"
+TENSORFLOW_LIBRARY = LIBRARY.with_name("libtopkef_tensorflow.so")
+ABI = 1
+
+Library = ctypes.CDLL
+Addresses = ctypes.Array[ctypes.c_void_p]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of the kernels in this process."""
+
+    library: Library | None
+    description: str  # the instruction set in use, or why there is none
+
+
+@functools.cache
+def find() -> Found:
+    """Load the library, once; a line in the log says which path is in use."""
+    found = _load()
+    if found.library is None:
+        log.warning("TopKEF compresses on the CPU by framework operations: %s", found.description)
+    else:
+        log.info("TopKEF compresses on the CPU by its own kernels (%s)", found.description)
+    return found
+
+
+def _load() -> Found:
+    if os.environ.get("HOROVOD_TOPK_NATIVE", "1") == "0":
+        return Found(None, "HOROVOD_TOPK_NATIVE=0")
+    if not LIBRARY.exists():
+        return Found(None, "none were built; `python -m horovod_topk.kernels.compile` does it")
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        return Found(None, f"the kernels do not load: {error}")
+    if library.topkef_abi() != ABI:
+        return Found(None, f"the kernels have interface {library.topkef_abi()}, not {ABI}")
+    _declare(library)
+    return Found(library, library.topkef_isa().decode())
+
+
+def _declare(library: Library) -> None:
+    """Types of the functions in cpu/topkef.h."""
+    address, number, real, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_char_p
+    arguments: dict[str, list[type]] = {
+        "topkef_isa": [],
+        "topkef_bucket_new": [address, number],
+        "topkef_bucket_free": [address],
+        "topkef_encode": [address, address, address, address, address, ctypes.c_int],
+        "topkef_unchanged": [address, address, address, address],
+        "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
+    }
+    for name, types in arguments.items():
+        getattr(library, name).argtypes = types
+    library.topkef_isa.restype = text
+    library.topkef_bucket_new.restype = address
+    library.topkef_bucket_free.restype = None
+    library.topkef_encode.restype = None
+    library.topkef_decode.restype = number
+
+
+class Bucket:
+    """The kernels for one recipe; see `horovod_topk.ops.protocol.Fused` for what they do.
+
+    Arrays are addresses of packed elements in row-major order; `residuals`, `gradients` and
+    `candidates` have one a tensor. The caller keeps the memory alive during a call.
+    """
+
+    def __init__(self, recipe: Sequence[int], library: Library) -> None:
+        numbers = (ctypes.c_int64 * len(recipe))(*recipe)
+        self._library = library
+        self._handle = library.topkef_bucket_new(numbers, len(recipe))
+        if not self._handle:
+            raise ValueError(f"not a recipe: {recipe}")
+        self.tensors = recipe[0]
+        weakref.finalize(self, library.topkef_bucket_free, self._handle)
+
+    def encode(
+        self,
+        residuals: Addresses,
+        gradients: Addresses,
+        candidates: Addresses,
+        payload: int,
+        threads: int,
+    ) -> None:
+        """Fill a payload; leave in the candidates what is not sent."""
+        self._library.topkef_encode(
+            self._handle, residuals, gradients, candidates, payload, threads
+        )
+
+    def unchanged(self, residuals: Addresses, gradients: Addresses, payload: int) -> bool:
+        """Whether the first 16 entries of each tensor would be encoded as they are."""
+        call = self._library.topkef_unchanged
+        return bool(call(self._handle, residuals, gradients, payload))
+
+    def decode(
+        self,
+        gathered: int,
+        ranks: int,
+        scale: float,
+        flags: Sequence[bool],
+        gradients: Addresses,
+        threads: int,
+    ) -> tuple[int, int] | None:
+        """Replace gradients; or say which (rank, tensor) has indices that cannot be."""
+        wrong = self._library.topkef_decode(
+            self._handle, gathered, ranks, scale, bytes(flags), gradients, threads
+        )
+        return None if wrong < 0 else divmod(wrong, self.tensors)
+
+
+def addresses(each: Sequence[int]) -> Addresses:
+    """Addresses as the library takes them."""
+    return (ctypes.c_void_p * len(each))(*each)

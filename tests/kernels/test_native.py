@@ -1,0 +1,380 @@
+"""The CPU kernels against the oracle: every instruction set this processor has, threads, and memory
+that does not lie where it is best.
+
+The contract suite and the laws run them too (row "native" of `oracle.backends`); here are the
+cases that the verbs do not have: many tensors at once, thresholds carried over, missed, and lists
+that run full.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.codec import TopK
+from horovod_topk.core.plan import WIDTH, BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.kernels import native
+from horovod_topk.ops.numpy import NumpyOps
+
+Array = NDArray[Any]
+
+FOUND = native.find()
+pytestmark = pytest.mark.skipif(FOUND.library is None, reason=f"no kernels: {FOUND.description}")
+
+ISAS = ("portable", "avx2", "avx512")
+RNG = np.random.default_rng(7)
+
+
+def isas() -> list[str]:
+    """Instruction sets up to the fastest of this processor."""
+    fastest = ISAS.index(FOUND.description) if FOUND.library else 0
+    return list(ISAS[: fastest + 1])
+
+
+@pytest.fixture(params=isas())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Makes new buckets use one instruction set."""
+    monkeypatch.setenv("HOROVOD_TOPK_ISA", request.param)
+    assert FOUND.library is not None
+    assert FOUND.library.topkef_isa().decode() == request.param
+    yield request.param
+
+
+class Both:
+    """One bucket, encoded and decoded by the kernels and by the oracle's verbs in step."""
+
+    def __init__(self, bucket: BucketPlan, threads: int = 1) -> None:
+        assert FOUND.library is not None
+        self.bucket, self.threads = bucket, threads
+        self.kernel = native.Bucket(bucket.recipe, FOUND.library)
+        self.codec = TopK(NumpyOps())
+        self.residual = np.zeros(bucket.numel, bucket.residual_dtype)
+        self.payload = self.codec.new_payload(bucket)
+
+    def encode(self, gradients: list[Array], *, commit: bool = True) -> Array:
+        """The payload, once it and what is left are seen to be equal; NaN equal to NaN."""
+        arenas = Arenas(self.bucket, self.residual.copy(), np.full_like(self.residual, 7))
+        with np.errstate(all="ignore"):
+            self.codec.encode(arenas, gradients, self.payload)
+        payload = self.codec.new_payload(self.bucket)
+        candidate = np.full_like(self.residual, 9)
+        places = self.places(self.residual), self.addresses(gradients), self.places(candidate)
+        self.kernel.encode(*places, payload.ctypes.data, self.threads)
+        assert self.kernel.unchanged(*places[:2], payload.ctypes.data)
+        self.compare(payload, candidate, arenas.candidate)
+        if commit and np.isfinite(candidate).all():
+            self.residual = candidate
+        return payload
+
+    def compare(self, payload: Array, candidate: Array, expected: Array) -> None:
+        """Refuses a difference in flags, indices, values, or what is left of unflagged tensors."""
+        head = self.bucket.layout.values_at
+        assert payload[:head].tobytes() == self.payload[:head].tobytes()
+        flags = payload[self.bucket.layout.flags_at :]
+        for position, tensor in enumerate(self.bucket.tensors):
+            values = [self.values(tensor, each) for each in (payload, self.payload)]
+            np.testing.assert_array_equal(*values)
+            width = WIDTH[tensor.index] if tensor.index else 0
+            index = slice(tensor.index_at, tensor.index_at + width * tensor.k)
+            assert payload[index].tobytes() == self.payload[index].tobytes()
+            if not flags[position // 8] >> position % 8 & 1:
+                left = slice(tensor.start, tensor.stop)
+                np.testing.assert_array_equal(candidate[left], expected[left])
+
+    def values(self, tensor: Any, payload: Array) -> Array:
+        dtype = np.dtype(self.bucket.value_dtype)
+        stop = tensor.value_at + tensor.k * dtype.itemsize
+        return payload[tensor.value_at : stop].view(dtype)
+
+    def decode(self, payloads: list[Array], scale: float) -> None:
+        """Decode by both ways into gradients, and compare."""
+        gathered = np.concatenate(payloads)
+        expected, found = self.gradients(), self.gradients()
+        with np.errstate(all="ignore"):
+            flags = self.codec.decode(self.bucket, gathered, scale, expected)
+        data, places = gathered.ctypes.data, self.addresses(found)
+        assert self.kernel.decode(data, len(payloads), scale, flags, places, self.threads) is None
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def gradients(self) -> list[Array]:
+        return [np.full(t.spec.shape, 5, t.spec.dtype) for t in self.bucket.tensors]
+
+    def places(self, arena: Array) -> native.Addresses:
+        views = [arena[t.start : t.stop] for t in self.bucket.tensors]
+        return self.addresses(views)
+
+    @staticmethod
+    def addresses(arrays: list[Array]) -> native.Addresses:
+        return native.addresses([array.ctypes.data for array in arrays])
+
+
+def bucket_of(*sizes: int, dtype: str = "float32", **settings: Any) -> BucketPlan:
+    specs = [TensorSpec(f"t{i}", (n,), dtype) for i, n in enumerate(sizes)]
+    (bucket,) = make_plan(specs, TopKConfig(**settings)).buckets
+    return bucket
+
+
+def normal(bucket: BucketPlan, scale: float = 1.0) -> list[Array]:
+    return [
+        (scale * RNG.standard_normal(t.spec.shape)).astype(t.spec.dtype) for t in bucket.tensors
+    ]
+
+
+# Shapes, dtypes, settings.
+
+
+@pytest.mark.parametrize("selection", ["exact", "sampled"])
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        ("float32", "float32"),
+        ("float32", "float16"),
+        ("float16", "float32"),
+        ("float16", "float16"),
+        ("float64", "float32"),
+        ("float64", "float16"),
+    ],
+)
+def test_steps_in_a_row(isa: str, dtype: str, values: str, selection: str) -> None:
+    """Tensors with 16-bit and 32-bit indices and none, some long enough for several streams."""
+    sizes = (5, 1500, 64, 4096, 70_001, 300_000, 1)
+    bucket = bucket_of(*sizes, dtype=dtype, ratio=0.01, values=values, selection=selection)
+    assert {t.index for t in bucket.tensors} == {None, "int16", "int32"}
+    both = Both(bucket)
+    payloads = [both.encode(normal(bucket, scale)) for scale in (1, 1.1, 0.2, 5, 0)]
+    both.decode(payloads[:3], 1 / 3)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_threads_change_nothing(threads: int) -> None:
+    bucket = bucket_of(40, 2_100_000, 30_000, 1_050_000, ratio=0.01)
+    both = Both(bucket, threads)
+    payloads = [both.encode(normal(bucket, scale)) for scale in (1, 0.1, 3)]
+    both.decode(payloads, 0.5)
+    dense = bucket_of(2_100_000, 100, ratio=1.0)
+    Both(dense, threads).encode(normal(dense))
+
+
+def test_a_child_of_a_process_with_threads_has_its_own() -> None:
+    """fork() does not copy threads: waiting for one of the parent's would be for ever."""
+    script = """
+import os
+from tests_kernels import Both, bucket_of, normal
+bucket = bucket_of(2_100_000, ratio=0.01)
+both = Both(bucket, 2)
+both.encode(normal(bucket))
+child = os.fork()
+both.encode(normal(bucket))
+if child:
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os._exit(0)
+"""
+    alias = f"import sys; sys.path.insert(0, {str(sys.path[0])!r})\n"
+    source = script.replace("tests_kernels", __name__)
+    paths = f"import sys; sys.path[:0] = {sys.path!r}\n"
+    done = subprocess.run([sys.executable, "-c", paths + alias + source], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+# Values that are hard.
+
+HARD = {
+    "zeros": lambda n: np.zeros(n),
+    "constant": lambda n: np.full(n, 0.5),
+    "constant magnitude": lambda n: np.where(np.arange(n) % 2, 0.5, -0.5),
+    "one spike": lambda n: np.eye(1, n, n // 3)[0] * 1e30,
+    "last only": lambda n: np.eye(1, n, n - 1)[0],
+    "denormal": lambda n: RNG.integers(-5, 6, n) * 1e-45,
+    "heavy tails": lambda n: RNG.standard_cauchy(n) ** 3,
+    "ascending": lambda n: np.arange(n),
+    "descending": lambda n: -np.arange(n)[::-1],
+    "few magnitudes": lambda n: RNG.integers(-2, 3, n),
+    "sparser than k": lambda n: np.where(RNG.random(n) < 0.002, RNG.standard_normal(n), 0),
+    "huge": lambda n: np.full(n, 3e38) * RNG.choice([-1, 1], n),
+    "one NaN": lambda n: np.where(np.arange(n) == n // 2, np.nan, RNG.standard_normal(n)),
+    "NaN among infinities": lambda n: RNG.choice([np.nan, np.inf, -np.inf, 1.0], n),
+    "all NaN": lambda n: np.full(n, np.nan),
+}
+
+
+@pytest.mark.parametrize("selection", ["exact", "sampled"])
+@pytest.mark.parametrize("kind", HARD)
+def test_hard_values(isa: str, kind: str, selection: str) -> None:
+    bucket = bucket_of(3000, 100_000, ratio=0.01, selection=selection)
+    both = Both(bucket)
+    hard = [HARD[kind](t.spec.numel).astype(np.float32) for t in bucket.tensors]
+    for gradients in (hard, normal(bucket), hard, hard):
+        both.encode(gradients)
+    both.decode([both.encode(hard), both.encode(normal(bucket))], 0.5)
+
+
+def test_every_pair_of_hard_steps_in_a_row() -> None:
+    """A threshold from one step meets whatever the next one brings."""
+    bucket = bucket_of(20_000, ratio=0.005)
+    for first, second in itertools.product(HARD, HARD):
+        both = Both(bucket)
+        for kind in (first, second):
+            both.encode([HARD[kind](20_000).astype(np.float32)])
+
+
+@given(
+    data=st.data(),
+    size=st.integers(1, 400),
+    ratio=st.sampled_from([0.001, 0.01, 0.1, 0.3, 0.49]),
+    values=st.sampled_from(["float32", "float16"]),
+)
+def test_small_tensors(data: st.DataObject, size: int, ratio: float, values: str) -> None:
+    floats = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0, 65520.0, 1e-45, 6e-8])
+    bucket = bucket_of(size, ratio=ratio, values=values, min_numel=0)
+    both = Both(bucket)
+    for _ in range(2):
+        elements = data.draw(st.lists(floats, min_size=1, max_size=20))
+        both.encode([np.resize(np.array(elements, np.float32), size)])
+
+
+def test_empty_and_nearly_whole(isa: str) -> None:
+    for sizes, ratio in (((0,), 0.01), ((0, 3, 0), 0.01), ((1,), 1.0), ((5000,), 0.5)):
+        bucket = bucket_of(*sizes, ratio=ratio, min_numel=0, values="float16")
+        both = Both(bucket)
+        both.decode([both.encode(normal(bucket)), both.encode(normal(bucket))], 0.5)
+    for k in (4999, 5000):  # no plan sends so many with indices
+        recipe = [1, 4, 4, 24, 32 + 8 * 5000, 0, 5000, k, 0, 4, 32, 32 + 4 * 5000, 2]
+        assert FOUND.library is not None
+        kernel = native.Bucket(recipe, FOUND.library)
+        gradient, candidate = RNG.standard_normal(5000).astype("f4"), np.zeros(5000, "f4")
+        payload = np.zeros(recipe[4], np.uint8)
+        residual = np.zeros_like(gradient)
+        kernel.encode(
+            *map(Both.addresses, ([residual], [gradient], [candidate])), payload.ctypes.data, 1
+        )
+        index = payload[recipe[11] : recipe[11] + 4 * k].view(np.uint32)
+        assert index.tolist() == NumpyOps().select(gradient, k).tolist()
+        assert candidate[index].tolist() == [0.0] * k
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 12, 60])
+def test_memory_that_is_not_aligned(isa: str, offset: int) -> None:
+    """Gradients, arenas and payloads at any address."""
+    bucket = bucket_of(100_000, 30, ratio=0.01)
+    aligned = Both(bucket)
+    gradients = normal(bucket)
+    expected = aligned.encode(gradients)
+
+    def moved(array: Array) -> Array:
+        room = np.zeros(array.nbytes + offset, np.uint8)
+        room[offset:] = array.reshape(-1).view(np.uint8)
+        return room[offset:]
+
+    residual, candidate = moved(np.zeros(bucket.numel, "f4")), moved(np.zeros(bucket.numel, "f4"))
+    payload = moved(aligned.codec.new_payload(bucket))
+    shifted = [moved(gradient) for gradient in gradients]
+    width = [4 * t.start for t in bucket.tensors]
+    places = [native.addresses([a.ctypes.data + w for w in width]) for a in (residual, candidate)]
+    aligned.kernel.encode(places[0], Both.addresses(shifted), places[1], payload.ctypes.data, 1)
+    assert payload.tobytes() == expected.tobytes()
+    assert candidate.tobytes() == aligned.residual.tobytes()
+    gathered = moved(np.concatenate([expected, expected]))
+    aligned.kernel.decode(gathered.ctypes.data, 2, 0.5, [False, False], Both.addresses(shifted), 1)
+    decoded = aligned.gradients()
+    aligned.codec.decode(bucket, np.concatenate([expected, expected]), 0.5, decoded)
+    assert [s.tobytes() for s in shifted] == [d.tobytes() for d in decoded]
+
+
+@pytest.mark.parametrize("spikes", [(0, 2**31 - 1, 2**31, 2**31 + 40)])
+def test_more_elements_than_a_signed_index_counts(spikes: tuple[int, ...]) -> None:
+    """Zeros cost no memory while they are only read; what is written is 8 GiB."""
+    numel, k = 2**31 + 41, 10
+    if available_bytes() < 12 * 2**30:
+        pytest.skip("needs 12 GiB of free memory")
+    zeros, gradient, candidate = (untouched(numel) for _ in range(3))
+    for at in spikes:
+        gradient[at] = at + 1
+    recipe = [1, 4, 4, 24, 32 + 8 * k, 0, numel, k, 0, 4, 32, 32 + 4 * k, 2]
+    assert FOUND.library is not None
+    kernel = native.Bucket(recipe, FOUND.library)
+    payload = np.zeros(recipe[4], np.uint8)
+    kernel.encode(*map(Both.addresses, ([zeros], [gradient], [candidate])), payload.ctypes.data, 2)
+    index, values = payload[32 + 4 * k :].view(np.uint32), payload[32 : 32 + 4 * k].view("f4")
+    assert index.tolist() == sorted({*spikes, *range(k - len(spikes) + 1)})
+    assert values[values > 0].tolist() == [np.float32(at + 1) for at in spikes]
+    assert [candidate[at] for at in spikes] == [0.0] * len(spikes)
+
+
+def untouched(numel: int) -> Array:
+    """float32 zeros that take no memory before they are written."""
+    room = mmap.mmap(-1, 4 * numel, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(room, np.float32)
+
+
+def available_bytes() -> int:
+    with open("/proc/meminfo") as lines:  # noqa: PTH123
+        return next(1024 * int(line.split()[1]) for line in lines if "MemAvailable" in line)
+
+
+# What must be refused.
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("width", ["int16", "int32"])
+def test_wrong_indices_are_named_and_nothing_is_written(width: str, threads: int) -> None:
+    size = 3000 if width == "int16" else 100_000
+    bucket = bucket_of(size, size, ratio=0.01)
+    both = Both(bucket, threads)
+    good = both.encode(normal(bucket))
+    tensor = bucket.tensors[1]
+    assert tensor.index == width
+    for at, value in ((0, 65535 if width == "int16" else 2**32 - 1), (tensor.k - 1, 0), (5, 0)):
+        bad = good.copy()
+        index = bad[tensor.index_at : tensor.index_at + WIDTH[width] * tensor.k]
+        index.view(f"u{width}")[at] = value
+        gradients = both.gradients()
+        gathered = np.concatenate([good, bad, good])
+        wrong = both.kernel.decode(
+            gathered.ctypes.data, 3, 1.0, [False] * 2, both.addresses(gradients), threads
+        )
+        assert wrong == (1, 1)
+        assert all((gradient == 5).all() for gradient in gradients)
+        flagged = both.kernel.decode(
+            gathered.ctypes.data, 3, 1.0, [False, True], both.addresses(gradients), threads
+        )
+        assert flagged is None
+        assert np.isnan(gradients[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("position", "value"),
+    [(0, 2), (1, 3), (2, 8), (3, 10**6), (4, 40), (6, -1), (7, 0), (7, 99), (9, 3), (10, -8)]
+    + [(10, 10**6), (11, 10**6), (12, 4), (12, 3)],
+)
+def test_what_is_no_recipe(position: int, value: int) -> None:
+    recipe = [1, 4, 4, 24, 32 + 8 * 5, 0, 50, 5, 0, 4, 32, 52, 2]
+    assert FOUND.library is not None
+    native.Bucket(recipe, FOUND.library)
+    recipe[position] = value
+    with pytest.raises(ValueError, match="not a recipe"):
+        native.Bucket(recipe, FOUND.library)
+
+
+def test_a_changed_gradient_is_noticed() -> None:
+    bucket = bucket_of(100_000, 20, ratio=0.01, values="float16")
+    both = Both(bucket)
+    gradients = normal(bucket)
+    payload = both.encode(gradients, commit=False)
+    for position, element in ((0, None), (1, 3)):
+        edited = [gradient.copy() for gradient in gradients]
+        edited[position][slice(None) if element is None else element] *= 2
+        places = both.places(both.residual), both.addresses(edited)
+        assert not both.kernel.unchanged(*places, payload.ctypes.data)
