@@ -26,10 +26,10 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: help setup demo test check accuracy bench clean
+.PHONY: help setup demo test check accuracy bench bench-kernels fuzz clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup: ## create .venv with both frameworks and Horovod (minutes the first time; no root)
 	@"$(PYTHON)" scripts/setup_env.py
@@ -51,6 +51,12 @@ accuracy: setup ## make the published accuracy tables anew (hours)
 bench: setup ## time compression of a ResNet-50's gradients, PyTorch against TensorFlow
 	"$(VENV)/bin/python" scripts/bench.py $(ARGS)
 
+bench-kernels: setup ## time selection against r += g and torch.topk; tables and a picture (minutes)
+	"$(VENV)/bin/python" scripts/bench_kernels.py $(ARGS)
+
+fuzz: setup ## encode and decode arbitrary buckets under AddressSanitizer and UBSan
+	"$(VENV)/bin/python" scripts/fuzz.py $(ARGS)
+
 clean: ## remove .venv and build outputs; the cache with Horovod's wheel stays
-	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist horovod_topk/kernels/*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

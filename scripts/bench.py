@@ -37,6 +37,7 @@ from horovod_topk.ops.torch import TorchOps
 from horovod_topk.tensorflow.planning import Settings
 from horovod_topk.tensorflow.residuals import Residuals
 from horovod_topk.tensorflow.state import OptimizerState
+from processor import cpu_model
 from resnet50 import resnet50_specs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -179,13 +180,6 @@ def report(found: dict[str, float], args: argparse.Namespace) -> str:
         tensorflow=tf.__version__,
         date=time.strftime("%Y-%m-%d"),
     )
-
-
-def cpu_model() -> str:
-    """The processor's name, as the kernel gives it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def main() -> int:

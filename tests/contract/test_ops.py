@@ -196,6 +196,62 @@ def assert_selects_the_largest(backend: Backend, candidate: Array, *ks: int) -> 
 
 
 @each_way
+@pytest.mark.parametrize("texture", ["normal", "constant", "mostly zero", "sorted", "some NaN"])
+@pytest.mark.parametrize("numel", [1, 300, 5001, 2**17 + 3])
+def test_sample(backend: Backend, numel: int, texture: str) -> None:
+    candidate = np.random.default_rng(1).standard_normal(numel).astype(np.float32)
+    match texture:
+        case "constant":
+            candidate[:] = -2.0
+        case "mostly zero":
+            candidate[numel // 5 :] = 0.0
+        case "sorted":
+            candidate.sort()
+        case "some NaN":
+            candidate[::50] = np.nan
+    array = backend.array(candidate, "float32")
+    for k in {1, numel // 50, numel // 10, numel // 2} - {0}:
+        index = backend.numpy(backend.ops.sample(array, k))
+        assert index.dtype == np.int64
+        assert index.tolist() == sampled(candidate, k)
+
+
+def sampled(candidate: Array, k: int) -> list[int]:
+    """What the docstring of `Ops.sample` says, element by element."""
+    n = candidate.size
+    magnitude = [math.inf if math.isnan(x) else abs(x) for x in candidate.tolist()]
+    width = (n // 2048) | 1
+    rows = [magnitude[at : at + width][:8] for at in range(0, n - width + 1, width)]
+    sample = sorted((x for row in rows for x in row), reverse=True)
+    expected = k * len(sample) / n
+    rank = math.floor(expected - 2 * math.sqrt(expected))
+    reach = [i for i in range(n) if rank >= 32 and magnitude[i] >= sample[rank - 1]]
+    if not k / 2 <= len(reach) <= k:
+        return sorted(sorted(range(n), key=lambda i: -magnitude[i])[:k])
+    taken = set(reach)
+    return sorted([*reach, *[i for i in range(n) if i not in taken][: k - len(reach)]])
+
+
+def test_some_samples_are_used_and_some_are_not() -> None:
+    """The test above tells `sample` from `select`."""
+    candidate = np.random.default_rng(1).standard_normal(5001).astype(np.float32)
+    ops = TORCH.ops
+    array = TORCH.array(candidate, "float32")
+    assert ops.sample(array, 500).tolist() != ops.select(array, 500).tolist()
+    assert ops.sample(array, 40).tolist() == ops.select(array, 40).tolist()
+
+
+@each_way
+def test_row(backend: Backend) -> None:
+    payloads = backend.array(np.array([9, 0, 1, 0, 2, 0, 9, 0] + [9, 0, 3, 0, 4, 0, 9, 0]), "uint8")
+    loaded = backend.ops.load(payloads, 8, 2, 2, "int16")
+    for position, expected in enumerate(([1, 2], [3, 4])):
+        row = backend.ops.row(loaded, position)
+        assert backend.numpy(row).tolist() == expected
+        assert backend.ops.numel(row) == 2
+
+
+@each_way
 @given(data=st.data())
 def test_take(backend: Backend, data: st.DataObject) -> None:
     values, index = data.draw(arrays_with_index(backend, "float32"))

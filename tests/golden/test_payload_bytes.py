@@ -107,6 +107,24 @@ def test_values_of_every_width(
 
 
 @each_framework
+def test_a_sampled_selection(backend: Backend) -> None:
+    """Of 300 elements all are looked at; the 100 - 20 largest and the 20 lowest others are sent."""
+    plan = make_plan(
+        [TensorSpec("w", (300,), "float32")],
+        TopKConfig(ratio=1 / 3, selection="sampled", min_numel=0),
+    )
+    g = np.arange(1, 301, dtype=np.float32)
+    chosen = [*range(20), *range(220, 300)]
+    expected = (
+        header(1, plan.buckets[0].digest)
+        + bytes(8)
+        + struct.pack("<100f", *g[chosen])
+        + struct.pack("<100H", *chosen)
+    )
+    assert sent(World(plan, 1, backend), {"w": g}) == expected
+
+
+@each_framework
 def test_long_indices_stand_before_short_ones(backend: Backend) -> None:
     """2**16 elements still have 16-bit indices, one more has 32-bit ones."""
     sizes = {"short": 2**16, "long": 2**16 + 1, "dense": 3}

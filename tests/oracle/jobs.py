@@ -14,7 +14,7 @@ from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from oracle.world import Gradients
 
-SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2,), (7,), (8,), (3, 5), (2, 0), (40,))
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2,), (7,), (8,), (3, 5), (2, 0), (40,), (300,))
 DTYPES = ("float16", "float32", "float64")
 RATIOS = (0.001, 0.05, 0.1, 0.25, 0.5, 1.0)
 MIN_NUMEL = (0, 1, 7, 8, 9, 1024)  # on both sides of the sizes 7 and 8
@@ -69,6 +69,7 @@ def jobs(
         ratio=draw(st.sampled_from(list(ratios))),
         values=draw(st.sampled_from(list(values))),
         min_numel=draw(st.sampled_from(MIN_NUMEL)),
+        selection=draw(st.sampled_from(["exact", "sampled"])),
     )
     groups = draw(st.sampled_from([(), (specs[:1],), (specs[-1:], specs[:-1])]))
     reduction = draw(st.sampled_from(["average", "sum"]))

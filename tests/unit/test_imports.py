@@ -36,6 +36,7 @@ ROOMS = {
     "kernels/compile.py": set[str](),
     "kernels/triton": {"torch", "triton", "horovod_topk.ops.protocol"},
     "mpi.py": {"numpy", "mpi4py"},
+    "cli": {"horovod_topk.__version__", "horovod_topk.kernels"},
     "torch": {
         "torch",
         "horovod.torch",

@@ -82,24 +82,29 @@ struct topkef_bucket {
 
 namespace {
 
+/* Small enough that no sum or product below overflows. */
+bool is_size(int64_t number) { return number >= 0 && number <= int64_t{1} << 48; }
+
+bool fits(const BucketRecipe &bucket, int64_t at, int64_t count, int64_t width) {
+  return is_size(at) && is_size(count) && at + count * width <= bucket.payload_bytes;
+}
+
 bool is_sound(const BucketRecipe &bucket, const TensorRecipe &tensor) {
-  bool doubles = bucket.residual_bytes == 8;
-  int64_t end = tensor.value_at + tensor.k * bucket.value_bytes;
-  int64_t index_end = tensor.index_at + tensor.k * tensor.index_bytes;
-  bool all = tensor.index_bytes == 0;
-  return tensor.numel >= 0 && tensor.value_at >= 0 && tensor.index_at >= 0 &&
-         (tensor.dtype == FLOAT64) == doubles && tensor.dtype >= 0 && tensor.dtype < DTYPES &&
-         (all ? tensor.k == tensor.numel : tensor.k >= 1 && tensor.k <= tensor.numel) &&
-         (all || tensor.index_bytes == 4 || tensor.index_bytes == 2) &&
-         (all || tensor.numel <= (int64_t{1} << 8 * tensor.index_bytes)) &&
-         std::max(end, index_end) <= bucket.payload_bytes;
+  bool has_index = tensor.index_bytes == 2 || tensor.index_bytes == 4;
+  bool sends_some = has_index && tensor.k >= 1 && tensor.k <= tensor.numel &&
+                    tensor.numel <= int64_t{1} << 8 * tensor.index_bytes;
+  bool sends_all = tensor.index_bytes == 0 && tensor.k == tensor.numel;
+  return is_size(tensor.numel) && (sends_some || sends_all) && tensor.dtype >= 0 &&
+         tensor.dtype < DTYPES && (tensor.dtype == FLOAT64) == (bucket.residual_bytes == 8) &&
+         fits(bucket, tensor.value_at, tensor.k, bucket.value_bytes) &&
+         fits(bucket, tensor.index_at, tensor.k, tensor.index_bytes);
 }
 
 bool is_sound(const BucketRecipe &bucket, int64_t count) {
-  return bucket.tensors > 0 && count == HEAD + EACH * bucket.tensors &&
+  return bucket.tensors > 0 && bucket.tensors <= count && count == HEAD + EACH * bucket.tensors &&
          (bucket.residual_bytes == 4 || bucket.residual_bytes == 8) &&
          (bucket.value_bytes == 2 || bucket.value_bytes == bucket.residual_bytes) &&
-         bucket.flags_at >= 0 && bucket.flags_at + (bucket.tensors + 7) / 8 <= bucket.payload_bytes;
+         is_size(bucket.payload_bytes) && fits(bucket, bucket.flags_at, (bucket.tensors + 7) / 8, 1);
 }
 
 void write_flags(const topkef_bucket &bucket, uint8_t *payload) {

@@ -1,0 +1,19 @@
+"""The command `horovod-topk`: it explains; nothing in training depends on it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from horovod_topk import __version__
+from horovod_topk.cli import doctor
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one of its commands; the exit status."""
+    parser = argparse.ArgumentParser(prog="horovod-topk", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands.add_parser("doctor", help="say which code compresses here, and why")
+    parser.parse_args(arguments)
+    return doctor.main()

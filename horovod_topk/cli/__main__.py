@@ -1,0 +1,7 @@
+"""`python -m horovod_topk.cli`."""
+
+import sys
+
+from horovod_topk.cli import main
+
+sys.exit(main())

@@ -1,0 +1,132 @@
+"""What an exchange costs beyond what it has to: a ResNet-50's gradients between ranks.
+
+Run under horovodrun, by `make bench-kernels` or by hand; rank 0 prints one line of JSON:
+
+    horovodrun -np 2 --gloo python scripts/bench_exchange.py [--ratio 0.01] [--repeats 30]
+
+All ways take turns within one run, each begins with a barrier, and one thread a rank computes. A
+step is backward and the optimizer's step; `exchange` is what TopKEF adds to one. Its floor is one
+`r += g` and one zero-fill of all gradients with every rank at it, and an allgather of as many bytes
+in as many pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+
+from horovod_topk.torch import TopKEF
+from resnet50 import resnet50_specs
+
+
+class Shapes(nn.Module):
+    """Parameters of a ResNet-50, whose gradients cost nothing but their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [spec.shape for spec in reversed(resnet50_specs())]
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+    def loss(self, directions: list[Tensor]) -> Tensor:
+        """Linear: its gradients are the directions."""
+        pairs = zip(self.weights, directions, strict=True)
+        return torch.stack([(w * d).sum() for w, d in pairs]).sum()
+
+
+def training_step(compression: object | None) -> tuple[Callable[[], None], object]:
+    """A step of training, with TopKEF or without any exchange."""
+    model = Shapes()
+    generator = torch.Generator().manual_seed(hvd.rank())
+    directions = [torch.randn(w.shape, generator=generator) for w in model.weights]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    if compression is not None:
+        names = model.named_parameters()
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=names, compression=compression
+        )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model.loss(directions).backward()
+        optimizer.step()
+
+    return step, optimizer
+
+
+def memory_floor() -> Callable[[], None]:
+    """One `r += g` and one fill of each gradient."""
+    shapes = [spec.shape for spec in resnet50_specs()]
+    residuals, gradients, outputs = ([torch.zeros(s) for s in shapes] for _ in range(3))
+
+    def step() -> None:
+        for residual, gradient, output in zip(residuals, gradients, outputs, strict=True):
+            residual.add_(gradient)
+            output.zero_()
+
+    return step
+
+
+def allgathers(sizes: list[int]) -> Callable[[], None]:
+    """Named allgathers of so many bytes, all under way at once."""
+    payloads = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+    def step() -> None:
+        handles = [hvd.allgather_async(p, name=f"floor.{i}") for i, p in enumerate(payloads)]
+        for handle in handles:
+            hvd.synchronize(handle)
+
+    return step
+
+
+def milliseconds(ways: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Medians over the steps of the slowest rank."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(repeats + 5):
+        for name, step in ways.items():
+            hvd.barrier()
+            started = time.perf_counter()
+            step()
+            elapsed = 1e3 * (time.perf_counter() - started)
+            slowest = hvd.allreduce(torch.tensor(elapsed), op=hvd.Max, name="slowest")
+            if repeat >= 5:
+                taken[name].append(float(slowest))
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def main() -> None:
+    """Measures; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--selection", default="exact")
+    parser.add_argument("--repeats", type=int, default=30)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init()
+    plain, _ = training_step(None)
+    compressed, optimizer = training_step(TopKEF(ratio=args.ratio, selection=args.selection))
+    plan = TopKEF.of(optimizer)._compressor.plan
+    sizes = [bucket.layout.payload_bytes for bucket in plan.buckets]
+    ways = {
+        "plain": plain,
+        "topk": compressed,
+        "memory": memory_floor(),
+        "allgather": allgathers(sizes),
+    }
+    found = milliseconds(ways, args.repeats)
+    found["exchange"] = found["topk"] - found["plain"]
+    found["allowed"] = 1.5 * found["memory"] + found["allgather"]
+    if hvd.rank() == 0:
+        print(
+            json.dumps({"ranks": hvd.size(), "buckets": len(sizes), "bytes": sum(sizes), **found})
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""`make bench-kernels`: what selection costs, against `r += g` and `torch.topk`, in one run.
+
+One thread, no network. A step encodes one float32 tensor with error feedback: gradients are drawn
+anew each step (one of three, with a random sign and size), after enough steps for the residual to
+be what training makes of it. The floor is `residual.add_(gradient)` of the same size, and for
+decoding, filling the output with zeros and reading the payloads once. Ways take turns.
+
+    python scripts/bench_kernels.py [--quick] [--gradients 25000000]
+
+Writes docs/kernels.md, docs/results/kernels.png and docs/results/kernels.json. The authors' bias:
+they want small ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.codec import TopK
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.kernels import native
+from horovod_topk.ops.torch import TorchOps
+from launch import ROOT
+from processor import cpu_model
+
+PAGE = ROOT / "docs" / "kernels.md"
+RESULTS = ROOT / "docs" / "results"
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
+RATIOS = (0.1, 0.01, 0.001, 0.0001)
+ISAS = ("avx512", "avx2", "portable")
+TARGETS = {  # multiples of the floor, at 25 million elements and 1%
+    ("avx512", "sampled"): 1.3,
+    ("avx512", "exact"): 2.3,
+    ("avx2", "sampled"): 1.6,
+}
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A supply of gradients; each call of `next` sets one up, untimed."""
+
+    pool: list[Tensor]
+    current: Tensor
+
+    @classmethod
+    def of(cls, numel: int) -> Gradients:
+        generator = torch.Generator().manual_seed(numel)
+        pool = [torch.randn(numel, generator=generator) for _ in range(3)]
+        return cls(pool, torch.empty(numel))
+
+    def next(self) -> None:
+        """Another one: of random sign, and of a norm that varies by a third."""
+        factor = random.choice((-1, 1)) * random.uniform(0.7, 1.3)
+        torch.mul(random.choice(self.pool), factor, out=self.current)
+
+
+class Encoding:
+    """One tensor with its error feedback, encoded step after step."""
+
+    def __init__(self, gradients: Gradients, ratio: float, selection: str, ops: TorchOps) -> None:
+        spec = TensorSpec("w", tuple(gradients.current.shape), "float32")
+        settings = TopKConfig(ratio=ratio, selection=selection, min_numel=0)
+        (self.bucket,) = make_plan([spec], settings).buckets
+        self.codec: TopK[Tensor] = TopK(ops)
+        numel = spec.numel
+        self.arenas = Arenas(self.bucket, torch.zeros(numel), torch.zeros(numel))
+        self.payload = self.codec.new_payload(self.bucket)
+        self.gradients = gradients
+
+    def step(self) -> None:
+        """Encode and commit."""
+        self.codec.encode(self.arenas, [self.gradients.current], self.payload)
+        self.arenas.swap()
+
+    def settle(self, steps: int) -> Encoding:
+        """Let the residual grow to what it is in training, as far as `steps` go."""
+        for _ in range(steps):
+            self.gradients.next()
+            self.step()
+        return self
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Kernels made within use this one."""
+    os.environ["HOROVOD_TOPK_ISA"] = name
+    try:
+        yield
+    finally:
+        del os.environ["HOROVOD_TOPK_ISA"]
+
+
+def available_isas() -> list[str]:
+    """Instruction sets of this processor, fastest first; none without kernels."""
+    found = native.find()
+    return list(ISAS[ISAS.index(found.description) :]) if found.library else []
+
+
+def encodings(gradients: Gradients, ratio: float, settle: int) -> dict[str, Step]:
+    """All ways of encoding one tensor, each with a residual of its own."""
+    ways: dict[str, Step] = {}
+    for isa in available_isas():
+        for selection in ("exact", "sampled"):
+            with instruction_set(isa):
+                ours = Encoding(gradients, ratio, selection, TorchOps()).settle(settle)
+            ways[f"{isa}, {selection}"] = ours.step
+    return ways
+
+
+def baselines(gradients: Gradients, ratio: float, settle: int) -> dict[str, Step]:
+    """The floor, and what frameworks offer."""
+    residual, k = torch.zeros_like(gradients.current), max(1, int(ratio * len(gradients.current)))
+    verbs = Encoding(gradients, ratio, "exact", TorchOps(kernels=False)).settle(settle)
+    return {
+        "r += g": lambda: _discard(residual.add_(gradients.current)),
+        "framework operations": verbs.step,
+        "torch.topk": lambda: _discard(torch.topk(gradients.current.abs(), k, sorted=False)),
+    }
+
+
+def _discard(_: Any) -> None:
+    """What was computed is not needed."""
+
+
+def milliseconds(ways: dict[str, Step], before: Step, repeats: int) -> dict[str, float]:
+    """Medians, the ways taking turns so that a noisy neighbour meets them all."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats + 1):
+        for name, step in ways.items():
+            before()
+            started = time.perf_counter()
+            step()
+            taken[name].append(1e3 * (time.perf_counter() - started))
+    return {name: statistics.median(each[1:]) for name, each in taken.items()}
+
+
+def measure_encoding(numel: int, ratio: float, repeats: int) -> dict[str, float]:
+    """Milliseconds of every way at one size and ratio."""
+    gradients = Gradients.of(numel)
+    settle = max(8, min(150, int(1.5 / ratio), 1_500_000_000 // numel))
+    ours = encodings(gradients, ratio, settle)
+    fast = {**ours, **baselines(gradients, ratio, 2)}
+    slow = {name: fast.pop(name) for name in ("torch.topk", "framework operations")}
+    found = milliseconds({**fast}, gradients.next, repeats)
+    return found | milliseconds(slow, gradients.next, max(2, repeats // 5))
+
+
+def measure_decoding(numel: int, ratio: float, repeats: int) -> dict[str, float]:
+    """Milliseconds of decoding 1, 2, 4 and 8 payloads, and of the floor of each."""
+    gradients = Gradients.of(numel)
+    payloads = []
+    for _ in range(8):
+        encoding = Encoding(gradients, ratio, "exact", TorchOps()).settle(2)
+        payloads.append(encoding.payload)
+    output, ways = torch.empty(numel), dict[str, Step]()
+    for ranks in (1, 2, 4, 8):
+        gathered = torch.cat(payloads[:ranks])
+        ways[f"decode {ranks}"] = _decode(encoding, gathered, output, ranks)
+        ways[f"fill and read {ranks}"] = _fill_and_read(gathered, output)
+    return milliseconds(ways, lambda: None, repeats)
+
+
+def _decode(encoding: Encoding, gathered: Tensor, output: Tensor, ranks: int) -> Step:
+    codec, bucket = encoding.codec, encoding.bucket
+    return lambda: _discard(codec.decode(bucket, gathered, 1 / ranks, [output]))
+
+
+def _fill_and_read(gathered: Tensor, output: Tensor) -> Step:
+    words = gathered.view(torch.int64)
+
+    def step() -> None:
+        output.zero_()
+        words.sum()
+
+    return step
+
+
+def measure_exchange(selection: str) -> dict[str, float]:
+    """A ResNet-50's gradients between two ranks; see scripts/bench_exchange.py."""
+    script = [sys.executable, "scripts/bench_exchange.py", "--selection", selection]
+    horovodrun = Path(sys.executable).with_name("horovodrun")
+    command = [str(horovodrun), "-np", "2", "--gloo", *script]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True
+    )
+    found: dict[str, float] = json.loads(done.stdout[done.stdout.index("{") :])
+    return found
+
+
+def report(found: dict[str, Any]) -> str:
+    """The page."""
+    return (
+        "\n\n".join(
+            [
+                "# What selection costs",
+                "<!-- Written by `make bench-kernels`. Change scripts/bench_kernels.py instead. -->",
+                f"One thread, medians. Machine: {cpu_model()}, {os.cpu_count()} shared cores, Python "
+                f"{platform.python_version()}, PyTorch {torch.__version__}. "
+                f"Date: {time.strftime('%Y-%m-%d')}. Command: `make bench-kernels`.",
+                f"## Encoding {found['numel']:,} float32 at 1%",
+                encoding_table(found["encoding"]),
+                "`r += g` reads two arrays and writes one of them; so does encoding, into the other "
+                "arena. `exact` starts from the last step's threshold; `sampled` from a sample's.",
+                "## Decoding into as many",
+                decoding_table(found["decoding"]),
+                "## Sizes and ratios",
+                "Multiples of `r += g` for the fastest kernels, exact; in brackets, how many times "
+                "faster than `torch.topk(gradient.abs(), k)` alone.",
+                sizes_table(found["sizes"]),
+                "![time against size](results/kernels.png)",
+                "## Between two ranks",
+                exchange_table(found["exchange"]),
+            ]
+        )
+        + "\n"
+    )
+
+
+def encoding_table(found: dict[str, float]) -> str:
+    """Every way at the size that the targets name."""
+    floor, topk = found["r += g"], found["torch.topk"]
+    rows = [
+        "| | ms | of `r += g` | wanted | faster than torch.topk |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, ms in found.items():
+        wanted = TARGETS.get(tuple(name.split(", ")), "")  # type: ignore[call-overload]
+        limit = f"{wanted} at most" if wanted else ""
+        rows.append(f"| {name} | {ms:.1f} | {ms / floor:.2f} | {limit} | {topk / ms:.0f}x |")
+    return "\n".join(rows)
+
+
+def decoding_table(found: dict[str, float]) -> str:
+    """Payloads against filling and reading."""
+    rows = [
+        "| payloads | ms | fill and read, ms | ratio (1.5 at most) |",
+        "| --- | --- | --- | --- |",
+    ]
+    for ranks in (1, 2, 4, 8):
+        ours, floor = found[f"decode {ranks}"], found[f"fill and read {ranks}"]
+        rows.append(f"| {ranks} | {ours:.1f} | {floor:.1f} | {ours / floor:.2f} |")
+    return "\n".join(rows)
+
+
+def sizes_table(cells: list[dict[str, Any]]) -> str:
+    """A row a size, a column a ratio."""
+    rows = [
+        "| elements | " + " | ".join(f"{ratio:g}" for ratio in RATIOS) + " |",
+        "| --- " * (1 + len(RATIOS)) + "|",
+    ]
+    for numel in dict.fromkeys(cell["numel"] for cell in cells):
+        row = [_cell(cell["ms"]) for cell in cells if cell["numel"] == numel]
+        rows.append(f"| {numel:,} | " + " | ".join(row) + " |")
+    return "\n".join(rows)
+
+
+def _cell(ms: dict[str, float]) -> str:
+    ours = next(iter(ms.values()))
+    return f"{ours / ms['r += g']:.2f} ({ms['torch.topk'] / ours:.0f}x)"
+
+
+def exchange_table(found: dict[str, dict[str, float]]) -> str:
+    """What an exchange adds to a step, and what it may."""
+    rows = [
+        "| selection | step without | step with | exchange adds | allowed | memory floor | "
+        "allgather alone |",
+        "| --- " * 7 + "|",
+    ]
+    for selection, ms in found.items():
+        columns = ("plain", "topk", "exchange", "allowed", "memory", "allgather")
+        rows.append(f"| {selection} | " + " | ".join(f"{ms[c]:.1f}" for c in columns) + " |")
+    rows.append(
+        "\nMilliseconds. Allowed: 1.5 times (`r += g` and a fill, both ranks at once) plus an "
+        "allgather of the same bytes in the same number of buckets; scripts/bench_exchange.py."
+    )
+    return "\n".join(rows)
+
+
+def picture(cells: list[dict[str, Any]], target: Path) -> None:
+    """Time against size at ratio 0.01."""
+    at = [cell for cell in cells if cell["ratio"] == 0.01]
+    sizes = [cell["numel"] for cell in at]
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for name in at[0]["ms"]:
+        axes.plot(sizes, [cell["ms"][name] for cell in at], marker="o", markersize=3, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="elements (float32)", ylabel="ms, one thread")
+    axes.set_title("Selecting 1%")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+
+
+def main() -> int:
+    """Measures, prints the page and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="no sizes above a million, no page")
+    parser.add_argument("--gradients", type=int, default=25_000_000, help="elements of the tables")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    random.seed(0)
+    repeats = 5 if args.quick else 15
+    sizes = [n for n in SIZES if n <= 1_000_000 or not args.quick]
+    grid = [(numel, ratio) for numel in sizes for ratio in RATIOS]
+    found: dict[str, Any] = {
+        "numel": args.gradients,
+        "encoding": measure_encoding(args.gradients, 0.01, repeats),
+        "decoding": measure_decoding(args.gradients, 0.01, repeats),
+        "exchange": {each: measure_exchange(each) for each in ("exact", "sampled")},
+        "sizes": [
+            {"numel": n, "ratio": ratio, "ms": measure_encoding(n, ratio, repeats)}
+            for n, ratio in tqdm(grid, disable=None)
+        ],
+    }
+    page = report(found)
+    print(page)
+    if not args.quick:
+        PAGE.write_text(page)
+        (RESULTS / "kernels.json").write_text(json.dumps(found, indent=1) + "\n")
+        picture(found["sizes"], RESULTS / "kernels.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
