@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable
 
 from horovod_topk import __version__
-from horovod_topk.kernels import native
+from horovod_topk.kernels import native, triton
 
 
 def main() -> int:
@@ -48,10 +48,8 @@ def gpu_kernels() -> str:
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU"
-    unavailable: str | None = importlib.import_module("horovod_topk.ops.torch").why_no_triton(
-        "cuda"
-    )
-    return f"none, PyTorch's operations do the work: {unavailable}" if unavailable else "Triton"
+    reason = triton.unavailable("cuda")
+    return f"none, PyTorch's operations do the work: {reason}" if reason else "Triton"
 
 
 def _is_installed(module: str) -> bool:

@@ -54,8 +54,8 @@ class NumpyOps:
         n = candidate.size
         magnitude = np.abs(candidate)
         magnitude[np.isnan(magnitude)] = np.inf
-        stride = n // 2048 | 1
-        sample = magnitude[: n // stride * stride].reshape(-1, stride)[:, :8].ravel()
+        stride = max(n // 1024, 2048) | 1
+        sample = magnitude[: n // stride * stride].reshape(-1, stride)[:, :16].ravel()
         expected = k * sample.size / n
         rank = math.floor(expected - 2 * math.sqrt(expected))
         if rank < 32:

@@ -118,8 +118,8 @@ class Ops(Protocol[Array]):
     def sample(self, candidate: Array, k: int) -> Array:
         """Ascending int64 indices of k elements, most of them the largest, 1 <= k <= n.
 
-        The tensor is looked at as rows of s elements, s = (n // 2048) | 1, but for what is left
-        over. The sample is the first min(8, s) elements of each row, c in all; x = k c / n is how
+        The tensor is looked at as rows of s elements, s = max(n // 1024, 2048) | 1, but for what is
+        left over. The sample is the first 16 elements of each row, c in all; x = k c / n is how
         many of the k largest it should hold. Its r-th largest magnitude is the threshold, with
         r = floor(x - 2 sqrt(x)). If at least k / 2 and at most k elements of the tensor reach it
         they are selected, and then the lowest indices that are not, until they are k. If not, and

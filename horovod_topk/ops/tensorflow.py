@@ -172,14 +172,14 @@ class TensorFlowOps:
 
     def sample(self, candidate: Array, k: int) -> Array:
         count = candidate.numel
-        stride = count // 2048 | 1
-        size = count // stride * min(8, stride)
+        stride = max(count // 1024, 2048) | 1
+        size = count // stride * 16
         expected = k * size / count
         rank = math.floor(expected - 2 * math.sqrt(expected))
         if rank < 32:
             return self.select(candidate, k)
         magnitude = _magnitude(candidate.value)
-        rows = tf.reshape(magnitude[: count // stride * stride], [-1, stride])[:, :8]
+        rows = tf.reshape(magnitude[: count // stride * stride], [-1, stride])[:, :16]
         threshold = tf.math.top_k(tf.reshape(rows, [-1]), rank).values[-1]
         chosen = magnitude >= threshold
         missing = k - tf.math.count_nonzero(chosen, dtype=tf.int32)

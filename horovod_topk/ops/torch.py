@@ -1,6 +1,7 @@
 """PyTorch operations, on the CPU and on accelerators.
 
-Where there is a kernel of ours for a bucket (`horovod_topk.kernels`), that does it. The verbs are torch's own kernels. Selection on the CPU is exact and avoids sorting: a strided sample
+Where there is a kernel of ours for a bucket (`horovod_topk.kernels`), it does all of the work. The
+verbs are torch's own kernels. Selection on the CPU is exact and avoids sorting: a strided sample
 gives a threshold a little below the k-th magnitude, one pass keeps the candidates above it, and
 `topk` runs on those few. Where the sample misled (fewer than k candidates) the full `topk` gives
 the threshold.
@@ -8,14 +9,17 @@ the threshold.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from horovod_topk.kernels import native
+from horovod_topk.kernels import native, triton
 from horovod_topk.ops.protocol import Fused
+
+log = logging.getLogger("horovod_topk")
 
 DTYPES = {
     "float16": torch.float16,
@@ -81,8 +85,8 @@ class TorchOps:
 
     def sample(self, candidate: Tensor, k: int) -> Tensor:
         magnitude, count = candidate.abs().nan_to_num_(math.inf, math.inf), candidate.numel()
-        stride = count // 2048 | 1
-        rows = magnitude[: count // stride * stride].view(-1, stride)[:, :8]
+        stride = max(count // 1024, 2048) | 1
+        rows = magnitude[: count // stride * stride].view(-1, stride)[:, :16]
         expected = k * rows.numel() / count
         rank = math.floor(expected - 2 * math.sqrt(expected))
         if rank < 32:
@@ -166,10 +170,18 @@ class TorchOps:
             gradient.copy_(total.view(gradient.shape))
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Tensor] | None:
-        if self._use_kernels and device == "cpu":
+        if not self._use_kernels:
+            return None
+        if device == "cpu":
             library = native.find().library
             return None if library is None else CpuBucket(recipe, library)
-        return None
+        reason = triton.unsupported(recipe, device)
+        if reason is not None:
+            log.warning("TopKEF compresses on %s by torch's own operations: %s", device, reason)
+            return None
+        from horovod_topk.kernels.triton.bucket import TritonBucket  # it needs Triton
+
+        return TritonBucket(recipe, device)
 
     def same(self, left: Tensor, right: Tensor) -> bool:
         return bool(((left == right) | (left.isnan() & right.isnan())).all())

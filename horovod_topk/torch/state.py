@@ -156,7 +156,6 @@ class OptimizerState:
 
     # What the seam and the optimizer's hooks call.
 
-    @torch.no_grad()
     def arrive(self, p: Tensor) -> Callable[[], Tensor] | None:
         """Note that a parameter's gradient is ready; launch its bucket if it was the last.
 
@@ -188,13 +187,13 @@ class OptimizerState:
         self._launch_if_complete(ordinal)
         return partial(self._collect, p)
 
-    @torch.no_grad()
     def _collect(self, p: Tensor) -> Tensor:
         """The exchanged gradient of a parameter; the first of a bucket waits for all of it."""
         ordinal = self._bucket_of[p]
         if self._compressor.phase(ordinal) is Phase.SENT:
             arrivals = self._arrivals[ordinal]
-            self._compressor.finish(ordinal, self._gradients(ordinal))
+            with torch.no_grad():
+                self._compressor.finish(ordinal, self._gradients(ordinal))
             self._exchanged.update(arrivals)
             arrivals.clear()
             self._late_are_checked = False
@@ -218,7 +217,8 @@ class OptimizerState:
 
     def _launch_if_complete(self, ordinal: int) -> None:
         if len(self._arrivals[ordinal]) == len(self._parameters[ordinal]):
-            self._compressor.launch(ordinal, self._gradients(ordinal))
+            with torch.no_grad():
+                self._compressor.launch(ordinal, self._gradients(ordinal))
 
     def _gradients(self, ordinal: int) -> list[Tensor]:
         """A complete bucket's gradients in the plan's order, once it is sure that none changed."""

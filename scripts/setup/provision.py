@@ -31,15 +31,15 @@ PINS = (
 # Without its dependencies: it asks for "tensorflow", which tensorflow-cpu is under another name.
 TF_KERAS = "tf-keras==2.20.*"
 BUILD_TOOLS = ("setuptools>=80,<86", "wheel>=0.45", "packaging")
-EXTRAS = "torch,mpi,examples,test,dev"
+EXTRAS = "torch,mpi,examples,test,dev,triton"
 
 # On the package index, torch 2.13.0 for Linux brings several GB of CUDA packages along.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_SECONDS = 4
 
 # Measured with the CPU build of torch; the CUDA one brings 6 GB more.
-ENVIRONMENT_BYTES = int(3.2 * machine.GB)
-DOWNLOAD_BYTES = int(0.8 * machine.GB)  # pip's wheels, until they are installed
+ENVIRONMENT_BYTES = int(3.9 * machine.GB)
+DOWNLOAD_BYTES = int(1.0 * machine.GB)  # pip's wheels, until they are installed
 
 
 def main() -> int:

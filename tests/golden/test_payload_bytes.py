@@ -108,18 +108,22 @@ def test_values_of_every_width(
 
 @each_framework
 def test_a_sampled_selection(backend: Backend) -> None:
-    """Of 300 elements all are looked at; the 100 - 20 largest and the 20 lowest others are sent."""
+    """70,000 ascending magnitudes are 34 rows of 2,049, of which 544 elements are looked at.
+
+    They should hold 54.4 of the 7,000 largest. The threshold is the 39th of them: all 16 of the
+    rows 33 and 32, and the 7th largest of row 31, at element 31 * 2049 + 9. So elements from 63,528
+    on are sent, and as many of the first as are missing.
+    """
     plan = make_plan(
-        [TensorSpec("w", (300,), "float32")],
-        TopKConfig(ratio=1 / 3, selection="sampled", min_numel=0),
+        [TensorSpec("w", (70_000,), "float32")], TopKConfig(ratio=0.1, selection="sampled")
     )
-    g = np.arange(1, 301, dtype=np.float32)
-    chosen = [*range(20), *range(220, 300)]
+    g = np.arange(1, 70_001, dtype=np.float32)
+    chosen = [*range(528), *range(63_528, 70_000)]
     expected = (
         header(1, plan.buckets[0].digest)
         + bytes(8)
-        + struct.pack("<100f", *g[chosen])
-        + struct.pack("<100H", *chosen)
+        + struct.pack("<7000f", *g[chosen])
+        + struct.pack("<7000I", *chosen)
     )
     assert sent(World(plan, 1, backend), {"w": g}) == expected
 

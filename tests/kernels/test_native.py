@@ -12,7 +12,6 @@ import itertools
 import mmap
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,12 +43,12 @@ def isas() -> list[str]:
 
 
 @pytest.fixture(params=isas())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Makes new buckets use one instruction set."""
     monkeypatch.setenv("HOROVOD_TOPK_ISA", request.param)
     assert FOUND.library is not None
     assert FOUND.library.topkef_isa().decode() == request.param
-    yield request.param
+    return str(request.param)
 
 
 class Both:
@@ -356,8 +355,26 @@ def test_wrong_indices_are_named_and_nothing_is_written(width: str, threads: int
 
 @pytest.mark.parametrize(
     ("position", "value"),
-    [(0, 2), (1, 3), (2, 8), (3, 10**6), (4, 40), (6, -1), (7, 0), (7, 99), (9, 3), (10, -8)]
-    + [(10, 10**6), (11, 10**6), (12, 4), (12, 3), (0, 2**62), (6, 2**62), (10, 2**62), (4, 2**62)],
+    [
+        (0, 2),
+        (1, 3),
+        (2, 8),
+        (3, 10**6),
+        (4, 40),
+        (6, -1),
+        (7, 0),
+        (7, 99),
+        (9, 3),
+        (10, -8),
+        (10, 10**6),
+        (11, 10**6),
+        (12, 4),
+        (12, 3),
+        (0, 2**62),
+        (6, 2**62),
+        (10, 2**62),
+        (4, 2**62),
+    ],
 )
 def test_what_is_no_recipe(position: int, value: int) -> None:
     recipe = [1, 4, 4, 24, 32 + 8 * 5, 0, 50, 5, 0, 4, 32, 52, 2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import fuzz
 import pytest
 
+import fuzz
 from horovod_topk.kernels import compile as kernels
 
 SECONDS = 2.0

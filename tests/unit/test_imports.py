@@ -116,7 +116,7 @@ def trespasses(name: str, source: str) -> set[str]:
 
 
 def _may(room: str, name: str) -> bool:
-    itself = set[str]() if room.endswith(".py") else {f"horovod_topk.{room}"}
+    itself = set[str]() if room.endswith(".py") else {f"horovod_topk.{room.replace('/', '.')}"}
     allowed = ROOMS[room] | itself | sys.stdlib_module_names
     return any(f"{name}.".startswith(f"{module}.") for module in allowed)
 

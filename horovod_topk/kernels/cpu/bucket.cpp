@@ -48,13 +48,29 @@ const Passes *fastest_passes() {
 
 /* Denormals are kept while this lives, whatever a framework has set for its thread. */
 class KeepDenormals {
- public:
 #if defined(__x86_64__)
+ public:
   KeepDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~0x8040u); }
   ~KeepDenormals() { _mm_setcsr(before_); }
 
  private:
-  unsigned before_;
+  const unsigned before_;
+#elif defined(__aarch64__)
+ public:
+  KeepDenormals() : before_(get()) { set(before_ & ~(uint64_t{1} << 24)); }
+  ~KeepDenormals() { set(before_); }
+
+ private:
+  static uint64_t get() {
+    uint64_t control;
+    asm volatile("mrs %0, fpcr" : "=r"(control));
+    return control;
+  }
+  static void set(uint64_t control) { asm volatile("msr fpcr, %0" : : "r"(control)); }
+  const uint64_t before_;
+#else
+ public:
+  ~KeepDenormals() {}
 #endif
 };
 
@@ -223,6 +239,7 @@ void topkef_bucket_free(topkef_bucket *bucket) { delete bucket; }
 void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
                    const void *const *gradients, void *const *candidates, uint8_t *payload,
                    int threads) {
+  threads = std::max(threads, 1);
   auto source = [&](int64_t t) { return Source{residuals[t], gradients[t], candidates[t]}; };
   std::vector<Task> tasks;
   std::vector<int64_t> split;

@@ -1,16 +1,18 @@
 /* Choosing among candidates: the k largest magnitudes, of equals those with the lower index.
  *
- * A histogram of 2048 bins narrows the range, and again, until it is one magnitude: two or three
- * rounds, of which only the first sees all candidates. Local to the file that includes it. */
+ * A histogram narrows the range, and again, until it is one magnitude: two or three rounds, of which
+ * only the first sees all candidates. Local to the file that includes it. */
 #ifndef TOPKEF_CHOOSE_H
 #define TOPKEF_CHOOSE_H
+
+#include <string.h>
 
 #include "number.h"
 #include "passes.h"
 
 namespace {
 
-constexpr int64_t BINS = 2048;
+constexpr int64_t MOST_BINS = 2048;
 constexpr int64_t BATCH = 64;  // entries between two rounds of putting back
 
 /* Magnitude as selection sees it: NaN is as large as infinity. */
@@ -37,16 +39,21 @@ inline Range<Bits> range_of(const Bits *bits, int64_t size) {
 
 /* Keep only what lies in the bin with the k-th largest; k then counts within it. */
 template <class Bits>
-inline int64_t narrow_down(Bits *bits, int64_t size, int64_t *k, Bits low, int shift) {
-  uint32_t counts[BINS] = {};
-  for (int64_t i = 0; i < size; ++i) ++counts[(bits[i] - low) >> shift];
-  int64_t bin = BINS - 1;
+inline int64_t narrow_down(Bits *bits, int64_t size, int64_t *k, Range<Bits> range) {
+  int64_t bins = MOST_BINS;
+  while (bins > 32 && bins > size / 4) bins /= 2;
+  int shift = 0;
+  while ((range.high - range.low) >> shift >= (Bits)bins) ++shift;
+  uint32_t counts[MOST_BINS];
+  memset(counts, 0, (size_t)bins * sizeof *counts);
+  for (int64_t i = 0; i < size; ++i) ++counts[(bits[i] - range.low) >> shift];
+  int64_t bin = (int64_t)((range.high - range.low) >> shift);
   for (; *k > counts[bin]; --bin) *k -= counts[bin];
   int64_t kept = 0;
   for (int64_t i = 0; i < size; ++i) {
     Bits each = bits[i];
     bits[kept] = each;
-    kept += (int64_t)((each - low) >> shift) == bin;
+    kept += (int64_t)((each - range.low) >> shift) == bin;
   }
   return kept;
 }
@@ -72,40 +79,71 @@ topkef::Cut choose(const topkef::Stretch *stretches, int64_t count, int64_t k) {
   for (int64_t size = magnitudes<R>(stretches, count);;) {
     Range<Bits> range = range_of(bits, size);
     if (range.low == range.high) return {range.low, k};
-    int shift = 0;
-    while ((range.high - range.low) >> shift >= (Bits)BINS) ++shift;
-    size = narrow_down(bits, size, &k, range.low, shift);
+    size = narrow_down(bits, size, &k, range);
   }
 }
+
+/* Entries that a cut parts; what is dropped gathers until it is put back. */
+template <class R>
+struct Parting {
+  uint32_t *index;
+  R *value, *out;
+  int64_t kept = 0, ties;
+  uint32_t dropped_index[BATCH + 16];
+  R dropped_value[BATCH + 16];
+  int dropped = 0;
+
+  Parting(const topkef::List &list, R *to, int64_t ties_kept)
+      : index(list.index), value(static_cast<R *>(list.value)), out(to), ties(ties_kept) {}
+
+  /* Without a branch on which it is, which is anyone's guess. */
+  void take(bool keep, uint32_t j, R a) {
+    index[kept] = dropped_index[dropped] = j;
+    value[kept] = dropped_value[dropped] = a;
+    kept += keep;
+    dropped += !keep;
+  }
+
+  void put_back() {
+    for (int i = 0; i < dropped; ++i) store(out, dropped_index[i], dropped_value[i]);
+    dropped = 0;
+  }
+};
+
+template <class R>
+inline void part_slowly(Parting<R> *parting, int64_t from, int64_t to,
+                        typename Real<R>::Bits least) {
+  for (int64_t i = from; i < to; ++i) {
+    R a = parting->value[i];
+    auto bits = rank_bits(a);
+    bool tie = bits == least;
+    bool keep = (bits > least) | (tie & (parting->ties > 0));
+    parting->ties -= tie;
+    parting->take(keep, parting->index[i], a);
+  }
+}
+
+#ifndef TOPKEF_PART
+template <class R>
+inline int64_t part(Parting<R> *, int64_t from, int64_t, typename Real<R>::Bits) {
+  return from;
+}
+#endif
 
 /* Returns how many ties are still to be kept. */
 template <class R>
 inline int64_t drop_from(topkef::List *list, topkef::Cut cut, R *out) {
-  using Bits = typename Real<R>::Bits;
-  auto value = static_cast<R *>(list->value);
-  uint32_t *index = list->index;
-  const Bits least = (Bits)cut.least;
-  int64_t ties = cut.ties, kept = 0;
+  auto least = (typename Real<R>::Bits)cut.least;
+  Parting<R> parting(*list, out, cut.ties);
   for (int64_t at = 0; at < list->size;) {
-    uint32_t dropped_index[BATCH];
-    R dropped_value[BATCH];
-    int dropped = 0;
-    for (int64_t stop = at + BATCH < list->size ? at + BATCH : list->size; at < stop; ++at) {
-      R a = value[at];
-      uint32_t j = index[at];
-      Bits bits = rank_bits(a);
-      bool tie = bits == least;
-      bool keep = (bits > least) | (tie & (ties > 0));  // without a branch: it is anyone's guess
-      ties -= tie;
-      value[kept] = dropped_value[dropped] = a;
-      index[kept] = dropped_index[dropped] = j;
-      kept += keep;
-      dropped += !keep;
-    }
-    for (int i = 0; i < dropped; ++i) store(out, dropped_index[i], dropped_value[i]);
+    int64_t stop = at + BATCH < list->size ? at + BATCH : list->size;
+    at = part(&parting, at, stop, least);
+    part_slowly(&parting, at, stop, least);
+    at = stop;
+    parting.put_back();
   }
-  list->size = kept;
-  return ties > 0 ? ties : 0;
+  list->size = parting.kept;
+  return parting.ties > 0 ? parting.ties : 0;
 }
 
 template <class R>

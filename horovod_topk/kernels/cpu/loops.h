@@ -155,6 +155,13 @@ void gather(const void *residual, const void *gradient, void *candidate, Stretch
   fence();
 }
 
+template <class R, class G>
+void sum(const void *residual, const void *gradient, int64_t at, int64_t count, void *sums) {
+  auto e = static_cast<const R *>(residual) + at;
+  auto g = static_cast<const G *>(gradient) + at;
+  for (int64_t i = 0; i < count; ++i) static_cast<R *>(sums)[i] = load(e, i) + (R)widen(load(g, i));
+}
+
 template <class R, class G, class V>
 bool whole(const void *residual, const void *gradient, void *candidate, void *values, int64_t n) {
   auto e = static_cast<const R *>(residual);
@@ -237,6 +244,7 @@ constexpr void fill_row(topkef::Passes *passes, int dtype) {
   passes->gather[dtype][1] = gather<R, G, Half>;
   passes->whole[dtype][0] = whole<R, G, R>;
   passes->whole[dtype][1] = whole<R, G, Half>;
+  passes->sum[dtype] = sum<R, G>;
   passes->deliver[dtype] = deliver<R, G>;
 }
 

@@ -49,6 +49,9 @@ struct Rows {
  * it leaves. Every stretch goes on to its end, or until its list has no room for a block. */
 using Gather = void (*)(const void *e, const void *g, void *out, Stretch *stretches, int64_t count);
 
+/* sums[0..count) = e + g, from element `at` on. */
+using Sum = void (*)(const void *e, const void *g, int64_t at, int64_t count, void *sums);
+
 /* Where the k best of several lists end, 1 <= k <= their sizes. Their scratch is one stretch of
  * memory, which the first begins. */
 using Choose = Cut (*)(const Stretch *stretches, int64_t count, int64_t k);
@@ -75,6 +78,7 @@ using Ascends = bool (*)(const uint8_t *index, int64_t count, int64_t n);
 struct Passes {
   const char *isa;
   Gather gather[DTYPES][2];    // [gradient's dtype][values are halves]
+  Sum sum[DTYPES];             // [gradient's dtype]
   Choose choose;
   Drop drop;
   Send send[2][2];             // [values are halves][indices: 2 bytes, 4 bytes]

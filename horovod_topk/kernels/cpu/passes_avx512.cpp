@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #define TOPKEF_LANES
+#define TOPKEF_PART
 #include "number.h"
 
 namespace {
@@ -90,9 +91,49 @@ struct Lines {
   }
 };
 
+template <class R>
+struct Parting;
+
+/* Sixteen entries at a time, as far as there are so many; returns where it stopped. */
+template <class R>
+inline int64_t part(Parting<R> *, int64_t from, int64_t, typename Real<R>::Bits) {
+  return from;
+}
+inline int64_t part(Parting<float> *parting, int64_t from, int64_t to, uint32_t least);
+
 }  // namespace
 
 #include "loops.h"
+
+namespace {
+
+inline int64_t part(Parting<float> *parting, int64_t from, int64_t to, uint32_t least) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), infinity = _mm512_set1_epi32(0x7f800000);
+  const __m512i limit = _mm512_set1_epi32((int)least);
+  int64_t at = from;
+  for (; at + 16 <= to; at += 16) {
+    __m512i index = _mm512_loadu_si512(parting->index + at);
+    __m512i value = _mm512_loadu_si512(parting->value + at);
+    __m512i bits = _mm512_min_epu32(_mm512_and_si512(value, magnitude), infinity);
+    __mmask16 keep = _mm512_cmpge_epu32_mask(bits, limit);
+    __mmask16 ties = _mm512_cmpeq_epu32_mask(bits, limit);
+    for (; ties; ties &= (__mmask16)(ties - 1))  // few, or of one magnitude
+      if (parting->ties-- <= 0) keep &= (__mmask16)~(ties & -ties);
+    int kept = __builtin_popcount(keep);
+    auto drop = (__mmask16)~keep;
+    _mm512_storeu_si512(parting->dropped_index + parting->dropped,
+                        _mm512_maskz_compress_epi32(drop, index));
+    _mm512_storeu_si512(parting->dropped_value + parting->dropped,
+                        _mm512_maskz_compress_epi32(drop, value));
+    _mm512_storeu_si512(parting->index + parting->kept, _mm512_maskz_compress_epi32(keep, index));
+    _mm512_storeu_si512(parting->value + parting->kept, _mm512_maskz_compress_epi32(keep, value));
+    parting->kept += kept;
+    parting->dropped += 16 - kept;
+  }
+  return at;
+}
+
+}  // namespace
 
 namespace topkef {
 

@@ -13,17 +13,51 @@ namespace topkef {
 namespace {
 
 constexpr int64_t STREAMED = 1 << 16;   // elements from which on several streams pay
+constexpr int64_t AHEAD = 24;           // rows of a sample that are asked for before their turn
 constexpr int64_t SAMPLED_RANK = 32;  // below, a sample says too little to select by it
 
-/* Elements that stand for a tensor: the first eight of every row. */
+/* Elements that stand for a tensor: the first sixteen of every row, at most one in 128. */
 struct Sample {
-  int64_t stride, rows, run;
+  static constexpr int64_t run = 16;
+  int64_t stride, rows;
 
   explicit Sample(int64_t numel)
-      : stride(numel / 2048 | 1), rows(numel / stride), run(std::min<int64_t>(8, stride)) {}
+      : stride(std::max<int64_t>(numel / 1024, 2048) | 1), rows(numel / stride) {}
 
   int64_t size() const { return rows * run; }
-  bool is_small_part() const { return stride >= 2 * run; }
+};
+
+/* Where a step starts to look: a little below the threshold of the one before, as long as that
+ * serves. A threshold that was too high costs a pass; where it often is, samples are asked. */
+class Carried {
+ public:
+  bool is_of_use() {
+    if (doubts_ > 0) --doubts_;
+    return has_last_ && doubts_ < DISTRUST;
+  }
+
+  double threshold() const { return last_ * (1 - slack_); }
+
+  void remember(double threshold, bool is_finite) {
+    last_ = threshold;
+    has_last_ = is_finite;
+  }
+
+  /* It was used, and found `excess` times as many as wanted; less than one time: too few. */
+  void learn(double excess, int64_t k) {
+    const double good = 1.15 + 2 / std::sqrt((double)k);
+    slack_ *= excess < 1 ? 2 : excess > 2 * good ? 0.7 : excess > good ? 0.9 : 1.1;
+    slack_ = std::clamp(slack_, 1e-4, 0.25);
+    if (excess < 1) doubts_ += DISTRUST / 2 + 1;
+    if (doubts_ >= DISTRUST) doubts_ = DISTRUST + 60;
+    if (excess > 3 * good) doubts_ = DISTRUST + 4;
+  }
+
+ private:
+  static constexpr int DISTRUST = 30;  // two misses within 15 steps
+  bool has_last_ = false;
+  double last_ = 0, slack_ = 0.03;
+  int doubts_ = 0;
 };
 
 int64_t dtype_bytes(int64_t dtype) {
@@ -116,6 +150,7 @@ class TopK final : public Encoder {
         sampled_(bucket.sampled != 0),
         passes_(passes),
         gather_(passes->gather[tensor.dtype][bucket.halves()]),
+        sum_(passes->sum[tensor.dtype]),
         send_(passes->send[bucket.halves()][tensor.index_bytes == 4]) {}
 
   void begin(const Source &source, int64_t parts) override {
@@ -142,12 +177,12 @@ class TopK final : public Encoder {
   }
 
   bool finish(const Source &source, uint8_t *payload) override {
-    bool enough = found() >= (by_sample_ ? (tensor_.k + 1) / 2 : tensor_.k);
-    if (!enough) look_again(source);
+    if (by_last_) carried_.learn((double)found() / (double)tensor_.k, tensor_.k);
+    if (found() < (by_sample_ ? (tensor_.k + 1) / 2 : tensor_.k)) look_again(source);
     if (found() < tensor_.k)
       fill(source);
     else
-      choose(source, enough);
+      choose(source);
     return send_(stretches_.data(), cuts(), payload + tensor_.value_at,
                  payload + tensor_.index_at);
   }
@@ -163,34 +198,23 @@ class TopK final : public Encoder {
     return all;
   }
 
-  R compensated(const Source &source, int64_t at) const {
-    R e = load(static_cast<const R *>(source.residual), at);
-    return e + widened<R>(source.gradient, tensor_.dtype, at);
-  }
-
   /* Where to start: near the last step's threshold, or below a sample's. */
   Bits first_threshold(const Source &source) {
-    by_sample_ = false;
-    if (sampled_) {
-      double expected = expected_in(Sample(tensor_.numel));
-      auto cautious = (int64_t)std::floor(expected - 2 * std::sqrt(expected));
-      by_sample_ = cautious >= SAMPLED_RANK;
-      if (by_sample_) return sampled_threshold(source, cautious);
-    }
-    if (is_warm_ && !distrusted_) return below_the_last(slack_);
-    if (is_warm_ && !Sample(tensor_.numel).is_small_part()) return below_the_last(0.25);
-    distrusted_ -= distrusted_ > 0;
+    double expected = expected_in(Sample(tensor_.numel));
+    auto cautious = (int64_t)std::floor(expected - 2 * std::sqrt(expected));
+    by_sample_ = sampled_ && cautious >= SAMPLED_RANK;
+    by_last_ = !by_sample_ && carried_.is_of_use();
+    if (by_sample_) return sampled_threshold(source, cautious);
+    if (by_last_) return magnitude_bits((R)carried_.threshold());
     return generous_threshold(source);
   }
-
-  Bits below_the_last(double share) const { return magnitude_bits((R)(last_ * (1 - share))); }
 
   /* Most likely a little below the k-th magnitude. */
   Bits generous_threshold(const Source &source) const {
     Sample sample(tensor_.numel);
-    if (!sample.is_small_part()) return 0;
+    if (!sample.rows) return 0;
     double expected = expected_in(sample);
-    auto generous = (int64_t)std::ceil(expected + 4 * std::sqrt(expected)) + 1;
+    auto generous = (int64_t)std::ceil(expected + 2.5 * std::sqrt(expected)) + 1;
     return sampled_threshold(source, std::min(generous, sample.size()));
   }
 
@@ -203,10 +227,19 @@ class TopK final : public Encoder {
     Sample sample(tensor_.numel);
     Stretch all{0, 0, 0, Workspace<R>::own().sample.list(sample.size())};
     auto value = static_cast<R *>(all.list.value);
-    for (int64_t row = 0; row < sample.rows; ++row)
-      for (int64_t i = 0; i < sample.run; ++i)
-        value[all.list.size++] = compensated(source, row * sample.stride + i);
+    for (int64_t row = 0; row < sample.rows; ++row) {
+      int64_t first = row * sample.stride;
+      prefetch(source, std::min(first + AHEAD * sample.stride, tensor_.numel - 1));
+      sum_(source.residual, source.gradient, first, sample.run, value + row * sample.run);
+    }
+    all.list.size = sample.size();
     return (Bits)passes_->choose(&all, 1, rank).least;
+  }
+
+  void prefetch(const Source &source, int64_t at) const {
+    __builtin_prefetch(static_cast<const R *>(source.residual) + at);
+    __builtin_prefetch(static_cast<const uint8_t *>(source.gradient) +
+                       at * dtype_bytes(tensor_.dtype));
   }
 
   /* Set out from the beginning of all stretches, with empty lists one after the other. */
@@ -249,22 +282,10 @@ class TopK final : public Encoder {
     }
   }
 
-  /* Exactly k. The next step starts from this one's threshold, but for a while not after one that
-   * was too high: the gradients of that tensor vary too much from step to step. */
-  void choose(const Source &source, bool found_enough) {
-    double excess = (double)found() / (double)tensor_.k;
+  /* Exactly k. */
+  void choose(const Source &source) {
     Bits least = keep_best(stretches_.data(), cuts(), source);
-    is_warm_ = least < Real<R>::infinity;
-    last_ = bit_cast<R>(least);
-    double wanted = 1.25 + 3 / std::sqrt((double)tensor_.k);
-    slack_ *= !found_enough ? 2 : excess > wanted ? 0.9 : 1.1;
-    slack_ = std::clamp(slack_, 1e-4, 0.25);
-    if (found_enough) {
-      patience_ = std::max(patience_ - 1, 16);
-    } else {
-      distrusted_ = patience_;
-      patience_ = std::min(2 * patience_, 1024);
-    }
+    carried_.remember((double)bit_cast<R>(least), least < Real<R>::infinity);
   }
 
   /* By sample, and fewer than k: the lowest indices that are not among them join. */
@@ -282,9 +303,9 @@ class TopK final : public Encoder {
     }
     std::copy_backward(list.index + from, list.index + list.size, list.index + size);
     std::copy_backward(value + from, value + list.size, value + size);
+    sum_(source.residual, source.gradient, 0, length, value);
     for (int64_t i = 0; i < length; ++i) {
       list.index[i] = (uint32_t)i;
-      value[i] = compensated(source, i);
       store(static_cast<R *>(source.candidate), i, Sent<V, R>::left(value[i]));
     }
     list.size = size;
@@ -308,16 +329,14 @@ class TopK final : public Encoder {
   const bool sampled_;
   const Passes *const passes_;
   const Gather gather_;
+  const Sum sum_;
   const Send send_;
   ListMemory<R> own_memory_;         // for parts that run at the same time
   ListMemory<R> *memory_ = nullptr;  // what this step uses
   int64_t streams_ = 1;              // stretches a part
   std::vector<Stretch> stretches_;
-  bool by_sample_ = false, is_warm_ = false;
-  R last_ = 0;           // the last step's k-th magnitude
-  double slack_ = 0.03;  // how far below it to start
-  int distrusted_ = 0;   // for how many steps not to start from it
-  int patience_ = 16;    // for how many the next time
+  bool by_sample_ = false, by_last_ = false;  // where this step's threshold came from
+  Carried carried_;
 };
 
 template <class R>

@@ -1,0 +1,46 @@
+"""Kernels for GPUs in Triton: a bucket is encoded in three launches and decoded in two.
+
+Importing this package imports neither Triton nor torch; `TritonBucket` lives in `.bucket`.
+Results are those of the verbs of `horovod_topk.ops`, to the bit, NaNs' bits excepted.
+
+Reference: Triton, https://triton-lang.org. TRITON_INTERPRET=1, set before Triton is imported, runs
+the same kernels on the CPU, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+
+from horovod_topk.kernels.triton.tables import HEAD, SHARE
+
+_FLOAT64 = 8  # bytes
+_MOST = 2**31 - 2**20  # elements of a bucket, bytes of a payload: places are 32-bit numbers
+
+
+def unsupported(recipe: Sequence[int], device: str) -> str | None:
+    """Why a bucket of this recipe has no kernel on this device; None where it has one."""
+    return unavailable(device) or _unfit(recipe)
+
+
+def unavailable(device: str) -> str | None:
+    """Why no bucket has a kernel on this device; None where Triton is installed and runs."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    kind = device.partition(":")[0]
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    if kind == "cuda" or (kind == "cpu" and interpreted):
+        return None
+    return f"the Triton kernels do not run on {device}"
+
+
+def _unfit(recipe: Sequence[int]) -> str | None:
+    numel = sum(recipe[HEAD::SHARE])
+    if recipe[1] == _FLOAT64:
+        return "residuals are float64"
+    if numel > _MOST:
+        return f"{numel} elements are more than the {_MOST} the Triton kernels can address"
+    if recipe[4] > _MOST:
+        return f"{recipe[4]} bytes of payload are more than the {_MOST} the kernels can address"
+    return None

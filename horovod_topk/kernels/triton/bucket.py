@@ -1,0 +1,207 @@
+"""`TritonBucket`: the launches that encode and decode one bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horovod_topk.kernels.triton.gather import gather, locate
+from horovod_topk.kernels.triton.memory import Addresses, scratch
+from horovod_topk.kernels.triton.narrow import COUNTS, narrow
+from horovod_topk.kernels.triton.numbers import BINS, NOWHERE, STATS
+from horovod_topk.kernels.triton.probe import probe
+from horovod_topk.kernels.triton.scatter import scatter
+from horovod_topk.kernels.triton.stream import stream
+from horovod_topk.kernels.triton.tables import Geometry, Tables, power_of_two
+
+_PROBE_LANES = 1024
+_LOCATE_LANES = 128
+_ENTRY_LANES = 128  # entries of one rank added at once
+# Sums and products stay apart, as in the verbs: a fused multiply-add rounds once, not twice.
+_FEW = {"num_warps": 4, "enable_fp_fusion": False}
+_SOME = {"num_warps": 8, "enable_fp_fusion": False}
+_MANY = {"num_warps": 16, "enable_fp_fusion": False}
+
+
+class TritonBucket:
+    """`horovod_topk.ops.protocol.Fused` for torch.Tensor on one GPU.
+
+    Launches use the current stream and wait for nothing, save `unchanged`. Once they have run,
+    `encode` and `decode` can be captured in a CUDA graph. A bucket is used on one stream at a time,
+    as its arenas are. What is kept from step to step, on the device, is a guess of each tensor's
+    threshold: it changes how fast the next is found, never which it is.
+
+    Args:
+        recipe: see `Fused`; one that `unsupported` gives no reason against.
+        device: "cuda", "cuda:1", or "cpu" under Triton's interpreter.
+        geometry: how work is cut; the default suits the device.
+    """
+
+    def __init__(
+        self, recipe: Sequence[int], device: str, geometry: Geometry | None = None
+    ) -> None:
+        self._device = _resolved(device)
+        self._tables = tables = Tables(tuple(recipe), geometry or suited(self._device))
+        self._head = tables.head
+        self._rows = self._integers([n for row in tables.rows for n in row], torch.int64)
+        self._chunk_owners = self._integers(tables.chunk_owners)
+        self._run_owners = self._integers(tables.run_owners)
+        self._tile_owners = self._integers(tables.tile_owners)
+        self._carried = self._integers([int(NOWHERE)] * self._head.tensors)
+        self._sources = Addresses(self._head.tensors, self._device)
+        self._targets = Addresses(self._head.tensors, self._device)
+
+    def encode(
+        self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
+    ) -> None:
+        """Fill flags, values and indices of a payload; leave in `candidate` what is not sent."""
+        flat = [gradient.contiguous() for gradient in gradients]
+        with _on(self._device):
+            addresses = self._sources.point_to(flat)
+            chunks = self._chunk_scratch()
+            self._stream(addresses, residual, candidate, payload, chunks)
+            runs = self._run_scratch()
+            self._narrow(candidate, payload, chunks, runs)
+            self._scatter(addresses, residual, candidate, payload, runs)
+
+    def unchanged(self, residual: Tensor, gradients: Sequence[Tensor], payload: Tensor) -> bool:
+        """Whether the first 16 entries of each tensor would be encoded as the payload has them."""
+        flat = [gradient.contiguous() for gradient in gradients]
+        with _on(self._device):
+            answer = torch.zeros(1, dtype=torch.int32, device=self._device)
+            _launch(probe, (1,),
+                self._rows, self._sources.point_to(flat), residual, payload, answer,
+                self._head.tensors, HALVES=self._halves, LANES=_PROBE_LANES, **_SOME,
+            )  # fmt: skip
+            return int(answer) == 0
+
+    def decode(
+        self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]
+    ) -> tuple[int, int] | None:
+        """gradient[...] = scale times the sum over payloads in their order; all NaN if flagged.
+
+        The flags are read on the device: `flags` is ignored. Indices that lie outside a tensor are
+        dropped and not noticed, which would mean to wait: this returns None.
+        """
+        written = [
+            g if g.is_contiguous() else torch.empty(g.shape, dtype=g.dtype, device=g.device)
+            for g in gradients
+        ]
+        with _on(self._device):
+            self._gather(gathered, scale, self._targets.point_to(written))
+            for gradient, result in zip(gradients, written, strict=True):
+                if result is not gradient:
+                    gradient.copy_(result)
+        return None
+
+    @property
+    def _halves(self) -> bool:
+        return self._head.value_bytes == 2
+
+    def _integers(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values or [0], dtype=dtype, device=self._device)
+
+    def _take(self, name: str, numel: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return scratch(name, numel, dtype, self._device)
+
+    def _chunk_scratch(self) -> tuple[Tensor, Tensor, Tensor]:
+        """stats, slots and histograms, as the first two passes have them."""
+        chunks = len(self._tables.chunk_owners)
+        return (
+            self._take("stats", chunks * int(STATS)),
+            self._take("slots", chunks * self._tables.geometry.slot),
+            self._take("histograms", chunks * int(BINS), torch.int16),
+        )
+
+    def _run_scratch(self) -> tuple[Tensor, Tensor, Tensor]:
+        """brackets, counts and asides, as the last two passes have them."""
+        runs = len(self._tables.run_owners)
+        return (
+            self._take("brackets", self._head.tensors * 2),
+            self._take("counts", runs * int(COUNTS)),
+            self._take("asides", runs * self._tables.run_slot),
+        )
+
+    def _stream(
+        self, addresses: Tensor, residual: Tensor, candidate: Tensor, payload: Tensor, chunks: Any
+    ) -> None:
+        geometry, programs = self._tables.geometry, len(self._tables.chunk_owners)
+        if programs:
+            _launch(stream, (programs,),
+                self._rows, self._chunk_owners, addresses, self._carried, residual, candidate,
+                payload, *chunks, KIND=self._tables.kind, HALVES=self._halves, TILE=geometry.tile,
+                CHUNK=geometry.chunk, SLOT=geometry.slot, **_FEW,
+            )  # fmt: skip
+
+    def _narrow(self, candidate: Tensor, payload: Tensor, chunks: Any, runs: Any) -> None:
+        tables, geometry = self._tables, self._tables.geometry
+        programs = len(tables.run_owners)
+        flags = payload[self._head.flags_at :]
+        _launch(narrow, (programs + -(-self._head.tensors // 8),),
+            self._rows, self._chunk_owners, self._run_owners, self._carried, candidate, flags,
+            *chunks, *runs, programs, self._head.tensors, geometry.crowd, CHUNK=geometry.chunk,
+            SLOT=geometry.slot, RUN_CHUNKS=tables.run_chunks,
+            CHUNKS_ROOM=power_of_two(tables.run_chunks), ROOM=tables.run_slot,
+            LANES=geometry.lanes, SAMPLE=2 * geometry.sample, **_MANY,
+        )  # fmt: skip
+
+    def _scatter(
+        self, addresses: Tensor, residual: Tensor, candidate: Tensor, payload: Tensor, runs: Any
+    ) -> None:
+        tables, programs = self._tables, len(self._tables.run_owners)
+        if programs:
+            _launch(scatter, (programs,),
+                self._rows, self._run_owners, addresses, self._carried, residual, candidate,
+                payload, *runs, KIND=tables.kind, HALVES=self._halves, RUN=tables.run,
+                ROOM=tables.run_slot, LANES=tables.geometry.lanes, **_MANY,
+            )  # fmt: skip
+
+    def _gather(self, gathered: Tensor, scale: float, addresses: Tensor) -> None:
+        tables, head, geometry = self._tables, self._head, self._tables.geometry
+        tiles, ranks = len(tables.tile_owners), gathered.numel() // head.payload_bytes
+        if tiles == 0:
+            return
+        begins = self._take("begins", ranks * tiles)
+        if tables.most_entries:
+            _launch(locate, (-(-tiles // _LOCATE_LANES), ranks),
+                self._rows, self._tile_owners, gathered, begins, tiles, head.payload_bytes,
+                STEPS=tables.most_entries.bit_length(), OUTPUT=geometry.output,
+                LANES=_LOCATE_LANES, **_FEW,
+            )  # fmt: skip
+        programs = min(tiles, geometry.programs * geometry.writers)
+        rows = self._take("rows", programs * geometry.output, torch.float32)
+        _launch(gather, (programs,),
+            self._rows, self._tile_owners, addresses, gathered, begins, rows, tiles, ranks,
+            head.payload_bytes, head.flags_at, scale, KIND=tables.kind, HALVES=self._halves,
+            RANKS_ROOM=power_of_two(ranks), OUTPUT=geometry.output, BLOCK=geometry.block,
+            LANES=_ENTRY_LANES, **_FEW,
+        )  # fmt: skip
+
+
+def _launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    kernel[programs](*arguments, **constants)
+
+
+def suited(device: torch.device) -> Geometry:
+    """The default sizes, with as many programs as the device runs at once."""
+    if device.type != "cuda":
+        return Geometry()
+    properties = torch.cuda.get_device_properties(device)
+    return replace(Geometry(), programs=properties.multi_processor_count)
+
+
+def _resolved(device: str) -> torch.device:
+    resolved = torch.device(device)
+    if device == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return resolved
+
+
+def _on(device: torch.device) -> AbstractContextManager[None]:
+    """Makes `device` the current one, which Triton launches on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,318 @@
+# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
+# ruff: noqa: N803
+"""Decode: scaled sums over payloads, a tile of a gradient at a time.
+
+Indices ascend within a tensor, so a tile's entries are neighbours in every payload: a first launch
+finds where they begin, by binary search. A program of the second adds them, rank after rank, into
+a row of scratch memory that is its own, then scales, casts and writes the tile.
+
+The row is global memory that some threads of a program write and others read. No other program
+touches it, and within one program `debug_barrier` (bar.sync) orders the accesses; entries of one
+rank have distinct indices, so that none depends on another between two barriers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from horovod_topk.kernels.triton.numbers import (
+    DTYPE,
+    INDEX_AT,
+    NUMEL,
+    TILE0,
+    VALUE_AT,
+    WIDTH,
+    K,
+    field,
+    number,
+)
+
+
+@triton.jit
+def halves_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Indices `at` of 16 bits, int32."""
+    pointers = section.to(tl.pointer_type(tl.int16)) + at
+    return tl.load(pointers, mask=mask, other=0).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def words_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Indices `at` of 32 bits; those of 2**31 and more, which no tensor has here, are negative."""
+    return tl.load(section.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
+
+
+@triton.jit
+def index_at(sections: tl.tensor, at: tl.tensor, widths: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Indices, where each lane has a section and a width of its own."""
+    halves = halves_at(sections, at, mask & (widths == 2))
+    words = words_at(sections, at, mask & (widths == 4))
+    return tl.where(widths == 2, halves, words)
+
+
+@triton.jit
+def value_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor, HALVES: tl.constexpr) -> tl.tensor:
+    """Values `at` of a payload as float32; zero where not `mask`."""
+    if HALVES:
+        pointers = section.to(tl.pointer_type(tl.float16)) + at
+    else:
+        pointers = section.to(tl.pointer_type(tl.float32)) + at
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def locate(
+    table: tl.tensor,
+    owners: tl.tensor,
+    gathered: tl.tensor,
+    begins: tl.tensor,
+    tiles: tl.tensor,
+    payload_bytes: tl.tensor,
+    STEPS: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """begins[rank, tile]: the first entry of the rank that is not before the tile."""
+    rank = tl.program_id(1)
+    tile = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    real = tile < tiles
+    t = tl.load(owners + tile, mask=real, other=0)
+    width, target = number(table, t, WIDTH), (tile - number(table, t, TILE0)) * OUTPUT
+    section = gathered + rank.to(tl.int64) * payload_bytes + field(table, t, INDEX_AT)
+    low, high = tl.zeros([LANES], tl.int32), number(table, t, K)
+    high = tl.where(real & (width > 0), high, 0)
+    for _ in range(STEPS):
+        open_ = low < high
+        middle = low + (high - low) // 2
+        behind = index_at(section, middle, width, open_) < target
+        low = tl.where(open_ & behind, middle + 1, low)
+        high = tl.where(open_ & (behind == 0), middle, high)
+    tl.store(begins + rank * tiles + tile, low, mask=real)
+
+
+@triton.jit
+def poisoned(
+    flags: tl.tensor,
+    t: tl.tensor,
+    ranks: tl.tensor,
+    payload_bytes: tl.tensor,
+    RANKS_ROOM: tl.constexpr,
+) -> tl.tensor:
+    """Whether any payload flags tensor `t`: 1 or 0."""
+    rank = tl.arange(0, RANKS_ROOM)
+    places = flags + rank.to(tl.int64) * payload_bytes + t // 8
+    byte = tl.load(places, mask=rank < ranks, other=0).to(tl.int32)
+    return tl.max((byte >> (t % 8)) & 1, 0)
+
+
+@triton.jit
+def add_entries(
+    row: tl.tensor,
+    values: tl.tensor,
+    indices: tl.tensor,
+    width: tl.tensor,
+    first: tl.tensor,
+    size: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    HALVES: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Add entries [begin, end) of one rank to the row of the `size` elements from `first`."""
+    for at in range(begin, end, LANES):
+        entry = at + tl.arange(0, LANES)
+        there = entry < end
+        if width == 2:
+            place = halves_at(indices, entry, there) - first
+        else:
+            place = words_at(indices, entry, there) - first
+        value = value_at(values, entry, there, HALVES)
+        there &= (place >= 0) & (place < size)
+        total = tl.load(row + place, mask=there, other=0.0) + value
+        tl.store(row + place, total, mask=there)
+
+
+@triton.jit
+def add_ranks(
+    gathered: tl.tensor,
+    table: tl.tensor,
+    t: tl.tensor,
+    tile: tl.tensor,
+    first: tl.tensor,
+    begins: tl.tensor,
+    row: tl.tensor,
+    tiles: tl.tensor,
+    ranks: tl.tensor,
+    payload_bytes: tl.tensor,
+    OUTPUT: tl.constexpr,
+    HALVES: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Add the entries of a tile to its row, rank after rank."""
+    width, k = number(table, t, WIDTH), number(table, t, K)
+    values = gathered + field(table, t, VALUE_AT)
+    indices = gathered + field(table, t, INDEX_AT)
+    wide = payload_bytes.to(tl.int64)
+    size = number(table, t, NUMEL) - first
+    more = size > OUTPUT  # tiles of this tensor
+    size = tl.minimum(size, OUTPUT)
+    for rank in range(ranks):
+        here = begins + rank * tiles + tile
+        begin, end = tl.load(here), tl.load(here + 1, mask=more, other=0)
+        end = tl.where(more, end, k)
+        skip = rank * wide
+        add_entries(
+            row, values + skip, indices + skip, width, first, size, begin, end, HALVES, LANES
+        )
+        tl.debug_barrier()
+
+
+@triton.jit
+def add_dense(
+    values: tl.tensor,
+    lanes: tl.tensor,
+    numel: tl.tensor,
+    ranks: tl.tensor,
+    payload_bytes: tl.tensor,
+    BLOCK: tl.constexpr,
+    HALVES: tl.constexpr,
+) -> tl.tensor:
+    """The sums of elements `lanes` of a tensor that is sent whole."""
+    total = tl.zeros([BLOCK], tl.float32)
+    wide = payload_bytes.to(tl.int64)
+    for rank in range(ranks):
+        total += value_at(values + rank * wide, lanes, lanes < numel, HALVES)
+    return total
+
+
+@triton.jit
+def take_sums(row: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """A block of a row, which is zeros again afterwards."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.load(row + lanes)
+    tl.debug_barrier()
+    tl.store(row + lanes, tl.zeros([BLOCK], tl.float32))
+    return total
+
+
+@triton.jit
+def bfloat16_bits(values: tl.tensor) -> tl.tensor:
+    """Rounded to nearest, ties to even, as int16; a cast would truncate in the interpreter."""
+    bits = values.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(values == values, rounded, 0x7FC0).to(tl.int16)
+
+
+@triton.jit
+def deliver(
+    address: tl.tensor,
+    dtype: tl.tensor,
+    at: tl.tensor,
+    values: tl.tensor,
+    mask: tl.tensor,
+    KIND: tl.constexpr,
+) -> None:
+    """Write float32 values to elements `at` of a gradient, rounded to its dtype."""
+    if (KIND == 0) | ((KIND == 3) & (dtype == 0)):
+        pointers = address.to(tl.pointer_type(tl.float16)) + at
+        tl.store(pointers, values.to(tl.float16), mask=mask)
+    elif (KIND == 1) | ((KIND == 3) & (dtype == 1)):
+        pointers = address.to(tl.pointer_type(tl.int16)) + at
+        tl.store(pointers, bfloat16_bits(values), mask=mask)
+    else:
+        tl.store(address.to(tl.pointer_type(tl.float32)) + at, values, mask=mask)
+
+
+@triton.jit
+def write_block(
+    address: tl.tensor,
+    dtype: tl.tensor,
+    at: tl.tensor,
+    values: tl.tensor,
+    numel: tl.tensor,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write the block from element `at`: by wide accesses, where it is whole and aligned."""
+    lanes = at + tl.arange(0, BLOCK)
+    if (address % 16 == 0) & (at + BLOCK <= numel):
+        lanes = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
+        deliver(tl.multiple_of(address, 16), dtype, lanes, values, None, KIND)
+    else:
+        deliver(address, dtype, lanes, values, lanes < numel, KIND)
+
+
+@triton.jit
+def gather_tile(
+    table: tl.tensor,
+    t: tl.tensor,
+    tile: tl.tensor,
+    address: tl.tensor,
+    gathered: tl.tensor,
+    begins: tl.tensor,
+    row: tl.tensor,
+    tiles: tl.tensor,
+    ranks: tl.tensor,
+    payload_bytes: tl.tensor,
+    bad: tl.tensor,
+    scale: tl.tensor,
+    KIND: tl.constexpr,
+    HALVES: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """One tile of a gradient, `bad` where it has to be NaN. The row is zeros before and after."""
+    width, numel, dtype = number(table, t, WIDTH), number(table, t, NUMEL), number(table, t, DTYPE)
+    first = (tile - number(table, t, TILE0)) * OUTPUT
+    values = gathered + field(table, t, VALUE_AT)
+    if (width > 0) & (bad == 0):
+        add_ranks(
+            gathered, table, t, tile, first, begins, row, tiles, ranks, payload_bytes,
+            OUTPUT, HALVES, LANES,
+        )  # fmt: skip
+    for at in range(0, tl.minimum(OUTPUT, numel - first), BLOCK):
+        if bad == 1:
+            total = tl.full([BLOCK], float("nan"), tl.float32)
+        elif width == 0:
+            lanes = first + at + tl.arange(0, BLOCK)
+            total = add_dense(values, lanes, numel, ranks, payload_bytes, BLOCK, HALVES)
+        else:
+            total = take_sums(row + tl.multiple_of(at, BLOCK), BLOCK)
+        write_block(address, dtype, first + at, total * scale, numel, KIND, BLOCK)
+    tl.debug_barrier()
+
+
+@triton.jit
+def gather(
+    table: tl.tensor,
+    owners: tl.tensor,
+    addresses: tl.tensor,
+    gathered: tl.tensor,
+    begins: tl.tensor,
+    rows: tl.tensor,
+    tiles: tl.tensor,
+    ranks: tl.tensor,
+    payload_bytes: tl.tensor,
+    flags_at: tl.tensor,
+    scale: tl.tensor,
+    KIND: tl.constexpr,
+    HALVES: tl.constexpr,
+    RANKS_ROOM: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Every so-many-th tile. rows: [programs, OUTPUT]."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    row = rows + program.to(tl.int64) * OUTPUT
+    for at in range(0, OUTPUT, BLOCK):
+        tl.store(row + at + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32))
+    tl.debug_barrier()
+    for tile in range(program, tiles, programs):
+        t = tl.load(owners + tile)
+        bad = poisoned(gathered + flags_at, t, ranks, payload_bytes, RANKS_ROOM)
+        gather_tile(
+            table, t, tile, tl.load(addresses + t), gathered, begins, row, tiles, ranks,
+            payload_bytes, bad, scale, KIND, HALVES, OUTPUT, BLOCK, LANES,
+        )  # fmt: skip

@@ -1,0 +1,309 @@
+# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
+# ruff: noqa: N803
+"""Second pass of an encode: a bracket of keys around each threshold, a program a run.
+
+All programs of a tensor find the same bracket [bottom, top], each for itself: from what the first
+pass counted where the threshold of the step before was near, else from a sample of the tensor.
+Then each counts the keys of its run above, at and below the bracket's ends, and puts aside those
+that lie strictly between. Keys at an end are only counted, so that many equal magnitudes, such as
+zeros, cost no room. A bracket that misses costs time in the third pass, and nothing else.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from horovod_topk.kernels.triton.numbers import (
+    ABOVE,
+    BIN,
+    BIN_BITS,
+    BINS,
+    CARRIED,
+    CHUNK0,
+    CHUNKS,
+    COUNT,
+    HALF,
+    INFINITY,
+    INSIDE,
+    NONFINITE,
+    NOWHERE,
+    NUMEL,
+    RANK_HIGH,
+    RANK_LOW,
+    RULE,
+    RUN0,
+    START,
+    STATS,
+    STRIDE,
+    TAKEN,
+    K,
+    magnitude,
+    number,
+)
+
+TOP, BETWEEN, BOTTOM = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # of a run, after ABOVE
+COUNTS = tl.constexpr(4)  # numbers a run
+FEW = tl.constexpr(4096)  # elements of a sample that need fewer registers
+BLOCK = tl.constexpr(256)  # chunks whose histograms are added at once
+
+
+@triton.jit
+def ranked(keys: tl.tensor, rank: tl.tensor) -> tl.tensor:
+    """The rank-th largest of some keys, the first being 1."""
+    found = 0
+    for step in range(31):
+        trial = found | (1 << (30 - step))
+        reached = tl.sum((keys >= trial).to(tl.int32), 0)
+        found = tl.where(reached >= rank, trial, found)
+    return found
+
+
+@triton.jit
+def from_sample(
+    elements: tl.tensor,
+    stride: tl.tensor,
+    taken: tl.tensor,
+    count: tl.tensor,
+    rank_low: tl.tensor,
+    rank_high: tl.tensor,
+    LANES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The bracket by two ranks among the first `taken` of every `stride` elements."""
+    lanes = tl.arange(0, LANES)
+    places = lanes // taken * stride + lanes % taken
+    a = tl.load(elements + places, mask=lanes < count, other=0.0)
+    keys = tl.where(lanes < count, magnitude(a), -1)
+    bottom, top = 0, INFINITY
+    if rank_low > 0:
+        bottom = ranked(keys, rank_low)
+    if rank_high == rank_low:
+        top = bottom
+    elif rank_high > 0:
+        top = ranked(keys, rank_high)
+    return bottom, top
+
+
+@triton.jit
+def from_counts(
+    stats: tl.tensor,
+    histograms: tl.tensor,
+    chunks: tl.tensor,
+    low: tl.tensor,
+    k: tl.tensor,
+    crowd: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(whether one bin of the carried bracket holds the threshold, its lowest, its highest key)."""
+    rows, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
+    counts, above = tl.zeros([BINS], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for at in range(0, chunks, BLOCK):
+        row = at + rows
+        above += tl.load(stats + row * STATS + ABOVE, mask=row < chunks, other=0)
+        places = histograms + row[:, None] * BINS + bins[None, :]
+        block = tl.load(places, mask=(row < chunks)[:, None] & (bins < BINS)[None, :], other=0)
+        counts += tl.sum(block.to(tl.int32), 0)
+    reached = tl.sum(above, 0) + tl.sum(counts, 0) - tl.cumsum(counts, 0)  # by higher bins
+    here = (reached < k) & (k <= reached + counts)
+    found = tl.sum(here.to(tl.int32), 0) > 0
+    few = tl.sum(tl.where(here, counts, 0), 0) <= crowd
+    bottom = low + (tl.sum(tl.where(here, bins, 0), 0) << BIN_BITS)
+    return (found & few).to(tl.int32), bottom, bottom + BIN - 1
+
+
+@triton.jit
+def tally(
+    key: tl.tensor,
+    bottom: tl.tensor,
+    top: tl.tensor,
+    aside: tl.tensor,
+    above: tl.tensor,
+    at_top: tl.tensor,
+    between: tl.tensor,
+    at_bottom: tl.tensor,
+    ROOM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Add some keys of a run (-1: none) to its four counts; put aside those between."""
+    ends = (key > top).to(tl.int32) + ((key == top).to(tl.int32) << 16)
+    mine = (key > bottom) & (key < top)
+    rest = mine.to(tl.int32) + (((key == bottom) & (bottom < top)).to(tl.int32) << 16)
+    at = between + (tl.cumsum(rest, 0) & HALF) - 1
+    tl.store(aside + at, key, mask=mine & (at < ROOM))
+    ends, rest = tl.sum(ends, 0), tl.sum(rest, 0)
+    return (
+        above + (ends & HALF),
+        at_top + (ends >> 16),
+        between + (rest & HALF),
+        at_bottom + (rest >> 16),
+    )
+
+
+@triton.jit
+def kept(
+    stats: tl.tensor, chunk0: tl.tensor, chunks: tl.tensor, CHUNKS_ROOM: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """(keys above the carried bracket in a run's chunks, most keys that one of them put aside)."""
+    lanes = tl.arange(0, CHUNKS_ROOM)
+    rows = stats + (chunk0 + lanes) * STATS
+    above = tl.load(rows + ABOVE, mask=lanes < chunks, other=0)
+    inside = tl.load(rows + INSIDE, mask=lanes < chunks, other=0)
+    return tl.sum(above, 0), tl.max(inside, 0)
+
+
+@triton.jit
+def bracket(
+    table: tl.tensor,
+    t: tl.tensor,
+    carried: tl.tensor,
+    candidate: tl.tensor,
+    stats: tl.tensor,
+    histograms: tl.tensor,
+    crowd: tl.tensor,
+    SAMPLE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(whether the bracket is part of the carried one, bottom, top) of tensor `t`."""
+    hit, bottom, top = 0, 0, 0
+    if number(table, t, RULE) == CARRIED:
+        low = tl.load(carried + t)
+        if low < NOWHERE:
+            chunk0, chunks = number(table, t, CHUNK0), number(table, t, CHUNKS)
+            hit, bottom, top = from_counts(
+                stats + chunk0 * STATS, histograms + chunk0 * BINS, chunks, low,
+                number(table, t, K), crowd,
+            )  # fmt: skip
+    if hit == 0:
+        elements, stride = candidate + number(table, t, START), number(table, t, STRIDE)
+        taken, count = number(table, t, TAKEN), number(table, t, COUNT)
+        rank_low, rank_high = number(table, t, RANK_LOW), number(table, t, RANK_HIGH)
+        if count <= FEW:
+            bottom, top = from_sample(elements, stride, taken, count, rank_low, rank_high, FEW)
+        else:
+            bottom, top = from_sample(elements, stride, taken, count, rank_low, rank_high, SAMPLE)
+    return hit, bottom, top
+
+
+@triton.jit
+def narrow_run(
+    table: tl.tensor,
+    run: tl.tensor,
+    t: tl.tensor,
+    hit: tl.tensor,
+    bottom: tl.tensor,
+    top: tl.tensor,
+    candidate: tl.tensor,
+    stats: tl.tensor,
+    slots: tl.tensor,
+    counts: tl.tensor,
+    aside: tl.tensor,
+    CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
+    RUN_CHUNKS: tl.constexpr,
+    CHUNKS_ROOM: tl.constexpr,
+    ROOM: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """The counts of one run, and the keys between, from what was put aside if all was."""
+    place = run - number(table, t, RUN0)
+    chunk0 = number(table, t, CHUNK0) + place * RUN_CHUNKS
+    chunks = tl.minimum(RUN_CHUNKS, number(table, t, CHUNKS) - place * RUN_CHUNKS)
+    above, fullest = kept(stats, chunk0, chunks, CHUNKS_ROOM)
+    at_top, between, at_bottom = 0, 0, 0
+    lanes = tl.arange(0, LANES)
+    if (hit == 1) & (fullest <= SLOT):
+        for at in range(0, chunks * SLOT, LANES):
+            chunk, room = chunk0 + (at + lanes) // SLOT, (at + lanes) % SLOT
+            valid = at + lanes < chunks * SLOT
+            inside = tl.load(stats + chunk * STATS + INSIDE, mask=valid, other=0)
+            valid &= room < inside
+            key = tl.load(slots + chunk.to(tl.int64) * SLOT + room, mask=valid, other=-1)
+            above, at_top, between, at_bottom = tally(
+                key, bottom, top, aside, above, at_top, between, at_bottom, ROOM
+            )
+    else:
+        above = 0
+        elements = candidate + number(table, t, START)
+        first = place * RUN_CHUNKS * CHUNK
+        last = tl.minimum(first + RUN_CHUNKS * CHUNK, number(table, t, NUMEL))
+        for at in range(first, last, LANES):
+            valid = at + lanes < last
+            a = tl.load(elements + at + lanes, mask=valid, other=0.0)
+            key = tl.where(valid, magnitude(a), -1)
+            above, at_top, between, at_bottom = tally(
+                key, bottom, top, aside, above, at_top, between, at_bottom, ROOM
+            )
+    for at in range(0, ROOM, LANES):  # zeros in the rest: the third pass reads whole rows
+        empty = (at + lanes >= between) & (at + lanes < ROOM)
+        tl.store(aside + at + lanes, tl.zeros([LANES], tl.int32), mask=empty)
+    mine = counts + run * COUNTS
+    tl.store(mine + ABOVE, above)
+    tl.store(mine + TOP, at_top)
+    tl.store(mine + BETWEEN, between)
+    tl.store(mine + BOTTOM, at_bottom)
+
+
+@triton.jit
+def flag(
+    table: tl.tensor,
+    owners: tl.tensor,
+    stats: tl.tensor,
+    flags: tl.tensor,
+    byte: tl.tensor,
+    tensors: tl.tensor,
+    LANES: tl.constexpr,
+) -> None:
+    """One byte of the non-finite flags: those of eight tensors, whose chunks are neighbours."""
+    final = tl.minimum(byte * 8 + 7, tensors - 1)
+    first = number(table, byte * 8, CHUNK0)
+    last = number(table, final, CHUNK0) + number(table, final, CHUNKS)
+    bits = tl.zeros([LANES], tl.int32)
+    for at in range(first, last, LANES):
+        chunk = at + tl.arange(0, LANES)
+        bad = tl.load(stats + chunk * STATS + NONFINITE, mask=chunk < last, other=0)
+        owner = tl.load(owners + chunk, mask=chunk < last, other=0)
+        bits |= tl.where(bad != 0, 1 << (owner & 7), 0)
+    total = 0
+    for bit in tl.static_range(8):
+        total += tl.max((bits >> bit) & 1, 0) << bit
+    tl.store(flags + byte, tl.cast(total, tl.uint8))
+
+
+@triton.jit
+def narrow(
+    table: tl.tensor,
+    chunk_owners: tl.tensor,
+    run_owners: tl.tensor,
+    carried: tl.tensor,
+    candidate: tl.tensor,
+    flags: tl.tensor,
+    stats: tl.tensor,
+    slots: tl.tensor,
+    histograms: tl.tensor,
+    brackets: tl.tensor,
+    counts: tl.tensor,
+    asides: tl.tensor,
+    runs: tl.tensor,
+    tensors: tl.tensor,
+    crowd: tl.tensor,
+    CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
+    RUN_CHUNKS: tl.constexpr,
+    CHUNKS_ROOM: tl.constexpr,
+    ROOM: tl.constexpr,
+    LANES: tl.constexpr,
+    SAMPLE: tl.constexpr,
+) -> None:
+    """One run; after the runs, a byte of flags. brackets: [T, 2]; asides: [runs, ROOM]."""
+    run = tl.program_id(0)
+    if run < runs:
+        t = tl.load(run_owners + run)
+        hit, bottom, top = bracket(
+            table, t, carried, candidate, stats, histograms, crowd, SAMPLE
+        )  # fmt: skip
+        if run == number(table, t, RUN0):
+            tl.store(brackets + t * 2, bottom)
+            tl.store(brackets + t * 2 + 1, top)
+        narrow_run(
+            table, run, t, hit, bottom, top, candidate, stats, slots, counts,
+            asides + run.to(tl.int64) * ROOM, CHUNK, SLOT, RUN_CHUNKS, CHUNKS_ROOM, ROOM, LANES,
+        )  # fmt: skip
+    else:
+        flag(table, chunk_owners, stats, flags, run - runs, tensors, LANES)

@@ -1,0 +1,120 @@
+# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
+# ruff: noqa: N803
+"""What all kernels share: constants, table look-ups and arithmetic on elements.
+
+A key is a magnitude as an integer: the bits of |a|, which order as |a| does, NaN as infinity.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from horovod_topk.kernels.triton import tables
+
+COLUMNS = tl.constexpr(len(tables.COLUMNS))
+NUMEL = tl.constexpr(tables.COLUMNS.index("numel"))
+K = tl.constexpr(tables.COLUMNS.index("k"))
+START = tl.constexpr(tables.COLUMNS.index("start"))
+WIDTH = tl.constexpr(tables.COLUMNS.index("width"))
+VALUE_AT = tl.constexpr(tables.COLUMNS.index("value_at"))
+INDEX_AT = tl.constexpr(tables.COLUMNS.index("index_at"))
+DTYPE = tl.constexpr(tables.COLUMNS.index("dtype"))
+CHUNK0 = tl.constexpr(tables.COLUMNS.index("chunk0"))
+CHUNKS = tl.constexpr(tables.COLUMNS.index("chunks"))
+RUN0 = tl.constexpr(tables.COLUMNS.index("run0"))
+RUNS = tl.constexpr(tables.COLUMNS.index("runs"))
+TILE0 = tl.constexpr(tables.COLUMNS.index("tile0"))
+RULE = tl.constexpr(tables.COLUMNS.index("rule"))
+STRIDE = tl.constexpr(tables.COLUMNS.index("stride"))
+TAKEN = tl.constexpr(tables.COLUMNS.index("taken"))
+COUNT = tl.constexpr(tables.COLUMNS.index("count"))
+RANK_LOW = tl.constexpr(tables.COLUMNS.index("rank_low"))
+RANK_HIGH = tl.constexpr(tables.COLUMNS.index("rank_high"))
+CARRIED = tl.constexpr(tables.CARRIED)
+SAMPLED = tl.constexpr(tables.SAMPLED)
+
+INFINITY = tl.constexpr(0x7F800000)  # the largest key
+NOWHERE = tl.constexpr(0x7F800001)  # a carried bracket that no key reaches: there was no step yet
+BINS = tl.constexpr(64)  # of a carried bracket
+BIN_BITS = tl.constexpr(15)
+BIN = tl.constexpr(1 << 15)  # keys in a bin
+BRACKET = tl.constexpr(64 << 15)  # keys in all bins: a quarter of an octave
+FLOAT16_MAX = tl.constexpr(65504.0)
+HALF = tl.constexpr(0xFFFF)  # two counts below 2**15 travel in one int32
+
+ABOVE, INSIDE, NONFINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of a chunk
+STATS = tl.constexpr(4)  # numbers a chunk
+
+
+@triton.jit
+def field(table: tl.tensor, t: tl.tensor, COLUMN: tl.constexpr) -> tl.tensor:
+    """One number of tensor `t`, int64."""
+    return tl.load(table + t * COLUMNS + COLUMN)
+
+
+@triton.jit
+def number(table: tl.tensor, t: tl.tensor, COLUMN: tl.constexpr) -> tl.tensor:
+    """One number of tensor `t` that is below 2**31."""
+    return tl.load(table + t * COLUMNS + COLUMN).to(tl.int32)
+
+
+@triton.jit
+def magnitude(a: tl.tensor) -> tl.tensor:
+    """Keys of float32 elements."""
+    return tl.minimum(a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, INFINITY)
+
+
+@triton.jit
+def widened(address: tl.tensor, at: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Elements `at` of a gradient as float32; zero where not `mask`, if there is one."""
+    if DTYPE == 0:
+        pointers = address.to(tl.pointer_type(tl.float16)) + at
+    elif DTYPE == 1:
+        pointers = address.to(tl.pointer_type(tl.bfloat16)) + at
+    else:
+        pointers = address.to(tl.pointer_type(tl.float32)) + at
+    if mask is None:
+        g = tl.load(pointers)
+    else:
+        g = tl.load(pointers, mask=mask, other=0.0)
+    return g.to(tl.float32)
+
+
+@triton.jit
+def gradient(
+    address: tl.tensor, dtype: tl.tensor, at: tl.tensor, mask: tl.tensor, KIND: tl.constexpr
+) -> tl.tensor:
+    """The same, where the dtype may be known only now (KIND 3)."""
+    if KIND < 3:
+        g = widened(address, at, mask, KIND)
+    else:
+        if dtype == 0:
+            g = widened(address, at, mask, 0)
+        elif dtype == 1:
+            g = widened(address, at, mask, 1)
+        else:
+            g = widened(address, at, mask, 2)
+    return g
+
+
+@triton.jit
+def quantise16(values: tl.tensor) -> tl.tensor:
+    """float16, to nearest, saturated; NaN stays NaN."""
+    least = tl.where(values < -FLOAT16_MAX, -FLOAT16_MAX, values)
+    return tl.where(least > FLOAT16_MAX, FLOAT16_MAX, least).to(tl.float16)
+
+
+@triton.jit
+def send(
+    section: tl.tensor, at: tl.tensor, values: tl.tensor, mask: tl.tensor, HALVES: tl.constexpr
+) -> tl.tensor:
+    """Write entries `at` of a tensor's values; return what is left of them in float32."""
+    if HALVES:
+        sent = quantise16(values)
+        tl.store(section.to(tl.pointer_type(tl.float16)) + at, sent, mask=mask)
+        left = values - sent.to(tl.float32)
+    else:
+        tl.store(section.to(tl.pointer_type(tl.float32)) + at, values, mask=mask)
+        left = values - values  # NaN where the value is not finite
+    return left

@@ -1,0 +1,320 @@
+# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
+# ruff: noqa: N803
+"""Third pass of an encode: the threshold, exactly, and then the payload, a program a run.
+
+All programs of a tensor find the same threshold, each for itself, and how many entries the runs
+before its own send; so none waits for another. Where the bracket missed, or more keys lay in it
+than could be put aside, they search the whole tensor. They do so in residual + gradient, since
+another program may have begun to write what is left to the candidate arena.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from horovod_topk.kernels.triton.narrow import BETWEEN, BOTTOM, COUNTS, TOP
+from horovod_topk.kernels.triton.numbers import (
+    ABOVE,
+    BRACKET,
+    CARRIED,
+    DTYPE,
+    HALF,
+    INDEX_AT,
+    INFINITY,
+    NOWHERE,
+    NUMEL,
+    RULE,
+    RUN0,
+    RUNS,
+    SAMPLED,
+    START,
+    VALUE_AT,
+    WIDTH,
+    K,
+    field,
+    gradient,
+    magnitude,
+    number,
+    send,
+)
+
+ROWS = tl.constexpr(256)  # runs looked at at once
+
+
+@triton.jit
+def totals(
+    counts: tl.tensor, runs: tl.tensor, place: tl.tensor, COLUMN: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One count of a tensor's runs: (sum of all, sum of those before `place`, largest)."""
+    both, before, most = (
+        tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32),
+    )  # fmt: skip
+    for at in range(0, runs, ROWS):
+        row = at + tl.arange(0, ROWS)
+        count = tl.load(counts + row * COUNTS + COLUMN, mask=row < runs, other=0)
+        both += count
+        before += tl.where(row < place, count, 0)
+        most = tl.maximum(most, count)
+    return tl.sum(both, 0), tl.sum(before, 0), tl.max(most, 0)
+
+
+@triton.jit
+def keys_at(
+    lanes: tl.tensor,
+    size: tl.tensor,
+    shift: tl.tensor,
+    aside: tl.tensor,
+    residual: tl.tensor,
+    address: tl.tensor,
+    dtype: tl.tensor,
+    KIND: tl.constexpr,
+    ROOM: tl.constexpr,
+) -> tl.tensor:
+    """Keys to search: of rows put aside, 2**shift of each, or of all elements where shift < 0."""
+    if shift >= 0:
+        width = tl.maximum(shift, 0)
+        place = (lanes >> width).to(tl.int64) * ROOM + (lanes & ((1 << width) - 1))
+        keys = tl.load(aside + place, mask=lanes < size, other=0)
+    else:
+        e = tl.load(residual + lanes, mask=lanes < size, other=0.0)
+        a = e + gradient(address, dtype, lanes, lanes < size, KIND)
+        keys = tl.where(lanes < size, magnitude(a), -1)
+    return keys
+
+
+@triton.jit
+def search(
+    rank: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    size: tl.tensor,
+    limit: tl.tensor,
+    shift: tl.tensor,
+    aside: tl.tensor,
+    residual: tl.tensor,
+    address: tl.tensor,
+    dtype: tl.tensor,
+    KIND: tl.constexpr,
+    ROOM: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The rank-th largest key, known to be in [low, high): two bits of it a round.
+
+    Returns it, how many keys exceed it, how many of these lie before lane `limit`, and how many
+    equal ones do.
+    """
+    while high - low > 1:
+        step = tl.maximum((high - low) >> 2, 1)
+        one, two, three = low + step, low + 2 * step, low + 3 * step
+        ones, twos, threes = (
+            tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32),
+        )  # fmt: skip
+        for at in range(0, size, LANES):
+            lanes = at + tl.arange(0, LANES)
+            key = keys_at(lanes, size, shift, aside, residual, address, dtype, KIND, ROOM)
+            ones += (key >= one).to(tl.int32)
+            twos += (key >= two).to(tl.int32)
+            threes += (key >= three).to(tl.int32)
+        by_one = tl.sum(ones, 0) >= rank
+        by_two = tl.sum(twos, 0) >= rank
+        by_three = tl.sum(threes, 0) >= rank
+        low = tl.where(by_three, three, tl.where(by_two, two, tl.where(by_one, one, low)))
+        end = tl.where(by_two, tl.where(by_three, high, three), tl.where(by_one, two, one))
+        high = tl.minimum(high, end)
+    more, more_before, same_before = (
+        tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32),
+    )  # fmt: skip
+    for at in range(0, size, LANES):
+        lanes = at + tl.arange(0, LANES)
+        key = keys_at(lanes, size, shift, aside, residual, address, dtype, KIND, ROOM)
+        more += (key > low).to(tl.int32)
+        more_before += ((key > low) & (lanes < limit)).to(tl.int32)
+        same_before += ((key == low) & (lanes < limit)).to(tl.int32)
+    return low, tl.sum(more, 0), tl.sum(more_before, 0), tl.sum(same_before, 0)
+
+
+@triton.jit
+def decide(
+    table: tl.tensor,
+    t: tl.tensor,
+    place: tl.tensor,
+    brackets: tl.tensor,
+    counts: tl.tensor,
+    asides: tl.tensor,
+    residual: tl.tensor,
+    address: tl.tensor,
+    KIND: tl.constexpr,
+    RUN: tl.constexpr,
+    ROOM: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Who is sent: keys above a threshold, and the first others until they are k.
+
+    Returns the threshold, the least of the others (the threshold itself where the selection is
+    exact), how many keys exceed it, and how many of these and of the others lie in the runs before
+    `place`.
+    """
+    k, numel, run0 = number(table, t, K), number(table, t, NUMEL), number(table, t, RUN0)
+    runs, dtype = number(table, t, RUNS), number(table, t, DTYPE)
+    bottom, top = tl.load(brackets + t * 2), tl.load(brackets + t * 2 + 1)
+    mine = counts + run0 * COUNTS
+    above, above_before, _ = totals(mine, runs, place, ABOVE)
+    at_top, top_before, _ = totals(mine, runs, place, TOP)
+    between, between_before, most = totals(mine, runs, place, BETWEEN)
+    at_bottom, bottom_before, _ = totals(mine, runs, place, BOTTOM)
+    with_top, with_all = above + at_top, above + at_top + between + at_bottom
+    if (number(table, t, RULE) == SAMPLED) & (2 * with_all >= k) & (with_all <= k):
+        threshold, least, more = bottom - 1, 0, with_all
+        more_before = above_before + top_before + between_before + bottom_before
+        same_before = place * RUN - more_before
+    elif (above < k) & (k <= with_top):
+        threshold, least, more = top, top, above
+        more_before, same_before = above_before, top_before
+    elif (with_top + between < k) & (k <= with_all):
+        threshold, least, more = bottom, bottom, with_top + between
+        more_before = above_before + top_before + between_before
+        same_before = bottom_before
+    else:
+        low, high = 0, INFINITY + 1
+        rank, size, limit, shift = k, numel, place * RUN, -1
+        exceeding, exceeding_before = 0, 0
+        if k <= above:
+            low = top + 1
+        elif k > with_all:
+            high = bottom
+        else:
+            low, high = bottom + 1, top
+            if most <= ROOM:
+                shift = 0
+                while (1 << shift) < most:
+                    shift += 1
+                rank, size, limit = k - with_top, runs << shift, place << shift
+                exceeding, exceeding_before = with_top, above_before + top_before
+        threshold, more, more_before, same_before = search(
+            rank, low, high, size, limit, shift, asides + run0.to(tl.int64) * ROOM,
+            residual, address, dtype, KIND, ROOM, LANES,
+        )  # fmt: skip
+        least = threshold
+        more += exceeding
+        more_before += exceeding_before
+    return threshold, least, more, more_before, same_before
+
+
+@triton.jit
+def send_tile(
+    a: tl.tensor,
+    candidate: tl.tensor,
+    values: tl.tensor,
+    indices: tl.tensor,
+    width: tl.tensor,
+    at: tl.tensor,
+    last: tl.tensor,
+    threshold: tl.tensor,
+    least: tl.tensor,
+    quota: tl.tensor,
+    more: tl.tensor,
+    same: tl.tensor,
+    HALVES: tl.constexpr,
+    LANES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Send what a tile has to send, behind `more` keys above the threshold and `same` others.
+
+    Returns both counts with the tile's own.
+    """
+    lanes = at + tl.arange(0, LANES)
+    key = tl.where(lanes < last, magnitude(a), -2)
+    sure = key > threshold
+    other = (key <= threshold) & (key >= least)
+    both = sure.to(tl.int32) + (other.to(tl.int32) << 16)
+    before = tl.cumsum(both, 0) - both
+    others = same + (before >> 16)
+    place = more + (before & HALF) + tl.minimum(others, quota)
+    sent = sure | (other & (others < quota))
+    left = send(values, place, a, sent, HALVES)
+    tl.store(candidate + lanes, left, mask=sent)
+    if width == 2:
+        tl.store(indices.to(tl.pointer_type(tl.int16)) + place, lanes.to(tl.int16), mask=sent)
+    else:
+        tl.store(indices.to(tl.pointer_type(tl.int32)) + place, lanes, mask=sent)
+    total = tl.sum(both, 0)
+    return more + (total & HALF), same + (total >> 16)
+
+
+@triton.jit
+def send_run(
+    candidate: tl.tensor,
+    start: tl.tensor,
+    values: tl.tensor,
+    indices: tl.tensor,
+    width: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    threshold: tl.tensor,
+    least: tl.tensor,
+    quota: tl.tensor,
+    more: tl.tensor,
+    same: tl.tensor,
+    HALVES: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Elements [first, last) of a tensor: whole tiles by wide accesses, the next one under way."""
+    lanes, whole, mine = tl.arange(0, LANES), first, candidate + start
+    if start % 4 == 0:
+        whole = first + (last - first) // LANES * LANES
+    if whole > first:
+        wide = candidate + tl.multiple_of(start, 4) + lanes
+        a = tl.load(wide + tl.multiple_of(first, LANES))
+        for at in range(first, whole, LANES):
+            following = tl.minimum(at + LANES, whole - LANES)
+            coming = tl.load(wide + tl.multiple_of(following, LANES))
+            more, same = send_tile(
+                a, mine, values, indices, width, at, last, threshold, least, quota,
+                more, same, HALVES, LANES,
+            )  # fmt: skip
+            a = coming
+    for at in range(whole, last, LANES):
+        a = tl.load(mine + at + lanes, mask=at + lanes < last, other=0.0)
+        more, same = send_tile(
+            a, mine, values, indices, width, at, last, threshold, least, quota,
+            more, same, HALVES, LANES,
+        )  # fmt: skip
+
+
+@triton.jit
+def scatter(
+    table: tl.tensor,
+    run_owners: tl.tensor,
+    addresses: tl.tensor,
+    carried: tl.tensor,
+    residual: tl.tensor,
+    candidate: tl.tensor,
+    payload: tl.tensor,
+    brackets: tl.tensor,
+    counts: tl.tensor,
+    asides: tl.tensor,
+    KIND: tl.constexpr,
+    HALVES: tl.constexpr,
+    RUN: tl.constexpr,
+    ROOM: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """One run. The first of a tensor leaves a bracket for the next step."""
+    run = tl.program_id(0)
+    t = tl.load(run_owners + run)
+    start, place = number(table, t, START), run - number(table, t, RUN0)
+    threshold, least, more, more_before, same_before = decide(
+        table, t, place, brackets, counts, asides, residual + start, tl.load(addresses + t),
+        KIND, RUN, ROOM, LANES,
+    )  # fmt: skip
+    if (place == 0) & (number(table, t, RULE) == CARRIED) & (threshold < INFINITY):
+        around = tl.maximum(threshold - BRACKET // 2, 1)
+        tl.store(carried + t, tl.where(threshold > 0, around, NOWHERE))
+    first = place * RUN
+    last = tl.minimum(first + RUN, number(table, t, NUMEL))
+    values, indices = payload + field(table, t, VALUE_AT), payload + field(table, t, INDEX_AT)
+    width, quota = number(table, t, WIDTH), number(table, t, K) - more
+    send_run(
+        candidate, start, values, indices, width, first, last, threshold, least, quota,
+        more_before, same_before, HALVES, LANES,
+    )  # fmt: skip

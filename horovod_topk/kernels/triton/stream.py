@@ -1,0 +1,232 @@
+# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
+# ruff: noqa: N803
+"""First pass of an encode: candidate = residual + gradient, a program a chunk.
+
+Tensors without an index are sent here. Of the others, keys near the threshold of the step before
+are counted and put aside, so that the next pass need not read everything again.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from horovod_topk.kernels.triton.numbers import (
+    ABOVE,
+    BIN_BITS,
+    BINS,
+    BRACKET,
+    CARRIED,
+    CHUNK0,
+    DTYPE,
+    INFINITY,
+    INSIDE,
+    NONFINITE,
+    NOWHERE,
+    NUMEL,
+    RULE,
+    START,
+    STATS,
+    VALUE_AT,
+    WIDTH,
+    field,
+    gradient,
+    magnitude,
+    number,
+    send,
+)
+
+
+@triton.jit
+def compensated(
+    residual: tl.tensor,
+    candidate: tl.tensor,
+    address: tl.tensor,
+    dtype: tl.tensor,
+    at: tl.tensor,
+    numel: tl.tensor,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+    WHOLE: tl.constexpr,
+) -> tl.tensor:
+    """e + g of the tile from element `at`, written to the candidate arena; zeros past the end.
+
+    WHOLE: all of it lies in the tensor, at addresses that are multiples of 16: wide accesses.
+    """
+    lanes = tl.multiple_of(at, TILE) + tl.arange(0, TILE)
+    if WHOLE:
+        a = tl.load(residual + lanes) + gradient(
+            tl.multiple_of(address, 16), dtype, lanes, None, KIND
+        )
+        tl.store(candidate + lanes, a)
+    else:
+        inside = lanes < numel
+        e = tl.load(residual + lanes, mask=inside, other=0.0)
+        a = e + gradient(address, dtype, lanes, inside, KIND)
+        tl.store(candidate + lanes, a, mask=inside)
+    return a
+
+
+@triton.jit
+def put_aside(
+    key: tl.tensor,
+    low: tl.tensor,
+    slot: tl.tensor,
+    above: tl.tensor,
+    inside: tl.tensor,
+    SLOT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Append the keys within the carried bracket to a slot; returns both counts."""
+    high = low + BRACKET
+    mine = (key >= low) & (key < high)
+    at = inside + tl.cumsum(mine.to(tl.int32), 0) - 1
+    tl.store(slot + at, key, mask=mine & (at < SLOT))
+    both = tl.sum(mine.to(tl.int32) + ((key >= high).to(tl.int32) << 16), 0)
+    return above + (both >> 16), inside + (both & 0xFFFF)
+
+
+@triton.jit
+def tile_of_many(
+    residual: tl.tensor,
+    candidate: tl.tensor,
+    address: tl.tensor,
+    dtype: tl.tensor,
+    at: tl.tensor,
+    numel: tl.tensor,
+    low: tl.tensor,
+    slot: tl.tensor,
+    above: tl.tensor,
+    inside: tl.tensor,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+    SLOT: tl.constexpr,
+    WHOLE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A tile of a tensor with an index: both counts, and its largest key."""
+    a = compensated(residual, candidate, address, dtype, at, numel, KIND, TILE, WHOLE)
+    key = magnitude(a)
+    if not WHOLE:
+        key = tl.where(at + tl.arange(0, TILE) < numel, key, -1)
+    if low < NOWHERE:
+        above, inside = put_aside(key, low, slot, above, inside, SLOT)
+    return above, inside, tl.max(key, 0)
+
+
+@triton.jit
+def tile_of_all(
+    residual: tl.tensor,
+    candidate: tl.tensor,
+    address: tl.tensor,
+    dtype: tl.tensor,
+    at: tl.tensor,
+    numel: tl.tensor,
+    values: tl.tensor,
+    KIND: tl.constexpr,
+    HALVES: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """A tile of a tensor that is sent whole: its largest key."""
+    lanes = at + tl.arange(0, TILE)
+    inside = lanes < numel
+    e = tl.load(residual + lanes, mask=inside, other=0.0)
+    a = e + gradient(address, dtype, lanes, inside, KIND)
+    left = send(values, lanes, a, inside, HALVES)
+    tl.store(candidate + lanes, left, mask=inside)
+    return tl.max(magnitude(a), 0)
+
+
+@triton.jit
+def histogram(
+    candidate: tl.tensor,
+    slot: tl.tensor,
+    low: tl.tensor,
+    inside: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    TILE: tl.constexpr,
+    SLOT: tl.constexpr,
+) -> tl.tensor:
+    """How many of a chunk's keys lie in each bin of the carried bracket.
+
+    What other threads of this program stored is read here: the caller has put a barrier between.
+    Lanes that do not count are counted in bin 0 and taken off again.
+    """
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    if inside <= SLOT:
+        lanes = tl.arange(0, SLOT)
+        key = tl.load(slot + lanes, mask=lanes < inside, other=0)
+        found = tl.where(lanes < inside, (key - low) >> BIN_BITS, 0)
+        counts += tl.histogram(found, BINS) - tl.where(bins == 0, SLOT - inside, 0)
+    else:
+        for at in range(first, last, TILE):
+            lanes = at + tl.arange(0, TILE)
+            key = magnitude(tl.load(candidate + lanes, mask=lanes < last, other=0.0))
+            mine = (lanes < last) & (key >= low) & (key < low + BRACKET)
+            found = tl.where(mine, (key - low) >> BIN_BITS, 0)
+            other = TILE - tl.sum(mine.to(tl.int32), 0)
+            counts += tl.histogram(found, BINS) - tl.where(bins == 0, other, 0)
+    return counts
+
+
+@triton.jit
+def stream(
+    table: tl.tensor,
+    owners: tl.tensor,
+    addresses: tl.tensor,
+    carried: tl.tensor,
+    residual: tl.tensor,
+    candidate: tl.tensor,
+    payload: tl.tensor,
+    stats: tl.tensor,
+    slots: tl.tensor,
+    histograms: tl.tensor,
+    KIND: tl.constexpr,
+    HALVES: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
+) -> None:
+    """One chunk. stats: [chunks, STATS]; slots: [chunks, SLOT]; histograms: [chunks, BINS]."""
+    chunk = tl.program_id(0)
+    t = tl.load(owners + chunk)
+    numel, start = number(table, t, NUMEL), number(table, t, START)
+    dtype, address = number(table, t, DTYPE), tl.load(addresses + t)
+    first = (chunk - number(table, t, CHUNK0)) * CHUNK
+    last = tl.minimum(first + CHUNK, numel)
+    largest, above, inside = 0, 0, 0
+    if number(table, t, WIDTH) == 0:
+        values = payload + field(table, t, VALUE_AT)
+        for at in range(first, last, TILE):
+            top = tile_of_all(
+                residual + start, candidate + start, address, dtype, at, numel, values,
+                KIND, HALVES, TILE,
+            )  # fmt: skip
+            largest = tl.maximum(largest, top)
+    else:
+        low = NOWHERE
+        if number(table, t, RULE) == CARRIED:
+            low = tl.load(carried + t)
+        slot = slots + chunk.to(tl.int64) * SLOT
+        aligned = (address % 16 == 0) & (start % 4 == 0)
+        for at in range(first, last, TILE):
+            if aligned & (at + TILE <= numel):
+                from4 = tl.multiple_of(start, 4)
+                above, inside, top = tile_of_many(
+                    residual + from4, candidate + from4, address, dtype, at, numel, low, slot,
+                    above, inside, KIND, TILE, SLOT, True,
+                )  # fmt: skip
+            else:
+                above, inside, top = tile_of_many(
+                    residual + start, candidate + start, address, dtype, at, numel, low, slot,
+                    above, inside, KIND, TILE, SLOT, False,
+                )  # fmt: skip
+            largest = tl.maximum(largest, top)
+        if low < NOWHERE:
+            tl.debug_barrier()  # orders this program's stores before its loads
+            counts = histogram(candidate + start, slot, low, inside, first, last, TILE, SLOT)
+            bins = tl.arange(0, BINS)
+            tl.store(histograms + chunk * BINS + bins, counts.to(tl.int16))
+    tl.store(stats + chunk * STATS + ABOVE, above)
+    tl.store(stats + chunk * STATS + INSIDE, inside)
+    tl.store(stats + chunk * STATS + NONFINITE, (largest == INFINITY).to(tl.int32))

@@ -1,0 +1,256 @@
+"""What the Triton kernels cost on a GPU: encode, and decode of eight payloads, in milliseconds.
+
+Needs CUDA and Triton. Results are first compared with those of the verbs on the CPU, bit by bit.
+Then everything is timed with CUDA events, launched from Python and replayed as a CUDA graph, beside
+a copy that moves as many bytes, `torch.topk`, and the verbs on the GPU.
+
+    python scripts/bench_gpu.py [--repeats 50] [--ratio 0.01] [--ranks 8] [--geometry programs=264]
+
+The authors' bias: they want the kernels close to the copy. `--geometry` tries other sizes of
+`horovod_topk.kernels.triton.tables.Geometry`; they change speed only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.codec import TopK
+from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.kernels.triton import unsupported
+from horovod_topk.ops.torch import DTYPES, TorchOps
+from resnet50 import resnet50_specs
+
+DEVICE = "cuda"
+BATCH = 10  # calls between two events
+KINDS = ("float32", "float16", "bfloat16")
+COLUMNS = (
+    "encode, graph",
+    "encode, launched",
+    "encode, first step",
+    "copy of its bytes",
+    "torch.topk",
+    "encode, verbs",
+    "decode, graph",
+    "decode, launched",
+    "copy of its bytes ",
+    "decode, verbs",
+)
+
+
+def buckets(kind: str, ratio: float, selection: str) -> Iterator[tuple[str, BucketPlan]]:
+    """One large tensor, and a ResNet-50's gradients as one bucket."""
+    many = [replace(spec, dtype=kind, device=DEVICE) for spec in resnet50_specs()]
+    numel = sum(spec.numel for spec in many)
+    one = [TensorSpec("all", (numel,), kind, DEVICE)]
+    config = TopKConfig(ratio=ratio, selection=selection)
+    for name, specs in ((f"1 tensor, {numel:,}", one), (f"{len(many)} tensors", many)):
+        yield f"{name}, {kind}", make_plan(specs, config, groups=[specs]).buckets[0]
+
+
+class Bench:
+    """A bucket with gradients, arenas and payloads on the GPU, and kernels for it."""
+
+    def __init__(self, bucket: BucketPlan, ranks: int, geometry: dict[str, int]) -> None:
+        from horovod_topk.kernels.triton.bucket import TritonBucket, suited
+
+        self.bucket, self.ranks = bucket, ranks
+        self.geometry = replace(suited(torch.device(DEVICE, 0)), **geometry)
+        self.new_kernel = lambda: TritonBucket(bucket.recipe, DEVICE, self.geometry)
+        self.kernel = self.new_kernel()
+        self.verbs = TopK(TorchOps(kernels=False))
+        self.steps = [self._gradients(seed) for seed in range(ranks)]
+        self.written = [torch.empty_like(g) for g in self.steps[0]]
+        self.arenas = self._arenas(DEVICE)
+        self.payload = self.verbs.new_payload(bucket)
+        self.gathered = self.payload.repeat(ranks)
+
+    def _gradients(self, seed: int) -> list[Tensor]:
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        return [
+            torch.randn(t.spec.shape, generator=generator, device=DEVICE).to(DTYPES[t.spec.dtype])
+            for t in self.bucket.tensors
+        ]
+
+    def _arenas(self, device: str) -> Arenas[Tensor]:
+        two = (torch.zeros(self.bucket.numel, device=device) for _ in range(2))
+        return Arenas(self.bucket, *two)
+
+    def check(self) -> None:
+        """Each step's payload and residual against the verbs, then the sum of all payloads."""
+        arenas, size = self._arenas("cpu"), self.bucket.layout.payload_bytes
+        payload = self.verbs.new_payload(self.bucket).cpu()
+        for step, gradients in enumerate(self.steps):
+            self.verbs.encode(arenas, [g.cpu() for g in gradients], payload)
+            self.encode(step)
+            equal = torch.equal(payload, self.payload.cpu()) and torch.equal(
+                arenas.candidate.view(torch.int32), self.arenas.candidate.cpu().view(torch.int32)
+            )
+            if not equal:
+                sys.exit(f"encode differs from the verbs in step {step}: do not use these kernels")
+            self.gathered[step * size : (step + 1) * size] = self.payload
+            arenas.swap()
+            self.arenas.swap()
+        expected = [torch.empty_like(g, device="cpu") for g in self.written]
+        self.verbs.decode(self.bucket, self.gathered.cpu(), 1 / self.ranks, expected)
+        self.decode()
+        if not all(map(torch.equal, expected, (g.cpu() for g in self.written))):
+            sys.exit("decode differs from the verbs: do not use these kernels")
+
+    def encode(self, step: int = 0) -> None:
+        """By the kernels."""
+        arenas = self.arenas
+        self.kernel.encode(arenas.residual, arenas.candidate, self.steps[step], self.payload)
+
+    def training(self) -> Callable[[], None]:
+        """Encode with commits and gradients that change."""
+        calls = 0
+
+        def run() -> None:
+            nonlocal calls
+            self.encode(calls % self.ranks)
+            self.arenas.swap()
+            calls += 1
+
+        return run
+
+    def forgetful(self) -> Callable[[], None]:
+        """Encode without what the step before left behind."""
+        from horovod_topk.kernels.triton.numbers import NOWHERE
+
+        def run() -> None:
+            self.kernel._carried.fill_(int(NOWHERE))
+            self.encode()
+
+        return run
+
+    def decode(self) -> None:
+        """By the kernels."""
+        self.kernel.decode(self.gathered, 1 / self.ranks, [], self.written)
+
+    def select(self) -> None:
+        """What `torch.topk` alone takes, on each tensor that is not sent whole."""
+        for tensor in self.bucket.tensors:
+            if tensor.index:
+                torch.topk(self.arenas.residual[tensor.start : tensor.stop].abs(), tensor.k)
+
+    def row(self, repeats: int) -> list[float]:
+        """Milliseconds for `COLUMNS`."""
+        dense = self.bucket.dense_bytes
+        encoded = 2 * 4 * self.bucket.numel + dense + self.bucket.layout.payload_bytes
+        decoded = self.gathered.numel() + dense
+        return [
+            milliseconds(recorded(self.encode), repeats),
+            milliseconds(self.training(), repeats),
+            milliseconds(self.forgetful(), repeats),
+            milliseconds(copying(encoded), repeats),
+            milliseconds(self.select, repeats),
+            milliseconds(
+                lambda: self.verbs.encode(self.arenas, self.steps[0], self.payload), repeats
+            ),
+            milliseconds(recorded(self.decode), repeats),
+            milliseconds(self.decode, repeats),
+            milliseconds(copying(decoded), repeats),
+            milliseconds(self.decode_by_verbs, repeats),
+        ]
+
+    def decode_by_verbs(self) -> None:
+        """The same result."""
+        self.verbs.decode(self.bucket, self.gathered, 1 / self.ranks, self.written)
+
+
+def copying(moved: int) -> Callable[[], object]:
+    """A copy that moves so many bytes, reads and writes counted."""
+    source = torch.zeros(moved // 2, dtype=torch.uint8, device=DEVICE)
+    return functools.partial(torch.empty_like(source).copy_, source)
+
+
+def recorded(call: Callable[[], None]) -> Callable[[], None]:
+    """The same as a CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def milliseconds(call: Callable[[], object], repeats: int) -> float:
+    """Median over batches, of one call."""
+    taken = []
+    for batch in range(repeats // BATCH + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(BATCH):
+            call()
+        end.record()
+        end.synchronize()
+        if batch:  # the first compiles and warms up
+            taken.append(begin.elapsed_time(end) / BATCH)
+    return statistics.median(taken)
+
+
+def report(rows: Sequence[tuple[str, list[float]]], args: argparse.Namespace) -> str:
+    """A table with what it was measured on."""
+    import triton
+
+    head = f"| ms | {' | '.join(column.strip() for column in COLUMNS)} |"
+    lines = [f"| {name} | {' | '.join(f'{each:.3f}' for each in row)} |" for name, row in rows]
+    notes = (
+        f"Ratio {args.ratio:g}, {args.selection} selection, {args.ranks} payloads, medians of "
+        f"{args.repeats} calls. Payloads and residuals equal those of the verbs on the CPU.\n"
+        f"Machine: {torch.cuda.get_device_name()}, Python {platform.python_version()}, PyTorch "
+        f"{torch.__version__}, Triton {triton.__version__}. Date: {time.strftime('%Y-%m-%d')}.\n"
+        f"Command: python {' '.join(sys.argv)}"
+    )
+    return "\n".join([head, f"| --- |{' --- |' * len(COLUMNS)}", *lines, "", notes])
+
+
+def size(text: str) -> tuple[str, int]:
+    """NAME=NUMBER."""
+    name, _, number = text.partition("=")
+    return name, int(number)
+
+
+def main() -> int:
+    """Checks, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--selection", default="exact")
+    parser.add_argument("--dtypes", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--geometry", nargs="*", type=size, default=[], metavar="NAME=NUMBER")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_gpu.py needs a GPU that torch can use, and there is none here")
+    rows = []
+    for kind in args.dtypes:
+        for name, bucket in buckets(kind, args.ratio, args.selection):
+            reason = unsupported(bucket.recipe, DEVICE)
+            if reason:
+                sys.exit(f"bench_gpu.py cannot run: {reason}")
+            bench = Bench(bucket, args.ranks, dict(args.geometry))
+            bench.check()
+            rows.append((name, bench.row(args.repeats)))
+            print(f"{name}: done", file=sys.stderr)
+    print(report(rows, args))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,474 @@
+"""The Triton kernels against the verbs, bit by bit, on the CPU under Triton's interpreter.
+
+The interpreter has to be chosen before Triton is imported, so the cases (`case_*`) run in a pytest
+of their own; where there is a GPU they run on it as well. The geometry is small, so that small
+tensors take every path: several chunks, runs and tiles, and more keys than there is room for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core import payload as wire
+from horovod_topk.core.codec import TopK
+from horovod_topk.core.plan import WIDTH, BucketPlan, TensorPlan, TensorSpec, make_plan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.kernels.triton import unavailable, unsupported
+from horovod_topk.kernels.triton.tables import COLUMNS, SAMPLED, SEARCHED, Geometry, Tables
+from horovod_topk.ops.torch import DTYPES, TorchOps
+
+DEVICE = os.environ.get("TRITON_CASES_ON", "cpu")
+SMALL = Geometry(
+    tile=256, chunk=512, slot=64, lanes=1024, run_share=16, sample=256, crowd=150, programs=64,
+    output=512, block=128, writers=1,
+)  # fmt: skip
+KINDS = ("float32", "float16", "bfloat16")
+
+
+def run_cases(names: str, **environment: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300"]
+    done = subprocess.run(
+        [*command, "-o", f"python_functions={names}", __file__],
+        env={**os.environ, "TRITON_DEFAULT_FP_FUSION": "0", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+
+
+def triton_version() -> tuple[int, ...]:
+    """(0,) where there is none."""
+    try:
+        return tuple(map(int, metadata.version("triton").split(".")[:2]))
+    except metadata.PackageNotFoundError:
+        return (0,)
+
+
+needs_triton = pytest.mark.skipif(triton_version() == (0,), reason="Triton is not installed")
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    (0,) < triton_version() < (3, 9), reason="Triton 3.6 does not interpret under NumPy 2.4"
+)
+def test_under_the_interpreter() -> None:
+    run_cases("case_*", TRITON_INTERPRET="1", TRITON_CASES_ON="cpu")
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+def test_on_a_gpu() -> None:
+    run_cases("case_*", TRITON_INTERPRET="0", TRITON_CASES_ON="cuda")
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+def test_kernels_compile_without_a_gpu() -> None:
+    run_cases("compile_*", TRITON_INTERPRET="0")
+
+
+def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    wide, narrow = (
+        make_plan([TensorSpec("w", (5,), dtype)], TopKConfig()).buckets[0].recipe
+        for dtype in ("float64", "float32")
+    )
+    assert unavailable("cuda:0") is None and unavailable("cpu") is not None
+    assert unsupported(narrow, "cuda:0") is None
+    assert "float64" in str(unsupported(wide, "cuda:0"))
+    assert "cpu" in str(unsupported(narrow, "cpu"))
+    large = (*narrow[:6], 2**31, *narrow[7:])
+    assert "more than" in str(unsupported(large, "cuda:0"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in str(unsupported(narrow, "cuda:0"))
+
+
+def test_tables_cover_every_element_once() -> None:
+    bucket = make_plan(
+        [TensorSpec(str(i), (n,), "float32") for i, n in enumerate((5, 5000, 0, 512, 40000))],
+        TopKConfig(ratio=0.05, min_numel=100),
+    ).buckets[0]
+    tables = Tables(bucket.recipe, SMALL)
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in tables.rows]
+    for t, row in enumerate(rows):
+        sizes = {"chunk": SMALL.chunk, "tile": SMALL.output, "run": tables.run}
+        owners = {
+            "chunk": tables.chunk_owners,
+            "tile": tables.tile_owners,
+            "run": tables.run_owners,
+        }
+        for piece, size in sizes.items():
+            pieces = 0 if piece == "run" and not row["width"] else -(-row["numel"] // size)
+            assert owners[piece].count(t) == pieces
+            if pieces:
+                assert owners[piece].index(t) == row[f"{piece}0"]
+
+
+def test_a_difference_of_one_bit_is_noticed() -> None:
+    a = torch.tensor([0.0, 1.0, math.nan])
+    assert_same(a, a.clone())
+    for other in (a.view(torch.int32) ^ 1, torch.tensor([-0.0, 1.0, math.nan]).view(torch.int32)):
+        with pytest.raises(AssertionError):
+            assert_same(a, other.view(torch.float32))
+
+
+# What follows runs under `run_cases`.
+
+
+def plan(
+    sizes: Sequence[int], kinds: Sequence[str] = ("float32",), min_numel: int = 10, **settings: Any
+) -> BucketPlan:
+    """One bucket; dtypes take turns."""
+    specs = [TensorSpec(str(i), (n,), kinds[i % len(kinds)], DEVICE) for i, n in enumerate(sizes)]
+    (bucket,) = make_plan(specs, TopKConfig(min_numel=min_numel, **settings)).buckets
+    return bucket
+
+
+def sending(shares: Sequence[tuple[int, int]]) -> BucketPlan:
+    """A bucket of (numel, k) that send indices, whether that pays or not."""
+    layout = wire.layout(
+        len(shares), 4 * sum(k for _, k in shares), 0, 2 * sum(k for _, k in shares)
+    )
+    tensors, start, sent = [], 0, 0
+    for i, (numel, k) in enumerate(shares):
+        spec = TensorSpec(str(i), (numel,), "float32", DEVICE)
+        value_at, index_at = layout.values_at + 4 * sent, layout.index16_at + 2 * sent
+        tensors.append(TensorPlan(spec, k, start, "int16", value_at, index_at))
+        start, sent = start + numel, sent + k
+    return BucketPlan(0, tuple(tensors), "float32", "float32", False, layout, bytes(8))
+
+
+def canonical(array: Tensor) -> Tensor:
+    """Its bits, all NaNs made one: theirs are nobody's promise."""
+    if array.is_floating_point():
+        bits = {2: torch.int16, 4: torch.int32}[array.element_size()]
+        array = array.cpu().contiguous()
+        return torch.where(array.isnan(), torch.full_like(array, math.nan), array).view(bits)
+    return array.cpu()
+
+
+def assert_same(left: Tensor, right: Tensor) -> None:
+    assert left.dtype == right.dtype and left.shape == right.shape
+    assert torch.equal(canonical(left), canonical(right))
+
+
+def sections(bucket: BucketPlan, payload: Tensor) -> list[Tensor]:
+    """A payload as bytes, values as such, bytes."""
+    at = bucket.layout.values_at
+    stop = at + bucket.entries * WIDTH[bucket.value_dtype]
+    return [payload[:at], payload[at:stop].view(DTYPES[bucket.value_dtype]), payload[stop:]]
+
+
+@dataclass
+class Side:
+    """One implementation's state of a bucket."""
+
+    arenas: Arenas[Tensor]
+    payload: Tensor
+
+
+class Pair:
+    """The verbs and the kernels side by side, given the same gradients."""
+
+    def __init__(self, bucket: BucketPlan, geometry: Geometry | None = SMALL) -> None:
+        from horovod_topk.kernels.triton.bucket import TritonBucket
+
+        self.bucket = bucket
+        self.codec = TopK(TorchOps(kernels=False))
+        self.kernel = TritonBucket(bucket.recipe, DEVICE, geometry)
+        self.guards: list[Tensor] = []
+        self.verbs, self.kernels = self._side("cpu"), self._side(DEVICE)
+
+    def _side(self, device: str) -> Side:
+        payload = self._guarded(self.codec.new_payload(self.bucket).to(device))
+        arenas = (self._guarded(torch.zeros(self.bucket.numel, device=device)) for _ in range(2))
+        return Side(Arenas(self.bucket, *arenas), payload)
+
+    def _guarded(self, array: Tensor) -> Tensor:
+        """A copy with memory behind it that nobody may write."""
+        whole = torch.cat([array, torch.full((64,), 7, dtype=array.dtype, device=array.device)])
+        self.guards.append(whole[-64:])
+        return whole[: array.numel()]
+
+    def encode(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Encode on both sides; they must agree. Returns the payload."""
+        arenas = self.kernels.arenas
+        self.codec.encode(self.verbs.arenas, [g.cpu() for g in gradients], self.verbs.payload)
+        self.kernel.encode(arenas.residual, arenas.candidate, gradients, self.kernels.payload)
+        for one, other in zip(*map(self._sections, (self.verbs, self.kernels)), strict=True):
+            assert_same(one, other)
+        assert_same(self.verbs.arenas.candidate, arenas.candidate)
+        assert all((guard == 7).all() for guard in self.guards)
+        assert self.unchanged(gradients)
+        return self.kernels.payload.clone()
+
+    def _sections(self, side: Side) -> list[Tensor]:
+        return sections(self.bucket, side.payload)
+
+    def unchanged(self, gradients: Sequence[Tensor]) -> bool:
+        return self.kernel.unchanged(self.kernels.arenas.residual, gradients, self.kernels.payload)
+
+    def decode(self, payloads: Sequence[Tensor], scale: float, into: Sequence[Tensor]) -> None:
+        """Decode on both sides into gradients like `into`; they must agree."""
+        expected = [torch.zeros_like(g, device="cpu") for g in into]
+        gathered = torch.cat(list(payloads))
+        self.codec.decode(self.bucket, gathered.cpu(), scale, expected)
+        assert self.kernel.decode(gathered, scale, [], into) is None
+        for one, other in zip(expected, into, strict=True):
+            assert_same(one, other)
+
+    def commit(self) -> None:
+        for side in (self.verbs, self.kernels):
+            side.arenas.swap()
+
+    def gradients(self, seed: int) -> list[Tensor]:
+        """Normal ones, whose scale differs from step to step."""
+        generator = torch.Generator().manual_seed(seed)
+        scale = 1 + seed % 3 / 4
+        return [
+            (scale * torch.randn(t.spec.numel, generator=generator))
+            .to(DTYPES[t.spec.dtype])
+            .to(DEVICE)
+            for t in self.bucket.tensors
+        ]
+
+
+@pytest.mark.parametrize("values", ["float32", "float16"])
+def case_steps(values: str) -> None:
+    """Dense and sparse tensors, odd starts, all dtypes: with commits and a step rolled back."""
+    pair = Pair(plan((5, 1501, 3000, 7, 40), KINDS, ratio=0.05, values=values))
+    payloads = []
+    for step in range(4):
+        gradients = pair.gradients(step)
+        payloads.append(pair.encode(gradients))
+        if step != 1:
+            pair.commit()
+    for scale, ranks in ((1.0, 1), (1 / 3, 3)):
+        pair.decode(payloads[:ranks], scale, [torch.ones_like(g) for g in gradients])
+
+
+def specials(n: int) -> Iterator[Tensor]:
+    """Tensors on which thresholds are hard to find."""
+    normal = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    yield torch.zeros(n)
+    yield torch.full((n,), -0.25)
+    yield torch.zeros(n).index_fill(0, torch.tensor([n // 2]), 3.0)
+    yield normal.sign()
+    yield normal * 1e-42
+    yield normal / (normal.roll(1) + 1e-6)
+    yield normal.mul(2).round()
+    yield normal * (normal.roll(1) > 1.6)
+    yield torch.arange(n, 0.0, -1)
+    yield torch.where(torch.arange(n) < n // 8, 50 * normal, normal)
+    yield (normal * 9e4).round()
+    yield torch.where(torch.arange(n) % 7 == 0, math.inf, normal)
+    yield torch.where(torch.arange(n) % 450 == 9, -math.nan, normal)
+
+
+@pytest.mark.parametrize(("values", "numel"), [("float32", 1200), ("float16", 600)])
+def case_special_values(values: str, numel: int) -> None:
+    gradients = [g.to(DEVICE) for g in specials(numel)]
+    bucket = plan([g.numel() for g in gradients], ratio=0.05, values=values)
+    pair = Pair(bucket)
+    pair.encode(gradients)
+    payload = pair.encode([g.nan_to_num(posinf=1.0) for g in gradients])
+    pair.decode([payload, payload], 0.5, gradients)
+
+
+def case_few_elements_and_nearly_all_of_them() -> None:
+    """k = 1, k = n - 1 and k = n, with ties; a bucket of empty tensors."""
+    pair = Pair(sending([(1, 1), (700, 699), (129, 129), (2, 1), (1025, 1)]))
+    for step in range(2):
+        gradients = [g.mul(2).round() for g in pair.gradients(step)]
+        payload = pair.encode(gradients)
+        pair.commit()
+    pair.decode([payload] * 3, -0.5, gradients)
+    empty = Pair(plan((0, 0)))
+    empty.decode([empty.encode(empty.gradients(0))], 1.0, empty.gradients(0))
+
+
+def case_large_indices_and_the_default_geometry() -> None:
+    pair = Pair(plan((70_001, 1030), ratio=0.01), Geometry(programs=2))
+    for step in range(3):
+        gradients = pair.gradients(step)
+        payload = pair.encode(gradients)
+        pair.commit()
+    pair.decode([payload] * 2, 0.5, gradients)
+
+
+@pytest.mark.parametrize("slot", [64, 8])
+def case_the_carried_bracket_changes_no_result(slot: int) -> None:
+    """Neither a good guess nor nonsense, nor too little room; and a good one is used."""
+    pair = Pair(plan((1501, 2000), ratio=0.05), replace(SMALL, slot=slot))
+    for _ in range(2):
+        pair.encode(pair.gradients(0))
+    good = pair.kernel._carried.clone()
+    bottom, top = pair.kernel._take("brackets", 4)[:4].view(2, 2).T
+    threshold = good + (32 << 15)
+    assert (top - bottom == 2**15 - 1).all()
+    assert ((bottom <= threshold) & (threshold <= top)).all()
+    for guess in (good - (1 << 23), 0 * good + 1):
+        pair.kernel._carried.copy_(guess)
+        pair.encode(pair.gradients(0))
+    assert pair.kernel._carried.tolist() == good.tolist()
+
+
+def case_brackets_that_miss() -> None:
+    """A sample that sees only small elements, only large ones, or too few of one size."""
+    pair = Pair(plan((2000, 2000, 2000), ratio=0.2))
+    stride = 2000 // (SMALL.sample // 8) | 1
+    looked_at = torch.arange(2000, device=DEVICE) % stride < 8
+    small, large, level = pair.gradients(0)
+    pair.encode([small * ~looked_at, large * (1 + 100 * looked_at), level.where(~looked_at, 5.0)])
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def case_sampled_thresholds(ties: bool) -> None:
+    """Thresholds that are taken, and those that too many elements reach, or too few."""
+    pair = Pair(plan((20_000, 70_001, 30_000, 900), ratio=0.4, selection="sampled"), None)
+    rules = [row[COLUMNS.index("rule")] for row in pair.kernel._tables.rows]
+    assert rules == [SAMPLED, SAMPLED, SAMPLED, SEARCHED]
+    gradients = pair.gradients(0)
+    if ties:
+        gradients[0], gradients[1] = gradients[0].round(), torch.zeros_like(gradients[1])
+        gradients[2][: 30_000 // 3 * 3] *= 1e-3
+    pair.encode(gradients)
+
+
+def case_flags() -> None:
+    """Any rank's flag makes that tensor NaN, and no other; bits lie in two bytes."""
+    pair = Pair(plan([600] * 8 + [30, 5], ratio=0.05))
+    gradients = pair.gradients(1)
+    clean = pair.encode(gradients)
+    gradients[3][599], gradients[8][0], gradients[9][4] = math.inf, math.nan, -math.inf
+    flagged = pair.encode(gradients)
+    at = pair.bucket.layout.flags_at
+    assert flagged[at : at + 2].tolist() == [0b1000, 0b11]
+    pair.decode([clean, flagged, clean], 0.5, gradients)
+    assert [t for t, g in enumerate(gradients) if g.isnan().any()] == [3, 8, 9]
+
+
+def case_changed_gradients_are_noticed() -> None:
+    bucket = plan((2000, 9), ratio=0.05, values="float16")
+    pair = Pair(bucket)
+    gradients = pair.gradients(0)
+    payload = pair.encode(gradients)
+    index_at, k = bucket.tensors[0].index_at, bucket.tensors[0].k
+    sixteenth = int(payload[index_at : index_at + 2 * k].view(torch.int16)[15])
+    for t, at in ((0, sixteenth), (1, 8)):
+        before = gradients[t][at].clone()
+        gradients[t][at] += 1
+        assert not pair.unchanged(gradients)
+        gradients[t][at] = before
+        assert pair.unchanged(gradients)
+
+
+def case_gradients_of_any_layout() -> None:
+    """Slices at odd addresses, transposed matrices, columns."""
+    specs = [
+        TensorSpec("a", (1501,), "float32", DEVICE),
+        TensorSpec("b", (40, 30), "float16", DEVICE),
+        TensorSpec("c", (64,), "bfloat16", DEVICE),
+    ]
+    (bucket,) = make_plan(specs, TopKConfig(ratio=0.05, min_numel=10)).buckets
+    pair = Pair(bucket)
+    one = torch.randn(1503, device=DEVICE)[1:-1]
+    two = torch.randn(30, 40, device=DEVICE).half().T
+    three = torch.randn(64, 2, device=DEVICE).bfloat16()[:, 1]
+    payload = pair.encode([one, two, three])
+    pair.decode([payload] * 2, 0.5, [one, two, three])
+
+
+def case_indices_outside_a_tensor_write_nowhere() -> None:
+    """Noise leaves what lies around a gradient alone; one wrong index is dropped, and no other."""
+    bucket = plan((640, 900, 1000), ratio=0.05)  # 640: a block ends with the first tensor
+    pair = Pair(bucket, replace(SMALL, programs=1))
+    sound = pair.encode(pair.gradients(0))
+    noise, wrong, dropped = sound.clone(), sound.clone(), []
+    for tensor in bucket.tensors:
+        section = slice(tensor.index_at, tensor.index_at + 2 * tensor.k)
+        noise[section].copy_(torch.randint(256, (2 * tensor.k,)))
+        dropped.append(int(wrong[section].view(torch.int16)[-1]))
+        wrong[section].view(torch.int16)[-1] = tensor.spec.numel
+    around = torch.full((3, 4000), 7.0, device=DEVICE)
+    gradients = [
+        row[1500 : 1500 + t.spec.numel] for row, t in zip(around, bucket.tensors, strict=True)
+    ]
+    pair.kernel.decode(torch.cat([noise] * 2), 1.0, [], gradients)
+    for row, tensor in zip(around, bucket.tensors, strict=True):
+        assert (row[:1500] == 7).all() and (row[1500 + tensor.spec.numel :] == 7).all()
+    pair.decode([sound] * 2, 1.0, gradients)
+    expected = [gradient.clone() for gradient in gradients]
+    pair.kernel.decode(torch.cat([wrong] * 2), 1.0, [], gradients)
+    for gradient, one, at in zip(gradients, expected, dropped, strict=True):
+        one[at] = 0.0
+        assert_same(gradient, one)
+
+
+POINTERS = {
+    "table": "i64", "addresses": "i64", "payload": "u8", "flags": "u8", "gathered": "u8",
+    "residual": "fp32", "candidate": "fp32", "rows": "fp32", "histograms": "i16",
+}  # fmt: skip
+NUMBERS = ("tiles", "ranks", "payload_bytes", "flags_at", "runs", "tensors", "crowd")
+
+
+def compiled(kernel: Any, warps: int, **constants: Any) -> str:
+    """PTX of a kernel for an H100 or H200."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {}
+    for name in kernel.arg_names:
+        scalar = "fp32" if name == "scale" else "i32" if name in NUMBERS else None
+        signature[name] = scalar or f"*{POINTERS.get(name, 'i32')}"
+        if name in constants:
+            signature[name] = "constexpr"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert isinstance(ptx, str)
+    return ptx
+
+
+@pytest.mark.parametrize("kind", [2, 3])
+def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Denormals survive, and sums and products are rounded apart: as the verbs have it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from horovod_topk.kernels.triton.gather import gather, locate
+    from horovod_topk.kernels.triton.narrow import narrow
+    from horovod_topk.kernels.triton.probe import probe
+    from horovod_topk.kernels.triton.scatter import scatter
+    from horovod_topk.kernels.triton.stream import stream
+
+    size, any_dtype = Geometry(), {"KIND": kind, "HALVES": kind == 3}
+    chunk = {"CHUNK": size.chunk, "SLOT": size.slot}
+    run = {"ROOM": 8192, "LANES": size.lanes}
+    out = {"OUTPUT": size.output, "LANES": 128}
+    kernels = [
+        compiled(stream, 4, TILE=size.tile, **chunk, **any_dtype),
+        compiled(scatter, 16, RUN=12 * size.chunk, **run, **any_dtype),
+        compiled(gather, 4, RANKS_ROOM=8, BLOCK=size.block, **out, **any_dtype),
+        compiled(probe, 8, HALVES=kind == 3, LANES=1024),
+    ]
+    if kind == 3:
+        run |= {"RUN_CHUNKS": 12, "CHUNKS_ROOM": 16, "SAMPLE": 2 * size.sample}
+        kernels += [compiled(narrow, 16, **chunk, **run), compiled(locate, 4, STEPS=18, **out)]
+    for ptx in kernels:
+        assert ".ftz" not in ptx and "fma." not in ptx
