@@ -29,11 +29,14 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg, misc]
         except (compiling.CompileError, OSError) as error:
             if os.environ.get("HOROVOD_TOPK_REQUIRE_NATIVE") == "1":
                 raise
+            for stale in (compiling.LIBRARY, compiling.TENSORFLOW_LIBRARY):
+                stale.unlink(missing_ok=True)
             self.app.display_warning(f"horovod_topk is built without its CPU kernels: {error}")
             return
         build_data["artifacts"] += [str(each.relative_to(root)) for each in libraries]
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{next(iter(platform_tags()))}"
+        platform = next(tag for tag in platform_tags() if tag.startswith("linux"))
+        build_data["tag"] = f"py3-none-{platform}"  # nobody has checked for manylinux
 
 
 def _load(path: Path) -> ModuleType:

@@ -4,16 +4,18 @@ Run under horovodrun, by `make bench-kernels` or by hand; rank 0 prints one line
 
     horovodrun -np 2 --gloo python scripts/bench_exchange.py [--ratio 0.01] [--repeats 30]
 
-All ways take turns within one run, each begins with a barrier, and one thread a rank computes. A
-step is backward and the optimizer's step; `exchange` is what TopKEF adds to one. Its floor is one
-`r += g` and one zero-fill of all gradients with every rank at it, and an allgather of as many bytes
-in as many pieces.
+Each step has one of three gradients, of random sign and with a norm that varies by a third, and the
+residual has settled. All ways take turns within one run, each begins with a barrier, and one thread
+a rank computes. A step is backward and the optimizer's step; `exchange` is what TopKEF adds to one.
+Its floor is one `r += g` and one zero-fill of all gradients with every rank at it, and an allgather
+of as many bytes in as many pieces.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -44,7 +46,8 @@ def training_step(compression: object | None) -> tuple[Callable[[], None], objec
     """A step of training, with TopKEF or without any exchange."""
     model = Shapes()
     generator = torch.Generator().manual_seed(hvd.rank())
-    directions = [torch.randn(w.shape, generator=generator) for w in model.weights]
+    pool = [[torch.randn(w.shape, generator=generator) for w in model.weights] for _ in range(3)]
+    draw = random.Random(hvd.rank())
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     if compression is not None:
         names = model.named_parameters()
@@ -54,7 +57,8 @@ def training_step(compression: object | None) -> tuple[Callable[[], None], objec
 
     def step() -> None:
         optimizer.zero_grad()
-        model.loss(directions).backward()
+        factor = draw.choice((-1, 1)) * draw.uniform(0.7, 1.3)
+        (factor * model.loss(draw.choice(pool))).backward()
         optimizer.step()
 
     return step, optimizer
@@ -106,6 +110,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.01)
     parser.add_argument("--selection", default="exact")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--settle", type=int, default=100, help="steps before the first is timed")
     args = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
@@ -113,6 +118,8 @@ def main() -> None:
     compressed, optimizer = training_step(TopKEF(ratio=args.ratio, selection=args.selection))
     plan = TopKEF.of(optimizer)._compressor.plan
     sizes = [bucket.layout.payload_bytes for bucket in plan.buckets]
+    for _ in range(args.settle):
+        compressed()
     ways = {
         "plain": plain,
         "topk": compressed,

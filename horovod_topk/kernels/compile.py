@@ -6,6 +6,7 @@ C++17 compiler. Only the standard library is imported, and nothing of this packa
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -70,6 +71,12 @@ def find_compiler() -> list[str]:
     raise CompileError("no C++ compiler was found (c++, g++, clang++, or $CXX)")
 
 
+def digest() -> str:
+    """Tells one version of the kernels' sources from another."""
+    contents = (file.read_bytes() for file in sorted(SOURCES.iterdir()))
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
+
+
 def compile_objects(folder: Path, extra: Sequence[str] = ()) -> list[Path]:
     """The kernels as object files in `folder`, compiled with `extra` flags as well.
 
@@ -77,12 +84,25 @@ def compile_objects(folder: Path, extra: Sequence[str] = ()) -> list[Path]:
         CompileError: as `compile_libraries`.
     """
     compiler = find_compiler()
+    version = f'-DTOPKEF_DIGEST="{digest()}"'
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
 
     def compile_one(name: str) -> Path:
         target = folder / f"{name}.o"
         flags = INSTRUCTIONS.get(name, ()) if is_x86 else ()
-        run([*compiler, *FLAGS, *flags, *extra, "-c", str(SOURCES / name), "-o", str(target)])
+        run(
+            [
+                *compiler,
+                *FLAGS,
+                *flags,
+                *extra,
+                version,
+                "-c",
+                str(SOURCES / name),
+                "-o",
+                str(target),
+            ]
+        )
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -90,7 +110,7 @@ def compile_objects(folder: Path, extra: Sequence[str] = ()) -> list[Path]:
 
 
 def compile_libraries(target: Path = HERE) -> list[Path]:
-    """Both libraries, in the folder `target`; those in place are replaced at once or not at all.
+    """Both libraries, in the folder `target`; those in place stay until both are compiled.
 
     Raises:
         CompileError: there is no compiler, or it refused.

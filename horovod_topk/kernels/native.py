@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from horovod_topk.kernels.compile import digest
+
 log = logging.getLogger("horovod_topk")
 
 LIBRARY = Path(__file__).parent / "libtopkef.so"
 TENSORFLOW_LIBRARY = LIBRARY.with_name("libtopkef_tensorflow.so")
-ABI = 1
+CURE = "`python -m horovod_topk.kernels.compile` compiles them"
 
 Library = ctypes.CDLL
 Addresses = ctypes.Array[ctypes.c_void_p]
@@ -48,14 +50,16 @@ def _load() -> Found:
     if os.environ.get("HOROVOD_TOPK_NATIVE", "1") == "0":
         return Found(None, "HOROVOD_TOPK_NATIVE=0")
     if not LIBRARY.exists():
-        return Found(None, "none were built; `python -m horovod_topk.kernels.compile` does it")
+        return Found(None, f"none were compiled; {CURE}")
     try:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         return Found(None, f"the kernels do not load: {error}")
-    if library.topkef_abi() != ABI:
-        return Found(None, f"the kernels have interface {library.topkef_abi()}, not {ABI}")
+    if not hasattr(library, "topkef_digest"):
+        return Found(None, f"{LIBRARY} is something else")
     _declare(library)
+    if library.topkef_digest().decode() != digest():
+        return Found(None, f"they were compiled from other sources; {CURE}")
     return Found(library, library.topkef_isa().decode())
 
 
@@ -64,6 +68,7 @@ def _declare(library: Library) -> None:
     address, number, real, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_char_p
     arguments: dict[str, list[type]] = {
         "topkef_isa": [],
+        "topkef_digest": [],
         "topkef_bucket_new": [address, number],
         "topkef_bucket_free": [address],
         "topkef_encode": [address, address, address, address, address, ctypes.c_int],
@@ -73,6 +78,7 @@ def _declare(library: Library) -> None:
     for name, types in arguments.items():
         getattr(library, name).argtypes = types
     library.topkef_isa.restype = text
+    library.topkef_digest.restype = text
     library.topkef_bucket_new.restype = address
     library.topkef_bucket_free.restype = None
     library.topkef_encode.restype = None

@@ -274,7 +274,7 @@ class TensorFlowOps:
         _write(gradient, tf.cast(total.value * factor, gradient.dtype))
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
-        if not self._use_kernels or "GPU" in device:
+        if not self._use_kernels or (device not in ("", "cpu") and "CPU" not in device):
             return None
         operations = find_operations()
         return None if operations is None else BucketOperations(recipe, operations)

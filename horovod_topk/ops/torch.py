@@ -201,7 +201,7 @@ class CpuBucket:
     def encode(
         self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
     ) -> None:
-        packed = [gradient.contiguous() for gradient in gradients]
+        packed = [_packed(gradient) for gradient in gradients]
         self._kernel.encode(
             self._places(residual),
             _places_of(packed),
@@ -211,16 +211,14 @@ class CpuBucket:
         )
 
     def unchanged(self, residual: Tensor, gradients: Sequence[Tensor], payload: Tensor) -> bool:
-        packed = [gradient.contiguous() for gradient in gradients]
+        packed = [_packed(gradient) for gradient in gradients]
         places = _places_of(packed)
         return self._kernel.unchanged(self._places(residual), places, payload.data_ptr())
 
     def decode(
         self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]
     ) -> tuple[int, int] | None:
-        targets = [
-            g if g.is_contiguous() else torch.empty(g.shape, dtype=g.dtype) for g in gradients
-        ]
+        targets = [g if _packed(g) is g else torch.empty(g.shape, dtype=g.dtype) for g in gradients]
         wrong = self._kernel.decode(
             gathered.data_ptr(),
             gathered.numel() // self._payload_bytes,
@@ -230,13 +228,30 @@ class CpuBucket:
             torch.get_num_threads(),
         )
         for target, gradient in zip(targets, gradients, strict=True):
-            if wrong is None and target is not gradient:
+            if wrong is not None:
+                continue
+            if target is gradient:
+                _note_writing(gradient)
+            else:
                 gradient.copy_(target)
         return wrong
 
     def _places(self, arena: Tensor) -> native.Addresses:
         first = arena.data_ptr()
         return native.addresses([first + offset for offset in self._offsets])
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Its elements in row-major order, as memory has them; the tensor itself if it is so."""
+    return tensor.resolve_neg().contiguous()
+
+
+def _note_writing(tensor: Tensor) -> None:
+    """What autograd has saved of it is no longer what it was."""
+    if hasattr(torch.autograd.graph, "increment_version"):
+        torch.autograd.graph.increment_version(tensor)
+    else:
+        tensor.view(-1)[:0].zero_()
 
 
 def _places_of(tensors: Sequence[Tensor]) -> native.Addresses:

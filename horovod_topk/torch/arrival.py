@@ -28,10 +28,15 @@ class Arrival:
     owner: Tensor  # p.grad
     dense: Tensor  # the same, or its dense copy when sparse_as_dense
     version: int  # counts in-place writes; see torch.Tensor._version
+    address: int  # of `dense`: assigning to `.data` changes no version
 
     def is_still(self, gradient: Tensor | None) -> bool:
         """Whether `gradient` is this one, not written to since."""
-        return gradient is self.owner and gradient._version == self.version
+        return (
+            gradient is self.owner
+            and gradient._version == self.version
+            and self.dense.data_ptr() == self.address
+        )
 
 
 def check_matches(name: str, gradient: Tensor, planned: TensorSpec) -> None:

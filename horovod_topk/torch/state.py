@@ -181,7 +181,7 @@ class OptimizerState:
         dense = p.grad.to_dense() if p.grad.is_sparse else p.grad
         check_matches(self._names[p], dense, self._specs[p])
         ordinal = self._bucket_of[p]
-        self._arrivals[ordinal][p] = Arrival(p.grad, dense, p.grad._version)
+        self._arrivals[ordinal][p] = Arrival(p.grad, dense, p.grad._version, dense.data_ptr())
         if not fired:
             self._late[self._names[p]] += 1
         self._launch_if_complete(ordinal)

@@ -4,6 +4,7 @@
  * exactly the size that the recipe calls for. With clang, -fsanitize=fuzzer takes
  * LLVMFuzzerTestOneInput; without it, main() draws inputs itself for as many seconds as it is told.
  */
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -136,6 +137,22 @@ void check_conservation(const Tensor &t, const uint8_t *e, const uint8_t *g, con
   }
 }
 
+/* Nothing that is left is larger than what was sent. */
+void check_largest(const Tensor &t, const uint8_t *left, const uint8_t *payload) {
+  float least_sent = std::numeric_limits<float>::infinity(), largest_left = 0;
+  for (int64_t i = 0; i < t.k; ++i) {
+    float value;
+    std::memcpy(&value, payload + t.value_at + 4 * i, 4);
+    if (!std::isnan(value)) least_sent = std::min(least_sent, std::fabs(value));
+  }
+  for (int64_t i = 0; i < t.numel; ++i) {
+    float value;
+    std::memcpy(&value, left + 4 * i, 4);
+    if (std::isfinite(value)) largest_left = std::max(largest_left, std::fabs(value));
+  }
+  REQUIRE(largest_left <= least_sent);
+}
+
 void run(const uint8_t *data, size_t size) {
   Input input(data, size);
   Job job = draw_job(input);
@@ -143,7 +160,7 @@ void run(const uint8_t *data, size_t size) {
   topkef_bucket *bucket = topkef_bucket_new(recipe.data(), (int64_t)recipe.size());
   REQUIRE(bucket);
   size_t offset = (size_t)input.below(9);
-  int threads = 1 + (int)input.below(2);
+  int threads = 1 + (int)input.below(3);
   std::vector<Memory> residuals, candidates, gradients;
   for (const Tensor &t : job.tensors) {
     residuals.emplace_back((size_t)(t.numel * job.residual_bytes), offset);
@@ -171,8 +188,11 @@ void run(const uint8_t *data, size_t size) {
     REQUIRE(topkef_unchanged(bucket, e.data(), g.data(), payload));
     for (size_t t = 0; t < job.tensors.size(); ++t)
       if (job.residual_bytes == 4 && job.value_bytes == 4 && job.tensors[t].dtype == 2)
+      {
         check_conservation(job.tensors[t], residuals[t].data(), gradients[t].data(),
                            candidates[t].data(), payload);
+        if (!job.sampled) check_largest(job.tensors[t], candidates[t].data(), payload);
+      }
     std::swap(residuals, candidates);
   }
   REQUIRE(topkef_decode(bucket, gathered.data(), ranks, 0.5, flags.data(), outputs.data(), threads) < 0);

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import shlex
 import subprocess
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -26,6 +28,7 @@ from horovod_topk.core.plan import WIDTH, BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.kernels import native
 from horovod_topk.ops.numpy import NumpyOps
+from horovod_topk.ops.torch import TorchOps
 
 Array = NDArray[Any]
 
@@ -167,24 +170,63 @@ def test_threads_change_nothing(threads: int) -> None:
     Both(dense, threads).encode(normal(dense))
 
 
+@pytest.mark.parametrize("selection", ["exact", "sampled"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_denormals_count_whatever_a_framework_has_set(threads: int, selection: str) -> None:
+    """TensorFlow's threads take them for zero."""
+    bucket = bucket_of(1_100_003, 5000, ratio=0.01, selection=selection)
+    both = Both(bucket, threads)
+    gradients = [
+        RNG.integers(-1000, 1000, t.spec.shape).astype(np.float32) * np.float32(1e-45)
+        for t in bucket.tensors
+    ]
+    kept = both.encode(gradients, commit=False)
+    assert torch.set_flush_denormal(True)
+    try:
+        payload, candidate = both.codec.new_payload(bucket), np.empty_like(both.residual)
+        places = map(both.places, (both.residual, candidate))
+        residuals, candidates = places
+        both.kernel.encode(
+            residuals, both.addresses(gradients), candidates, payload.ctypes.data, threads
+        )
+    finally:
+        torch.set_flush_denormal(False)
+    assert payload.tobytes() == kept.tobytes()
+
+
+def test_no_more_threads_than_the_system_gives() -> None:
+    """Where a thread cannot be made, the others do its work."""
+    script = """
+import resource, NAME
+bucket = NAME.bucket_of(2_100_000, ratio=0.01)
+both = NAME.Both(bucket, 3)
+gradients, candidate = NAME.normal(bucket), both.residual + 1
+used = 4096 * int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, used + 2**29))
+places = both.places(both.residual), both.addresses(gradients), both.places(candidate)
+both.kernel.encode(*places, both.payload.ctypes.data, 3)
+"""
+    source = f"import sys; sys.path[:0] = {sys.path!r}\n" + script.replace("NAME", __name__)
+    command = f"ulimit -s {2**20} && exec {shlex.quote(sys.executable)} -c {shlex.quote(source)}"
+    done = subprocess.run(["bash", "-c", command], timeout=60, check=False)  # stacks of 1 GiB
+    assert done.returncode == 0
+
+
 def test_a_child_of_a_process_with_threads_has_its_own() -> None:
     """fork() does not copy threads: waiting for one of the parent's would be for ever."""
     script = """
-import os
-from tests_kernels import Both, bucket_of, normal
-bucket = bucket_of(2_100_000, ratio=0.01)
-both = Both(bucket, 2)
-both.encode(normal(bucket))
+import os, NAME
+bucket = NAME.bucket_of(2_100_000, ratio=0.01)
+both = NAME.Both(bucket, 2)
+both.encode(NAME.normal(bucket))
 child = os.fork()
-both.encode(normal(bucket))
+both.encode(NAME.normal(bucket))
 if child:
     raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 os._exit(0)
 """
-    alias = f"import sys; sys.path.insert(0, {str(sys.path[0])!r})\n"
-    source = script.replace("tests_kernels", __name__)
-    paths = f"import sys; sys.path[:0] = {sys.path!r}\n"
-    done = subprocess.run([sys.executable, "-c", paths + alias + source], timeout=60, check=False)
+    source = f"import sys; sys.path[:0] = {sys.path!r}\n" + script.replace("NAME", __name__)
+    done = subprocess.run([sys.executable, "-c", source], timeout=60, check=False)
     assert done.returncode == 0
 
 
@@ -395,3 +437,45 @@ def test_a_changed_gradient_is_noticed() -> None:
         edited[position][slice(None) if element is None else element] *= 2
         places = both.places(both.residual), both.addresses(edited)
         assert not both.kernel.unchanged(*places, payload.ctypes.data)
+
+
+# Gradients as PyTorch has them.
+
+
+def encoded(gradient: torch.Tensor, ops: TorchOps) -> tuple[bytes, torch.Tensor]:
+    """A payload of one gradient, and the gradient as two such payloads decode into it."""
+    spec = TensorSpec("w", tuple(gradient.shape), "float32")
+    (bucket,) = make_plan([spec], TopKConfig(ratio=0.01)).buckets
+    codec: TopK[torch.Tensor] = TopK(ops)
+    payload = codec.new_payload(bucket)
+    zeros = torch.zeros(bucket.numel)
+    arenas = Arenas(bucket, zeros, zeros.clone())
+    codec.encode(arenas, [gradient], payload)
+    assert codec.unchanged(arenas, [gradient], payload)
+    codec.decode(bucket, torch.cat([payload, payload]), 0.5, [gradient])
+    return bytes(payload.tolist()), gradient
+
+
+def layouts() -> dict[str, torch.Tensor]:
+    values = torch.arange(1.0, 5001.0).reshape(50, 100)
+    return {
+        "transposed": values.t(),
+        "every other": torch.arange(10_000.0)[::2],
+        "negated lazily": torch._neg_view(values),
+        "imaginary part": torch.complex(values, -values).conj().imag,
+    }
+
+
+@pytest.mark.parametrize("layout", layouts())
+def test_gradients_of_any_layout(layout: str) -> None:
+    ours, gradient = encoded(layouts()[layout], TorchOps())
+    theirs, expected = encoded(layouts()[layout], TorchOps(kernels=False))
+    assert ours == theirs
+    assert torch.equal(gradient, expected)
+
+
+def test_autograd_notices_that_a_gradient_was_replaced() -> None:
+    gradient = torch.randn(5000)
+    before = gradient._version
+    encoded(gradient, TorchOps())
+    assert gradient._version > before

@@ -28,7 +28,7 @@ def test_nothing_is_found(target: Path, isa: str) -> None:
 
 
 def test_the_target_can_find_something(target: Path, tmp_path: Path) -> None:
-    """With a kernel that writes one byte too many."""
+    """With memory that is one byte too short."""
     spoilt = tmp_path / "fuzz_bucket.cpp"
     source = fuzz.TARGET.read_text()
     spoilt.write_text(source.replace("bytes + by), offset(by)", "bytes + by - 1), offset(by)"))

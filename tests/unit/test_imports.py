@@ -32,7 +32,7 @@ ROOMS = {
     "ops/torch.py": {"torch", "horovod_topk.ops.protocol", "horovod_topk.kernels"},
     "ops/tensorflow.py": {"tensorflow", "horovod_topk.ops.protocol", "horovod_topk.kernels.native"},
     "kernels/__init__.py": set[str](),
-    "kernels/native.py": set[str](),
+    "kernels/native.py": {"horovod_topk.kernels.compile"},
     "kernels/compile.py": set[str](),
     "kernels/triton": {"torch", "triton", "horovod_topk.ops.protocol"},
     "mpi.py": {"numpy", "mpi4py"},

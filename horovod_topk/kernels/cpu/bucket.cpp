@@ -23,7 +23,10 @@ using namespace topkef;
 namespace {
 
 constexpr int64_t PROBE = 16;            // entries a tensor that `topkef_unchanged` looks at
-constexpr int64_t SPLIT = 1 << 19;       // elements a thread should have at least
+#ifndef TOPKEF_SPLIT
+#define TOPKEF_SPLIT (1 << 19)
+#endif
+constexpr int64_t SPLIT = TOPKEF_SPLIT;  // elements a thread should have at least
 constexpr int64_t TILE = 4096;           // elements summed at a time, within the first-level cache
 constexpr int64_t CHUNK = 64 * TILE;     // elements decoded by one task
 constexpr int64_t HEAD = 6, EACH = 7;    // numbers of a recipe: for the bucket, for a tensor
@@ -33,8 +36,7 @@ const Passes *fastest_passes() {
   std::string limit = asked ? asked : "";
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
-              __builtin_cpu_supports("bmi");
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi");  // and so F16C
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (limit == "portable") return portable_passes();
@@ -213,7 +215,11 @@ bool tensor_is_unchanged(const topkef_bucket &bucket, const TensorRecipe &tensor
 
 }  // namespace
 
-int topkef_abi(void) { return TOPKEF_ABI; }
+#ifndef TOPKEF_DIGEST
+#define TOPKEF_DIGEST ""
+#endif
+
+const char *topkef_digest(void) { return TOPKEF_DIGEST; }
 
 const char *topkef_isa(void) { return fastest_passes()->isa; }
 
@@ -239,6 +245,7 @@ void topkef_bucket_free(topkef_bucket *bucket) { delete bucket; }
 void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
                    const void *const *gradients, void *const *candidates, uint8_t *payload,
                    int threads) {
+  KeepDenormals keep;  // each task has one of its own, for its own thread
   threads = std::max(threads, 1);
   auto source = [&](int64_t t) { return Source{residuals[t], gradients[t], candidates[t]}; };
   std::vector<Task> tasks;

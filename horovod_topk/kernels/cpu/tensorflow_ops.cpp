@@ -33,7 +33,7 @@ struct TF_Tensor;
 namespace {
 
 enum Type { FLOAT = 1, DOUBLE = 2, UINT8 = 4, BFLOAT16 = 14, HALF = 19 };
-enum Code { OK = 0, INVALID_ARGUMENT = 3, DATA_LOSS = 15 };
+enum Code { OK = 0, INVALID_ARGUMENT = 3, RESOURCE_EXHAUSTED = 8, DATA_LOSS = 15 };
 
 constexpr int64_t HEAD = 6, EACH = 7;  // numbers of a recipe, as in bucket.cpp
 constexpr size_t LINE = 64;            // bytes; what TensorFlow wants aligned
@@ -153,6 +153,7 @@ class Store : public std::enable_shared_from_this<Store> {
 
   TF_Tensor *tensor(int type, int64_t count, int64_t bytes) {
     void *memory = take((size_t)bytes);
+    if (!memory) return nullptr;
     auto *self = new std::shared_ptr<Store>(shared_from_this());
     return tf.TF_NewTensor(type, &count, 1, memory, (size_t)bytes, give_back, self);
   }
@@ -232,15 +233,18 @@ bool check_size(TF_Context *context, const char *what, int64_t position, int64_t
 
 int64_t gradient_bytes(int64_t dtype) { return dtype == 3 ? 8 : dtype == 2 ? 4 : 2; }
 
-/* An output's memory; the context takes the tensor over. */
+/* An output's memory, nullptr after a failure; the context takes the tensor over. */
 void *output(Kernel *kernel, TF_Context *context, int64_t position, int type, int64_t count,
              int64_t bytes) {
   Status status;
   TF_Tensor *tensor = kernel->store->tensor(type, count, bytes);
-  void *data = tf.TF_TensorData(tensor);
-  tf.TF_SetOutput(context, (int)position, tensor, status);
-  if (!status.ok()) tf.TF_OpKernelContext_Failure(context, status);
-  tf.TF_DeleteTensor(tensor);
+  if (tensor)
+    tf.TF_SetOutput(context, (int)position, tensor, status);
+  else
+    tf.TF_SetStatus(status, RESOURCE_EXHAUSTED, "TopKEF: out of memory");
+  void *data = status.ok() ? tf.TF_TensorData(tensor) : nullptr;
+  if (!data) tf.TF_OpKernelContext_Failure(context, status);
+  if (tensor) tf.TF_DeleteTensor(tensor);
   return data;
 }
 
@@ -250,8 +254,10 @@ void encode(void *state, TF_Context *context) {
   const int64_t tensors = kernel->tensors(), width = kernel->residual_bytes();
   Status status;
   std::vector<Input> inputs;
-  for (int64_t i = 0; i <= 2 * tensors; ++i) inputs.emplace_back(context, (int)i, status);
-  if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
+  for (int64_t i = 0; i <= 2 * tensors; ++i) {
+    inputs.emplace_back(context, (int)i, status);
+    if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
+  }
   std::vector<const void *> residuals, gradients;
   std::vector<void *> candidates;
   for (int64_t t = 0; t < tensors; ++t) {
@@ -264,11 +270,13 @@ void encode(void *state, TF_Context *context) {
     gradients.push_back(g.data());
     candidates.push_back(
         output(kernel, context, t, width == 8 ? DOUBLE : FLOAT, numel, numel * width));
+    if (!candidates.back()) return;
   }
   const Input &empty = inputs.back();
   const int64_t bytes = kernel->payload_bytes();
   if (!check_size(context, "template", 0, empty.bytes(), bytes)) return;
   auto payload = static_cast<uint8_t *>(output(kernel, context, tensors, UINT8, bytes, bytes));
+  if (!payload) return;
   std::memcpy(payload, empty.data(), (size_t)bytes);
   topkef_encode(kernel->bucket, residuals.data(), gradients.data(), candidates.data(), payload,
                 (int)kernel->threads);
@@ -288,9 +296,11 @@ void decode(void *state, TF_Context *context) {
     return;
   static constexpr int TYPES[] = {HALF, BFLOAT16, FLOAT, DOUBLE};
   std::vector<void *> gradients;
-  for (int64_t t = 0; t < tensors; ++t)
+  for (int64_t t = 0; t < tensors; ++t) {
     gradients.push_back(output(kernel, context, t, TYPES[kernel->dtype(t)], kernel->numel(t),
                                kernel->numel(t) * gradient_bytes(kernel->dtype(t))));
+    if (!gradients.back()) return;
+  }
   int64_t wrong = topkef_decode(kernel->bucket, static_cast<const uint8_t *>(gathered.data()), ranks,
                                 *static_cast<const double *>(scale.data()),
                                 static_cast<const uint8_t *>(flags.data()), gradients.data(),

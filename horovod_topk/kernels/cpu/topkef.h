@@ -15,12 +15,12 @@ extern "C" {
 #endif
 
 #define TOPKEF_API __attribute__((visibility("default")))
-#define TOPKEF_ABI 1
 
 typedef struct topkef_bucket topkef_bucket;
 
-/* The number of this interface; a caller that wants another one must not go on. */
-TOPKEF_API int topkef_abi(void);
+/* What the library was compiled from, as kernels/compile.py has it: a caller of another version must
+ * not go on. */
+TOPKEF_API const char *topkef_digest(void);
 
 /* The instruction set in use: "avx512", "avx2" or "portable". HOROVOD_TOPK_ISA chooses a lower one
  * than the processor has. */

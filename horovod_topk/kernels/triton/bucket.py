@@ -60,7 +60,7 @@ class TritonBucket:
         self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
     ) -> None:
         """Fill flags, values and indices of a payload; leave in `candidate` what is not sent."""
-        flat = [gradient.contiguous() for gradient in gradients]
+        flat = [gradient.resolve_neg().contiguous() for gradient in gradients]
         with _on(self._device):
             addresses = self._sources.point_to(flat)
             chunks = self._chunk_scratch()
@@ -71,7 +71,7 @@ class TritonBucket:
 
     def unchanged(self, residual: Tensor, gradients: Sequence[Tensor], payload: Tensor) -> bool:
         """Whether the first 16 entries of each tensor would be encoded as the payload has them."""
-        flat = [gradient.contiguous() for gradient in gradients]
+        flat = [gradient.resolve_neg().contiguous() for gradient in gradients]
         with _on(self._device):
             answer = torch.zeros(1, dtype=torch.int32, device=self._device)
             _launch(probe, (1,),
@@ -89,7 +89,9 @@ class TritonBucket:
         dropped and not noticed, which would mean to wait: this returns None.
         """
         written = [
-            g if g.is_contiguous() else torch.empty(g.shape, dtype=g.dtype, device=g.device)
+            g
+            if g.is_contiguous() and not g.is_neg()
+            else torch.empty(g.shape, dtype=g.dtype, device=g.device)
             for g in gradients
         ]
         with _on(self._device):
