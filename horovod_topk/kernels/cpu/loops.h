@@ -233,8 +233,8 @@ void deliver(const void *sum, double scale, void *gradient, int64_t n) {
 template <class I>
 bool ascends(const uint8_t *bytes, int64_t count, int64_t n) {
   auto index = reinterpret_cast<const I *>(bytes);
-  bool wrong = count > 0 && (int64_t)load(index, count - 1) >= n;
-  for (int64_t i = 1; i < count; ++i) wrong |= load(index, i - 1) >= load(index, i);
+  uint32_t wrong = count > 0 && (int64_t)load(index, count - 1) >= n;
+  for (int64_t i = 1; i < count; ++i) wrong |= (uint32_t)(load(index, i - 1) >= load(index, i));
   return !wrong;
 }
 
