@@ -62,6 +62,10 @@ class ShapeChangedError(TopKError, ValueError):
     """A gradient's shape, dtype or device differs from its residual's."""
 
 
+class OverlappingGradientError(TopKError, ValueError):
+    """A gradient whose elements share memory, as an expanded tensor's do."""
+
+
 class GradientChangedError(TopKError, RuntimeError):
     """A gradient was modified after it was sent and before it was replaced."""
 

@@ -89,8 +89,8 @@ def allgathers(sizes: list[int]) -> Callable[[], None]:
     return step
 
 
-def milliseconds(ways: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Medians over the steps of the slowest rank."""
+def milliseconds(ways: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """What the slowest rank took, turn by turn."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 5):
         for name, step in ways.items():
@@ -101,7 +101,23 @@ def milliseconds(ways: dict[str, Callable[[], None]], repeats: int) -> dict[str,
             slowest = hvd.allreduce(torch.tensor(elapsed), op=hvd.Max, name="slowest")
             if repeat >= 5:
                 taken[name].append(float(slowest))
-    return {name: statistics.median(each) for name, each in taken.items()}
+    return taken
+
+
+def summary(taken: dict[str, list[float]]) -> dict[str, float]:
+    """Medians; `exchange` and what it is allowed are compared within each turn, and then over all.
+
+    A neighbour who takes memory bandwidth for a second meets all ways of a turn alike.
+    """
+    exchange = [topk - plain for topk, plain in zip(taken["topk"], taken["plain"], strict=True)]
+    floors = zip(taken["memory"], taken["allgather"], strict=True)
+    allowed = [1.5 * memory + allgather for memory, allgather in floors]
+    return {
+        **{name: statistics.median(each) for name, each in taken.items()},
+        "exchange": statistics.median(exchange),
+        "allowed": statistics.median(allowed),
+        "share": statistics.median(e / a for e, a in zip(exchange, allowed, strict=True)),
+    }
 
 
 def main() -> None:
@@ -109,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ratio", type=float, default=0.01)
     parser.add_argument("--selection", default="exact")
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--settle", type=int, default=100, help="steps before the first is timed")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -126,9 +142,7 @@ def main() -> None:
         "memory": memory_floor(),
         "allgather": allgathers(sizes),
     }
-    found = milliseconds(ways, args.repeats)
-    found["exchange"] = found["topk"] - found["plain"]
-    found["allowed"] = 1.5 * found["memory"] + found["allgather"]
+    found = summary(milliseconds(ways, args.repeats))
     if hvd.rank() == 0:
         print(
             json.dumps({"ranks": hvd.size(), "buckets": len(sizes), "bytes": sum(sizes), **found})

@@ -227,13 +227,11 @@ class CpuBucket:
             _places_of(targets),
             torch.get_num_threads(),
         )
-        for target, gradient in zip(targets, gradients, strict=True):
-            if wrong is not None:
-                continue
-            if target is gradient:
-                _note_writing(gradient)
-            else:
-                gradient.copy_(target)
+        if wrong is None:
+            _note_writing(gradients)
+            for target, gradient in zip(targets, gradients, strict=True):
+                if target is not gradient:
+                    gradient.copy_(target)
         return wrong
 
     def _places(self, arena: Tensor) -> native.Addresses:
@@ -243,15 +241,19 @@ class CpuBucket:
 
 def _packed(tensor: Tensor) -> Tensor:
     """Its elements in row-major order, as memory has them; the tensor itself if it is so."""
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
     return tensor.resolve_neg().contiguous()
 
 
-def _note_writing(tensor: Tensor) -> None:
-    """What autograd has saved of it is no longer what it was."""
-    if hasattr(torch.autograd.graph, "increment_version"):
-        torch.autograd.graph.increment_version(tensor)
-    else:
-        tensor.view(-1)[:0].zero_()
+def _note_writing(tensors: Sequence[Tensor]) -> None:
+    """What autograd has saved of them is no longer what it was."""
+    note = getattr(torch.autograd.graph, "increment_version", None)  # from PyTorch 2.2 on
+    for tensor in tensors:
+        if note is not None:
+            note(tensor)
+        else:
+            tensor.view(-1)[:0].zero_()
 
 
 def _places_of(tensors: Sequence[Tensor]) -> native.Addresses:

@@ -5,7 +5,7 @@ What is applied has to be what was exchanged: each check raises before anything 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.errors import (
     GradientChangedError,
+    OverlappingGradientError,
     RepeatedSynchronizeError,
     ShapeChangedError,
 )
@@ -39,54 +40,88 @@ class Arrival:
         )
 
 
-def check_matches(name: str, gradient: Tensor, planned: TensorSpec) -> None:
-    """Refuse a gradient of another shape, dtype or device than its residual's.
+class Slot:
+    """One parameter's place in its bucket, and how far its gradient has come in this step."""
 
-    Raises:
-        ShapeChangedError: it is one.
-    """
-    if (
-        gradient.shape != planned.shape
-        or gradient.dtype is not DTYPES[planned.dtype]
-        or str(gradient.device) != planned.device
-    ):
-        found = spec_of(name, gradient)
-        raise ShapeChangedError(
-            f"its gradient is {describe(found)}, its residual {describe(planned)}",
-            tensor=name,
-            cure="Build the distributed optimizer after the model has its final shapes, dtype and "
-            "device",
-        )
+    __slots__ = ("arrival", "device", "dtype", "exchanged", "ordinal", "parameter", "spec")
+
+    def __init__(self, parameter: Tensor, spec: TensorSpec, ordinal: int) -> None:
+        self.parameter = parameter
+        self.spec = spec
+        self.ordinal = ordinal  # of its bucket
+        self.dtype, self.device = DTYPES[spec.dtype], torch.device(spec.device)
+        self.arrival: Arrival | None = None  # from its hook until its bucket is finished
+        self.exchanged: Arrival | None = None  # from then until the optimizer's step
+
+    def check_matches(self, gradient: Tensor) -> None:
+        """Refuse a gradient that its residual does not fit, or that cannot be written to.
+
+        Raises:
+            ShapeChangedError: of another shape, dtype or device.
+            OverlappingGradientError: elements share memory.
+        """
+        if (
+            gradient.shape != self.spec.shape
+            or gradient.dtype is not self.dtype
+            or gradient.device != self.device
+        ):
+            found = spec_of(self.spec.name, gradient)
+            raise ShapeChangedError(
+                f"its gradient is {describe(found)}, its residual {describe(self.spec)}",
+                tensor=self.spec.name,
+                cure="Build the distributed optimizer after the model has its final shapes, dtype "
+                "and device",
+            )
+        if not gradient.is_contiguous() and _overlaps(gradient):
+            raise OverlappingGradientError(
+                f"its gradient's strides {gradient.stride()} let elements share memory, so that "
+                "the exchanged one cannot be written to it",
+                tensor=self.spec.name,
+                cure="Assign a gradient of its own memory, p.grad = gradient.clone()",
+            )
+
+    def check_not_exchanged(self) -> None:
+        """Refuse to send what was received: error feedback would count it twice.
+
+        Raises:
+            RepeatedSynchronizeError: the gradient is the exchanged one, and not zero.
+        """
+        if self.exchanged is None:
+            return
+        gradient = self.parameter.grad
+        if gradient is None or gradient is not self.exchanged.owner:
+            return
+        if torch.any(gradient._values() if gradient.is_sparse else gradient):
+            raise RepeatedSynchronizeError(
+                "its gradient was exchanged already and not stepped on or cleared since",
+                tensor=self.spec.name,
+                cure="Step inside optimizer.skip_synchronize() after optimizer.synchronize(), call "
+                "zero_grad() before the next backward(), and accumulate with "
+                "backward_passes_per_step",
+            )
 
 
-def check_unchanged(arrivals: Mapping[Tensor, Arrival], names: Mapping[Tensor, str]) -> None:
+def check_unchanged(slots: Iterable[Slot]) -> None:
     """Refuse gradients that are not those that arrived.
 
     Raises:
         GradientChangedError: one was replaced or written to.
     """
-    for p, arrival in arrivals.items():
-        if not arrival.is_still(p.grad):
+    for slot in slots:
+        if slot.arrival is not None and not slot.arrival.is_still(slot.parameter.grad):
             raise GradientChangedError(
                 "its gradient was modified or replaced between backward() and synchronize()",
-                tensor=names[p],
+                tensor=slot.spec.name,
                 cure="Clip, unscale or edit gradients after optimizer.synchronize(), then step "
                 "inside optimizer.skip_synchronize()",
             )
 
 
-def check_not_exchanged(name: str, gradient: Tensor | None, exchanged: Arrival | None) -> None:
-    """Refuse to send what was received: error feedback would count it twice.
-
-    Raises:
-        RepeatedSynchronizeError: the gradient is the exchanged one, and not zero.
-    """
-    if gradient is None or exchanged is None or gradient is not exchanged.owner:
-        return
-    if torch.any(gradient._values() if gradient.is_sparse else gradient):
-        raise RepeatedSynchronizeError(
-            "its gradient was exchanged already and not stepped on or cleared since",
-            tensor=name,
-            cure="Step inside optimizer.skip_synchronize() after optimizer.synchronize(), call "
-            "zero_grad() before the next backward(), and accumulate with backward_passes_per_step",
-        )
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two of its elements may be one: a stride does not step over all smaller ones."""
+    reach = 0  # of the dimensions with smaller strides, in elements
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

@@ -28,12 +28,7 @@ from horovod_topk.core.plan import Plan
 from horovod_topk.core.stats import Stats, StepCounters, planned
 from horovod_topk.errors import ShapeChangedError, StepBeforeSynchronizeError
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch.arrival import (
-    Arrival,
-    check_matches,
-    check_not_exchanged,
-    check_unchanged,
-)
+from horovod_topk.torch.arrival import Arrival, Slot, check_unchanged
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.planning import plan_of
 
@@ -56,9 +51,10 @@ class OptimizerState:
         self._skipped: dict[str, str] = {}
         self._late: Counter[str] = Counter()
         self._late_are_checked = False  # in the present synchronize()
-        self._arrivals: dict[int, dict[Tensor, Arrival]] = {}  # by bucket, until it is finished
-        self._exchanged: dict[Tensor, Arrival] = {}
-        self._parameters: dict[int, list[Tensor]] = {}
+        # Found by id, as a tensor's hash is a call into Python; slots keep parameters alive.
+        self._slots: dict[int, Slot] = {}
+        self._buckets: dict[int, list[Slot]] = {}  # slots in the plan's order, by ordinal
+        self._missing: dict[int, int] = {}  # gradients a bucket waits for, by ordinal
         self._handles = optimizer._handles
         self.label = f"{type(optimizer).__name__} with {len(self._names)} parameters"
         reason = why_inactive(optimizer.process_set)
@@ -82,7 +78,7 @@ class OptimizerState:
         optimizer._groups = None  # from here on a bucket is the unit, one hook a parameter
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         for p, accumulation in zip(trained, optimizer._grad_accs, strict=True):
-            accumulation.register_prehook(partial(self._before_accumulation, p))
+            accumulation.register_prehook(partial(self._before_accumulation, id(p)))
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         _LIVE.add(self)
@@ -166,38 +162,41 @@ class OptimizerState:
         Raises:
             ShapeChangedError, GradientChangedError, RepeatedSynchronizeError.
         """
-        if not self.active or p not in self._bucket_of:
+        slot = self._slots.get(id(p))
+        if slot is None:
             return None
         optimizer: Any = self._optimizer()
         self._forget_abandoned(optimizer)
         fired = optimizer._allreduce_delay[p] == 0
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        if p.grad.is_sparse and not optimizer.sparse_as_dense:
-            self._release(p)
+        gradient, is_sparse = p.grad, p.grad.is_sparse
+        if is_sparse and not optimizer.sparse_as_dense:
+            self._release(slot)
             return None
         if not fired and not self._late_are_checked:
             self._check_late()
-        dense = p.grad.to_dense() if p.grad.is_sparse else p.grad
-        check_matches(self._names[p], dense, self._specs[p])
-        ordinal = self._bucket_of[p]
-        self._arrivals[ordinal][p] = Arrival(p.grad, dense, p.grad._version, dense.data_ptr())
+        dense = gradient.to_dense() if is_sparse else gradient
+        slot.check_matches(dense)
+        self._missing[slot.ordinal] -= slot.arrival is None
+        slot.arrival = Arrival(gradient, dense, gradient._version, dense.data_ptr())
         if not fired:
-            self._late[self._names[p]] += 1
-        self._launch_if_complete(ordinal)
-        return partial(self._collect, p)
+            self._late[slot.spec.name] += 1
+        self._launch_if_complete(slot.ordinal)
+        return partial(self._collect, slot)
 
-    def _collect(self, p: Tensor) -> Tensor:
+    def _collect(self, slot: Slot) -> Tensor:
         """The exchanged gradient of a parameter; the first of a bucket waits for all of it."""
-        ordinal = self._bucket_of[p]
+        ordinal = slot.ordinal
         if self._compressor.phase(ordinal) is Phase.SENT:
-            arrivals = self._arrivals[ordinal]
             with torch.no_grad():
                 self._compressor.finish(ordinal, self._gradients(ordinal))
-            self._exchanged.update(arrivals)
-            arrivals.clear()
+            for each in self._buckets[ordinal]:
+                each.exchanged, each.arrival = each.arrival, None
+            self._missing[ordinal] = len(self._buckets[ordinal])
             self._late_are_checked = False
-        return self._exchanged[p].dense
+        assert slot.exchanged is not None  # its bucket is finished
+        return slot.exchanged.dense
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if optimizer._handles and not optimizer._should_synchronize:
@@ -209,39 +208,45 @@ class OptimizerState:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if any(p.grad is arrival.owner for p, arrival in self._exchanged.items()):
+        if any(s.exchanged and s.parameter.grad is s.exchanged.owner for s in self._slots.values()):
             self._compressor.commit()
         else:  # what was exchanged has been thrown away: the step applied something else
             self._compressor.rollback()
-        self._exchanged.clear()
+        self._forget_exchanged()
 
     def _launch_if_complete(self, ordinal: int) -> None:
-        if len(self._arrivals[ordinal]) == len(self._parameters[ordinal]):
+        if not self._missing[ordinal]:
             with torch.no_grad():
                 self._compressor.launch(ordinal, self._gradients(ordinal))
 
     def _gradients(self, ordinal: int) -> list[Tensor]:
         """A complete bucket's gradients in the plan's order, once it is sure that none changed."""
-        arrivals = self._arrivals[ordinal]
-        check_unchanged(arrivals, self._names)
-        return [arrivals[p].dense for p in self._parameters[ordinal]]
+        slots = self._buckets[ordinal]
+        check_unchanged(slots)
+        return [slot.arrival.dense for slot in slots if slot.arrival]
 
     def _forget_abandoned(self, optimizer: Any) -> None:
         """Drop a step that `optimizer.load_state_dict()` cut off: it replaces the handles."""
         if self._handles is not optimizer._handles:
             self._handles = optimizer._handles
             self._compressor.abandon()
-            self._arrivals = {i: {} for i in self._parameters}
+            for slot in self._slots.values():
+                slot.arrival = None
+            self._missing = {ordinal: len(slots) for ordinal, slots in self._buckets.items()}
             self._forget_step()
 
     def _forget_step(self) -> None:
         """Let go of what a step that is over, or never will be, has left behind."""
-        self._exchanged.clear()
+        self._forget_exchanged()
         self._late_are_checked = False
 
-    def _release(self, p: Tensor) -> None:
+    def _forget_exchanged(self) -> None:
+        for slot in self._slots.values():
+            slot.exchanged = None
+
+    def _release(self, slot: Slot) -> None:
         """Leave a parameter with sparse gradients to Horovod, before its bucket is first sent."""
-        name = self._names[p]
+        name = slot.spec.name
         norm = float(self._compressor.registry.residual(name).norm())
         if norm > 0.0:
             raise ShapeChangedError(
@@ -249,45 +254,50 @@ class OptimizerState:
                 tensor=name,
                 cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
             )
-        ordinal = self._bucket_of[p]
         self._compressor.rollback()
-        self._exchanged.clear()
+        self._forget_exchanged()
         plan = self._compressor.plan.without(name)
         self._compressor.replan(plan)
         self._index(plan)
         self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
-        if ordinal in self._parameters:
-            self._launch_if_complete(ordinal)
+        if slot.ordinal in self._buckets:
+            self._launch_if_complete(slot.ordinal)
 
     def _index(self, plan: Plan) -> None:
-        """Find parameters by bucket and buckets by parameter."""
+        """Find parameters by bucket and buckets by parameter; what has arrived stays so."""
         by_name = {name: p for p, name in self._names.items()}
-        self._parameters = {
-            bucket.ordinal: [by_name[t.spec.name] for t in bucket.tensors]
-            for bucket in plan.buckets
+        known, self._slots, self._buckets = self._slots, {}, {}
+        for bucket in plan.buckets:
+            own = self._buckets[bucket.ordinal] = []
+            for tensor in bucket.tensors:
+                p = by_name[tensor.spec.name]
+                slot = known.get(id(p)) or Slot(p, tensor.spec, bucket.ordinal)
+                self._slots[id(p)] = slot
+                own.append(slot)
+        self._missing = {
+            i: sum(slot.arrival is None for slot in slots) for i, slots in self._buckets.items()
         }
-        self._specs = {by_name[t.spec.name]: t.spec for t in plan.tensors()}
-        self._bucket_of = {p: i for i, group in self._parameters.items() for p in group}
-        self._arrivals = {i: self._arrivals.get(i, {}) for i in self._parameters}
 
-    def _before_accumulation(self, p: Tensor, _: Any) -> None:
+    def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
-        check_not_exchanged(self._names[p], p.grad, self._exchanged.get(p))
-        self._exchanged.pop(p, None)
+        slot = self._slots.get(parameter)
+        if slot is not None and slot.exchanged is not None:
+            slot.check_not_exchanged()
+            slot.exchanged = None
 
     def _check_late(self) -> None:
         """Refuse before `synchronize()` sends anything, as ranks visit late ones in any order."""
-        for ordinal, parameters in self._parameters.items():
+        for ordinal, slots in self._buckets.items():
             if self._compressor.phase(ordinal) is Phase.SENT:
                 continue
-            check_unchanged(self._arrivals[ordinal], self._names)
-            for q in parameters:
-                if q in self._arrivals[ordinal]:
+            check_unchanged(slots)
+            for slot in slots:
+                if slot.arrival is not None:
                     continue
-                check_not_exchanged(self._names[q], q.grad, self._exchanged.get(q))
-                if q.grad is None or not q.grad.is_sparse:
-                    dense = q if q.grad is None else q.grad
-                    check_matches(self._names[q], dense, self._specs[q])
+                slot.check_not_exchanged()
+                gradient = slot.parameter.grad
+                if gradient is None or not gradient.is_sparse:
+                    slot.check_matches(slot.parameter if gradient is None else gradient)
         self._late_are_checked = True
 
     def _skip(self, name: str, reason: str) -> None:

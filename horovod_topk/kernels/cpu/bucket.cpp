@@ -148,16 +148,20 @@ int64_t first_wrong(const topkef_bucket &bucket, const uint8_t *gathered, int64_
   return -1;
 }
 
+/* Element of entry i in one payload. */
+int64_t element(const TensorRecipe &tensor, const uint8_t *payload, int64_t i) {
+  const uint8_t *index = payload + tensor.index_at;
+  if (tensor.index_bytes == 4) return (int64_t)load(reinterpret_cast<const uint32_t *>(index), i);
+  if (tensor.index_bytes == 2) return (int64_t)load(reinterpret_cast<const uint16_t *>(index), i);
+  return i;
+}
+
 /* How many of a tensor's entries in one payload lie before `from`. */
 int64_t entries_before(const TensorRecipe &tensor, const uint8_t *payload, int64_t from) {
   int64_t low = 0, high = tensor.index_bytes && from ? tensor.k : 0;
-  const uint8_t *index = payload + tensor.index_at;
   while (low < high) {
     int64_t middle = (low + high) / 2;
-    int64_t at = tensor.index_bytes == 4
-                     ? (int64_t)load(reinterpret_cast<const uint32_t *>(index), middle)
-                     : (int64_t)load(reinterpret_cast<const uint16_t *>(index), middle);
-    if (at < from)
+    if (element(tensor, payload, middle) < from)
       low = middle + 1;
     else
       high = middle;
@@ -178,7 +182,7 @@ void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const uint8_t
   auto sum = tensor.index_bytes
                  ? bucket.passes->scatter[bucket.recipe.halves()][tensor.index_bytes == 4]
                  : bucket.passes->add[bucket.recipe.halves()];
-  const int64_t width = tensor.dtype == FLOAT64 ? 8 : tensor.dtype == FLOAT32 ? 4 : 2;
+  const int64_t width = dtype_bytes(tensor.dtype);
   alignas(64) double total[TILE];
   for (int64_t at = chunk.from; at < chunk.to; at += TILE) {
     int64_t count = std::min(TILE, chunk.to - at);
@@ -187,6 +191,7 @@ void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const uint8_t
     bucket.passes->deliver[tensor.dtype](total, scale, static_cast<uint8_t *>(gradient) + at * width,
                                          count);
   }
+  bucket.passes->fence();
 }
 
 void poison(const topkef_bucket &bucket, const Chunk &chunk, void *gradient) {
@@ -200,15 +205,23 @@ void poison(const topkef_bucket &bucket, const Chunk &chunk, void *gradient) {
     }
 }
 
+/* What `tensor_is_unchanged` will read lies all over memory: ask for it beforehand. */
+void prefetch_probe(const topkef_bucket &bucket, const TensorRecipe &tensor, const void *residual,
+                    const void *gradient, const uint8_t *payload) {
+  const int64_t width = dtype_bytes(tensor.dtype);
+  for (int64_t i = 0; i < std::min(PROBE, tensor.k); ++i) {
+    int64_t at = element(tensor, payload, i);
+    __builtin_prefetch(static_cast<const uint8_t *>(residual) + at * bucket.recipe.residual_bytes);
+    __builtin_prefetch(static_cast<const uint8_t *>(gradient) + at * width);
+  }
+}
+
 bool tensor_is_unchanged(const topkef_bucket &bucket, const TensorRecipe &tensor,
                          const void *residual, const void *gradient, const uint8_t *payload) {
-  const uint8_t *index = payload + tensor.index_at;
   for (int64_t i = 0; i < std::min(PROBE, tensor.k); ++i) {
-    int64_t at = i;
-    if (tensor.index_bytes == 4) at = (int64_t)load(reinterpret_cast<const uint32_t *>(index), i);
-    if (tensor.index_bytes == 2) at = (int64_t)load(reinterpret_cast<const uint16_t *>(index), i);
     const uint8_t *sent = payload + tensor.value_at + i * bucket.recipe.value_bytes;
-    if (!entry_is(bucket.recipe, tensor, residual, gradient, at, sent)) return false;
+    if (!entry_is(bucket.recipe, tensor, residual, gradient, element(tensor, payload, i), sent))
+      return false;
   }
   return true;
 }
@@ -278,6 +291,8 @@ void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
 int topkef_unchanged(const topkef_bucket *bucket, const void *const *residuals,
                      const void *const *gradients, const uint8_t *payload) {
   KeepDenormals keep;
+  for (int64_t t = 0; t < bucket->recipe.tensors; ++t)
+    prefetch_probe(*bucket, bucket->tensors[(size_t)t], residuals[t], gradients[t], payload);
   for (int64_t t = 0; t < bucket->recipe.tensors; ++t)
     if (!tensor_is_unchanged(*bucket, bucket->tensors[(size_t)t], residuals[t], gradients[t],
                              payload))

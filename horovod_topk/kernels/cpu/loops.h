@@ -227,7 +227,6 @@ void deliver(const void *sum, double scale, void *gradient, int64_t n) {
   deliver_slowly(total, (R)scale, to, head);
   int64_t done = head + Lines<R, G>::stream(total + head, (R)scale, to + head, n - head);
   deliver_slowly(total + done, (R)scale, to + done, n - done);
-  fence();
 }
 
 template <class I>
@@ -253,6 +252,7 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->isa = isa;
   passes->choose = choose<R>;
   passes->drop = drop<R>;
+  passes->fence = fence;
   passes->send[0][0] = send<R, R, uint16_t>;
   passes->send[0][1] = send<R, R, uint32_t>;
   passes->send[1][0] = send<R, Half, uint16_t>;

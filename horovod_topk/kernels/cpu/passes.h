@@ -69,8 +69,11 @@ using Whole = bool (*)(const void *e, const void *g, void *out, void *values, in
 /* total[0..count) += the entries with indices in [base, base + count), rank after rank. */
 using Scatter = void (*)(void *total, int64_t base, int64_t count, const Rows *rows);
 
-/* gradient[0..n) = total * scale. */
+/* gradient[0..n) = total * scale; other threads see it after a fence. */
 using Deliver = void (*)(const void *total, double scale, void *gradient, int64_t n);
+
+/* After it, what was streamed past the caches is seen by all. */
+using Fence = void (*)();
 
 /* Whether indices ascend strictly and lie below n. */
 using Ascends = bool (*)(const uint8_t *index, int64_t count, int64_t n);
@@ -86,6 +89,7 @@ struct Passes {
   Scatter scatter[2][2];       // [values are halves][indices: 2 bytes, 4 bytes]
   Scatter add[2];              // [values are halves]: no indices, all elements in order
   Deliver deliver[DTYPES];     // [gradient's dtype]
+  Fence fence;
   Ascends ascends[2];          // [indices: 2 bytes, 4 bytes]
 };
 

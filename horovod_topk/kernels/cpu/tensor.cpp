@@ -60,10 +60,6 @@ class Carried {
   int doubts_ = 0;
 };
 
-int64_t dtype_bytes(int64_t dtype) {
-  return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2;
-}
-
 template <class R>
 R widened(const void *gradient, int64_t dtype, int64_t at) {
   switch (dtype) {

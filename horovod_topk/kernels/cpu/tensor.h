@@ -9,6 +9,8 @@
 
 namespace topkef {
 
+inline int64_t dtype_bytes(int64_t dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
+
 struct TensorRecipe {
   int64_t numel, k, start, index_bytes, value_at, index_at, dtype;
 };

@@ -19,6 +19,7 @@ from horovod_topk.errors import (
     GradientChangedError,
     NotAttachedError,
     OutsideOptimizerError,
+    OverlappingGradientError,
     PlanMismatchError,
     RepeatedSynchronizeError,
     ShapeChangedError,
@@ -142,6 +143,23 @@ def test_tensor_changed_under_a_residual(data: torch.Tensor, found: str) -> None
     with pytest.raises(ShapeChangedError, match=message):
         optimizer.step()
     assert torch.equal(parameters, bits(task.parameters()))
+    after = TopKEF.of(optimizer).state_dict()["residuals"]
+    assert torch.equal(bits(before.values()), bits(after.values()))
+    assert_still_works()
+
+
+def test_gradient_whose_elements_share_memory() -> None:
+    """An expanded gradient cannot take what came back; said before anything is sent."""
+    task = Setup(build=training.Optional).task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    before = TopKEF.of(optimizer).state_dict()["residuals"]
+    optimizer.zero_grad()
+    task.loss(hvd.rank(), 2).backward()
+    task.never.weight.grad = torch.ones(1, 1).expand(5, 12)
+    message = says("'never.weight'", "strides (0, 0)", "clone()")
+    with pytest.raises(OverlappingGradientError, match=message):
+        optimizer.step()
     after = TopKEF.of(optimizer).state_dict()["residuals"]
     assert torch.equal(bits(before.values()), bits(after.values()))
     assert_still_works()
