@@ -9,8 +9,9 @@ from numbers import Integral, Real
 
 from horovod_topk.errors import ConfigError, UnknownSettingError
 
-VALUES = ("float32", "float16")
-EXCHANGES = ("allgather",)
+VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
+INDICES = ("auto", "packed", "plain")
+EXCHANGES = ("allgather", "sharded")
 SELECTIONS = ("exact", "sampled")
 
 
@@ -23,19 +24,30 @@ class TopKConfig:
     """
 
     ratio: float = 0.01  # share of a tensor's elements sent a step, in (0, 1]
-    values: str = "float32"  # dtype of sent values; residuals take in the rounding
+    values: str = "float32"  # how values are sent; residuals take in the rounding
+    indices: str = "auto"  # how indices are sent: packed, or plain; auto: plain on accelerators
     exchange: str = "allgather"  # how payloads cross the network
+    gather_ratio: float | None = None  # share that owners send back, in (0, 1]; None: as `ratio`
     selection: str = "exact"  # how the k largest elements are found
     min_numel: int = 1024  # elements; smaller tensors travel dense, inside their bucket's payload
     name: str | None = None  # prefix of the collectives' names; None derives it from the plan
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", _checked_ratio(self.ratio))
+        if self.gather_ratio is not None:
+            back = _checked_ratio(self.gather_ratio, "gather_ratio")
+            object.__setattr__(self, "gather_ratio", back)
         _check_choice("values", self.values, VALUES)
+        _check_choice("indices", self.indices, INDICES)
         _check_choice("exchange", self.exchange, EXCHANGES)
         _check_choice("selection", self.selection, SELECTIONS)
         _check_min_numel(self.min_numel)
         _check_name(self.name)
+
+    @property
+    def ratio_back(self) -> float:
+        """Share of a shard's elements that its owner sends to all ranks."""
+        return self.ratio if self.gather_ratio is None else self.gather_ratio
 
     def agreed(self) -> dict[str, object]:
         """The settings that all ranks must share, in a fixed order."""
@@ -58,21 +70,22 @@ def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
         )
 
 
-def _checked_ratio(ratio: object) -> float:
+def _checked_ratio(ratio: object, name: str = "ratio") -> float:
     if isinstance(ratio, bool) or not isinstance(ratio, Real):
         raise ConfigError(
-            f"ratio={ratio!r} is not a number", cure="Pass a float in (0, 1], such as ratio=0.01"
+            f"{name}={ratio!r} is not a number",
+            cure=f"Pass a float in (0, 1], such as {name}=0.01",
         )
     given, ratio = ratio, float(ratio)
     if isinstance(given, Integral) and ratio > 1:
         raise ConfigError(
-            f"ratio={given} is above 1; ratio is the share of elements sent, not the reduction",
-            cure=f"For {ratio:g} times fewer elements pass ratio={1 / ratio:.6g}",
+            f"{name}={given} is above 1; {name} is the share of elements sent, not the reduction",
+            cure=f"For {ratio:g} times fewer elements pass {name}={1 / ratio:.6g}",
         )
     if not 0.0 < ratio <= 1.0:  # also refuses NaN
         raise ConfigError(
-            f"ratio={given!r} lies outside (0, 1]",
-            cure="Pass the share of elements to send, such as ratio=0.01; ratio=1.0 sends all",
+            f"{name}={given!r} lies outside (0, 1]",
+            cure=f"Pass the share of elements to send, such as {name}=0.01; {name}=1.0 sends all",
         )
     return ratio
 

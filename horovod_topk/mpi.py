@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class _Request:
-    """A non-blocking allgather; keeps its buffers alive until it is done."""
+    """A non-blocking collective; keeps its buffers alive until it is done."""
 
     request: MPI.Request
     payload: Array
@@ -58,3 +58,9 @@ class MpiCollective:
         gathered = np.empty(payload.size * self.size, np.uint8)
         request = self._communicator.Iallgather([payload, MPI.BYTE], [gathered, MPI.BYTE])
         return _Request(request, payload, gathered)
+
+    def alltoall(self, payloads: Array, name: str) -> _Request:
+        """Start a non-blocking alltoall of equal stretches; `name` is not needed by MPI."""
+        received = np.empty(payloads.size, np.uint8)
+        request = self._communicator.Ialltoall([payloads, MPI.BYTE], [received, MPI.BYTE])
+        return _Request(request, payloads, received)

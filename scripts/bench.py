@@ -27,6 +27,7 @@ import tensorflow as tf
 import torch
 from tqdm import tqdm
 
+from horovod_topk.cli.models import resnet50_specs
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor
@@ -38,7 +39,6 @@ from horovod_topk.tensorflow.planning import Settings
 from horovod_topk.tensorflow.residuals import Residuals
 from horovod_topk.tensorflow.state import OptimizerState
 from processor import cpu_model
-from resnet50 import resnet50_specs
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"

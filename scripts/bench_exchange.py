@@ -24,8 +24,8 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
+from horovod_topk.cli.models import resnet50_specs
 from horovod_topk.torch import TopKEF
-from resnet50 import resnet50_specs
 
 
 class Shapes(nn.Module):

@@ -24,13 +24,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from horovod_topk.cli.models import resnet50_specs
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.kernels.triton import unsupported
 from horovod_topk.ops.torch import DTYPES, TorchOps
-from resnet50 import resnet50_specs
 
 DEVICE = "cuda"
 BATCH = 10  # calls between two events

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from horovod_topk import __version__
+from horovod_topk.cli import bytes as traffic
 from horovod_topk.cli import doctor
 
 
@@ -15,5 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("doctor", help="say which code compresses here, and why")
-    parser.parse_args(arguments)
-    return doctor.main()
+    traffic.add_arguments(
+        commands.add_parser("bytes", help="say what each format and exchange sends")
+    )
+    args = parser.parse_args(arguments)
+    return doctor.main() if args.command == "doctor" else traffic.main(args)

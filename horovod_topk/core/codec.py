@@ -7,14 +7,16 @@ Compression).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from horovod_topk.core import payload as wire
 from horovod_topk.core.plan import BucketPlan, TensorPlan
 from horovod_topk.core.residual import Arenas
+from horovod_topk.errors import PayloadError
 from horovod_topk.ops import Fused, Ops
+from horovod_topk.ops.coding import index_bytes, value_bytes
 
 Array = TypeVar("Array")
 
@@ -27,7 +29,8 @@ class Entries(Generic[Array]):
 
     index: Array | None  # ascending int64 [k]; None: all elements
     values: Array  # [k], residual dtype
-    sent: Array  # [k], value dtype: what the receiver will read
+    data: Array  # uint8: the values as they travel
+    sent: Array  # [k], residual dtype: what the receiver will read
 
 
 class Codec(Protocol[Array]):
@@ -35,6 +38,10 @@ class Codec(Protocol[Array]):
 
     def new_payload(self, bucket: BucketPlan) -> Array:
         """A buffer for a bucket's payloads, with what is the same in all of them."""
+        ...
+
+    def open_payload(self, bucket: BucketPlan, payload: Array) -> None:
+        """Write what is the same in all of a bucket's payloads into a zeroed buffer."""
         ...
 
     def encode(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> None:
@@ -71,13 +78,17 @@ class TopK(Generic[Array]):
 
     def __init__(self, ops: Ops[Array]) -> None:
         self._ops = ops
-        self._kernels: dict[tuple[bytes, str], Fused[Array] | None] = {}
+        self._kernels: dict[bytes, Fused[Array] | None] = {}
 
     def new_payload(self, bucket: BucketPlan) -> Array:
         """A zeroed buffer that opens with the bucket's header."""
         payload = self._ops.zeros(bucket.layout.payload_bytes, "uint8", bucket.device)
-        self._ops.store_bytes(payload, 0, bucket.header)
+        self.open_payload(bucket, payload)
         return payload
+
+    def open_payload(self, bucket: BucketPlan, payload: Array) -> None:
+        """Write the bucket's header into a zeroed buffer."""
+        self._ops.store_bytes(payload, 0, bucket.header)
 
     def encode(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> None:
         """Fill a payload; leave in the candidate arena what was not sent."""
@@ -86,31 +97,32 @@ class TopK(Generic[Array]):
         if kernel is not None:
             kernel.encode(arenas.residual, arenas.candidate, gradients, payload)
             return
-        entries = [
-            self._compress(bucket, tensor, arenas, gradient)
-            for tensor, gradient in zip(bucket.tensors, gradients, strict=True)
-        ]
+        entries = [self._compress(bucket, tensor, arenas, gradients) for tensor in bucket.tensors]
         self._write(bucket, entries, payload)
         for tensor, entry in zip(bucket.tensors, entries, strict=True):
             self._ops.deduct(self._slice(arenas.candidate, tensor), entry.index, entry.sent)
 
     def unchanged(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> bool:
-        """Whether the gradients still encode to what was sent, judged by each tensor's first."""
+        """Whether e + g is still what was sent and what is left, judged by each tensor's first."""
         ops, bucket = self._ops, arenas.plan
         kernel = self._kernel(bucket)
         if kernel is not None:
-            return kernel.unchanged(arenas.residual, gradients, payload)
+            return kernel.unchanged(arenas.residual, arenas.candidate, gradients, payload)
         count = sum(min(PROBE, tensor.k) for tensor in bucket.tensors)
-        now = ops.zeros(count, bucket.residual_dtype, bucket.device)
-        sent, at = ops.zeros(count, bucket.value_dtype, bucket.device), 0
-        for tensor, gradient in zip(bucket.tensors, gradients, strict=True):
-            index, values = self._read_first(bucket, tensor, payload)
+        owed = ops.zeros(count, bucket.residual_dtype, bucket.device)
+        left, at = ops.zeros(count, bucket.residual_dtype, bucket.device), 0
+        for tensor in bucket.tensors:
+            index, sent = self._read_first(bucket, tensor, payload)
             stop = at + ops.numel(index)
             residual = ops.take(self._slice(arenas.residual, tensor), index)
-            ops.compensate(residual, ops.take(gradient, index), ops.view(now, at, stop))
-            ops.assign(ops.view(sent, at, stop), values)
+            now = ops.view(owed, at, stop)
+            gradient = ops.take(gradients[tensor.gradient], self._natural(bucket, tensor, index))
+            ops.compensate(residual, gradient, now)
+            ops.deduct(now, None, sent)
+            candidate = self._slice(arenas.candidate, tensor)
+            ops.assign(ops.view(left, at, stop), ops.take(candidate, index))
             at = stop
-        return ops.same(ops.quantise(now, bucket.value_dtype), sent)
+        return ops.same(owed, left)
 
     def decode(
         self,
@@ -124,18 +136,24 @@ class TopK(Generic[Array]):
         Raises:
             PayloadError, PlanMismatchError: what a rank sent is no payload of this bucket.
         """
-        flags = self._read_headers(bucket, gathered)
         kernel = self._kernel(bucket)
         if kernel is not None:
-            wrong = kernel.decode(gathered, scale, flags, gradients)
+            flags = self._examine(bucket, gathered, {})
+            each = flags if bucket.writers == 1 else [flags[t.gradient] for t in bucket.tensors]
+            wrong = kernel.decode(gathered, scale, each, gradients)
             if wrong is not None:
-                raise wire.wrong_indices(
-                    bucket.ordinal, wrong[0], bucket.tensors[wrong[1]].spec.name
-                )
+                raise self._wrong_indices(bucket, wrong[1], wrong[0])
             return flags
-        for position, (tensor, gradient) in enumerate(zip(bucket.tensors, gradients, strict=True)):
-            total = self._ops.accumulator(gradient, bucket.residual_dtype)
-            self._ops.accumulate(total, *self._read(bucket, tensor, gathered))
+        index, sound = self._read_indices(bucket, gathered)
+        flags = self._examine(bucket, gathered, sound)
+        totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
+        for position, tensor in enumerate(bucket.tensors):
+            if tensor.k == 0:
+                continue
+            values = self._read_values(bucket, tensor, gathered)
+            at = self._naturally(bucket, tensor, index.get(position))
+            self._ops.accumulate(totals[tensor.gradient], at, values)
+        for position, (total, gradient) in enumerate(zip(totals, gradients, strict=True)):
             self._ops.deliver(total, scale, gradient, flags[position])
         return flags
 
@@ -146,71 +164,132 @@ class TopK(Generic[Array]):
         ops = self._ops
         gradient = ops.clone(after)
         ops.deduct(gradient, None, before)
-        for tensor in bucket.tensors:
-            ops.accumulate(self._slice(gradient, tensor), *self._read(bucket, tensor, payload))
+        index, _ = self._read_indices(bucket, payload)
+        for position, tensor in enumerate(bucket.tensors):
+            values = self._read_values(bucket, tensor, payload)
+            ops.accumulate(self._slice(gradient, tensor), index.get(position), values)
         return ops.norm(gradient)
 
     def _compress(
-        self, bucket: BucketPlan, tensor: TensorPlan, arenas: Arenas[Array], gradient: Array
+        self,
+        bucket: BucketPlan,
+        tensor: TensorPlan,
+        arenas: Arenas[Array],
+        gradients: Sequence[Array],
     ) -> Entries[Array]:
         """Compensate and select; the candidate is e + g afterwards."""
-        ops = self._ops
+        ops, gradient = self._ops, gradients[tensor.gradient]
+        if bucket.parts > 1:
+            own = ops.arange(tensor.numel, bucket.device)
+            gradient = ops.take(gradient, self._natural(bucket, tensor, own))
         candidate = self._slice(arenas.candidate, tensor)
         ops.compensate(self._slice(arenas.residual, tensor), gradient, candidate)
         select = ops.sample if bucket.sampled else ops.select
         index = select(candidate, tensor.k) if tensor.index else None
         values = candidate if index is None else ops.take(candidate, index)
-        return Entries(index, values, ops.quantise(values, bucket.value_dtype))
+        if tensor.k == 0:  # a tensor without elements
+            return Entries(index, values, ops.zeros(0, "uint8", bucket.device), values)
+        data = ops.pack_values(values, bucket.values)
+        return Entries(index, values, data, self._sent(bucket, data, tensor.k))
 
     def _write(self, bucket: BucketPlan, entries: Sequence[Entries[Array]], payload: Array) -> None:
         ops, layout = self._ops, bucket.layout
         ops.store_nonfinite(payload, layout.flags_at, [entry.values for entry in entries])
-        ops.store(payload, layout.values_at, [e.sent for e in entries], bucket.value_dtype)
-        for width, at in (("int32", layout.index32_at), ("int16", layout.index16_at)):
-            parts = [
-                entry.index
-                for tensor, entry in zip(bucket.tensors, entries, strict=True)
-                if tensor.index == width and entry.index is not None
-            ]
-            ops.store(payload, at, parts, width)
+        for tensor, entry in zip(bucket.tensors, entries, strict=True):
+            ops.store(payload, tensor.value_at, entry.data)
+            if tensor.index and entry.index is not None:
+                data = ops.pack_index(entry.index, tensor.numel, tensor.index)
+                ops.store(payload, tensor.index_at, data)
 
-    def _read_headers(self, bucket: BucketPlan, gathered: Array) -> Sequence[bool]:
-        """Refuse foreign payloads; return which tensors any rank flagged."""
-        layout = bucket.layout
+    def _examine(
+        self, bucket: BucketPlan, gathered: Array, sound: Mapping[int, Array]
+    ) -> Sequence[bool]:
+        """Refuse foreign and damaged payloads; return which tensors any rank flagged.
 
-        def check(heads: list[bytes]) -> list[bool]:
+        sound: by position of the tensor, whether each rank's indices were.
+        """
+        layout, headers = bucket.layout, bucket.headers
+
+        def check(heads: list[bytes], answers: list[list[bool]]) -> list[bool]:
             flagged = set[int]()
             for rank, head in enumerate(heads):
-                wire.check_header(head, bucket.header, rank, bucket.ordinal)
+                wire.check_header(head, headers[rank % len(headers)], rank, bucket.ordinal)
                 flags = head[layout.flags_at : layout.flags_at + layout.flags_bytes]
-                flagged.update(wire.flagged(flags, len(bucket.tensors)))
-            return [position in flagged for position in range(len(bucket.tensors))]
+                flagged.update(wire.flagged(flags, len(bucket.gradients)))
+            for position, answer in zip(sound, answers, strict=True):
+                if not all(answer) and bucket.tensors[position].gradient not in flagged:
+                    raise self._wrong_indices(bucket, position, answer.index(False))
+            return [position in flagged for position in range(len(bucket.gradients))]
 
-        return self._ops.examine(gathered, layout.payload_bytes, layout.values_at, check)
+        facts, width = list(sound.values()), layout.payload_bytes // bucket.writers
+        return self._ops.examine(gathered, width, layout.values_at, facts, check)
 
-    def _read(
-        self, bucket: BucketPlan, tensor: TensorPlan, gathered: Array
-    ) -> tuple[Array | None, Array]:
-        """A tensor's indices and values, a row a rank."""
-        size = bucket.layout.payload_bytes
-        values = self._ops.load(gathered, size, tensor.value_at, tensor.k, bucket.value_dtype)
-        if tensor.index is None:
-            return None, values
-        return self._ops.load(gathered, size, tensor.index_at, tensor.k, tensor.index), values
+    @staticmethod
+    def _wrong_indices(bucket: BucketPlan, position: int, row: int) -> PayloadError:
+        """The error for a tensor's indices in a row of payloads."""
+        rank = row * bucket.writers + position // len(bucket.gradients)
+        name = bucket.tensors[position].spec.name
+        return wire.wrong_indices(bucket.ordinal, rank, name)
+
+    def _natural(self, bucket: BucketPlan, tensor: TensorPlan, index: Array) -> Array:
+        """Indices into the gradient, of indices into a tensor of the bucket."""
+        if bucket.parts == 1:
+            return index
+        return self._ops.spot(index, bucket.parts, tensor.first)
+
+    def _naturally(
+        self, bucket: BucketPlan, tensor: TensorPlan, index: Array | None
+    ) -> Array | None:
+        """The same of rows of indices, or of all of them."""
+        if bucket.parts == 1:
+            return index
+        if index is None:
+            own = self._ops.arange(tensor.numel, bucket.device)
+            index = self._ops.load(own, tensor.numel, 0, tensor.numel)
+        return self._natural(bucket, tensor, index)
+
+    def _read_indices(
+        self, bucket: BucketPlan, gathered: Array
+    ) -> tuple[dict[int, Array], dict[int, Array]]:
+        """Indices, a row a rank, and whether they are sound, by position of the tensor."""
+        ops, size = self._ops, bucket.layout.payload_bytes
+        index, sound = dict[int, Array](), dict[int, Array]()
+        for position, tensor in enumerate(bucket.tensors):
+            if tensor.index is None:
+                continue
+            numel, k, kind = tensor.numel, tensor.k, tensor.index
+            rows = ops.load(gathered, size, tensor.index_at, index_bytes(kind, numel, k))
+            index[position], sound[position] = ops.unpack_index(rows, k, numel, kind)
+        return index, sound
+
+    def _read_values(self, bucket: BucketPlan, tensor: TensorPlan, gathered: Array) -> Array:
+        """A tensor's values, a row a rank."""
+        size, count = bucket.layout.payload_bytes, value_bytes(bucket.values, tensor.k)
+        rows = self._ops.load(gathered, size, tensor.value_at, count)
+        return self._ops.unpack_values(rows, tensor.k, bucket.values, bucket.residual_dtype)
+
+    def _sent(self, bucket: BucketPlan, data: Array, count: int) -> Array:
+        """What a reader makes of values."""
+        ops = self._ops
+        rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
+        return ops.row(ops.unpack_values(rows, count, bucket.values, bucket.residual_dtype), 0)
 
     def _read_first(
         self, bucket: BucketPlan, tensor: TensorPlan, payload: Array
     ) -> tuple[Array, Array]:
         """Indices and values of a tensor's first entries in one payload."""
-        ops, size, count = self._ops, bucket.layout.payload_bytes, min(PROBE, tensor.k)
-        values = ops.load(payload, size, tensor.value_at, count, bucket.value_dtype)
+        ops, count = self._ops, min(PROBE, tensor.k)
+        values = ops.view(ops.row(self._read_values(bucket, tensor, payload), 0), 0, count)
         if tensor.index is None:
-            return ops.arange(count, bucket.device), ops.row(values, 0)
-        index = ops.load(payload, size, tensor.index_at, count, tensor.index)
-        return ops.row(index, 0), ops.row(values, 0)
+            return ops.arange(count, bucket.device), values
+        numel, k, kind = tensor.numel, tensor.k, tensor.index
+        size = bucket.layout.payload_bytes
+        rows = ops.load(payload, size, tensor.index_at, index_bytes(kind, numel, k))
+        index, _ = ops.unpack_index(rows, k, numel, kind)
+        return ops.view(ops.row(index, 0), 0, count), values
 
     def _kernel(self, bucket: BucketPlan) -> Fused[Array] | None:
-        key = bucket.digest, bucket.device
+        key = bucket.fingerprint
         if key not in self._kernels:
             self._kernels[key] = self._ops.fused(bucket.recipe, bucket.device)
         return self._kernels[key]

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import Codec
-from horovod_topk.core.exchange import Allgather, Pending, Traffic
+from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import Arenas, ResidualRegistry
+from horovod_topk.core.residual import ResidualRegistry, check_owner
+from horovod_topk.core.route import Route
 from horovod_topk.core.stats import StepCounters, count_step
 from horovod_topk.errors import GradientChangedError, NotLaunchedError
 from horovod_topk.ops import Ops
@@ -42,12 +43,11 @@ class Phase(enum.Enum):
 
 @dataclass
 class Bucket(Generic[Array]):
-    """One bucket's buffers and phase."""
+    """One bucket's way and phase."""
 
     plan: BucketPlan
-    payload: Array
+    route: Route[Array]
     phase: Phase = Phase.IDLE
-    pending: Pending[Array] | None = None
     flagged: tuple[str, ...] = ()
     committed_last: bool = False  # whether the last launched step was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
@@ -61,11 +61,12 @@ class Compressor(Generic[Array]):
         plan: Plan,
         ops: Ops[Array],
         codec: Codec[Array],
-        exchange: Allgather[Array],
+        exchange: Exchange[Array],
         name: str,
     ) -> None:
         self.plan = plan
-        self.registry = ResidualRegistry(plan, ops)
+        self.registry = ResidualRegistry(plan, ops, exchange.holders)
+        self.owned = exchange.owned(plan, ops)  # residuals of what this rank owns, if it does
         self.name = name
         self.steps = 0
         self.rolled_back = 0
@@ -90,11 +91,14 @@ class Compressor(Generic[Array]):
             self.rollback()
         bucket = self._buckets[ordinal]
         self._drain(bucket)
-        arenas = self.registry.arenas(ordinal)
-        self._codec.encode(arenas, gradients, bucket.payload)
         bucket.committed_last, bucket.measurable = False, True
-        bucket.pending = self._exchange.launch(bucket.payload, f"{self.name}.{ordinal}")
+        bucket.route.send(gradients, f"{self.name}.{ordinal}")
         bucket.phase = Phase.SENT
+
+    def advance(self) -> None:
+        """Take every bucket under way to its last collective; `finish` does so too."""
+        for bucket in self._buckets.values():
+            bucket.route.advance()
 
     def finish(
         self, ordinal: int, gradients: Sequence[Array], targets: Sequence[Array] | None = None
@@ -112,22 +116,15 @@ class Compressor(Generic[Array]):
             PayloadError, PlanMismatchError: a rank sent something else than this bucket.
         """
         bucket = self._buckets[ordinal]
-        arenas = self.registry.arenas(ordinal)
-        if bucket.pending is None:
+        if not bucket.route.is_under_way:
             raise NotLaunchedError(
                 f"bucket {ordinal} was finished in phase {bucket.phase.value!r}",
                 cure="Launch every bucket once before it is finished",
             )
-        gathered = bucket.pending.wait()
-        bucket.pending = None
-        self._check_unchanged(arenas, gradients, bucket.payload)
-        self._exchange.check_length(self._ops.numel(gathered), bucket.plan)
-        flags = self._codec.decode(
-            bucket.plan,
-            gathered,
-            1.0 / self._exchange.ranks if self.plan.reduction == "average" else 1.0,
-            gradients if targets is None else targets,
-        )
+        self.advance()
+        bucket.route.wait()
+        self._check_unchanged(bucket, gradients)
+        flags = bucket.route.receive(gradients if targets is None else targets)
         bucket.flagged = bucket.plan.names(flags)
         bucket.phase = Phase.RECEIVED
 
@@ -144,7 +141,7 @@ class Compressor(Generic[Array]):
             self.rollback()
             return False
         for bucket in received:
-            self.registry.arenas(bucket.plan.ordinal).swap()
+            bucket.route.swap()
             bucket.committed_last = True
         self._end_step(received, committed=True)
         return bool(received)
@@ -161,11 +158,14 @@ class Compressor(Generic[Array]):
 
     def replan(self, plan: Plan) -> None:
         """Take on a plan with fewer tensors; residuals of the others are kept."""
+        for bucket in self._buckets.values():
+            if bucket.plan not in plan.buckets:
+                self._drain(bucket)
         self.registry.replan(plan)
+        if self.owned is not None:
+            self.owned.replan(plan)
         self.plan = plan
         kept = {i: b for i, b in self._buckets.items() if b.plan in plan.buckets}
-        for ordinal in self._buckets.keys() - kept.keys():
-            self._drain(self._buckets[ordinal])
         self._buckets = {
             b.ordinal: kept.get(b.ordinal) or self._make_bucket(b) for b in plan.buckets
         }
@@ -175,6 +175,14 @@ class Compressor(Generic[Array]):
         """How many ranks exchange."""
         return self._exchange.ranks
 
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of this rank's residuals, and of those of the shards it owns."""
+        state = self.registry.state_dict()
+        if self.owned is not None:
+            place = {"ranks": self.ranks, "rank": self._exchange.rank}
+            state["owned"] = place | self.owned.state_dict()
+        return state
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on residuals; a step under way is abandoned.
 
@@ -182,14 +190,21 @@ class Compressor(Generic[Array]):
             StateDictError: a residual does not fit; nothing has changed.
         """
         self.registry.check(state)
+        check_owner(self._exchange if self.owned is not None else None, state.get("owned"))
+        if self.owned is not None:
+            self.owned.check(state["owned"])
         self.abandon()
         self.registry.load_state_dict(state)
+        if self.owned is not None:
+            self.owned.load_state_dict(state["owned"])
         self._forget_gradients()
 
     def reset(self) -> None:
         """Set every residual to zero; a step under way is abandoned."""
         self.abandon()
         self.registry.reset()
+        if self.owned is not None:
+            self.owned.reset()
         self._forget_gradients()
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
@@ -202,7 +217,8 @@ class Compressor(Generic[Array]):
 
     def residual_norm(self) -> float:
         """Euclidean norm of all residuals. Waits for the device."""
-        arenas = (self.registry.arenas(bucket.ordinal) for bucket in self.plan.buckets)
+        registries = [self.registry] if self.owned is None else [self.registry, self.owned]
+        arenas = (a for registry in registries for a in registry.all_arenas())
         return math.hypot(*(self._ops.norm(a.residual) for a in arenas))
 
     def gradient_norm(self) -> float:
@@ -216,26 +232,21 @@ class Compressor(Generic[Array]):
     def _bucket_norm(self, bucket: Bucket[Array]) -> float:
         if not bucket.measurable:
             return 0.0
-        arenas = self.registry.arenas(bucket.plan.ordinal)
-        before, after = arenas.residual, arenas.candidate
-        if bucket.committed_last:
-            before, after = after, before
-        return self._codec.gradient_norm(bucket.plan, before, after, bucket.payload)
+        return bucket.route.gradient_norm(committed=bucket.committed_last)
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
-        return Bucket(plan, self._codec.new_payload(plan))
+        route = self._exchange.route(plan, self.registry, self.owned, self._ops, self._codec)
+        return Bucket(plan, route)
 
     def _received(self) -> Iterator[Bucket[Array]]:
         return (b for b in self._buckets.values() if b.phase is Phase.RECEIVED)
 
-    def _check_unchanged(
-        self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array
-    ) -> None:
-        if self._codec.unchanged(arenas, gradients, payload):
+    def _check_unchanged(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
+        if bucket.route.unchanged(gradients):
             return
-        names = ", ".join(t.spec.name for t in arenas.plan.tensors[:3])
+        names = ", ".join(t.spec.name for t in bucket.plan.tensors[:3])
         raise GradientChangedError(
-            f"a gradient of bucket {arenas.plan.ordinal} ({names}, ...) is not the one that was "
+            f"a gradient of bucket {bucket.plan.ordinal} ({names}, ...) is not the one that was "
             "sent",
             cure="Clip, unscale or edit gradients after optimizer.synchronize(), then step inside "
             "optimizer.skip_synchronize()",
@@ -243,9 +254,7 @@ class Compressor(Generic[Array]):
 
     def _drain(self, bucket: Bucket[Array]) -> None:
         """Let a collective that nobody will read come to its end."""
-        if bucket.pending is not None:
-            bucket.pending.wait()
-        bucket.pending = None
+        bucket.route.drain()
         if bucket.phase is Phase.SENT:
             bucket.phase = Phase.IDLE
 

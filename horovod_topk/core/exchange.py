@@ -1,44 +1,35 @@
-"""How payloads cross the network, over one small protocol."""
+"""How payloads cross the network, over one small protocol.
+
+Each exchange knows who keeps residuals for what, how many bytes travel, and how one bucket is sent
+(`horovod_topk.core.route`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from horovod_topk.core import payload as wire
+from horovod_topk.core.codec import Codec
 from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.residual import ResidualRegistry
+from horovod_topk.core.route import Collective, Direct, Pending, Route, Sharded
+from horovod_topk.core.shards import ShardedPlan, shard
+from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
-Received = TypeVar("Received", covariant=True)
 
-
-class Pending(Protocol[Received]):
-    """A collective under way."""
-
-    def wait(self) -> Received:
-        """Block until it is done and return its result."""
-        ...
-
-
-class Collective(Protocol[Array]):
-    """A communicator: Horovod's, mpi4py's, or a test's."""
-
-    @property
-    def rank(self) -> int:
-        """This process among those that exchange, from 0."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many exchange."""
-        ...
-
-    def allgather(self, payload: Array, name: str) -> Pending[Array]:
-        """Start to gather a uint8 array, the same length on every rank, in rank order.
-
-        Must not block. `name` is equal on all ranks, and unique among collectives under way.
-        """
-        ...
+__all__ = [
+    "Allgather",
+    "Collective",
+    "Exchange",
+    "Pending",
+    "ShardedExchange",
+    "Traffic",
+    "exchange_of",
+    "ring_allreduce_bytes",
+]
 
 
 @dataclass(frozen=True)
@@ -48,6 +39,43 @@ class Traffic:
     payload_bytes: int  # handed to collectives
     sent_bytes: int  # sent for them
     dense_bytes: int  # sent by a ring allreduce of the dense gradients instead
+
+
+class Exchange(Protocol[Array]):
+    """What the compressor asks of an exchange."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks exchange."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This one among them."""
+        ...
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """Plans whose arenas together hold this rank's residuals of a bucket."""
+        ...
+
+    def owned(self, plan: Plan, ops: Ops[Array]) -> ResidualRegistry[Array] | None:
+        """New residuals of what this rank owns for all ranks, if the exchange has owners."""
+        ...
+
+    def route(
+        self,
+        bucket: BucketPlan,
+        registry: ResidualRegistry[Array],
+        owned: ResidualRegistry[Array] | None,
+        ops: Ops[Array],
+        codec: Codec[Array],
+    ) -> Route[Array]:
+        """A bucket's way."""
+        ...
+
+    def traffic(self, plan: Plan) -> Traffic:
+        """Bytes of a step."""
+        ...
 
 
 class Allgather(Generic[Array]):
@@ -60,6 +88,29 @@ class Allgather(Generic[Array]):
     def ranks(self) -> int:
         """How many payloads come back."""
         return self._collective.size
+
+    @property
+    def rank(self) -> int:
+        """This one among them."""
+        return self._collective.rank
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """The bucket itself."""
+        return (bucket,)
+
+    def owned(self, plan: Plan, ops: Ops[Array]) -> None:
+        """Nobody owns anything."""
+
+    def route(
+        self,
+        bucket: BucketPlan,
+        registry: ResidualRegistry[Array],
+        owned: ResidualRegistry[Array] | None,
+        ops: Ops[Array],
+        codec: Codec[Array],
+    ) -> Route[Array]:
+        """One allgather."""
+        return Direct(bucket, registry.arenas(bucket.ordinal), ops, codec, self._collective)
 
     def launch(self, payload: Array, name: str) -> Pending[Array]:
         """Start the exchange of one bucket."""
@@ -77,6 +128,78 @@ class Allgather(Generic[Array]):
         return Traffic(payload_bytes, sent, ring_allreduce_bytes(dense, self.ranks))
 
 
+class ShardedExchange(Generic[Array]):
+    """Entries go to the owner of their elements, and the owners' sums back to all.
+
+    Bytes do not grow with the number of ranks: (P - 1) / P of a payload in each direction.
+    """
+
+    def __init__(self, collective: Collective[Array]) -> None:
+        self._collective = collective
+        self._plans: dict[BucketPlan, ShardedPlan] = {}
+
+    @property
+    def ranks(self) -> int:
+        """How many own a shard: all of them."""
+        return self._collective.size
+
+    @property
+    def rank(self) -> int:
+        """This one among them."""
+        return self._collective.rank
+
+    def dealt(self, bucket: BucketPlan) -> ShardedPlan:
+        """A bucket as it is dealt out."""
+        if bucket not in self._plans:
+            self._plans[bucket] = shard(bucket, self.ranks)
+        return self._plans[bucket]
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """A plan for each owner."""
+        return self.dealt(bucket).scatter
+
+    def owned(self, plan: Plan, ops: Ops[Array]) -> ResidualRegistry[Array]:
+        """Residuals of the means of this rank's shards."""
+        rank = self._collective.rank
+        return ResidualRegistry(plan, ops, lambda bucket: (self.dealt(bucket).gather[rank],))
+
+    def route(
+        self,
+        bucket: BucketPlan,
+        registry: ResidualRegistry[Array],
+        owned: ResidualRegistry[Array] | None,
+        ops: Ops[Array],
+        codec: Codec[Array],
+    ) -> Route[Array]:
+        """One alltoall and one allgather."""
+        assert owned is not None  # as `owned` made it
+        return Sharded(
+            self.dealt(bucket),
+            registry.shards(bucket.ordinal),
+            owned.arenas(bucket.ordinal),
+            ops,
+            codec,
+            self._collective,
+        )
+
+    def traffic(self, plan: Plan) -> Traffic:
+        """Bytes of a step: to each owner directly, and back in a ring from rank to rank."""
+        others, dealt = self.ranks - 1, [self.dealt(bucket) for bucket in plan.buckets]
+        there = sum(each.scatter_bytes for each in dealt)
+        back = sum(each.gather_bytes for each in dealt)
+        dense = sum(bucket.dense_bytes for bucket in plan.buckets)
+        return Traffic(
+            self.ranks * there + back,
+            others * (there + back),
+            ring_allreduce_bytes(dense, self.ranks),
+        )
+
+
 def ring_allreduce_bytes(dense_bytes: int, ranks: int) -> int:
     """Bytes a rank sends in a ring allreduce: 2 (P - 1) / P of the data (Patarasuk, Yuan 2009)."""
     return 2 * (ranks - 1) * dense_bytes // ranks
+
+
+def exchange_of(kind: str, collective: Collective[Array]) -> Exchange[Array]:
+    """The exchange that a setting names."""
+    return ShardedExchange(collective) if kind == "sharded" else Allgather(collective)

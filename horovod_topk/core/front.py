@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 from horovod_topk.config import TopKConfig, reject_unknown
 from horovod_topk.core.stats import Stats, StepCounters
-from horovod_topk.errors import NotAttachedError
+from horovod_topk.errors import ConfigError, NotAttachedError
 
 
 class State(Protocol):
@@ -48,14 +48,18 @@ class Front(abc.ABC):
         ratio: float = TopKConfig.ratio,
         *,
         values: str = TopKConfig.values,
+        indices: str = TopKConfig.indices,
         exchange: str = TopKConfig.exchange,
+        gather_ratio: float | None = TopKConfig.gather_ratio,
         selection: str = TopKConfig.selection,
         min_numel: int = TopKConfig.min_numel,
         name: str | None = TopKConfig.name,
         **unknown: object,
     ) -> None:
         reject_unknown(unknown, TopKConfig.__dataclass_fields__)
-        self.config = TopKConfig(ratio, values, exchange, selection, min_numel, name)
+        self.config = TopKConfig(
+            ratio, values, indices, exchange, gather_ratio, selection, min_numel, name
+        )
 
     @classmethod
     def asked(cls, compression: object) -> Self | None:
@@ -117,6 +121,20 @@ class ProcessSet(Protocol):
 def elastic() -> bool:
     """Whether ranks may come and go (`horovodrun --min-np`)."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def check_elastic(exchange: str) -> None:
+    """Refuse an exchange whose shards are of so many ranks where ranks may come and go.
+
+    Raises:
+        ConfigError: they may.
+    """
+    if exchange == "sharded" and elastic():
+        raise ConfigError(
+            "exchange='sharded' deals residuals out to a fixed number of ranks, and this job is "
+            "elastic",
+            cure="Pass exchange='allgather', or run without --min-np and --max-np",
+        )
 
 
 def why_inactive(process_set: ProcessSet) -> str | None:

@@ -23,6 +23,7 @@ from horovod_topk.errors import (
     TensorTooLargeError,
     UnsupportedDtypeError,
 )
+from horovod_topk.ops import coding
 
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of float32: large enough to amortise a negotiation
 RESIDUAL_DTYPE = {
@@ -32,8 +33,18 @@ RESIDUAL_DTYPE = {
     "float64": "float64",
 }
 REDUCTIONS = ("average", "sum")
-DTYPE_CODE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # in recipes
-WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int16": 2, "int32": 4}  # bytes
+WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
+DTYPE_CODE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # these three in recipes
+VALUE_CODE = {
+    "float32": 0,
+    "float64": 0,
+    "float16": 1,
+    "bfloat16": 2,
+    "int8": 3,
+    "int4": 4,
+    "sign": 5,
+}
+INDEX_CODE = {None: 0, "packed": 1, "int16": 2, "int32": 4}
 
 
 @dataclass(frozen=True)
@@ -58,26 +69,31 @@ class TensorPlan:
     spec: TensorSpec
     k: int  # entries sent each step
     start: int  # first element in the bucket's arenas
-    index: str | None  # dtype of its indices; None: all elements are sent, in order
+    index: str | None  # int16, int32 or packed; None: all elements are sent, in order
     value_at: int  # byte of its first value in the payload
     index_at: int  # byte of its first index in the payload
+    numel: int  # elements: those of the gradient, or of one shard of it
+    gradient: int  # which of the bucket's gradients it is, or is a shard of
+    first: int = 0  # first block of the shard; see `horovod_topk.core.shards`
 
     @property
     def stop(self) -> int:
         """One past its last element in the bucket's arenas."""
-        return self.start + self.spec.numel
+        return self.start + self.numel
 
     @property
     def recipe(self) -> tuple[int, ...]:
         """Its part of the bucket's `recipe`."""
         return (
-            self.spec.numel,
+            self.numel,
             self.k,
             self.start,
-            WIDTH[self.index] if self.index else 0,
+            INDEX_CODE[self.index],
             self.value_at,
             self.index_at,
             DTYPE_CODE[self.spec.dtype],
+            self.first,
+            self.gradient,
         )
 
 
@@ -88,10 +104,23 @@ class BucketPlan:
     ordinal: int  # stable position among the plan's buckets
     tensors: tuple[TensorPlan, ...]
     residual_dtype: str
-    value_dtype: str
+    values: str  # kind of its values, one of `VALUE_CODE`
+    config: TopKConfig
+    reduction: str
     sampled: bool  # select by a sampled threshold, not exactly
     layout: Layout
-    digest: bytes  # 8 bytes: equal on two ranks if and only if they read each other's payloads
+    digests: tuple[bytes, ...]  # of the payloads that make one, 8 bytes each; see `headers`
+    parts: int = 1  # shards that gradients are dealt to
+
+    @property
+    def writers(self) -> int:
+        """Payloads, one behind the other, that are read as one: more than 1 for shards."""
+        return len(self.digests)
+
+    @property
+    def gradients(self) -> tuple[TensorPlan, ...]:
+        """A tensor for each gradient."""
+        return self.tensors[: len(self.tensors) // self.writers]
 
     @property
     def numel(self) -> int:
@@ -111,16 +140,35 @@ class BucketPlan:
     @property
     def dense_bytes(self) -> int:
         """Bytes of the gradients it stands for."""
-        return sum(t.spec.numel * WIDTH[t.spec.dtype] for t in self.tensors)
+        return sum(t.numel * WIDTH[t.spec.dtype] for t in self.tensors)
 
     def names(self, flags: Iterable[bool]) -> tuple[str, ...]:
-        """Names of the flagged tensors, given one flag a tensor."""
-        return tuple(t.spec.name for t, flag in zip(self.tensors, flags, strict=True) if flag)
+        """Names of the flagged gradients, given one flag for each."""
+        return tuple(t.spec.name for t, flag in zip(self.gradients, flags, strict=True) if flag)
+
+    @property
+    def digest(self) -> bytes:
+        """That of its only payload, or of the first."""
+        return self.digests[0]
 
     @cached_property
     def header(self) -> bytes:
-        """The payload's first bytes, equal on every rank and step."""
-        return payload.header(len(self.tensors), self.digest)
+        """The first bytes of its only payload, or of the first, equal on every rank and step."""
+        return payload.header(len(self.gradients), self.digest)
+
+    @property
+    def headers(self) -> tuple[bytes, ...]:
+        """The first bytes of each writer's payload.
+
+        A digest is equal on two ranks if and only if they read each other's payloads.
+        """
+        count = len(self.gradients)
+        return (self.header, *(payload.header(count, each) for each in self.digests[1:]))
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Tells buckets that need kernels of their own from each other."""
+        return digest([self.device, *self.recipe])
 
     @cached_property
     def recipe(self) -> tuple[int, ...]:
@@ -128,10 +176,11 @@ class BucketPlan:
         head = (
             len(self.tensors),
             WIDTH[self.residual_dtype],
-            WIDTH[self.value_dtype],
+            VALUE_CODE[self.values],
             self.layout.flags_at,
             self.layout.payload_bytes,
             int(self.sampled),
+            self.parts,
         )
         return head + tuple(number for tensor in self.tensors for number in tensor.recipe)
 
@@ -192,6 +241,7 @@ class Plan:
             "names": [spec.name for spec in specs],
             "shapes": [[spec.name, list(spec.shape)] for spec in specs],
             "dtypes": [[spec.name, spec.dtype] for spec in specs],
+            "indices": [[tensor.spec.name, tensor.index] for tensor in self.tensors()],
             "buckets": [[t.spec.name for t in bucket.tensors] for bucket in self.buckets],
         }
 
@@ -290,33 +340,56 @@ def _alike(group: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 def _plan_bucket(
     ordinal: int, specs: Sequence[TensorSpec], config: TopKConfig, reduction: str
 ) -> BucketPlan:
-    residual_dtype = RESIDUAL_DTYPE[specs[0].dtype]
-    value_dtype = residual_dtype if config.values == "float32" else config.values
-    shares = [_share(spec, config, WIDTH[value_dtype]) for spec in specs]
-    layout = payload.layout(
-        len(specs),
-        WIDTH[value_dtype] * sum(k for k, _ in shares),
-        WIDTH["int32"] * sum(k for k, index in shares if index == "int32"),
-        WIDTH["int16"] * sum(k for k, index in shares if index == "int16"),
-    )
+    values = value_kind(specs[0], config)
+    shares = [
+        Share(spec, spec.numel, position, *share(spec, spec.numel, config.ratio, config))
+        for position, spec in enumerate(specs)
+    ]
+    identities = [identity(each) for each in shares]
+    own = digest([payload.VERSION, config.agreed(), reduction, identities])
+    layout, tensors = lay_out(shares, values)
     return BucketPlan(
         ordinal,
-        tuple(_place(specs, shares, layout, WIDTH[value_dtype])),
-        residual_dtype,
-        value_dtype,
+        tensors,
+        RESIDUAL_DTYPE[specs[0].dtype],
+        values,
+        config,
+        reduction,
         config.selection == "sampled",
         layout,
-        digest([payload.VERSION, config.agreed(), reduction, [_identity(s) for s in specs]]),
+        (own,),
     )
 
 
-def _share(spec: TensorSpec, config: TopKConfig, value_width: int) -> tuple[int, str | None]:
-    """(k, dtype of indices); index None where sending all elements costs no more."""
-    k = entries(spec.numel, config.ratio)
-    index = "int16" if spec.numel <= 2**16 else "int32"
-    cost = k * (value_width + WIDTH[index])
-    if spec.numel < config.min_numel or cost >= spec.numel * value_width:
-        return spec.numel, None
+@dataclass(frozen=True)
+class Share:
+    """What one tensor, or one shard of one, sends."""
+
+    spec: TensorSpec
+    numel: int  # elements of the shard
+    gradient: int  # position of the tensor in its bucket
+    k: int
+    index: str | None  # kind of indices; None: all elements are sent, in order
+    first: int = 0
+
+
+def value_kind(spec: TensorSpec, config: TopKConfig) -> str:
+    """How the values of a bucket are sent, given one of its tensors."""
+    return RESIDUAL_DTYPE[spec.dtype] if config.values == "float32" else config.values
+
+
+def identity(share: Share) -> list[object]:
+    """What two ranks must have in common to read a share."""
+    return [share.spec.name, list(share.spec.shape), share.spec.dtype, share.index]
+
+
+def share(spec: TensorSpec, numel: int, ratio: float, config: TopKConfig) -> tuple[int, str | None]:
+    """(k, kind of indices) for `numel` elements of a tensor; None where all cost no more."""
+    k, values = entries(numel, ratio), value_kind(spec, config)
+    index = _index_kind(spec, config)
+    cost = coding.value_bytes(values, k) + coding.index_bytes(index, numel, k)
+    if spec.numel < config.min_numel or cost >= coding.value_bytes(values, numel):
+        return numel, None
     if spec.numel > 2**32:
         raise TensorTooLargeError(
             f"{spec.numel} elements are more than the {2**32} an index can address",
@@ -326,22 +399,46 @@ def _share(spec: TensorSpec, config: TopKConfig, value_width: int) -> tuple[int,
     return k, index
 
 
-def _place(
-    specs: Sequence[TensorSpec],
-    shares: Sequence[tuple[int, str | None]],
-    layout: Layout,
-    value_width: int,
-) -> Iterator[TensorPlan]:
-    """Tensors one after another, in the arenas and in each section of the payload."""
-    start, value_at = 0, layout.values_at
-    index_at = {"int32": layout.index32_at, "int16": layout.index16_at}
-    for spec, (k, index) in zip(specs, shares, strict=True):
-        yield TensorPlan(spec, k, start, index, value_at, index_at[index] if index else 0)
-        start += spec.numel
-        value_at += k * value_width
-        if index:
-            index_at[index] += k * WIDTH[index]
+def _index_kind(spec: TensorSpec, config: TopKConfig) -> str:
+    """Packed where our kernels pack: the Triton ones do not."""
+    on_host = spec.device == "cpu" or "CPU" in spec.device or not spec.device
+    if config.indices == "packed" or (config.indices == "auto" and on_host):
+        return "packed"
+    return "int16" if spec.numel <= 2**16 else "int32"
 
 
-def _identity(spec: TensorSpec) -> list[object]:
-    return [spec.name, list(spec.shape), spec.dtype]
+def lay_out(
+    shares: Sequence[Share], values: str, alignment: int = 1
+) -> tuple[Layout, tuple[TensorPlan, ...]]:
+    """A payload for shares, one after another in the arenas and in each section.
+
+    alignment: elements; every share begins at a multiple of it in the arenas.
+    """
+    sizes = dict.fromkeys(("int32", "int16", "packed"), 0)
+    for each in shares:
+        if each.index:
+            sizes[each.index] += coding.index_bytes(each.index, each.numel, each.k)
+    value_sizes = [coding.value_bytes(values, each.k) for each in shares]
+    layout = payload.layout(len(shares), sum(value_sizes), sizes)
+    index_at = {kind: layout.index_at(kind) for kind in sizes}
+    start, value_at, tensors = 0, layout.values_at, []
+    for each, size in zip(shares, value_sizes, strict=True):
+        at = index_at[each.index] if each.index else 0
+        tensors.append(
+            TensorPlan(
+                each.spec,
+                each.k,
+                start,
+                each.index,
+                value_at,
+                at,
+                each.numel,
+                each.gradient,
+                each.first,
+            )
+        )
+        start += -(-each.numel // alignment) * alignment
+        value_at += size
+        if each.index:
+            index_at[each.index] += coding.index_bytes(each.index, each.numel, each.k)
+    return layout, tuple(tensors)

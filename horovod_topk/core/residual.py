@@ -8,11 +8,11 @@ candidate. e itself is never written, so a roll-back is exact to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
+from horovod_topk.core.plan import BucketPlan, Plan, TensorPlan, TensorSpec
 from horovod_topk.errors import StateDictError
 from horovod_topk.ops import Ops
 
@@ -34,42 +34,79 @@ class Arenas(Generic[Array]):
         self.residual, self.candidate = self.candidate, self.residual
 
 
-class ResidualRegistry(Generic[Array]):
-    """Name -> residual, for all tensors of a plan. New residuals are zero."""
+Piece = tuple[Arenas[Array], TensorPlan]  # a tensor, or a shard of one, and where it lies
 
-    def __init__(self, plan: Plan, ops: Ops[Array]) -> None:
-        self._ops = ops
-        self._plan = plan
-        self._arenas = {bucket.ordinal: self._allocate(bucket) for bucket in plan.buckets}
+
+class ResidualRegistry(Generic[Array]):
+    """Name -> residual, for all tensors of a plan. New residuals are zero.
+
+    Args:
+        plan: the tensors.
+        ops: of the arenas.
+        holders: gives the plans whose arenas together hold a bucket's residuals: the bucket itself,
+            or one for each shard of it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        ops: Ops[Array],
+        holders: Callable[[BucketPlan], Sequence[BucketPlan]] = lambda bucket: (bucket,),
+    ) -> None:
+        self._ops, self._holders = ops, holders
+        self._arenas: dict[int, list[Arenas[Array]]] = {}
+        self._pieces: dict[str, list[Piece[Array]]] = {}
+        self._take_on(plan)
 
     def arenas(self, ordinal: int) -> Arenas[Array]:
-        """The arenas of a bucket."""
+        """The arenas of a bucket that is in one piece."""
+        (arenas,) = self._arenas[ordinal]
+        return arenas
+
+    def shards(self, ordinal: int) -> Sequence[Arenas[Array]]:
+        """The arenas of each shard of a bucket."""
         return self._arenas[ordinal]
 
+    def all_arenas(self) -> Iterator[Arenas[Array]]:
+        """Those of every bucket."""
+        for group in self._arenas.values():
+            yield from group
+
     def residual(self, name: str) -> Array:
-        """A view of one tensor's residual, flat.
+        """One tensor's residual, flat: a view, or a copy if it is in several pieces.
 
         Raises:
             KeyError: no such tensor.
         """
-        return dict(self._residuals())[name]
+        pieces = self._pieces[name]
+        arenas, tensor = pieces[0]
+        if len(pieces) == 1:
+            return self._view(arenas, tensor)
+        whole = self._ops.zeros(tensor.spec.numel, arenas.plan.residual_dtype, arenas.plan.device)
+        for arenas, tensor in pieces:
+            values = self._view(arenas, tensor)
+            if tensor.numel:
+                place = self._places(arenas, tensor)
+                self._ops.accumulate(whole, self._row_of(place), self._row_of(values))
+        return whole
 
     def reset(self) -> None:
         """Set every residual to zero."""
-        self._arenas = {bucket.ordinal: self._allocate(bucket) for bucket in self._plan.buckets}
+        for arenas in self.all_arenas():
+            size = (arenas.plan.numel, arenas.plan.residual_dtype, arenas.plan.device)
+            self._ops.assign(arenas.residual, self._ops.zeros(*size))
 
     def replan(self, plan: Plan) -> None:
         """Take on a plan whose tensors are a subset of the present one's, keeping residuals."""
-        before = dict(self._residuals())
-        self._plan = plan
-        kept = {a.plan.ordinal: a for a in self._arenas.values() if a.plan in plan.buckets}
-        self._arenas = {b.ordinal: kept.get(b.ordinal) or self._allocate(b) for b in plan.buckets}
-        for name, residual in self._residuals():
-            self._ops.assign(residual, before[name])
+        kept = [tensor.spec.name for tensor in plan.tensors()]
+        before = {name: self._ops.clone(self.residual(name)) for name in kept}
+        self._take_on(plan)
+        for name in kept:
+            self._assign(name, before[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all residuals, flat, with what is needed to refuse a wrong one."""
-        copies = {name: self._ops.clone(e) for name, e in self._residuals()}
+        copies = {name: self._ops.clone(self.residual(name)) for name in self._pieces}
         return pack_state(self._plan.config.ratio, self._specs(), copies)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -79,25 +116,54 @@ class ResidualRegistry(Generic[Array]):
             StateDictError: another version, or a tensor missing, unknown or of another shape.
         """
         self.check(state)
-        for name, residual in self._residuals():
-            self._ops.assign(residual, state["residuals"][name])
-
-    def _allocate(self, bucket: BucketPlan) -> Arenas[Array]:
-        size = (bucket.numel, bucket.residual_dtype, bucket.device)
-        return Arenas(bucket, self._ops.zeros(*size), self._ops.zeros(*size))
-
-    def _residuals(self) -> Iterator[tuple[str, Array]]:
-        for bucket in self._plan.buckets:
-            arena = self._arenas[bucket.ordinal].residual
-            for tensor in bucket.tensors:
-                yield tensor.spec.name, self._ops.view(arena, tensor.start, tensor.stop)
+        for name in self._pieces:
+            self._assign(name, state["residuals"][name])
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state dict that does not fit; raises StateDictError."""
         check_state(state, self._specs(), self._ops)
 
+    def _take_on(self, plan: Plan) -> None:
+        known = {arenas.plan.digest: arenas for arenas in self.all_arenas()}
+        self._plan = plan
+        self._arenas = {
+            bucket.ordinal: [
+                known.get(holder.digest) or self._allocate(holder)
+                for holder in self._holders(bucket)
+            ]
+            for bucket in plan.buckets
+        }
+        self._pieces = {}
+        for arenas in self.all_arenas():
+            for tensor in arenas.plan.tensors:
+                self._pieces.setdefault(tensor.spec.name, []).append((arenas, tensor))
+
+    def _allocate(self, plan: BucketPlan) -> Arenas[Array]:
+        size = (plan.numel, plan.residual_dtype, plan.device)
+        return Arenas(plan, self._ops.zeros(*size), self._ops.zeros(*size))
+
+    def _assign(self, name: str, source: Array) -> None:
+        pieces = self._pieces[name]
+        for arenas, tensor in pieces:
+            part = source
+            if len(pieces) > 1:
+                part = self._ops.take(source, self._places(arenas, tensor))
+            self._ops.assign(self._view(arenas, tensor), part)
+
+    def _view(self, arenas: Arenas[Array], tensor: TensorPlan) -> Array:
+        return self._ops.view(arenas.residual, tensor.start, tensor.stop)
+
+    def _places(self, arenas: Arenas[Array], tensor: TensorPlan) -> Array:
+        """Where the elements of a piece lie in its tensor."""
+        own = self._ops.arange(tensor.numel, arenas.plan.device)
+        return self._ops.spot(own, arenas.plan.parts, tensor.first)
+
+    def _row_of(self, array: Array) -> Array:
+        """[1, n] of [n]."""
+        return self._ops.load(array, self._ops.numel(array), 0, self._ops.numel(array))
+
     def _specs(self) -> list[TensorSpec]:
-        return [tensor.spec for tensor in self._plan.tensors()]
+        return [pieces[0][1].spec for pieces in self._pieces.values()]
 
 
 def pack_state(
@@ -169,3 +235,43 @@ def _check_tensor(spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any]) -> 
             tensor=name,
             cure="Load the state into the model it was saved from, or call reset()",
         )
+
+
+class Owner(Protocol):
+    """An exchange whose ranks own shards."""
+
+    @property
+    def ranks(self) -> int:
+        """How many own one."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This one among them."""
+        ...
+
+
+def check_owner(owner: Owner | None, owned: Mapping[str, Any] | None) -> None:
+    """Refuse residuals of shards that are not this rank's: they would be lost.
+
+    Args:
+        owner: this rank, if it owns shards.
+        owned: what a state dict has of owned shards.
+
+    Raises:
+        StateDictError: they are another rank's, or of another number of ranks.
+    """
+    here = (owner.ranks, owner.rank) if owner is not None else None
+    saved = (owned["ranks"], owned["rank"]) if owned is not None else None
+    if here != saved:
+        raise StateDictError(
+            f"the state dict is of {_describe(saved)}, this is {_describe(here)}",
+            cure="Load each rank's own state with the exchange and the number of ranks it was "
+            "saved with, or call reset()",
+        )
+
+
+def _describe(owner: tuple[int, int] | None) -> str:
+    if owner is None:
+        return "an exchange without owners"
+    return f"rank {owner[1]} of {owner[0]} that own shards"

@@ -72,7 +72,7 @@ def _declare(library: Library) -> None:
         "topkef_bucket_new": [address, number],
         "topkef_bucket_free": [address],
         "topkef_encode": [address, address, address, address, address, ctypes.c_int],
-        "topkef_unchanged": [address, address, address, address],
+        "topkef_unchanged": [address, address, address, address, address],
         "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
     }
     for name, types in arguments.items():
@@ -114,10 +114,12 @@ class Bucket:
             self._handle, residuals, gradients, candidates, payload, threads
         )
 
-    def unchanged(self, residuals: Addresses, gradients: Addresses, payload: int) -> bool:
-        """Whether the first 16 entries of each tensor would be encoded as they are."""
+    def unchanged(
+        self, residuals: Addresses, gradients: Addresses, candidates: Addresses, payload: int
+    ) -> bool:
+        """Whether what was sent and what is left make e + g, for the first 16 entries a tensor."""
         call = self._library.topkef_unchanged
-        return bool(call(self._handle, residuals, gradients, payload))
+        return bool(call(self._handle, residuals, gradients, candidates, payload))
 
     def decode(
         self,

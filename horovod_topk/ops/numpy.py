@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_topk.ops import coding
+
 Array = NDArray[Any]
 
+_LARGEST_BFLOAT16 = float.fromhex("0x1.fep127")
 _UNSIGNED = {"int16": "uint16", "int32": "uint32"}
 
 
@@ -70,25 +73,59 @@ class NumpyOps:
     def take(self, array: Array, index: Array) -> Array:
         return array.reshape(-1)[index]
 
-    def quantise(self, values: Array, dtype: str) -> Array:
-        if values.dtype == dtype:
-            return values
-        largest = np.finfo(dtype).max
-        return np.clip(values, -largest, largest).astype(np.float32).astype(dtype)
+    def pack_values(self, values: Array, kind: str) -> Array:
+        if kind.startswith(("float", "bfloat")):
+            return _narrowed(values, kind)
+        finite = np.where(np.isfinite(values), values, 0)
+        limited = np.clip(finite, -coding.LIMIT, coding.LIMIT).astype(np.float32)
+        blocks = np.split(limited, range(coding.BLOCK[kind], values.size, coding.BLOCK[kind]))
+        coded = [_coded(block, kind) for block in blocks]
+        scale = np.array([bits for bits, _ in coded], np.uint16).view(np.uint8)
+        codes = np.concatenate([code for _, code in coded])
+        if kind == "sign":
+            return np.concatenate([scale, np.packbits(codes == 1, bitorder="little")])
+        if kind == "int4":
+            codes = np.append(codes & 0xF, np.zeros(codes.size % 2, np.int64))
+            codes = codes[::2] | codes[1::2] << 4
+        return np.concatenate([scale, codes.astype(np.int8).view(np.uint8)])
+
+    def unpack_values(self, rows: Array, count: int, kind: str, dtype: str) -> Array:
+        return np.array([_values(row, count, kind) for row in rows]).astype(dtype)
+
+    def pack_index(self, index: Array, numel: int, kind: str) -> Array:
+        if kind in _UNSIGNED:
+            return index.astype(_UNSIGNED[kind]).view(np.uint8)
+        k, low = index.size, coding.low_bits(numel, index.size)
+        x = index - np.arange(k)
+        lower = x[:, None] >> np.arange(low) & 1
+        upper = np.zeros(coding.high_bits(numel, k), np.uint8)
+        upper[(x >> low) + np.arange(k)] = 1
+        return np.concatenate([np.packbits(bits, bitorder="little") for bits in (lower, upper)])
+
+    def unpack_index(self, rows: Array, count: int, numel: int, kind: str) -> tuple[Array, Array]:
+        found = [_indices(row, count, numel, kind) for row in rows]
+        sound = [
+            each.size == count and bool((np.diff(each) > 0).all()) and each[-1] < numel
+            for each in found
+        ]
+        kept = [
+            each if is_sound else np.zeros(count, np.int64)
+            for each, is_sound in zip(found, sound, strict=True)
+        ]
+        return np.array(kept), np.array(sound)
 
     def deduct(self, candidate: Array, index: Array | None, sent: Array) -> None:
         candidate[slice(None) if index is None else index] -= sent.astype(candidate.dtype)
 
-    def store(self, payload: Array, at: int, parts: Sequence[Array], dtype: str) -> None:
-        for part in parts:
-            data = part.astype(_UNSIGNED.get(dtype, dtype)).view(np.uint8)
-            payload[at : at + data.size] = data
-            at += data.size
+    def spot(self, index: Array, parts: int, first: int) -> Array:
+        place: Array = (index // 64 * parts + first) * 64 + index % 64
+        return place
 
-    def load(self, gathered: Array, width: int, at: int, count: int, dtype: str) -> Array:
-        stored = np.dtype(_UNSIGNED.get(dtype, dtype))
-        loaded = gathered.reshape(-1, width)[:, at : at + count * stored.itemsize].view(stored)
-        return loaded.astype(np.int64) if dtype in _UNSIGNED else loaded
+    def store(self, payload: Array, at: int, part: Array) -> None:
+        payload[at : at + part.size] = part
+
+    def load(self, gathered: Array, width: int, at: int, count: int) -> Array:
+        return gathered.reshape(-1, width)[:, at : at + count]
 
     def store_bytes(self, payload: Array, at: int, data: bytes) -> None:
         payload[at : at + len(data)] = np.frombuffer(data, np.uint8)
@@ -101,9 +138,15 @@ class NumpyOps:
         return payload.tobytes()
 
     def examine(
-        self, gathered: Array, width: int, count: int, check: Callable[[list[bytes]], list[bool]]
+        self,
+        gathered: Array,
+        width: int,
+        count: int,
+        sound: Sequence[Array],
+        check: Callable[[list[bytes], list[list[bool]]], list[bool]],
     ) -> list[bool]:
-        return check([head.tobytes() for head in gathered.reshape(-1, width)[:, :count]])
+        heads = [head.tobytes() for head in gathered.reshape(-1, width)[:, :count]]
+        return check(heads, [each.tolist() for each in sound])
 
     def accumulator(self, gradient: Array, dtype: str) -> Array:
         return np.zeros(gradient.size, dtype)
@@ -124,3 +167,77 @@ class NumpyOps:
 
     def norm(self, array: Array) -> float:
         return float(np.linalg.norm(array.astype(np.float64)))
+
+
+def _narrowed(values: Array, kind: str) -> Array:
+    """The bytes of floats."""
+    if kind in ("float32", "float64"):
+        return values.astype(kind).view(np.uint8)
+    if kind == "float16":
+        limited = np.clip(values, -65504, 65504).astype(np.float32)
+        return limited.astype(np.float16).view(np.uint8)
+    limited = np.clip(values, -_LARGEST_BFLOAT16, _LARGEST_BFLOAT16)
+    bits = _nearest(limited.astype(np.float32))
+    bits[np.isnan(values)] = 0x7FC0
+    return bits.astype(np.uint16).view(np.uint8)
+
+
+def _nearest(values: Array) -> Array:
+    """Bits of the nearest bfloat16, ties to even."""
+    bits = values.astype(np.float32).view(np.uint32).astype(np.int64)
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def _above(value: Any) -> int:
+    """Bits of the least bfloat16 that is not below."""
+    return int(np.array(value, np.float32).view(np.uint32)) + 0xFFFF >> 16
+
+
+def _scale(bits: Any) -> Any:
+    """The bfloat16 of these bits."""
+    return (np.array(bits, np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _coded(block: Array, kind: str) -> tuple[int, Array]:
+    """Bits of a block's scale, and its multiples; for signs 1 where it is minus."""
+    largest = np.abs(block).max(initial=np.float32(0))
+    if kind == "sign":
+        unit = np.float64(_scale(_above(largest)))
+        total = np.floor(np.abs(block).astype(np.float64) / (unit or 1.0) * coding.UNIT).sum()
+        mean = unit * (total / (coding.UNIT * block.size))
+        return int(_nearest(np.array(mean, np.float32))), (block < 0).astype(np.int64)
+    most = coding.LARGEST[kind]
+    bits = _above(largest / np.float32(most))
+    multiple = np.clip(np.rint(block / (_scale(bits) or np.float32(1))), -most, most)
+    return bits, multiple.astype(np.int64)
+
+
+def _values(row: Array, count: int, kind: str) -> Array:
+    """The values in one row of bytes."""
+    row = np.ascontiguousarray(row)
+    if kind == "bfloat16":
+        return np.asarray(_scale(row.view(np.uint16)))
+    if kind.startswith("float"):
+        return row.view(kind)
+    at = coding.SCALE_BYTES * coding.scales(kind, count)
+    scale = np.repeat(_scale(row[:at].view(np.uint16)), coding.BLOCK[kind])[:count]
+    body = row[at:]
+    if kind == "sign":
+        return scale * (1 - 2 * np.unpackbits(body, bitorder="little")[:count].astype(np.float32))
+    if kind == "int4":
+        body = (np.stack([body & 0xF, body >> 4], 1).ravel()[:count] ^ 8).astype(np.int8) - 8
+    return scale * body.view(np.int8).astype(np.float32)
+
+
+def _indices(row: Array, count: int, numel: int, kind: str) -> Array:
+    """The indices in one row of bytes: as many as there are."""
+    row = np.ascontiguousarray(row)
+    if kind in _UNSIGNED:
+        return row.view(_UNSIGNED[kind]).astype(np.int64)
+    low, at = coding.low_bits(numel, count), coding.low_bytes(numel, count)
+    lower = np.unpackbits(row[:at], bitorder="little")[: count * low].reshape(count, low)
+    upper = np.unpackbits(row[at:], bitorder="little")[: coding.high_bits(numel, count)]
+    place = np.flatnonzero(upper)[:count]
+    position = np.arange(place.size)
+    x = (place - position << low) + lower[: place.size] @ (1 << np.arange(low))
+    return x + position if upper.sum() == count else np.zeros(0, np.int64)

@@ -1,9 +1,9 @@
 """The verbs an array library must offer to the core.
 
 Rules for implementations:
-- Arrays called `residual`, `candidate`, `values` are one-dimensional, but for what `load` returns
-  and `accumulate` takes: a row a rank. A `gradient` may have any shape and strides; its elements
-  are taken in row-major (logical) order.
+- Arrays called `residual`, `candidate`, `values` are one-dimensional, but for what `load` and
+  `unpack_...` return and `accumulate` takes: a row a rank. A `gradient` may have any shape and
+  strides; its elements are taken in row-major (logical) order.
 - dtypes are named by strings: float16, bfloat16, float32, float64, int16, int32, int64, uint8.
 - `out` and `candidate` are written in place; other arguments are never written.
 - Nothing here waits for a device, save `to_host`, `examine`, `same` and `norm`, and `select` where
@@ -31,20 +31,24 @@ class Fused(Protocol[Taken]):
 
         0   T, the number of tensors
         1   bytes of a residual element: 4 (float32) or 8 (float64)
-        2   bytes of a value: 2 (float16), 4 (float32) or 8 (float64)
+        2   kind of its values: 0 float32 (float64 where 1 says 8), 1 float16, 2 bfloat16,
+            3 int8, 4 int4, 5 sign
         3   flags_at: byte of the non-finite flags in a payload
         4   payload_bytes
         5   1 to select by a sampled threshold (`Ops.sample`), 0 to select exactly (`Ops.select`)
+        6   parts: of so many shards that gradients are dealt to, each tensor is one; else 1
 
-    and then come 7 for each tensor:
+    and then come 9 for each tensor:
 
         0   numel
         1   k, the entries it sends; numel where it has no index
         2   start: its first element in the arenas
-        3   bytes of an index, 2 or 4; 0 where all elements are sent, in order
+        3   kind of its indices: 1 packed, 2 int16, 4 int32; 0 where all elements are sent, in order
         4   value_at: byte of its first value in a payload
         5   index_at: byte of its first index in a payload
         6   dtype of its gradient: 0 float16, 1 bfloat16, 2 float32, 3 float64
+        7   first: element i is element (i // 64 * parts + first) * 64 + i % 64 of its gradient
+        8   which of the gradients it belongs to
     """
 
     def encode(
@@ -56,8 +60,13 @@ class Fused(Protocol[Taken]):
         """
         ...
 
-    def unchanged(self, residual: Taken, gradients: Sequence[Taken], payload: Taken) -> bool:
-        """Whether the first 16 entries of each tensor would be encoded as the payload has them."""
+    def unchanged(
+        self, residual: Taken, candidate: Taken, gradients: Sequence[Taken], payload: Taken
+    ) -> bool:
+        """Whether e + g of the first 16 entries a tensor is what was sent and what is left of it.
+
+        residual, candidate: the arenas as they are after `encode`.
+        """
         ...
 
     def decode(
@@ -65,9 +74,9 @@ class Fused(Protocol[Taken]):
     ) -> tuple[int, int] | None:
         """gradient[...] = scale times the sum over payloads in their order; all NaN if flagged.
 
-        flags: the answers of `Ops.examine`, one a tensor. Indices that do not ascend or lie outside
-        a tensor are never followed; where they are noticed at once, this returns (rank, position
-        of the tensor), and no gradient has changed.
+        flags: the answers of `Ops.examine`, one for each tensor of the recipe. Indices that do not
+        ascend or lie outside a tensor are never followed; where they are noticed at once, this
+        returns (rank, position of the tensor), and no gradient has changed.
         """
         ...
 
@@ -131,10 +140,38 @@ class Ops(Protocol[Array]):
         """array[index], a new array; the elements of `array` in row-major order."""
         ...
 
-    def quantise(self, values: Array, dtype: str) -> Array:
-        """Values rounded to nearest in `dtype`, saturated at its largest finite magnitude.
+    def pack_values(self, values: Array, kind: str) -> Array:
+        """One value or more as they are sent: uint8, `coding.value_bytes(kind, n)` of them.
 
-        float64 goes to float16 by way of float32, as in every framework.
+        Floats are rounded to nearest and saturate at the largest finite magnitude; float64 goes to
+        float16 and bfloat16 by way of float32, as in every framework. The other kinds take
+        what is not finite for 0, saturate at `coding.LIMIT`, go on in float32, and work in blocks,
+        with m the largest magnitude of one:
+
+            int8, int4   scale = the least bfloat16 >= m / L, with L = `coding.LARGEST`, and
+                         j = value / scale, rounded to even, within -L ... L; 0 if the scale is 0
+            sign         scale = the mean magnitude as a bfloat16, by way of float32, where
+                         magnitudes count as floor(65536 |value| / u) of u / 65536, u the least
+                         bfloat16 >= m
+        """
+        ...
+
+    def unpack_values(self, rows: Array, count: int, kind: str, dtype: str) -> Array:
+        """[P, count] values of `dtype` from [P, `coding.value_bytes`] bytes."""
+        ...
+
+    def pack_index(self, index: Array, numel: int, kind: str) -> Array:
+        """Ascending int64 indices into `numel` elements as bytes; see `core.payload`.
+
+        kind: int16, int32 or packed.
+        """
+        ...
+
+    def unpack_index(self, rows: Array, count: int, numel: int, kind: str) -> tuple[Array, Array]:
+        """[P, count] int64 indices below `numel` from bytes, and [P] whether they were sound.
+
+        A row is sound if it has `count` indices that ascend strictly and lie below `numel`. Of
+        others the indices are some or other below `numel`.
         """
         ...
 
@@ -142,18 +179,16 @@ class Ops(Protocol[Array]):
         """candidate[index] -= sent; index None means all elements, indices are unique."""
         ...
 
-    def store(self, payload: Array, at: int, parts: Sequence[Array], dtype: str) -> None:
-        """Write arrays one after another, cast to `dtype`, from byte `at` of a uint8 array.
-
-        Indices are reduced modulo the width, so int16 and int32 hold them unsigned.
-        """
+    def spot(self, index: Array, parts: int, first: int) -> Array:
+        """Where elements of a shard lie in its tensor: (i // 64 * parts + first) * 64 + i % 64."""
         ...
 
-    def load(self, gathered: Array, width: int, at: int, count: int, dtype: str) -> Array:
-        """[P, count] elements of `dtype`, from byte `at` of each of P payloads of `width` bytes.
+    def store(self, payload: Array, at: int, part: Array) -> None:
+        """Write a uint8 array from byte `at` of a payload."""
+        ...
 
-        int16 and int32 come back unsigned, as int64.
-        """
+    def load(self, gathered: Array, width: int, at: int, count: int) -> Array:
+        """[P, count] bytes, from byte `at` of each of P payloads of `width` bytes."""
         ...
 
     def store_bytes(self, payload: Array, at: int, data: bytes) -> None:
@@ -169,12 +204,18 @@ class Ops(Protocol[Array]):
         ...
 
     def examine(
-        self, gathered: Array, width: int, count: int, check: Callable[[list[bytes]], list[bool]]
+        self,
+        gathered: Array,
+        width: int,
+        count: int,
+        sound: Sequence[Array],
+        check: Callable[[list[bytes], list[list[bool]]], list[bool]],
     ) -> Sequence[bool]:
         """What `check` says to the first `count` bytes of each of P payloads of `width` bytes.
 
-        Waits for the device. The answers are for `deliver`; only an implementation that runs at
-        once gives them as bools.
+        sound: answers of `unpack_index`, which `check` is given too, a list of P each. Waits for
+        the device. What `check` returns is for `deliver`; only an implementation that runs at once
+        gives it as bools.
         """
         ...
 

@@ -18,21 +18,22 @@ import functools
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from horovod_topk.kernels import native
+from horovod_topk.ops import tensorflow_packing as packing
 from horovod_topk.ops.protocol import Fused
 
 log = logging.getLogger("horovod_topk")
 
 Tensor = Any  # tf.Tensor: TensorFlow has no annotations
 
-_WIDTH = {"float16": 2, "float32": 4, "float64": 8, "int16": 2, "int32": 4, "uint8": 1}  # bytes
 _DTYPES = ("float16", "bfloat16", "float32", "float64")  # by their code in a recipe
-_UNSIGNED = {"int16": tf.uint16, "int32": tf.uint32}
+_WRONG = re.compile(r"TopKEF: rank (\d+), tensor (\d+)")  # as kernels/cpu/tensorflow_ops.cpp says
 _SAMPLE = 1 << 14  # elements looked at to guess a threshold; smaller tensors need no guess
 
 
@@ -193,12 +194,18 @@ class TensorFlowOps:
     def take(self, array: Array, index: Array) -> Array:
         return Buffer(tf.gather(_flat(array), index.value))
 
-    def quantise(self, values: Array, dtype: str) -> Array:
-        if values.dtype == dtype:
-            return values
-        largest = tf.as_dtype(dtype).max
-        limited = tf.clip_by_value(values.value, -largest, largest)
-        return Buffer(tf.cast(tf.cast(limited, tf.float32), dtype))
+    def pack_values(self, values: Array, kind: str) -> Array:
+        return Buffer(packing.pack_values(values.value, kind))
+
+    def unpack_values(self, rows: Array, count: int, kind: str, dtype: str) -> Array:
+        return Buffer(packing.unpack_values(rows.value, count, kind, dtype))
+
+    def pack_index(self, index: Array, numel: int, kind: str) -> Array:
+        return Buffer(packing.pack_index(index.value, numel, kind))
+
+    def unpack_index(self, rows: Array, count: int, numel: int, kind: str) -> tuple[Array, Array]:
+        index, sound = packing.unpack_index(rows.value, count, numel, kind)
+        return Buffer(index), Buffer(sound)
 
     def deduct(self, candidate: Array, index: Array | None, sent: Array) -> None:
         amount = tf.cast(sent.value, candidate.dtype)
@@ -208,20 +215,15 @@ class TensorFlowOps:
             where = index.value[:, tf.newaxis]
             _write(candidate, tf.tensor_scatter_nd_sub(candidate.value, where, amount))
 
-    def store(self, payload: Array, at: int, parts: Sequence[Array], dtype: str) -> None:
-        for part in parts:
-            stop = at + part.numel * _WIDTH[dtype]
-            data = tf.bitcast(tf.cast(part.value, dtype), tf.uint8)
-            _write(self.view(payload, at, stop), tf.reshape(data, [stop - at]))
-            at = stop
+    def spot(self, index: Array, parts: int, first: int) -> Array:
+        at = index.value
+        return Buffer((at // 64 * parts + first) * 64 + at % 64)
 
-    def load(self, gathered: Array, width: int, at: int, count: int, dtype: str) -> Array:
-        each = _WIDTH[dtype]
-        data = _rows(gathered, width)[:, at : at + count * each]
-        ranks = data.shape[0] if data.shape[0] is not None else tf.shape(data)[0]
-        data = tf.reshape(data, [ranks, count, each])
-        loaded = tf.bitcast(data, _UNSIGNED.get(dtype, dtype))
-        return Buffer(tf.cast(loaded, tf.int64) if dtype in _UNSIGNED else loaded)
+    def store(self, payload: Array, at: int, part: Array) -> None:
+        _write(self.view(payload, at, at + part.numel), part.value)
+
+    def load(self, gathered: Array, width: int, at: int, count: int) -> Array:
+        return Buffer(_rows(gathered, width)[:, at : at + count])
 
     def store_bytes(self, payload: Array, at: int, data: bytes) -> None:
         stretch = self.view(payload, at, at + len(data))
@@ -239,22 +241,28 @@ class TensorFlowOps:
         return bytes(payload.value.numpy())
 
     def examine(
-        self, gathered: Array, width: int, count: int, check: Callable[[list[bytes]], list[bool]]
+        self,
+        gathered: Array,
+        width: int,
+        count: int,
+        sound: Sequence[Array],
+        check: Callable[[list[bytes], list[list[bool]]], list[bool]],
     ) -> Sequence[bool]:
         heads = _rows(gathered, width)[:, :count]
+        answers = tf.stack([each.value for each in sound]) if sound else tf.zeros([0, 1], tf.bool)
 
-        def on_host(rows: Any) -> list[bool]:
+        def on_host(rows: Any, answers: Any) -> list[bool]:
             try:
-                return check([bytes(row) for row in rows.numpy()])
+                return check([bytes(row) for row in rows.numpy()], answers.numpy().tolist())
             except Exception as error:
                 self.raised = error
                 raise
 
         if tf.executing_eagerly():
-            return on_host(heads)
-        flags = tf.py_function(lambda rows: tf.constant(on_host(rows)), [heads], tf.bool)
-        answers: Sequence[bool] = tf.reshape(flags, [-1])
-        return answers
+            return on_host(heads, answers)
+        flags = tf.py_function(lambda *args: tf.constant(on_host(*args)), [heads, answers], tf.bool)
+        flat: Sequence[bool] = tf.reshape(flags, [-1])
+        return flat
 
     def accumulator(self, gradient: Array, dtype: str) -> Array:
         return self.zeros(gradient.numel, dtype)
@@ -309,9 +317,10 @@ class BucketOperations:
 
     def __init__(self, recipe: Sequence[int], operations: Any) -> None:
         self._recipe, self._operations = list(recipe), operations
-        self._numel = recipe[6::7]
-        self._starts = recipe[8::7]
-        self._dtypes = [_DTYPES[code] for code in recipe[12::7]]
+        self._numel = recipe[7::9]
+        self._starts = recipe[9::9]
+        count = max(recipe[15::9]) + 1  # gradients: a recipe has as many tensors, or several each
+        self._dtypes = [_DTYPES[code] for code in recipe[13::9]][:count]
 
     def encode(
         self, residual: Array, candidate: Array, gradients: Sequence[Array], payload: Array
@@ -328,7 +337,9 @@ class BucketOperations:
             _write(_stretch_of(candidate, start, stop), tf.ensure_shape(rest, [stop - start]))
         _write(payload, tf.ensure_shape(filled, [payload.numel]))
 
-    def unchanged(self, residual: Array, gradients: Sequence[Array], payload: Array) -> bool:
+    def unchanged(
+        self, residual: Array, candidate: Array, gradients: Sequence[Array], payload: Array
+    ) -> bool:
         """Encodes once more, and compares it all; a graph never asks."""
         again = Buffer(payload.value)
         self.encode(residual, Buffer(tf.identity(residual.value)), gradients, again)
@@ -336,17 +347,24 @@ class BucketOperations:
 
     def decode(
         self, gathered: Array, scale: float, flags: Sequence[bool], gradients: Sequence[Array]
-    ) -> None:
-        totals = self._operations.topkef_decode(
-            gathered=gathered.value,
-            flags=flags,
-            scale=tf.cast(scale, tf.float64),
-            G=self._dtypes,
-            recipe=self._recipe,
-            threads=_threads(),
-        )
+    ) -> tuple[int, int] | None:
+        try:
+            totals = self._operations.topkef_decode(
+                gathered=gathered.value,
+                flags=flags,
+                scale=tf.cast(scale, tf.float64),
+                G=self._dtypes,
+                recipe=self._recipe,
+                threads=_threads(),
+            )
+        except tf.errors.DataLossError as error:  # a graph raises it when it runs
+            found = _WRONG.search(error.message)
+            if found is None:
+                raise
+            return int(found[1]), int(found[2])
         for total, gradient in zip(totals, gradients, strict=True):
             _write(gradient, tf.ensure_shape(total, [gradient.numel]))
+        return None
 
 
 def _threads() -> int:

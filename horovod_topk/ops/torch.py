@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from horovod_topk.kernels import native, triton
+from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.protocol import Fused
 
 log = logging.getLogger("horovod_topk")
@@ -31,8 +32,6 @@ DTYPES = {
     "int64": torch.int64,
     "uint8": torch.uint8,
 }
-_WIDTH = {"float16": 2, "float32": 4, "float64": 8, "int16": 2, "int32": 4}  # bytes
-_MASK = {"int16": 0xFFFF, "int32": 0xFFFFFFFF}  # torch has no full set of unsigned dtypes
 _SAMPLE = 1 << 14  # elements looked at to guess a threshold; smaller tensors need no guess
 
 
@@ -102,12 +101,19 @@ class TorchOps:
     def take(self, array: Tensor, index: Tensor) -> Tensor:
         return array.reshape(-1)[index]
 
-    def quantise(self, values: Tensor, dtype: str) -> Tensor:
-        target = DTYPES[dtype]
-        if values.dtype == target:
-            return values
-        largest = torch.finfo(target).max
-        return values.clamp(-largest, largest).to(target)  # torch goes through float32 itself
+    def pack_values(self, values: Tensor, kind: str) -> Tensor:
+        return packing.pack_values(values, kind)
+
+    def unpack_values(self, rows: Tensor, count: int, kind: str, dtype: str) -> Tensor:
+        return packing.unpack_values(rows, count, kind, DTYPES[dtype])
+
+    def pack_index(self, index: Tensor, numel: int, kind: str) -> Tensor:
+        return packing.pack_index(index, numel, kind)
+
+    def unpack_index(
+        self, rows: Tensor, count: int, numel: int, kind: str
+    ) -> tuple[Tensor, Tensor]:
+        return packing.unpack_index(rows, count, numel, kind)
 
     def deduct(self, candidate: Tensor, index: Tensor | None, sent: Tensor) -> None:
         sent = sent.to(candidate.dtype)
@@ -116,18 +122,14 @@ class TorchOps:
         else:
             candidate.index_add_(0, index, sent, alpha=-1)
 
-    def store(self, payload: Tensor, at: int, parts: Sequence[Tensor], dtype: str) -> None:
-        target = DTYPES[dtype]
-        for part in parts:
-            stop = at + part.numel() * _WIDTH[dtype]
-            payload[at:stop].view(target).copy_(part)
-            at = stop
+    def spot(self, index: Tensor, parts: int, first: int) -> Tensor:
+        return (((index >> 6) * parts + first) << 6) + (index & 63)
 
-    def load(self, gathered: Tensor, width: int, at: int, count: int, dtype: str) -> Tensor:
-        rows = gathered.view(-1, width)[:, at : at + count * _WIDTH[dtype]]
-        loaded = rows.view(DTYPES[dtype])
-        mask = _MASK.get(dtype)
-        return loaded if mask is None else loaded.to(torch.int64).bitwise_and_(mask)
+    def store(self, payload: Tensor, at: int, part: Tensor) -> None:
+        payload[at : at + part.numel()] = part
+
+    def load(self, gathered: Tensor, width: int, at: int, count: int) -> Tensor:
+        return gathered.view(-1, width)[:, at : at + count]
 
     def store_bytes(self, payload: Tensor, at: int, data: bytes) -> None:
         payload[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -144,9 +146,15 @@ class TorchOps:
         return bytes(payload.tolist())  # headers only, and torch may have no NumPy
 
     def examine(
-        self, gathered: Tensor, width: int, count: int, check: Callable[[list[bytes]], list[bool]]
+        self,
+        gathered: Tensor,
+        width: int,
+        count: int,
+        sound: Sequence[Tensor],
+        check: Callable[[list[bytes], list[list[bool]]], list[bool]],
     ) -> list[bool]:
-        return check([bytes(head) for head in gathered.view(-1, width)[:, :count].tolist()])
+        heads = [bytes(head) for head in gathered.view(-1, width)[:, :count].tolist()]
+        return check(heads, torch.stack(list(sound)).tolist() if sound else [])
 
     def accumulator(self, gradient: Tensor, dtype: str) -> Tensor:
         if gradient.dtype == DTYPES[dtype] and gradient.is_contiguous():
@@ -196,7 +204,7 @@ class CpuBucket:
     def __init__(self, recipe: Sequence[int], library: native.Library) -> None:
         self._kernel = native.Bucket(recipe, library)
         self._payload_bytes, width = recipe[4], recipe[1]
-        self._offsets = [start * width for start in recipe[8::7]]
+        self._offsets = [start * width for start in recipe[9::9]]
 
     def encode(
         self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
@@ -210,10 +218,16 @@ class CpuBucket:
             torch.get_num_threads(),
         )
 
-    def unchanged(self, residual: Tensor, gradients: Sequence[Tensor], payload: Tensor) -> bool:
+    def unchanged(
+        self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
+    ) -> bool:
         packed = [_packed(gradient) for gradient in gradients]
-        places = _places_of(packed)
-        return self._kernel.unchanged(self._places(residual), places, payload.data_ptr())
+        return self._kernel.unchanged(
+            self._places(residual),
+            _places_of(packed),
+            self._places(candidate),
+            payload.data_ptr(),
+        )
 
     def decode(
         self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]

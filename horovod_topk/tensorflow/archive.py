@@ -12,20 +12,25 @@ import tensorflow as tf
 
 def pack(states: Sequence[Mapping[str, Any]]) -> bytes:
     """Bytes that `unpack` turns into equal state dicts."""
-    head, parts = [], []
-    for state in states:
-        residuals = state.get("residuals", {})
-        dtypes = {name: residual.dtype.name for name, residual in residuals.items()}
-        head.append({**state, "residuals": dtypes})
-        parts += [residual.numpy().tobytes() for residual in residuals.values()]
+    parts: list[bytes] = []
+    head = [_head(state, parts) for state in states]
     return b"\n".join([json.dumps(head).encode(), b"".join(parts)])
+
+
+def _head(state: Mapping[str, Any], parts: list[bytes]) -> dict[str, Any]:
+    """A state dict with dtypes instead of residuals, whose bytes go to `parts`."""
+    residuals = state.get("residuals", {})
+    parts += [residual.numpy().tobytes() for residual in residuals.values()]
+    dtypes = {name: residual.dtype.name for name, residual in residuals.items()}
+    owned = {"owned": _head(state["owned"], parts)} if "owned" in state else {}
+    return {**state, "residuals": dtypes, **owned}
 
 
 def unpack(data: bytes) -> list[dict[str, Any]]:
     """The state dicts that were packed."""
     line, _, rest = data.partition(b"\n")
     states, at = json.loads(line), 0
-    for state in states:
+    for state in [part for each in states for part in (each, each.get("owned", {}))]:
         for name, dtype in state.get("residuals", {}).items():
             count = math.prod(state["shapes"][name])
             stop = at + count * tf.as_dtype(dtype).size

@@ -54,6 +54,18 @@ class HorovodCollective:
             gathered = tf.ensure_shape(gathered, [payload.numel * self.size])
         return _Gathered(gathered)
 
+    def alltoall(self, payloads: Array, name: str) -> _Gathered:
+        """A named alltoall of equal stretches of a uint8 array, while a graph is built."""
+        size = payloads.numel // self.size
+        received, _ = hvd.alltoall(
+            payloads.value,
+            splits=tf.fill([self.size], size),
+            name=f"alltoall.{name}",
+            ignore_name_scope=True,
+            process_set=self._process_set,
+        )
+        return _Gathered(tf.ensure_shape(received, [payloads.numel]))
+
     def _gather(self, tensor: Any, name: str) -> Any:
         """Named as `horovod.torch` names it, so that ranks of both frameworks meet."""
         return hvd.allgather(

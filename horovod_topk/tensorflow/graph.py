@@ -1,7 +1,7 @@
 """One step of compression as a graph.
 
-It is straight: encode every bucket, gather, decode, then commit the residuals unless a rank flagged
-a tensor. All that differs from step to step runs with the graph.
+It is straight: encode every bucket, exchange, decode, then commit the residuals unless a rank
+flagged a tensor. All that differs from step to step runs with the graph.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.codec import Codec
-from horovod_topk.core.exchange import Allgather
-from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
+from horovod_topk.core.exchange import ShardedExchange
+from horovod_topk.core.plan import BucketPlan, Plan, TensorPlan, TensorSpec
 from horovod_topk.core.residual import Arenas
+from horovod_topk.core.route import Collective, Direct, Sharded
+from horovod_topk.core.route import Route as Way
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 
 
@@ -27,7 +29,8 @@ class Route:
     plan: Plan
     prefix: str
     ordinal: int
-    residuals: Mapping[str, Any]  # tensor name -> tf.Variable
+    residuals: Mapping[str, Any]  # tensor name -> tf.Variable; shard after shard if sharded
+    owned: Mapping[str, Any]  # of this rank's shards, if it owns any
 
     @property
     def name(self) -> str:
@@ -36,22 +39,26 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A bucket under way, while the graph is built."""
+class Transport:
+    """What takes buckets from rank to rank."""
 
-    bucket: BucketPlan
-    arenas: Arenas[Array]
-    gradients: list[Array]
-    gathered: Array
+    ops: TensorFlowOps
+    codec: Codec[Array]
+    collective: Collective[Array]
+    sharded: ShardedExchange[Array] | None  # None: one allgather
 
 
-def step(
-    route: Route,
-    gradients: Sequence[Any],
-    ops: TensorFlowOps,
-    codec: Codec[Array],
-    exchange: Allgather[Array],
-) -> tuple[list[Any], Any]:
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket, while the graph is built: its way, and the arenas of its residuals."""
+
+    plan: BucketPlan
+    way: Way[Array]
+    arenas: Sequence[Arenas[Array]]  # one, or one for each shard
+    owned: Arenas[Array] | None
+
+
+def step(route: Route, gradients: Sequence[Any], transport: Transport) -> tuple[list[Any], Any]:
     """Exchange gradients, in the order of `route.specs`.
 
     Returns:
@@ -62,10 +69,19 @@ def step(
         spec.name: Buffer(tf.ensure_shape(gradient, spec.shape))
         for spec, gradient in zip(route.specs, gradients, strict=True)
     }
-    sent = [_send(route, bucket, arrays, ops, codec, exchange) for bucket in route.plan.buckets]
-    flags = tf.concat([_receive(route, each, codec, exchange) for each in sent], 0)
-    _commit_unless(tf.reduce_any(flags), route, sent, ops)
-    return [arrays[spec.name].value for spec in route.specs], flags
+    buckets = [_bucket(route, plan, transport) for plan in route.plan.buckets]
+    of = {b.plan.ordinal: [arrays[t.spec.name] for t in b.plan.tensors] for b in buckets}
+    for bucket in buckets:
+        bucket.way.send(of[bucket.plan.ordinal], f"{route.name}.{bucket.plan.ordinal}")
+    for bucket in buckets:
+        bucket.way.advance()
+    flags = []
+    for bucket in buckets:
+        bucket.way.wait()
+        flags.append(bucket.way.receive(of[bucket.plan.ordinal]))
+    flagged: Any = tf.concat(flags, 0)
+    _commit_unless(tf.reduce_any(flagged), route, buckets, transport.ops)
+    return [arrays[spec.name].value for spec in route.specs], flagged
 
 
 def norm_of(gradients: Sequence[Any]) -> Any:
@@ -73,44 +89,71 @@ def norm_of(gradients: Sequence[Any]) -> Any:
     return tf.sqrt(2 * tf.add_n([tf.nn.l2_loss(tf.cast(g, tf.float32)) for g in gradients]))
 
 
-def _send(
-    route: Route,
-    bucket: BucketPlan,
-    arrays: Mapping[str, Array],
-    ops: TensorFlowOps,
-    codec: Codec[Array],
-    exchange: Allgather[Array],
-) -> Sent:
-    residual = Buffer.joined([route.residuals[t.spec.name] for t in bucket.tensors])
-    arenas = Arenas(bucket, residual, ops.zeros(bucket.numel, bucket.residual_dtype))
-    payload = codec.new_payload(bucket)
-    gradients = [arrays[t.spec.name] for t in bucket.tensors]
-    codec.encode(arenas, gradients, payload)
-    pending = exchange.launch(payload, f"{route.name}.{bucket.ordinal}")
-    return Sent(bucket, arenas, gradients, pending.wait())
+class Gathered(Direct[Array]):
+    """One allgather between as many ranks as the run has: an elastic trace outlives its size."""
+
+    def receive(self, targets: Sequence[Array]) -> Sequence[bool]:
+        """`Route.receive`."""
+        if self._gathered.numel is not None:
+            return super().receive(targets)
+        scale: Any = 1.0
+        if self._bucket.reduction == "average":
+            size = self._bucket.layout.payload_bytes
+            scale = 1 / (tf.size(self._gathered.value) // size)
+        return self._codec.decode(self._bucket, self._gathered, scale, targets)
 
 
-def _receive(route: Route, sent: Sent, codec: Codec[Array], exchange: Allgather[Array]) -> Any:
-    """Decode a bucket into its gradients; returns which of its tensors are flagged."""
-    scale: Any = 1.0
-    if route.plan.reduction == "average":
-        ranks: Any = exchange.ranks
-        if sent.gathered.numel is None:  # elastic: the run knows
-            ranks = tf.size(sent.gathered.value) // sent.bucket.layout.payload_bytes
-        scale = 1 / ranks
-    return codec.decode(sent.bucket, sent.gathered, scale, sent.gradients)
+def _bucket(route: Route, plan: BucketPlan, transport: Transport) -> Bucket:
+    ops, codec, collective = transport.ops, transport.codec, transport.collective
+    if transport.sharded is None:
+        arenas = _arenas(plan, [route.residuals[t.spec.name] for t in plan.tensors], ops)
+        return Bucket(plan, Gathered(plan, arenas, ops, codec, collective), [arenas], None)
+    dealt = transport.sharded.dealt(plan)
+    starts = dict.fromkeys(route.residuals, 0)
+    shards = []
+    for scatter in dealt.scatter:
+        pieces = []
+        for tensor in scatter.tensors:
+            name = tensor.spec.name
+            pieces.append(route.residuals[name][starts[name] : starts[name] + tensor.numel])
+            starts[name] += tensor.numel
+        shards.append(_arenas(scatter, pieces, ops))
+    mine = dealt.gather[collective.rank]
+    owned = _arenas(mine, [route.owned[t.spec.name] for t in mine.tensors], ops)
+    return Bucket(plan, Sharded(dealt, shards, owned, ops, codec, collective), shards, owned)
 
 
-def _commit_unless(flagged: Any, route: Route, sent: Sequence[Sent], ops: TensorFlowOps) -> None:
+def _arenas(plan: BucketPlan, pieces: Sequence[Any], ops: TensorFlowOps) -> Arenas[Array]:
+    """Arenas with these tensors' residuals, and with zeros where it leaves gaps between them."""
+    parts, stop = [], 0
+    for tensor, piece in zip(plan.tensors, pieces, strict=True):
+        if tensor.start > stop:
+            parts.append(tf.zeros([tensor.start - stop], piece.dtype))
+        parts.append(piece)
+        stop = tensor.stop
+    return Arenas(plan, Buffer.joined(parts), ops.zeros(plan.numel, plan.residual_dtype))
+
+
+def _commit_unless(
+    flagged: Any, route: Route, buckets: Sequence[Bucket], ops: TensorFlowOps
+) -> None:
     """What was not sent becomes the residual."""
-    left = {
-        tensor.spec.name: ops.view(each.arenas.candidate, tensor.start, tensor.stop).value
-        for each in sent
-        for tensor in each.bucket.tensors
-    }
+
+    def left(arenas: Arenas[Array], tensor: TensorPlan) -> Any:
+        return ops.view(arenas.candidate, tensor.start, tensor.stop).value
+
+    kept: list[tuple[Any, Any]] = []
+    for bucket in buckets:
+        for position, tensor in enumerate(bucket.plan.tensors):
+            parts = [left(arenas, arenas.plan.tensors[position]) for arenas in bucket.arenas]
+            whole = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+            kept.append((route.residuals[tensor.spec.name], whole))
+            if bucket.owned is not None:
+                own = left(bucket.owned, bucket.owned.plan.tensors[position])
+                kept.append((route.owned[tensor.spec.name], own))
 
     def commit() -> None:
-        for name, tensor in left.items():
-            route.residuals[name].assign(tensor)
+        for variable, tensor in kept:
+            variable.assign(tensor)
 
     tf.cond(flagged, lambda: None, commit)

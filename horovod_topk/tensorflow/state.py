@@ -15,15 +15,16 @@ import tensorflow as tf
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.codec import TopK
-from horovod_topk.core.exchange import Allgather
-from horovod_topk.core.front import elastic, why_inactive
+from horovod_topk.core.exchange import Exchange, ShardedExchange, exchange_of
+from horovod_topk.core.front import check_elastic, elastic, why_inactive
 from horovod_topk.core.plan import Plan, TensorSpec
-from horovod_topk.core.residual import check_state, pack_state
+from horovod_topk.core.residual import check_owner, check_state, pack_state
+from horovod_topk.core.shards import first_block, shard_numel
 from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
 from horovod_topk.errors import UnsupportedOperationError
-from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
+from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.collective import HorovodCollective
-from horovod_topk.tensorflow.graph import Route, norm_of, step
+from horovod_topk.tensorflow.graph import Route, Transport, norm_of, step
 from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of, unwrap
 from horovod_topk.tensorflow.residuals import Residuals
 
@@ -47,6 +48,7 @@ class OptimizerState:
         variables: Sequence[Any],
         settings: Settings,
         residuals: Residuals,
+        owned: Residuals,
     ) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise UnsupportedOperationError(
@@ -55,7 +57,7 @@ class OptimizerState:
             )
         self._config, self._settings = config, settings
         self._names = names_of(variables)
-        self._residuals = residuals
+        self._residuals, self._owned = residuals, owned
         self._routes: dict[tuple[TensorSpec, ...], Route] = {}
         self._functions: dict[str, Callable[..., list[Any]]] = {}
         self._last: Route | None = None
@@ -70,9 +72,12 @@ class OptimizerState:
         self.active = reason is None
         if reason is not None:
             self._skip("*", reason)
+        check_elastic(config.exchange)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
         self._ops, self._collective = TensorFlowOps(), collective
-        self._codec, self._exchange = TopK(self._ops), Allgather(collective)
+        self._exchange: Exchange[Array] = exchange_of(config.exchange, collective)
+        self._sharded = self._exchange if isinstance(self._exchange, ShardedExchange) else None
+        self._transport = Transport(self._ops, TopK(self._ops), collective, self._sharded)
 
     # What a user may ask.
 
@@ -97,8 +102,10 @@ class OptimizerState:
         """
         if not self.active:
             return {}
-        copies = {name: tf.identity(e) for name, e in self._all_residuals().items()}
+        copies = {name: self._natural(name, e) for name, e in self._all_residuals().items()}
         state = pack_state(self._config.ratio, self._specs().values(), copies)
+        if self._sharded is not None:
+            state["owned"] = self._owned_state()
         for part in ("shapes", "residuals"):  # loaded, and not asked for yet
             state[part] = {**(self._waiting or {}).get(part, {}), **state[part]}
         return state
@@ -107,6 +114,7 @@ class OptimizerState:
         """Refuse a state dict that does not fit; raises StateDictError."""
         if self.active and self._routes:
             check_state(_as_buffers(state), self._specs().values(), self._ops)
+            check_owner(self._sharded, state.get("owned"))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on residuals that this rank saved; before the first step they are kept until then.
@@ -120,12 +128,12 @@ class OptimizerState:
             self._waiting = state
             return
         self.check_state_dict(state)
-        self._assign(self._all_residuals(), state)
+        self._assign(self._all_residuals(), self._all_owned(), state)
 
     def reset(self) -> None:
         """Forget all residuals. Call it on every rank."""
         self._waiting = None
-        for residual in self._all_residuals().values():
+        for residual in (*self._all_residuals().values(), *self._all_owned().values()):
             residual.assign(tf.zeros_like(residual))
 
     def residual(self, name: str) -> Any:
@@ -134,7 +142,7 @@ class OptimizerState:
         Raises:
             KeyError: no such tensor is compressed.
         """
-        return tf.identity(self._all_residuals()[name])
+        return self._natural(name, self._all_residuals()[name])
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """Call `callback` at the end of every step with counters, in the thread that runs it."""
@@ -195,13 +203,31 @@ class OptimizerState:
             if not elastic():  # there, ranks that join late make theirs alone
                 ordinal = agree(plan, ordinal, self._ops, self._collective)
             kept = {s.name: self._residuals.of(v, s) for s, v in zip(specs, variables, strict=True)}
-            self._take_on_waiting(specs, kept)
-        route = Route(specs, plan, prefix, ordinal, kept)
+            owned = self._owned_of(specs, variables)
+            self._take_on_waiting(specs, kept, owned)
+        route = Route(specs, plan, prefix, ordinal, kept, owned)
         self._skipped |= plan.sent_dense()
         log.info("TopKEF %s: %s", route.name, plan.summary())
         return route
 
-    def _take_on_waiting(self, specs: Sequence[TensorSpec], residuals: Mapping[str, Any]) -> None:
+    def _owned_of(self, specs: Sequence[TensorSpec], variables: Sequence[Any]) -> dict[str, Any]:
+        """Residuals of this rank's shards, if it owns any."""
+        if self._sharded is None:
+            return {}
+        own = {spec.name: replace(spec, shape=(self._shard_numel(spec),)) for spec in specs}
+        pairs = zip(own.items(), variables, strict=True)
+        return {name: self._owned.of(variable, spec) for (name, spec), variable in pairs}
+
+    def _shard_numel(self, spec: TensorSpec) -> int:
+        ranks, rank = self._exchange.ranks, self._exchange.rank
+        return shard_numel(spec.numel, ranks, first_block(spec.name, ranks, rank))
+
+    def _take_on_waiting(
+        self,
+        specs: Sequence[TensorSpec],
+        residuals: Mapping[str, Any],
+        owned: Mapping[str, Any],
+    ) -> None:
         """Give new residuals what was loaded for them before they were made."""
         if self._waiting is None:
             return
@@ -210,13 +236,14 @@ class OptimizerState:
         now = {n: e for n, e in loaded.items() if n not in later}
         state = {**self._waiting, "residuals": now}
         check_state(_as_buffers(state), specs, self._ops)
-        self._assign(residuals, state)
+        check_owner(self._sharded, state.get("owned"))
+        self._assign(residuals, owned, state)
         self._waiting = {**self._waiting, "residuals": later} if later else None
 
     def _build(self, route: Route, gradients: list[Any]) -> list[Any]:
         """One step as a graph, and its end on the host."""
         with tf.name_scope("topkef"):
-            exchanged, flags = step(route, gradients, self._ops, self._codec, self._exchange)
+            exchanged, flags = step(route, gradients, self._transport)
             this = weakref.ref(self)  # a graph outlives the models it was made for
 
             def count(flags: Any, norm: Any) -> None:
@@ -248,16 +275,49 @@ class OptimizerState:
         kept = {n: e for route in self._routes.values() for n, e in route.residuals.items()}
         return {name: kept[name] for name in self._names if name in kept}
 
+    def _all_owned(self) -> dict[str, Any]:
+        return {n: e for route in self._routes.values() for n, e in route.owned.items()}
+
+    def _owned_state(self) -> dict[str, Any]:
+        """What a state dict has of this rank's shards."""
+        own = self._all_owned()
+        specs = [replace(s, shape=(self._shard_numel(s),)) for s in self._specs().values()]
+        packed = pack_state(self._config.ratio, specs, {n: tf.identity(e) for n, e in own.items()})
+        return {"ranks": self._exchange.ranks, "rank": self._exchange.rank, **packed}
+
+    def _places(self, name: str, numel: int) -> Any:
+        """Where the elements of a residual lie in its tensor: shards follow each other in it."""
+        ranks, places = self._exchange.ranks, []
+        for first in (first_block(name, ranks, part) for part in range(ranks)):
+            own = self._ops.arange(shard_numel(numel, ranks, first))
+            places.append(self._ops.spot(own, ranks, first).value)
+        return tf.concat(places, 0)
+
+    def _natural(self, name: str, residual: Any) -> Any:
+        """A copy of a residual in the order of its tensor's elements."""
+        if self._sharded is None:
+            return tf.identity(residual)
+        numel = residual.shape[0]
+        places = self._places(name, numel)[:, tf.newaxis]
+        return tf.scatter_nd(places, residual, tf.constant([numel], tf.int64))
+
     def _specs(self) -> dict[str, TensorSpec]:
         return {spec.name: spec for route in self._routes.values() for spec in route.specs}
 
     def _residual_norm(self) -> float:
-        return math.hypot(*(self._ops.norm(Buffer(e)) for e in self._all_residuals().values()))
+        residuals = (*self._all_residuals().values(), *self._all_owned().values())
+        return math.hypot(*(self._ops.norm(Buffer(e)) for e in residuals))
 
-    @staticmethod
-    def _assign(residuals: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    def _assign(
+        self, residuals: Mapping[str, Any], owned: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
         for name, residual in residuals.items():
-            residual.assign(tf.cast(state["residuals"][name], residual.dtype))
+            loaded = tf.cast(state["residuals"][name], residual.dtype)
+            if self._sharded is not None:
+                loaded = tf.gather(loaded, self._places(name, loaded.shape[0]))
+            residual.assign(loaded)
+        for name, residual in owned.items():
+            residual.assign(tf.cast(state["owned"]["residuals"][name], residual.dtype))
 
     def _note_skipped(self, gradients: Sequence[Any]) -> None:
         for name, gradient in zip(self._names, gradients, strict=True):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import horovod.torch as hvd
+import torch
 from torch import Tensor
 
 
@@ -15,8 +17,9 @@ class _Handle:
     handle: int
 
     def wait(self) -> Tensor:
-        result: Tensor = hvd.synchronize(self.handle)
-        return result
+        result: Any = hvd.synchronize(self.handle)
+        received: Tensor = result[0] if isinstance(result, tuple) else result
+        return received
 
 
 class HorovodCollective:
@@ -38,3 +41,10 @@ class HorovodCollective:
     def allgather(self, payload: Tensor, name: str) -> _Handle:
         """Start a named allgather of a uint8 tensor; does not block."""
         return _Handle(hvd.allgather_async(payload, name=name, process_set=self._process_set))
+
+    def alltoall(self, payloads: Tensor, name: str) -> _Handle:
+        """Start a named alltoall of equal stretches of a uint8 tensor; does not block."""
+        splits = torch.full([self.size], payloads.numel() // self.size, dtype=torch.int32)
+        return _Handle(
+            hvd.alltoall_async(payloads, splits, name=name, process_set=self._process_set)
+        )

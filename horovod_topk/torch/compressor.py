@@ -21,9 +21,13 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
 
     Args:
         ratio: share of a tensor's elements sent each step, in (0, 1].
-        values: dtype of sent values, "float32" or "float16" (the residual keeps the rounding; with
-            "float32" a float64 tensor's values are float64).
-        exchange: how payloads travel: "allgather".
+        values: how values are sent: "float32" (float64 for a float64 tensor), "float16",
+            "bfloat16", "int8", "int4" or "sign". The residual keeps the rounding.
+        indices: "packed", "plain" (16 or 32 bits), or "auto": packed but on accelerators.
+        exchange: how payloads travel: "allgather", or "sharded", whose bytes do not grow with the
+            number of ranks.
+        gather_ratio: share of its elements that the owner of a shard sends back, in (0, 1]; None:
+            as `ratio`.
         selection: how the largest elements are found: "exact".
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.

@@ -22,8 +22,8 @@ from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor, Phase
-from horovod_topk.core.exchange import Allgather
-from horovod_topk.core.front import elastic, why_inactive
+from horovod_topk.core.exchange import exchange_of
+from horovod_topk.core.front import check_elastic, elastic, why_inactive
 from horovod_topk.core.plan import Plan
 from horovod_topk.core.stats import Stats, StepCounters, planned
 from horovod_topk.errors import ShapeChangedError, StepBeforeSynchronizeError
@@ -62,6 +62,7 @@ class OptimizerState:
         if reason is not None:
             self._skip("*", reason)
             return
+        check_elastic(config.exchange)
         plan = plan_of(optimizer, config)
         collective = HorovodCollective(optimizer.process_set)
         ops = TorchOps()
@@ -70,7 +71,11 @@ class OptimizerState:
         if not elastic():  # there, ranks that join late construct theirs alone
             self._ordinal = agree(plan, self._ordinal, ops, collective)
         self._compressor = Compressor(
-            plan, ops, TopK(ops), Allgather(collective), f"{self._prefix}.{self._ordinal}"
+            plan,
+            ops,
+            TopK(ops),
+            exchange_of(config.exchange, collective),
+            f"{self._prefix}.{self._ordinal}",
         )
         self._index(plan)
         self._skipped |= plan.sent_dense()
@@ -118,7 +123,7 @@ class OptimizerState:
 
         Every rank has its own: save one file a rank.
         """
-        return self._compressor.registry.state_dict() if self.active else {}
+        return self._compressor.state_dict() if self.active else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -6,7 +6,10 @@ Each test states a verb's promise in terms of NumPy's own functions, so that the
 
 from __future__ import annotations
 
+import itertools
 import math
+import struct
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -18,8 +21,12 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from oracle.backends import TORCH, Backend, each_way
 
+from horovod_topk.ops import coding
+
 WIDE = ("float32", "float64")  # of residuals and candidates
 INTEGERS = ("int16", "int32", "int64", "uint8")
+SCALED = ("int8", "int4", "sign")  # kinds of values with one scale a block
+INDICES = ("int16", "int32", "packed")
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e-45, 65504.0, 65519.9, 65520.0, 1e30, math.inf, math.nan)
 
 Array = NDArray[Any]
@@ -250,8 +257,8 @@ def test_some_samples_are_used_and_some_are_not() -> None:
 
 @each_way
 def test_row(backend: Backend) -> None:
-    payloads = backend.array(np.array([9, 0, 1, 0, 2, 0, 9, 0, 9, 0, 3, 0, 4, 0, 9, 0]), "uint8")
-    loaded = backend.ops.load(payloads, 8, 2, 2, "int16")
+    payloads = backend.array(np.array([9, 1, 2, 9, 9, 3, 4, 9]), "uint8")
+    loaded = backend.ops.load(payloads, 4, 1, 2)
     for position, expected in enumerate(([1, 2], [3, 4])):
         row = backend.ops.row(loaded, position)
         assert backend.numpy(row).tolist() == expected
@@ -267,46 +274,6 @@ def test_take(backend: Backend, data: st.DataObject) -> None:
     assert backend.numpy(taken).tobytes() == values[index].tobytes()
     backend.ops.assign(taken, backend.ops.zeros(index.size, "float32", "cpu"))
     assert backend.numpy(array).tobytes() == values.tobytes()
-
-
-@each_way
-@given(data=st.data(), wide=st.sampled_from(WIDE))
-def test_quantise_rounds_to_nearest_and_saturates(
-    backend: Backend, data: st.DataObject, wide: str
-) -> None:
-    values = data.draw(arrays(backend, wide))
-    sent = backend.ops.quantise(backend.array(values, wide), "float16")
-    assert dtype_name(sent) == "float16"
-    expected = np.clip(values, -65504, 65504).astype(np.float16)
-    assert bits(backend, sent) == canonical(backend, expected)
-
-
-@each_way
-@pytest.mark.parametrize("wide", WIDE)
-@pytest.mark.parametrize(
-    ("value", "nearest"),
-    [(65519.0, 65504.0), (65520.0, 65504.0), (-1e30, -65504.0), (math.inf, 65504.0), (2**-25, 0.0)],
-)
-def test_quantise_at_the_limits(backend: Backend, wide: str, value: float, nearest: float) -> None:
-    sent = backend.ops.quantise(backend.array(np.array([value]), wide), "float16")
-    assert backend.numpy(sent).tolist() == [nearest]
-
-
-@each_way
-def test_quantise_takes_a_float64_to_float16_by_way_of_float32(backend: Backend) -> None:
-    """Just above half-way between 1 and the next float16; rounded once it would go up."""
-    above_half = backend.array(np.array([1 + 2.0**-11 + 2.0**-40]), "float64")
-    assert backend.numpy(backend.ops.quantise(above_half, "float16")).tolist() == [1.0]
-
-
-@each_way
-@given(data=st.data(), dtype=st.sampled_from(WIDE))
-def test_quantise_to_the_same_dtype_changes_nothing(
-    backend: Backend, data: st.DataObject, dtype: str
-) -> None:
-    values = data.draw(arrays(backend, dtype))
-    sent = backend.ops.quantise(backend.array(values, dtype), dtype)
-    assert backend.numpy(sent).tobytes() == values.tobytes()
 
 
 @each_way
@@ -346,79 +313,432 @@ def test_accumulate_adds_rank_after_rank(
         assert bits(backend, out) == canonical(backend, expected)
 
 
+# Values as they are sent.
+
+
+def amounts(backend: Backend, dtype: str) -> st.SearchStrategy[Array]:
+    """One to a few blocks of some few numbers; none whose scale would be a denormal one."""
+    limit = 2.0**-90 if not backend.denormals else 0.0
+    numbers = arrays(backend, dtype, min_size=1).map(lambda a: np.where(np.abs(a) < limit, 0, a))
+    sizes = st.sampled_from([1, 2, 127, 128, 129, 300, 1023, 1024, 1033, 2049])
+    seeds = st.integers(0, 2**16).map(np.random.default_rng)
+    return st.builds(lambda some, n, rng: rng.choice(some, n), numbers, sizes, seeds)
+
+
+def bits_of(value: Any) -> int:
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+def float_of(bits: int) -> Any:
+    return np.float32(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
+
+
+def bfloat16_above(value: Any) -> int:
+    """Bits of the least bfloat16 that is not below a positive float32."""
+    below = bits_of(value) >> 16
+    return below if float_of(below << 16) == value else below + 1
+
+
+def bfloat16_nearest(value: Any) -> int:
+    """Bits of the bfloat16 next to a finite float32; the even one if there are two."""
+    below = bits_of(value) >> 16
+    away = [abs(float(float_of(each << 16)) - float(value)) for each in (below, below + 1)]
+    return below + (away[1] < away[0] or (away[1] == away[0] and below % 2))
+
+
+def narrowed(value: Any, kind: str) -> float:
+    """A value as a float16 or bfloat16."""
+    most = 65504.0 if kind == "float16" else 2.0**128 - 2.0**120
+    if math.isnan(value):
+        return math.nan
+    near = np.float32(min(max(value, -most), most))
+    return float(np.float16(near) if kind == "float16" else float_of(bfloat16_nearest(near) << 16))
+
+
+def limited(value: Any) -> Any:
+    """A value as blocks take it."""
+    finite = value if math.isfinite(value) else 0.0
+    return np.float32(min(max(finite, -(2.0**127)), 2.0**127))
+
+
+def multiples(block: list[Any], most: int) -> tuple[int, list[int]]:
+    """Bits of a block's scale, and how many of it each value is."""
+    bits = bfloat16_above(max(map(abs, block)) / np.float32(most))
+    scale = float_of(bits << 16)
+    near = [round(float(value / scale)) if scale else 0 for value in block]
+    return bits, [min(max(j, -most), most) for j in near]
+
+
+def signs(block: list[Any]) -> tuple[int, list[int]]:
+    """Bits of a block's scale, and 1 for each value below zero."""
+    unit = Fraction(float(float_of(bfloat16_above(max(map(abs, block))) << 16)))
+    parts = [65536 * abs(Fraction(float(value))) // (unit or 1) for value in block]
+    mean = unit * sum(parts) / (65536 * len(block))
+    return bfloat16_nearest(np.float32(float(mean))), [int(value < 0) for value in block]
+
+
+def number(digits: list[int], width: int) -> bytes:
+    """Digits of `width` bits, the first lowest."""
+    value = sum((digit & (1 << width) - 1) << width * i for i, digit in enumerate(digits))
+    return value.to_bytes((width * len(digits) + 7) // 8, "little")
+
+
+def packed(values: Array, kind: str) -> bytes:
+    """What the docstring of `Ops.pack_values` says of kinds with scales, element by element."""
+    size, width, most = {"int8": (128, 8, 127), "int4": (128, 4, 7), "sign": (1024, 1, 0)}[kind]
+    every = [limited(value) for value in values]
+    blocks = [every[at : at + size] for at in range(0, len(every), size)]
+    coded = [multiples(block, most) if most else signs(block) for block in blocks]
+    digits = [digit for _, each in coded for digit in each]
+    return b"".join(struct.pack("<H", bits) for bits, _ in coded) + number(digits, width)
+
+
+def as_values(data: bytes, kind: str) -> Array:
+    """Bytes of floats; bfloat16 as float32."""
+    if kind == "bfloat16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, kind)
+
+
+def pack(backend: Backend, values: Any, kind: str, wide: str = "float32") -> bytes:
+    given_values = backend.array(np.array(values, wide), wide)
+    data = backend.ops.pack_values(given_values, kind)
+    assert dtype_name(data) == "uint8"
+    assert backend.ops.numel(data) == coding.value_bytes(kind, len(values))
+    return backend.numpy(data).tobytes()
+
+
+def unpack(backend: Backend, rows: list[bytes], count: int, kind: str, wide: str) -> Array:
+    """Rows that stand behind one byte each, as they would in payloads."""
+    width = len(rows[0])
+    data = np.frombuffer(b"".join(b"\xab" + row for row in rows), np.uint8)
+    loaded = backend.ops.load(backend.array(data, "uint8"), 1 + width, 1, width)
+    values = backend.ops.unpack_values(loaded, count, kind, wide)
+    assert dtype_name(values) == wide
+    return backend.numpy(values)
+
+
 @each_way
-def test_deduct_allows_the_candidate_itself(backend: Backend) -> None:
-    """A dense tensor at full width sends its candidate without a copy."""
-    candidate = backend.array(np.array([1.5, -2.0]), "float32")
-    backend.ops.deduct(candidate, None, backend.ops.quantise(candidate, "float32"))
-    assert backend.numpy(candidate).tolist() == [0.0, 0.0]
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+@given(data=st.data(), wide=st.sampled_from(WIDE))
+def test_floats_are_rounded_to_nearest_and_saturate(
+    backend: Backend, kind: str, data: st.DataObject, wide: str
+) -> None:
+    values = data.draw(arrays(backend, wide))
+    sent = as_values(pack(backend, values, kind, wide), kind)
+    expected = np.array([narrowed(value, kind) for value in values], sent.dtype)
+    assert canonical(backend, sent) == canonical(backend, expected)
+
+
+@each_way
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize(
+    ("kind", "value", "nearest"),
+    [
+        ("float16", 65519.0, 65504.0),
+        ("float16", 65520.0, 65504.0),
+        ("float16", -1e30, -65504.0),
+        ("float16", math.inf, 65504.0),
+        ("float16", 2**-25, 0.0),  # half of the least; the even one is 0
+        ("float16", 3 * 2**-25, 2**-23),
+        ("float16", math.nan, math.nan),
+        ("bfloat16", 2.0**128 - 2.0**119 - 2.0**104, 2.0**128 - 2.0**120),  # would go up to 2**128
+        ("bfloat16", -math.inf, -(2.0**128 - 2.0**120)),
+        ("bfloat16", 1 + 2**-8, 1.0),
+        ("bfloat16", 1 + 3 * 2**-8, 1 + 2**-6),
+        ("bfloat16", math.nan, math.nan),
+    ],
+)
+def test_floats_at_the_limits(
+    backend: Backend, wide: str, kind: str, value: float, nearest: float
+) -> None:
+    sent = as_values(pack(backend, [value], kind, wide), kind)
+    assert sent.tolist() == pytest.approx([nearest], abs=0, rel=0, nan_ok=True)
+
+
+@each_way
+@pytest.mark.parametrize(("kind", "digits"), [("float16", 11), ("bfloat16", 8)])
+def test_a_float64_goes_by_way_of_float32(backend: Backend, kind: str, digits: int) -> None:
+    """Just above half-way between 1 and the next one; rounded once it would go up."""
+    above_half = [1 + 2.0**-digits + 2.0**-40]
+    assert as_values(pack(backend, above_half, kind, "float64"), kind).tolist() == [1.0]
+
+
+@each_way
+@given(data=st.data(), wide=st.sampled_from(WIDE))
+def test_full_width_changes_nothing(backend: Backend, data: st.DataObject, wide: str) -> None:
+    values = data.draw(arrays(backend, wide, min_size=1))
+    sent = pack(backend, values, wide, wide)
+    assert sent == values.tobytes()
+    assert unpack(backend, [sent], values.size, wide, wide).tobytes() == sent
+
+
+@each_way
+@pytest.mark.parametrize("kind", SCALED)
+@given(data=st.data(), wide=st.sampled_from(WIDE))
+def test_values_share_the_scale_of_their_block(
+    backend: Backend, kind: str, data: st.DataObject, wide: str
+) -> None:
+    values = data.draw(amounts(backend, wide))
+    with np.errstate(all="ignore"):
+        assert pack(backend, values, kind, wide).hex() == packed(values, kind).hex()
+
+
+@each_way
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("count", [1, 129, 5000])
+def test_normal_values_in_blocks(backend: Backend, kind: str, count: int) -> None:
+    values = np.random.default_rng(count).standard_normal(count)
+    assert pack(backend, values, kind, "float64") == packed(values, kind)
+    assert pack(backend, values, kind) == packed(values.astype(np.float32), kind)
+
+
+@each_way
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        ("int8", [127, 0.5, 1.5, 2.5, -0.5, -2.5], "803f  7f 00 02 02 00 fe"),  # ties to even
+        ("int4", [7, 2.5, 3.5, -6.5, -7], "803f  27 a4 09"),
+        ("int8", [0, -0.0, 0], "0000  00 00 00"),
+        ("int4", [0, -0.0, 0], "0000  00 00"),
+        ("sign", [0, -0.0, 0], "0000  00"),
+        ("int8", [math.nan, 127, math.inf, -math.inf], "803f  00 7f 00 00"),
+        ("int4", [math.nan, math.inf], "0000  00"),
+        ("sign", [math.nan, -math.inf, -1.5, 1.5], "403f  04"),  # (0 + 0 + 1.5 + 1.5) / 4
+        ("sign", [1, -3], "0040  02"),  # 21845 + 65536 of 3 / 65536: hardly less than 2
+        ("int8", [3e38], "827b  7e"),  # 130 / 128 * 2**120 is no less than 2**127 / 127
+        ("int4", [-3e38], "937d  09"),  # 147 / 128 * 2**124 is no less than 2**127 / 7
+        ("sign", [-3e38, 3e38, 3e38], "007f  01"),  # 2**127
+    ],
+)
+def test_blocks_at_the_limits(
+    backend: Backend, wide: str, kind: str, values: list[float], expected: str
+) -> None:
+    assert pack(backend, values, kind, wide) == bytes.fromhex(expected)
+
+
+@each_way
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize(("kind", "most"), [("int8", 127), ("int4", 7), ("sign", 1)])
+@given(data=st.data())
+def test_multiples_of_a_scale_come_back(
+    backend: Backend, wide: str, kind: str, most: int, data: st.DataObject
+) -> None:
+    """As long as each block has the largest multiple, and signs nothing else."""
+    count = data.draw(st.sampled_from([1, 2, 127, 128, 130, 1025]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    values = rng.integers(-most, most + 1, count).astype(wide)
+    values[:: 128 if most > 1 else 1] = most
+    values *= rng.choice([-1, 1], count) * 2.0 ** data.draw(st.integers(-80, 80))
+    sent = pack(backend, values, kind, wide)
+    assert np.array_equal(unpack(backend, [sent], count, kind, wide), [values])
+
+
+@each_way
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", *SCALED])
+@given(data=st.data(), count=st.sampled_from([1, 3, 128, 129, 1025]), wide=st.sampled_from(WIDE))
+def test_each_row_is_read_for_itself(
+    backend: Backend, kind: str, data: st.DataObject, count: int, wide: str
+) -> None:
+    """Any bytes behind scales that are not denormal: a reader takes j = -128 and -8 too."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    rows = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        scales = rng.integers(100 << 7, 140 << 7, coding.scales(kind, count)).astype("<u2")
+        width = coding.value_bytes(kind, count) - scales.nbytes
+        exact = kind in SCALED
+        body = rng.bytes(width) if exact else pack(backend, rng.normal(size=count), kind)
+        rows.append(scales.tobytes() + body)
+    expected = np.array([read_values(row, count, kind) for row in rows]).astype(wide)
+    assert np.array_equal(unpack(backend, rows, count, kind, wide), expected)
+
+
+def read_values(row: bytes, count: int, kind: str) -> Array:
+    """Values as `core.payload` has them, one after the other."""
+    if kind not in SCALED:
+        return as_values(row, kind)
+    block, width = {"int8": (128, 8), "int4": (128, 4), "sign": (1024, 1)}[kind]
+    at = 2 * -(-count // block)
+    scales, body = as_values(row[:at], "bfloat16"), int.from_bytes(row[at:], "little")
+    digits = [body >> width * i & (1 << width) - 1 for i in range(count)]
+    most = 1 << width - 1
+    signed = [1 - 2 * d if kind == "sign" else (d ^ most) - most for d in digits]
+    return np.array([np.float32(j) * scales[i // block] for i, j in enumerate(signed)], np.float32)
+
+
+# Indices as they are sent.
+
+
+@st.composite
+def places(draw: st.DrawFn) -> tuple[Array, int]:
+    """Ascending indices, and how many elements there are."""
+    numel = draw(st.integers(1, 40) | st.integers(1, 3000))
+    k = draw(st.sampled_from([1, numel]) | st.integers(1, numel))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    some = np.sort(rng.choice(numel, k, replace=False))
+    return draw(st.sampled_from([some, np.arange(k), np.arange(numel - k, numel)])), numel
+
+
+def packed_index(index: list[int], numel: int, kind: str) -> bytes:
+    """What `core.payload` says, index by index."""
+    k = len(index)
+    if kind != "packed":
+        return number(index, 16 if kind == "int16" else 32)
+    low = least_low_bits(numel, k)
+    x = [i - j for j, i in enumerate(index)]
+    upper = sum(1 << (each >> low) + j for j, each in enumerate(x))
+    return number(x, low) + upper.to_bytes((k + ((numel - k) >> low) + 7) // 8, "little")
+
+
+def least_low_bits(numel: int, k: int) -> int:
+    return min((k * low + (numel - k) // 2**low, low) for low in range(32))[1]
+
+
+def read_index(row: bytes, k: int, numel: int, kind: str) -> list[int] | None:
+    """The indices in a row; None if they are not k that ascend below `numel`."""
+    if kind == "packed":
+        low = least_low_bits(numel, k)
+        at, upper_bits = (k * low + 7) // 8, k + (numel - k) // 2**low
+        lower, upper = (int.from_bytes(part, "little") for part in (row[:at], row[at:]))
+        found = [bit for bit in range(upper_bits) if upper >> bit & 1]
+        if len(found) != k:
+            return None
+        digits = [lower >> low * j & (1 << low) - 1 for j in range(k)]
+        index = [(bit - j << low) + digits[j] + j for j, bit in enumerate(found)]
+    else:
+        index = np.frombuffer(row, "<u2" if kind == "int16" else "<u4").tolist()
+    ascend = all(i < j for i, j in itertools.pairwise(index))
+    return index if ascend and index[-1] < numel else None
+
+
+def unpack_index(
+    backend: Backend, rows: list[bytes], k: int, numel: int, kind: str
+) -> tuple[Array, list[bool]]:
+    """Rows that stand behind one byte each."""
+    width = coding.index_bytes(kind, numel, k)
+    data = np.frombuffer(b"".join(b"\xab" + row for row in rows), np.uint8)
+    loaded = backend.ops.load(backend.array(data, "uint8"), 1 + width, 1, width)
+    index, sound = backend.ops.unpack_index(loaded, k, numel, kind)
+    assert dtype_name(index) == "int64"
+    assert dtype_name(sound) == "bool"
+    return backend.numpy(index), backend.numpy(sound).tolist()
+
+
+@each_way
+@pytest.mark.parametrize("kind", INDICES)
+@given(place=places())
+def test_indices_there_and_back(backend: Backend, kind: str, place: tuple[Array, int]) -> None:
+    index, numel = place
+    data = backend.ops.pack_index(backend.array(index, "int64"), numel, kind)
+    assert dtype_name(data) == "uint8"
+    assert backend.ops.numel(data) == coding.index_bytes(kind, numel, index.size)
+    sent = backend.numpy(data).tobytes()
+    assert sent == packed_index(index.tolist(), numel, kind)
+    assert read_index(sent, index.size, numel, kind) == index.tolist()
+    found, sound = unpack_index(backend, [sent] * 3, index.size, numel, kind)
+    assert found.tolist() == [index.tolist()] * 3
+    assert sound == [True] * 3
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("index", "numel", "kind"),
+    [
+        ([0, 32767, 32768, 65535], 2**16, "int16"),
+        ([0, 2**31 - 1, 2**31, 2**32 - 1], 2**32, "int32"),
+        ([2**32 - 1], 2**32, "packed"),  # 31 low bits: the most there are
+        ([0, 2**31 - 1, 2**31, 2**32 - 1], 2**32, "packed"),
+        ([2**32 - 3, 2**32 - 2, 2**32 - 1], 2**32, "packed"),
+    ],
+)
+def test_indices_are_unsigned(backend: Backend, index: list[int], numel: int, kind: str) -> None:
+    data = backend.ops.pack_index(backend.array(np.array(index), "int64"), numel, kind)
+    sent = backend.numpy(data).tobytes()
+    assert sent == packed_index(index, numel, kind)
+    found, sound = unpack_index(backend, [sent], len(index), numel, kind)
+    assert (found.tolist(), sound) == ([index], [True])
+
+
+@each_way
+@pytest.mark.parametrize("kind", INDICES)
+@given(place=places(), data=st.data())
+def test_damaged_indices_are_noticed_and_never_lead_outside(
+    backend: Backend, kind: str, place: tuple[Array, int], data: st.DataObject
+) -> None:
+    """A row is sound if and only if it can be read; others are none the worse for it."""
+    index, numel = place
+    k, good = index.size, packed_index(index.tolist(), numel, kind)
+    bad = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 4))):
+        bad[data.draw(st.integers(0, len(bad) - 1))] ^= data.draw(
+            st.sampled_from([1, 0x80]) | st.integers(1, 255)
+        )
+    found, sound = unpack_index(backend, [good, bytes(bad), good], k, numel, kind)
+    expected = read_index(bytes(bad), k, numel, kind)
+    assert sound == [True, expected is not None, True]
+    assert found[[0, 2]].tolist() == [index.tolist()] * 2
+    assert found[1].tolist() == expected or expected is None
+    assert found.min() >= 0
+    assert found.max() < numel
 
 
 # Bytes.
 
 
 @each_way
-@given(data=st.data(), dtype=st.sampled_from(["float16", "float32", "float64"]))
-def test_store_and_load_floats(backend: Backend, data: st.DataObject, dtype: str) -> None:
-    parts = data.draw(st.lists(arrays(backend, dtype), max_size=3))
-    joined = np.concatenate([np.zeros(0, dtype), *parts])
-    payload = backend.array(np.full(8 + joined.nbytes + 8, 0xAB), "uint8")
-    backend.ops.store(payload, 8, [backend.array(part, dtype) for part in parts], dtype)
+@given(data=st.binary(max_size=20), at=st.integers(0, 5))
+def test_store_writes_its_part_and_no_more(backend: Backend, data: bytes, at: int) -> None:
+    payload = backend.array(np.full(26, 0xAB), "uint8")
+    backend.ops.store(payload, at, backend.array(np.frombuffer(data, np.uint8), "uint8"))
     stored = backend.numpy(payload).tobytes()
-    little = joined.astype(joined.dtype.newbyteorder("<")).tobytes()
-    assert stored == b"\xab" * 8 + little + b"\xab" * 8
-    loaded = backend.ops.load(payload, 16 + joined.nbytes, 8, joined.size, dtype)
-    assert backend.numpy(loaded).shape == (1, joined.size)
-    assert backend.numpy(loaded).tobytes() == joined.tobytes()
+    assert stored == b"\xab" * at + data + b"\xab" * (26 - at - len(data))
 
 
 @each_way
-@pytest.mark.parametrize(("dtype", "width"), [("int16", 2), ("int32", 4)])
-@given(data=st.data())
-def test_store_and_load_unsigned_indices(
-    backend: Backend, dtype: str, width: int, data: st.DataObject
-) -> None:
-    largest = 2 ** (8 * width) - 1
-    edges = st.sampled_from([0, 1, largest // 2, largest // 2 + 1, largest])
-    indices = data.draw(st.lists(edges | st.integers(0, largest), max_size=6))
-    payload = backend.ops.zeros(16 + width * len(indices), "uint8", "cpu")
-    backend.ops.store(payload, 16, [backend.array(np.array(indices, np.int64), "int64")], dtype)
-    expected = b"".join(index.to_bytes(width, "little") for index in indices)
-    assert backend.numpy(payload).tobytes() == bytes(16) + expected
-    loaded = backend.ops.load(payload, 16 + width * len(indices), 16, len(indices), dtype)
-    assert dtype_name(loaded) == "int64"
-    assert backend.numpy(loaded).tolist() == [indices]
-
-
-@each_way
-@pytest.mark.parametrize("dtype", ["int16", "int32", "float16", "float32", "float64"])
-def test_load_reads_a_row_of_each_payload(backend: Backend, dtype: str) -> None:
+@pytest.mark.parametrize(("at", "count"), [(0, 7), (1, 3), (6, 1), (2, 0)])
+def test_load_reads_a_row_of_each_payload(backend: Backend, at: int, count: int) -> None:
     """Payloads arrive one behind the other."""
-    parts = [np.array([rank, 7], dtype) for rank in range(3)]
-    size = parts[0].nbytes
-    payloads = b"".join(bytes(8) + part.tobytes() + bytes(16 - size) for part in parts)
-    gathered = backend.array(np.frombuffer(payloads, np.uint8), "uint8")
-    loaded = backend.ops.load(gathered, 24, 8, 2, dtype)
-    assert backend.numpy(loaded).tolist() == [[0, 7], [1, 7], [2, 7]]
+    gathered = backend.array(np.arange(21), "uint8")
+    loaded = backend.ops.load(gathered, 7, at, count)
+    assert dtype_name(loaded) == "uint8"
+    rows = np.arange(21).reshape(3, 7)[:, at : at + count]
+    assert backend.numpy(loaded).tolist() == rows.tolist()
 
 
 @each_way
-def test_examine_hands_every_head_to_the_host(backend: Backend) -> None:
-    gathered = backend.array(np.arange(12), "uint8")
+def test_examine_hands_every_head_and_answer_to_the_host(backend: Backend) -> None:
+    gathered = backend.array(np.arange(8), "uint8")
+    sound = [
+        backend.ops.unpack_index(backend.ops.load(gathered, 4, 0, 2), 1, numel, "int16")[1]
+        for numel in (2000, 1000)  # bytes 0, 1 and 4, 5 are the indices 256 and 1284
+    ]
     seen = []
 
-    def check(heads: list[bytes]) -> list[bool]:
-        seen.extend(heads)
+    def check(heads: list[bytes], answers: list[list[bool]]) -> list[bool]:
+        seen.extend([heads, answers])
         return [True, False, True]
 
-    flags = backend.ops.examine(gathered, 4, 3, check)
-    assert seen == [bytes([0, 1, 2]), bytes([4, 5, 6]), bytes([8, 9, 10])]
+    flags = backend.ops.examine(gathered, 4, 3, sound, check)
+    assert seen == [[bytes([0, 1, 2]), bytes([4, 5, 6])], [[True, True], [True, False]]]
     gradients = [backend.array(np.zeros(2), "float32") for _ in range(3)]
     for position, gradient in enumerate(gradients):
         backend.ops.deliver(backend.array(np.ones(2), "float32"), 1.0, gradient, flags[position])
     assert [backend.numpy(g)[0] for g in gradients] == pytest.approx(
         [math.nan, 1, math.nan], nan_ok=True
     )
+
+
+@each_way
+def test_examine_without_answers(backend: Backend) -> None:
+    seen = []
+
+    def check(heads: list[bytes], answers: list[list[bool]]) -> list[bool]:
+        seen.extend([heads, answers])
+        return [False]
+
+    backend.ops.examine(backend.array(np.arange(4), "uint8"), 2, 1, [], check)
+    assert seen == [[b"\0", b"\2"], []]
 
 
 @each_way
@@ -561,3 +881,16 @@ def test_bfloat16_gradients_lose_nothing_but_their_own_rounding(values: Array) -
     back = torch.empty_like(rounded)
     TORCH.ops.deliver(out, 1.0, back, False)
     assert TORCH.ops.same(back, rounded)
+
+
+@each_way
+@given(numel=st.integers(0, 700), parts=st.integers(1, 5), data=st.data())
+def test_spot_finds_the_elements_of_every_part_th_block(
+    backend: Backend, numel: int, parts: int, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, parts - 1))
+    blocks = [np.arange(at, at + 64) for at in range(64 * first, 64 * parts * 11, 64 * parts)]
+    expected = np.concatenate(blocks)[:numel]
+    spots = backend.ops.spot(backend.ops.arange(numel, "cpu"), parts, first)
+    assert dtype_name(spots) == "int64"
+    assert backend.numpy(spots).tolist() == expected.tolist()

@@ -30,7 +30,7 @@ def launch(controller: str, size: int, folder: Path, *names: str) -> Launch:
 
 
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize("names", [("tape", "state"), ("keras",)], ids="+".join)
+@pytest.mark.parametrize("names", [("tape", "state", "sharded"), ("keras",)], ids="+".join)
 @CONTROLLERS
 def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_path: Path) -> None:
     done = launch(controller, 2, tmp_path, *names)
@@ -42,7 +42,7 @@ def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize("size", [3, 4])
 @CONTROLLERS
 def test_cases_pass_on_more_ranks(controller: str, size: int, tmp_path: Path) -> None:
-    done = launch(controller, size, tmp_path, "tape", *["keras"] * (size == 4))
+    done = launch(controller, size, tmp_path, "tape", "sharded", *["keras"] * (size == 4))
     assert_all_passed(done, size)
     assert_clean(done)
 

@@ -1,4 +1,5 @@
-/* A fuzz target for encode and decode: any recipe, any values, any damage to a payload.
+/* A fuzz target for encode and decode: any recipe, any values, any damage to a payload. What comes out
+ * is read by the format's docstring, and held to the laws.
  *
  * Built by scripts/fuzz.py under AddressSanitizer and UndefinedBehaviorSanitizer. All memory has
  * exactly the size that the recipe calls for. With clang, -fsanitize=fuzzer takes
@@ -55,37 +56,150 @@ struct Memory {
   uint8_t *data() { return room.data() + offset; }
 };
 
+enum Kind { FULL = 0, HALF = 1, BRAIN = 2, INT8 = 3, INT4 = 4, SIGN = 5 };
+enum Index { NONE = 0, PACKED = 1, SHORT = 2, LONG = 4 };
+
 struct Tensor {
-  int64_t numel, k, index_bytes, value_at, index_at, dtype;
+  int64_t numel, k, index, value_at, index_at, dtype, first;
 };
 
 struct Job {
-  int64_t residual_bytes, value_bytes, payload_bytes, sampled;
+  int64_t residual_bytes, kind, payload_bytes, sampled, parts;
   std::vector<Tensor> tensors;
 
+  /* Where an element of a tensor lies in its gradient, which may be dealt out to shards. */
+  int64_t natural(const Tensor &t, int64_t i) const {
+    return (i / 64 * parts + t.first) * 64 + i % 64;
+  }
+
+  int64_t gradient_numel(const Tensor &t) const { return natural(t, t.numel - 1) + 1; }
+
   std::vector<int64_t> recipe() const {
-    std::vector<int64_t> numbers{(int64_t)tensors.size(), residual_bytes, value_bytes, 24,
-                                 payload_bytes, sampled};
-    for (const Tensor &t : tensors)
-      numbers.insert(numbers.end(), {t.numel, t.k, 0, t.index_bytes, t.value_at, t.index_at, t.dtype});
+    std::vector<int64_t> numbers{(int64_t)tensors.size(), residual_bytes, kind, 24, payload_bytes,
+                                 sampled, parts};
+    for (int64_t i = 0; i < (int64_t)tensors.size(); ++i) {
+      const Tensor &t = tensors[(size_t)i];
+      numbers.insert(numbers.end(), {t.numel, t.k, 0, t.index, t.value_at, t.index_at, t.dtype,
+                                     t.first, i});
+    }
     return numbers;
   }
 };
 
+/* The format as the docstring of horovod_topk/core/payload.py has it, bit by bit. */
+int64_t bytes_of(int64_t bits) { return (bits + 7) / 8; }
+
+int64_t block_of(int64_t kind) { return kind == SIGN ? 1024 : kind == INT8 || kind == INT4 ? 128 : 0; }
+
+int64_t scale_bytes(int64_t kind, int64_t k) {
+  return block_of(kind) ? 2 * ((k + block_of(kind) - 1) / block_of(kind)) : 0;
+}
+
+int64_t value_bits(const Job &job) {
+  static const int64_t bits[] = {0, 16, 16, 8, 4, 1};
+  return job.kind == FULL ? 8 * job.residual_bytes : bits[job.kind];
+}
+
+int64_t value_bytes(const Job &job, int64_t k) {
+  return scale_bytes(job.kind, k) + bytes_of(k * value_bits(job));
+}
+
+int64_t low_bits(int64_t n, int64_t k) {
+  int64_t best = 0;
+  for (int64_t l = 1; l <= 31; ++l)
+    if (k * l + ((n - k) >> l) < k * best + ((n - k) >> best)) best = l;
+  return best;
+}
+
+int64_t map_bits(const Tensor &t) { return t.k + ((t.numel - t.k) >> low_bits(t.numel, t.k)); }
+
+int64_t index_bytes(const Tensor &t) {
+  if (t.index != PACKED) return t.index * t.k;
+  return bytes_of(t.k * low_bits(t.numel, t.k)) + bytes_of(map_bits(t));
+}
+
+uint64_t bits_at(const uint8_t *data, int64_t bit, int64_t count) {
+  uint64_t value = 0;
+  for (int64_t i = 0; i < count; ++i)
+    value |= (uint64_t)(data[(bit + i) / 8] >> (bit + i) % 8 & 1) << i;
+  return value;
+}
+
+bool all_zero(const uint8_t *data, int64_t from, int64_t to) {
+  for (; from < to; ++from)
+    if (bits_at(data, from, 1)) return false;
+  return true;
+}
+
+/* The indices of a payload, as many as there are. */
+std::vector<int64_t> indices_of(const Tensor &t, const uint8_t *payload) {
+  const uint8_t *data = payload + t.index_at;
+  std::vector<int64_t> found;
+  if (t.index != PACKED) {
+    for (int64_t i = 0; i < t.k; ++i)
+      found.push_back(t.index == NONE ? i : (int64_t)bits_at(data, i * t.index * 8, t.index * 8));
+    return found;
+  }
+  const int64_t low = low_bits(t.numel, t.k);
+  const uint8_t *map = data + bytes_of(t.k * low);
+  for (int64_t bit = 0; bit < map_bits(t); ++bit) {
+    if (!bits_at(map, bit, 1)) continue;
+    auto j = (int64_t)found.size();
+    int64_t lower = j < t.k ? (int64_t)bits_at(data, j * low, low) : 0;
+    found.push_back(((bit - j) << low) + lower + j);
+  }
+  return found;
+}
+
+bool are_sound(const Tensor &t, const std::vector<int64_t> &index) {
+  for (size_t i = 1; i < index.size(); ++i)
+    if (index[i - 1] >= index[i]) return false;
+  return (int64_t)index.size() == t.k && index.back() < t.numel;
+}
+
+float float_of(uint64_t bits, int64_t kind) {
+  float value;
+  auto word = (uint32_t)(kind == BRAIN ? bits << 16 : bits);
+  if (kind == HALF) {
+    auto rest = (int)(bits & 0x3ff), exponent = (int)(bits >> 10 & 31);
+    float magnitude = exponent == 31   ? rest ? NAN : INFINITY
+                      : exponent == 0 ? std::ldexp((float)rest, -24)
+                                      : std::ldexp((float)(rest + 1024), exponent - 25);
+    return bits >> 15 ? -magnitude : magnitude;
+  }
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+/* Value i, where residuals are float32. */
+float value_of(const Job &job, const Tensor &t, const uint8_t *payload, int64_t i) {
+  const uint8_t *data = payload + t.value_at;
+  int64_t width = value_bits(job), at = scale_bytes(job.kind, t.k);
+  uint64_t bits = bits_at(data + at, i * width, width);
+  if (!at) return float_of(bits, job.kind);
+  float scale = float_of(bits_at(data, i / block_of(job.kind) * 16, 16), BRAIN);
+  if (job.kind == SIGN) return bits ? -scale : scale;
+  auto j = (int64_t)(bits << (64 - width)) >> (64 - width);
+  return scale * (float)j;
+}
+
 Job draw_job(Input &input) {
   static const int64_t sizes[] = {1, 3, 63, 64, 65, 200, 2047, 4096, 5000, 70000};
-  Job job{input.number(1) % 4 ? 4 : 8, 0, 24 + 8, (int64_t)input.number(1) % 2, {}};
-  job.value_bytes = input.number(1) % 2 ? 2 : job.residual_bytes;
+  Job job{input.number(1) % 4 ? 4 : 8, input.below(6), 24 + 8, (int64_t)input.number(1) % 2,
+          input.number(1) % 2 ? 1 : 1 + input.below(4), {}};
   for (int64_t t = 1 + input.below(4); t > 0; --t) {
+    static const int64_t kinds[] = {NONE, PACKED, PACKED, SHORT, LONG};
     Tensor tensor{};
     tensor.numel = sizes[input.below(10)];
-    tensor.index_bytes = input.number(1) % 3 == 0 ? 0 : tensor.numel <= 65536 && input.number(1) % 2 ? 2 : 4;
-    tensor.k = tensor.index_bytes ? 1 + input.below(tensor.numel) : tensor.numel;
-    if (tensor.index_bytes && input.number(1) % 2) tensor.k = 1 + tensor.k / 50;
+    tensor.index = kinds[input.below(5)];
+    if (tensor.index == SHORT && tensor.numel > 65536) tensor.index = LONG;
+    tensor.k = tensor.index ? 1 + input.below(tensor.numel) : tensor.numel;
+    if (tensor.index && input.number(1) % 2) tensor.k = 1 + tensor.k / 50;
     tensor.dtype = job.residual_bytes == 8 ? 3 : input.below(3);
+    tensor.first = input.below(job.parts);
     tensor.value_at = job.payload_bytes;
-    tensor.index_at = tensor.value_at + tensor.k * job.value_bytes;
-    job.payload_bytes = tensor.index_at + tensor.k * tensor.index_bytes;
+    tensor.index_at = tensor.value_at + value_bytes(job, tensor.k);
+    job.payload_bytes = tensor.index_at + index_bytes(tensor);
     job.tensors.push_back(tensor);
   }
   return job;
@@ -106,51 +220,88 @@ void draw_values(Input &input, uint8_t *to, int64_t bytes, int64_t width) {
   }
 }
 
-int64_t index_of(const Tensor &t, const uint8_t *payload, int64_t i) {
-  uint32_t value = 0;
-  std::memcpy(&value, payload + t.index_at + i * t.index_bytes, (size_t)t.index_bytes);
+/* What a writer has to keep to: sound indices, no bit beyond a section, no negative scale, none of
+ * the multiples that have no opposite. */
+void check_format(const Job &job, const uint8_t *payload) {
+  for (const Tensor &t : job.tensors) {
+    REQUIRE(are_sound(t, indices_of(t, payload)));
+    const uint8_t *values = payload + t.value_at + scale_bytes(job.kind, t.k);
+    const int64_t low = t.k * low_bits(t.numel, t.k), width = value_bits(job);
+    REQUIRE(all_zero(values, t.k * width, 8 * bytes_of(t.k * width)));
+    for (int64_t i = 0; i < scale_bytes(job.kind, t.k) / 2; ++i)
+      REQUIRE(bits_at(payload + t.value_at, 16 * i, 16) < 0x7f80);
+    for (int64_t i = 0; (job.kind == INT8 || job.kind == INT4) && i < t.k; ++i)
+      REQUIRE(bits_at(values, i * width, width) != (uint64_t)1 << (width - 1));
+    if (t.index != PACKED) continue;
+    const uint8_t *data = payload + t.index_at;
+    REQUIRE(all_zero(data, low, 8 * bytes_of(low)));
+    REQUIRE(all_zero(data + bytes_of(low), map_bits(t), 8 * bytes_of(map_bits(t))));
+  }
+}
+
+double ulp_of(double value) {
+  auto near = (float)std::fabs(value);
+  return (double)std::nextafter(near, INFINITY) - (double)near;
+}
+
+/* Whether e + g == decode(p) + what is left, where residuals are float32: exactly, but for signs and
+ * for what float16 saturates by far. */
+bool adds_up(const Job &job, float owed, float sent, float rest) {
+  double error = std::fabs((double)sent + (double)rest - (double)owed);
+  double largest = std::max({std::fabs(owed), std::fabs(sent), std::fabs(rest)});
+  bool rounded = job.kind == SIGN || (job.kind == HALF && std::fabs(owed) >= 0x1p29f);
+  return rounded ? error <= ulp_of(largest) : error == 0;
+}
+
+float float_at(const uint8_t *data, int64_t i) {
+  float value;
+  std::memcpy(&value, data + 4 * i, 4);
   return value;
 }
 
-void check_indices(const Job &job, const uint8_t *payload) {
-  for (const Tensor &t : job.tensors)
-    for (int64_t i = 0; t.index_bytes && i < t.k; ++i) {
-      REQUIRE(index_of(t, payload, i) < t.numel);
-      REQUIRE(i == 0 || index_of(t, payload, i - 1) < index_of(t, payload, i));
-    }
+/* Nothing is lost, and nothing that is not sent is larger than what is. */
+void check_laws(const Job &job, const Tensor &t, const uint8_t *e, const uint8_t *g,
+                const uint8_t *left, const uint8_t *payload) {
+  const std::vector<int64_t> index = indices_of(t, payload);
+  float least_sent = INFINITY, largest_left = 0;
+  for (int64_t i = 0, next = 0; i < t.numel; ++i) {
+    bool is_sent = next < t.k && index[(size_t)next] == i;
+    float sent = is_sent ? value_of(job, t, payload, next++) : 0;
+    float owed = float_at(e, i) + float_at(g, job.natural(t, i)), rest = float_at(left, i);
+    if (!std::isfinite(owed)) continue;
+    REQUIRE(adds_up(job, owed, sent, rest));
+    if (is_sent) least_sent = std::min(least_sent, std::fabs(owed));
+    else largest_left = std::max(largest_left, std::fabs(owed));
+  }
+  REQUIRE(job.sampled || largest_left <= least_sent);
 }
 
-/* e + g == decode(p) + what is left, for float32 throughout. */
-void check_conservation(const Tensor &t, const uint8_t *e, const uint8_t *g, const uint8_t *left,
-                        const uint8_t *payload) {
-  std::vector<float> sent((size_t)t.numel);
-  for (int64_t i = 0; i < t.k; ++i)
-    std::memcpy(&sent[(size_t)(t.index_bytes ? index_of(t, payload, i) : i)],
-                payload + t.value_at + 4 * i, 4);
+/* gradient == half the sum of the payloads, in their order. */
+void check_decoded(const Job &job, const Tensor &t, const uint8_t *gathered, int64_t ranks,
+                   const uint8_t *gradient) {
+  std::vector<float> total((size_t)t.numel);
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const uint8_t *payload = gathered + rank * job.payload_bytes;
+    const std::vector<int64_t> index = indices_of(t, payload);
+    for (int64_t i = 0; i < t.k; ++i)
+      total[(size_t)index[(size_t)i]] += value_of(job, t, payload, i);
+  }
   for (int64_t i = 0; i < t.numel; ++i) {
-    float residual, gradient, rest;
-    std::memcpy(&residual, e + 4 * i, 4);
-    std::memcpy(&gradient, g + 4 * i, 4);
-    std::memcpy(&rest, left + 4 * i, 4);
-    float owed = residual + gradient;
-    if (std::isfinite(owed)) REQUIRE(sent[(size_t)i] + rest == owed);
+    float expected = total[(size_t)i] * 0.5f, found = float_at(gradient, job.natural(t, i));
+    REQUIRE(expected == found || (std::isnan(expected) && std::isnan(found)));
   }
 }
 
-/* Nothing that is left is larger than what was sent. */
-void check_largest(const Tensor &t, const uint8_t *left, const uint8_t *payload) {
-  float least_sent = std::numeric_limits<float>::infinity(), largest_left = 0;
-  for (int64_t i = 0; i < t.k; ++i) {
-    float value;
-    std::memcpy(&value, payload + t.value_at + 4 * i, 4);
-    if (!std::isnan(value)) least_sent = std::min(least_sent, std::fabs(value));
+/* The first rank * tensors + tensor whose indices are wrong, or -1. */
+int64_t first_wrong(const Job &job, const uint8_t *gathered, int64_t ranks,
+                    const std::vector<uint8_t> &flags) {
+  auto tensors = (int64_t)job.tensors.size();
+  for (int64_t i = 0; i < ranks * tensors; ++i) {
+    const Tensor &t = job.tensors[(size_t)(i % tensors)];
+    if (flags[(size_t)(i % tensors)] || t.index == NONE) continue;
+    if (!are_sound(t, indices_of(t, gathered + i / tensors * job.payload_bytes))) return i;
   }
-  for (int64_t i = 0; i < t.numel; ++i) {
-    float value;
-    std::memcpy(&value, left + 4 * i, 4);
-    if (std::isfinite(value)) largest_left = std::max(largest_left, std::fabs(value));
-  }
-  REQUIRE(largest_left <= least_sent);
+  return -1;
 }
 
 void run(const uint8_t *data, size_t size) {
@@ -165,7 +316,7 @@ void run(const uint8_t *data, size_t size) {
   for (const Tensor &t : job.tensors) {
     residuals.emplace_back((size_t)(t.numel * job.residual_bytes), offset);
     candidates.emplace_back((size_t)(t.numel * job.residual_bytes), offset);
-    gradients.emplace_back((size_t)(t.numel * width_of(t.dtype)), offset);
+    gradients.emplace_back((size_t)(job.gradient_numel(t) * width_of(t.dtype)), offset);
   }
   const int64_t ranks = 2;
   Memory gathered((size_t)(job.payload_bytes * ranks), offset);
@@ -183,23 +334,35 @@ void run(const uint8_t *data, size_t size) {
       g.push_back(gradients[t].data());
       left.push_back(candidates[t].data());
     }
+    std::memset(payload + 32, 0xff, (size_t)(job.payload_bytes - 32));
     topkef_encode(bucket, e.data(), g.data(), left.data(), payload, threads);
-    check_indices(job, payload);
-    REQUIRE(topkef_unchanged(bucket, e.data(), g.data(), payload));
+    check_format(job, payload);
+    REQUIRE(topkef_unchanged(bucket, e.data(), g.data(), left.data(), payload));
     for (size_t t = 0; t < job.tensors.size(); ++t)
-      if (job.residual_bytes == 4 && job.value_bytes == 4 && job.tensors[t].dtype == 2)
-      {
-        check_conservation(job.tensors[t], residuals[t].data(), gradients[t].data(),
-                           candidates[t].data(), payload);
-        if (!job.sampled) check_largest(job.tensors[t], candidates[t].data(), payload);
-      }
+      if (job.residual_bytes == 4 && job.tensors[t].dtype == 2)
+        check_laws(job, job.tensors[t], residuals[t].data(), gradients[t].data(),
+                   candidates[t].data(), payload);
     std::swap(residuals, candidates);
   }
-  REQUIRE(topkef_decode(bucket, gathered.data(), ranks, 0.5, flags.data(), outputs.data(), threads) < 0);
+  auto decode = [&] {
+    return topkef_decode(bucket, gathered.data(), ranks, 0.5, flags.data(), outputs.data(), threads);
+  };
+  REQUIRE(decode() == -1);
+  for (size_t t = 0; t < job.tensors.size(); ++t)
+    if (job.residual_bytes == 4 && job.tensors[t].dtype == 2)
+      check_decoded(job, job.tensors[t], gathered.data(), ranks, gradients[t].data());
   for (int64_t damage = 1 + input.below(20); damage > 0; --damage)
     gathered.data()[32 + input.below(job.payload_bytes * ranks - 32)] = (uint8_t)input.number(1);
   for (uint8_t &flag : flags) flag = input.number(1) % 4 == 0;
-  topkef_decode(bucket, gathered.data(), ranks, 0.5, flags.data(), outputs.data(), threads);
+  auto rooms = [&] {
+    std::vector<std::vector<uint8_t>> copies;
+    for (const Memory &each : gradients) copies.push_back(each.room);
+    return copies;
+  };
+  auto before = rooms();
+  int64_t wrong = decode();
+  REQUIRE(wrong == first_wrong(job, gathered.data(), ranks, flags));
+  REQUIRE(wrong < 0 || before == rooms());
   topkef_bucket_free(bucket);
 }
 

@@ -27,9 +27,9 @@ WEIGHT = [0, 5, 0, -7, 0, 0, 1, 0, 0, 2]  # the two largest: 5 at 1, -7 at 3
 BIAS = [1, -2, 0.5]
 
 
-def small_plan(dtype: str, values: str = "float32") -> Plan:
+def small_plan(dtype: str, values: str = "float32", indices: str = "auto") -> Plan:
     specs = [TensorSpec("w", (10,), dtype), TensorSpec("b", (3,), dtype)]
-    return make_plan(specs, TopKConfig(ratio=0.2, values=values, min_numel=4))
+    return make_plan(specs, TopKConfig(ratio=0.2, values=values, indices=indices, min_numel=4))
 
 
 def small_gradients(dtype: str) -> dict[str, np.ndarray[Any, Any]]:
@@ -43,7 +43,7 @@ def sent(world: World, *gradients: dict[str, Any]) -> bytes:
 
 
 def header(tensors: int, digest: bytes) -> bytes:
-    magic, version, codec, reserved = b"HTKP", 0, 1, 0
+    magic, version, codec, reserved = b"HTKP", 1, 1, 0
     return struct.pack("<4sBBHI8sI", magic, version, codec, reserved, tensors, digest, reserved)
 
 
@@ -53,17 +53,32 @@ def test_every_byte_of_a_small_payload(backend: Backend) -> None:
     plan = small_plan("float32")
     expected = bytes.fromhex(
         "48 54 4b 50"  # magic: HTKP
-        "00 01 00 00"  # version 0, codec 1, reserved
+        "01 01 00 00"  # version 1, codec 1, reserved
         "02 00 00 00"  # two tensors
-        "d6 be 8e 91 ba f5 d7 8d"  # digest of the plan; see the next test
+        "a0 11 44 27 8e 86 01 f0"  # digest of the plan; see the next test
         "00 00 00 00"  # reserved
         "00"  # flags: nothing non-finite
         "00 00 00 00 00 00 00"  # padding to 32
         "00 00 a0 40  00 00 e0 c0"  # w: 5, -7
         "00 00 80 3f  00 00 00 c0  00 00 00 3f"  # b: 1, -2, 0.5
-        "00 00 00 00"  # padding to 56; no 32-bit indices
-        "01 00 03 00"  # w: 1, 3
-        "00 00 00 00"  # padding to 64
+        "00 00 00 00"  # padding to 56; no plain indices
+        "01"  # w: x = 1, 2, of which one lower bit each makes 2 + 8 // 2 bits least
+        "05"  # w: and the upper parts 0, 1 are bits 0 + 0 and 1 + 1 of 6
+        "00 00 00 00 00 00"  # padding to 64
+    )
+    assert sent(World(plan, 1, backend), small_gradients("float32")) == expected
+
+
+@each_framework
+def test_plain_indices(backend: Backend) -> None:
+    plan = small_plan("float32", indices="plain")
+    expected = (
+        header(2, plan.buckets[0].digest)
+        + bytes(8)
+        + struct.pack("<5f", 5, -7, *BIAS)
+        + bytes(4)  # 52 to 56
+        + struct.pack("<2H", 1, 3)
+        + bytes(4)  # 60 to 64
     )
     assert sent(World(plan, 1, backend), small_gradients("float32")) == expected
 
@@ -71,12 +86,14 @@ def test_every_byte_of_a_small_payload(backend: Backend) -> None:
 def test_the_digest_is_a_hash_of_the_buckets_plan() -> None:
     """Other languages can compute it: SHA-256 of compact JSON with sorted keys, 8 bytes."""
     text = (
-        '[0,{"exchange":"allgather","min_numel":4,"name":null,"ratio":0.2,"selection":"exact",'
-        '"values":"float32"},"average",[["w",[10],"float32"],["b",[3],"float32"]]]'
+        '[1,{"exchange":"allgather","gather_ratio":null,"indices":"auto","min_numel":4,"name":null,'
+        '"ratio":0.2,'
+        '"selection":"exact","values":"float32"},"average",'
+        '[["w",[10],"float32","packed"],["b",[3],"float32",null]]]'
     )
     expected = hashlib.sha256(text.encode()).digest()[:8]
     assert small_plan("float32").buckets[0].digest == expected
-    assert expected.hex(" ") == "d6 be 8e 91 ba f5 d7 8d"
+    assert expected.hex(" ") == "a0 11 44 27 8e 86 01 f0"
 
 
 @each_framework
@@ -100,10 +117,95 @@ def test_values_of_every_width(
         + bytes(8)  # flags and padding
         + struct.pack(f"<5{code}", 5, -7, *BIAS)
         + bytes(value_padding)
-        + struct.pack("<2H", 1, 3)
-        + bytes(4)
+        + bytes([0b01, 0b000101])  # as in the first test
+        + bytes(6)
     )
     assert sent(World(plan, 1, backend), small_gradients(dtype)) == expected
+
+
+# Each kind of values: 40 elements send 4, and 3 send 3.
+#
+# w has 5 at 3, -7 at 10, 2.5 at 11 and 0.75 at 39. So x = 3, 9, 9, 36, and l = 3 makes
+# 4 l + 36 // 2**l least. Lower bits 011, 001, 001, 100: 3 + (1 << 3) + (1 << 6) + (4 << 9) is
+# 0x084b. Upper parts 0, 1, 1, 4: bits 0, 2, 3 and 7 of 8.
+PLACES = "4b 08  8d"
+KINDS = {
+    "float16": "00 45  00 c7  00 41  00 3a  00 3c  00 c0  00 38  00 00",
+    "bfloat16": "a0 40  e0 c0  20 40  40 3f  80 3f  00 c0  00 3f  00 00",
+    "int8": (
+        "62 3d"  # w: 226 / 4096, the least bfloat16 that is no less than 7 / 127
+        "5b 81 2d 0e"  # 90.6, -126.9, 45.3 and 13.6 times that
+        "82 3c"  # b: 130 / 8192, no less than 2 / 127
+        "3f 82 20"  # 63.02, -126.03 and 31.5 times that
+        "00 00 00 00 00"  # 43 to 48
+    ),
+    "int4": (
+        "80 3f  95 12"  # w: 5, -7, 2 (2.5 rounded to even) and 1 times 7 / 7
+        "93 3e  93 02"  # b: 3.5 (3.48), -7.0 and 1.7 times 147 / 512, no less than 2 / 7
+    ),
+    "sign": (
+        "74 40  02"  # w: 244 / 64, next to 7 * (46811 + 65536 + 23405 + 7021) / 65536 / 4
+        "95 3f  02"  # b: 149 / 128, next to 2 * (32768 + 65536 + 16384) / 65536 / 3
+        "00 00"  # 38 to 40
+    ),
+}
+READ = {
+    "float16": ([5, -7, 2.5, 0.75], [1, -2, 0.5]),
+    "bfloat16": ([5, -7, 2.5, 0.75], [1, -2, 0.5]),
+    "int8": (np.array([91, -127, 45, 14]) * 226 / 4096, np.array([63, -126, 32]) * 130 / 8192),
+    "int4": ([5, -7, 2, 1], np.array([3, -7, 2]) * 147 / 512),
+    "sign": ([3.8125, -3.8125, 3.8125, 3.8125], np.array([149, -149, 149]) / 128),
+}
+
+
+def kinds_plan(values: str) -> Plan:
+    specs = [TensorSpec("w", (40,), "float32"), TensorSpec("b", (3,), "float32")]
+    return make_plan(specs, TopKConfig(ratio=0.1, values=values, min_numel=4))
+
+
+def of_each_kind(plan: Plan, values: str) -> bytes:
+    sections = bytes.fromhex(KINDS[values]) + bytes.fromhex(PLACES) + bytes(5)
+    return header(2, plan.buckets[0].digest) + bytes(8) + sections
+
+
+@each_framework
+@pytest.mark.parametrize("values", KINDS)
+def test_values_of_each_kind(backend: Backend, values: str) -> None:
+    plan, w = kinds_plan(values), np.zeros(40, np.float32)
+    w[[3, 10, 11, 39]] = 5, -7, 2.5, 0.75
+    gradients = {"w": w, "b": np.array(BIAS, np.float32)}
+    assert sent(World(plan, 1, backend), gradients) == of_each_kind(plan, values)
+
+
+@each_framework
+@pytest.mark.parametrize("values", KINDS)
+def test_values_of_each_kind_are_read_back(backend: Backend, values: str) -> None:
+    plan, w = kinds_plan(values), np.zeros(40)
+    w[[3, 10, 11, 39]], b = READ[values]
+    gradients = [backend.array(np.zeros(n), "float32") for n in (40, 3)]
+    decode(backend, plan.buckets[0], [of_each_kind(plan, values)] * 2, gradients)
+    assert backend.numpy(gradients[0]).tolist() == (2 * w).tolist()
+    assert backend.numpy(gradients[1]).tolist() == [2 * each for each in b]
+
+
+@each_framework
+@pytest.mark.parametrize(
+    ("values", "count", "one", "two", "expected"),
+    [
+        ("int8", 128, 127, -254, "80 3f  00 40" + 128 * "7f" + "81"),
+        ("int4", 128, 7, -14, "80 3f  00 40" + 64 * "77" + "09"),  # its upper half is 0
+        ("sign", 1024, -1, 3, "80 3f  40 40" + 128 * "ff" + "00"),
+    ],
+)
+def test_a_scale_for_each_block(
+    backend: Backend, values: str, count: int, one: float, two: float, expected: str
+) -> None:
+    """All scales come first; the last block has one value."""
+    spec = TensorSpec("w", (count + 1,), "float32")
+    plan = make_plan([spec], TopKConfig(ratio=1.0, values=values))
+    data = sent(World(plan, 1, backend), {"w": np.array([one] * count + [two], np.float32)})
+    body = bytes.fromhex(expected)
+    assert data[32:] == body + bytes(-len(body) % 8)
 
 
 @each_framework
@@ -114,9 +216,8 @@ def test_a_sampled_selection(backend: Backend) -> None:
     rows 33 and 32, and the 7th largest of row 31, at element 31 * 2049 + 9. So elements from 63,528
     on are sent, and as many of the first as are missing.
     """
-    plan = make_plan(
-        [TensorSpec("w", (70_000,), "float32")], TopKConfig(ratio=0.1, selection="sampled")
-    )
+    config = TopKConfig(ratio=0.1, indices="plain", selection="sampled")
+    plan = make_plan([TensorSpec("w", (70_000,), "float32")], config)
     g = np.arange(1, 70_001, dtype=np.float32)
     chosen = [*range(528), *range(63_528, 70_000)]
     expected = (
@@ -133,7 +234,7 @@ def test_long_indices_stand_before_short_ones(backend: Backend) -> None:
     """2**16 elements still have 16-bit indices, one more has 32-bit ones."""
     sizes = {"short": 2**16, "long": 2**16 + 1, "dense": 3}
     specs = [TensorSpec(name, (n,), "float32") for name, n in sizes.items()]
-    plan = make_plan(specs, TopKConfig(ratio=3e-5, min_numel=4))
+    plan = make_plan(specs, TopKConfig(ratio=3e-5, indices="plain", min_numel=4))
     g = {name: np.zeros(n, np.float32) for name, n in sizes.items()}
     g["short"][[0, 65535]] = 1.5, -2.5
     g["long"][[65535, 65536]] = 3.5, -4.5
@@ -197,7 +298,8 @@ def test_values_of_a_flagged_tensor_are_ignored(backend: Backend) -> None:
 def handmade(bucket: BucketPlan) -> bytes:
     """w: 0.25 at 4 and -1.5 at 9; b: 1, 2, 3."""
     values = struct.pack("<5f", 0.25, -1.5, 1, 2, 3)
-    return header(2, bucket.digest) + bytes(8) + values + bytes(4) + struct.pack("<4H", 4, 9, 0, 0)
+    index = bytes([0b00, 0b100100])  # x = 4, 8: upper parts 2 and 4, bits 2 + 0 and 4 + 1
+    return header(2, bucket.digest) + bytes(8) + values + bytes(4) + index + bytes(6)
 
 
 def decode(
@@ -235,13 +337,15 @@ def test_another_magic_is_refused(backend: Backend) -> None:
 
 @each_framework
 def test_another_version_is_refused(backend: Backend) -> None:
-    with pytest.raises(PayloadError, match=r"rank 1: format version 1 .* reads version 0"):
-        received(backend, 4, 1)
+    for version in (0, 2):
+        message = f"rank 1: format version {version} .* reads version 1"
+        with pytest.raises(PayloadError, match=message):
+            received(backend, 4, version)
 
 
 @each_framework
 def test_another_codec_is_refused(backend: Backend) -> None:
-    with pytest.raises(PayloadError, match=r"rank 1: format version 0 with codec 2, .* codec 1"):
+    with pytest.raises(PayloadError, match=r"rank 1: format version 1 with codec 2, .* codec 1"):
         received(backend, 5, 2)
 
 
@@ -262,8 +366,93 @@ def test_another_number_of_tensors_is_refused(backend: Backend) -> None:
 @each_framework
 def test_another_digest_is_refused(backend: Backend) -> None:
     """The message sets the two digests side by side."""
-    with pytest.raises(PlanMismatchError, match=r"\bd6be8e91baf5d7ff\b.*\bd6be8e91baf5d78d\b"):
+    with pytest.raises(PlanMismatchError, match=r"\ba01144278e8601ff\b.*\ba01144278e8601f0\b"):
         received(backend, 19, 0xFF)
+
+
+# Indices of "w", which sends 2 of its 10 elements, packed with one lower bit and 2 + 8 // 2 of a
+# map; or plain, and for 32 bits 2 of 70,000.
+SOUND = {
+    ("packed", 10): "00 24",
+    ("plain", 10): "0400 0900",
+    ("plain", 70_000): "04000000 09000000",
+}
+WRONG = {
+    "a bit too few": ("packed", 10, "00 04"),
+    "no bits": ("packed", 10, "00 00"),
+    "one of two bits beyond the map": ("packed", 10, "00 44"),
+    "a bit too many": ("packed", 10, "00 2c"),
+    "all bits": ("packed", 10, "00 3f"),
+    "packed: 4, 10": ("packed", 10, "02 24"),  # upper parts 2 and 4, lower bits 0 and 1
+    "packed: 5, 5": ("packed", 10, "01 0c"),  # upper parts 2 and 2, lower bits 1 and 0
+    "int16: 9, 4": ("plain", 10, "0900 0400"),
+    "int16: 4, 4": ("plain", 10, "0400 0400"),
+    "int16: 4, 10": ("plain", 10, "0400 0a00"),
+    "int16: 4, 65535": ("plain", 10, "0400 ffff"),
+    "int32: 9, 4": ("plain", 70_000, "09000000 04000000"),
+    "int32: 4, 4": ("plain", 70_000, "04000000 04000000"),
+    "int32: 4, 70000": ("plain", 70_000, "04000000 70110100"),
+    "int32: 4, 2**32 - 1": ("plain", 70_000, "04000000 ffffffff"),
+}
+
+
+def indexed(backend: Backend, indices: str, numel: int) -> tuple[BucketPlan, list[Any]]:
+    """A bucket of v and w, which send 2 elements each, and b; and gradients of fives."""
+    sizes = {"v": numel, "w": numel, "b": 3}
+    specs = [TensorSpec(name, (n,), "float32") for name, n in sizes.items()]
+    config = TopKConfig(ratio=2 / (numel + 1), indices=indices, min_numel=4)
+    gradients = [backend.array(np.full(n, 5.0), "float32") for n in sizes.values()]
+    return make_plan(specs, config).buckets[0], gradients
+
+
+def payload_with(bucket: BucketPlan, section: str, flags: int = 0) -> bytes:
+    """v: as w when it is sound; w: 1 and 2 at these indices; b: 1, 2, 3."""
+    w = bucket.tensors[1]
+    sound = SOUND["packed" if w.index == "packed" else "plain", w.spec.numel]
+    data = header(3, bucket.digest) + bytes([flags]) + bytes(7)
+    data += struct.pack("<7f", 1, 2, 1, 2, 1, 2, 3) + bytes(4)  # 60 to 64
+    data += bytes.fromhex(sound) + bytes.fromhex(section)
+    return data + bytes(-len(data) % 8)
+
+
+@each_framework
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_indices_are_refused_by_name(
+    backend: Backend, wrong: str, request: pytest.FixtureRequest
+) -> None:
+    """And before any gradient changes."""
+    bucket, gradients = indexed(backend, *WRONG[wrong][:2])
+    sound = payload_with(bucket, SOUND[WRONG[wrong][:2]])
+    bad = payload_with(bucket, WRONG[wrong][2])
+    try:
+        with pytest.raises(PayloadError, match=r"tensor 'w': bucket 0, rank 1: its indices do not"):
+            decode(backend, bucket, [sound, bad, sound], gradients)
+    finally:
+        assert all((backend.numpy(each) == 5).all() for each in gradients)
+
+
+@each_framework
+@pytest.mark.parametrize("wrong", WRONG)
+def test_indices_of_a_flagged_tensor_are_ignored(backend: Backend, wrong: str) -> None:
+    """Any rank's flag will do."""
+    bucket, gradients = indexed(backend, *WRONG[wrong][:2])
+    flagged = payload_with(bucket, SOUND[WRONG[wrong][:2]], flags=0b010)
+    bad = payload_with(bucket, WRONG[wrong][2])
+    assert decode(backend, bucket, [flagged, bad], gradients) == ["w"]
+    v, w, b = map(backend.numpy, gradients)
+    assert np.isnan(w).all()
+    assert (v[[4, 9]].tolist(), np.count_nonzero(v), b.tolist()) == ([2, 4], 2, [2, 4, 6])
+
+
+@each_framework
+@pytest.mark.parametrize(("indices", "numel"), SOUND)
+def test_sound_indices_are_not_refused(backend: Backend, indices: str, numel: int) -> None:
+    """The payloads of the tests above are wrong in nothing else."""
+    bucket, gradients = indexed(backend, indices, numel)
+    data = payload_with(bucket, SOUND[indices, numel])
+    assert decode(backend, bucket, [data, data], gradients) == []
+    w = backend.numpy(gradients[1])
+    assert (w[[4, 9]].tolist(), np.count_nonzero(w)) == ([2, 4], 2)
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 129, 192])

@@ -8,11 +8,13 @@ that run full.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from horovod_topk.config import TopKConfig
+from horovod_topk.config import VALUES, TopKConfig
 from horovod_topk.core.codec import TopK
-from horovod_topk.core.plan import WIDTH, BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.plan import BucketPlan, TensorPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.kernels import native
+from horovod_topk.ops import coding
 from horovod_topk.ops.numpy import NumpyOps
 from horovod_topk.ops.torch import TorchOps
 
@@ -71,10 +74,12 @@ class Both:
         with np.errstate(all="ignore"):
             self.codec.encode(arenas, gradients, self.payload)
         payload = self.codec.new_payload(self.bucket)
+        for section in self.sections(payload):
+            section.view(np.uint8)[:] = 0xFF  # of the step before: no bit of it may stay
         candidate = np.full_like(self.residual, 9)
         places = self.places(self.residual), self.addresses(gradients), self.places(candidate)
         self.kernel.encode(*places, payload.ctypes.data, self.threads)
-        assert self.kernel.unchanged(*places[:2], payload.ctypes.data)
+        assert self.kernel.unchanged(*places, payload.ctypes.data)
         self.compare(payload, candidate, arenas.candidate)
         if commit and np.isfinite(candidate).all():
             self.residual = candidate
@@ -85,20 +90,31 @@ class Both:
         head = self.bucket.layout.values_at
         assert payload[:head].tobytes() == self.payload[:head].tobytes()
         flags = payload[self.bucket.layout.flags_at :]
+        for one, other in zip(*map(self.sections, (payload, self.payload)), strict=True):
+            assert self.canonical(one) == self.canonical(other)
         for position, tensor in enumerate(self.bucket.tensors):
-            values = [self.values(tensor, each) for each in (payload, self.payload)]
-            np.testing.assert_array_equal(*values)
-            width = WIDTH[tensor.index] if tensor.index else 0
-            index = slice(tensor.index_at, tensor.index_at + width * tensor.k)
-            assert payload[index].tobytes() == self.payload[index].tobytes()
             if not flags[position // 8] >> position % 8 & 1:
                 left = slice(tensor.start, tensor.stop)
                 np.testing.assert_array_equal(candidate[left], expected[left])
 
-    def values(self, tensor: Any, payload: Array) -> Array:
-        dtype = np.dtype(self.bucket.value_dtype)
-        stop = tensor.value_at + tensor.k * dtype.itemsize
-        return payload[tensor.value_at : stop].view(dtype)
+    def sections(self, payload: Array) -> list[Array]:
+        """Values and indices of each tensor."""
+        kind, views = self.bucket.values, []
+        for t in self.bucket.tensors:
+            values = payload[t.value_at : t.value_at + coding.value_bytes(kind, t.k)]
+            size = coding.index_bytes(t.index, t.spec.numel, t.k)
+            dtype = {"bfloat16": "uint16"}.get(kind, kind if kind.startswith("float") else "uint8")
+            views += [values.view(dtype), payload[t.index_at : t.index_at + size]]
+        return views
+
+    @staticmethod
+    def canonical(section: Array) -> bytes:
+        """Its bytes, all NaNs made one."""
+        if section.dtype == np.uint16:  # bfloat16
+            section = (section.astype(np.uint32) << 16).view(np.float32)
+        if section.dtype == np.uint8:
+            return section.tobytes()
+        return np.where(np.isnan(section), section.dtype.type(np.nan), section).tobytes()
 
     def decode(self, payloads: list[Array], scale: float) -> None:
         """Decode by both ways into gradients, and compare."""
@@ -138,43 +154,44 @@ def normal(bucket: BucketPlan, scale: float = 1.0) -> list[Array]:
 # Shapes, dtypes, settings.
 
 
-@pytest.mark.parametrize("selection", ["exact", "sampled"])
 @pytest.mark.parametrize(
-    ("dtype", "values"),
-    [
-        ("float32", "float32"),
-        ("float32", "float16"),
-        ("float16", "float32"),
-        ("float16", "float16"),
-        ("float64", "float32"),
-        ("float64", "float16"),
-    ],
+    ("selection", "indices"), [("exact", "packed"), ("sampled", "plain"), ("exact", "plain")]
 )
-def test_steps_in_a_row(isa: str, dtype: str, values: str, selection: str) -> None:
-    """Tensors with 16-bit and 32-bit indices and none, some long enough for several streams."""
-    sizes = (5, 1500, 64, 4096, 70_001, 300_000, 1)
-    bucket = bucket_of(*sizes, dtype=dtype, ratio=0.01, values=values, selection=selection)
-    assert {t.index for t in bucket.tensors} == {None, "int16", "int32"}
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("values", VALUES)
+def test_steps_in_a_row(isa: str, values: str, dtype: str, selection: str, indices: str) -> None:
+    """Tensors with indices of all widths and none, some long enough for several streams."""
+    sizes = (5, 1500, 1300, 64, 4096, 70_001, 100_000, 1)
+    settings = {"values": values, "selection": selection, "indices": indices}
+    bucket = bucket_of(*sizes, dtype=dtype, ratio=0.02, **settings)
+    widths = {None, "packed"} if indices == "packed" else {None, "int16", "int32"}
+    assert {t.index for t in bucket.tensors} == widths
     both = Both(bucket)
-    payloads = [both.encode(normal(bucket, scale)) for scale in (1, 1.1, 0.2, 5, 0)]
+    payloads = [both.encode(normal(bucket, scale)) for scale in (1, 1.1, 0.2, 0)]
     both.decode(payloads[:3], 1 / 3)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
-def test_threads_change_nothing(threads: int) -> None:
-    bucket = bucket_of(40, 2_100_000, 30_000, 1_050_000, ratio=0.01)
+@pytest.mark.parametrize("values", ["float32", "float16", "int8", "int4", "sign"])
+def test_threads_change_nothing(values: str, threads: int) -> None:
+    bucket = bucket_of(40, 2_100_000, 30_000, 1_050_000, ratio=0.01, values=values)
     both = Both(bucket, threads)
-    payloads = [both.encode(normal(bucket, scale)) for scale in (1, 0.1, 3)]
+    payloads = [both.encode(normal(bucket, scale)) for scale in (1, 3)]
     both.decode(payloads, 0.5)
-    dense = bucket_of(2_100_000, 100, ratio=1.0)
-    Both(dense, threads).encode(normal(dense))
+    dense = bucket_of(2_100_003, 100, ratio=1.0, values=values)
+    both = Both(dense, threads)
+    both.decode([both.encode(normal(dense))] * 2, 0.5)
 
 
 @pytest.mark.parametrize("selection", ["exact", "sampled"])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_denormals_count_whatever_a_framework_has_set(threads: int, selection: str) -> None:
+@pytest.mark.parametrize(
+    ("threads", "values"), [(1, "float32"), (2, "float32"), (2, "int8"), (2, "int4"), (2, "sign")]
+)
+def test_denormals_count_whatever_a_framework_has_set(
+    threads: int, values: str, selection: str
+) -> None:
     """TensorFlow's threads take them for zero."""
-    bucket = bucket_of(1_100_003, 5000, ratio=0.01, selection=selection)
+    bucket = bucket_of(1_100_003, 5000, 900, ratio=0.01, selection=selection, values=values)
     both = Both(bucket, threads)
     gradients = [
         RNG.integers(-1000, 1000, t.spec.shape).astype(np.float32) * np.float32(1e-45)
@@ -262,6 +279,16 @@ def test_hard_values(isa: str, kind: str, selection: str) -> None:
     both.decode([both.encode(hard), both.encode(normal(bucket))], 0.5)
 
 
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_hard_values_of_each_kind(isa: str, dtype: str, values: str) -> None:
+    bucket = bucket_of(5000, 1100, 131, ratio=0.03, values=values, dtype=dtype)
+    for kind in HARD:
+        both = Both(bucket)
+        hard = [HARD[kind](t.spec.numel).astype(dtype) for t in bucket.tensors]
+        both.decode([both.encode(hard), both.encode(normal(bucket))], 0.5)
+
+
 def test_every_pair_of_hard_steps_in_a_row() -> None:
     """A threshold from one step meets whatever the next one brings."""
     bucket = bucket_of(20_000, ratio=0.005)
@@ -275,41 +302,103 @@ def test_every_pair_of_hard_steps_in_a_row() -> None:
     data=st.data(),
     size=st.integers(1, 400),
     ratio=st.sampled_from([0.001, 0.01, 0.1, 0.3, 0.49]),
-    values=st.sampled_from(["float32", "float16"]),
+    indices=st.sampled_from(["packed", "plain"]),
 )
-def test_small_tensors(data: st.DataObject, size: int, ratio: float, values: str) -> None:
+@pytest.mark.parametrize("values", VALUES)
+def test_small_tensors(
+    data: st.DataObject, size: int, ratio: float, values: str, indices: str
+) -> None:
     floats = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0, 65520.0, 1e-45, 6e-8])
-    bucket = bucket_of(size, ratio=ratio, values=values, min_numel=0)
-    both = Both(bucket)
+    bucket = bucket_of(size, ratio=ratio, values=values, indices=indices, min_numel=0)
+    both, payloads = Both(bucket), []
     for _ in range(2):
         elements = data.draw(st.lists(floats, min_size=1, max_size=20))
-        both.encode([np.resize(np.array(elements, np.float32), size)])
+        payloads.append(both.encode([np.resize(np.array(elements, np.float32), size)]))
+    both.decode(payloads, 0.5)
 
 
 def test_empty_and_nearly_whole(isa: str) -> None:
     for sizes, ratio in (((0,), 0.01), ((0, 3, 0), 0.01), ((1,), 1.0), ((5000,), 0.5)):
-        bucket = bucket_of(*sizes, ratio=ratio, min_numel=0, values="float16")
-        both = Both(bucket)
-        both.decode([both.encode(normal(bucket)), both.encode(normal(bucket))], 0.5)
-    for k in (4999, 5000):  # no plan sends so many with indices
-        recipe = [1, 4, 4, 24, 32 + 8 * 5000, 0, 5000, k, 0, 4, 32, 32 + 4 * 5000, 2]
-        assert FOUND.library is not None
-        kernel = native.Bucket(recipe, FOUND.library)
-        gradient, candidate = RNG.standard_normal(5000).astype("f4"), np.zeros(5000, "f4")
-        payload = np.zeros(recipe[4], np.uint8)
-        residual = np.zeros_like(gradient)
-        kernel.encode(
-            *map(Both.addresses, ([residual], [gradient], [candidate])), payload.ctypes.data, 1
-        )
-        index = payload[recipe[11] : recipe[11] + 4 * k].view(np.uint32)
-        assert index.tolist() == NumpyOps().select(gradient, k).tolist()
-        assert candidate[index].tolist() == [0.0] * k
+        for values in VALUES:
+            bucket = bucket_of(*sizes, ratio=ratio, min_numel=0, values=values)
+            both = Both(bucket)
+            both.decode([both.encode(normal(bucket)), both.encode(normal(bucket))], 0.5)
+
+
+# Places that no plan has, with nothing behind them.
+
+CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "sign": 5}
+INDEX = {"packed": 1, "int16": 2, "int32": 4}
+
+
+def tight(numel: int, k: int, values: str, index: str, *, values_last: bool) -> list[int]:
+    """A recipe of one float32 tensor whose sections follow each other without padding."""
+    value_bytes = coding.value_bytes(values, k)
+    index_bytes = coding.index_bytes(index, numel, k)
+    value_at, index_at = (1 + index_bytes, 1) if values_last else (1, 1 + value_bytes)
+    head = [1, 4, CODES[values], 0, 1 + value_bytes + index_bytes, 0, 1]
+    return [*head, numel, k, 0, INDEX[index], value_at, index_at, 2, 0, 0]
+
+
+def before_a_fence(size: int) -> Array:
+    """Bytes behind which reading and writing ends the process."""
+    page = mmap.PAGESIZE
+    room = mmap.mmap(-1, (size // page + 2) * page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = np.frombuffer(room, np.uint8)
+    stop = whole.size - page
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(whole.ctypes.data + stop), page, 0) == 0
+    return whole[stop - size : stop]
+
+
+def check_tight(numel: int, k: int, values: str, index: str, *, values_last: bool) -> None:
+    """Every byte of a payload is the verbs', and it decodes to what they read."""
+    recipe, ops = tight(numel, k, values, index, values_last=values_last), NumpyOps()
+    assert FOUND.library is not None
+    kernel = native.Bucket(recipe, FOUND.library)
+    gradient, residual, candidate = (np.zeros(numel, "f4") for _ in range(3))
+    gradient[:] = RNG.standard_normal(numel)
+    places = [*map(Both.addresses, ([residual], [gradient], [candidate]))]
+    chosen = ops.select(gradient, k)
+    sections = [ops.pack_values(gradient[chosen], values), ops.pack_index(chosen, numel, index)]
+    expected = np.concatenate([[0], *sections[:: -1 if values_last else 1]]).astype(np.uint8)
+    gathered = before_a_fence(2 * recipe[4])
+    for payload in np.split(gathered, 2):
+        payload[:] = 0xFF
+        kernel.encode(*places, payload.ctypes.data, 1)
+        assert payload.tobytes() == expected.tobytes()
+        assert kernel.unchanged(*places, payload.ctypes.data)
+    found = np.full(numel, 5, "f4")
+    into = Both.addresses([found])
+    assert kernel.decode(gathered.ctypes.data, 2, 0.5, [False], into, 1) is None
+    sent = np.zeros(numel, "f4")
+    sent[chosen] += ops.unpack_values(sections[0][None], k, values, "float32")[0]
+    assert found.tobytes() == sent.tobytes()
+
+
+def check_all_tight() -> None:
+    """Maps of a byte and more, lower bits that end anywhere, k = 1, n - 1 and n."""
+    sizes = [(1, 1), (2, 1), (7, 3), (64, 1), (65, 64), (100, 100), (129, 13), (300, 2)]
+    sizes += [(1000, k) for k in (1, 33, 128, 129, 257, 999, 1000)] + [(5000, 1025), (70_000, 70)]
+    for (numel, k), values, values_last in itertools.product(sizes, CODES, [False, True]):
+        for index in ("packed", "int32", "int16") if numel <= 2**16 else ("packed", "int32"):
+            check_tight(numel, k, values, index, values_last=values_last)
+
+
+def test_a_payload_that_ends_where_memory_ends(isa: str) -> None:
+    source = f"import sys; sys.path[:0] = {sys.path!r}\nimport {__name__} as m\nm.check_all_tight()"
+    command = [sys.executable, "-X", "faulthandler", "-c", source]
+    done = subprocess.run(command, timeout=100, check=False, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4, 12, 60])
-def test_memory_that_is_not_aligned(isa: str, offset: int) -> None:
+@pytest.mark.parametrize(
+    ("values", "indices"),
+    [("float32", "plain"), ("float16", "packed"), ("int4", "packed"), ("sign", "plain")],
+)
+def test_memory_that_is_not_aligned(isa: str, values: str, indices: str, offset: int) -> None:
     """Gradients, arenas and payloads at any address."""
-    bucket = bucket_of(100_000, 30, ratio=0.01)
+    bucket = bucket_of(100_000, 30, ratio=0.01, values=values, indices=indices)
     aligned = Both(bucket)
     gradients = normal(bucket)
     expected = aligned.encode(gradients)
@@ -335,7 +424,8 @@ def test_memory_that_is_not_aligned(isa: str, offset: int) -> None:
 
 
 @pytest.mark.parametrize("spikes", [(0, 2**31 - 1, 2**31, 2**31 + 40)])
-def test_more_elements_than_a_signed_index_counts(spikes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kind", ["packed", "int32"])
+def test_more_elements_than_a_signed_index_counts(spikes: tuple[int, ...], kind: str) -> None:
     """Zeros cost no memory while they are only read; what is written is 8 GiB."""
     numel, k = 2**31 + 41, 10
     if available_bytes() < 12 * 2**30:
@@ -343,13 +433,15 @@ def test_more_elements_than_a_signed_index_counts(spikes: tuple[int, ...]) -> No
     zeros, gradient, candidate = (untouched(numel) for _ in range(3))
     for at in spikes:
         gradient[at] = at + 1
-    recipe = [1, 4, 4, 24, 32 + 8 * k, 0, numel, k, 0, 4, 32, 32 + 4 * k, 2]
+    recipe = tight(numel, k, "float32", kind, values_last=False)
     assert FOUND.library is not None
     kernel = native.Bucket(recipe, FOUND.library)
     payload = np.zeros(recipe[4], np.uint8)
     kernel.encode(*map(Both.addresses, ([zeros], [gradient], [candidate])), payload.ctypes.data, 2)
-    index, values = payload[32 + 4 * k :].view(np.uint32), payload[32 : 32 + 4 * k].view("f4")
-    assert index.tolist() == sorted({*spikes, *range(k - len(spikes) + 1)})
+    values, rows = payload[1 : 1 + 4 * k].view("f4"), payload[None, 1 + 4 * k :]
+    index, sound = NumpyOps().unpack_index(rows, k, numel, kind)
+    assert sound.tolist() == [True]
+    assert index[0].tolist() == sorted({*spikes, *range(k - len(spikes) + 1)})
     assert values[values > 0].tolist() == [np.float32(at + 1) for at in spikes]
     assert [candidate[at] for at in spikes] == [0.0] * len(spikes)
 
@@ -368,31 +460,54 @@ def available_bytes() -> int:
 # What must be refused.
 
 
+def spoilt(payload: Array, tensor: TensorPlan) -> Iterator[Array]:
+    """Payloads with indices that are equal, lie outside, or are not k."""
+    ops, numel, kind = NumpyOps(), tensor.spec.numel, str(tensor.index)
+    size = coding.index_bytes(kind, numel, tensor.k)
+    section = slice(tensor.index_at, tensor.index_at + size)
+    index = ops.unpack_index(payload[None, section], tensor.k, numel, kind)[0][0]
+    twice, outside = index.copy(), index.copy()
+    twice[5], outside[-1] = index[4], numel
+    sections = [ops.pack_index(wrong, numel, kind) for wrong in (twice, outside)]
+    if kind == "packed":
+        sections += [payload[section].copy() for _ in range(2)]
+        at = coding.low_bytes(numel, tensor.k)
+        sections[2][at:], sections[3][at] = 0, 0xFF
+    else:
+        sections.append(ops.pack_index(index[::-1], numel, kind))
+    for wrong in sections:
+        bad = payload.copy()
+        bad[section] = wrong
+        yield bad
+
+
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("width", ["int16", "int32"])
-def test_wrong_indices_are_named_and_nothing_is_written(width: str, threads: int) -> None:
-    size = 3000 if width == "int16" else 100_000
-    bucket = bucket_of(size, size, ratio=0.01)
+@pytest.mark.parametrize(
+    ("kind", "size"), [("packed", 3000), ("packed", 100_000), ("int16", 3000), ("int32", 100_000)]
+)
+def test_wrong_indices_are_named_and_nothing_is_written(
+    isa: str, kind: str, size: int, threads: int
+) -> None:
+    bucket = bucket_of(
+        size, size, ratio=0.01, indices="packed" if kind == "packed" else "plain", values="int8"
+    )
     both = Both(bucket, threads)
-    good = both.encode(normal(bucket))
-    tensor = bucket.tensors[1]
-    assert tensor.index == width
-    for at, value in ((0, 65535 if width == "int16" else 2**32 - 1), (tensor.k - 1, 0), (5, 0)):
-        bad = good.copy()
-        index = bad[tensor.index_at : tensor.index_at + WIDTH[width] * tensor.k]
-        index.view(f"u{width}")[at] = value
+    good, tensor = both.encode(normal(bucket)), bucket.tensors[1]
+    assert tensor.index == kind
+    for bad in spoilt(good, tensor):
         gradients = both.gradients()
+        arguments = 1.0, [False] * 2, both.addresses(gradients), threads
         gathered = np.concatenate([good, bad, good])
-        wrong = both.kernel.decode(
-            gathered.ctypes.data, 3, 1.0, [False] * 2, both.addresses(gradients), threads
-        )
-        assert wrong == (1, 1)
+        assert both.kernel.decode(gathered.ctypes.data, 3, *arguments) == (1, 1)
+        first = np.concatenate([bad, next(spoilt(good, bucket.tensors[0]))])
+        assert both.kernel.decode(first.ctypes.data, 2, *arguments) == (0, 1)
         assert all((gradient == 5).all() for gradient in gradients)
         flagged = both.kernel.decode(
             gathered.ctypes.data, 3, 1.0, [False, True], both.addresses(gradients), threads
         )
         assert flagged is None
         assert np.isnan(gradients[1]).all()
+        assert np.count_nonzero(gradients[0]) <= tensor.k
 
 
 @pytest.mark.parametrize(
@@ -400,26 +515,35 @@ def test_wrong_indices_are_named_and_nothing_is_written(width: str, threads: int
     [
         (0, 2),
         (1, 3),
-        (2, 8),
+        (2, 6),
+        (2, -1),
         (3, 10**6),
         (4, 40),
-        (6, -1),
-        (7, 0),
-        (7, 99),
-        (9, 3),
-        (10, -8),
-        (10, 10**6),
+        (6, 0),
+        (7, -1),
+        (8, 0),
+        (8, 99),
+        (10, 0),
+        (10, 3),
+        (10, 5),
+        (11, -8),
         (11, 10**6),
-        (12, 4),
-        (12, 3),
+        (12, 10**6),
+        (13, 4),
+        (13, 3),
+        (14, 1),
+        (14, -1),
+        (15, 1),
+        (15, -1),
         (0, 2**62),
         (6, 2**62),
-        (10, 2**62),
+        (7, 2**62),
+        (11, 2**62),
         (4, 2**62),
     ],
 )
 def test_what_is_no_recipe(position: int, value: int) -> None:
-    recipe = [1, 4, 4, 24, 32 + 8 * 5, 0, 50, 5, 0, 4, 32, 52, 2]
+    recipe = [1, 4, 0, 24, 32 + 8 * 5, 0, 1, 50, 5, 0, 4, 32, 52, 2, 0, 0]
     assert FOUND.library is not None
     native.Bucket(recipe, FOUND.library)
     recipe[position] = value
@@ -427,16 +551,39 @@ def test_what_is_no_recipe(position: int, value: int) -> None:
         native.Bucket(recipe, FOUND.library)
 
 
-def test_a_changed_gradient_is_noticed() -> None:
-    bucket = bucket_of(100_000, 20, ratio=0.01, values="float16")
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("index", INDEX)
+def test_sections_beyond_a_payload_are_no_recipe(values: str, index: str) -> None:
+    """The last byte belongs to one of them."""
+    assert FOUND.library is not None
+    for values_last in (False, True):
+        recipe = tight(1000, 129, values, index, values_last=values_last)
+        native.Bucket(recipe, FOUND.library)
+        recipe[4] -= 1
+        with pytest.raises(ValueError, match="not a recipe"):
+            native.Bucket(recipe, FOUND.library)
+
+
+@pytest.mark.parametrize("indices", ["packed", "plain"])
+@pytest.mark.parametrize("values", VALUES)
+def test_a_changed_gradient_is_noticed(values: str, indices: str) -> None:
+    bucket = bucket_of(100_000, 20, ratio=0.01, values=values, indices=indices)
     both = Both(bucket)
     gradients = normal(bucket)
+    arenas = Arenas(bucket, both.residual, np.zeros_like(both.residual))
     payload = both.encode(gradients, commit=False)
-    for position, element in ((0, None), (1, 3)):
+    both.codec.encode(arenas, gradients, both.payload)
+    tensor = bucket.tensors[0]
+    rows = payload[None, tensor.index_at :][
+        :, : coding.index_bytes(tensor.index, 100_000, tensor.k)
+    ]
+    sent = NumpyOps().unpack_index(rows, tensor.k, 100_000, str(tensor.index))[0][0]
+    for position, element, noticed in ((0, sent[15], True), (0, sent[16], False), (1, 15, True)):
         edited = [gradient.copy() for gradient in gradients]
-        edited[position][slice(None) if element is None else element] *= 2
-        places = both.places(both.residual), both.addresses(edited)
-        assert not both.kernel.unchanged(*places, payload.ctypes.data)
+        edited[position][element] *= 2
+        places = both.places(both.residual), both.addresses(edited), both.places(arenas.candidate)
+        assert both.kernel.unchanged(*places, payload.ctypes.data) is not noticed
+        assert both.codec.unchanged(arenas, edited, payload) is not noticed
 
 
 # Gradients as PyTorch has them.

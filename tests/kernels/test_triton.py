@@ -93,7 +93,18 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
     assert unsupported(narrow, "cuda:0") is None
     assert "float64" in str(unsupported(wide, "cuda:0"))
     assert "cpu" in str(unsupported(narrow, "cpu"))
-    large = (*narrow[:6], 2**31, *narrow[7:])
+    for values in ("bfloat16", "int8", "int4", "sign"):
+        (other,) = make_plan([TensorSpec("w", (5,), "float32")], TopKConfig(values=values)).buckets
+        assert "neither float32 nor float16" in str(unsupported(other.recipe, "cuda:0"))
+    specs = [TensorSpec("b", (5,), "float32"), TensorSpec("w", (5000,), "float32")]
+    for values in ("float32", "float16"):
+        packed, plain = (
+            make_plan(specs, TopKConfig(values=values, indices=indices)).buckets[0].recipe
+            for indices in ("packed", "plain")
+        )
+        assert "packed; indices='plain' are not" in str(unsupported(packed, "cuda:0"))
+        assert unsupported(plain, "cuda:0") is None
+    large = (*narrow[:7], 2**31, *narrow[8:])
     assert "more than" in str(unsupported(large, "cuda:0"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "not installed" in str(unsupported(narrow, "cuda:0"))
@@ -102,7 +113,7 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
 def test_tables_cover_every_element_once() -> None:
     bucket = make_plan(
         [TensorSpec(str(i), (n,), "float32") for i, n in enumerate((5, 5000, 0, 512, 40000))],
-        TopKConfig(ratio=0.05, min_numel=100),
+        TopKConfig(ratio=0.05, indices="plain", min_numel=100),
     ).buckets[0]
     tables = Tables(bucket.recipe, SMALL)
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in tables.rows]
@@ -134,24 +145,25 @@ def test_a_difference_of_one_bit_is_noticed() -> None:
 def plan(
     sizes: Sequence[int], kinds: Sequence[str] = ("float32",), min_numel: int = 10, **settings: Any
 ) -> BucketPlan:
-    """One bucket; dtypes take turns."""
+    """One bucket with plain indices; dtypes take turns."""
     specs = [TensorSpec(str(i), (n,), kinds[i % len(kinds)], DEVICE) for i, n in enumerate(sizes)]
-    (bucket,) = make_plan(specs, TopKConfig(min_numel=min_numel, **settings)).buckets
+    config = TopKConfig(min_numel=min_numel, indices="plain", **settings)
+    (bucket,) = make_plan(specs, config).buckets
     return bucket
 
 
 def sending(shares: Sequence[tuple[int, int]]) -> BucketPlan:
     """A bucket of (numel, k) that send indices, whether that pays or not."""
-    layout = wire.layout(
-        len(shares), 4 * sum(k for _, k in shares), 0, 2 * sum(k for _, k in shares)
-    )
+    entries = sum(k for _, k in shares)
+    layout = wire.layout(len(shares), 4 * entries, {"int32": 0, "int16": 2 * entries, "packed": 0})
     tensors, start, sent = [], 0, 0
     for i, (numel, k) in enumerate(shares):
         spec = TensorSpec(str(i), (numel,), "float32", DEVICE)
         value_at, index_at = layout.values_at + 4 * sent, layout.index16_at + 2 * sent
-        tensors.append(TensorPlan(spec, k, start, "int16", value_at, index_at))
+        tensors.append(TensorPlan(spec, k, start, "int16", value_at, index_at, numel, i))
         start, sent = start + numel, sent + k
-    return BucketPlan(0, tuple(tensors), "float32", "float32", False, layout, bytes(8))
+    agreed = TopKConfig(), "average"
+    return BucketPlan(0, tuple(tensors), "float32", "float32", *agreed, False, layout, (bytes(8),))
 
 
 def canonical(array: Tensor) -> Tensor:
@@ -171,8 +183,8 @@ def assert_same(left: Tensor, right: Tensor) -> None:
 def sections(bucket: BucketPlan, payload: Tensor) -> list[Tensor]:
     """A payload as bytes, values as such, bytes."""
     at = bucket.layout.values_at
-    stop = at + bucket.entries * WIDTH[bucket.value_dtype]
-    return [payload[:at], payload[at:stop].view(DTYPES[bucket.value_dtype]), payload[stop:]]
+    stop = at + bucket.entries * WIDTH[bucket.values]
+    return [payload[:at], payload[at:stop].view(DTYPES[bucket.values]), payload[stop:]]
 
 
 @dataclass
@@ -222,7 +234,10 @@ class Pair:
         return sections(self.bucket, side.payload)
 
     def unchanged(self, gradients: Sequence[Tensor]) -> bool:
-        return self.kernel.unchanged(self.kernels.arenas.residual, gradients, self.kernels.payload)
+        arenas = self.kernels.arenas
+        return self.kernel.unchanged(
+            arenas.residual, arenas.candidate, gradients, self.kernels.payload
+        )
 
     def decode(self, payloads: Sequence[Tensor], scale: float, into: Sequence[Tensor]) -> None:
         """Decode on both sides into gradients like `into`; they must agree."""
@@ -386,7 +401,7 @@ def case_gradients_of_any_layout() -> None:
         TensorSpec("b", (40, 30), "float16", DEVICE),
         TensorSpec("c", (64,), "bfloat16", DEVICE),
     ]
-    (bucket,) = make_plan(specs, TopKConfig(ratio=0.05, min_numel=10)).buckets
+    (bucket,) = make_plan(specs, TopKConfig(ratio=0.05, indices="plain", min_numel=10)).buckets
     pair = Pair(bucket)
     one = torch.randn(1503, device=DEVICE)[1:-1]
     two = torch.randn(30, 40, device=DEVICE).half().T

@@ -39,8 +39,7 @@ def _in_graph(method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         assert not tf.executing_eagerly()
         inside = {key: Buffer(t) for key, t in zip(places, tensors, strict=True)}
         result = method(*(_swap(arg, inside, raised) for arg in args))
-        answer = result.value if isinstance(result, Buffer | View) else result
-        return [buffer.value for buffer in inside.values()], answer
+        return [buffer.value for buffer in inside.values()], _tensors(result)
 
     try:
         written, answer = tf.function(traced)(*(place.value for place in places.values()))
@@ -48,9 +47,18 @@ def _in_graph(method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         raise (raised or [AssertionError("a graph failed by itself")])[0] from None
     for place, tensor in zip(places.values(), written, strict=True):
         place.write(0, place.numel, tf.reshape(tensor, [-1]))
+    if isinstance(answer, tuple):
+        return tuple(Buffer(each) for each in answer)
     if answer is None:
         return None
     return [bool(flag) for flag in answer] if answer.dtype == tf.bool else Buffer(answer)
+
+
+def _tensors(result: Any) -> Any:
+    """What a verb returned, as a graph can hand it on."""
+    if isinstance(result, tuple):
+        return tuple(_tensors(each) for each in result)
+    return result.value if isinstance(result, Buffer | View) else result
 
 
 def _places(value: Any) -> list[Buffer]:

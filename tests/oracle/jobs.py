@@ -10,11 +10,22 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from horovod_topk.config import TopKConfig
+from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from oracle.world import Gradients
 
-SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2,), (7,), (8,), (3, 5), (2, 0), (40,))
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (),
+    (0,),
+    (1,),
+    (2,),
+    (7,),
+    (8,),
+    (3, 5),
+    (2, 0),
+    (40,),
+    (333,),
+)
 DTYPES = ("float16", "float32", "float64")
 RATIOS = (0.001, 0.05, 0.1, 0.25, 0.5, 1.0)
 MIN_NUMEL = (0, 1, 7, 8, 9, 1024)  # on both sides of the sizes 7 and 8
@@ -52,9 +63,11 @@ class Job:
 def jobs(
     draw: st.DrawFn,
     ranks: st.SearchStrategy[int] | None = None,
-    values: Sequence[str] = ("float32", "float16"),
+    values: Sequence[str] = VALUES,
     ratios: Sequence[float] = RATIOS,
     dtypes: Sequence[str] = DTYPES,
+    exchanges: Sequence[str] = EXCHANGES,
+    gather_ratios: Sequence[float | None] = (None, 0.3),
 ) -> Job:
     """Jobs of one to four tensors, in one bucket or in several."""
     kinds = draw(
@@ -68,6 +81,9 @@ def jobs(
     config = TopKConfig(
         ratio=draw(st.sampled_from(list(ratios))),
         values=draw(st.sampled_from(list(values))),
+        indices=draw(st.sampled_from(["packed", "plain"])),
+        exchange=draw(st.sampled_from(list(exchanges))),
+        gather_ratio=draw(st.sampled_from(list(gather_ratios))),
         min_numel=draw(st.sampled_from(MIN_NUMEL)),
         selection=draw(st.sampled_from(["exact", "sampled"])),
     )
@@ -108,4 +124,5 @@ def gradient(random: np.random.Generator, texture: str, spec: TensorSpec) -> NDA
             values = random.choice([1.0, HUGE[spec.dtype], -HUGE[spec.dtype]], spec.shape)
         case _:
             raise ValueError(texture)
-    return np.asarray(values, dtype=np.float64).astype(spec.dtype)
+    largest = float(np.finfo(spec.dtype).max)
+    return np.asarray(np.clip(values, -largest, largest), np.float64).astype(spec.dtype)

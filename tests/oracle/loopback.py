@@ -56,8 +56,10 @@ class Loopback(Generic[Array]):
             self._changed.notify_all()
         return key
 
-    def gather(self, rank: int, key: tuple[str, int]) -> Array:
+    def gather(self, rank: int, key: tuple[str, int], *, own_part: bool = False) -> Array:
         """Every rank's payload of one collective, in rank order; `rank` waits for it.
+
+        own_part: only the stretch of each that is meant for `rank`.
 
         Raises:
             TimeoutError: a rank never took part.
@@ -67,7 +69,12 @@ class Loopback(Generic[Array]):
             posted = self._posted[key]
             if not self._changed.wait_for(lambda: len(posted) == self.size, self._patience):
                 raise TimeoutError(f"{key}: only ranks {sorted(posted)} of {self.size} came")
-        return self._join([posted[rank] for rank in range(self.size)])
+        payloads = [posted[each] for each in range(self.size)]
+        return self._join([self._part(p, rank) for p in payloads] if own_part else payloads)
+
+    def _part(self, payloads: Array, rank: int) -> Array:
+        size = self._ops.numel(payloads) // self.size
+        return self._ops.view(payloads, rank * size, (rank + 1) * size)
 
     def _join(self, payloads: list[Array]) -> Array:
         ops, at = self._ops, 0
@@ -85,10 +92,11 @@ class LoopbackPending(Generic[Array]):
     network: Loopback[Array]
     rank: int
     key: tuple[str, int]
+    own_part: bool = False
 
     def wait(self) -> Array:
         """Every rank's payload, in rank order."""
-        return self.network.gather(self.rank, self.key)
+        return self.network.gather(self.rank, self.key, own_part=self.own_part)
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,11 @@ class LoopbackCollective(Generic[Array]):
         """Start a collective; does not block."""
         key = self.network.post(self.rank, name, payload)
         return LoopbackPending(self.network, self.rank, key)
+
+    def alltoall(self, payloads: Array, name: str) -> LoopbackPending[Array]:
+        """Start a collective; does not block."""
+        key = self.network.post(self.rank, name, payloads)
+        return LoopbackPending(self.network, self.rank, key, own_part=True)
 
 
 def on_every_rank(

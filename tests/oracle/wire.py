@@ -46,6 +46,12 @@ class Cursor:
         """Whether every byte was read."""
         return self._at == len(self._data)
 
+    def bits(self, count: int) -> NDArray[Any]:
+        """The next `count` bits, the lowest of a byte first."""
+        taken = np.unpackbits(self.take("u1", (count + 7) // 8), bitorder="little")
+        assert not taken[count:].any(), "bits after the last are not zero"
+        return taken[:count].astype(np.int64)
+
 
 def read(bucket: BucketPlan, data: bytes) -> Decoded:
     """Decode one rank's payload of a bucket."""
@@ -53,25 +59,55 @@ def read(bucket: BucketPlan, data: bytes) -> Decoded:
     cursor = Cursor(data, 24)
     flags = cursor.take("u1", (len(tensors) + 7) // 8)
     cursor.align()
-    values = {t.spec.name: cursor.take(bucket.value_dtype, t.k) for t in tensors}
+    values = {t.spec.name: _values(cursor, bucket, t.k) for t in tensors}
     cursor.align()
     chosen = {t.spec.name: np.arange(t.k) for t in tensors if t.index is None}
-    for stored, belongs in (("u4", _is_large), ("u2", _is_small)):
-        chosen |= {
-            t.spec.name: cursor.take(stored, t.k).astype(int) for t in filter(belongs, tensors)
-        }
+    for kind, stored in (("int32", "u4"), ("int16", "u2")):
+        belong = [t for t in tensors if t.index == kind]
+        chosen |= {t.spec.name: cursor.take(stored, t.k).astype(int) for t in belong}
         cursor.align()
+    packed = [t for t in tensors if t.index == "packed"]
+    chosen |= {t.spec.name: _packed(cursor, t.spec.numel, t.k) for t in packed}
+    cursor.align()
     assert cursor.at_end, "bytes left over"
     dense = {t.spec.name: _spread(t, chosen[t.spec.name], values[t.spec.name]) for t in tensors}
     return Decoded(_flagged(tensors, flags), dense, chosen)
 
 
-def _is_large(tensor: TensorPlan) -> bool:
-    return tensor.index is not None and tensor.spec.numel > 2**16
+def _bfloat16(cursor: Cursor, count: int) -> NDArray[Any]:
+    return (cursor.take("u2", count).astype(np.uint32) << 16).view(np.float32)
 
 
-def _is_small(tensor: TensorPlan) -> bool:
-    return tensor.index is not None and tensor.spec.numel <= 2**16
+def _values(cursor: Cursor, bucket: BucketPlan, k: int) -> NDArray[Any]:
+    """The next k values; float32 where they are sent shorter than that."""
+    kind = bucket.values
+    if kind == "bfloat16":
+        return _bfloat16(cursor, k)
+    if kind.startswith("float"):
+        return cursor.take(kind, k)
+    block = 1024 if kind == "sign" else 128
+    scale = np.repeat(_bfloat16(cursor, -(-k // block)), block)[:k]
+    assert (scale >= 0).all(), "a scale is negative"
+    if kind == "int8":
+        multiple = cursor.take("i1", k).astype(np.float32)
+        assert (multiple > -128).all()
+    elif kind == "int4":
+        nibbles = cursor.bits(4 * k).reshape(k, 4) @ [1, 2, 4, -8]
+        assert (nibbles > -8).all()
+        multiple = nibbles.astype(np.float32)
+    else:
+        multiple = np.where(cursor.bits(k), -1, 1).astype(np.float32)
+    return scale * multiple
+
+
+def _packed(cursor: Cursor, n: int, k: int) -> NDArray[Any]:
+    """The next k of n indices."""
+    low = min(range(32), key=lambda bits: k * bits + (n - k) // 2**bits)
+    lower = cursor.bits(k * low).reshape(k, low) @ [1 << bit for bit in range(low)]
+    upper = np.flatnonzero(cursor.bits(k + (n - k) // 2**low))
+    assert upper.size == k, "not k bits are set"
+    x = (upper - np.arange(k)) * 2**low + lower
+    return np.asarray(x + np.arange(k), np.int64)
 
 
 def _spread(tensor: TensorPlan, index: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:

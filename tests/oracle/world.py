@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.exchange import Allgather
+from horovod_topk.core.exchange import exchange_of
 from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.residual import ResidualRegistry
 from oracle import wire
 from oracle.backends import Backend
 from oracle.loopback import Loopback
@@ -42,6 +43,9 @@ class World:
 
     def finish(self) -> list[Gradients]:
         """Receive on every rank; returns the exchanged gradients."""
+        for compressor in self.ranks:
+            with np.errstate(all="ignore"):
+                compressor.advance()
         for rank, compressor in enumerate(self.ranks):
             for bucket in self.plan.buckets:
                 with np.errstate(all="ignore"):
@@ -71,11 +75,15 @@ class World:
 
     def residuals(self) -> list[Gradients]:
         """Flat copies of every rank's residuals."""
-        to_numpy = self.backend.numpy
-        return [
-            {t.spec.name: to_numpy(c.registry.residual(t.spec.name)) for t in self.plan.tensors()}
-            for c in self.ranks
-        ]
+        return [self._copies(compressor.registry) for compressor in self.ranks]
+
+    def owned(self) -> list[Gradients]:
+        """Flat copies of the residuals of the shards that each rank owns, if it owns any."""
+        return [self._copies(c.owned) for c in self.ranks if c.owned is not None]
+
+    def _copies(self, registry: ResidualRegistry[Any]) -> Gradients:
+        names = [tensor.spec.name for tensor in self.plan.tensors()]
+        return {name: self.backend.numpy(registry.residual(name)) for name in names}
 
     def payloads(self, rank: int) -> list[tuple[str, bytes]]:
         """Name and bytes of everything a rank has sent so far."""
@@ -97,7 +105,7 @@ class World:
 
     def _compressor(self, rank: int, name: str) -> Compressor[Any]:
         ops = self.backend.ops
-        exchange = Allgather(self.network.collective(rank))
+        exchange = exchange_of(self.plan.config.exchange, self.network.collective(rank))
         return Compressor(self.plan, ops, TopK(ops), exchange, name)
 
     def _to_arrays(self, gradients: Gradients) -> dict[str, Any]:

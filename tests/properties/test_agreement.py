@@ -29,12 +29,12 @@ class NextFormat(Plan):
     """A plan as a later version of the format would make it."""
 
     def fields(self) -> dict[str, list[object]]:
-        return super().fields() | {"format": [1]}
+        return super().fields() | {"format": [2]}
 
 
 # field -> a plan that differs in it, what the others have, what this one has
 DIFFERENT = {
-    "format": (NextFormat(AGREED.config, "average", AGREED.buckets), "0", "1"),
+    "format": (NextFormat(AGREED.config, "average", AGREED.buckets), "1", "2"),
     "settings": (make_plan([W, B], TopKConfig(ratio=0.5)), '["ratio", 0.01]', '["ratio", 0.5]'),
     "reduction": (make_plan([W, B], TopKConfig(), "sum"), '"average"', '"sum"'),
     "names": (make_plan([W, TensorSpec("c", (10,), "float32")], TopKConfig()), '"b"', '"c"'),

@@ -13,27 +13,35 @@ from oracle.backends import TORCH, Backend, each_backend
 from oracle.jobs import gradient, jobs, steps
 from oracle.world import World
 
-from horovod_topk.config import TopKConfig
+from horovod_topk.config import VALUES, TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
 
-ALONE = st.just(1)
+ALONE, GATHERED = st.just(1), ["allgather"]
 
 
 def assert_conserved(world: World, before: dict[str, Any], gradients: dict[str, Any]) -> None:
-    """decode(p) + e_new == e_old + g, the sign of zero aside."""
+    """decode(p) + e_new == e_old + g, the sign of zero aside.
+
+    Signs of very unequal values share a scale that is no part of either: the sum is rounded then.
+    """
     after, sent = world.residuals()[0], world.decoded(0).dense
+    exact = world.plan.config.values != "sign"
     for name, old in before.items():
         owed = old + gradients[name].reshape(-1).astype(old.dtype)
         decoded = sent[name].astype(old.dtype)
         assert np.array_equal(after[name], owed - decoded), name
-        assert np.array_equal(decoded + after[name], owed), name
+        if exact:
+            assert np.array_equal(decoded + after[name], owed), name
+        else:
+            error = np.abs(decoded + after[name] - owed)
+            assert (error <= np.spacing(np.maximum(np.abs(decoded), np.abs(owed)))).all(), name
 
 
 @each_backend
 @settings(max_examples=20)
 @given(data=st.data())
 def test_nothing_is_lost_or_invented(backend: Backend, data: st.DataObject) -> None:
-    job = data.draw(jobs(ranks=ALONE))
+    job = data.draw(jobs(ranks=ALONE, exchanges=GATHERED))
     world = World(job.plan, 1, backend)
     for gradients in data.draw(steps(job, 3)):
         before = world.residuals()[0]
@@ -46,17 +54,19 @@ def test_nothing_is_lost_or_invented(backend: Backend, data: st.DataObject) -> N
 def test_with_full_width_values_what_is_sent_owes_nothing(
     backend: Backend, data: st.DataObject
 ) -> None:
-    job = data.draw(jobs(ranks=ALONE, values=["float32"]))
+    job = data.draw(jobs(ranks=ALONE, values=["float32"], exchanges=GATHERED))
     world = World(job.plan, 1, backend)
     world.step(data.draw(steps(job, 1, huge=True))[0])
     residual, chosen = world.residuals()[0], world.decoded(0).chosen
     assert all(not residual[name][index].any() for name, index in chosen.items())
 
 
-@pytest.mark.parametrize("values", ["float32", "float16"])
+@pytest.mark.parametrize("values", VALUES)
 def test_bfloat16_gradients_have_float32_residuals(values: str) -> None:
     """NumPy has no bfloat16; multiples of 1/8 below 16 are exact in it."""
-    plan = make_plan([TensorSpec("w", (40,), "bfloat16")], TopKConfig(0.1, values, min_numel=0))
+    plan = make_plan(
+        [TensorSpec("w", (40,), "bfloat16")], TopKConfig(0.1, values=values, min_numel=0)
+    )
     world = World(plan, 1, TORCH)
     random = np.random.default_rng(0)
     for _ in range(4):
@@ -82,9 +92,13 @@ def test_saturated_values_stay_in_the_residual(backend: Backend) -> None:
 
 @each_backend
 @pytest.mark.parametrize("numel", [2**16 - 1, 2**16, 2**16 + 1])
-@pytest.mark.parametrize("values", ["float32", "float16"])
-def test_where_indices_outgrow_sixteen_bits(backend: Backend, numel: int, values: str) -> None:
-    plan = make_plan([TensorSpec("w", (numel,), "float32")], TopKConfig(values=values))
+@pytest.mark.parametrize("indices", ["packed", "plain"])
+@pytest.mark.parametrize("values", VALUES)
+def test_where_indices_outgrow_sixteen_bits(
+    backend: Backend, numel: int, values: str, indices: str
+) -> None:
+    settings = TopKConfig(values=values, indices=indices)
+    plan = make_plan([TensorSpec("w", (numel,), "float32")], settings)
     world = World(plan, 1, backend)
     random = np.random.default_rng(numel)
     for texture in ("normal", "ties"):
@@ -101,7 +115,7 @@ def test_where_indices_outgrow_sixteen_bits(backend: Backend, numel: int, values
 def test_the_largest_magnitudes_are_sent_and_ties_go_to_the_lower_index(
     backend: Backend, data: st.DataObject
 ) -> None:
-    job = data.draw(jobs(ranks=ALONE, values=["float32"]))
+    job = data.draw(jobs(ranks=ALONE, values=["float32"], exchanges=GATHERED))
     world = World(job.plan, 1, backend)
     for gradients in data.draw(steps(job, 2)):
         owed = _owed(world, gradients[0])

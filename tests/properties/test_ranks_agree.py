@@ -34,7 +34,7 @@ def added_in_rank_order(job: Job, tensor: TensorPlan, sent: list[wire.Decoded]) 
 def test_every_rank_has_the_same_bits_added_in_rank_order(
     backend: Backend, data: st.DataObject
 ) -> None:
-    job = data.draw(jobs())
+    job = data.draw(jobs(exchanges=["allgather"]))
     world = World(job.plan, job.ranks, backend)
     for gradients in data.draw(steps(job, 2, huge=True)):
         exchanged = world.step(gradients)
@@ -58,6 +58,7 @@ def test_the_order_in_which_ranks_send_means_nothing(backend: Backend, data: st.
         assert same_bits(disorderly.finish(), expected)
         disorderly.commit()
     assert same_bits(disorderly.residuals(), orderly.residuals())
+    assert same_bits(disorderly.owned(), orderly.owned())
 
 
 @given(data=st.data())
@@ -69,6 +70,7 @@ def test_both_frameworks_send_keep_and_apply_the_same_bits(data: st.DataObject) 
         ours, theirs = (world.step(gradients) for world in worlds)
         assert same_bits(ours, theirs)
     assert same_bits(*(world.residuals() for world in worlds))
+    assert same_bits(*(world.owned() for world in worlds))
     assert worlds[0].payloads(0) == worlds[1].payloads(0)
 
 
@@ -76,18 +78,19 @@ def test_both_frameworks_send_keep_and_apply_the_same_bits(data: st.DataObject) 
 @given(data=st.data())
 def test_ratio_one_is_the_dense_mean(backend: Backend, data: st.DataObject) -> None:
     """Two ranks: exactly, and there is nothing left to owe."""
-    job = data.draw(jobs(ranks=st.just(2), values=["float32"], ratios=[1.0]))
+    job = data.draw(jobs(ranks=st.just(2), values=["float32"], ratios=[1.0], gather_ratios=[None]))
     world = World(job.plan, 2, backend)
     for gradients in data.draw(steps(job, 2)):
         exchanged = world.step(gradients)
         for spec in job.specs:
             assert np.array_equal(exchanged[0][spec.name], _dense(job, gradients, spec.name))
-        assert not any(e.any() for one in world.residuals() for e in one.values())
+        owed = [*world.residuals(), *world.owned()]
+        assert not any(e.any() for one in owed for e in one.values())
 
 
 @given(data=st.data())
 def test_a_payloads_size_and_name_depend_on_the_plan_alone(data: st.DataObject) -> None:
-    job = data.draw(jobs(ranks=st.integers(1, 3)))
+    job = data.draw(jobs(ranks=st.integers(1, 3), exchanges=["allgather"]))
     world = World(job.plan, job.ranks, NUMPY, name="job.7")
     everything = data.draw(steps(job, 3))
     for one in everything[1]:

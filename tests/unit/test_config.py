@@ -24,7 +24,9 @@ def test_the_defaults() -> None:
     assert dataclasses.asdict(TopKConfig()) == {
         "ratio": 0.01,
         "values": "float32",
+        "indices": "auto",
         "exchange": "allgather",
+        "gather_ratio": None,
         "selection": "exact",
         "min_numel": 1024,
         "name": None,
@@ -71,12 +73,19 @@ def test_ratios_that_are_no_numbers(ratio: object) -> None:
     assert refusal(ratio=ratio) == f"ratio={ratio!r} is not a number. {cure}."
 
 
+KINDS = "'float32', 'float16', 'bfloat16', 'int8', 'int4', 'sign'"
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "nearest", "choices"),
     [
-        ("values", "float23", "float32", "'float32', 'float16'"),
-        ("values", "float61", "float16", "'float32', 'float16'"),
-        ("exchange", "all_gather", "allgather", "'allgather'"),
+        ("values", "float23", "float32", KINDS),
+        ("values", "float61", "float16", KINDS),
+        ("values", "bf16loat", "bfloat16", KINDS),
+        ("values", "int-8", "int8", KINDS),
+        ("values", "signs", "sign", KINDS),
+        ("indices", "pakced", "packed", "'auto', 'packed', 'plain'"),
+        ("exchange", "all_gather", "allgather", "'allgather', 'sharded'"),
         ("selection", "exakt", "exact", "'exact', 'sampled'"),
     ],
 )
@@ -88,7 +97,7 @@ def test_a_misspelt_choice_suggests_the_nearest(
     assert f"Did you mean {nearest!r}? Pass one of {choices}." in message
 
 
-@pytest.mark.parametrize("setting", ["values", "exchange", "selection"])
+@pytest.mark.parametrize("setting", ["values", "indices", "exchange", "selection"])
 @pytest.mark.parametrize("value", [None, 32, "", ["float32"]])
 def test_choices_that_are_not_near_anything(setting: str, value: object) -> None:
     message = refusal(**{setting: value})
@@ -117,6 +126,7 @@ def test_names_that_are_no_names(name: object) -> None:
         ("value", "values"),
         ("min_elements", "min_numel"),
         ("exchnage", "exchange"),
+        ("index", "indices"),
     ],
 )
 def test_an_unknown_keyword_suggests_the_nearest(keyword: str, nearest: str) -> None:
@@ -124,7 +134,8 @@ def test_an_unknown_keyword_suggests_the_nearest(keyword: str, nearest: str) -> 
         reject_unknown([keyword], TopKConfig.__dataclass_fields__)
     message = str(caught.value)
     assert message.startswith(f"TopKEF has no setting {keyword!r}. Did you mean {nearest!r}? ")
-    assert "The settings are exchange, min_numel, name, ratio, selection, values." in message
+    settings = "exchange, gather_ratio, indices, min_numel, name, ratio, selection, values"
+    assert f"The settings are {settings}." in message
     assert isinstance(caught.value, TypeError)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from decimal import ROUND_CEILING, Decimal
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle.jobs import Job, jobs
 
+from horovod_topk.cli.models import resnet50_specs
 from horovod_topk.config import TopKConfig
 from horovod_topk.core import plan as planning
 from horovod_topk.core.exchange import ring_allreduce_bytes
@@ -20,7 +22,7 @@ from horovod_topk.errors import (
     TensorTooLargeError,
     UnsupportedDtypeError,
 )
-from resnet50 import resnet50_specs
+from horovod_topk.ops import coding
 
 
 def spec(name: str, *shape: int, dtype: str = "float32", device: str = "cpu") -> TensorSpec:
@@ -70,33 +72,65 @@ def test_k_is_the_decimal_ceiling(numel: int, digits: int) -> None:
 # One tensor's share
 
 
-@pytest.mark.parametrize(("numel", "k", "index"), [(99, 99, None), (100, 10, "int16")])
+@pytest.mark.parametrize(("numel", "k", "index"), [(99, 99, None), (100, 10, "packed")])
 def test_tensors_below_min_numel_travel_dense(numel: int, k: int, index: str | None) -> None:
     tensor = only(make_plan([spec("w", numel)], TopKConfig(0.1, min_numel=100))).tensors[0]
     assert (tensor.k, tensor.index) == (k, index)
 
 
 @pytest.mark.parametrize(("numel", "index"), [(2**16, "int16"), (2**16 + 1, "int32")])
-def test_indices_are_as_narrow_as_they_can_be(numel: int, index: str) -> None:
-    assert only(make_plan([spec("w", numel)], TopKConfig())).tensors[0].index == index
+def test_plain_indices_are_as_narrow_as_they_can_be(numel: int, index: str) -> None:
+    config = TopKConfig(indices="plain")
+    assert only(make_plan([spec("w", numel)], config)).tensors[0].index == index
 
 
 @pytest.mark.parametrize(
-    ("ratio", "values", "dtype", "sparse"),
+    ("indices", "device", "index"),
     [
-        (0.66, "float32", "float32", True),  # 6 bytes an entry: 3.96 < 4
-        (0.67, "float32", "float32", False),
-        (0.49, "float16", "float32", True),  # 4 bytes an entry: 1.96 < 2
-        (0.50, "float16", "float32", False),  # a tie: dense needs no selection
-        (0.79, "float32", "float64", True),  # 10 bytes an entry: 7.9 < 8
-        (0.80, "float32", "float64", False),
-        (1.0, "float32", "float32", False),
+        ("auto", "", "packed"),
+        ("auto", "cpu", "packed"),
+        ("auto", "/job:localhost/replica:0/task:0/device:CPU:0", "packed"),
+        ("auto", "cuda:0", "int16"),
+        ("auto", "/job:localhost/replica:0/task:0/device:GPU:0", "int16"),
+        ("packed", "cuda:0", "packed"),
+        ("plain", "cpu", "int16"),
+    ],
+)
+def test_indices_are_plain_on_accelerators_or_as_asked(
+    indices: str, device: str, index: str
+) -> None:
+    plan = make_plan([spec("w", 5000, device=device)], TopKConfig(indices=indices))
+    assert only(plan).tensors[0].index == index
+
+
+@pytest.mark.parametrize(
+    ("indices", "ratio", "values", "dtype", "sparse"),
+    [
+        ("plain", 0.66, "float32", "float32", True),  # 6 bytes an entry: 3.96 < 4
+        ("plain", 0.67, "float32", "float32", False),
+        ("plain", 0.49, "float16", "float32", True),  # 4 bytes an entry: 1.96 < 2
+        ("plain", 0.50, "float16", "float32", False),  # a tie: dense needs no selection
+        ("plain", 0.79, "float32", "float64", True),  # 10 bytes an entry: 7.9 < 8
+        ("plain", 0.80, "float32", "float64", False),
+        ("plain", 1.0, "float32", "float32", False),
+        ("packed", 0.96, "float32", "float32", True),  # a map of 100 bits: 4 * 96 + 13 < 400
+        ("packed", 0.97, "float32", "float32", False),
+        ("packed", 0.93, "bfloat16", "float32", True),  # 2 * 93 + 13 < 200
+        ("packed", 0.94, "bfloat16", "float32", False),
+        ("packed", 0.98, "float32", "float64", True),  # 8 * 98 + 13 < 800
+        ("packed", 0.99, "float32", "float64", False),
+        ("packed", 0.86, "int8", "float64", True),  # 2 + 86 + 13 < 2 + 100
+        ("packed", 0.87, "int8", "float64", False),
+        ("packed", 0.72, "int4", "float32", True),  # 2 + 36 + 13 < 2 + 50
+        ("packed", 0.73, "int4", "float32", False),
+        ("packed", 0.16, "sign", "float32", True),  # 2 + 2 + (4 + 5) < 2 + 13
+        ("packed", 0.17, "sign", "float32", False),  # 2 + 3 + (5 + 5): a tie
     ],
 )
 def test_entries_that_cost_no_less_travel_dense(
-    ratio: float, values: str, dtype: str, sparse: bool
+    indices: str, ratio: float, values: str, dtype: str, sparse: bool
 ) -> None:
-    config = TopKConfig(ratio, values, min_numel=0)
+    config = TopKConfig(ratio, values, indices, min_numel=0)
     tensor = only(make_plan([spec("w", 100, dtype=dtype)], config)).tensors[0]
     assert (tensor.index is not None) is sparse
     assert tensor.k == (round(100 * ratio) if sparse else 100)
@@ -117,11 +151,15 @@ def test_tensors_of_no_or_one_element_travel_dense(shape: tuple[int, ...]) -> No
         ("float64", "float32", "float64", "float64"),
         ("bfloat16", "float16", "float32", "float16"),
         ("float64", "float16", "float64", "float16"),
+        ("float64", "bfloat16", "float64", "bfloat16"),
+        ("float16", "int8", "float32", "int8"),
+        ("float64", "int4", "float64", "int4"),
+        ("bfloat16", "sign", "float32", "sign"),
     ],
 )
 def test_dtypes(dtype: str, values: str, residual: str, sent: str) -> None:
     bucket = only(make_plan([spec("w", 5, dtype=dtype)], TopKConfig(values=values)))
-    assert (bucket.residual_dtype, bucket.value_dtype) == (residual, sent)
+    assert (bucket.residual_dtype, bucket.values) == (residual, sent)
 
 
 # Positions
@@ -130,14 +168,13 @@ def test_dtypes(dtype: str, values: str, residual: str, sent: str) -> None:
 @given(job=jobs())
 def test_sections_follow_one_another_without_overlap(job: Job) -> None:
     for bucket in job.plan.buckets:
-        value = planning.WIDTH[bucket.value_dtype]
         sections = [(0, 24), (bucket.layout.flags_at, bucket.layout.flags_bytes)]
-        sections += [(t.value_at, t.k * value) for t in bucket.tensors]
-        for width in ("int32", "int16"):
+        sections += [(t.value_at, coding.value_bytes(bucket.values, t.k)) for t in bucket.tensors]
+        for kind in ("int32", "int16", "packed"):
             sections += [
-                (t.index_at, t.k * planning.WIDTH[width])
+                (t.index_at, coding.index_bytes(kind, t.spec.numel, t.k))
                 for t in bucket.tensors
-                if t.index == width
+                if t.index == kind
             ]
         for (at, size), (following, _) in zip(
             sections, [*sections[1:], (bucket.layout.payload_bytes, 0)], strict=True
@@ -243,7 +280,9 @@ def test_other_dtypes_are_refused(dtype: str) -> None:
 
 
 def test_tensors_too_large_for_an_index_are_refused() -> None:
-    assert only(make_plan([spec("w", 2**32)], TopKConfig())).tensors[0].index == "int32"
+    for indices, kind in (("packed", "packed"), ("plain", "int32")):
+        plan = make_plan([spec("w", 2**32)], TopKConfig(indices=indices))
+        assert only(plan).tensors[0].index == kind
     with pytest.raises(TensorTooLargeError, match=r"'w': 4294967297 elements .* 4294967296"):
         make_plan([spec("w", 2**32 + 1)], TopKConfig())
 
@@ -255,6 +294,70 @@ def test_reductions() -> None:
 
 
 # Bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "expected"),
+    [
+        ("float64", 3, 24),
+        ("float32", 3, 12),
+        ("float16", 3, 6),
+        ("bfloat16", 3, 6),
+        ("int8", 1, 2 + 1),
+        ("int8", 128, 2 + 128),
+        ("int8", 129, 4 + 129),
+        ("int4", 1, 2 + 1),
+        ("int4", 129, 4 + 65),
+        ("sign", 8, 2 + 1),
+        ("sign", 1024, 2 + 128),
+        ("sign", 1025, 4 + 129),
+    ],
+)
+def test_bytes_of_values(kind: str, count: int, expected: int) -> None:
+    assert coding.value_bytes(kind, count) == expected
+    assert coding.value_bytes(kind, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("numel", "k", "low", "size"),
+    [
+        (10, 2, 1, 1 + 1),  # 2 + 4 and 4 + 2 bits are equals: the lower
+        (40, 4, 3, 2 + 1),
+        (1, 1, 0, 0 + 1),
+        (1000, 999, 0, 0 + 125),
+        (2**32, 1, 31, 4 + 1),  # more would be shorter, if there were more
+        (2**32, 3, 30, 12 + 1),
+    ],
+)
+def test_bytes_of_packed_indices(numel: int, k: int, low: int, size: int) -> None:
+    assert coding.low_bits(numel, k) == low
+    assert coding.index_bytes("packed", numel, k) == size
+    assert coding.index_bytes("int16", numel, k) == 2 * k
+    assert coding.index_bytes("int32", numel, k) == 4 * k
+    assert coding.index_bytes(None, numel, k) == 0
+
+
+def entropy(numel: int, k: int) -> float:
+    """Bits that it takes to say which k of n elements: log2 of n over k."""
+    return (math.lgamma(numel + 1) - math.lgamma(k + 1) - math.lgamma(numel - k + 1)) / math.log(2)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.05, 0.01, 0.001, 0.0001])
+@pytest.mark.parametrize("values", ["int8", "int4", "sign"])
+def test_entries_are_hardly_longer_than_they_must_be(values: str, ratio: float) -> None:
+    """Scales and all: within 8% of the entropy of the places and the bits of the values."""
+    numel = 10**8
+    k = entries(numel, ratio)
+    sent = 8 * (coding.index_bytes("packed", numel, k) + coding.value_bytes(values, k))
+    assert sent <= 1.08 * (entropy(numel, k) + k * coding.VALUE_BITS[values])
+
+
+@pytest.mark.parametrize("exponent", range(1, 81))
+def test_a_packed_index_has_little_more_than_its_entropy(exponent: int) -> None:
+    """At densities from 0.84 down to 1e-6."""
+    numel = 10**9
+    k = round(numel * 10 ** (-0.075 * exponent))
+    assert 8 * coding.index_bytes("packed", numel, k) <= entropy(numel, k) + 0.6 * k
 
 
 def test_dense_bytes_count_the_gradients_own_width() -> None:

@@ -22,14 +22,13 @@ using namespace topkef;
 
 namespace {
 
-constexpr int64_t PROBE = 16;            // entries a tensor that `topkef_unchanged` looks at
 #ifndef TOPKEF_SPLIT
 #define TOPKEF_SPLIT (1 << 19)
 #endif
 constexpr int64_t SPLIT = TOPKEF_SPLIT;  // elements a thread should have at least
 constexpr int64_t TILE = 4096;           // elements summed at a time, within the first-level cache
 constexpr int64_t CHUNK = 64 * TILE;     // elements decoded by one task
-constexpr int64_t HEAD = 6, EACH = 7;    // numbers of a recipe: for the bucket, for a tensor
+constexpr int64_t HEAD = 7, EACH = 9;    // numbers of a recipe: for the bucket, for a tensor
 
 const Passes *fastest_passes() {
   const char *asked = std::getenv("HOROVOD_TOPK_ISA");
@@ -103,26 +102,30 @@ namespace {
 /* Small enough that no sum or product below overflows. */
 bool is_size(int64_t number) { return number >= 0 && number <= int64_t{1} << 48; }
 
-bool fits(const BucketRecipe &bucket, int64_t at, int64_t count, int64_t width) {
-  return is_size(at) && is_size(count) && at + count * width <= bucket.payload_bytes;
+bool fits(const BucketRecipe &bucket, int64_t at, int64_t bytes) {
+  return is_size(at) && at + bytes <= bucket.payload_bytes;
 }
 
 bool is_sound(const BucketRecipe &bucket, const TensorRecipe &tensor) {
-  bool has_index = tensor.index_bytes == 2 || tensor.index_bytes == 4;
-  bool sends_some = has_index && tensor.k >= 1 && tensor.k <= tensor.numel &&
-                    tensor.numel <= int64_t{1} << 8 * tensor.index_bytes;
-  bool sends_all = tensor.index_bytes == 0 && tensor.k == tensor.numel;
-  return is_size(tensor.numel) && (sends_some || sends_all) && tensor.dtype >= 0 &&
-         tensor.dtype < DTYPES && (tensor.dtype == FLOAT64) == (bucket.residual_bytes == 8) &&
-         fits(bucket, tensor.value_at, tensor.k, bucket.value_bytes) &&
-         fits(bucket, tensor.index_at, tensor.k, tensor.index_bytes);
+  if (!is_size(tensor.numel) || !is_size(tensor.k) || tensor.k > tensor.numel) return false;
+  const int64_t most = tensor.index == SHORT ? int64_t{1} << 16 : int64_t{1} << 32;
+  bool has_index = tensor.index == PACKED || tensor.index == SHORT || tensor.index == LONG;
+  bool sends_some = has_index && tensor.k >= 1 && tensor.numel <= most;
+  bool sends_all = tensor.index == NONE && tensor.k == tensor.numel;
+  return (sends_some || sends_all) && tensor.dtype >= 0 && tensor.dtype < DTYPES &&
+         (tensor.dtype == FLOAT64) == (bucket.residual_bytes == 8) &&
+         fits(bucket, tensor.value_at, value_bytes(bucket, tensor)) &&
+         fits(bucket, tensor.index_at, index_bytes(tensor)) && tensor.first >= 0 &&
+         tensor.first < bucket.parts && is_size(tensor.gradient) &&
+         tensor.gradient < bucket.tensors;
 }
 
 bool is_sound(const BucketRecipe &bucket, int64_t count) {
   return bucket.tensors > 0 && bucket.tensors <= count && count == HEAD + EACH * bucket.tensors &&
-         (bucket.residual_bytes == 4 || bucket.residual_bytes == 8) &&
-         (bucket.value_bytes == 2 || bucket.value_bytes == bucket.residual_bytes) &&
-         is_size(bucket.payload_bytes) && fits(bucket, bucket.flags_at, (bucket.tensors + 7) / 8, 1);
+         (bucket.residual_bytes == 4 || bucket.residual_bytes == 8) && bucket.kind >= 0 &&
+         bucket.kind < KINDS && is_size(bucket.payload_bytes) && bucket.parts >= 1 &&
+         bucket.parts <= 1 << 16 &&
+         fits(bucket, bucket.flags_at, (bucket.tensors + 7) / 8);
 }
 
 void write_flags(const topkef_bucket &bucket, uint8_t *payload) {
@@ -132,36 +135,73 @@ void write_flags(const topkef_bucket &bucket, uint8_t *payload) {
     if (!bucket.finite[t]) flags[t / 8] |= (uint8_t)(1u << t % 8);
 }
 
-/* Indices of one tensor in one payload. */
-bool ascends(const topkef_bucket &bucket, const TensorRecipe &tensor, const uint8_t *payload) {
-  auto check = bucket.passes->ascends[tensor.index_bytes == 4];
-  return !tensor.index_bytes || check(payload + tensor.index_at, tensor.k, tensor.numel);
+bool is_flagged(const topkef_bucket &bucket, const uint8_t *payload, int64_t t) {
+  return payload[bucket.recipe.flags_at + t / 8] >> t % 8 & 1;
 }
 
-int64_t first_wrong(const topkef_bucket &bucket, const uint8_t *gathered, int64_t ranks,
-                    const uint8_t *flags) {
-  for (int64_t rank = 0; rank < ranks; ++rank)
-    for (int64_t t = 0; t < bucket.recipe.tensors; ++t)
-      if (!flags[t] && !ascends(bucket, bucket.tensors[(size_t)t],
-                                gathered + rank * bucket.recipe.payload_bytes))
-        return rank * bucket.recipe.tensors + t;
-  return -1;
-}
+/* The indices of all ranks, 4 bytes each: where they lie in the payloads, or unpacked. */
+class Indices {
+ public:
+  Indices(const topkef_bucket &bucket, const uint8_t *gathered, int64_t ranks)
+      : bucket_(bucket), gathered_(gathered), ranks_(ranks) {
+    int64_t room = 0;
+    for (const TensorRecipe &tensor : bucket.tensors) {
+      offset_.push_back(room);
+      if (is_unpacked(tensor)) room += tensor.k * ranks;
+    }
+    static thread_local std::vector<uint32_t> memory;  // grows and is kept
+    if ((int64_t)memory.size() < room) memory.resize((size_t)room);
+    memory_ = memory.data();
+  }
 
-/* Element of entry i in one payload. */
-int64_t element(const TensorRecipe &tensor, const uint8_t *payload, int64_t i) {
-  const uint8_t *index = payload + tensor.index_at;
-  if (tensor.index_bytes == 4) return (int64_t)load(reinterpret_cast<const uint32_t *>(index), i);
-  if (tensor.index_bytes == 2) return (int64_t)load(reinterpret_cast<const uint16_t *>(index), i);
-  return i;
-}
+  /* Returns -1, or the first rank * tensors + tensor whose indices are not sound. */
+  int64_t unpack(const uint8_t *flags, int threads) {
+    const int64_t tensors = bucket_.recipe.tensors;
+    std::vector<uint8_t> wrong((size_t)(tensors * ranks_));
+    parallel(tensors * ranks_, threads, [&](int64_t i) {
+      const TensorRecipe &tensor = bucket_.tensors[(size_t)(i % tensors)];
+      if (tensor.index == NONE || flags[i % tensors]) return;
+      const uint8_t *payload = gathered_ + i / tensors * bucket_.recipe.payload_bytes;
+      uint32_t *to = is_unpacked(tensor) ? own(i % tensors) + i / tensors * tensor.k : nullptr;
+      wrong[(size_t)i] = !bucket_.passes->unpack_index[tensor.index](
+          payload + tensor.index_at, tensor.k, tensor.numel, to);
+    });
+    auto first = std::find(wrong.begin(), wrong.end(), 1);
+    return first == wrong.end() ? -1 : first - wrong.begin();
+  }
 
-/* How many of a tensor's entries in one payload lie before `from`. */
-int64_t entries_before(const TensorRecipe &tensor, const uint8_t *payload, int64_t from) {
-  int64_t low = 0, high = tensor.index_bytes && from ? tensor.k : 0;
+  Rows rows(int64_t t, int64_t *read) const {
+    const TensorRecipe &tensor = bucket_.tensors[(size_t)t];
+    const int64_t stride = bucket_.recipe.payload_bytes;
+    Rows rows{gathered_ + tensor.value_at, gathered_ + tensor.index_at, stride, stride, ranks_,
+              tensor.k, read};
+    if (!is_unpacked(tensor)) return rows;
+    rows.indices = reinterpret_cast<const uint8_t *>(own(t));
+    rows.indices_stride = tensor.k * (int64_t)sizeof(uint32_t);
+    return rows;
+  }
+
+ private:
+  static bool is_unpacked(const TensorRecipe &tensor) {
+    return tensor.index == PACKED || tensor.index == SHORT;
+  }
+
+  uint32_t *own(int64_t t) const { return memory_ + offset_[(size_t)t]; }
+
+  const topkef_bucket &bucket_;
+  const uint8_t *const gathered_;
+  const int64_t ranks_;
+  std::vector<int64_t> offset_;  // of each tensor, in numbers
+  uint32_t *memory_;
+};
+
+/* How many of one rank's indices lie before `from`. */
+int64_t entries_before(const Rows &rows, int64_t rank, int64_t from) {
+  auto index = reinterpret_cast<const uint32_t *>(rows.indices + rank * rows.indices_stride);
+  int64_t low = 0, high = rows.entries;
   while (low < high) {
     int64_t middle = (low + high) / 2;
-    if (element(tensor, payload, middle) < from)
+    if ((int64_t)load(index, middle) < from)
       low = middle + 1;
     else
       high = middle;
@@ -170,26 +210,27 @@ int64_t entries_before(const TensorRecipe &tensor, const uint8_t *payload, int64
 }
 
 /* Sum and deliver a stretch of one tensor, tile by tile. */
-void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const uint8_t *gathered,
+void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const Indices &indices,
                   int64_t ranks, double scale, void *gradient) {
   const TensorRecipe &tensor = bucket.tensors[(size_t)chunk.tensor];
-  const int64_t stride = bucket.recipe.payload_bytes;
   static thread_local std::vector<int64_t> read;
-  read.resize((size_t)ranks);
-  for (int64_t rank = 0; rank < ranks; ++rank)
-    read[(size_t)rank] = entries_before(tensor, gathered + rank * stride, chunk.from);
-  Rows rows{gathered, stride, ranks, tensor.value_at, tensor.index_at, tensor.k, read.data()};
-  auto sum = tensor.index_bytes
-                 ? bucket.passes->scatter[bucket.recipe.halves()][tensor.index_bytes == 4]
-                 : bucket.passes->add[bucket.recipe.halves()];
+  read.assign((size_t)ranks, 0);
+  const Rows rows = indices.rows(chunk.tensor, read.data());
+  if (tensor.index != NONE && chunk.from > 0)
+    for (int64_t rank = 0; rank < ranks; ++rank)
+      read[(size_t)rank] = entries_before(rows, rank, chunk.from);
+  auto sum = (tensor.index != NONE ? bucket.passes->scatter : bucket.passes->add)[bucket.recipe.kind];
   const int64_t width = dtype_bytes(tensor.dtype);
   alignas(64) double total[TILE];
   for (int64_t at = chunk.from; at < chunk.to; at += TILE) {
     int64_t count = std::min(TILE, chunk.to - at);
     std::memset(total, 0, (size_t)(count * bucket.recipe.residual_bytes));
     sum(total, at, count, &rows);
-    bucket.passes->deliver[tensor.dtype](total, scale, static_cast<uint8_t *>(gradient) + at * width,
-                                         count);
+    const Dealt dealt = bucket.recipe.dealt(tensor);
+    for (int64_t run = dealt.parts > 1 ? DEAL : count, i = 0; i < count; i += run)
+      bucket.passes->deliver[tensor.dtype](
+          reinterpret_cast<uint8_t *>(total) + i * bucket.recipe.residual_bytes, scale,
+          static_cast<uint8_t *>(gradient) + dealt.natural(at + i) * width, std::min(run, count - i));
   }
   bucket.passes->fence();
 }
@@ -197,33 +238,14 @@ void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const uint8_t
 void poison(const topkef_bucket &bucket, const Chunk &chunk, void *gradient) {
   const TensorRecipe &tensor = bucket.tensors[(size_t)chunk.tensor];
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  for (int64_t i = chunk.from; i < chunk.to; ++i) switch (tensor.dtype) {
+  const Dealt dealt = bucket.recipe.dealt(tensor);
+  for (int64_t j = chunk.from; j < chunk.to; ++j)
+    switch (int64_t i = dealt.natural(j); tensor.dtype) {
       case FLOAT16: store(static_cast<Half *>(gradient), i, narrow<Half>(nan)); break;
       case BFLOAT16: store(static_cast<Brain *>(gradient), i, narrow<Brain>(nan)); break;
       case FLOAT32: store(static_cast<float *>(gradient), i, (float)nan); break;
       default: store(static_cast<double *>(gradient), i, nan);
     }
-}
-
-/* What `tensor_is_unchanged` will read lies all over memory: ask for it beforehand. */
-void prefetch_probe(const topkef_bucket &bucket, const TensorRecipe &tensor, const void *residual,
-                    const void *gradient, const uint8_t *payload) {
-  const int64_t width = dtype_bytes(tensor.dtype);
-  for (int64_t i = 0; i < std::min(PROBE, tensor.k); ++i) {
-    int64_t at = element(tensor, payload, i);
-    __builtin_prefetch(static_cast<const uint8_t *>(residual) + at * bucket.recipe.residual_bytes);
-    __builtin_prefetch(static_cast<const uint8_t *>(gradient) + at * width);
-  }
-}
-
-bool tensor_is_unchanged(const topkef_bucket &bucket, const TensorRecipe &tensor,
-                         const void *residual, const void *gradient, const uint8_t *payload) {
-  for (int64_t i = 0; i < std::min(PROBE, tensor.k); ++i) {
-    const uint8_t *sent = payload + tensor.value_at + i * bucket.recipe.value_bytes;
-    if (!entry_is(bucket.recipe, tensor, residual, gradient, element(tensor, payload, i), sent))
-      return false;
-  }
-  return true;
 }
 
 }  // namespace
@@ -238,14 +260,14 @@ const char *topkef_isa(void) { return fastest_passes()->isa; }
 
 topkef_bucket *topkef_bucket_new(const int64_t *recipe, int64_t count) {
   if (count < HEAD) return nullptr;
-  BucketRecipe head{recipe[0], recipe[1], recipe[2], recipe[3], recipe[4], recipe[5]};
+  BucketRecipe head{recipe[0], recipe[1], recipe[2], recipe[3], recipe[4], recipe[5], recipe[6]};
   if (!is_sound(head, count)) return nullptr;
   auto bucket = std::make_unique<topkef_bucket>();
   bucket->recipe = head;
   bucket->passes = head.residual_bytes == 8 ? double_passes() : fastest_passes();
   bucket->finite.resize((size_t)head.tensors);
   for (const int64_t *at = recipe + HEAD; at < recipe + count; at += EACH) {
-    TensorRecipe tensor{at[0], at[1], at[2], at[3], at[4], at[5], at[6]};
+    TensorRecipe tensor{at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8]};
     if (!is_sound(head, tensor)) return nullptr;
     bucket->tensors.push_back(tensor);
     bucket->encoders.push_back(make_encoder(head, tensor, bucket->passes));
@@ -260,7 +282,9 @@ void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
                    int threads) {
   KeepDenormals keep;  // each task has one of its own, for its own thread
   threads = std::max(threads, 1);
-  auto source = [&](int64_t t) { return Source{residuals[t], gradients[t], candidates[t]}; };
+  auto source = [&](int64_t t) {
+    return Source{residuals[t], gradients[bucket->tensors[(size_t)t].gradient], candidates[t]};
+  };
   std::vector<Task> tasks;
   std::vector<int64_t> split;
   for (int64_t t = 0; t < bucket->recipe.tensors; ++t) {
@@ -289,20 +313,25 @@ void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
 }
 
 int topkef_unchanged(const topkef_bucket *bucket, const void *const *residuals,
-                     const void *const *gradients, const uint8_t *payload) {
+                     const void *const *gradients, void *const *candidates,
+                     const uint8_t *payload) {
   KeepDenormals keep;
+  auto source = [&](int64_t t) {
+    return Source{residuals[t], gradients[bucket->tensors[(size_t)t].gradient], candidates[t]};
+  };
   for (int64_t t = 0; t < bucket->recipe.tensors; ++t)
-    prefetch_probe(*bucket, bucket->tensors[(size_t)t], residuals[t], gradients[t], payload);
+    prefetch_probe(bucket->recipe, bucket->tensors[(size_t)t], source(t), payload);
   for (int64_t t = 0; t < bucket->recipe.tensors; ++t)
-    if (!tensor_is_unchanged(*bucket, bucket->tensors[(size_t)t], residuals[t], gradients[t],
-                             payload))
+    if (!is_flagged(*bucket, payload, t) &&
+        !is_unchanged(bucket->recipe, bucket->tensors[(size_t)t], source(t), payload))
       return 0;
   return 1;
 }
 
 int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered, int64_t ranks,
                       double scale, const uint8_t *flags, void *const *gradients, int threads) {
-  int64_t wrong = first_wrong(*bucket, gathered, ranks, flags);
+  Indices indices(*bucket, gathered, ranks);
+  int64_t wrong = indices.unpack(flags, threads);
   if (wrong >= 0) return wrong;
   std::vector<Chunk> chunks;
   for (int64_t t = 0; t < bucket->recipe.tensors; ++t)
@@ -311,10 +340,11 @@ int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered, int6
   parallel((int64_t)chunks.size(), threads, [&](int64_t i) {
     KeepDenormals keep;
     const Chunk &chunk = chunks[(size_t)i];
+    void *gradient = gradients[bucket->tensors[(size_t)chunk.tensor].gradient];
     if (flags[chunk.tensor])
-      poison(*bucket, chunk, gradients[chunk.tensor]);
+      poison(*bucket, chunk, gradient);
     else
-      decode_chunk(*bucket, chunk, gathered, ranks, scale, gradients[chunk.tensor]);
+      decode_chunk(*bucket, chunk, indices, ranks, scale, gradient);
   });
   return -1;
 }

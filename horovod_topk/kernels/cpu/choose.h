@@ -152,31 +152,6 @@ void drop(topkef::Stretch *stretches, int64_t count, topkef::Cut cut, void *out)
     cut.ties = drop_from(&stretches[s].list, cut, static_cast<R *>(out));
 }
 
-template <class R, class V, class I>
-inline bool send_list(const topkef::List &list, V *values, I *indices) {
-  auto value = static_cast<const R *>(list.value);
-  typename Real<R>::Bits largest = 0;
-  for (int64_t i = 0; i < list.size; ++i) {
-    typename Real<R>::Bits bits = magnitude_bits(value[i]);
-    largest = bits > largest ? bits : largest;
-    store(values, i, Sent<V, R>::of(value[i]));
-    store(indices, i, (I)list.index[i]);
-  }
-  return largest < Real<R>::infinity;
-}
-
-template <class R, class V, class I>
-bool send(const topkef::Stretch *stretches, int64_t count, uint8_t *values, uint8_t *indices) {
-  bool finite = true;
-  for (int64_t s = 0; s < count; ++s) {
-    const topkef::List &list = stretches[s].list;
-    finite &= send_list<R>(list, reinterpret_cast<V *>(values), reinterpret_cast<I *>(indices));
-    values += list.size * (int64_t)sizeof(V);
-    indices += list.size * (int64_t)sizeof(I);
-  }
-  return finite;
-}
-
 }  // namespace
 
 #endif

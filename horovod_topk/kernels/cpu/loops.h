@@ -7,19 +7,23 @@
 #include <string.h>
 
 #include "choose.h"
+#include "codes.h"
 #include "number.h"
 #include "passes.h"
+#include "places.h"
 
 namespace {
 
 using topkef::BLOCK;
+using topkef::DEAL;
+using topkef::Dealt;
 using topkef::List;
 using topkef::Rows;
 using topkef::STREAMS;
 using topkef::Stretch;
 
 /* Up to 64 elements, one by one; bit i of the result: element i is a candidate. */
-template <class R, class G, class V>
+template <class R, class G>
 inline uint64_t lanes_slowly(const R *e, const G *g, R *out, typename Real<R>::Bits least,
                              int count) {
   uint64_t found = 0;
@@ -27,15 +31,15 @@ inline uint64_t lanes_slowly(const R *e, const G *g, R *out, typename Real<R>::B
     R a = load(e, i) + (R)widen(load(g, i));
     bool is = magnitude_bits(a) >= least;
     found |= (uint64_t)is << i;
-    store(out, i, is ? Sent<V, R>::left(a) : a);
+    store(out, i, is ? (R)0 : a);
   }
   return found;
 }
 
 #ifndef TOPKEF_LANES
-template <class R, class G, class V>
+template <class R, class G>
 inline uint64_t lanes(const R *e, const G *g, R *out, typename Real<R>::Bits least) {
-  return lanes_slowly<R, G, V>(e, g, out, least, 64);
+  return lanes_slowly<R, G>(e, g, out, least, 64);
 }
 inline void fence() {}
 #endif
@@ -87,29 +91,33 @@ inline void append(uint64_t found, int64_t at, const R *e, const G *g, End<R> *e
 }
 
 /* One element after the other where lanes do not fit: before a cache line, or at the end. */
-template <class R, class G, class V>
-inline void gather_few(const R *e, const G *g, R *out, Stretch *stretch, int64_t count) {
+template <class R, class G>
+inline void gather_few(const R *e, const G *g, R *out, Stretch *stretch, int64_t count,
+                       Dealt dealt) {
   End<R> end(stretch->list);
   for (int64_t i = 0; i < count; ++i, ++stretch->at) {
     int64_t at = stretch->at;
-    bool is = lanes_slowly<R, G, V>(e + at, g + at, out + at,
-                                    (typename Real<R>::Bits)stretch->least, 1);
-    if (is) end.write(end.size++, e, g, at);
+    const G *own = g + (dealt.natural(at) - at);
+    bool is = lanes_slowly<R, G>(e + at, own + at, out + at,
+                                 (typename Real<R>::Bits)stretch->least, 1);
+    if (is) end.write(end.size++, e, own, at);
   }
   stretch->list.size = end.size;
 }
 
 /* `groups` times 64 elements of `streams` stretches, in turn. */
-template <class R, class G, class V, int streams>
-inline void gather_groups(const R *e, const G *g, R *out, Stretch *stretches, int64_t groups) {
+template <class R, class G, int streams>
+inline void gather_groups(const R *e, const G *g, R *out, Stretch *stretches, int64_t groups,
+                          Dealt dealt) {
   for (int64_t group = 0; group < groups; ++group)
     for (int s = 0; s < streams; ++s) {
       Stretch &stretch = stretches[s];
       End<R> end(stretch.list);
       int64_t at = stretch.at;
-      uint64_t found = lanes<R, G, V>(e + at, g + at, out + at,
-                                      (typename Real<R>::Bits)stretch.least);
-      append(found, at, e, g, &end);
+      const G *own = g + (dealt.natural(at) - at);  // the same for a whole block
+      uint64_t found =
+          lanes<R, G>(e + at, own + at, out + at, (typename Real<R>::Bits)stretch.least);
+      append(found, at, e, own, &end);
       stretch.list.size = end.size;
       stretch.at = at + 64;
     }
@@ -119,91 +127,96 @@ inline bool can_go_on(const Stretch &stretch) {
   return stretch.at < stretch.to && stretch.list.capacity - stretch.list.size >= BLOCK;
 }
 
+/* Elements before a cache line begins. Blocks that are dealt stay whole, wherever they lie. */
+template <class R>
+inline int64_t before_lines(const R *out, const Stretch &stretch, Dealt dealt) {
+  return dealt.parts > 1 ? 0 : unaligned(out + stretch.at, stretch.to - stretch.at);
+}
+
 /* The next block of one stretch, or what comes before a cache line, or what is left. */
-template <class R, class G, class V>
-inline void gather_next(const R *e, const G *g, R *out, Stretch *stretch) {
-  int64_t left = stretch->to - stretch->at, head = unaligned(out + stretch->at, left);
+template <class R, class G>
+inline void gather_next(const R *e, const G *g, R *out, Stretch *stretch, Dealt dealt) {
+  int64_t left = stretch->to - stretch->at, head = before_lines(out, *stretch, dealt);
   if (head || left < 64)
-    gather_few<R, G, V>(e, g, out, stretch, head ? head : left);
+    gather_few<R, G>(e, g, out, stretch, head ? head : left, dealt);
   else
-    gather_groups<R, G, V, 1>(e, g, out, stretch, (left < BLOCK ? left : BLOCK) / 64);
+    gather_groups<R, G, 1>(e, g, out, stretch, (left < BLOCK ? left : BLOCK) / 64, dealt);
 }
 
 /* Whether all streams can take another block, from cache lines on. */
 template <class R>
-inline bool go_together(const R *out, const Stretch *stretches, int64_t count) {
+inline bool go_together(const R *out, const Stretch *stretches, int64_t count, Dealt dealt) {
   bool all = count == STREAMS;
   for (int64_t s = 0; s < count && all; ++s) {
-    int64_t at = stretches[s].at, left = stretches[s].to - at;
-    all = can_go_on(stretches[s]) && left >= BLOCK && !unaligned(out + at, left);
+    int64_t left = stretches[s].to - stretches[s].at;
+    all = can_go_on(stretches[s]) && left >= BLOCK && !before_lines(out, stretches[s], dealt);
   }
   return all;
 }
 
-template <class R, class G, class V>
+template <class R, class G>
 void gather(const void *residual, const void *gradient, void *candidate, Stretch *stretches,
-            int64_t count) {
+            int64_t count, Dealt dealt) {
   auto e = static_cast<const R *>(residual);
   auto g = static_cast<const G *>(gradient);
   auto out = static_cast<R *>(candidate);
   for (int64_t s = 0; s < count; ++s)
-    if (can_go_on(stretches[s])) gather_next<R, G, V>(e, g, out, &stretches[s]);
-  while (go_together(out, stretches, count))
-    gather_groups<R, G, V, STREAMS>(e, g, out, stretches, BLOCK / 64);
+    if (can_go_on(stretches[s])) gather_next<R, G>(e, g, out, &stretches[s], dealt);
+  while (go_together(out, stretches, count, dealt))
+    gather_groups<R, G, STREAMS>(e, g, out, stretches, BLOCK / 64, dealt);
   for (int64_t s = 0; s < count; ++s)
-    while (can_go_on(stretches[s])) gather_next<R, G, V>(e, g, out, &stretches[s]);
+    while (can_go_on(stretches[s])) gather_next<R, G>(e, g, out, &stretches[s], dealt);
   fence();
 }
 
 template <class R, class G>
-void sum(const void *residual, const void *gradient, int64_t at, int64_t count, void *sums) {
-  auto e = static_cast<const R *>(residual) + at;
-  auto g = static_cast<const G *>(gradient) + at;
-  for (int64_t i = 0; i < count; ++i) static_cast<R *>(sums)[i] = load(e, i) + (R)widen(load(g, i));
-}
-
-template <class R, class G, class V>
-bool whole(const void *residual, const void *gradient, void *candidate, void *values, int64_t n) {
-  auto e = static_cast<const R *>(residual);
-  auto g = static_cast<const G *>(gradient);
-  auto out = static_cast<R *>(candidate);
-  auto sent = static_cast<V *>(values);
-  typename Real<R>::Bits largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    R a = load(e, i) + (R)widen(load(g, i));
-    typename Real<R>::Bits bits = magnitude_bits(a);
-    largest = bits > largest ? bits : largest;
-    store(sent, i, Sent<V, R>::of(a));
-    store(out, i, Sent<V, R>::left(a));
+void sum(const void *residual, const void *gradient, int64_t at, int64_t count, void *sums,
+         Dealt dealt) {
+  auto to = static_cast<R *>(sums);
+  for (int64_t stop = at + count; at < stop;) {
+    int64_t run = dealt.parts > 1 ? DEAL - at % DEAL : count;
+    run = run < stop - at ? run : stop - at;
+    auto e = static_cast<const R *>(residual) + at;
+    auto g = static_cast<const G *>(gradient) + dealt.natural(at);
+    for (int64_t i = 0; i < run; ++i) to[i] = load(e, i) + (R)widen(load(g, i));
+    at += run;
+    to += run;
   }
-  return largest < Real<R>::infinity;
 }
 
-template <class R, class V, class I>
+template <class R>
+void spread(void *out, const uint32_t *index, const void *left, int64_t count) {
+  constexpr int64_t ahead = 16;
+  auto to = static_cast<R *>(out);
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + ahead < count) __builtin_prefetch(to + index[i + ahead], 1);
+    store(to, index[i], static_cast<const R *>(left)[i]);
+  }
+}
+
+template <class R, class Reader>
 void scatter(void *sum, int64_t base, int64_t count, const Rows *rows) {
   auto total = static_cast<R *>(sum);
   int64_t stop = base + count;
   for (int64_t rank = 0; rank < rows->ranks; ++rank) {
-    const uint8_t *row = rows->gathered + rank * rows->stride;
-    auto index = reinterpret_cast<const I *>(row + rows->index_at);
-    auto value = reinterpret_cast<const V *>(row + rows->value_at);
+    auto index = reinterpret_cast<const uint32_t *>(rows->indices + rank * rows->indices_stride);
+    Reader values(rows->values + rank * rows->values_stride, rows->entries);
     int64_t i = rows->read[rank];
     for (; i < rows->entries; ++i) {
       int64_t j = (int64_t)load(index, i);
       if (j >= stop) break;
-      total[j - base] += (R)widen(load(value, i));
+      total[j - base] += values.at(i);
     }
     rows->read[rank] = i;
   }
 }
 
-template <class R, class V>
+template <class R, class Reader>
 void add(void *sum, int64_t base, int64_t count, const Rows *rows) {
   auto total = static_cast<R *>(sum);
   for (int64_t rank = 0; rank < rows->ranks; ++rank) {
-    const uint8_t *row = rows->gathered + rank * rows->stride;
-    auto value = reinterpret_cast<const V *>(row + rows->value_at);
-    for (int64_t i = 0; i < count; ++i) total[i] += (R)widen(load(value, base + i));
+    Reader values(rows->values + rank * rows->values_stride, rows->entries);
+    for (int64_t i = 0; i < count; ++i) total[i] += values.at(base + i);
   }
 }
 
@@ -229,22 +242,18 @@ void deliver(const void *sum, double scale, void *gradient, int64_t n) {
   deliver_slowly(total + done, (R)scale, to + done, n - done);
 }
 
-template <class I>
-bool ascends(const uint8_t *bytes, int64_t count, int64_t n) {
-  auto index = reinterpret_cast<const I *>(bytes);
-  uint32_t wrong = count > 0 && (int64_t)load(index, count - 1) >= n;
-  for (int64_t i = 1; i < count; ++i) wrong |= (uint32_t)(load(index, i - 1) >= load(index, i));
-  return !wrong;
-}
-
 template <class R, class G>
 constexpr void fill_row(topkef::Passes *passes, int dtype) {
-  passes->gather[dtype][0] = gather<R, G, R>;
-  passes->gather[dtype][1] = gather<R, G, Half>;
-  passes->whole[dtype][0] = whole<R, G, R>;
-  passes->whole[dtype][1] = whole<R, G, Half>;
+  passes->gather[dtype] = gather<R, G>;
   passes->sum[dtype] = sum<R, G>;
   passes->deliver[dtype] = deliver<R, G>;
+}
+
+template <class R, class Reader>
+constexpr void fill_kind(topkef::Passes *passes, int kind, topkef::Pack pack) {
+  passes->pack[kind] = pack;
+  passes->scatter[kind] = scatter<R, Reader>;
+  passes->add[kind] = add<R, Reader>;
 }
 
 template <class R>
@@ -253,18 +262,19 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->choose = choose<R>;
   passes->drop = drop<R>;
   passes->fence = fence;
-  passes->send[0][0] = send<R, R, uint16_t>;
-  passes->send[0][1] = send<R, R, uint32_t>;
-  passes->send[1][0] = send<R, Half, uint16_t>;
-  passes->send[1][1] = send<R, Half, uint32_t>;
-  passes->scatter[0][0] = scatter<R, R, uint16_t>;
-  passes->scatter[0][1] = scatter<R, R, uint32_t>;
-  passes->scatter[1][0] = scatter<R, Half, uint16_t>;
-  passes->scatter[1][1] = scatter<R, Half, uint32_t>;
-  passes->add[0] = add<R, R>;
-  passes->add[1] = add<R, Half>;
-  passes->ascends[0] = ascends<uint16_t>;
-  passes->ascends[1] = ascends<uint32_t>;
+  passes->spread = spread<R>;
+  passes->pack_index[topkef::PACKED] = pack_packed;
+  passes->pack_index[topkef::SHORT] = pack_plain<uint16_t>;
+  passes->pack_index[topkef::LONG] = pack_plain<uint32_t>;
+  passes->unpack_index[topkef::PACKED] = unpack_packed;
+  passes->unpack_index[topkef::SHORT] = unpack_plain<uint16_t>;
+  passes->unpack_index[topkef::LONG] = unpack_plain<uint32_t>;
+  fill_kind<R, Plain<R, R>>(passes, topkef::FULL, pack_full<R>);
+  fill_kind<R, Plain<R, Half>>(passes, topkef::HALF, pack_short<R, Half>);
+  fill_kind<R, Plain<R, Brain>>(passes, topkef::BRAIN, pack_short<R, Brain>);
+  fill_kind<R, Int8<R>>(passes, topkef::INT8, pack_multiples<R, topkef::INT8>);
+  fill_kind<R, Int4<R>>(passes, topkef::INT4, pack_multiples<R, topkef::INT4>);
+  fill_kind<R, Sign<R>>(passes, topkef::SIGN, pack_signs<R>);
 }
 
 inline topkef::Passes float_table(const char *isa) {

@@ -122,12 +122,9 @@ inline Brain narrow<Brain>(double x) {
   return narrow_brain((float)x);
 }
 
-/* A value as it is sent: a half saturates at its largest finite magnitude. */
+/* A value as it is sent: it saturates at the largest finite magnitude. */
 template <class V, class R>
-struct Sent {
-  static V of(R x) { return (V)x; }
-  static R left(R x) { return x - x; }
-};
+struct Sent;
 
 template <class R>
 struct Sent<Half, R> {
@@ -135,7 +132,15 @@ struct Sent<Half, R> {
     R limited = x < (R)-65504 ? (R)-65504 : x > (R)65504 ? (R)65504 : x;
     return narrow_half((float)limited);
   }
-  static R left(R x) { return x - (R)widen(of(x)); }
+};
+
+template <class R>
+struct Sent<Brain, R> {
+  static Brain of(R x) {
+    const R most = (R)0x1.fep127f;
+    R limited = x < -most ? -most : x > most ? most : x;
+    return narrow_brain((float)limited);
+  }
 };
 
 }  // namespace

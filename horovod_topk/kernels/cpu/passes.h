@@ -8,6 +8,12 @@ namespace topkef {
 
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT64 = 3, DTYPES = 4 };
 
+/* How values are sent: as the residual has them, shorter, or as multiples of a block's scale. */
+enum Kind { FULL = 0, HALF = 1, BRAIN = 2, INT8 = 3, INT4 = 4, SIGN = 5, KINDS = 6 };
+
+/* How indices are sent: none for all elements, packed, or as so many bytes. */
+enum Index { NONE = 0, PACKED = 1, SHORT = 2, LONG = 4 };
+
 constexpr int64_t BLOCK = 4096;  // elements gathered from between two looks at a list's room
 constexpr int64_t STREAMS = 3;   // stretches gathered from at once: memory answers sooner to several
 constexpr int64_t SLACK = 64;    // entries that may be written past a list's size
@@ -35,22 +41,36 @@ struct Cut {
   int64_t ties;
 };
 
+/* Values [first, first + count) of a tensor that sends `total`. */
+struct Span {
+  int64_t first, count, total;
+};
+
 /* Rows of one tensor's entries, one a rank, and how far each has been read. */
 struct Rows {
-  const uint8_t *gathered;
-  int64_t stride;  // payload bytes
+  const uint8_t *values, *indices;          // of the first rank; indices have 4 bytes
+  int64_t values_stride, indices_stride;    // bytes from one rank's to the next
   int64_t ranks;
-  int64_t value_at, index_at;
   int64_t entries;
   int64_t *read;  // one a rank
 };
 
-/* out = e + g, but where |e + g| >= least: there the entry joins the list, and out is what sending
- * it leaves. Every stretch goes on to its end, or until its list has no room for a block. */
-using Gather = void (*)(const void *e, const void *g, void *out, Stretch *stretches, int64_t count);
+/* Where elements of a shard lie in a gradient that is dealt out in blocks of DEAL: the shard has every
+ * `parts`-th block, from `first` on. Arenas have the shard's elements one after the other. */
+constexpr int64_t DEAL = 64;
+struct Dealt {
+  int64_t parts, first;
+
+  int64_t natural(int64_t i) const { return (i / DEAL * parts + first) * DEAL + i % DEAL; }
+};
+
+/* out = e + g, but where |e + g| >= least: there the entry joins the list, and out is 0. Every stretch goes on to its end, or until its list has no room for a block. */
+using Gather = void (*)(const void *e, const void *g, void *out, Stretch *stretches, int64_t count,
+                        Dealt dealt);
 
 /* sums[0..count) = e + g, from element `at` on. */
-using Sum = void (*)(const void *e, const void *g, int64_t at, int64_t count, void *sums);
+using Sum = void (*)(const void *e, const void *g, int64_t at, int64_t count, void *sums,
+                     Dealt dealt);
 
 /* Where the k best of several lists end, 1 <= k <= their sizes. Their scratch is one stretch of
  * memory, which the first begins. */
@@ -59,12 +79,20 @@ using Choose = Cut (*)(const Stretch *stretches, int64_t count, int64_t k);
 /* Drop from lists what a cut drops: it goes back into `out`. */
 using Drop = void (*)(Stretch *stretches, int64_t count, Cut cut, void *out);
 
-/* Write lists to a payload, one after the other; returns whether all of it is finite. */
-using Send = bool (*)(const Stretch *stretches, int64_t count, uint8_t *values, uint8_t *indices);
+/* Write a span of values to `data`, where a tensor's values begin; `left` becomes what that leaves,
+ * and may be `values`. Spans begin at multiples of PACE. Returns whether all are finite. */
+using Pack = bool (*)(const void *values, Span span, uint8_t *data, void *left);
+constexpr int64_t PACE = 1024;
 
-/* All elements are sent: `values` as they go out, `out` what is left. Returns whether all of them
- * are finite. */
-using Whole = bool (*)(const void *e, const void *g, void *out, void *values, int64_t n);
+/* out[index[i]] = left[i]. */
+using Spread = void (*)(void *out, const uint32_t *index, const void *left, int64_t count);
+
+/* Write k ascending indices below n. */
+using PackIndex = void (*)(const uint32_t *index, int64_t k, int64_t n, uint8_t *data);
+
+/* Read them; returns whether they are k that ascend below n. Plain ones are only looked at where
+ * `to` is null. */
+using UnpackIndex = bool (*)(const uint8_t *data, int64_t k, int64_t n, uint32_t *to);
 
 /* total[0..count) += the entries with indices in [base, base + count), rank after rank. */
 using Scatter = void (*)(void *total, int64_t base, int64_t count, const Rows *rows);
@@ -75,22 +103,20 @@ using Deliver = void (*)(const void *total, double scale, void *gradient, int64_
 /* After it, what was streamed past the caches is seen by all. */
 using Fence = void (*)();
 
-/* Whether indices ascend strictly and lie below n. */
-using Ascends = bool (*)(const uint8_t *index, int64_t count, int64_t n);
-
 struct Passes {
   const char *isa;
-  Gather gather[DTYPES][2];    // [gradient's dtype][values are halves]
+  Gather gather[DTYPES];       // [gradient's dtype]
   Sum sum[DTYPES];             // [gradient's dtype]
   Choose choose;
   Drop drop;
-  Send send[2][2];             // [values are halves][indices: 2 bytes, 4 bytes]
-  Whole whole[DTYPES][2];      // as gather
-  Scatter scatter[2][2];       // [values are halves][indices: 2 bytes, 4 bytes]
-  Scatter add[2];              // [values are halves]: no indices, all elements in order
+  Pack pack[KINDS];
+  Spread spread;
+  PackIndex pack_index[LONG + 1];      // [Index]
+  UnpackIndex unpack_index[LONG + 1];  // [Index]
+  Scatter scatter[KINDS];
+  Scatter add[KINDS];          // no indices, all elements in order
   Deliver deliver[DTYPES];     // [gradient's dtype]
   Fence fence;
-  Ascends ascends[2];          // [indices: 2 bytes, 4 bytes]
 };
 
 /* Residuals of 4 bytes and gradients of up to 4. */

@@ -25,23 +25,9 @@ inline __m128i halves(__m256 a) {
   return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* What sending `a` as V leaves; minimum and maximum hand on a NaN in their second argument. */
-template <class V>
-inline __m256 left(__m256 a);
-template <>
-inline __m256 left<float>(__m256) {
-  return _mm256_setzero_ps();
-}
-template <>
-inline __m256 left<Half>(__m256 a) {
-  __m256 most = _mm256_set1_ps(65504.0f), least = _mm256_set1_ps(-65504.0f);
-  __m256 limited = _mm256_min_ps(most, _mm256_max_ps(least, a));
-  return _mm256_sub_ps(a, _mm256_cvtph_ps(halves(limited)));
-}
-
 inline bool is_aligned(const void *pointer) { return ((uintptr_t)pointer & 31u) == 0; }
 
-template <class R, class G, class V>
+template <class R, class G>
 inline uint64_t lanes(const float *e, const G *g, float *out, uint32_t least) {
   // Magnitudes are below 2**31: a signed comparison orders them, also with least - 1 = -1.
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
@@ -52,7 +38,7 @@ inline uint64_t lanes(const float *e, const G *g, float *out, uint32_t least) {
     __m256 a = _mm256_add_ps(load8(e + 8 * v), load8(g + 8 * v));
     __m256i bits = _mm256_and_si256(_mm256_castps_si256(a), magnitude);
     __m256 is = _mm256_castsi256_ps(_mm256_cmpgt_epi32(bits, below));
-    __m256 rest = _mm256_blendv_ps(a, left<V>(a), is);
+    __m256 rest = _mm256_andnot_ps(is, a);
     if (aligned)
       _mm256_stream_ps(out + 8 * v, rest);
     else

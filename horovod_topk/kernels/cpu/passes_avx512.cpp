@@ -30,23 +30,9 @@ inline __m256i halves(__m512 a) {
   return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* What sending `a` as V leaves; minimum and maximum hand on a NaN in their second argument. */
-template <class V>
-inline __m512 left(__m512 a);
-template <>
-inline __m512 left<float>(__m512) {
-  return _mm512_setzero_ps();
-}
-template <>
-inline __m512 left<Half>(__m512 a) {
-  __m512 most = _mm512_set1_ps(65504.0f), least = _mm512_set1_ps(-65504.0f);
-  __m512 limited = _mm512_min_ps(most, _mm512_max_ps(least, a));
-  return _mm512_sub_ps(a, _mm512_cvtph_ps(halves(limited)));
-}
-
 inline bool is_aligned(const void *pointer) { return ((uintptr_t)pointer & 63u) == 0; }
 
-template <class R, class G, class V>
+template <class R, class G>
 inline uint64_t lanes(const float *e, const G *g, float *out, uint32_t least) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), limit = _mm512_set1_epi32((int)least);
   const bool aligned = is_aligned(out);
@@ -55,7 +41,7 @@ inline uint64_t lanes(const float *e, const G *g, float *out, uint32_t least) {
     __m512 a = _mm512_add_ps(load16(e + 16 * v), load16(g + 16 * v));
     __m512i bits = _mm512_and_si512(_mm512_castps_si512(a), magnitude);
     __mmask16 is = _mm512_cmpge_epu32_mask(bits, limit);
-    __m512 rest = _mm512_mask_mov_ps(a, is, left<V>(a));
+    __m512 rest = _mm512_maskz_mov_ps((__mmask16)~is, a);
     if (aligned)
       _mm512_stream_ps(out + 16 * v, rest);
     else

@@ -5,8 +5,9 @@
 #include <cstring>
 #include <vector>
 
+#include "codes.h"
 #include "number.h"
-#include "choose.h"
+#include "places.h"
 
 namespace topkef {
 
@@ -72,26 +73,29 @@ R widened(const void *gradient, int64_t dtype, int64_t at) {
 
 /* Where the stretches of a tensor begin that is cut into `count`. */
 int64_t beginning(int64_t numel, int64_t stretch, int64_t count) {
-  return stretch == count ? numel : numel / count * stretch / 64 * 64;
+  return stretch == count ? numel : numel / count * stretch / PACE * PACE;
 }
 
 /* All elements are sent. */
 class WholeTensor final : public Encoder {
  public:
   WholeTensor(const BucketRecipe &bucket, const TensorRecipe &tensor, const Passes *passes)
-      : bucket_(bucket), tensor_(tensor), pass_(passes->whole[tensor.dtype][bucket.halves()]) {}
+      : bucket_(bucket), tensor_(tensor), sum_(passes->sum[tensor.dtype]),
+        pack_(passes->pack[bucket.kind]) {}
 
   void begin(const Source &, int64_t parts) override { finite_.assign((size_t)parts, 1); }
 
   void gather(const Source &source, uint8_t *payload, int64_t part) override {
     auto parts = (int64_t)finite_.size();
-    int64_t at = beginning(tensor_.numel, part, parts), width = bucket_.residual_bytes;
-    finite_[(size_t)part] =
-        pass_(static_cast<const uint8_t *>(source.residual) + at * width,
-              static_cast<const uint8_t *>(source.gradient) + at * dtype_bytes(tensor_.dtype),
-              static_cast<uint8_t *>(source.candidate) + at * width,
-              payload + tensor_.value_at + at * bucket_.value_bytes,
-              beginning(tensor_.numel, part + 1, parts) - at);
+    const int64_t to = beginning(tensor_.numel, part + 1, parts);
+    alignas(64) double sums[4 * PACE];
+    for (int64_t at = beginning(tensor_.numel, part, parts); at < to; at += 4 * PACE) {
+      int64_t count = std::min(4 * PACE, to - at);
+      sum_(source.residual, source.gradient, at, count, sums, bucket_.dealt(tensor_));
+      finite_[(size_t)part] &=
+          (uint8_t)pack_(sums, {at, count, tensor_.numel}, payload + tensor_.value_at,
+                         static_cast<uint8_t *>(source.candidate) + at * bucket_.residual_bytes);
+    }
   }
 
   bool finish(const Source &, uint8_t *) override {
@@ -101,7 +105,8 @@ class WholeTensor final : public Encoder {
  private:
   const BucketRecipe bucket_;
   const TensorRecipe tensor_;
-  const Whole pass_;
+  const Sum sum_;
+  const Pack pack_;
   std::vector<uint8_t> finite_;  // one a part
 };
 
@@ -137,17 +142,18 @@ struct Workspace {
   }
 };
 
-/* The k largest are sent. With V the values' dtype: half, or the residual's own. */
-template <class R, class V>
+/* The k largest are sent. */
+template <class R>
 class TopK final : public Encoder {
  public:
   TopK(const BucketRecipe &bucket, const TensorRecipe &tensor, const Passes *passes)
       : tensor_(tensor),
+        dealt_(bucket.dealt(tensor)),
+        kind_(bucket.kind),
         sampled_(bucket.sampled != 0),
         passes_(passes),
-        gather_(passes->gather[tensor.dtype][bucket.halves()]),
-        sum_(passes->sum[tensor.dtype]),
-        send_(passes->send[bucket.halves()][tensor.index_bytes == 4]) {}
+        gather_(passes->gather[tensor.dtype]),
+        sum_(passes->sum[tensor.dtype]) {}
 
   void begin(const Source &source, int64_t parts) override {
     streams_ = tensor_.numel >= STREAMED ? STREAMS : 1;
@@ -161,7 +167,7 @@ class TopK final : public Encoder {
     Stretch *mine = &stretches_[(size_t)(part * streams_)];
     bool done = false;
     while (!done) {
-      gather_(source.residual, source.gradient, source.candidate, mine, streams_);
+      gather_(source.residual, source.gradient, source.candidate, mine, streams_, dealt_);
       done = true;
       for (Stretch *each = mine; each < mine + streams_; ++each) {
         if (each->at == each->to) continue;
@@ -179,8 +185,8 @@ class TopK final : public Encoder {
       fill(source);
     else
       choose(source);
-    return send_(stretches_.data(), cuts(), payload + tensor_.value_at,
-                 payload + tensor_.index_at);
+    join();
+    return send(source, payload);
   }
 
  private:
@@ -226,7 +232,7 @@ class TopK final : public Encoder {
     for (int64_t row = 0; row < sample.rows; ++row) {
       int64_t first = row * sample.stride;
       prefetch(source, std::min(first + AHEAD * sample.stride, tensor_.numel - 1));
-      sum_(source.residual, source.gradient, first, sample.run, value + row * sample.run);
+      sum_(source.residual, source.gradient, first, sample.run, value + row * sample.run, dealt_);
     }
     all.list.size = sample.size();
     return (Bits)passes_->choose(&all, 1, rank).least;
@@ -235,7 +241,7 @@ class TopK final : public Encoder {
   void prefetch(const Source &source, int64_t at) const {
     __builtin_prefetch(static_cast<const R *>(source.residual) + at);
     __builtin_prefetch(static_cast<const uint8_t *>(source.gradient) +
-                       at * dtype_bytes(tensor_.dtype));
+                       dealt_.natural(at) * dtype_bytes(tensor_.dtype));
   }
 
   /* Set out from the beginning of all stretches, with empty lists one after the other. */
@@ -299,10 +305,10 @@ class TopK final : public Encoder {
     }
     std::copy_backward(list.index + from, list.index + list.size, list.index + size);
     std::copy_backward(value + from, value + list.size, value + size);
-    sum_(source.residual, source.gradient, 0, length, value);
+    sum_(source.residual, source.gradient, 0, length, value, dealt_);
     for (int64_t i = 0; i < length; ++i) {
       list.index[i] = (uint32_t)i;
-      store(static_cast<R *>(source.candidate), i, Sent<V, R>::left(value[i]));
+      store(static_cast<R *>(source.candidate), i, (R)0);
     }
     list.size = size;
   }
@@ -321,12 +327,25 @@ class TopK final : public Encoder {
     }
   }
 
+  /* All entries are in the first list: they go out, and what that leaves goes back. */
+  bool send(const Source &source, uint8_t *payload) const {
+    const List &list = stretches_[0].list;
+    passes_->pack_index[tensor_.index](list.index, tensor_.k, tensor_.numel,
+                                       payload + tensor_.index_at);
+    void *left = kind_ == FULL ? nullptr : list.value;
+    bool finite = passes_->pack[kind_](list.value, {0, tensor_.k, tensor_.k},
+                                       payload + tensor_.value_at, left);
+    if (left) passes_->spread(source.candidate, list.index, left, tensor_.k);
+    return finite;
+  }
+
   const TensorRecipe tensor_;
+  const Dealt dealt_;
+  const int64_t kind_;
   const bool sampled_;
   const Passes *const passes_;
   const Gather gather_;
   const Sum sum_;
-  const Send send_;
   ListMemory<R> own_memory_;         // for parts that run at the same time
   ListMemory<R> *memory_ = nullptr;  // what this step uses
   int64_t streams_ = 1;              // stretches a part
@@ -336,38 +355,52 @@ class TopK final : public Encoder {
 };
 
 template <class R>
-bool entry_of(const BucketRecipe &bucket, const TensorRecipe &tensor, const void *residual,
-              const void *gradient, int64_t element, const uint8_t *sent) {
-  R a = load(static_cast<const R *>(residual), element) +
-        widened<R>(gradient, tensor.dtype, element);
-  if (!bucket.halves()) {
-    R was = load(reinterpret_cast<const R *>(sent));
-    return a == was || (a != a && was != was);
-  }
-  float now = widen(Sent<Half, R>::of(a)), was = widen(load(reinterpret_cast<const Half *>(sent)));
-  return now == was || (now != now && was != was);
+bool adds_up(const BucketRecipe &bucket, const TensorRecipe &tensor, const Source &source,
+             const uint8_t *payload, int64_t entry, int64_t element) {
+  R owed = load(static_cast<const R *>(source.residual), element) +
+           widened<R>(source.gradient, tensor.dtype, bucket.dealt(tensor).natural(element));
+  R sent = read_value<R>(bucket.kind, payload + tensor.value_at, tensor.k, entry);
+  return owed - sent == load(static_cast<const R *>(source.candidate), element);
 }
 
 }  // namespace
 
 std::unique_ptr<Encoder> make_encoder(const BucketRecipe &bucket, const TensorRecipe &tensor,
                                       const Passes *passes) {
-  Encoder *encoder;
-  if (!tensor.index_bytes)
-    encoder = new WholeTensor(bucket, tensor, passes);
-  else if (bucket.residual_bytes == 8)
-    encoder = bucket.halves() ? (Encoder *)new TopK<double, Half>(bucket, tensor, passes)
-                              : new TopK<double, double>(bucket, tensor, passes);
-  else
-    encoder = bucket.halves() ? (Encoder *)new TopK<float, Half>(bucket, tensor, passes)
-                              : new TopK<float, float>(bucket, tensor, passes);
-  return std::unique_ptr<Encoder>(encoder);
+  if (tensor.index == NONE) return std::make_unique<WholeTensor>(bucket, tensor, passes);
+  if (bucket.residual_bytes == 8) return std::make_unique<TopK<double>>(bucket, tensor, passes);
+  return std::make_unique<TopK<float>>(bucket, tensor, passes);
 }
 
-bool entry_is(const BucketRecipe &bucket, const TensorRecipe &tensor, const void *residual,
-              const void *gradient, int64_t element, const uint8_t *sent) {
-  auto compare = bucket.residual_bytes == 8 ? entry_of<double> : entry_of<float>;
-  return compare(bucket, tensor, residual, gradient, element, sent);
+int64_t value_bytes(const BucketRecipe &bucket, const TensorRecipe &tensor) {
+  return ::value_bytes(bucket.kind, tensor.k, bucket.residual_bytes);
+}
+
+int64_t index_bytes(const TensorRecipe &tensor) {
+  return ::index_bytes(tensor.index, tensor.numel, tensor.k);
+}
+
+bool is_unchanged(const BucketRecipe &bucket, const TensorRecipe &tensor, const Source &source,
+                  const uint8_t *payload) {
+  auto check = bucket.residual_bytes == 8 ? adds_up<double> : adds_up<float>;
+  int64_t element[PROBE], count = std::min(PROBE, tensor.k);
+  first_indices(tensor.index, payload + tensor.index_at, tensor.k, tensor.numel, count, element);
+  for (int64_t i = 0; i < count; ++i)
+    if (!check(bucket, tensor, source, payload, i, element[i])) return false;
+  return true;
+}
+
+void prefetch_probe(const BucketRecipe &bucket, const TensorRecipe &tensor, const Source &source,
+                    const uint8_t *payload) {
+  int64_t element[PROBE], count = std::min(PROBE, tensor.k);
+  first_indices(tensor.index, payload + tensor.index_at, tensor.k, tensor.numel, count, element);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t arena = element[i] * bucket.residual_bytes;
+    __builtin_prefetch(static_cast<const uint8_t *>(source.residual) + arena);
+    __builtin_prefetch(static_cast<const uint8_t *>(source.candidate) + arena);
+    __builtin_prefetch(static_cast<const uint8_t *>(source.gradient) +
+                       bucket.dealt(tensor).natural(element[i]) * dtype_bytes(tensor.dtype));
+  }
 }
 
 }  // namespace topkef

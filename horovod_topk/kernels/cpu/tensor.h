@@ -12,13 +12,13 @@ namespace topkef {
 inline int64_t dtype_bytes(int64_t dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
 
 struct TensorRecipe {
-  int64_t numel, k, start, index_bytes, value_at, index_at, dtype;
+  int64_t numel, k, start, index, value_at, index_at, dtype, first, gradient;
 };
 
 struct BucketRecipe {
-  int64_t tensors, residual_bytes, value_bytes, flags_at, payload_bytes, sampled;
+  int64_t tensors, residual_bytes, kind, flags_at, payload_bytes, sampled, parts;
 
-  int halves() const { return value_bytes == 2; }
+  Dealt dealt(const TensorRecipe &tensor) const { return {parts, tensor.first}; }
 };
 
 /* Where a tensor's elements are. */
@@ -44,9 +44,19 @@ class Encoder {
 std::unique_ptr<Encoder> make_encoder(const BucketRecipe &bucket, const TensorRecipe &tensor,
                                         const Passes *passes);
 
-/* Whether e + g of one element would be sent as these bytes; NaN is equal to NaN. */
-bool entry_is(const BucketRecipe &bucket, const TensorRecipe &tensor, const void *residual,
-              const void *gradient, int64_t element, const uint8_t *sent);
+/* Bytes of a tensor's values and of its indices. */
+int64_t value_bytes(const BucketRecipe &bucket, const TensorRecipe &tensor);
+int64_t index_bytes(const TensorRecipe &tensor);
+
+constexpr int64_t PROBE = 16;  // entries a tensor that are looked at again
+
+/* Whether the first entries of a payload and what is left of them still make e + g. */
+bool is_unchanged(const BucketRecipe &bucket, const TensorRecipe &tensor, const Source &source,
+                  const uint8_t *payload);
+
+/* Ask memory for what `is_unchanged` will read: it lies anywhere. */
+void prefetch_probe(const BucketRecipe &bucket, const TensorRecipe &tensor, const Source &source,
+                    const uint8_t *payload);
 
 }  // namespace topkef
 

@@ -35,7 +35,7 @@ namespace {
 enum Type { FLOAT = 1, DOUBLE = 2, UINT8 = 4, BFLOAT16 = 14, HALF = 19 };
 enum Code { OK = 0, INVALID_ARGUMENT = 3, RESOURCE_EXHAUSTED = 8, DATA_LOSS = 15 };
 
-constexpr int64_t HEAD = 6, EACH = 7;  // numbers of a recipe, as in bucket.cpp
+constexpr int64_t HEAD = 7, EACH = 9;  // numbers of a recipe, as in bucket.cpp
 constexpr size_t LINE = 64;            // bytes; what TensorFlow wants aligned
 
 using Create = void *(*)(TF_Construction *);
@@ -181,7 +181,8 @@ class Store : public std::enable_shared_from_this<Store> {
 };
 
 /* What both operations keep for a bucket. */
-struct Kernel {
+class Kernel {
+ public:
   std::vector<int64_t> recipe;
   topkef_bucket *bucket = nullptr;
   std::shared_ptr<Store> store = std::make_shared<Store>();
@@ -195,8 +196,33 @@ struct Kernel {
   int64_t tensors() const { return recipe[0]; }
   int64_t residual_bytes() const { return recipe[1]; }
   int64_t payload_bytes() const { return recipe[4]; }
-  int64_t numel(int64_t tensor) const { return recipe[(size_t)(HEAD + EACH * tensor)]; }
-  int64_t dtype(int64_t tensor) const { return recipe[(size_t)(HEAD + EACH * tensor + 6)]; }
+  int64_t numel(int64_t tensor) const { return number(tensor, 0); }
+  int64_t dtype(int64_t tensor) const { return number(tensor, 6); }
+  int64_t gradient(int64_t tensor) const { return number(tensor, 8); }
+
+  int64_t gradients() const {
+    int64_t most = 0;
+    for (int64_t t = 0; t < tensors(); ++t) most = std::max(most, gradient(t) + 1);
+    return most;
+  }
+
+  /* Elements of a gradient whose shards are all here. */
+  int64_t gradient_numel(int64_t position) const {
+    int64_t sum = 0;
+    for (int64_t t = 0; t < tensors(); ++t) sum += gradient(t) == position ? numel(t) : 0;
+    return sum;
+  }
+
+  /* Elements that a gradient has at least. */
+  int64_t reach(int64_t t) const {
+    int64_t last = numel(t) - 1;
+    return last < 0 ? 0 : (last / 64 * recipe[6] + number(t, 7)) * 64 + last % 64 + 1;
+  }
+
+ private:
+  int64_t number(int64_t tensor, int64_t which) const {
+    return recipe[(size_t)(HEAD + EACH * tensor + which)];
+  }
 };
 
 void *create(TF_Construction *construction) {
@@ -254,20 +280,20 @@ void encode(void *state, TF_Context *context) {
   const int64_t tensors = kernel->tensors(), width = kernel->residual_bytes();
   Status status;
   std::vector<Input> inputs;
-  for (int64_t i = 0; i <= 2 * tensors; ++i) {
+  for (int64_t i = 0; i <= tensors + kernel->gradients(); ++i) {
     inputs.emplace_back(context, (int)i, status);
     if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
   }
-  std::vector<const void *> residuals, gradients;
+  std::vector<const void *> residuals, gradients((size_t)kernel->gradients());
   std::vector<void *> candidates;
   for (int64_t t = 0; t < tensors; ++t) {
-    const Input &e = inputs[(size_t)t], &g = inputs[(size_t)(tensors + t)];
-    int64_t numel = kernel->numel(t);
+    const Input &e = inputs[(size_t)t], &g = inputs[(size_t)(tensors + kernel->gradient(t))];
+    int64_t numel = kernel->numel(t), needed = kernel->reach(t) * gradient_bytes(kernel->dtype(t));
     if (!check_size(context, "residual", t, e.bytes(), numel * width) ||
-        !check_size(context, "gradient", t, g.bytes(), numel * gradient_bytes(kernel->dtype(t))))
+        !check_size(context, "gradient", t, std::min(g.bytes(), needed), needed))
       return;
     residuals.push_back(e.data());
-    gradients.push_back(g.data());
+    gradients[(size_t)kernel->gradient(t)] = g.data();
     candidates.push_back(
         output(kernel, context, t, width == 8 ? DOUBLE : FLOAT, numel, numel * width));
     if (!candidates.back()) return;
@@ -295,11 +321,14 @@ void decode(void *state, TF_Context *context) {
       !check_size(context, "scale", 0, scale.bytes(), 8))
     return;
   static constexpr int TYPES[] = {HALF, BFLOAT16, FLOAT, DOUBLE};
-  std::vector<void *> gradients;
+  std::vector<void *> gradients((size_t)kernel->gradients());
   for (int64_t t = 0; t < tensors; ++t) {
-    gradients.push_back(output(kernel, context, t, TYPES[kernel->dtype(t)], kernel->numel(t),
-                               kernel->numel(t) * gradient_bytes(kernel->dtype(t))));
-    if (!gradients.back()) return;
+    void *&gradient = gradients[(size_t)kernel->gradient(t)];
+    if (gradient) continue;
+    int64_t numel = kernel->gradient_numel(kernel->gradient(t));
+    gradient = output(kernel, context, kernel->gradient(t), TYPES[kernel->dtype(t)], numel,
+                      numel * gradient_bytes(kernel->dtype(t)));
+    if (!gradient) return;
   }
   int64_t wrong = topkef_decode(kernel->bucket, static_cast<const uint8_t *>(gathered.data()), ranks,
                                 *static_cast<const double *>(scale.data()),

@@ -33,14 +33,17 @@ TOPKEF_API void topkef_bucket_free(topkef_bucket *bucket);
 
 /* Write flags, values and indices into `payload`, and into the candidates what is not sent.
  *
- * residuals, gradients, candidates: a pointer a tensor; candidates must overlap nothing else. */
+ * residuals, candidates: a pointer a tensor; candidates must overlap nothing else. gradients: as many
+ * pointers as the recipe's tensors refer to. */
 TOPKEF_API void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
                               const void *const *gradients, void *const *candidates,
                               uint8_t *payload, int threads);
 
-/* 1 if the first 16 entries of each tensor would be encoded as `payload` has them, 0 if not. */
+/* 1 if, for the first 16 entries of each tensor without a flag, what `payload` has and what the
+ * candidates have make residual + gradient; 0 if not. */
 TOPKEF_API int topkef_unchanged(const topkef_bucket *bucket, const void *const *residuals,
-                                const void *const *gradients, const uint8_t *payload);
+                                const void *const *gradients, void *const *candidates,
+                                const uint8_t *payload);
 
 /* Replace gradients by `scale` times the sum over `ranks` payloads, added in their order.
  *

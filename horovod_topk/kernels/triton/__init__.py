@@ -13,7 +13,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 
-from horovod_topk.kernels.triton.tables import HEAD, SHARE
+from horovod_topk.kernels.triton.tables import FLOAT16, FLOAT32, HEAD, PACKED, SHARE
 
 _FLOAT64 = 8  # bytes
 _MOST = 2**31 - 2**20  # elements of a bucket, bytes of a payload: places are 32-bit numbers
@@ -36,6 +36,12 @@ def unavailable(device: str) -> str | None:
 
 
 def _unfit(recipe: Sequence[int]) -> str | None:
+    if recipe[2] not in (FLOAT32, FLOAT16):
+        return "its kind of values is neither float32 nor float16"
+    if recipe[6] != 1:
+        return "its gradients are dealt out to shards"
+    if PACKED in recipe[HEAD + 3 :: SHARE]:
+        return "its indices are packed; indices='plain' are not"
     numel = sum(recipe[HEAD::SHARE])
     if recipe[1] == _FLOAT64:
         return "residuals are float64"

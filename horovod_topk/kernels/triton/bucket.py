@@ -69,7 +69,9 @@ class TritonBucket:
             self._narrow(candidate, payload, chunks, runs)
             self._scatter(addresses, residual, candidate, payload, runs)
 
-    def unchanged(self, residual: Tensor, gradients: Sequence[Tensor], payload: Tensor) -> bool:
+    def unchanged(
+        self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
+    ) -> bool:
         """Whether the first 16 entries of each tensor would be encoded as the payload has them."""
         flat = [gradient.resolve_neg().contiguous() for gradient in gradients]
         with _on(self._device):
@@ -103,7 +105,7 @@ class TritonBucket:
 
     @property
     def _halves(self) -> bool:
-        return self._head.value_bytes == 2
+        return self._head.halves
 
     def _integers(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values or [0], dtype=dtype, device=self._device)

@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-HEAD, SHARE = 6, 7  # numbers of a recipe about the bucket, and about each tensor
+HEAD, SHARE = 7, 9  # numbers of a recipe about the bucket, and about each tensor
+FLOAT32, FLOAT16 = 0, 1  # kinds of values that the kernels have
+_USED = 7  # numbers about a tensor that matter here: gradients are not dealt out
+PACKED = 1  # a kind of indices that they do not have
 SEARCHED, CARRIED, SAMPLED = 0, 1, 2  # how a tensor's threshold is found: see `_rule`
 _SAMPLED_ROWS, _SHORTEST_ROW = 1024, 2048  # these and the next two as `Ops.sample` has them
 _TAKEN = 16
@@ -67,7 +70,7 @@ class Head:
 
     tensors: int
     residual_bytes: int
-    value_bytes: int
+    halves: bool  # values are float16, not float32
     flags_at: int
     payload_bytes: int
     sampled: bool
@@ -83,14 +86,14 @@ class Tables:
     @cached_property
     def head(self) -> Head:
         """The recipe's first numbers."""
-        tensors, residual, value, flags_at, payload, sampled = self.recipe[:HEAD]
-        return Head(tensors, residual, value, flags_at, payload, bool(sampled))
+        tensors, residual, kind, flags_at, payload, sampled, _ = self.recipe[:HEAD]
+        return Head(tensors, residual, kind == FLOAT16, flags_at, payload, bool(sampled))
 
     @cached_property
     def shares(self) -> list[tuple[int, ...]]:
         """A recipe's numbers for each tensor."""
         body = self.recipe[HEAD:]
-        return [body[at : at + SHARE] for at in range(0, len(body), SHARE)]
+        return [body[at : at + _USED] for at in range(0, len(body), SHARE)]
 
     @cached_property
     def numel(self) -> int:

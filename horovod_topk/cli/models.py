@@ -1,8 +1,11 @@
-"""The shapes of a ResNet-50's gradients (He et al. 2015, table 1), last layer first."""
+"""Shapes of gradients: a ResNet-50's (He et al. 2015, table 1), or those of a file."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from horovod_topk.core.plan import TensorSpec
 
@@ -36,3 +39,28 @@ def _convolution(outputs: int, inputs: int, kernel: int) -> Iterator[tuple[int, 
     yield outputs, inputs, kernel, kernel
     yield (outputs,)
     yield (outputs,)
+
+
+def specs_of(model: str) -> list[TensorSpec]:
+    """float32 gradients of `resnet50`, or of a JSON file: an object with a shape for each name.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if model == "resnet50":
+        return resnet50_specs()
+    path = Path(model)
+    if not path.is_file():
+        raise ValueError(f"{model} is neither resnet50 nor a file of shapes")
+    try:
+        shapes = json.loads(path.read_text())
+        return [
+            TensorSpec(name, tuple(map(int, shape)), "float32") for name, shape in shapes.items()
+        ]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f'{model} is no JSON object such as {{"weight": [3, 4]}}') from error
+
+
+def elements(specs: list[TensorSpec]) -> int:
+    """Elements of all of them."""
+    return sum(math.prod(spec.shape) for spec in specs)

@@ -1,0 +1,275 @@
+"""The way of one bucket's payloads, step after step, from gradients to gradients.
+
+    send      encode, and start the first collective
+    advance   start what follows it, once it is done; every bucket, before the first is received
+    wait      until the last is done
+    receive   decode
+
+What each rank keeps lies in `arenas`: they take part in the commit (`swap`) or do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from horovod_topk.core import payload as wire
+from horovod_topk.core.codec import Codec
+from horovod_topk.core.plan import BucketPlan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.shards import ShardedPlan
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+Given = TypeVar("Given", contravariant=True)
+Received = TypeVar("Received", covariant=True)
+
+
+class Pending(Protocol[Received]):
+    """A collective under way."""
+
+    def wait(self) -> Received:
+        """Block until it is done and return its result."""
+        ...
+
+
+class Collective(Protocol[Array]):
+    """A communicator: Horovod's, mpi4py's, or a test's."""
+
+    @property
+    def rank(self) -> int:
+        """This process among those that exchange, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many exchange."""
+        ...
+
+    def allgather(self, payload: Array, name: str) -> Pending[Array]:
+        """Start to gather a uint8 array, the same length on every rank, in rank order.
+
+        Must not block. `name` is equal on all ranks, and unique among collectives under way.
+        """
+        ...
+
+    def alltoall(self, payloads: Array, name: str) -> Pending[Array]:
+        """Start to send the p-th of `size` equal stretches to rank p; what comes is in rank order.
+
+        As `allgather` otherwise.
+        """
+        ...
+
+
+class Route(Protocol[Given]):
+    """One bucket's way."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something was sent that has not been waited for."""
+        ...
+
+    def send(self, gradients: Sequence[Given], name: str) -> None:
+        """Encode gradients and start the first collective; writes no gradient and no residual."""
+        ...
+
+    def advance(self) -> None:
+        """Start the next collective if there is one; waits for what it needs."""
+        ...
+
+    def wait(self) -> None:
+        """Until all has arrived."""
+        ...
+
+    def drain(self) -> None:
+        """Let what is under way come to its end, and forget it; starts nothing."""
+        ...
+
+    def unchanged(self, gradients: Sequence[Given]) -> bool:
+        """Whether they are still what was sent."""
+        ...
+
+    def receive(self, targets: Sequence[Given]) -> Sequence[bool]:
+        """Write what arrived; returns which tensors any rank flagged.
+
+        Raises:
+            PayloadError, PlanMismatchError: it is not payloads of this bucket.
+        """
+        ...
+
+    def swap(self) -> None:
+        """What was not sent becomes the residual."""
+        ...
+
+    def gradient_norm(self, *, committed: bool) -> float:
+        """Norm of the gradients sent last. Waits for the device."""
+        ...
+
+
+class Direct(Generic[Array]):
+    """One allgather: every rank decodes every other's payload."""
+
+    def __init__(
+        self,
+        bucket: BucketPlan,
+        arenas: Arenas[Array],
+        ops: Ops[Array],
+        codec: Codec[Array],
+        collective: Collective[Array],
+    ) -> None:
+        self._bucket, self._arenas = bucket, arenas
+        self._ops, self._codec, self._collective = ops, codec, collective
+        self._payload = codec.new_payload(bucket)
+        self._pending: Pending[Array] | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """`Route.is_under_way`."""
+        return self._pending is not None
+
+    def send(self, gradients: Sequence[Array], name: str) -> None:
+        """`Route.send`."""
+        self._codec.encode(self._arenas, gradients, self._payload)
+        self._pending = self._collective.allgather(self._payload, name)
+
+    def advance(self) -> None:
+        """`Route.advance`."""
+
+    def wait(self) -> None:
+        """`Route.wait`."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        self._gathered = pending.wait()
+
+    def drain(self) -> None:
+        """`Route.drain`."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = None
+
+    def unchanged(self, gradients: Sequence[Array]) -> bool:
+        """`Route.unchanged`."""
+        return self._codec.unchanged(self._arenas, gradients, self._payload)
+
+    def receive(self, targets: Sequence[Array]) -> Sequence[bool]:
+        """`Route.receive`."""
+        ranks, bucket = self._collective.size, self._bucket
+        received = self._ops.numel(self._gathered)
+        wire.check_length(received, bucket.layout.payload_bytes, ranks, bucket.ordinal)
+        return self._codec.decode(bucket, self._gathered, _scale(bucket, ranks), targets)
+
+    def swap(self) -> None:
+        """`Route.swap`."""
+        self._arenas.swap()
+
+    def gradient_norm(self, *, committed: bool) -> float:
+        """`Route.gradient_norm`."""
+        return _gradient_norm(self._codec, self._arenas, self._payload, committed)
+
+
+class Sharded(Generic[Array]):
+    """One alltoall of entries to their owners, and one allgather of the owners' sums or means.
+
+    What an owner does not send back stays in its residual, in units of what is applied: of the mean
+    if gradients are averaged.
+    """
+
+    def __init__(
+        self,
+        plan: ShardedPlan,
+        arenas: Sequence[Arenas[Array]],
+        owned: Arenas[Array],
+        ops: Ops[Array],
+        codec: Codec[Array],
+        collective: Collective[Array],
+    ) -> None:
+        self._plan, self._arenas, self._owned = plan, arenas, owned
+        self._ops, self._codec, self._collective = ops, codec, collective
+        size, device = plan.scatter_bytes, plan.bucket.device
+        self._out = ops.zeros(size * len(plan.scatter), "uint8", device)
+        self._parts = [
+            ops.view(self._out, p * size, (p + 1) * size) for p in range(len(plan.scatter))
+        ]
+        for part, scatter in zip(self._parts, plan.scatter, strict=True):
+            codec.open_payload(scatter, part)
+        self._back = codec.new_payload(owned.plan)
+        total = ops.zeros(owned.plan.numel, owned.plan.residual_dtype, device)
+        self._totals = [ops.view(total, t.start, t.stop) for t in owned.plan.tensors]
+        self._scattered: Pending[Array] | None = None
+        self._pending: Pending[Array] | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """`Route.is_under_way`."""
+        return self._scattered is not None or self._pending is not None
+
+    def send(self, gradients: Sequence[Array], name: str) -> None:
+        """`Route.send`."""
+        for arenas, part in zip(self._arenas, self._parts, strict=True):
+            self._codec.encode(arenas, gradients, part)
+        self._name = name
+        self._scattered = self._collective.alltoall(self._out, f"{name}.scatter")
+
+    def advance(self) -> None:
+        """Add up what came for this rank's shards, and send the largest of it to all."""
+        if self._scattered is None:
+            return
+        scattered, self._scattered = self._scattered, None
+        arrived, arrive = scattered.wait(), self._plan.arrive[self._collective.rank]
+        self._check(arrived, arrive)
+        scale = _scale(arrive, self._collective.size)
+        self._codec.decode(arrive, arrived, scale, self._totals)
+        self._codec.encode(self._owned, self._totals, self._back)
+        self._pending = self._collective.allgather(self._back, f"{self._name}.gather")
+
+    def wait(self) -> None:
+        """`Route.wait`."""
+        self.advance()
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        self._gathered = pending.wait()
+
+    def drain(self) -> None:
+        """`Route.drain`."""
+        for pending in (self._scattered, self._pending):
+            if pending is not None:
+                pending.wait()
+        self._scattered = self._pending = None
+
+    def unchanged(self, gradients: Sequence[Array]) -> bool:
+        """`Route.unchanged`."""
+        pairs = zip(self._arenas, self._parts, strict=True)
+        return all(self._codec.unchanged(arenas, gradients, part) for arenas, part in pairs)
+
+    def receive(self, targets: Sequence[Array]) -> Sequence[bool]:
+        """`Route.receive`."""
+        self._check(self._gathered, self._plan.gather[0])
+        return self._codec.decode(self._plan.result, self._gathered, 1.0, targets)
+
+    def swap(self) -> None:
+        """`Route.swap`."""
+        for arenas in (*self._arenas, self._owned):
+            arenas.swap()
+
+    def gradient_norm(self, *, committed: bool) -> float:
+        """`Route.gradient_norm`."""
+        pairs = zip(self._arenas, self._parts, strict=True)
+        return math.hypot(*(_gradient_norm(self._codec, *pair, committed) for pair in pairs))
+
+    def _check(self, received: Array, each: BucketPlan) -> None:
+        count, ordinal = self._ops.numel(received), self._plan.bucket.ordinal
+        wire.check_length(count, each.layout.payload_bytes, self._collective.size, ordinal)
+
+
+def _scale(bucket: BucketPlan, ranks: int) -> float:
+    return 1.0 / ranks if bucket.reduction == "average" else 1.0
+
+
+def _gradient_norm(
+    codec: Codec[Array], arenas: Arenas[Array], payload: Array, committed: bool
+) -> float:
+    before, after = arenas.residual, arenas.candidate
+    if committed:
+        before, after = after, before
+    return codec.gradient_norm(arenas.plan, before, after, payload)

@@ -1,0 +1,153 @@
+"""Plans of a sharded exchange: who owns which elements, and what travels to and from the owners.
+
+A tensor's elements are dealt out in blocks of 64: of P owners, owner p has blocks f, f + P,
+f + 2 P, ... with f = p - c modulo P and c the CRC-32 of the tensor's name. So a hot row or layer
+loads no owner, small tensors do not all lie with the first, and who owns what does not depend on
+the other tensors. An owner's elements of a tensor, in their order, are its shard, and selection is
+for each shard: every payload's size follows from the plan alone.
+
+    scatter   each rank sends every owner the largest of its shards      ratio
+    gather    each owner sends all ranks the largest of the mean         gather_ratio
+
+Payloads of a bucket have one length in each direction, that of the longest.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core import payload
+from horovod_topk.core.plan import (
+    BucketPlan,
+    Share,
+    TensorSpec,
+    digest,
+    identity,
+    lay_out,
+    share,
+    value_kind,
+)
+
+BLOCK = 64  # elements dealt at a time; a kernel's vectors and cache lines are no longer
+
+
+@dataclass(frozen=True)
+class ShardedPlan:
+    """One bucket's payloads in both directions."""
+
+    bucket: BucketPlan  # what it replaces
+    scatter: tuple[BucketPlan, ...]  # to each owner, read from the gradients as they are
+    arrive: tuple[BucketPlan, ...]  # the same payloads, read into packed shards
+    gather: tuple[BucketPlan, ...]  # from each owner, written from packed shards
+    result: BucketPlan  # all of `gather` behind each other, read into the gradients
+
+    @property
+    def scatter_bytes(self) -> int:
+        """Bytes of one payload to one owner."""
+        return self.scatter[0].layout.payload_bytes
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes of one payload from one owner."""
+        return self.gather[0].layout.payload_bytes
+
+
+def first_block(name: str, parts: int, part: int) -> int:
+    """The first block of a tensor that an owner has."""
+    return (part - zlib.crc32(name.encode())) % parts
+
+
+def shard_numel(numel: int, parts: int, first: int) -> int:
+    """Elements in blocks first, first + parts, ... of a tensor."""
+    whole, rest = divmod(numel, BLOCK)
+    blocks = max(0, -(-(whole - first) // parts))
+    return blocks * BLOCK + (rest if whole % parts == first else 0)
+
+
+def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
+    """Deal a bucket out to `parts` owners."""
+    config = bucket.config
+    specs = [tensor.spec for tensor in bucket.tensors]
+    narrow = [_shares(specs, parts, p, config.ratio, config) for p in range(parts)]
+    wide = [_shares(specs, parts, p, config.ratio_back, config) for p in range(parts)]
+    agreed = [payload.VERSION, config.agreed(), bucket.reduction, parts]
+    scatter = _padded(
+        [
+            _plan(bucket, shares, config, digest([*agreed, "scatter", p, _identities(shares)]))
+            for p, shares in enumerate(narrow)
+        ],
+        parts,
+    )
+    gather = _padded(
+        [
+            _plan(bucket, shares, config, digest([*agreed, "gather", p, _identities(shares)]))
+            for p, shares in enumerate(wide)
+        ],
+        parts,
+    )
+    packed = tuple(_packed(each) for each in gather)
+    return ShardedPlan(
+        bucket, scatter, tuple(_packed(each) for each in scatter), packed, _joined(gather)
+    )
+
+
+def _shares(
+    specs: Sequence[TensorSpec], parts: int, part: int, ratio: float, config: TopKConfig
+) -> list[Share]:
+    shares = []
+    for t, spec in enumerate(specs):
+        first = first_block(spec.name, parts, part)
+        numel = shard_numel(spec.numel, parts, first)
+        k, index = share(spec, numel, ratio, config) if numel else (0, None)
+        shares.append(Share(spec, numel, t, k, index, first))
+    return shares
+
+
+def _identities(shares: Sequence[Share]) -> list[object]:
+    return [identity(each) for each in shares]
+
+
+def _plan(
+    bucket: BucketPlan, shares: Sequence[Share], config: TopKConfig, own: bytes
+) -> BucketPlan:
+    values = value_kind(shares[0].spec, config)
+    layout, tensors = lay_out(shares, values, BLOCK)
+    return replace(bucket, tensors=tensors, values=values, layout=layout, digests=(own,))
+
+
+def _padded(plans: Sequence[BucketPlan], parts: int) -> tuple[BucketPlan, ...]:
+    """The same plans, all as long as the longest, for gradients that are dealt out."""
+    most = max(plan.layout.payload_bytes for plan in plans)
+    return tuple(
+        replace(plan, layout=replace(plan.layout, payload_bytes=most), parts=parts)
+        for plan in plans
+    )
+
+
+def _packed(plan: BucketPlan) -> BucketPlan:
+    """The same payload for shards that lie in memory by themselves, in the residual's dtype."""
+    tensors = tuple(
+        replace(
+            tensor,
+            spec=replace(tensor.spec, shape=(tensor.numel,), dtype=plan.residual_dtype),
+            first=0,
+        )
+        for tensor in plan.tensors
+    )
+    return replace(plan, tensors=tensors, parts=1)
+
+
+def _joined(plans: Sequence[BucketPlan]) -> BucketPlan:
+    """All payloads, one behind the other, as one."""
+    size = plans[0].layout.payload_bytes
+    tensors = tuple(
+        replace(tensor, value_at=tensor.value_at + p * size, index_at=tensor.index_at + p * size)
+        for p, plan in enumerate(plans)
+        for tensor in plan.tensors
+    )
+    layout = replace(plans[0].layout, payload_bytes=size * len(plans))
+    digests = tuple(plan.digest for plan in plans)
+    return replace(plans[0], tensors=tensors, layout=layout, digests=digests)

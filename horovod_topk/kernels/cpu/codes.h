@@ -1,0 +1,235 @@
+/* Values as they are sent: how each kind is written, and read again. Kinds and rules are those of
+ * `horovod_topk.ops.protocol.Ops.pack_values`. Local to the file that includes it. */
+#ifndef TOPKEF_CODES_H
+#define TOPKEF_CODES_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "number.h"
+#include "passes.h"
+
+namespace {
+
+using topkef::Span;
+
+constexpr float LIMIT = 0x1p127f;     // where values with a scale saturate
+constexpr int SCALED_UNITS = 65536;   // magnitudes are whole multiples of a part of the largest
+
+inline int64_t block_of(int64_t kind) {
+  return kind == topkef::INT8 || kind == topkef::INT4 ? 128 : kind == topkef::SIGN ? 1024 : 0;
+}
+
+/* Bytes of the scales that come before `count` values. */
+inline int64_t scale_bytes(int64_t kind, int64_t count) {
+  int64_t block = block_of(kind);
+  return block ? 2 * ((count + block - 1) / block) : 0;
+}
+
+inline int64_t value_bytes(int64_t kind, int64_t count, int64_t residual_bytes) {
+  static const int64_t bits[] = {0, 16, 16, 8, 4, 1};
+  if (kind == topkef::FULL) return count * residual_bytes;
+  return scale_bytes(kind, count) + (count * bits[kind] + 7) / 8;
+}
+
+inline float scale_at(const uint8_t *scales, int64_t block) {
+  return widen(load(reinterpret_cast<const Brain *>(scales), block));
+}
+
+/* Readers: value i of `count` that begin at `data`. */
+template <class R, class V>
+struct Plain {
+  const V *values;
+
+  Plain(const uint8_t *data, int64_t) : values(reinterpret_cast<const V *>(data)) {}
+  R at(int64_t i) const { return (R)widen(load(values, i)); }
+};
+
+template <class R>
+struct Int8 {
+  const uint8_t *scales, *body;
+
+  Int8(const uint8_t *data, int64_t count)
+      : scales(data), body(data + scale_bytes(topkef::INT8, count)) {}
+  static int8_t multiple(const uint8_t *body, int64_t i) { return (int8_t)body[i]; }
+  R at(int64_t i) const { return (R)(scale_at(scales, i >> 7) * (float)multiple(body, i)); }
+};
+
+template <class R>
+struct Int4 {
+  const uint8_t *scales, *body;
+
+  Int4(const uint8_t *data, int64_t count)
+      : scales(data), body(data + scale_bytes(topkef::INT4, count)) {}
+  static int multiple(const uint8_t *body, int64_t i) {
+    return (int)((body[i >> 1] >> (i & 1) * 4 & 15) ^ 8) - 8;
+  }
+  R at(int64_t i) const { return (R)(scale_at(scales, i >> 7) * (float)multiple(body, i)); }
+};
+
+template <class R>
+struct Sign {
+  const uint8_t *scales, *body;
+
+  Sign(const uint8_t *data, int64_t count)
+      : scales(data), body(data + scale_bytes(topkef::SIGN, count)) {}
+  R at(int64_t i) const {
+    uint32_t minus = (uint32_t)(body[i >> 3] >> (i & 7) & 1) << 31;
+    return (R)bit_cast<float>(bit_cast<uint32_t>(scale_at(scales, i >> 10)) ^ minus);
+  }
+};
+
+/* Writers: values [first, first + count) of `total`; `first` is a multiple of 1024. What sending
+ * them leaves goes to `left`, which may be where they are. Return whether all are finite. */
+template <class R>
+inline bool all_finite(const R *values, int64_t count) {
+  typename Real<R>::Bits largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    typename Real<R>::Bits bits = magnitude_bits(values[i]);
+    largest = bits > largest ? bits : largest;
+  }
+  return largest < Real<R>::infinity;
+}
+
+template <class R>
+bool pack_full(const void *from, Span span, uint8_t *data, void *left) {
+  auto values = static_cast<const R *>(from);
+  bool finite = all_finite(values, span.count);
+  memcpy(data + span.first * (int64_t)sizeof(R), values, (size_t)span.count * sizeof(R));
+  if (left) memset(left, 0, (size_t)span.count * sizeof(R));
+  return finite;
+}
+
+template <class R, class V>
+bool pack_short(const void *from, Span span, uint8_t *data, void *left) {
+  auto values = static_cast<const R *>(from);
+  auto to = reinterpret_cast<V *>(data) + span.first;
+  bool finite = all_finite(values, span.count);
+  for (int64_t i = 0; i < span.count; ++i) {
+    R a = values[i];
+    V sent = Sent<V, R>::of(a);
+    store(to, i, sent);
+    store(static_cast<R *>(left), i, a - (R)widen(sent));
+  }
+  return finite;
+}
+
+/* A value as blocks take it: finite, and within what a scale can say. */
+template <class R>
+inline float limited(R x) {
+  R magnitude = x < 0 ? -x : x;
+  if (!(magnitude_bits(x) < Real<R>::infinity)) return 0;
+  return (float)(magnitude > (R)LIMIT ? (x < 0 ? -(R)LIMIT : (R)LIMIT) : x);
+}
+
+inline Brain scale_above(float least) {
+  return {(uint16_t)((bit_cast<uint32_t>(least) + 0xffffu) >> 16)};
+}
+
+inline float largest_of(const float *values, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits = magnitude_bits(values[i]);
+    largest = bits > largest ? bits : largest;
+  }
+  return bit_cast<float>(largest);
+}
+
+/* Integer multiples of a block's scale; `left` becomes what they leave. */
+template <class R>
+inline void multiples(const float *block, const R *values, int64_t count, float most, Brain bits,
+                      int8_t *multiple, R *left) {
+  const float scale = widen(bits), divisor = scale > 0 ? scale : 1.0f;
+  volatile float opaque = 12582912.0f;  // 1.5 * 2**23: a compiler that knew it could cancel it
+  const float magic = opaque;
+  for (int64_t i = 0; i < count; ++i) {
+    float near = (block[i] / divisor + magic) - magic;  // to the nearest whole number, ties to even
+    near = near < -most ? -most : near > most ? most : near;
+    multiple[i] = (int8_t)near;
+    store(left, i, values[i] - (R)(scale * near));
+  }
+}
+
+template <class R, int kind>
+bool pack_multiples(const void *from, Span span, uint8_t *data, void *left) {
+  constexpr int64_t BLOCKED = 128;
+  constexpr float MOST = kind == topkef::INT8 ? 127.0f : 7.0f;
+  auto values = static_cast<const R *>(from);
+  auto rest = static_cast<R *>(left);
+  auto scales = reinterpret_cast<Brain *>(data);
+  uint8_t *body = data + scale_bytes(kind, span.total);
+  bool finite = all_finite(values, span.count);
+  for (int64_t at = 0; at < span.count; at += BLOCKED) {
+    int64_t count = span.count - at < BLOCKED ? span.count - at : BLOCKED;
+    float block[BLOCKED];
+    int8_t multiple[BLOCKED + 1];
+    for (int64_t i = 0; i < count; ++i) block[i] = limited(values[at + i]);
+    Brain scale = scale_above(largest_of(block, count) / MOST);
+    multiples(block, values + at, count, MOST, scale, multiple, rest + at);
+    multiple[count] = 0;
+    int64_t entry = span.first + at;
+    store(scales, entry / BLOCKED, scale);
+    if (kind == topkef::INT8) {
+      memcpy(body + entry, multiple, (size_t)count);
+    } else {
+      for (int64_t i = 0; i < count; i += 2)
+        body[(entry + i) / 2] = (uint8_t)((multiple[i] & 15) | (multiple[i + 1] & 15) << 4);
+    }
+  }
+  return finite;
+}
+
+/* The mean magnitude, as a sum of whole numbers, which is the same in any order. */
+inline Brain mean_magnitude(const float *block, int64_t count) {
+  const double unit = (double)widen(scale_above(largest_of(block, count)));
+  const double divisor = unit > 0 ? unit : 1.0;
+  int32_t total = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    double magnitude = (double)bit_cast<float>(magnitude_bits(block[i]));
+    total += (int32_t)(magnitude / divisor * SCALED_UNITS);
+  }
+  return narrow_brain((float)(unit * ((double)total / ((double)SCALED_UNITS * (double)count))));
+}
+
+template <class R>
+bool pack_signs(const void *from, Span span, uint8_t *data, void *left) {
+  constexpr int64_t BLOCKED = 1024;
+  auto values = static_cast<const R *>(from);
+  auto rest = static_cast<R *>(left);
+  auto scales = reinterpret_cast<Brain *>(data);
+  uint8_t *body = data + scale_bytes(topkef::SIGN, span.total);
+  bool finite = all_finite(values, span.count);
+  for (int64_t at = 0; at < span.count; at += BLOCKED) {
+    int64_t count = span.count - at < BLOCKED ? span.count - at : BLOCKED;
+    float block[BLOCKED];
+    for (int64_t i = 0; i < count; ++i) block[i] = limited(values[at + i]);
+    Brain bits = mean_magnitude(block, count);
+    const float scale = widen(bits);
+    store(scales, (span.first + at) / BLOCKED, bits);
+    uint8_t *to = body + (span.first + at) / 8;
+    for (int64_t i = 0; i < count; i += 8) {
+      uint32_t byte = 0;
+      for (int64_t b = 0; b < 8 && i + b < count; ++b) byte |= (uint32_t)(block[i + b] < 0) << b;
+      to[i / 8] = (uint8_t)byte;
+    }
+    for (int64_t i = 0; i < count; ++i) store(rest, at + i, values[at + i] - (R)(block[i] < 0 ? -scale : scale));
+  }
+  return finite;
+}
+
+/* value i of `count`, of any kind. */
+template <class R>
+inline R read_value(int64_t kind, const uint8_t *data, int64_t count, int64_t i) {
+  switch (kind) {
+    case topkef::FULL: return Plain<R, R>(data, count).at(i);
+    case topkef::HALF: return Plain<R, Half>(data, count).at(i);
+    case topkef::BRAIN: return Plain<R, Brain>(data, count).at(i);
+    case topkef::INT8: return Int8<R>(data, count).at(i);
+    case topkef::INT4: return Int4<R>(data, count).at(i);
+    default: return Sign<R>(data, count).at(i);
+  }
+}
+
+}  // namespace
+
+#endif

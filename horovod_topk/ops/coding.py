@@ -1,0 +1,64 @@
+"""How many bytes values and indices take, as integers; `Ops.pack_values` and others fill them.
+
+Kinds of values: float64, float32, float16 and bfloat16, and these with one scale a block:
+
+    int8, int4      j times the block's scale, -largest <= j <= largest
+    sign            plus or minus the block's scale
+
+Kinds of indices: int16 and int32, as they are and unsigned, and `packed`: the quasi-succinct code
+of Elias (1974) and Fano (1971), whose length depends on how many there are and not on which. Over
+the entropy of k places among n it has less than 0.6 bits an index.
+"""
+
+from __future__ import annotations
+
+VALUE_BITS = {
+    "float64": 64,
+    "float32": 32,
+    "float16": 16,
+    "bfloat16": 16,
+    "int8": 8,
+    "int4": 4,
+    "sign": 1,
+}
+BLOCK = {"int8": 128, "int4": 128, "sign": 1024}  # values that share a scale
+LARGEST = {"int8": 127, "int4": 7}  # of the multiples of a scale
+SCALE_BYTES = 2  # a scale is a bfloat16
+LIMIT = 2.0**127  # where values with a scale saturate: no multiple overflows float32
+UNIT = 65536  # magnitudes are whole multiples of a 65536th of the largest where they are added up
+INDEX_BYTES = {"int16": 2, "int32": 4}
+_MOST_LOW_BITS = 31
+
+
+def scales(kind: str, count: int) -> int:
+    """Blocks that `count` values fill."""
+    return -(-count // BLOCK[kind]) if kind in BLOCK else 0
+
+
+def value_bytes(kind: str, count: int) -> int:
+    """Bytes of `count` values: the scales, and then the values."""
+    return SCALE_BYTES * scales(kind, count) + -(-count * VALUE_BITS[kind] // 8)
+
+
+def low_bits(numel: int, k: int) -> int:
+    """Lower bits of a packed index that are kept as they are: what makes the code shortest."""
+    return min(range(_MOST_LOW_BITS + 1), key=lambda low: k * low + ((numel - k) >> low))
+
+
+def high_bits(numel: int, k: int) -> int:
+    """Bits of the map that has the upper parts of packed indices."""
+    return k + ((numel - k) >> low_bits(numel, k))
+
+
+def low_bytes(numel: int, k: int) -> int:
+    """Bytes of the lower parts."""
+    return -(-k * low_bits(numel, k) // 8)
+
+
+def index_bytes(kind: str | None, numel: int, k: int) -> int:
+    """Bytes of `k` indices into `numel` elements; none where all elements are sent."""
+    if kind is None:
+        return 0
+    if kind in INDEX_BYTES:
+        return INDEX_BYTES[kind] * k
+    return low_bytes(numel, k) + -(-high_bits(numel, k) // 8)

@@ -1,0 +1,176 @@
+"""Values and indices as bytes, in TensorFlow operations; see `horovod_topk.ops.protocol.Ops`.
+
+All functions take and return tensors. The number of rows may be unknown while a graph is built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_topk.ops import coding
+
+Tensor = Any  # tf.Tensor: TensorFlow has no annotations
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_PLAIN = {"int16": tf.uint16, "int32": tf.uint32}
+
+
+def pack_values(values: Tensor, kind: str) -> Tensor:
+    """`Ops.pack_values`."""
+    if kind in _FLOATS:
+        return _as_bytes(narrowed(values, tf.as_dtype(kind)))
+    count, block = values.shape[0], coding.BLOCK[kind]
+    finite = tf.where(tf.math.is_finite(values), values, tf.zeros_like(values))
+    limited = tf.cast(tf.clip_by_value(finite, -coding.LIMIT, coding.LIMIT), tf.float32)
+    blocks = tf.reshape(_padded(limited, block), [-1, block])
+    largest = tf.reduce_max(tf.abs(blocks), 1)
+    if kind == "sign":
+        scale = _nearest_scale(_mean_magnitude(blocks, largest, count))
+        body = _packed_bits(limited < 0)
+    else:
+        scale = _scale_above(largest / coding.LARGEST[kind])
+        body = _packed_multiples(blocks, _widened(scale), kind)
+    size = -(-count * coding.VALUE_BITS[kind] // 8)
+    return tf.concat([_as_bytes(tf.cast(scale, tf.uint16)), body[:size]], 0)
+
+
+def narrowed(values: Tensor, dtype: Any) -> Tensor:
+    """Rounded to nearest, by way of float32, and saturated."""
+    if values.dtype == dtype or dtype == tf.float64:
+        return tf.cast(values, dtype)
+    largest = float(dtype.max)
+    return tf.cast(tf.cast(tf.clip_by_value(values, -largest, largest), tf.float32), dtype)
+
+
+def unpack_values(rows: Tensor, count: int, kind: str, dtype: str) -> Tensor:
+    """`Ops.unpack_values`."""
+    if kind in _FLOATS:
+        each = tf.as_dtype(kind).size
+        return tf.cast(tf.bitcast(tf.reshape(rows, [_count(rows), count, each]), kind), dtype)
+    at = coding.SCALE_BYTES * coding.scales(kind, count)
+    parts = tf.reshape(rows[:, :at], [_count(rows), coding.scales(kind, count), 2])
+    scale = _widened(tf.cast(tf.bitcast(parts, tf.uint16), tf.int32))
+    multiple = _multiples(rows[:, at:], count, kind)
+    return tf.cast(multiple * tf.repeat(scale, coding.BLOCK[kind], 1)[:, :count], dtype)
+
+
+def pack_index(index: Tensor, numel: int, kind: str) -> Tensor:
+    """`Ops.pack_index`."""
+    if kind in _PLAIN:
+        return _as_bytes(tf.cast(index, _PLAIN[kind]))
+    k = index.shape[0]
+    low, position = coding.low_bits(numel, k), tf.range(k, dtype=tf.int64)
+    x = index - position
+    shifts = tf.range(low, dtype=tf.int64)
+    lower = tf.bitwise.right_shift(x[:, tf.newaxis], shifts) & 1
+    place = tf.bitwise.right_shift(x, tf.constant(low, tf.int64)) + position
+    ones, size = tf.ones([k], tf.uint8), [coding.high_bits(numel, k)]
+    upper = tf.scatter_nd(place[:, tf.newaxis], ones, tf.constant(size, tf.int64))
+    return tf.concat([_packed_bits(tf.reshape(lower, [k * low])), _packed_bits(upper)], 0)
+
+
+def unpack_index(rows: Tensor, count: int, numel: int, kind: str) -> tuple[Tensor, Tensor]:
+    """`Ops.unpack_index`."""
+    if kind in _PLAIN:
+        parts = tf.reshape(rows, [_count(rows), count, _PLAIN[kind].size])
+        return _checked(tf.cast(tf.bitcast(parts, _PLAIN[kind]), tf.int64), numel)
+    low, at = coding.low_bits(numel, count), coding.low_bytes(numel, count)
+    weights = tf.bitwise.left_shift(tf.ones([low], tf.int64), tf.range(low, dtype=tf.int64))
+    bits = tf.reshape(_bits(rows[:, :at])[:, : count * low], [_count(rows), count, low])
+    lower = tf.reduce_sum(tf.cast(bits, tf.int64) * weights, 2)
+    upper = _bits(rows[:, at:])[:, : coding.high_bits(numel, count)]
+    found = tf.cumsum(tf.cast(upper, tf.int32), 1)
+    wanted = tf.broadcast_to(tf.range(1, count + 1), [_count(rows), count])
+    place = tf.searchsorted(found, wanted, out_type=tf.int64)
+    position = tf.range(count, dtype=tf.int64)
+    x = tf.bitwise.left_shift(place - position, tf.constant(low, tf.int64)) + lower
+    index, sound = _checked(x + position, numel)
+    return index, sound & (found[:, -1] == count)
+
+
+def _count(rows: Tensor) -> Any:
+    """How many rows: a number where it is known."""
+    return rows.shape[0] if rows.shape[0] is not None else tf.shape(rows)[0]
+
+
+def _checked(index: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Indices that can be followed, and whether each row was sound."""
+    ascends = tf.reduce_all(index[:, 1:] > index[:, :-1], 1)
+    limited = tf.clip_by_value(index, tf.zeros([], tf.int64), tf.constant(numel - 1, tf.int64))
+    return limited, ascends & (index[:, -1] < numel)
+
+
+def _scale_above(least: Tensor) -> Tensor:
+    """The next bfloat16 that is not below, as bits in int32."""
+    return tf.bitwise.right_shift(tf.bitcast(least, tf.int32) + 0xFFFF, 16)
+
+
+def _nearest_scale(scale: Tensor) -> Tensor:
+    """The nearest bfloat16, ties to even, as bits in int32."""
+    bits = tf.bitcast(scale, tf.int32)
+    return tf.bitwise.right_shift(bits + 0x7FFF + (tf.bitwise.right_shift(bits, 16) & 1), 16)
+
+
+def _widened(scale: Tensor) -> Tensor:
+    """Bits of a bfloat16 as float32."""
+    return tf.bitcast(tf.bitwise.left_shift(scale, 16), tf.float32)
+
+
+def _mean_magnitude(blocks: Tensor, largest: Tensor, count: int) -> Tensor:
+    """[blocks] float32, from magnitudes as whole multiples, which add up exactly in any order."""
+    unit = tf.cast(_widened(_scale_above(largest)), tf.float64)
+    divisor = tf.where(unit > 0, unit, tf.ones_like(unit))[:, tf.newaxis]
+    parts = tf.cast(tf.abs(blocks), tf.float64) / divisor * coding.UNIT
+    total, block = tf.reduce_sum(tf.floor(parts), 1), blocks.shape[1]
+    filled = [min(block, count - first) for first in range(0, count, block)]
+    return tf.cast(
+        unit * (total / tf.constant([coding.UNIT * n for n in filled], unit.dtype)), tf.float32
+    )
+
+
+def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
+    """int8 or int4 multiples of each block's scale, as bytes."""
+    most = coding.LARGEST[kind]
+    divisor = tf.where(scale > 0, scale, tf.ones_like(scale))[:, tf.newaxis]
+    rounded = tf.clip_by_value(tf.round(blocks / divisor), -most, most)
+    multiple = tf.cast(tf.reshape(rounded, [-1]), tf.int32)
+    if kind == "int8":
+        return tf.cast(multiple & 0xFF, tf.uint8)
+    half = tf.reshape(multiple & 0xF, [-1, 2])
+    return tf.cast(half[:, 0] | tf.bitwise.left_shift(half[:, 1], 4), tf.uint8)
+
+
+def _multiples(rows: Tensor, count: int, kind: str) -> Tensor:
+    """[P, count] float32: what each scale is to be multiplied by."""
+    if kind == "int8":
+        return tf.cast(tf.bitcast(rows, tf.int8), tf.float32)
+    if kind == "sign":
+        return 1.0 - 2.0 * tf.cast(_bits(rows)[:, :count], tf.float32)
+    wide = tf.cast(rows, tf.int32)
+    halves = tf.stack([wide & 0xF, tf.bitwise.right_shift(wide, 4)], 2)
+    flat = tf.reshape(halves, [_count(rows), 2 * rows.shape[1]])[:, :count]
+    return tf.cast(tf.bitwise.bitwise_xor(flat, 8) - 8, tf.float32)
+
+
+def _as_bytes(array: Tensor) -> Tensor:
+    return tf.reshape(tf.bitcast(array, tf.uint8), [array.shape[0] * array.dtype.size])
+
+
+def _padded(array: Tensor, multiple: int) -> Tensor:
+    return tf.pad(array, [[0, -array.shape[0] % multiple]])
+
+
+def _packed_bits(bits: Tensor) -> Tensor:
+    """Eight a byte, the first lowest."""
+    groups = tf.reshape(_padded(tf.cast(bits, tf.int32), 8), [-1, 8])
+    weights = tf.constant([1 << bit for bit in range(8)])
+    return tf.cast(tf.reduce_sum(groups * weights, 1), tf.uint8)
+
+
+def _bits(rows: Tensor) -> Tensor:
+    """[P, 8 n] of 0 and 1, int32, from [P, n] bytes."""
+    wide = tf.cast(rows, tf.int32)[:, :, tf.newaxis]
+    bits = tf.bitwise.right_shift(wide, tf.range(8)) & 1
+    return tf.reshape(bits, [_count(rows), 8 * rows.shape[1]])

@@ -1,0 +1,167 @@
+"""Values and indices as bytes, in torch operations; see `horovod_topk.ops.protocol.Ops`.
+
+Nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from horovod_topk.ops import coding
+
+_FLOATS = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+_PLAIN = {"int16": torch.int16, "int32": torch.int32}  # torch has no full set of unsigned dtypes
+_MASK = {"int16": 0xFFFF, "int32": 0xFFFFFFFF}
+
+
+def pack_values(values: Tensor, kind: str) -> Tensor:
+    """`Ops.pack_values`."""
+    if kind in _FLOATS:
+        return _as_bytes(narrowed(values, _FLOATS[kind]))
+    count, block = values.numel(), coding.BLOCK[kind]
+    finite = torch.where(values.isfinite(), values, torch.zeros_like(values))
+    limited = finite.clamp(-coding.LIMIT, coding.LIMIT).float()
+    blocks = _padded(limited, block).view(-1, block)
+    largest = blocks.abs().amax(1)
+    if kind == "sign":
+        scale = _nearest_scale(_mean_magnitude(blocks, largest, count))
+        body = _packed_bits(limited < 0)
+    else:
+        scale = _scale_above(largest / coding.LARGEST[kind])
+        body = _packed_multiples(blocks, _widened(scale), kind)
+    return torch.cat([_as_bytes(scale), body[: -(-count * coding.VALUE_BITS[kind] // 8)]])
+
+
+def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to nearest, by way of float32, and saturated."""
+    if values.dtype == dtype or dtype == torch.float64:
+        return values.to(dtype)
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).float().to(dtype)
+
+
+def unpack_values(rows: Tensor, count: int, kind: str, dtype: torch.dtype) -> Tensor:
+    """`Ops.unpack_values`."""
+    if count == 0:  # rows of nothing cannot be viewed as wider numbers
+        return rows.to(dtype)
+    if kind in _FLOATS:
+        return _fresh(rows).view(_FLOATS[kind]).to(dtype)
+    at = coding.SCALE_BYTES * coding.scales(kind, count)
+    scale = _widened(_fresh(rows[:, :at]).view(torch.int16))
+    multiple = _multiples(rows[:, at:], count, kind)
+    return (multiple * scale.repeat_interleave(coding.BLOCK[kind], 1)[:, :count]).to(dtype)
+
+
+def pack_index(index: Tensor, numel: int, kind: str) -> Tensor:
+    """`Ops.pack_index`."""
+    if kind in _PLAIN:
+        return _as_bytes(index.to(_PLAIN[kind]))
+    k, low = index.numel(), coding.low_bits(numel, index.numel())
+    position = torch.arange(k, device=index.device)
+    x = index - position
+    lower = x[:, None] >> torch.arange(low, device=index.device) & 1
+    upper = torch.zeros(coding.high_bits(numel, k), dtype=torch.bool, device=index.device)
+    upper[(x >> low) + position] = True
+    return torch.cat([_packed_bits(lower.reshape(-1)), _packed_bits(upper)])
+
+
+def unpack_index(rows: Tensor, count: int, numel: int, kind: str) -> tuple[Tensor, Tensor]:
+    """`Ops.unpack_index`."""
+    if kind in _PLAIN:
+        plain = _fresh(rows).view(_PLAIN[kind]).to(torch.int64)
+        return _checked(plain.bitwise_and_(_MASK[kind]), numel)
+    low, at = coding.low_bits(numel, count), coding.low_bytes(numel, count)
+    weights = 2 ** torch.arange(low, device=rows.device)
+    lower = _bits(rows[:, :at])[:, : count * low].reshape(rows.shape[0], count, low)
+    lower = lower.to(torch.int64)
+    found = _bits(rows[:, at:])[:, : coding.high_bits(numel, count)].cumsum(1, dtype=torch.int32)
+    position = torch.arange(count, device=rows.device)
+    wanted = (position + 1).to(torch.int32).expand(rows.shape[0], count).contiguous()
+    place = torch.searchsorted(found, wanted)
+    x = ((place - position) << low) + (lower * weights).sum(2)
+    index, sound = _checked(x + position, numel)
+    return index, sound & (found[:, -1] == count)
+
+
+def _checked(index: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Indices that can be followed, and whether each row was sound."""
+    ascends = (index[:, 1:] > index[:, :-1]).all(1)
+    return index.clamp(0, numel - 1), ascends & (index[:, -1] < numel)
+
+
+def _scale_above(least: Tensor) -> Tensor:
+    """The next bfloat16 that is not below, as int16 bits."""
+    return ((least.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
+
+
+def _nearest_scale(scale: Tensor) -> Tensor:
+    """The nearest bfloat16, ties to even, as int16 bits."""
+    bits = scale.view(torch.int32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(torch.int16)
+
+
+def _widened(scale: Tensor) -> Tensor:
+    """int16 bits of a bfloat16 as float32."""
+    return (scale.to(torch.int32) << 16).view(torch.float32)
+
+
+def _mean_magnitude(blocks: Tensor, largest: Tensor, count: int) -> Tensor:
+    """[blocks] float32, from magnitudes as whole multiples, which add up exactly in any order."""
+    unit = _widened(_scale_above(largest)).double()
+    divisor = torch.where(unit > 0, unit, torch.ones_like(unit))[:, None]
+    total = (blocks.abs().double() / divisor * coding.UNIT).floor().sum(1)
+    first = torch.arange(blocks.shape[0], device=blocks.device) * blocks.shape[1]
+    filled = (count - first).clamp(max=blocks.shape[1])
+    return (unit * (total / (coding.UNIT * filled))).float()
+
+
+def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
+    """int8 or int4 multiples of each block's scale, as bytes."""
+    most = coding.LARGEST[kind]
+    divisor = torch.where(scale > 0, scale, torch.ones_like(scale))[:, None]
+    multiple = (blocks / divisor).round().clamp(-most, most).reshape(-1).to(torch.int8)
+    if kind == "int8":
+        return multiple.view(torch.uint8)
+    half = (multiple & 0xF).view(torch.uint8).view(-1, 2)
+    return half[:, 0] | half[:, 1] << 4
+
+
+def _multiples(rows: Tensor, count: int, kind: str) -> Tensor:
+    """[P, count] float32: what each scale is to be multiplied by."""
+    if kind == "int8":
+        return _fresh(rows).view(torch.int8).float()
+    if kind == "sign":
+        return 1.0 - 2.0 * _bits(rows)[:, :count].float()
+    halves = torch.stack([rows & 0xF, rows >> 4], 2).reshape(rows.shape[0], -1)[:, :count]
+    return ((halves.to(torch.int16) ^ 8) - 8).float()
+
+
+def _as_bytes(array: Tensor) -> Tensor:
+    return array.contiguous().view(torch.uint8)
+
+
+def _fresh(rows: Tensor) -> Tensor:
+    """A packed copy: a view as wider numbers wants aligned rows."""
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _padded(array: Tensor, multiple: int) -> Tensor:
+    return torch.nn.functional.pad(array, (0, -array.numel() % multiple))
+
+
+def _packed_bits(bits: Tensor) -> Tensor:
+    """Eight a byte, the first lowest."""
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (_padded(bits.to(torch.uint8), 8).view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def _bits(rows: Tensor) -> Tensor:
+    """[P, 8 n] of 0 and 1 from [P, n] bytes."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
+    return (rows[:, :, None] >> shifts & 1).reshape(rows.shape[0], -1)

@@ -1,0 +1,78 @@
+"""`horovod-topk bytes`: what is sent, from the plan alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from horovod_topk import cli
+from horovod_topk.config import EXCHANGES, VALUES
+
+
+def rows(text: str) -> dict[tuple[str, str], tuple[int, float]]:
+    """(exchange, values) -> bytes, and how many times fewer than dense."""
+    table = [line.split() for line in text.splitlines()[2:]]
+    return {(e, v): (int(b.replace(",", "")), float(x[:-1])) for e, v, b, x, _ in table}
+
+
+def test_every_format_and_exchange_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bytes", "--ranks", "8"]) == 0
+    found = rows(capsys.readouterr().out)
+    assert found["allreduce", "float32"] == (2 * 7 * 4 * 25_557_032 // 8, 1.0)
+    assert set(found) - {("allreduce", "float32"), ("allreduce", "float16")} == {
+        (exchange, values) for exchange in EXCHANGES for values in VALUES
+    }
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_a_resnet50_at_any_number_of_ranks(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the format and the exchange were made to reach, at ratio 0.01 and 0.001."""
+    cli.main(["bytes", "--ranks", str(ranks)])
+    one_percent = rows(capsys.readouterr().out)
+    cli.main(["bytes", "--ranks", str(ranks), "--ratio", "0.001", "--min-numel", "0"])
+    one_in_a_thousand = rows(capsys.readouterr().out)
+    assert one_percent["sharded", "int8"][1] > 165
+    assert one_percent["sharded", "int4"][1] > 220
+    assert one_in_a_thousand["sharded", "int8"][1] > 1000
+
+
+def test_a_second_ratio_costs_what_it_sends(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["bytes", "--gather-ratio", "0.001"])
+    less = rows(capsys.readouterr().out)
+    cli.main(["bytes"])
+    same = rows(capsys.readouterr().out)
+    assert less["allgather", "int8"] == same["allgather", "int8"]
+    assert 1.5 < less["sharded", "int8"][1] / same["sharded", "int8"][1] < 2
+
+
+def test_shapes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps({"weight": [300, 400], "bias": [400]}))
+    assert cli.main(["bytes", "--model", str(path), "--ranks", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("120,400 float32 in 2 tensors, 2 ranks")
+    assert rows(text)["allreduce", "float32"][0] == 4 * 120_400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "1"], "--ranks 1: nothing is exchanged by fewer than 2"),
+        (["--model", "no.json"], "no.json is neither resnet50 nor a file of shapes"),
+        (["--ratio", "3"], "ratio=3.0 lies outside (0, 1]"),
+    ],
+)
+def test_what_has_no_table(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bytes", *arguments]) == 2
+    assert message in capsys.readouterr().out
+
+
+def test_a_file_that_has_no_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "shapes.json"
+    path.write_text("[1, 2]")
+    assert cli.main(["bytes", "--model", str(path)]) == 2
+    assert 'is no JSON object such as {"weight": [3, 4]}' in capsys.readouterr().out
