@@ -27,7 +27,7 @@ from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import ResidualRegistry, check_owner
 from horovod_topk.core.route import Route
 from horovod_topk.core.stats import StepCounters, count_step
-from horovod_topk.errors import GradientChangedError, NotLaunchedError
+from horovod_topk.errors import GradientChangedError, NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -96,9 +96,19 @@ class Compressor(Generic[Array]):
         bucket.phase = Phase.SENT
 
     def advance(self) -> None:
-        """Take every bucket under way to its last collective; `finish` does so too."""
+        """Take every bucket under way to its last collective; `finish` does so too.
+
+        Raises:
+            PayloadError, PlanMismatchError: a rank sent something else than a bucket.
+        """
+        failed: TopKError | None = None
         for bucket in self._buckets.values():
-            bucket.route.advance()
+            try:
+                bucket.route.advance()
+            except TopKError as error:  # other ranks wait for all of the buckets
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def finish(
         self, ordinal: int, gradients: Sequence[Array], targets: Sequence[Array] | None = None
@@ -220,6 +230,11 @@ class Compressor(Generic[Array]):
         registries = [self.registry] if self.owned is None else [self.registry, self.owned]
         arenas = (a for registry in registries for a in registry.all_arenas())
         return math.hypot(*(self._ops.norm(a.residual) for a in arenas))
+
+    def owed(self, name: str) -> float:
+        """Norm of what this rank keeps of one tensor. Waits for the device."""
+        registries = [self.registry] if self.owned is None else [self.registry, self.owned]
+        return math.hypot(*(self._ops.norm(each.residual(name)) for each in registries))
 
     def gradient_norm(self) -> float:
         """Euclidean norm of the gradients launched last. Waits for the device."""

@@ -36,7 +36,8 @@ __all__ = [
 class Traffic:
     """Bytes of one rank and step."""
 
-    payload_bytes: int  # handed to collectives
+    selected: int  # values handed to collectives
+    payload_bytes: int  # their bytes, and all that travels with them
     sent_bytes: int  # sent for them
     dense_bytes: int  # sent by a ring allreduce of the dense gradients instead
 
@@ -125,13 +126,15 @@ class Allgather(Generic[Array]):
         payload_bytes = sum(bucket.layout.payload_bytes for bucket in plan.buckets)
         dense = sum(bucket.dense_bytes for bucket in plan.buckets)
         sent = (self.ranks - 1) * payload_bytes
-        return Traffic(payload_bytes, sent, ring_allreduce_bytes(dense, self.ranks))
+        entries = sum(bucket.entries for bucket in plan.buckets)
+        return Traffic(entries, payload_bytes, sent, ring_allreduce_bytes(dense, self.ranks))
 
 
 class ShardedExchange(Generic[Array]):
     """Entries go to the owner of their elements, and the owners' sums back to all.
 
-    Bytes do not grow with the number of ranks: (P - 1) / P of a payload in each direction.
+    About (P - 1) / P of a payload goes in each direction: more where shards become so small that
+    rounding up and headers count.
     """
 
     def __init__(self, collective: Collective[Array]) -> None:
@@ -188,7 +191,9 @@ class ShardedExchange(Generic[Array]):
         there = sum(each.scatter_bytes for each in dealt)
         back = sum(each.gather_bytes for each in dealt)
         dense = sum(bucket.dense_bytes for bucket in plan.buckets)
+        mine = [plan for each in dealt for plan in (*each.scatter, each.gather[self.rank])]
         return Traffic(
+            sum(each.entries for each in mine),
             self.ranks * there + back,
             others * (there + back),
             ring_allreduce_bytes(dense, self.ranks),

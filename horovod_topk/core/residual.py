@@ -147,7 +147,10 @@ class ResidualRegistry(Generic[Array]):
         for arenas, tensor in pieces:
             part = source
             if len(pieces) > 1:
-                part = self._ops.take(source, self._places(arenas, tensor))
+                size = (tensor.spec.numel, arenas.plan.residual_dtype, arenas.plan.device)
+                here = self._ops.zeros(*size)  # the source may be on another device
+                self._ops.assign(here, source)
+                part = self._ops.take(here, self._places(arenas, tensor))
             self._ops.assign(self._view(arenas, tensor), part)
 
     def _view(self, arenas: Arenas[Array], tensor: TensorPlan) -> Array:
@@ -262,7 +265,7 @@ def check_owner(owner: Owner | None, owned: Mapping[str, Any] | None) -> None:
         StateDictError: they are another rank's, or of another number of ranks.
     """
     here = (owner.ranks, owner.rank) if owner is not None else None
-    saved = (owned["ranks"], owned["rank"]) if owned is not None else None
+    saved = (owned.get("ranks"), owned.get("rank")) if owned is not None else None
     if here != saved:
         raise StateDictError(
             f"the state dict is of {_describe(saved)}, this is {_describe(here)}",
@@ -271,7 +274,7 @@ def check_owner(owner: Owner | None, owned: Mapping[str, Any] | None) -> None:
         )
 
 
-def _describe(owner: tuple[int, int] | None) -> str:
+def _describe(owner: tuple[object, object] | None) -> str:
     if owner is None:
         return "an exchange without owners"
     return f"rank {owner[1]} of {owner[0]} that own shards"

@@ -19,6 +19,7 @@ from horovod_topk.core.codec import Codec
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import ShardedPlan
+from horovod_topk.errors import TopKError
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -198,6 +199,7 @@ class Sharded(Generic[Array]):
         self._totals = [ops.view(total, t.start, t.stop) for t in owned.plan.tensors]
         self._scattered: Pending[Array] | None = None
         self._pending: Pending[Array] | None = None
+        self._unwanted: Pending[Array] | None = None  # of a step that was forgotten
 
     @property
     def is_under_way(self) -> bool:
@@ -217,11 +219,19 @@ class Sharded(Generic[Array]):
             return
         scattered, self._scattered = self._scattered, None
         arrived, arrive = scattered.wait(), self._plan.arrive[self._collective.rank]
-        self._check(arrived, arrive)
-        scale = _scale(arrive, self._collective.size)
-        self._codec.decode(arrive, arrived, scale, self._totals)
+        if self._unwanted is not None:
+            self._unwanted.wait()  # it reads what is about to be written
+        self._unwanted = None
+        try:
+            self._check(arrived, arrive)
+            scale = _scale(arrive, self._collective.size)
+            self._codec.decode(arrive, arrived, scale, self._totals)
+        except TopKError:  # the others wait for this rank, and have to hear of it
+            self._flag_all()
+            self._pending = self._gather()
+            raise
         self._codec.encode(self._owned, self._totals, self._back)
-        self._pending = self._collective.allgather(self._back, f"{self._name}.gather")
+        self._pending = self._gather()
 
     def wait(self) -> None:
         """`Route.wait`."""
@@ -231,10 +241,16 @@ class Sharded(Generic[Array]):
         self._gathered = pending.wait()
 
     def drain(self) -> None:
-        """`Route.drain`."""
-        for pending in (self._scattered, self._pending):
-            if pending is not None:
-                pending.wait()
+        """`Route.drain`. Ranks that go on with the step are sent flags: they will roll it back.
+
+        That is not waited for, as ranks may come here in orders of their own.
+        """
+        if self._pending is not None:
+            self._pending.wait()
+        if self._scattered is not None:
+            self._scattered.wait()
+            self._flag_all()
+            self._unwanted = self._gather()
         self._scattered = self._pending = None
 
     def unchanged(self, gradients: Sequence[Array]) -> bool:
@@ -256,6 +272,16 @@ class Sharded(Generic[Array]):
         """`Route.gradient_norm`."""
         pairs = zip(self._arenas, self._parts, strict=True)
         return math.hypot(*(_gradient_norm(self._codec, *pair, committed) for pair in pairs))
+
+    def _gather(self) -> Pending[Array]:
+        return self._collective.allgather(self._back, f"{self._name}.gather")
+
+    def _flag_all(self) -> None:
+        """Say in the payload to all that every tensor is non-finite."""
+        count, layout = len(self._owned.plan.gradients), self._owned.plan.layout
+        flags = (1 << count) - 1
+        data = flags.to_bytes(layout.flags_bytes, "little")
+        self._ops.store_bytes(self._back, layout.flags_at, data)
 
     def _check(self, received: Array, each: BucketPlan) -> None:
         count, ordinal = self._ops.numel(received), self._plan.bucket.ordinal

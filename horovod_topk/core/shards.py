@@ -1,6 +1,6 @@
 """Plans of a sharded exchange: who owns which elements, and what travels to and from the owners.
 
-A tensor's elements are dealt out in blocks of 64: of P owners, owner p has blocks f, f + P,
+A tensor's elements are dealt out in blocks of 512: of P owners, owner p has blocks f, f + P,
 f + 2 P, ... with f = p - c modulo P and c the CRC-32 of the tensor's name. So a hot row or layer
 loads no owner, small tensors do not all lie with the first, and who owns what does not depend on
 the other tensors. An owner's elements of a tensor, in their order, are its shard, and selection is
@@ -30,8 +30,9 @@ from horovod_topk.core.plan import (
     share,
     value_kind,
 )
+from horovod_topk.ops.coding import DEAL
 
-BLOCK = 64  # elements dealt at a time; a kernel's vectors and cache lines are no longer
+ALIGNMENT = 64  # elements; shards begin at cache lines in the arenas
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ def first_block(name: str, parts: int, part: int) -> int:
 
 def shard_numel(numel: int, parts: int, first: int) -> int:
     """Elements in blocks first, first + parts, ... of a tensor."""
-    whole, rest = divmod(numel, BLOCK)
+    whole, rest = divmod(numel, DEAL)
     blocks = max(0, -(-(whole - first) // parts))
-    return blocks * BLOCK + (rest if whole % parts == first else 0)
+    return blocks * DEAL + (rest if whole % parts == first else 0)
 
 
 def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
@@ -107,14 +108,14 @@ def _shares(
 
 
 def _identities(shares: Sequence[Share]) -> list[object]:
-    return [identity(each) for each in shares]
+    return [[*identity(each), each.numel, each.k, each.first, DEAL] for each in shares]
 
 
 def _plan(
     bucket: BucketPlan, shares: Sequence[Share], config: TopKConfig, own: bytes
 ) -> BucketPlan:
     values = value_kind(shares[0].spec, config)
-    layout, tensors = lay_out(shares, values, BLOCK)
+    layout, tensors = lay_out(shares, values, ALIGNMENT)
     return replace(bucket, tensors=tensors, values=values, layout=layout, digests=(own,))
 
 

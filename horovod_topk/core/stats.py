@@ -15,6 +15,7 @@ class StepCounters:
 
     step: int  # steps that ended so far, this one included
     committed: bool  # False: rolled back, the residuals are as before the step
+    selected: int  # values handed to collectives by this rank
     payload_bytes: int  # bytes handed to collectives by this rank
     sent_bytes: int  # bytes this rank sends for them
     dense_bytes: int  # bytes this rank would send in a ring allreduce of the dense gradients
@@ -62,6 +63,5 @@ def planned(plan: Plan, ranks: int, traffic: Traffic) -> Stats:
         exchange=plan.config.exchange,
         buckets=len(plan.buckets),
         elements=sum(bucket.numel for bucket in plan.buckets),
-        selected=sum(bucket.entries for bucket in plan.buckets),
         **asdict(traffic),
     )

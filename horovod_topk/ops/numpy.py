@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_topk.ops import coding
+from horovod_topk.ops.coding import DEAL
 
 Array = NDArray[Any]
 
@@ -118,7 +119,7 @@ class NumpyOps:
         candidate[slice(None) if index is None else index] -= sent.astype(candidate.dtype)
 
     def spot(self, index: Array, parts: int, first: int) -> Array:
-        place: Array = (index // 64 * parts + first) * 64 + index % 64
+        place: Array = (index // DEAL * parts + first) * DEAL + index % DEAL
         return place
 
     def store(self, payload: Array, at: int, part: Array) -> None:

@@ -47,7 +47,7 @@ class Fused(Protocol[Taken]):
         4   value_at: byte of its first value in a payload
         5   index_at: byte of its first index in a payload
         6   dtype of its gradient: 0 float16, 1 bfloat16, 2 float32, 3 float64
-        7   first: element i is element (i // 64 * parts + first) * 64 + i % 64 of its gradient
+        7   first: element i is element (i // 512 * parts + first) * 512 + i % 512 of its gradient
         8   which of the gradients it belongs to
     """
 
@@ -180,7 +180,10 @@ class Ops(Protocol[Array]):
         ...
 
     def spot(self, index: Array, parts: int, first: int) -> Array:
-        """Where elements of a shard lie in its tensor: (i // 64 * parts + first) * 64 + i % 64."""
+        """Where elements of a shard lie: (i // 512 * parts + first) * 512 + i % 512.
+
+        index: int64, into the shard; what comes back is into its tensor.
+        """
         ...
 
     def store(self, payload: Array, at: int, part: Array) -> None:

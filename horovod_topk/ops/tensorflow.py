@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from horovod_topk.kernels import native
 from horovod_topk.ops import tensorflow_packing as packing
+from horovod_topk.ops.coding import DEAL
 from horovod_topk.ops.protocol import Fused
 
 log = logging.getLogger("horovod_topk")
@@ -217,7 +218,7 @@ class TensorFlowOps:
 
     def spot(self, index: Array, parts: int, first: int) -> Array:
         at = index.value
-        return Buffer((at // 64 * parts + first) * 64 + at % 64)
+        return Buffer((at // DEAL * parts + first) * DEAL + at % DEAL)
 
     def store(self, payload: Array, at: int, part: Array) -> None:
         _write(self.view(payload, at, at + part.numel), part.value)

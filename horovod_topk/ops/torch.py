@@ -18,6 +18,7 @@ from torch import Tensor
 
 from horovod_topk.kernels import native, triton
 from horovod_topk.ops import torch_packing as packing
+from horovod_topk.ops.coding import DEAL
 from horovod_topk.ops.protocol import Fused
 
 log = logging.getLogger("horovod_topk")
@@ -123,7 +124,7 @@ class TorchOps:
             candidate.index_add_(0, index, sent, alpha=-1)
 
     def spot(self, index: Tensor, parts: int, first: int) -> Tensor:
-        return (((index >> 6) * parts + first) << 6) + (index & 63)
+        return (index // DEAL * parts + first) * DEAL + index % DEAL
 
     def store(self, payload: Tensor, at: int, part: Tensor) -> None:
         payload[at : at + part.numel()] = part

@@ -33,7 +33,8 @@ def pack_values(values: Tensor, kind: str) -> Tensor:
         scale = _nearest_scale(_mean_magnitude(blocks, largest, count))
         body = _packed_bits(limited < 0)
     else:
-        scale = _scale_above(largest / coding.LARGEST[kind])
+        most = largest.new_full([1], coding.LARGEST[kind])  # a number would be multiplied by 1 / it
+        scale = _scale_above(largest / most)
         body = _packed_multiples(blocks, _widened(scale), kind)
     return torch.cat([_as_bytes(scale), body[: -(-count * coding.VALUE_BITS[kind] // 8)]])
 

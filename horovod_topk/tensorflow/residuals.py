@@ -19,19 +19,33 @@ class Residuals:
 
     def __init__(self) -> None:
         self._of: dict[int, Any] = {}
+        self._dealt: dict[int, object] = {}
 
-    def of(self, variable: Any, spec: TensorSpec) -> Any:
+    def of(self, variable: Any, spec: TensorSpec, dealt: object = None) -> Any:
         """A variable's residual, zeros at first: [n], float32 (float64 for float64 gradients).
 
+        dealt: how its elements are dealt out to owners, which orders them.
+
         Raises:
-            ShapeChangedError: its gradients used to have another precision.
+            ShapeChangedError: its gradients used to have another precision, or were dealt out
+                otherwise.
         """
         variable, dtype = unwrap(variable), RESIDUAL_DTYPE[spec.dtype]
         residual = self._of.get(id(variable))
         if residual is None:
             residual = _apart(_zeros, spec.numel, dtype, variable.device)
             self._of[id(variable)] = residual
+            self._dealt[id(variable)] = dealt
             weakref.finalize(variable, self._of.pop, id(variable), None)
+            weakref.finalize(variable, self._dealt.pop, id(variable), None)
+        if self._dealt[id(variable)] != dealt:
+            raise ShapeChangedError(
+                f"its residual is dealt out as {self._dealt[id(variable)]}, these gradients as "
+                f"{dealt} (name, ranks, this rank, reduction)",
+                tensor=spec.name,
+                cure="Give variables that are in several lists, process sets or reductions names "
+                "of their own, or each its own TopKEF(name=...)",
+            )
         if residual.dtype != dtype:
             raise ShapeChangedError(
                 f"its gradient is {spec.dtype}, its residual {residual.dtype.name}",

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +64,7 @@ class OptimizerState:
         self._skipped: dict[str, str] = {}
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._waiting: Mapping[str, Any] | None = None  # loaded before the residuals were made
+        self._taken = set[str]()  # names that have had theirs of it
         self._steps = self._rolled_back = 0
         self._gradient_norm = 0.0
         self.created = next(_COUNT)
@@ -106,15 +107,19 @@ class OptimizerState:
         state = pack_state(self._config.ratio, self._specs().values(), copies)
         if self._sharded is not None:
             state["owned"] = self._owned_state()
-        for part in ("shapes", "residuals"):  # loaded, and not asked for yet
-            state[part] = {**(self._waiting or {}).get(part, {}), **state[part]}
-        return state
+        return _with_waiting(state, self._waiting or {})
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse a state dict that does not fit; raises StateDictError."""
-        if self.active and self._routes:
-            check_state(_as_buffers(state), self._specs().values(), self._ops)
+        if self.active:
             check_owner(self._sharded, state.get("owned"))
+        if self.active and self._routes:
+            self._check(state, list(self._specs().values()))
+
+    def _check(self, state: Mapping[str, Any], specs: Sequence[TensorSpec]) -> None:
+        check_state(_as_buffers(state), specs, self._ops)
+        if self._sharded is not None:
+            check_state(_as_buffers(state["owned"]), self._owned_specs(specs), self._ops)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on residuals that this rank saved; before the first step they are kept until then.
@@ -124,11 +129,11 @@ class OptimizerState:
         """
         if not self.active:
             return
-        if not self._routes:
-            self._waiting = state
-            return
         self.check_state_dict(state)
-        self._assign(self._all_residuals(), self._all_owned(), state)
+        if self._routes:
+            self._assign(self._all_residuals(), self._all_owned(), state)
+        else:
+            self._waiting = state
 
     def reset(self) -> None:
         """Forget all residuals. Call it on every rank."""
@@ -202,21 +207,35 @@ class OptimizerState:
         with tf.init_scope():  # at once, also while a graph is being built
             if not elastic():  # there, ranks that join late make theirs alone
                 ordinal = agree(plan, ordinal, self._ops, self._collective)
-            kept = {s.name: self._residuals.of(v, s) for s, v in zip(specs, variables, strict=True)}
-            owned = self._owned_of(specs, variables)
+            kept = {
+                spec.name: self._residuals.of(variable, spec, self._dealt(spec, plan))
+                for spec, variable in zip(specs, variables, strict=True)
+            }
+            owned = self._owned_of(specs, variables, plan)
             self._take_on_waiting(specs, kept, owned)
         route = Route(specs, plan, prefix, ordinal, kept, owned)
         self._skipped |= plan.sent_dense()
         log.info("TopKEF %s: %s", route.name, plan.summary())
         return route
 
-    def _owned_of(self, specs: Sequence[TensorSpec], variables: Sequence[Any]) -> dict[str, Any]:
+    def _dealt(self, spec: TensorSpec, plan: Plan) -> object:
+        """What orders a residual's elements, and gives those of owners their unit."""
+        if self._sharded is None:
+            return None
+        return spec.name, self._exchange.ranks, self._exchange.rank, plan.reduction
+
+    def _owned_of(
+        self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan
+    ) -> dict[str, Any]:
         """Residuals of this rank's shards, if it owns any."""
         if self._sharded is None:
             return {}
-        own = {spec.name: replace(spec, shape=(self._shard_numel(spec),)) for spec in specs}
-        pairs = zip(own.items(), variables, strict=True)
-        return {name: self._owned.of(variable, spec) for (name, spec), variable in pairs}
+        pairs = zip(self._owned_specs(specs), variables, strict=True)
+        return {s.name: self._owned.of(v, s, self._dealt(s, plan)) for s, v in pairs}
+
+    def _owned_specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+        """This rank's shards."""
+        return [replace(spec, shape=(self._shard_numel(spec),)) for spec in specs]
 
     def _shard_numel(self, spec: TensorSpec) -> int:
         ranks, rank = self._exchange.ranks, self._exchange.rank
@@ -228,17 +247,22 @@ class OptimizerState:
         residuals: Mapping[str, Any],
         owned: Mapping[str, Any],
     ) -> None:
-        """Give new residuals what was loaded for them before they were made."""
+        """Give residuals what was loaded for them before they were asked for, once."""
         if self._waiting is None:
             return
-        loaded = self._waiting.get("residuals", {})
-        later = {n: e for n, e in loaded.items() if n in self._names and n not in residuals}
-        now = {n: e for n, e in loaded.items() if n not in later}
-        state = {**self._waiting, "residuals": now}
-        check_state(_as_buffers(state), specs, self._ops)
-        check_owner(self._sharded, state.get("owned"))
-        self._assign(residuals, owned, state)
-        self._waiting = {**self._waiting, "residuals": later} if later else None
+        new = [spec for spec in specs if spec.name not in self._taken]
+        names = {spec.name for spec in new}
+        later = {name for name in self._names if name not in names}
+        now = _without(self._waiting, later)
+        self._check(now, new)
+        self._assign(
+            {name: e for name, e in residuals.items() if name in names},
+            {name: e for name, e in owned.items() if name in names},
+            now,
+        )
+        self._taken |= names
+        rest = _without(self._waiting, names)
+        self._waiting = rest if rest["residuals"] else None
 
     def _build(self, route: Route, gradients: list[Any]) -> list[Any]:
         """One step as a graph, and its end on the host."""
@@ -281,9 +305,10 @@ class OptimizerState:
     def _owned_state(self) -> dict[str, Any]:
         """What a state dict has of this rank's shards."""
         own = self._all_owned()
-        specs = [replace(s, shape=(self._shard_numel(s),)) for s in self._specs().values()]
+        specs = self._owned_specs(self._specs().values())
         packed = pack_state(self._config.ratio, specs, {n: tf.identity(e) for n, e in own.items()})
-        return {"ranks": self._exchange.ranks, "rank": self._exchange.rank, **packed}
+        place = {"ranks": self._exchange.ranks, "rank": self._exchange.rank}
+        return place | _with_waiting(packed, (self._waiting or {}).get("owned", {}))
 
     def _places(self, name: str, numel: int) -> Any:
         """Where the elements of a residual lie in its tensor: shards follow each other in it."""
@@ -327,6 +352,22 @@ class OptimizerState:
     def _skip(self, name: str, reason: str) -> None:
         self._skipped[name] = reason
         log.warning("TopKEF does not compress %s: %s", name, reason)
+
+
+def _with_waiting(state: dict[str, Any], waiting: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict, and what was loaded and not asked for yet."""
+    parts = ("shapes", "residuals")
+    return state | {part: {**waiting.get(part, {}), **state[part]} for part in parts}
+
+
+def _without(state: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
+    """A state dict without these tensors."""
+    kept = dict(state)
+    for part in {"shapes", "residuals"} & set(state):
+        kept[part] = {name: e for name, e in state[part].items() if name not in names}
+    if "owned" in state:
+        kept["owned"] = _without(state["owned"], names)
+    return kept
 
 
 def _as_buffers(state: Mapping[str, Any]) -> Mapping[str, Any]:

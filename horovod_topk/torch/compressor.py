@@ -24,7 +24,7 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         values: how values are sent: "float32" (float64 for a float64 tensor), "float16",
             "bfloat16", "int8", "int4" or "sign". The residual keeps the rounding.
         indices: "packed", "plain" (16 or 32 bits), or "auto": packed but on accelerators.
-        exchange: how payloads travel: "allgather", or "sharded", whose bytes do not grow with the
+        exchange: how payloads travel: "allgather", or "sharded", whose bytes hardly grow with the
             number of ranks.
         gather_ratio: share of its elements that the owner of a shard sends back, in (0, 1]; None:
             as `ratio`.

@@ -252,7 +252,7 @@ class OptimizerState:
     def _release(self, slot: Slot) -> None:
         """Leave a parameter with sparse gradients to Horovod, before its bucket is first sent."""
         name = slot.spec.name
-        norm = float(self._compressor.registry.residual(name).norm())
+        norm = self._compressor.owed(name)
         if norm > 0.0:
             raise ShapeChangedError(
                 f"its gradient became sparse, and a residual of norm {norm:.3g} would be lost",

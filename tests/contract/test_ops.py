@@ -884,12 +884,12 @@ def test_bfloat16_gradients_lose_nothing_but_their_own_rounding(values: Array) -
 
 
 @each_way
-@given(numel=st.integers(0, 700), parts=st.integers(1, 5), data=st.data())
+@given(numel=st.integers(0, 5000), parts=st.integers(1, 5), data=st.data())
 def test_spot_finds_the_elements_of_every_part_th_block(
     backend: Backend, numel: int, parts: int, data: st.DataObject
 ) -> None:
     first = data.draw(st.integers(0, parts - 1))
-    blocks = [np.arange(at, at + 64) for at in range(64 * first, 64 * parts * 11, 64 * parts)]
+    blocks = [np.arange(at, at + 512) for at in range(512 * first, 512 * parts * 11, 512 * parts)]
     expected = np.concatenate(blocks)[:numel]
     spots = backend.ops.spot(backend.ops.arange(numel, "cpu"), parts, first)
     assert dtype_name(spots) == "int64"

@@ -69,7 +69,7 @@ struct Job {
 
   /* Where an element of a tensor lies in its gradient, which may be dealt out to shards. */
   int64_t natural(const Tensor &t, int64_t i) const {
-    return (i / 64 * parts + t.first) * 64 + i % 64;
+    return (i / 512 * parts + t.first) * 512 + i % 512;
   }
 
   int64_t gradient_numel(const Tensor &t) const { return natural(t, t.numel - 1) + 1; }

@@ -211,6 +211,7 @@ def test_callbacks_hear_of_every_step_once(ending: str) -> None:
         StepCounters(
             step=1,
             committed=ending == "commit",
+            selected=compressor.traffic().selected,
             payload_bytes=compressor.traffic().payload_bytes,
             sent_bytes=compressor.traffic().sent_bytes,
             dense_bytes=compressor.traffic().dense_bytes,

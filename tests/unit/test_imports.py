@@ -33,6 +33,7 @@ ROOMS = {
     "ops/torch.py": {
         "torch",
         "horovod_topk.ops.protocol",
+        "horovod_topk.ops.coding",
         "horovod_topk.ops.torch_packing",
         "horovod_topk.kernels",
     },
@@ -40,6 +41,7 @@ ROOMS = {
     "ops/tensorflow.py": {
         "tensorflow",
         "horovod_topk.ops.protocol",
+        "horovod_topk.ops.coding",
         "horovod_topk.ops.tensorflow_packing",
         "horovod_topk.kernels.native",
     },

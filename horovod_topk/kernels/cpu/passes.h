@@ -57,7 +57,7 @@ struct Rows {
 
 /* Where elements of a shard lie in a gradient that is dealt out in blocks of DEAL: the shard has every
  * `parts`-th block, from `first` on. Arenas have the shard's elements one after the other. */
-constexpr int64_t DEAL = 64;
+constexpr int64_t DEAL = 512;
 struct Dealt {
   int64_t parts, first;
 

@@ -41,11 +41,27 @@ inline void put_word(uint8_t *data, int64_t at, int64_t size, uint64_t word) {
   memcpy(data + at, &word, (size_t)(size - at < 8 ? size - at : 8));
 }
 
+/* Eight at a time, which are `low` bytes, for as long as sixteen may be written; returns how many. */
+inline int64_t pack_low_eights(const uint32_t *index, int64_t k, int64_t low, uint8_t *to,
+                               int64_t size) {
+  const uint64_t mask = ((uint64_t)1 << low) - 1;
+  int64_t i = 0;
+  for (int64_t at = 0; low <= 16 && i + 8 <= k && at + 16 <= size; i += 8, at += low) {
+    uint64_t half[2] = {0, 0};
+    for (int64_t j = 0; j < 8; ++j)
+      half[j / 4] |= (((uint64_t)index[i + j] - (uint64_t)(i + j)) & mask) << j % 4 * low;
+    unsigned __int128 all = (unsigned __int128)half[1] << 4 * low | half[0];
+    memcpy(to + at, &all, 16);
+  }
+  return i;
+}
+
 inline void pack_low(const uint32_t *index, int64_t k, int64_t low, uint8_t *to, int64_t size) {
   const uint64_t mask = ((uint64_t)1 << low) - 1;
+  int64_t first = pack_low_eights(index, k, low, to, size);
   uint64_t word = 0;
-  int64_t bits = 0, at = 0;
-  for (int64_t i = 0; i < k; ++i) {
+  int64_t bits = 0, at = first / 8 * low;
+  for (int64_t i = first; i < k; ++i) {
     word |= (((uint64_t)index[i] - (uint64_t)i) & mask) << bits;
     bits += low;
     if (bits >= 32) {

@@ -71,7 +71,7 @@ def kept(task: Any, optimizer: Any) -> list[Tensor]:
 
 def places_of(name: str, numel: int, rank: int) -> Tensor:
     """Which elements of a tensor a rank owns, from the docstring of `core.shards`."""
-    block = torch.arange(numel) // 64
+    block = torch.arange(numel) // 512
     first = (rank - zlib.crc32(name.encode())) % hvd.size()
     return (block % hvd.size() == first).nonzero().squeeze(1)
 

@@ -13,9 +13,10 @@ import tensorflow as tf
 from proof import assert_ranks_equal
 from tapes import Linear, noise, train
 
+from horovod_topk.errors import ShapeChangedError, StateDictError
 from horovod_topk.tensorflow import TopKEF
 
-SHAPES = [(30, 20), (7,), (65,)]
+SHAPES = [(60, 50), (7,), (515,)]
 
 
 def sharded(**settings: Any) -> TopKEF:
@@ -50,7 +51,7 @@ def kept(compression: TopKEF) -> dict[str, Any]:
     """Mean of the ranks' residuals, and the owners' at their elements."""
     state, total = compression.state_dict(), {}
     for name, residual in state["residuals"].items():
-        block = np.arange(residual.shape[0]) // 64
+        block = np.arange(residual.shape[0]) // 512
         first = (hvd.rank() - zlib.crc32(name.encode())) % hvd.size()
         own = np.zeros(residual.shape[0], np.float32)
         own[block % hvd.size() == first] = state["owned"]["residuals"][name].numpy()
@@ -73,7 +74,7 @@ def test_an_infinity_leaves_all_residuals_as_they_were() -> None:
     before = copies(compression.state_dict())
     mine = gradients(1)
     if hvd.rank() == 0:
-        mine[0] = tf.tensor_scatter_nd_update(mine[0], [[29, 19]], [np.inf])
+        mine[0] = tf.tensor_scatter_nd_update(mine[0], [[59, 49]], [np.inf])
     exchanged = model.exchange(compression, mine)
     assert np.isnan(exchanged[0]).all()
     assert np.isfinite(exchanged[1]).all()
@@ -95,3 +96,53 @@ def test_a_checkpoint_carries_a_run_over(tmp_path: Path) -> None:
     expected = model.exchange(first, gradients(3))
     assert all(map(np.array_equal, other.exchange(second, gradients(3)), expected))
     assert all(map(np.array_equal, copies(second.state_dict()), copies(first.state_dict())))
+
+
+def some_of(model: Linear, *positions: int) -> Linear:
+    """The same variables, some of them."""
+    part = Linear([])
+    part.variables = [model.variables[i] for i in positions]
+    return part
+
+
+@pytest.mark.parametrize("settings", [{"exchange": "sharded"}, {"exchange": "allgather"}], ids=str)
+def test_what_was_loaded_waits_for_the_step_that_asks_for_it(settings: Any) -> None:
+    """A variable without a gradient, a save in between, and then both."""
+    first, second, third = (TopKEF(ratio=0.1, min_numel=0, **settings) for _ in range(3))
+    model, other, last = (Linear(SHAPES[:2]) for _ in range(3))
+    for step in range(3):
+        model.exchange(first, gradients(step)[:2])
+    state = first.state_dict()
+    second.load_state_dict(state)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(other.variables[0] * gradients(3)[0])
+    tape = hvd.DistributedGradientTape(tape, compression=second)
+    assert tape.gradient(loss, other.variables)[1] is None
+    again = second.state_dict()
+    assert set(again["residuals"]) == set(state["residuals"])
+    third.load_state_dict(again)
+    expected = other.exchange(second, gradients(4)[:2])
+    assert all(map(np.array_equal, last.exchange(third, gradients(4)[:2]), expected))
+
+
+def test_a_variable_in_two_lists_under_two_names_is_refused() -> None:
+    """Its residual is dealt out by its name: read by another, elements would go astray."""
+    compression, model = sharded(), Linear([(600,), (600,)])
+    model.exchange(compression, [noise(hvd.rank(), i, (600,)) for i in range(2)])
+    with pytest.raises(ShapeChangedError, match=r"is dealt out as .*names of their own"):
+        some_of(model, 1).exchange(compression, [noise(hvd.rank(), 3, (600,))])
+
+
+def test_a_wrong_state_is_refused_at_once() -> None:
+    compression, model = sharded(), Linear(SHAPES)
+    model.exchange(compression, gradients(0))
+    before = copies(compression.state_dict())
+    state = compression.state_dict()
+    state["owned"]["residuals"].popitem()
+    with pytest.raises(StateDictError, match="has no residual for it"):
+        compression.load_state_dict(state)
+    assert all(map(np.array_equal, copies(compression.state_dict()), before))
+    other = compression.state_dict()
+    other["owned"]["rank"] = 1 - hvd.rank()
+    with pytest.raises(StateDictError, match="that own shards, this is rank"):
+        compression.load_state_dict(other)
