@@ -36,6 +36,10 @@ def arguments(
     add = parser.add_argument
     add("--compression", choices=("none", "fp16", "topk"), default="none", help="of gradients")
     add("--ratio", type=float, default=0.01, help="part of the gradient that topk sends")
+    add(
+        "--values", default="float32", help="how topk sends values, such as int8 (default: float32)"
+    )
+    add("--exchange", default="allgather", help="how its payloads travel (default: allgather)")
     add("--optimizer", choices=("sgd", "adamw"), default=optimizer)
     add("--lr", type=float, default=lr, help="peak learning rate (default: %(default)s)")
     add("--batch-size", type=int, default=batch_size, help="per rank (default: %(default)s)")
@@ -132,7 +136,9 @@ def summary(result: dict[str, Any]) -> str:
     """One line on a finished run."""
     config, history = result["config"], result["history"]
     topk = config["compression"] == "topk"
-    name = f"topk at {config['ratio']:g}" if topk else config["compression"]
+    name = config["compression"]
+    if topk:
+        name = f"topk at {config['ratio']:g}, {config['values']}, {config['exchange']}"
     scores = (
         f"{config['evaluate_on']} {column.replace('_', ' ')} {values[-1]:.4f}"
         for column, values in history.items()
