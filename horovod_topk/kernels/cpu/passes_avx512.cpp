@@ -7,6 +7,7 @@
 
 #define TOPKEF_LANES
 #define TOPKEF_PART
+#define TOPKEF_POSITIONS
 #include "number.h"
 
 namespace {
@@ -76,6 +77,17 @@ struct Lines {
     return i;
   }
 };
+
+/* Sixteen bits of a word at a time; what is written past the last is overwritten, or not read. */
+inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
+  const __m512i sixteen = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (uint32_t at = 0; at < 64; at += 16) {
+    auto bits = (__mmask16)(word >> at);
+    __m512i place = _mm512_add_epi32(sixteen, _mm512_set1_epi32((int)(base + at)));
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(bits, place));
+    to += __builtin_popcount(bits);
+  }
+}
 
 template <class R>
 struct Parting;

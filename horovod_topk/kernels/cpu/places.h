@@ -103,7 +103,14 @@ inline void pack_plain(const uint32_t *index, int64_t k, int64_t, uint8_t *data)
   for (int64_t i = 0; i < k; ++i) store(reinterpret_cast<I *>(data), i, (I)index[i]);
 }
 
-/* Which bits of a map are set, the first `k` of them; returns how many there are. */
+/* Write where a word's bits are, from `base` on; up to 64 numbers may be written. */
+#ifndef TOPKEF_POSITIONS
+inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
+  for (; word; word &= word - 1) *to++ = base + (uint32_t)__builtin_ctzll(word);
+}
+#endif
+
+/* Which bits of a map are set, the first `k` of them; returns how many there are, or more than k. */
 inline int64_t set_bits(const uint8_t *map, const Packing &size, int64_t k, uint32_t *to) {
   int64_t found = 0;
   for (int64_t at = 0; at < size.map_bytes; at += 8) {
@@ -112,29 +119,56 @@ inline int64_t set_bits(const uint8_t *map, const Packing &size, int64_t k, uint
     if (rest < 64) word &= ((uint64_t)1 << rest) - 1;
     int64_t count = __builtin_popcountll(word);
     if (found + count > k) return found + count;
-    for (; word; word &= word - 1) to[found++] = (uint32_t)(8 * at) + (uint32_t)__builtin_ctzll(word);
+    if (found + 64 <= k) {
+      positions(word, (uint32_t)(8 * at), to + found);
+    } else {
+      uint32_t own[64];
+      positions(word, (uint32_t)(8 * at), own);
+      memcpy(to + found, own, (size_t)count * sizeof *own);
+    }
+    found += count;
   }
   return found;
 }
 
+/* Lower bits [first, first + count) of a packed tensor. */
+inline void unpack_low(const uint8_t *data, const Packing &size, int64_t first, int64_t count,
+                       uint32_t *to) {
+  const uint64_t mask = ((uint64_t)1 << size.low) - 1;
+  int64_t i = 0;
+  for (; size.low <= 14 && i + 4 <= count; i += 4) {  // four and a part of a byte in one word
+    int64_t bit = (first + i) * size.low, at = bit >> 3;
+    if (at + 8 > size.bytes()) break;
+    uint64_t word = load(reinterpret_cast<const uint64_t *>(data + at)) >> (bit & 7);
+    for (int64_t j = 0; j < 4; ++j) to[i + j] = (uint32_t)(word >> j * size.low & mask);
+  }
+  for (; i < count; ++i) {
+    int64_t bit = (first + i) * size.low;
+    to[i] = (uint32_t)(word_at(data, bit >> 3, size.bytes()) >> (bit & 7) & mask);
+  }
+}
+
 /* Returns whether there are k that ascend below n; `to` has room for k. */
 inline bool unpack_packed(const uint8_t *data, int64_t k, int64_t n, uint32_t *to) {
+  constexpr int64_t PART = 1024;
   Packing size(n, k);
   if (set_bits(data + size.low_bytes, size, k, to) != k) return false;
-  const uint64_t mask = ((uint64_t)1 << size.low) - 1;
-  const int64_t last_whole = size.bytes() - 8;
+  uint32_t low[PART];
   uint64_t before = 0, wrong = 0;
-  for (int64_t i = 0; i < k; ++i) {
-    int64_t bit = i * size.low, at = bit >> 3;
-    uint64_t word = at <= last_whole ? load(reinterpret_cast<const uint64_t *>(data + at))
-                                     : word_at(data, at, size.bytes());
-    uint64_t x = ((uint64_t)(to[i] - (uint32_t)i) << size.low) | (word >> (bit & 7) & mask);
-    uint64_t index = x + (uint64_t)i;
-    wrong |= (uint64_t)(index < before);
-    before = index + 1;
-    to[i] = (uint32_t)index;
+  for (int64_t at = 0; at < k; at += PART) {
+    int64_t count = k - at < PART ? k - at : PART;
+    unpack_low(data, size, at, count, low);
+    for (int64_t i = 0; i < count; ++i) {
+      uint64_t x = (uint64_t)(to[at + i] - (uint32_t)(at + i)) << size.low | low[i];
+      uint64_t index = x + (uint64_t)(at + i);
+      wrong |= index >> 32;
+      to[at + i] = (uint32_t)index;
+    }
+    wrong |= (uint64_t)(at > 0 && to[at] <= before);
+    for (int64_t i = at + 1; i < at + count; ++i) wrong |= (uint64_t)(to[i - 1] >= to[i]);
+    before = to[at + count - 1];
   }
-  return !wrong && before <= (uint64_t)n;
+  return !wrong && before < (uint64_t)n;
 }
 
 /* The same of plain ones; they are looked at where they are if `to` is null. */
