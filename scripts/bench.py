@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,11 @@ def in_tensorflow(ratio: float) -> Callable[[], None]:
         return Buffer(tf.concat([payload.value, payload.value], 0))
 
     settings = Settings("average", None, Alone(twice))
-    state = OptimizerState(TopKConfig(ratio=ratio), variables, settings, Residuals())
-    state._collective = Collective(twice)  # type: ignore[assignment]
-    state._exchange = Allgather(Collective(twice))
+    state = OptimizerState(TopKConfig(ratio=ratio), variables, settings, Residuals(), Residuals())
+    collective = Collective(twice)
+    state._collective = collective  # type: ignore[assignment]
+    state._exchange = Allgather(collective)
+    state._transport = replace(state._transport, collective=collective)
     gradients = [tf.random.normal(v.shape, seed=i) for i, v in enumerate(variables)]
     run = tf.function(lambda mine: state.exchange(mine, variables), autograph=False)
     return lambda: run(gradients)

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from horovod_topk.core import payload as wire
 from horovod_topk.core.plan import BucketPlan, TensorPlan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.residual import Arenas, as_row
 from horovod_topk.errors import PayloadError
 from horovod_topk.ops import Fused, Ops
 from horovod_topk.ops.coding import index_bytes, value_bytes
@@ -244,23 +244,28 @@ class TopK(Generic[Array]):
         if bucket.parts == 1:
             return index
         if index is None:
-            own = self._ops.arange(tensor.numel, bucket.device)
-            index = self._ops.load(own, tensor.numel, 0, tensor.numel)
+            index = as_row(self._ops, self._ops.arange(tensor.numel, bucket.device))
         return self._natural(bucket, tensor, index)
 
     def _read_indices(
         self, bucket: BucketPlan, gathered: Array
     ) -> tuple[dict[int, Array], dict[int, Array]]:
         """Indices, a row a rank, and whether they are sound, by position of the tensor."""
-        ops, size = self._ops, bucket.layout.payload_bytes
         index, sound = dict[int, Array](), dict[int, Array]()
         for position, tensor in enumerate(bucket.tensors):
-            if tensor.index is None:
-                continue
-            numel, k, kind = tensor.numel, tensor.k, tensor.index
-            rows = ops.load(gathered, size, tensor.index_at, index_bytes(kind, numel, k))
-            index[position], sound[position] = ops.unpack_index(rows, k, numel, kind)
+            if tensor.index is not None:
+                read = self._read_index(bucket, tensor, tensor.index, gathered)
+                index[position], sound[position] = read
         return index, sound
+
+    def _read_index(
+        self, bucket: BucketPlan, tensor: TensorPlan, kind: str, gathered: Array
+    ) -> tuple[Array, Array]:
+        """One tensor's indices, a row a rank, and whether they are sound."""
+        ops, size, count = self._ops, bucket.layout.payload_bytes, tensor.k
+        data_bytes = index_bytes(kind, tensor.numel, count)
+        rows = ops.load(gathered, size, tensor.index_at, data_bytes)
+        return ops.unpack_index(rows, count, tensor.numel, kind)
 
     def _read_values(self, bucket: BucketPlan, tensor: TensorPlan, gathered: Array) -> Array:
         """A tensor's values, a row a rank."""
@@ -271,8 +276,9 @@ class TopK(Generic[Array]):
     def _sent(self, bucket: BucketPlan, data: Array, count: int) -> Array:
         """What a reader makes of values."""
         ops = self._ops
-        rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
-        return ops.row(ops.unpack_values(rows, count, bucket.values, bucket.residual_dtype), 0)
+        return ops.row(
+            ops.unpack_values(as_row(ops, data), count, bucket.values, bucket.residual_dtype), 0
+        )
 
     def _read_first(
         self, bucket: BucketPlan, tensor: TensorPlan, payload: Array
@@ -282,10 +288,7 @@ class TopK(Generic[Array]):
         values = ops.view(ops.row(self._read_values(bucket, tensor, payload), 0), 0, count)
         if tensor.index is None:
             return ops.arange(count, bucket.device), values
-        numel, k, kind = tensor.numel, tensor.k, tensor.index
-        size = bucket.layout.payload_bytes
-        rows = ops.load(payload, size, tensor.index_at, index_bytes(kind, numel, k))
-        index, _ = ops.unpack_index(rows, k, numel, kind)
+        index, _ = self._read_index(bucket, tensor, tensor.index, payload)
         return ops.view(ops.row(index, 0), 0, count), values
 
     def _kernel(self, bucket: BucketPlan) -> Fused[Array] | None:

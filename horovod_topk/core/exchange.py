@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from horovod_topk.core import payload as wire
 from horovod_topk.core.codec import Codec
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import ResidualRegistry
@@ -79,21 +78,30 @@ class Exchange(Protocol[Array]):
         ...
 
 
-class Allgather(Generic[Array]):
-    """Every rank sends its payload to every other; bytes grow with the number of ranks."""
+class _Over(Generic[Array]):
+    """What exchanges over a collective have in common."""
 
     def __init__(self, collective: Collective[Array]) -> None:
         self._collective = collective
 
     @property
     def ranks(self) -> int:
-        """How many payloads come back."""
+        """How many ranks exchange."""
         return self._collective.size
 
     @property
     def rank(self) -> int:
         """This one among them."""
         return self._collective.rank
+
+    def _traffic(self, plan: Plan, selected: int, payload_bytes: int, sent_bytes: int) -> Traffic:
+        dense = sum(bucket.dense_bytes for bucket in plan.buckets)
+        dense_bytes = ring_allreduce_bytes(dense, self.ranks)
+        return Traffic(selected, payload_bytes, sent_bytes, dense_bytes)
+
+
+class Allgather(_Over[Array]):
+    """Every rank sends its payload to every other; bytes grow with the number of ranks."""
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """The bucket itself."""
@@ -113,24 +121,14 @@ class Allgather(Generic[Array]):
         """One allgather."""
         return Direct(bucket, registry.arenas(bucket.ordinal), ops, codec, self._collective)
 
-    def launch(self, payload: Array, name: str) -> Pending[Array]:
-        """Start the exchange of one bucket."""
-        return self._collective.allgather(payload, name)
-
-    def check_length(self, received: int, bucket: BucketPlan) -> None:
-        """Refuse a result that is not one payload a rank; raises PayloadError."""
-        wire.check_length(received, bucket.layout.payload_bytes, self.ranks, bucket.ordinal)
-
     def traffic(self, plan: Plan) -> Traffic:
         """Bytes of a step, sent in a ring from rank to rank."""
         payload_bytes = sum(bucket.layout.payload_bytes for bucket in plan.buckets)
-        dense = sum(bucket.dense_bytes for bucket in plan.buckets)
-        sent = (self.ranks - 1) * payload_bytes
         entries = sum(bucket.entries for bucket in plan.buckets)
-        return Traffic(entries, payload_bytes, sent, ring_allreduce_bytes(dense, self.ranks))
+        return self._traffic(plan, entries, payload_bytes, (self.ranks - 1) * payload_bytes)
 
 
-class ShardedExchange(Generic[Array]):
+class ShardedExchange(_Over[Array]):
     """Entries go to the owner of their elements, and the owners' sums back to all.
 
     About (P - 1) / P of a payload goes in each direction: more where shards become so small that
@@ -138,24 +136,14 @@ class ShardedExchange(Generic[Array]):
     """
 
     def __init__(self, collective: Collective[Array]) -> None:
-        self._collective = collective
-        self._plans: dict[BucketPlan, ShardedPlan] = {}
-
-    @property
-    def ranks(self) -> int:
-        """How many own a shard: all of them."""
-        return self._collective.size
-
-    @property
-    def rank(self) -> int:
-        """This one among them."""
-        return self._collective.rank
+        super().__init__(collective)
+        self._plans: dict[bytes, ShardedPlan] = {}  # by their bucket's digest
 
     def dealt(self, bucket: BucketPlan) -> ShardedPlan:
         """A bucket as it is dealt out."""
-        if bucket not in self._plans:
-            self._plans[bucket] = shard(bucket, self.ranks)
-        return self._plans[bucket]
+        if bucket.digest not in self._plans:
+            self._plans[bucket.digest] = shard(bucket, self.ranks)
+        return self._plans[bucket.digest]
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """A plan for each owner."""
@@ -163,8 +151,7 @@ class ShardedExchange(Generic[Array]):
 
     def owned(self, plan: Plan, ops: Ops[Array]) -> ResidualRegistry[Array]:
         """Residuals of the means of this rank's shards."""
-        rank = self._collective.rank
-        return ResidualRegistry(plan, ops, lambda bucket: (self.dealt(bucket).gather[rank],))
+        return ResidualRegistry(plan, ops, lambda bucket: (self.dealt(bucket).gather[self.rank],))
 
     def route(
         self,
@@ -190,14 +177,9 @@ class ShardedExchange(Generic[Array]):
         others, dealt = self.ranks - 1, [self.dealt(bucket) for bucket in plan.buckets]
         there = sum(each.scatter_bytes for each in dealt)
         back = sum(each.gather_bytes for each in dealt)
-        dense = sum(bucket.dense_bytes for bucket in plan.buckets)
-        mine = [plan for each in dealt for plan in (*each.scatter, each.gather[self.rank])]
-        return Traffic(
-            sum(each.entries for each in mine),
-            self.ranks * there + back,
-            others * (there + back),
-            ring_allreduce_bytes(dense, self.ranks),
-        )
+        mine = [leg for each in dealt for leg in (*each.scatter, each.gather[self.rank])]
+        entries = sum(each.entries for each in mine)
+        return self._traffic(plan, entries, self.ranks * there + back, others * (there + back))
 
 
 def ring_allreduce_bytes(dense_bytes: int, ranks: int) -> int:

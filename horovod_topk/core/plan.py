@@ -132,12 +132,12 @@ class BucketPlan:
         """Where its arenas live."""
         return self.tensors[0].spec.device
 
-    @property
+    @cached_property
     def entries(self) -> int:
         """Values in its payload."""
         return sum(tensor.k for tensor in self.tensors)
 
-    @property
+    @cached_property
     def dense_bytes(self) -> int:
         """Bytes of the gradients it stands for."""
         return sum(t.numel * WIDTH[t.spec.dtype] for t in self.tensors)

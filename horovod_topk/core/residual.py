@@ -87,7 +87,7 @@ class ResidualRegistry(Generic[Array]):
             values = self._view(arenas, tensor)
             if tensor.numel:
                 place = self._places(arenas, tensor)
-                self._ops.accumulate(whole, self._row_of(place), self._row_of(values))
+                self._ops.accumulate(whole, as_row(self._ops, place), as_row(self._ops, values))
         return whole
 
     def reset(self) -> None:
@@ -161,12 +161,13 @@ class ResidualRegistry(Generic[Array]):
         own = self._ops.arange(tensor.numel, arenas.plan.device)
         return self._ops.spot(own, arenas.plan.parts, tensor.first)
 
-    def _row_of(self, array: Array) -> Array:
-        """[1, n] of [n]."""
-        return self._ops.load(array, self._ops.numel(array), 0, self._ops.numel(array))
-
     def _specs(self) -> list[TensorSpec]:
         return [pieces[0][1].spec for pieces in self._pieces.values()]
+
+
+def as_row(ops: Ops[Array], array: Array) -> Array:
+    """[1, n] of [n], n >= 1."""
+    return ops.load(array, ops.numel(array), 0, ops.numel(array))
 
 
 def pack_state(

@@ -70,29 +70,24 @@ def shard_numel(numel: int, parts: int, first: int) -> int:
 
 def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
     """Deal a bucket out to `parts` owners."""
-    config = bucket.config
-    specs = [tensor.spec for tensor in bucket.tensors]
-    narrow = [_shares(specs, parts, p, config.ratio, config) for p in range(parts)]
-    wide = [_shares(specs, parts, p, config.ratio_back, config) for p in range(parts)]
-    agreed = [payload.VERSION, config.agreed(), bucket.reduction, parts]
-    scatter = _padded(
-        [
-            _plan(bucket, shares, config, digest([*agreed, "scatter", p, _identities(shares)]))
-            for p, shares in enumerate(narrow)
-        ],
-        parts,
-    )
-    gather = _padded(
-        [
-            _plan(bucket, shares, config, digest([*agreed, "gather", p, _identities(shares)]))
-            for p, shares in enumerate(wide)
-        ],
-        parts,
-    )
-    packed = tuple(_packed(each) for each in gather)
-    return ShardedPlan(
-        bucket, scatter, tuple(_packed(each) for each in scatter), packed, _joined(gather)
-    )
+    scatter = _leg(bucket, parts, "scatter", bucket.config.ratio)
+    gather = _leg(bucket, parts, "gather", bucket.config.ratio_back)
+    arrive, packed = (tuple(_packed(each) for each in leg) for leg in (scatter, gather))
+    return ShardedPlan(bucket, scatter, arrive, packed, _joined(gather))
+
+
+def _leg(bucket: BucketPlan, parts: int, leg: str, ratio: float) -> tuple[BucketPlan, ...]:
+    """Payloads to or from each owner, as long as the longest, for gradients that are dealt out."""
+    config, plans = bucket.config, []
+    values = value_kind(bucket.tensors[0].spec, config)
+    agreed = [payload.VERSION, config.agreed(), bucket.reduction, parts, leg]
+    for part in range(parts):
+        shares = _shares([t.spec for t in bucket.tensors], parts, part, ratio, config)
+        layout, tensors = lay_out(shares, values, ALIGNMENT)
+        own = digest([*agreed, part, _identities(shares)])
+        plans.append(replace(bucket, tensors=tensors, layout=layout, digests=(own,), parts=parts))
+    most = max(plan.layout.payload_bytes for plan in plans)
+    return tuple(replace(plan, layout=replace(plan.layout, payload_bytes=most)) for plan in plans)
 
 
 def _shares(
@@ -109,23 +104,6 @@ def _shares(
 
 def _identities(shares: Sequence[Share]) -> list[object]:
     return [[*identity(each), each.numel, each.k, each.first, DEAL] for each in shares]
-
-
-def _plan(
-    bucket: BucketPlan, shares: Sequence[Share], config: TopKConfig, own: bytes
-) -> BucketPlan:
-    values = value_kind(shares[0].spec, config)
-    layout, tensors = lay_out(shares, values, ALIGNMENT)
-    return replace(bucket, tensors=tensors, values=values, layout=layout, digests=(own,))
-
-
-def _padded(plans: Sequence[BucketPlan], parts: int) -> tuple[BucketPlan, ...]:
-    """The same plans, all as long as the longest, for gradients that are dealt out."""
-    most = max(plan.layout.payload_bytes for plan in plans)
-    return tuple(
-        replace(plan, layout=replace(plan.layout, payload_bytes=most), parts=parts)
-        for plan in plans
-    )
 
 
 def _packed(plan: BucketPlan) -> BucketPlan:

@@ -45,26 +45,16 @@ struct Plain {
   R at(int64_t i) const { return (R)widen(load(values, i)); }
 };
 
-template <class R>
-struct Int8 {
+template <class R, int kind>
+struct Multiple {
   const uint8_t *scales, *body;
 
-  Int8(const uint8_t *data, int64_t count)
-      : scales(data), body(data + scale_bytes(topkef::INT8, count)) {}
-  static int8_t multiple(const uint8_t *body, int64_t i) { return (int8_t)body[i]; }
-  R at(int64_t i) const { return (R)(scale_at(scales, i >> 7) * (float)multiple(body, i)); }
-};
-
-template <class R>
-struct Int4 {
-  const uint8_t *scales, *body;
-
-  Int4(const uint8_t *data, int64_t count)
-      : scales(data), body(data + scale_bytes(topkef::INT4, count)) {}
-  static int multiple(const uint8_t *body, int64_t i) {
+  Multiple(const uint8_t *data, int64_t count) : scales(data), body(data + scale_bytes(kind, count)) {}
+  int whole(int64_t i) const {
+    if (kind == topkef::INT8) return (int8_t)body[i];
     return (int)((body[i >> 1] >> (i & 1) * 4 & 15) ^ 8) - 8;
   }
-  R at(int64_t i) const { return (R)(scale_at(scales, i >> 7) * (float)multiple(body, i)); }
+  R at(int64_t i) const { return (R)(scale_at(scales, i >> 7) * (float)whole(i)); }
 };
 
 template <class R>
@@ -224,8 +214,8 @@ inline R read_value(int64_t kind, const uint8_t *data, int64_t count, int64_t i)
     case topkef::FULL: return Plain<R, R>(data, count).at(i);
     case topkef::HALF: return Plain<R, Half>(data, count).at(i);
     case topkef::BRAIN: return Plain<R, Brain>(data, count).at(i);
-    case topkef::INT8: return Int8<R>(data, count).at(i);
-    case topkef::INT4: return Int4<R>(data, count).at(i);
+    case topkef::INT8: return Multiple<R, topkef::INT8>(data, count).at(i);
+    case topkef::INT4: return Multiple<R, topkef::INT4>(data, count).at(i);
     default: return Sign<R>(data, count).at(i);
   }
 }

@@ -272,8 +272,8 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   fill_kind<R, Plain<R, R>>(passes, topkef::FULL, pack_full<R>);
   fill_kind<R, Plain<R, Half>>(passes, topkef::HALF, pack_short<R, Half>);
   fill_kind<R, Plain<R, Brain>>(passes, topkef::BRAIN, pack_short<R, Brain>);
-  fill_kind<R, Int8<R>>(passes, topkef::INT8, pack_multiples<R, topkef::INT8>);
-  fill_kind<R, Int4<R>>(passes, topkef::INT4, pack_multiples<R, topkef::INT4>);
+  fill_kind<R, Multiple<R, topkef::INT8>>(passes, topkef::INT8, pack_multiples<R, topkef::INT8>);
+  fill_kind<R, Multiple<R, topkef::INT4>>(passes, topkef::INT4, pack_multiples<R, topkef::INT4>);
   fill_kind<R, Sign<R>>(passes, topkef::SIGN, pack_signs<R>);
 }
 
