@@ -86,20 +86,27 @@ topkef::Cut choose(const topkef::Stretch *stretches, int64_t count, int64_t k) {
 /* Entries that a cut parts; what is dropped gathers until it is put back. */
 template <class R>
 struct Parting {
-  uint32_t *index;
-  R *value, *out;
+  const uint32_t *index;
+  const R *value;
+  uint32_t *kept_index;  // not after `index`, nor is what follows after `value`
+  R *kept_value, *out;
   int64_t kept = 0, ties;
   uint32_t dropped_index[BATCH + 16];
   R dropped_value[BATCH + 16];
   int dropped = 0;
 
-  Parting(const topkef::List &list, R *to, int64_t ties_kept)
-      : index(list.index), value(static_cast<R *>(list.value)), out(to), ties(ties_kept) {}
+  Parting(const topkef::List &list, const topkef::List &to, R *put_back_to, int64_t ties_kept)
+      : index(list.index),
+        value(static_cast<const R *>(list.value)),
+        kept_index(to.index + to.size),
+        kept_value(static_cast<R *>(to.value) + to.size),
+        out(put_back_to),
+        ties(ties_kept) {}
 
   /* Without a branch on which it is, which is anyone's guess. */
   void take(bool keep, uint32_t j, R a) {
-    index[kept] = dropped_index[dropped] = j;
-    value[kept] = dropped_value[dropped] = a;
+    kept_index[kept] = dropped_index[dropped] = j;
+    kept_value[kept] = dropped_value[dropped] = a;
     kept += keep;
     dropped += !keep;
   }
@@ -130,26 +137,31 @@ inline int64_t part(Parting<R> *, int64_t from, int64_t, typename Real<R>::Bits)
 }
 #endif
 
-/* Returns how many ties are still to be kept. */
+/* What is kept is appended to `to`. Returns how many ties are still to be kept. */
 template <class R>
-inline int64_t drop_from(topkef::List *list, topkef::Cut cut, R *out) {
+inline int64_t drop_from(const topkef::List &list, topkef::List *to, topkef::Cut cut, R *out) {
   auto least = (typename Real<R>::Bits)cut.least;
-  Parting<R> parting(*list, out, cut.ties);
-  for (int64_t at = 0; at < list->size;) {
-    int64_t stop = at + BATCH < list->size ? at + BATCH : list->size;
+  Parting<R> parting(list, *to, out, cut.ties);
+  for (int64_t at = 0; at < list.size;) {
+    int64_t stop = at + BATCH < list.size ? at + BATCH : list.size;
     at = part(&parting, at, stop, least);
     part_slowly(&parting, at, stop, least);
     at = stop;
     parting.put_back();
   }
-  list->size = parting.kept;
+  to->size += parting.kept;
   return parting.ties > 0 ? parting.ties : 0;
 }
 
 template <class R>
 void drop(topkef::Stretch *stretches, int64_t count, topkef::Cut cut, void *out) {
-  for (int64_t s = 0; s < count; ++s)
-    cut.ties = drop_from(&stretches[s].list, cut, static_cast<R *>(out));
+  topkef::List *first = &stretches[0].list;
+  for (int64_t s = 0; s < count; ++s) {
+    topkef::List *list = &stretches[s].list;
+    const topkef::List whole = *list;
+    list->size = 0;
+    cut.ties = drop_from(whole, first, cut, static_cast<R *>(out));
+  }
 }
 
 }  // namespace

@@ -44,6 +44,9 @@ inline uint64_t lanes(const R *e, const G *g, R *out, typename Real<R>::Bits lea
 inline void fence() {}
 #endif
 
+constexpr int64_t TURN = 512;  // elements of one stretch before it is another's turn
+static_assert(BLOCK % TURN == 0 && DEAL % TURN == 0, "turns neither part blocks nor what is dealt");
+
 inline int trailing_zeros(uint64_t bits) {
 #ifdef __BMI__
   return (int)__builtin_ia32_tzcnt_u64(bits);
@@ -105,21 +108,24 @@ inline void gather_few(const R *e, const G *g, R *out, Stretch *stretch, int64_t
   stretch->list.size = end.size;
 }
 
-/* `groups` times 64 elements of `streams` stretches, in turn. */
+/* `count` elements of `streams` stretches, a turn of so many of one after the other: several streams
+ * keep memory busier than one, and longer turns than a cache line's keep what fetches ahead. */
 template <class R, class G, int streams>
-inline void gather_groups(const R *e, const G *g, R *out, Stretch *stretches, int64_t groups,
-                          Dealt dealt) {
-  for (int64_t group = 0; group < groups; ++group)
+inline void gather_turns(const R *e, const G *g, R *out, Stretch *stretches, int64_t count,
+                         int64_t turn, Dealt dealt) {
+  for (int64_t done = 0; done < count; done += turn)
     for (int s = 0; s < streams; ++s) {
       Stretch &stretch = stretches[s];
       End<R> end(stretch.list);
       int64_t at = stretch.at;
-      const G *own = g + (dealt.natural(at) - at);  // the same for a whole block
-      uint64_t found =
-          lanes<R, G>(e + at, own + at, out + at, (typename Real<R>::Bits)stretch.least);
-      append(found, at, e, own, &end);
+      const G *own = g + (dealt.natural(at) - at);  // the same for a whole block that is dealt
+      for (const int64_t stop = at + turn; at < stop; at += 64) {
+        auto least = (typename Real<R>::Bits)stretch.least;
+        uint64_t found = lanes<R, G>(e + at, own + at, out + at, least);
+        append(found, at, e, own, &end);
+      }
       stretch.list.size = end.size;
-      stretch.at = at + 64;
+      stretch.at = at;
     }
 }
 
@@ -140,7 +146,7 @@ inline void gather_next(const R *e, const G *g, R *out, Stretch *stretch, Dealt 
   if (head || left < 64)
     gather_few<R, G>(e, g, out, stretch, head ? head : left, dealt);
   else
-    gather_groups<R, G, 1>(e, g, out, stretch, (left < BLOCK ? left : BLOCK) / 64, dealt);
+    gather_turns<R, G, 1>(e, g, out, stretch, (left < BLOCK ? left : BLOCK) / 64 * 64, 64, dealt);
 }
 
 /* Whether all streams can take another block, from cache lines on. */
@@ -163,7 +169,7 @@ void gather(const void *residual, const void *gradient, void *candidate, Stretch
   for (int64_t s = 0; s < count; ++s)
     if (can_go_on(stretches[s])) gather_next<R, G>(e, g, out, &stretches[s], dealt);
   while (go_together(out, stretches, count, dealt))
-    gather_groups<R, G, STREAMS>(e, g, out, stretches, BLOCK / 64, dealt);
+    gather_turns<R, G, STREAMS>(e, g, out, stretches, BLOCK, TURN, dealt);
   for (int64_t s = 0; s < count; ++s)
     while (can_go_on(stretches[s])) gather_next<R, G>(e, g, out, &stretches[s], dealt);
   fence();

@@ -15,7 +15,7 @@ enum Kind { FULL = 0, HALF = 1, BRAIN = 2, INT8 = 3, INT4 = 4, SIGN = 5, KINDS =
 enum Index { NONE = 0, PACKED = 1, SHORT = 2, LONG = 4 };
 
 constexpr int64_t BLOCK = 4096;  // elements gathered from between two looks at a list's room
-constexpr int64_t STREAMS = 3;   // stretches gathered from at once: memory answers sooner to several
+constexpr int64_t STREAMS = 2;   // stretches gathered from at once: memory answers sooner to several
 constexpr int64_t SLACK = 64;    // entries that may be written past a list's size
 
 /* Candidates for being sent, in ascending order of index. */
@@ -76,7 +76,8 @@ using Sum = void (*)(const void *e, const void *g, int64_t at, int64_t count, vo
  * memory, which the first begins. */
 using Choose = Cut (*)(const Stretch *stretches, int64_t count, int64_t k);
 
-/* Drop from lists what a cut drops: it goes back into `out`. */
+/* Drop from lists what a cut drops: it goes back into `out`. The rest moves into the first list; they
+ * lie one after the other in memory. */
 using Drop = void (*)(Stretch *stretches, int64_t count, Cut cut, void *out);
 
 /* Write a span of values to `data`, where a tensor's values begin; `left` becomes what that leaves,

@@ -123,8 +123,8 @@ inline int64_t part(Parting<float> *parting, int64_t from, int64_t to, uint32_t 
                         _mm512_maskz_compress_epi32(drop, index));
     _mm512_storeu_si512(parting->dropped_value + parting->dropped,
                         _mm512_maskz_compress_epi32(drop, value));
-    _mm512_storeu_si512(parting->index + parting->kept, _mm512_maskz_compress_epi32(keep, index));
-    _mm512_storeu_si512(parting->value + parting->kept, _mm512_maskz_compress_epi32(keep, value));
+    _mm512_storeu_si512(parting->kept_index + parting->kept, _mm512_maskz_compress_epi32(keep, index));
+    _mm512_storeu_si512(parting->kept_value + parting->kept, _mm512_maskz_compress_epi32(keep, value));
     parting->kept += kept;
     parting->dropped += 16 - kept;
   }

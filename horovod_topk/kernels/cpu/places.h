@@ -37,65 +37,107 @@ inline uint64_t word_at(const uint8_t *data, int64_t at, int64_t size) {
   return word;
 }
 
-inline void put_word(uint8_t *data, int64_t at, int64_t size, uint64_t word) {
-  memcpy(data + at, &word, (size_t)(size - at < 8 ? size - at : 8));
-}
+inline void put_bit(uint8_t *map, int64_t bit) { map[bit >> 3] |= (uint8_t)(1u << (bit & 7)); }
 
-/* Eight at a time, which are `low` bytes, for as long as sixteen may be written; returns how many. */
-inline int64_t pack_low_eights(const uint32_t *index, int64_t k, int64_t low, uint8_t *to,
-                               int64_t size) {
-  const uint64_t mask = ((uint64_t)1 << low) - 1;
-  int64_t i = 0;
-  for (int64_t at = 0; low <= 16 && i + 8 <= k && at + 16 <= size; i += 8, at += low) {
-    uint64_t half[2] = {0, 0};
-    for (int64_t j = 0; j < 8; ++j)
-      half[j / 4] |= (((uint64_t)index[i + j] - (uint64_t)(i + j)) & mask) << j % 4 * low;
-    unsigned __int128 all = (unsigned __int128)half[1] << 4 * low | half[0];
-    memcpy(to + at, &all, 16);
+/* Eight numbers at a time; compilers make of them what an instruction set has. */
+typedef uint32_t Eight32 __attribute__((vector_size(32)));
+typedef uint64_t Eight64 __attribute__((vector_size(64)));
+typedef uint64_t Four64 __attribute__((vector_size(32)));
+typedef uint64_t Two64 __attribute__((vector_size(16)));
+
+/* The first four of eight numbers put together, and the last four. */
+struct Folded {
+  uint64_t half[2];
+
+  explicit Folded(const Eight64 &eight) {
+    Four64 four[2];
+    Two64 two[2];
+    memcpy(four, &eight, sizeof four);
+    for (int h = 0; h < 2; ++h) {
+      memcpy(two, &four[h], sizeof two);
+      two[0] |= two[1];
+      half[h] = two[0][0] | two[0][1];
+    }
   }
+};
+
+constexpr int64_t EIGHTS_LOW = 14;  // four numbers of so many bits, and a part of a byte, are a word
+
+/* Ascending bits of a map, which was zero. What has been set last is kept in a register. */
+class BitWriter {
+ public:
+  BitWriter(uint8_t *map, int64_t bytes) : map_(map), bytes_(bytes) {}
+
+  /* Whether eight bits from `first` on can be written at once. */
+  bool fits(uint64_t first) const { return (int64_t)(first >> 3) + 8 <= bytes_; }
+
+  void write(const Eight64 &bit) {
+    const uint64_t base = bit[0] & ~(uint64_t)7;
+    flush();
+    if (bit[7] - base < 64) {
+      const Folded folded((Eight64{} + 1) << (bit - base));
+      word_ = (base - base_ < 64 ? word_ >> (base - base_) : 0) | folded.half[0] | folded.half[1];
+      base_ = base;
+    } else {
+      for (int j = 0; j < 8; ++j) put_bit(map_, (int64_t)bit[j]);
+      base_ = bit[7] & ~(uint64_t)7;
+      if (fits(base_)) memcpy(&word_, map_ + base_ / 8, sizeof word_);
+    }
+  }
+
+  void flush() const {
+    if (fits(base_)) memcpy(map_ + base_ / 8, &word_, sizeof word_);
+  }
+
+ private:
+  uint8_t *const map_;
+  const int64_t bytes_;
+  uint64_t word_ = 0, base_ = 0;  // of eight bytes: their bits, and the first one's number
+};
+
+/* Eight indices after the other, as long as whole words may be written; returns how many. */
+inline int64_t pack_eights(const uint32_t *index, int64_t k, const Packing &size, uint8_t *data) {
+  const Eight64 each = {0, 1, 2, 3, 4, 5, 6, 7};
+  const auto low = (uint64_t)size.low, mask = ((uint64_t)1 << low) - 1;
+  BitWriter map(data + size.low_bytes, size.map_bytes);
+  int64_t i = 0, at = 0;
+  for (; low <= EIGHTS_LOW && i + 8 <= k && at + 16 <= size.low_bytes; i += 8, at += size.low) {
+    Eight32 narrow;
+    memcpy(&narrow, index + i, sizeof narrow);
+    const Eight64 place = each + (uint64_t)i, x = __builtin_convertvector(narrow, Eight64) - place;
+    const Eight64 bit = (x >> low) + place;
+    if (!map.fits(bit[0])) break;
+    map.write(bit);
+    Folded folded((x & mask) << (each & 3) * low);
+    auto all = (unsigned __int128)folded.half[1] << 4 * low | folded.half[0];
+    memcpy(data + at, &all, sizeof all);
+  }
+  map.flush();
   return i;
 }
 
-inline void pack_low(const uint32_t *index, int64_t k, int64_t low, uint8_t *to, int64_t size) {
-  const uint64_t mask = ((uint64_t)1 << low) - 1;
-  int64_t first = pack_low_eights(index, k, low, to, size);
+/* Lower bits of entries from `first` on, a multiple of eight. */
+inline void pack_low(const uint32_t *index, int64_t first, int64_t k, const Packing &size,
+                     uint8_t *to) {
+  const uint64_t mask = ((uint64_t)1 << size.low) - 1;
   uint64_t word = 0;
-  int64_t bits = 0, at = first / 8 * low;
+  int64_t bits = 0, at = first / 8 * size.low;
   for (int64_t i = first; i < k; ++i) {
     word |= (((uint64_t)index[i] - (uint64_t)i) & mask) << bits;
-    bits += low;
-    if (bits >= 32) {
-      uint32_t half = (uint32_t)word;
-      memcpy(to + at, &half, 4);
-      at += 4;
-      word >>= 32;
-      bits -= 32;
-    }
+    bits += size.low;
+    for (; bits >= 8; bits -= 8, word >>= 8) to[at++] = (uint8_t)word;
   }
-  if (at < size) put_word(to, at, size, word);
-}
-
-inline void pack_map(const uint32_t *index, int64_t k, int64_t low, uint8_t *to, int64_t size) {
-  uint64_t word = 0;
-  int64_t at = 0;
-  for (int64_t i = 0; i < k; ++i) {
-    int64_t bit = (int64_t)(((uint64_t)index[i] - (uint64_t)i) >> low) + i;
-    for (; bit >= 8 * (at + 8); at += 8) {
-      put_word(to, at, size, word);
-      word = 0;
-    }
-    word |= (uint64_t)1 << (bit - 8 * at);
-  }
-  for (; at < size; at += 8) {
-    put_word(to, at, size, word);
-    word = 0;
-  }
+  if (bits > 0) to[at] = (uint8_t)word;
 }
 
 inline void pack_packed(const uint32_t *index, int64_t k, int64_t n, uint8_t *data) {
   Packing size(n, k);
-  pack_low(index, k, size.low, data, size.low_bytes);
-  pack_map(index, k, size.low, data + size.low_bytes, size.map_bytes);
+  uint8_t *map = data + size.low_bytes;
+  memset(map, 0, (size_t)size.map_bytes);
+  int64_t first = pack_eights(index, k, size, data);
+  pack_low(index, first, k, size, data);
+  for (int64_t i = first; i < k; ++i)
+    put_bit(map, (int64_t)(((uint64_t)index[i] - (uint64_t)i) >> size.low) + i);
 }
 
 template <class I>
@@ -110,65 +152,89 @@ inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
 }
 #endif
 
-/* Which bits of a map are set, the first `k` of them; returns how many there are, or more than k. */
-inline int64_t set_bits(const uint8_t *map, const Packing &size, int64_t k, uint32_t *to) {
-  int64_t found = 0;
-  for (int64_t at = 0; at < size.map_bytes; at += 8) {
-    uint64_t word = word_at(map, at, size.map_bytes);
-    int64_t rest = size.map_bits - 8 * at;
+/* Where the bits of a map are, word after word. */
+class BitReader {
+ public:
+  BitReader(const uint8_t *map, const Packing &size) : map_(map), size_(size) {}
+
+  bool is_at_end() const { return at_ >= size_.map_bytes; }
+
+  /* Write where the next word's bits are; 64 numbers may be written. Returns how many there are. */
+  int64_t next(uint32_t *to) {
+    uint64_t word = word_at(map_, at_, size_.map_bytes);
+    const int64_t rest = size_.map_bits - 8 * at_;
     if (rest < 64) word &= ((uint64_t)1 << rest) - 1;
-    int64_t count = __builtin_popcountll(word);
-    if (found + count > k) return found + count;
-    if (found + 64 <= k) {
-      positions(word, (uint32_t)(8 * at), to + found);
-    } else {
-      uint32_t own[64];
-      positions(word, (uint32_t)(8 * at), own);
-      memcpy(to + found, own, (size_t)count * sizeof *own);
-    }
-    found += count;
+    positions(word, (uint32_t)(8 * at_), to);
+    at_ += 8;
+    return __builtin_popcountll(word);
   }
-  return found;
+
+ private:
+  const uint8_t *const map_;
+  const Packing &size_;
+  int64_t at_ = 0;
+};
+
+/* Indices [first, first + count) of places in a map; `first` is a multiple of eight. Returns whether
+ * they are below 2**32. */
+inline bool join_low(const uint8_t *data, const Packing &size, int64_t first, int64_t count,
+                     const uint32_t *place, uint32_t *to) {
+  const Eight64 each = {0, 1, 2, 3, 4, 5, 6, 7};
+  const auto low = (uint64_t)size.low, mask = ((uint64_t)1 << low) - 1;
+  const int64_t half = size.low / 2, odd = size.low % 2 * 4;  // bytes and bits of four numbers
+  int64_t i = 0, at = first / 8 * size.low;
+  Eight64 above = {};
+  for (; low <= EIGHTS_LOW && i + 8 <= count && at + half + 8 <= size.bytes(); i += 8, at += size.low) {
+    Eight32 narrow;
+    memcpy(&narrow, place + i, sizeof narrow);
+    const uint64_t a = load(reinterpret_cast<const uint64_t *>(data + at));
+    const uint64_t b = load(reinterpret_cast<const uint64_t *>(data + at + half)) >> odd;
+    const Eight64 bits = (Eight64{a, a, a, a, b, b, b, b} >> (each & 3) * low) & mask;
+    const Eight64 entry = each + (uint64_t)(first + i);
+    const Eight64 high = __builtin_convertvector(narrow, Eight64) - entry;
+    const Eight64 index = (high << low | bits) + entry;
+    above |= index;
+    narrow = __builtin_convertvector(index, Eight32);
+    memcpy(to + i, &narrow, sizeof narrow);
+  }
+  const Folded folded(above);
+  uint64_t all = folded.half[0] | folded.half[1];
+  for (; i < count; ++i) {
+    const int64_t bit = (first + i) * size.low;
+    uint64_t word = word_at(data, bit >> 3, size.bytes()) >> (bit & 7) & mask;
+    uint64_t index = ((uint64_t)(place[i] - (uint32_t)(first + i)) << low | word) + (uint64_t)(first + i);
+    all |= index;
+    to[i] = (uint32_t)index;
+  }
+  return all >> 32 == 0;
 }
 
-/* Lower bits [first, first + count) of a packed tensor. */
-inline void unpack_low(const uint8_t *data, const Packing &size, int64_t first, int64_t count,
-                       uint32_t *to) {
-  const uint64_t mask = ((uint64_t)1 << size.low) - 1;
-  int64_t i = 0;
-  for (; size.low <= 14 && i + 4 <= count; i += 4) {  // four and a part of a byte in one word
-    int64_t bit = (first + i) * size.low, at = bit >> 3;
-    if (at + 8 > size.bytes()) break;
-    uint64_t word = load(reinterpret_cast<const uint64_t *>(data + at)) >> (bit & 7);
-    for (int64_t j = 0; j < 4; ++j) to[i + j] = (uint32_t)(word >> j * size.low & mask);
-  }
-  for (; i < count; ++i) {
-    int64_t bit = (first + i) * size.low;
-    to[i] = (uint32_t)(word_at(data, bit >> 3, size.bytes()) >> (bit & 7) & mask);
-  }
+inline bool ascends(const uint32_t *index, int64_t from, int64_t to) {
+  uint32_t wrong = 0;
+  for (int64_t i = from > 0 ? from : 1; i < to; ++i) wrong |= (uint32_t)(index[i - 1] >= index[i]);
+  return !wrong;
 }
 
 /* Returns whether there are k that ascend below n; `to` has room for k. */
 inline bool unpack_packed(const uint8_t *data, int64_t k, int64_t n, uint32_t *to) {
   constexpr int64_t PART = 1024;
+  uint32_t place[PART + 128];
   Packing size(n, k);
-  if (set_bits(data + size.low_bytes, size, k, to) != k) return false;
-  uint32_t low[PART];
-  uint64_t before = 0, wrong = 0;
-  for (int64_t at = 0; at < k; at += PART) {
-    int64_t count = k - at < PART ? k - at : PART;
-    unpack_low(data, size, at, count, low);
-    for (int64_t i = 0; i < count; ++i) {
-      uint64_t x = (uint64_t)(to[at + i] - (uint32_t)(at + i)) << size.low | low[i];
-      uint64_t index = x + (uint64_t)(at + i);
-      wrong |= index >> 32;
-      to[at + i] = (uint32_t)index;
-    }
-    wrong |= (uint64_t)(at > 0 && to[at] <= before);
-    for (int64_t i = at + 1; i < at + count; ++i) wrong |= (uint64_t)(to[i - 1] >= to[i]);
-    before = to[at + count - 1];
+  BitReader map(data + size.low_bytes, size);
+  bool sound = true;
+  int64_t held = 0;
+  for (int64_t done = 0; done < k;) {
+    while (held < PART && !map.is_at_end()) held += map.next(place + held);
+    const int64_t count = held < PART ? held : PART;
+    if (count == 0 || done + count > k) return false;
+    sound &= join_low(data, size, done, count, place, to + done);
+    sound &= ascends(to, done, done + count);
+    held -= count;
+    memcpy(place, place + count, (size_t)held * sizeof *place);
+    done += count;
   }
-  return !wrong && before < (uint64_t)n;
+  while (!map.is_at_end()) held += map.next(place);
+  return sound && held == 0 && (int64_t)to[k - 1] < n;
 }
 
 /* The same of plain ones; they are looked at where they are if `to` is null. */

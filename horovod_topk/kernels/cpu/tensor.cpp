@@ -284,7 +284,7 @@ class TopK final : public Encoder {
     }
   }
 
-  /* Exactly k. */
+  /* Exactly k, in the first list. */
   void choose(const Source &source) {
     Bits least = keep_best(stretches_.data(), cuts(), source);
     carried_.remember((double)bit_cast<R>(least), least < Real<R>::infinity);
