@@ -222,9 +222,9 @@ void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const Indices
   auto sum = (tensor.index != NONE ? bucket.passes->scatter : bucket.passes->add)[bucket.recipe.kind];
   const int64_t width = dtype_bytes(tensor.dtype);
   alignas(64) double total[TILE];
+  std::memset(total, 0, (size_t)(TILE * bucket.recipe.residual_bytes));  // `deliver` leaves zeros
   for (int64_t at = chunk.from; at < chunk.to; at += TILE) {
     int64_t count = std::min(TILE, chunk.to - at);
-    std::memset(total, 0, (size_t)(count * bucket.recipe.residual_bytes));
     sum(total, at, count, &rows);
     const Dealt dealt = bucket.recipe.dealt(tensor);
     for (int64_t run = dealt.parts > 1 ? DEAL : count, i = 0; i < count; i += run)

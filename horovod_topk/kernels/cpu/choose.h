@@ -58,6 +58,27 @@ inline int64_t narrow_down(Bits *bits, int64_t size, int64_t *k, Range<Bits> ran
   return kept;
 }
 
+/* Of candidates most lie far above the least, and the k-th near it: keep only those as near as an
+ * eighth of a power of two, if it is among them. Returns how many are kept. */
+template <class R>
+inline int64_t keep_near(typename Real<R>::Bits *bits, int64_t size, int64_t *k) {
+  using Bits = typename Real<R>::Bits;
+  Bits least = bits[0];
+  for (int64_t i = 1; i < size; ++i) least = bits[i] < least ? bits[i] : least;
+  const Bits limit = least + Real<R>::octave / 8;
+  int64_t above = 0;
+  for (int64_t i = 0; i < size; ++i) above += bits[i] >= limit;
+  if (above >= *k) return size;
+  *k -= above;
+  int64_t kept = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    Bits each = bits[i];
+    bits[kept] = each;
+    kept += each < limit;
+  }
+  return kept;
+}
+
 /* Copy the magnitudes of all lists into the scratch memory that the first begins. */
 template <class R>
 inline int64_t magnitudes(const topkef::Stretch *stretches, int64_t count) {
@@ -76,14 +97,23 @@ template <class R>
 topkef::Cut choose(const topkef::Stretch *stretches, int64_t count, int64_t k) {
   using Bits = typename Real<R>::Bits;
   auto bits = static_cast<Bits *>(stretches[0].list.scratch);
-  for (int64_t size = magnitudes<R>(stretches, count);;) {
+  int64_t size = keep_near<R>(bits, magnitudes<R>(stretches, count), &k);
+  while (true) {
     Range<Bits> range = range_of(bits, size);
     if (range.low == range.high) return {range.low, k};
     size = narrow_down(bits, size, &k, range);
   }
 }
 
-/* Entries that a cut parts; what is dropped gathers until it is put back. */
+/* What a batch drops. */
+template <class R>
+struct Dropped {
+  uint32_t index[BATCH + 16];
+  R value[BATCH + 16];
+  int size = 0;
+};
+
+/* Entries that a cut parts. What is dropped is put back a batch later, when its cache lines are there. */
 template <class R>
 struct Parting {
   const uint32_t *index;
@@ -91,9 +121,7 @@ struct Parting {
   uint32_t *kept_index;  // not after `index`, nor is what follows after `value`
   R *kept_value, *out;
   int64_t kept = 0, ties;
-  uint32_t dropped_index[BATCH + 16];
-  R dropped_value[BATCH + 16];
-  int dropped = 0;
+  Dropped<R> batch[2], *dropped = batch;
 
   Parting(const topkef::List &list, const topkef::List &to, R *put_back_to, int64_t ties_kept)
       : index(list.index),
@@ -105,15 +133,17 @@ struct Parting {
 
   /* Without a branch on which it is, which is anyone's guess. */
   void take(bool keep, uint32_t j, R a) {
-    kept_index[kept] = dropped_index[dropped] = j;
-    kept_value[kept] = dropped_value[dropped] = a;
+    kept_index[kept] = dropped->index[dropped->size] = j;
+    kept_value[kept] = dropped->value[dropped->size] = a;
     kept += keep;
-    dropped += !keep;
+    dropped->size += !keep;
   }
 
   void put_back() {
-    for (int i = 0; i < dropped; ++i) store(out, dropped_index[i], dropped_value[i]);
-    dropped = 0;
+    for (int i = 0; i < dropped->size; ++i) __builtin_prefetch(out + dropped->index[i], 1);
+    dropped = &batch[dropped == batch];
+    for (int i = 0; i < dropped->size; ++i) store(out, dropped->index[i], dropped->value[i]);
+    dropped->size = 0;
   }
 };
 
@@ -149,6 +179,7 @@ inline int64_t drop_from(const topkef::List &list, topkef::List *to, topkef::Cut
     at = stop;
     parting.put_back();
   }
+  parting.put_back();
   to->size += parting.kept;
   return parting.ties > 0 ? parting.ties : 0;
 }

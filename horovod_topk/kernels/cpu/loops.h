@@ -227,20 +227,21 @@ void add(void *sum, int64_t base, int64_t count, const Rows *rows) {
 }
 
 template <class R, class G>
-inline void deliver_slowly(const R *total, R scale, G *gradient, int64_t n) {
+inline void deliver_slowly(R *total, R scale, G *gradient, int64_t n) {
   for (int64_t i = 0; i < n; ++i) store(gradient, i, narrow<G>(total[i] * scale));
+  memset(total, 0, (size_t)n * sizeof *total);
 }
 
 #ifndef TOPKEF_LANES
 template <class R, class G>
 struct Lines {
-  static int64_t stream(const R *, R, G *, int64_t) { return 0; }
+  static int64_t stream(R *, R, G *, int64_t) { return 0; }
 };
 #endif
 
 template <class R, class G>
-void deliver(const void *sum, double scale, void *gradient, int64_t n) {
-  auto total = static_cast<const R *>(sum);
+void deliver(void *sum, double scale, void *gradient, int64_t n) {
+  auto total = static_cast<R *>(sum);
   auto to = static_cast<G *>(gradient);
   int64_t head = unaligned(to, n);
   deliver_slowly(total, (R)scale, to, head);

@@ -27,14 +27,14 @@ template <>
 struct Real<float> {
   using Bits = uint32_t;
   static constexpr Bits magnitude = 0x7fffffffu;
-  static constexpr Bits infinity = 0x7f800000u;
+  static constexpr Bits infinity = 0x7f800000u, octave = 1u << 23;
 };
 
 template <>
 struct Real<double> {
   using Bits = uint64_t;
   static constexpr Bits magnitude = 0x7fffffffffffffffu;
-  static constexpr Bits infinity = 0x7ff0000000000000u;
+  static constexpr Bits infinity = 0x7ff0000000000000u, octave = (Bits)1 << 52;
 };
 
 template <class To, class From>

@@ -98,8 +98,8 @@ using UnpackIndex = bool (*)(const uint8_t *data, int64_t k, int64_t n, uint32_t
 /* total[0..count) += the entries with indices in [base, base + count), rank after rank. */
 using Scatter = void (*)(void *total, int64_t base, int64_t count, const Rows *rows);
 
-/* gradient[0..n) = total * scale; other threads see it after a fence. */
-using Deliver = void (*)(const void *total, double scale, void *gradient, int64_t n);
+/* gradient[0..n) = total * scale, and total = 0; other threads see the gradient after a fence. */
+using Deliver = void (*)(void *total, double scale, void *gradient, int64_t n);
 
 /* After it, what was streamed past the caches is seen by all. */
 using Fence = void (*)();

@@ -63,14 +63,17 @@ inline void put8(Brain *to, __m256 x) {
   _mm_stream_si128(reinterpret_cast<__m128i *>(to), _mm256_castsi256_si128(packed));
 }
 
-/* Whole cache lines of a gradient; returns how many elements were written. */
+/* Whole cache lines of a gradient; returns how many elements were moved there. */
 template <class R, class G>
 struct Lines {
-  static int64_t stream(const float *total, float scale, G *to, int64_t n) {
+  static int64_t stream(float *total, float scale, G *to, int64_t n) {
     if (!is_aligned(to)) return 0;
     const __m256 factor = _mm256_set1_ps(scale);
     int64_t i = 0;
-    for (; i + 8 <= n; i += 8) put8(to + i, _mm256_mul_ps(_mm256_loadu_ps(total + i), factor));
+    for (; i + 8 <= n; i += 8) {
+      put8(to + i, _mm256_mul_ps(_mm256_loadu_ps(total + i), factor));
+      _mm256_storeu_ps(total + i, _mm256_setzero_ps());
+    }
     return i;
   }
 };

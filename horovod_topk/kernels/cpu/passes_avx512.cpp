@@ -66,14 +66,17 @@ inline void put16(Brain *to, __m512 x) {
   _mm256_stream_si256(reinterpret_cast<__m256i *>(to), brains);
 }
 
-/* Whole cache lines of a gradient; returns how many elements were written. */
+/* Whole cache lines of a gradient; returns how many elements were moved there. */
 template <class R, class G>
 struct Lines {
-  static int64_t stream(const float *total, float scale, G *to, int64_t n) {
+  static int64_t stream(float *total, float scale, G *to, int64_t n) {
     if (!is_aligned(to)) return 0;
     const __m512 factor = _mm512_set1_ps(scale);
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) put16(to + i, _mm512_mul_ps(_mm512_loadu_ps(total + i), factor));
+    for (; i + 16 <= n; i += 16) {
+      put16(to + i, _mm512_mul_ps(_mm512_loadu_ps(total + i), factor));
+      _mm512_storeu_ps(total + i, _mm512_setzero_ps());
+    }
     return i;
   }
 };
@@ -119,14 +122,14 @@ inline int64_t part(Parting<float> *parting, int64_t from, int64_t to, uint32_t 
       if (parting->ties-- <= 0) keep &= (__mmask16)~(ties & -ties);
     int kept = __builtin_popcount(keep);
     auto drop = (__mmask16)~keep;
-    _mm512_storeu_si512(parting->dropped_index + parting->dropped,
+    _mm512_storeu_si512(parting->dropped->index + parting->dropped->size,
                         _mm512_maskz_compress_epi32(drop, index));
-    _mm512_storeu_si512(parting->dropped_value + parting->dropped,
+    _mm512_storeu_si512(parting->dropped->value + parting->dropped->size,
                         _mm512_maskz_compress_epi32(drop, value));
     _mm512_storeu_si512(parting->kept_index + parting->kept, _mm512_maskz_compress_epi32(keep, index));
     _mm512_storeu_si512(parting->kept_value + parting->kept, _mm512_maskz_compress_epi32(keep, value));
     parting->kept += kept;
-    parting->dropped += 16 - kept;
+    parting->dropped->size += 16 - kept;
   }
   return at;
 }

@@ -229,6 +229,8 @@ class TopK final : public Encoder {
     Sample sample(tensor_.numel);
     Stretch all{0, 0, 0, Workspace<R>::own().sample.list(sample.size())};
     auto value = static_cast<R *>(all.list.value);
+    for (int64_t row = 0; row < std::min(AHEAD, sample.rows); ++row)
+      prefetch(source, row * sample.stride);
     for (int64_t row = 0; row < sample.rows; ++row) {
       int64_t first = row * sample.stride;
       prefetch(source, std::min(first + AHEAD * sample.stride, tensor_.numel - 1));
