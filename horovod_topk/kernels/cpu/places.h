@@ -61,7 +61,7 @@ struct Folded {
   }
 };
 
-constexpr int64_t EIGHTS_LOW = 14;  // four numbers of so many bits, and a part of a byte, are a word
+constexpr int64_t EIGHTS_LOW = 14;  // four numbers of so many bits, and half a byte, are a word
 
 /* Ascending bits of a map, which was zero. What has been set last is kept in a register. */
 class BitWriter {
@@ -175,8 +175,8 @@ class BitReader {
   int64_t at_ = 0;
 };
 
-/* Indices [first, first + count) of places in a map; `first` is a multiple of eight. Returns whether
- * they are below 2**32. */
+/* Indices [first, first + count), given their places in a map; `first` is a multiple of eight. Returns
+ * whether they are below 2**32. */
 inline bool join_low(const uint8_t *data, const Packing &size, int64_t first, int64_t count,
                      const uint32_t *place, uint32_t *to) {
   const Eight64 each = {0, 1, 2, 3, 4, 5, 6, 7};
@@ -184,7 +184,8 @@ inline bool join_low(const uint8_t *data, const Packing &size, int64_t first, in
   const int64_t half = size.low / 2, odd = size.low % 2 * 4;  // bytes and bits of four numbers
   int64_t i = 0, at = first / 8 * size.low;
   Eight64 above = {};
-  for (; low <= EIGHTS_LOW && i + 8 <= count && at + half + 8 <= size.bytes(); i += 8, at += size.low) {
+  const int64_t last = low <= EIGHTS_LOW ? size.bytes() - half - 8 : -1;
+  for (; i + 8 <= count && at <= last; i += 8, at += size.low) {
     Eight32 narrow;
     memcpy(&narrow, place + i, sizeof narrow);
     const uint64_t a = load(reinterpret_cast<const uint64_t *>(data + at));
@@ -200,9 +201,9 @@ inline bool join_low(const uint8_t *data, const Packing &size, int64_t first, in
   const Folded folded(above);
   uint64_t all = folded.half[0] | folded.half[1];
   for (; i < count; ++i) {
-    const int64_t bit = (first + i) * size.low;
+    const int64_t entry = first + i, bit = entry * size.low;
     uint64_t word = word_at(data, bit >> 3, size.bytes()) >> (bit & 7) & mask;
-    uint64_t index = ((uint64_t)(place[i] - (uint32_t)(first + i)) << low | word) + (uint64_t)(first + i);
+    uint64_t high = place[i] - (uint32_t)entry, index = (high << low | word) + (uint64_t)entry;
     all |= index;
     to[i] = (uint32_t)index;
   }
