@@ -52,6 +52,8 @@ ISAS = ("avx512", "avx2", "portable")
 # Multiples of the floor, at 25 million elements and 1%.
 TARGETS = {"avx512, sampled": 1.3, "avx512, exact": 2.3, "avx2, sampled": 1.6}
 SLOW = ("torch.topk", "framework operations")
+CODINGS = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
+NO_CODING = "float32, plain"  # values and indices as they are
 Step = Callable[[], None]
 
 
@@ -85,9 +87,10 @@ class Encoding:
         selection: str,
         ops: TorchOps,
         indices: str = "packed",
+        values: str = "float32",
     ) -> None:
         spec = TensorSpec("w", tuple(gradients.current.shape), "float32")
-        settings = TopKConfig(ratio=ratio, selection=selection, min_numel=0, indices=indices)
+        settings = TopKConfig(ratio, values, indices, selection=selection, min_numel=0)
         (self.bucket,) = make_plan([spec], settings).buckets
         self.codec: TopK[Tensor] = TopK(ops)
         numel = spec.numel
@@ -194,6 +197,21 @@ def measure_decoding(numel: int, ratio: float, repeats: int, indices: str) -> di
     return milliseconds(ways, lambda: None, repeats)
 
 
+def measure_coding(numel: int, ratio: float, repeats: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of encoding, and of decoding two payloads, for every way of writing entries."""
+    gradients, output = Gradients.of(numel), torch.empty(numel)
+    ways = {NO_CODING: ("plain", "float32")}
+    ways |= {f"{values}, packed": ("packed", values) for values in CODINGS}
+    encode, decode = dict[str, Step](), dict[str, Step]()
+    for name, (indices, values) in ways.items():
+        ours = Encoding(gradients, ratio, "sampled", TorchOps(), indices, values)
+        encode[name] = ours.settle(settling_steps(numel, ratio)).step
+        decode[name] = _decode(ours, torch.cat([ours.payload, ours.payload]), output, 2)
+    encoding = milliseconds(encode, gradients.next, repeats)
+    decoding = milliseconds(decode, lambda: None, repeats)
+    return {name: {"encode": encoding[name], "decode": decoding[name]} for name in ways}
+
+
 def _decode(encoding: Encoding, gathered: Tensor, output: Tensor, ranks: int) -> Step:
     codec, bucket = encoding.codec, encoding.bucket
     return lambda: _discard(codec.decode(bucket, gathered, 1 / ranks, [output]))
@@ -247,6 +265,13 @@ to settle ("framework operations": after 2). `torch.topk` is the selection alone
 The floor fills the output with zeros and reads the payloads once. Packed payloads are a third
 shorter, so that their floor is lower, and have to be unpacked.
 
+## Writing and reading entries
+
+{coding}
+
+Sampled selection, and two payloads decoded. "Coding" is what a row costs beyond entries that are
+written as they are, in parts of the time that encoding those takes.
+
 ## Sizes and ratios
 
 Multiples of `r += g` for the fastest kernels, exact; in brackets, how many times faster than
@@ -280,6 +305,7 @@ def report(found: dict[str, Any]) -> str:
         numel=found["numel"],
         encoding=encoding_table(found["encoding"]),
         decoding=decoding_table(found["decoding"]),
+        coding=coding_table(found["coding"]),
         sizes=sizes_table(found["sizes"]),
         exchange=exchange_table(found["exchange"]),
     )
@@ -311,6 +337,16 @@ def decoding_table(found: dict[str, dict[str, float]]) -> str:
             figures = [f"{ours:.1f}", f"{floor:.1f}", f"{ours / floor:.2f}"]
             rows.append([indices, str(ranks), *figures])
     return table(["indices", "payloads", "ms", "floor, ms", "ratio (1.5 at most)"], rows)
+
+
+def coding_table(found: dict[str, dict[str, float]]) -> str:
+    """What formats cost beyond selection."""
+    base, rows = found[NO_CODING], []
+    for name, ms in found.items():
+        more = sum(ms[each] - base[each] for each in ("encode", "decode"))
+        figures = [f"{ms['encode']:.1f}", f"{ms['decode']:.1f}", f"{more / base['encode']:.2f}"]
+        rows.append([name, *figures])
+    return table(["values, indices", "encode, ms", "decode, ms", "coding (0.25 at most)"], rows)
 
 
 def sizes_table(cells: list[dict[str, Any]]) -> str:
@@ -377,6 +413,7 @@ def main() -> int:
             indices: measure_decoding(args.gradients, 0.01, repeats, indices)
             for indices in ("plain", "packed")
         },
+        "coding": measure_coding(args.gradients, 0.01, repeats),
         "exchange": {each: measure_exchange(each) for each in ("exact", "sampled")},
         "sizes": [
             {"numel": n, "ratio": ratio, "ms": measure_encoding(n, ratio, repeats)}

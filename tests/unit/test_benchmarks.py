@@ -1,0 +1,44 @@
+"""The benchmarks run and make their pages, on sizes that say nothing about speed."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+import bench
+import bench_gpu
+import bench_kernels
+
+NUMEL = 5_000
+
+
+def test_kernels() -> None:
+    found = {
+        "numel": NUMEL,
+        "encoding": bench_kernels.measure_encoding(NUMEL, 0.01, 3),
+        "decoding": {"packed": bench_kernels.measure_decoding(NUMEL, 0.01, 3, "packed")},
+        "coding": bench_kernels.measure_coding(NUMEL, 0.01, 3),
+        "exchange": {},
+        "sizes": [
+            {"numel": NUMEL, "ratio": ratio, "ms": bench_kernels.measure_encoding(NUMEL, ratio, 3)}
+            for ratio in bench_kernels.RATIOS
+        ],
+    }
+    page = bench_kernels.report(found)
+    for row in ("r += g", "torch.topk", "framework operations", "| packed | 8 |", "sign, packed"):
+        assert row in page
+    if bench_kernels.available_isas():
+        assert "portable, sampled" in page
+
+
+@pytest.mark.parametrize("way", [bench.in_torch, bench.in_tensorflow], ids=["torch", "tensorflow"])
+def test_compression(way) -> None:
+    ms = bench.milliseconds({"PyTorch": way(0.01), "the floor": bench.triad()}, repeats=1)
+    page = bench.report(ms, argparse.Namespace(ratio=0.01, repeats=1))
+    assert "| PyTorch |" in page
+    assert all(each > 0 for each in ms.values())
+
+
+def test_the_one_for_gpus_can_be_imported() -> None:
+    assert callable(bench_gpu.main)
