@@ -98,9 +98,15 @@ class Collective(Alone):
     size = 2  # type: ignore[assignment]
 
 
+def compute_with_one_thread() -> None:
+    """In both frameworks; TensorFlow takes it before its first operation only."""
+    torch.set_num_threads(1)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+
+
 def in_torch(ratio: float) -> Callable[[], None]:
     """A step in PyTorch."""
-    torch.set_num_threads(1)
     config, ops = TopKConfig(ratio=ratio), TorchOps()
     plan = make_plan(resnet50_specs(), config)
     collective = Collective(lambda payload: torch.cat([payload, payload]))
@@ -124,8 +130,6 @@ def in_torch(ratio: float) -> Callable[[], None]:
 
 def in_tensorflow(ratio: float) -> Callable[[], None]:
     """A step in a tf.function."""
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
     specs = list(reversed(resnet50_specs()))
     variables = [tf.Variable(tf.zeros(spec.shape), name=spec.name) for spec in specs]
 
@@ -190,6 +194,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--ratio", type=float, default=0.01)
     args = parser.parse_args()
+    compute_with_one_thread()
     ways = {
         "PyTorch": in_torch(args.ratio),
         "TensorFlow, tf.function": in_tensorflow(args.ratio),
