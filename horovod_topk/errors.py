@@ -100,3 +100,7 @@ class NotAttachedError(TopKError, LookupError):
 
 class OutsideOptimizerError(TopKError, RuntimeError):
     """The compressor was given to something other than a distributed optimizer."""
+
+
+class CheckpointError(TopKError, ValueError):
+    """A shard of a checkpoint is missing, damaged, or another one."""

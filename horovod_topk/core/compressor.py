@@ -185,6 +185,11 @@ class Compressor(Generic[Array]):
         """How many ranks exchange."""
         return self._exchange.ranks
 
+    @property
+    def rank(self) -> int:
+        """This one among them."""
+        return self._exchange.rank
+
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's residuals, and of those of the shards it owns."""
         state = self.registry.state_dict()

@@ -19,6 +19,11 @@ from horovod_topk.errors import ConfigError, NotAttachedError
 class State(Protocol):
     """Error feedback behind one optimizer."""
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and of how many that exchange."""
+        ...
+
     def stats(self) -> Stats:
         """Totals and norms so far."""
         ...
@@ -73,6 +78,11 @@ class Front(abc.ABC):
     def stats(self) -> Stats:
         """As `OptimizerState.stats`, of the one optimizer behind this instance."""
         return self._only_state().stats()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """As `OptimizerState.place`, of the one optimizer behind this instance."""
+        return self._only_state().place
 
     def state_dict(self) -> dict[str, Any]:
         """As `OptimizerState.state_dict`, of the one optimizer behind this instance."""

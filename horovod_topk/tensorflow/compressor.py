@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
@@ -52,6 +53,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
     Feedback Fixes SignSGD).
     """
+
+    framework = "tensorflow"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,6 +103,11 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
     def decompress(tensor: Any, ctx: object) -> Any:
         """Return the tensor: gradients are decoded before Horovod asks."""
         return tensor
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """As `OptimizerState.place`; before the first step this process among all."""
+        return super().place if len(self._states) else (hvd.rank(), hvd.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `OptimizerState.load_state_dict`; before the first step it is kept until then."""

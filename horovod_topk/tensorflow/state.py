@@ -42,6 +42,8 @@ def live_states() -> list[OptimizerState]:
 class OptimizerState:
     """What `TopKEF.of(...)` returns. One for each list of variables behind a compressor."""
 
+    framework = "tensorflow"
+
     def __init__(
         self,
         config: TopKConfig,
@@ -95,6 +97,11 @@ class OptimizerState:
             gradient_norm=self._gradient_norm,
             skipped=dict(self._skipped),
         )
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and of how many that exchange."""
+        return (self._exchange.rank, self._exchange.ranks) if self.active else (0, 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's residuals, flat tensors by tensor name. Empty if inactive.

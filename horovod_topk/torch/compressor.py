@@ -46,6 +46,8 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
     Feedback Fixes SignSGD).
     """
 
+    framework = "torch"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()

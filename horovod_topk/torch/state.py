@@ -45,6 +45,8 @@ def live_states() -> list[OptimizerState]:
 class OptimizerState:
     """What `TopKEF.of(optimizer)` returns. One for each distributed optimizer."""
 
+    framework = "torch"
+
     def __init__(self, optimizer: Any, config: TopKConfig) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._names: dict[Tensor, str] = optimizer._parameter_names
@@ -117,6 +119,11 @@ class OptimizerState:
             skipped=dict(self._skipped),
             late=dict(self._late),
         )
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and of how many that exchange."""
+        return (self._compressor.rank, self._compressor.ranks) if self.active else (0, 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's committed residuals, flat, by tensor name. Empty if inactive.

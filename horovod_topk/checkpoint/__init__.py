@@ -1,0 +1,189 @@
+"""Checkpoints of error feedback, one file a rank, beside the ones of model and optimizer.
+
+    from horovod_topk import checkpoint
+
+    checkpoint.save(folder, TopKEF.of(optimizer))     # on every rank, after a step
+    checkpoint.load(folder, TopKEF.of(optimizer))     # on every rank, before the first
+
+What a rank has not sent yet is a part of all gradients so far: a run that goes on without it has
+lost them, and one that goes on with it is bitwise the run that never stopped. Every checkpoint
+wants a folder of its own, which all ranks can read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from horovod_topk.checkpoint import shard
+from horovod_topk.errors import CheckpointError, NotAttachedError, StateDictError
+
+log = logging.getLogger("horovod_topk")
+
+__all__ = ["load", "save"]
+
+
+class State(Protocol):
+    """What `TopKEF.of(optimizer)` returns, or a `TopKEF` with one optimizer."""
+
+    framework: str  # "torch" or "tensorflow"
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and of how many."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of this rank's residuals; empty where nothing is compressed."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on residuals; raises StateDictError before anything has changed."""
+        ...
+
+
+def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") -> Path | None:
+    """Write this rank's shard. Call it on every rank, between two steps.
+
+    The file appears whole or not at all; one of the same name is replaced.
+
+    Args:
+        folder: of this checkpoint; made if it is missing.
+        state: `TopKEF.of(optimizer)`, or a `TopKEF` that has one optimizer.
+        name: the files' first word, for a job with several optimizers.
+
+    Returns:
+        The file, or None where nothing is compressed and so nothing is kept.
+    """
+    contents = state.state_dict()
+    if not contents:
+        log.info("TopKEF keeps no residuals here: nothing to save in %s", folder)
+        return None
+    rank, ranks = state.place
+    path = _path(Path(folder), name, rank, ranks)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {**contents, "rank": rank, "ranks": ranks}
+    _replace(path, shard.dump(facts, state.framework))
+    return path
+
+
+def load(
+    folder: str | os.PathLike[str], state: State, *, name: str = "topkef", strict: bool = True
+) -> None:
+    """Take on what `save` wrote. Call it on every rank, before the first step.
+
+    Args:
+        folder: as given to `save`.
+        state: of an optimizer with the same parameters.
+        name: as given to `save`.
+        strict: refuse what does not fit. If False, tensors without a fitting residual start at
+            zero, and a log line names them.
+
+    Raises:
+        CheckpointError: a shard is missing, damaged or another rank's; nothing has changed.
+        StateDictError: residuals do not fit the optimizer; nothing has changed.
+    """
+    rank, ranks = state.place
+    try:
+        contents = _read(Path(folder), name, rank, ranks, state.framework)
+        state.load_state_dict(contents if strict else _fitting(contents, _own(state)))
+    except (CheckpointError, StateDictError) as error:
+        if strict:
+            raise
+        log.warning("TopKEF starts with all residuals at zero: %s", error)
+
+
+def _path(folder: Path, name: str, rank: int, ranks: int) -> Path:
+    return folder / f"{name}-{rank:05}-of-{ranks:05}.safetensors"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file so that a crash leaves the old one or the new one."""
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(draft).replace(path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+def _read(folder: Path, name: str, rank: int, ranks: int, framework: str) -> dict[str, Any]:
+    """This rank's state dict."""
+    saved = _saved_ranks(folder, name)
+    if saved != ranks:
+        raise CheckpointError(
+            f"{folder} was saved by {saved} ranks, this job has {ranks}",
+            cure=f"Start {saved} ranks, or pass strict=False to lose what had not been sent",
+        )
+    return _read_shard(_path(folder, name, rank, ranks), rank, ranks, framework)
+
+
+def _saved_ranks(folder: Path, name: str) -> int:
+    """How many ranks saved."""
+    pattern = re.compile(rf"{re.escape(name)}-\d{{5}}-of-(\d{{5}})\.safetensors")
+    files = folder.iterdir() if folder.is_dir() else ()
+    counts = {int(match[1]) for file in files if (match := pattern.fullmatch(file.name))}
+    if len(counts) == 1:
+        return counts.pop()
+    found = f"shards of jobs with {sorted(counts)} ranks" if counts else "no shard"
+    raise CheckpointError(
+        f"{folder} has {found} by the name {name!r}",
+        cure="Give each checkpoint a folder of its own, and the one that checkpoint.save wrote to",
+    )
+
+
+def _read_shard(path: Path, rank: int, ranks: int, framework: str) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}",
+            cure="Save on every rank, and load from a folder that holds the shards of all ranks",
+        ) from error
+    contents = shard.parse(data, framework, str(path))
+    if (contents["rank"], contents["ranks"]) != (rank, ranks):
+        raise CheckpointError(
+            f"{path} was saved by rank {contents['rank']} of {contents['ranks']}",
+            cure="Undo its renaming: every rank has to get its own residuals back",
+        )
+    return contents
+
+
+def _own(state: State) -> Mapping[str, Any]:
+    """The optimizer's state dict; empty before a first step that makes it."""
+    try:
+        return state.state_dict()
+    except NotAttachedError:
+        return {}
+
+
+def _fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's own state dict with the residuals that fit it, and zeros for the others."""
+    if not own.get("residuals"):  # not known before the first step
+        return dict(saved)
+    fitting = {**own, "residuals": _residuals(saved, own)}
+    if "owned" in own:
+        theirs = saved.get("owned", {})
+        same = all(theirs.get(key) == own["owned"][key] for key in ("ranks", "rank"))
+        owned = _residuals(theirs if same else {}, own["owned"])
+        fitting["owned"] = {**own["owned"], "residuals": owned}
+    return fitting
+
+
+def _residuals(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    fitting = {}
+    for name, mine in own["residuals"].items():
+        fits = saved.get("shapes", {}).get(name) == own["shapes"][name]
+        fitting[name] = saved["residuals"][name] if fits else mine - mine
+        if not fits:
+            log.warning("TopKEF: the checkpoint has no residual for %s, which starts at zero", name)
+    return fitting

@@ -1,0 +1,103 @@
+"""One rank's state dict as a file: what is written, and what is checked before it is believed.
+
+A shard is a safetensors file (https://github.com/huggingface/safetensors), which holds no code.
+Tensors are named `residuals/NAME`, and `owned/NAME` for what a rank owns for all ranks. Its
+metadata has
+
+    format   "horovod_topk"
+    sha256   of the whole file, with 64 zeros in its own place
+    state    the state dict without its arrays, as JSON
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from horovod_topk.errors import CheckpointError
+
+FORMAT = "horovod_topk"
+RESIDUALS, OWNED = "residuals", "owned"
+_UNKNOWN = "0" * 64
+_DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+
+
+def dump(state: Mapping[str, Any], framework: str) -> bytes:
+    """A state dict as bytes.
+
+    Args:
+        state: what `state_dict()` returned.
+        framework: "torch" or "tensorflow", whose arrays it has.
+    """
+    arrays = {f"{RESIDUALS}/{name}": a for name, a in state[RESIDUALS].items()}
+    facts = {**state, RESIDUALS: None}
+    if OWNED in state:
+        arrays |= {f"{OWNED}/{name}": a for name, a in state[OWNED][RESIDUALS].items()}
+        facts[OWNED] = {**state[OWNED], RESIDUALS: None}
+    metadata = {"format": FORMAT, "sha256": _UNKNOWN, "state": json.dumps(facts, sort_keys=True)}
+    data: bytes = _safetensors(framework).save(arrays, metadata)
+    match = _find_digest(data)
+    assert match is not None  # it was just written
+    digest = hashlib.sha256(data).hexdigest().encode()
+    return data[: match.start(1)] + digest + data[match.end(1) :]
+
+
+def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
+    """The state dict that was dumped.
+
+    Args:
+        data: a file's bytes.
+        framework: whose arrays to return.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointError: these are not the bytes of a whole shard.
+    """
+    match = _find_digest(data)
+    if match is None:
+        raise CheckpointError(
+            f"{where} is no shard of a horovod_topk checkpoint, or its beginning is damaged",
+            cure="Give the folder that checkpoint.save wrote to, or an older checkpoint",
+        )
+    zeroed = data[: match.start(1)] + _UNKNOWN.encode() + data[match.end(1) :]
+    if hashlib.sha256(zeroed).hexdigest().encode() != match[1]:
+        raise CheckpointError(
+            f"{where} is damaged or cut short: its {len(data)} bytes do not have the SHA-256 "
+            "that it names",
+            cure="Copy it again from where it was saved, or load an older checkpoint",
+        )
+    return _assemble(_facts(data), _safetensors(framework).load(data))
+
+
+def _find_digest(data: bytes) -> re.Match[bytes] | None:
+    """Where the header names its digest."""
+    return _DIGEST.search(data, 8, min(8 + int.from_bytes(data[:8], "little"), len(data)))
+
+
+def _facts(data: bytes) -> dict[str, Any]:
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    facts: dict[str, Any] = json.loads(header["__metadata__"]["state"])
+    return facts
+
+
+def _assemble(facts: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    for part, into in ((RESIDUALS, facts), (OWNED, facts.get(OWNED))):
+        if into is not None:
+            names = [name for name in arrays if name.startswith(f"{part}/")]
+            into[RESIDUALS] = {name.removeprefix(f"{part}/"): arrays[name] for name in names}
+    return facts
+
+
+def _safetensors(framework: str) -> Any:
+    """The package's functions for a framework's arrays."""
+    try:
+        return importlib.import_module(f"safetensors.{framework}")
+    except ImportError as error:
+        raise CheckpointError(
+            "checkpoints need the package safetensors, which cannot be imported",
+            cure="Run pip install horovod-topk[checkpoint]",
+        ) from error

@@ -1,0 +1,40 @@
+"""Checkpoints in TensorFlow: loaded before the first step or after it, they are the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+from tapes import Linear, noise
+
+from horovod_topk import checkpoint
+from horovod_topk.tensorflow import TopKEF
+
+SHAPES = [(60, 50), (7,), (515,)]
+
+
+def gradients(step: int) -> list[Any]:
+    return [noise(hvd.rank(), 10 * step + i, shape) for i, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.world_size(2, 4)
+@pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_resume_is_bitwise(exchange: str, stepped: bool, tmp_path: Path) -> None:
+    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
+    first, second = (
+        TopKEF(ratio=0.1, min_numel=0, values="int8", exchange=exchange) for _ in range(2)
+    )
+    model, other = Linear(SHAPES), Linear(SHAPES)
+    for step in range(3):
+        model.exchange(first, gradients(step))
+    checkpoint.save(folder, first)
+    if stepped:
+        other.exchange(second, gradients(9))
+    checkpoint.load(folder, second)
+    for step in range(3, 6):
+        expected = model.exchange(first, gradients(step))
+        assert all(map(np.array_equal, other.exchange(second, gradients(step)), expected))

@@ -1,0 +1,244 @@
+"""Checkpoint files: what was saved comes back to the bit, and nothing else is ever taken on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle.backends import TENSORFLOW, TORCH, Backend
+from oracle.world import World
+
+from horovod_topk import checkpoint
+from horovod_topk.checkpoint import shard
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.errors import CheckpointError, StateDictError, TopKError
+
+SPECS = [TensorSpec("w", (37, 30), "float32"), TensorSpec("läyer/b", (3,), "float32")]
+RANKS = 3
+
+
+class Rank:
+    """A compressor of a simulated rank as `checkpoint` sees it."""
+
+    def __init__(self, world: World, rank: int, framework: str) -> None:
+        self._compressor = world.ranks[rank]
+        self._backend = world.backend
+        self.framework, self.place = framework, (rank, world.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return _each(self._compressor.state_dict(), lambda array: getattr(array, "value", array))
+
+    def load_state_dict(self, state: Any) -> None:
+        as_array = self._backend.array
+        self._compressor.load_state_dict(_each(state, lambda a: as_array(_numpy(a), "float32")))
+
+
+def _numpy(array: Any) -> Any:
+    return array.numpy() if hasattr(array, "numpy") else array
+
+
+def _each(state: Any, change: Any) -> dict[str, Any]:
+    changed = {**state, "residuals": {n: change(a) for n, a in state["residuals"].items()}}
+    if "owned" in state:
+        changed["owned"] = _each(state["owned"], change)
+    return changed
+
+
+def trained(backend: Backend, exchange: str, steps: int = 3, specs: Any = SPECS) -> World:
+    config = TopKConfig(ratio=0.1, min_numel=0, exchange=exchange)
+    world = World(make_plan(specs, config), RANKS, backend)
+    noise = np.random.default_rng(steps)
+    for _ in range(steps):
+        world.step(
+            [{s.name: noise.normal(size=s.shape).astype("f4") for s in specs} for _ in range(RANKS)]
+        )
+    return world
+
+
+def ranks(world: World, framework: str = "torch") -> list[Rank]:
+    return [Rank(world, rank, framework) for rank in range(world.size)]
+
+
+def save(world: World, folder: Path, framework: str = "torch") -> list[Path]:
+    return [checkpoint.save(folder, rank) for rank in ranks(world, framework)]
+
+
+def kept(world: World) -> list[bytes]:
+    """All residuals of all ranks."""
+    parts = [*world.residuals(), *world.owned()]
+    return [array.tobytes() for part in parts for array in part.values()]
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+@pytest.mark.parametrize(
+    ("backend", "framework"),
+    [(TORCH, "torch"), (TENSORFLOW, "tensorflow")],
+    ids=["torch", "tensorflow"],
+)
+def test_what_was_saved_comes_back(
+    tmp_path: Path, backend: Backend, framework: str, exchange: str
+) -> None:
+    saved, fresh = trained(backend, exchange), trained(backend, exchange, steps=0)
+    files = save(saved, tmp_path, framework)
+    assert [f.name for f in files] == [f"topkef-0000{r}-of-00003.safetensors" for r in range(RANKS)]
+    assert sorted(tmp_path.iterdir()) == files
+    assert kept(fresh) != kept(saved)
+    for rank in ranks(fresh, framework):
+        checkpoint.load(tmp_path, rank)
+    assert kept(fresh) == kept(saved)
+
+
+def test_a_file_holds_no_code_and_says_what_it_is(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(save(trained(TORCH, "sharded"), tmp_path)[1], framework="np") as file:
+        facts = json.loads(file.metadata()["state"])
+        assert sorted(file.keys()) == sorted(
+            f"{p}/{s.name}" for p in ("residuals", "owned") for s in SPECS
+        )
+    assert facts["version"] == 1
+    assert (facts["rank"], facts["ranks"], facts["ratio"]) == (1, 3, 0.1)
+    assert facts["shapes"] == {"w": [37, 30], "läyer/b": [3]}
+
+
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: Any) -> None:
+    world = trained(TORCH, "allgather")
+    before = [file.read_bytes() for file in save(world, tmp_path)]
+
+    def crash(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(OSError, match="No space"):
+        save(trained(TORCH, "allgather", steps=5), tmp_path)
+    assert [file.read_bytes() for file in sorted(tmp_path.iterdir())] == before
+
+
+def truncated(data: bytes, draw: random.Random) -> bytes:
+    return data[: draw.randrange(len(data))]
+
+
+def flipped(data: bytes, draw: random.Random) -> bytes:
+    at, bit = draw.randrange(len(data)), draw.randrange(8)
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
+def flipped_in_its_header(data: bytes, draw: random.Random) -> bytes:
+    end = 8 + int.from_bytes(data[:8], "little")
+    return flipped(data[:end], draw) + data[end:]
+
+
+def lengthened(data: bytes, draw: random.Random) -> bytes:
+    return data + draw.randbytes(draw.randrange(1, 20))
+
+
+def noise(data: bytes, draw: random.Random) -> bytes:
+    return draw.randbytes(len(data))
+
+
+DAMAGES = [truncated, flipped, flipped_in_its_header, lengthened, noise]
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_shard_is_refused(tmp_path: Path, damage: Any, exchange: str) -> None:
+    """Twenty of each kind and exchange: 200 files."""
+    file = save(trained(TORCH, exchange), tmp_path)[1]
+    whole, fresh, draw = file.read_bytes(), trained(TORCH, exchange, steps=1), random.Random(0)
+    before = kept(fresh)
+    for _ in range(20):
+        file.write_bytes(damage(whole, draw))
+        with pytest.raises(CheckpointError, match="topkef-00001-of-00003"):
+            checkpoint.load(tmp_path, ranks(fresh)[1])
+        assert kept(fresh) == before
+
+
+def renamed(folder: Path) -> None:
+    (folder / "topkef-00000-of-00003.safetensors").replace(
+        folder / "topkef-00001-of-00003.safetensors"
+    )
+
+
+def missing(folder: Path) -> None:
+    (folder / "topkef-00001-of-00003.safetensors").unlink()
+
+
+def of_two_jobs(folder: Path) -> None:
+    data = (folder / "topkef-00001-of-00003.safetensors").read_bytes()
+    (folder / "topkef-00001-of-00002.safetensors").write_bytes(data)
+
+
+def of_another_job(folder: Path) -> None:
+    for file in list(folder.iterdir()):
+        file.rename(folder / file.name.replace("of-00003", "of-00004"))
+
+
+def emptied(folder: Path) -> None:
+    for file in list(folder.iterdir()):
+        file.unlink()
+
+
+def of_a_later_version(folder: Path) -> None:
+    rewrite(folder, version=2)
+
+
+def without_shapes(folder: Path) -> None:
+    rewrite(folder, shapes={})
+
+
+def rewrite(folder: Path, **facts: Any) -> None:
+    file = folder / "topkef-00001-of-00003.safetensors"
+    state = shard.parse(file.read_bytes(), "torch", "")
+    file.write_bytes(shard.dump({**state, **facts}, "torch"))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (renamed, "saved by rank 0 of 3"),
+        (missing, "No such file"),
+        (of_two_jobs, r"shards of jobs with \[2, 3\] ranks"),
+        (of_another_job, "saved by 4 ranks, this job has 3"),
+        (emptied, "no shard"),
+        (of_a_later_version, "version 2"),
+        (without_shapes, "no residual for it"),
+    ],
+)
+def test_another_shard_is_refused(tmp_path: Path, change: Any, problem: str) -> None:
+    save(trained(TORCH, "allgather"), tmp_path)
+    change(tmp_path)
+    fresh = trained(TORCH, "allgather", steps=1)
+    before = kept(fresh)
+    with pytest.raises(TopKError, match=problem):
+        checkpoint.load(tmp_path, ranks(fresh)[1])
+    assert kept(fresh) == before
+
+
+def test_a_tensor_that_does_not_fit_starts_at_zero_when_asked(tmp_path: Path, caplog: Any) -> None:
+    saved = trained(TORCH, "sharded")
+    save(saved, tmp_path)
+    specs = [SPECS[0], TensorSpec("läyer/b", (4,), "float32")]
+    fresh = trained(TORCH, "sharded", steps=1, specs=specs)
+    with pytest.raises(StateDictError, match="läyer/b"):
+        checkpoint.load(tmp_path, ranks(fresh)[1])
+    with caplog.at_level(logging.WARNING):
+        checkpoint.load(tmp_path, ranks(fresh)[1], strict=False)
+    assert "läyer/b" in caplog.text
+    assert "residual for w" not in caplog.text
+    assert fresh.residuals()[1]["w"].tobytes() == saved.residuals()[1]["w"].tobytes()
+    assert fresh.owned()[1]["w"].tobytes() == saved.owned()[1]["w"].tobytes()
+    assert not fresh.residuals()[1]["läyer/b"].any()
+
+
+def test_an_inactive_rank_saves_nothing(tmp_path: Path) -> None:
+    rank = ranks(trained(TORCH, "allgather"))[0]
+    rank.state_dict = dict
+    assert checkpoint.save(tmp_path / "new", rank) is None
+    assert not (tmp_path / "new").exists()
