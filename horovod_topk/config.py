@@ -11,7 +11,7 @@ from horovod_topk.errors import ConfigError, UnknownSettingError
 
 VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
 INDICES = ("auto", "packed", "plain")
-EXCHANGES = ("allgather", "sharded")
+EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")
 SELECTIONS = ("exact", "sampled")
 
 

@@ -11,12 +11,15 @@ NumPy's; needs the extra `horovod-topk[mpi]`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
+
+from horovod_topk.core.nodes import Location
 
 Array = NDArray[Any]
 
@@ -34,8 +37,20 @@ class _Request:
         return self.gathered
 
 
+@dataclass(frozen=True)
+class _Sum(_Request):
+    """A non-blocking alltoall whose parts, a row a rank, are to be added up."""
+
+    def wait(self) -> Array:
+        rows = super().wait()
+        for other in rows[1:]:
+            rows[0] += other
+        total: Array = rows[0]
+        return total
+
+
 class MpiCollective:
-    """`horovod_topk.core.exchange.Collective` over an MPI communicator.
+    """`horovod_topk.core.route.Collective` over an MPI communicator.
 
     Collectives pair by the order in which they start, so ranks must launch buckets in one order.
     """
@@ -53,10 +68,17 @@ class MpiCollective:
         """Ranks in the communicator."""
         return self._communicator.Get_size()
 
-    def allgather(self, payload: Array, name: str) -> _Request:
+    @property
+    def location(self) -> Location:
+        """Where this rank runs; MPI's ranks need not follow each other on a node, so hosts tell."""
+        return Location(0, MPI.Get_processor_name())
+
+    def allgather(self, payload: Array, name: str, counts: Sequence[int] | None = None) -> _Request:
         """Start a non-blocking allgather of a uint8 array; `name` is not needed by MPI."""
-        gathered = np.empty(payload.size * self.size, np.uint8)
-        request = self._communicator.Iallgather([payload, MPI.BYTE], [gathered, MPI.BYTE])
+        sizes = [payload.size] * self.size if counts is None else list(counts)
+        gathered = np.empty(sum(sizes), np.uint8)
+        received = [gathered, sizes, MPI.BYTE]
+        request = self._communicator.Iallgatherv([payload, MPI.BYTE], received)
         return _Request(request, payload, gathered)
 
     def alltoall(self, payloads: Array, name: str) -> _Request:
@@ -64,3 +86,23 @@ class MpiCollective:
         received = np.empty(payloads.size, np.uint8)
         request = self._communicator.Ialltoall([payloads, MPI.BYTE], [received, MPI.BYTE])
         return _Request(request, payloads, received)
+
+    def reduce_scatter(self, array: Array, counts: Sequence[int], name: str) -> _Sum:
+        """Start a non-blocking alltoall whose parts are added in rank order when waited for."""
+        mine = counts[self.rank]
+        received = np.empty((self.size, mine), array.dtype)
+        request = self._communicator.Ialltoallv([array, counts], [received, [mine] * self.size])
+        return _Sum(request, array, received)
+
+    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Always."""
+        return True
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[MpiCollective | None]:
+        """Communicators of these groups."""
+        found: list[MpiCollective | None] = []
+        for group in groups:
+            color = 0 if self.rank in group else MPI.UNDEFINED
+            part = self._communicator.Split(color, self.rank)
+            found.append(None if part == MPI.COMM_NULL else MpiCollective(part))
+        return found

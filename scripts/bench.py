@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,6 @@ def in_tensorflow(ratio: float) -> Callable[[], None]:
     state = OptimizerState(TopKConfig(ratio=ratio), variables, settings, Residuals(), Residuals())
     collective = Collective(twice)
     state._collective = collective  # type: ignore[assignment]
-    state._exchange = Allgather(collective)
-    state._transport = replace(state._transport, collective=collective)
     gradients = [tf.random.normal(v.shape, seed=i) for i, v in enumerate(variables)]
     run = tf.function(lambda mine: state.exchange(mine, variables), autograph=False)
     return lambda: run(gradients)

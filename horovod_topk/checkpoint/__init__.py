@@ -168,12 +168,13 @@ def _own(state: State) -> Mapping[str, Any]:
 
 def _fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's own state dict with the residuals that fit it, and zeros for the others."""
-    if not own.get("residuals"):  # not known before the first step
-        return dict(saved)
+    if not own.get("residuals") and not own.get("owned", {}).get("residuals"):
+        return dict(saved)  # nothing is known before the first step
     fitting = {**own, "residuals": _residuals(saved, own)}
     if "owned" in own:
         theirs = saved.get("owned", {})
-        same = all(theirs.get(key) == own["owned"][key] for key in ("ranks", "rank"))
+        whose = ("ranks", "rank", "nodes")
+        same = all(theirs.get(key) == own["owned"].get(key) for key in whose)
         owned = _residuals(theirs if same else {}, own["owned"])
         fitting["owned"] = {**own["owned"], "residuals": owned}
     return fitting

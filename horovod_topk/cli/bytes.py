@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from horovod_topk.cli.models import elements, specs_of
 from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
-from horovod_topk.core.exchange import Collective, Pending, Traffic, exchange_of
+from horovod_topk.core.choice import choose, make_exchange
+from horovod_topk.core.exchange import Collective, Pending, Traffic, ring_allreduce_bytes
+from horovod_topk.core.nodes import Location, Nodes
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.errors import TopKError
 
@@ -20,10 +22,25 @@ class _Nobody:
     size: int
     rank: int = 0
 
-    def allgather(self, payload: bytes, name: str) -> Pending[bytes]:
+    def allgather(
+        self, payload: bytes, name: str, counts: Sequence[int] | None = None
+    ) -> Pending[bytes]:
         raise TypeError("nothing is sent for a plan")
 
     alltoall = allgather
+
+    @property
+    def location(self) -> Location:
+        return Location(0, "")
+
+    def reduce_scatter(self, array: bytes, counts: Sequence[int], name: str) -> Pending[bytes]:
+        raise TypeError("nothing is sent for a plan")
+
+    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
+        return True
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Sequence[Collective[bytes] | None]:
+        return [None] * len(groups)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ratio", type=float, default=TopKConfig.ratio)
     add("--gather-ratio", type=float, default=None, help="sent back by owners; default: the ratio")
     add("--ranks", type=int, default=8)
+    add("--local-size", type=int, default=1, help="ranks on each node")
     add("--min-numel", type=int, default=TopKConfig.min_numel)
 
 
@@ -40,25 +58,36 @@ def main(args: argparse.Namespace) -> int:
     """Print the table; 2 if there is none."""
     try:
         specs = specs_of(args.model)
+        _check(args)
         rows = list(table(args, specs))
     except (ValueError, TopKError) as error:
         print(f"horovod-topk bytes: {error}")
         return 2
-    dense = 2 * (args.ranks - 1) * 4 * elements(specs) // args.ranks
-    print(f"{elements(specs):,} float32 in {len(specs)} tensors, {args.ranks} ranks, ", end="")
-    print(f"ratio {args.ratio:g}: bytes a step and rank")
-    print(f"{'exchange':<11}{'values':<10}{'bytes':>13}{'of dense':>11}{'of fp16':>10}")
-    print(_line("allreduce", "float32", dense, dense))
-    print(_line("allreduce", "float16", dense // 2, dense))
+    dense = ring_allreduce_bytes(4 * elements(specs), args.ranks)
+    nodes = nodes_of(args.ranks, args.local_size)
+    print(f"{elements(specs):,} float32 in {len(specs)} tensors, {args.ranks} ranks on ", end="")
+    print(f"{len(nodes.ranks)} nodes, ratio {args.ratio:g}: bytes a step")
+    print(f"{'exchange':<18}{'values':<10}{'a rank sends':>14}{'leave a node':>14}", end="")
+    print(f"{'of dense':>11}{'of fp16':>10}")
+    leaving = dense if len(nodes.ranks) > 1 else 0  # a ring leaves each node once
+    for values, part in (("float32", 1), ("float16", 2)):
+        print(_line("allreduce", values, dense // part, leaving // part, dense))
     for exchange, values, traffic in rows:
-        print(_line(exchange, values, traffic.sent_bytes, traffic.dense_bytes))
+        print(_line(exchange, values, traffic.sent_bytes, traffic.node_bytes or 0, dense))
     return 0
 
 
-def table(args: argparse.Namespace, specs: list[TensorSpec]) -> Iterator[tuple[str, str, Traffic]]:
-    """Exchange, kind of values, and what a rank sends."""
+def _check(args: argparse.Namespace) -> None:
     if args.ranks < 2:
         raise ValueError(f"--ranks {args.ranks}: nothing is exchanged by fewer than 2")
+    if args.local_size < 1:
+        raise ValueError(f"--local-size {args.local_size}: a node has at least 1 rank")
+
+
+def table(args: argparse.Namespace, specs: list[TensorSpec]) -> Iterator[tuple[str, str, Traffic]]:
+    """Exchange, kind of values, and what a rank sends; `auto` is the one that it takes."""
+    collective: Collective[bytes] = _Nobody(args.ranks)
+    nodes = nodes_of(args.ranks, args.local_size)
     for exchange in EXCHANGES:
         for values in VALUES:
             config = TopKConfig(
@@ -68,13 +97,21 @@ def table(args: argparse.Namespace, specs: list[TensorSpec]) -> Iterator[tuple[s
                 gather_ratio=args.gather_ratio,
                 min_numel=args.min_numel,
             )
-            collective: Collective[bytes] = _Nobody(args.ranks)
-            yield (
-                exchange,
-                values,
-                exchange_of(exchange, collective).traffic(make_plan(specs, config)),
-            )
+            plan, kind, name = make_plan(specs, config), exchange, exchange
+            if exchange == "auto":
+                kind, _ = choose(plan, collective, nodes, can_split=True)
+                name = f"auto:{kind}"
+            yield name, values, make_exchange(kind, collective, nodes).traffic(plan)
 
 
-def _line(exchange: str, values: str, sent: int, dense: int) -> str:
-    return f"{exchange:<11}{values:<10}{sent:>13,}{dense / sent:>10.1f}x{dense / sent / 2:>9.1f}x"
+def nodes_of(ranks: int, local_size: int) -> Nodes:
+    """Nodes of so many ranks each, the last of what is left."""
+    starts = range(0, ranks, local_size)
+    return Nodes(tuple(tuple(range(at, min(at + local_size, ranks))) for at in starts))
+
+
+def _line(exchange: str, values: str, sent: int, leaving: int, dense: int) -> str:
+    """Compared with dense by what leaves a node; by what a rank sends where there is one node."""
+    times = dense / (leaving or sent)
+    head = f"{exchange:<18}{values:<10}{sent:>14,}{leaving:>14,}"
+    return f"{head}{times:>10.1f}x{times / 2:>9.1f}x"

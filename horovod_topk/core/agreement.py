@@ -37,18 +37,20 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
     texts = {field: json.dumps(value).encode() for field, value in fields.items()}
     records = [_RECORD.pack(digest(fields[field]), len(text)) for field, text in texts.items()]
     proposal = b"".join(records) + _ORDINAL.pack(ordinal)
-    gathered = _gather(proposal, "topkef.agreement", ops, collective)
+    gathered = gather_bytes(proposal, "topkef.agreement", ops, collective)
     for position, field in enumerate(texts):
         seen = [_RECORD.unpack_from(data, position * _RECORD.size) for data in gathered]
         if len({fingerprint for fingerprint, _ in seen}) > 1:
             width = max(length for _, length in seen)
-            lists = _gather(texts[field].ljust(width), "topkef.mismatch", ops, collective)
+            lists = gather_bytes(texts[field].ljust(width), "topkef.mismatch", ops, collective)
             _raise_mismatch(field, [json.loads(data) for data in lists], collective.rank)
     return max(int(_ORDINAL.unpack(data[-_ORDINAL.size :])[0]) for data in gathered)
 
 
-def _gather(data: bytes, name: str, ops: Ops[Array], collective: Collective[Array]) -> list[bytes]:
-    """Host bytes of equal length from every rank."""
+def gather_bytes(
+    data: bytes, name: str, ops: Ops[Array], collective: Collective[Array]
+) -> list[bytes]:
+    """Host bytes of equal length from every rank. A collective."""
     array = ops.zeros(len(data), "uint8", "cpu")
     ops.store_bytes(array, 0, data)
     gathered = ops.to_host(collective.allgather(array, name).wait())

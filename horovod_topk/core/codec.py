@@ -151,7 +151,7 @@ class TopK(Generic[Array]):
             if tensor.k == 0:
                 continue
             values = self._read_values(bucket, tensor, gathered)
-            at = self._naturally(bucket, tensor, index.get(position))
+            at = self._naturally(bucket, tensor, index.get(position), gathered)
             self._ops.accumulate(totals[tensor.gradient], at, values)
         for position, (total, gradient) in enumerate(zip(totals, gradients, strict=True)):
             self._ops.deliver(total, scale, gradient, flags[position])
@@ -212,8 +212,9 @@ class TopK(Generic[Array]):
 
         def check(heads: list[bytes], answers: list[list[bool]]) -> list[bool]:
             flagged = set[int]()
-            for rank, head in enumerate(heads):
-                wire.check_header(head, headers[rank % len(headers)], rank, bucket.ordinal)
+            for position, head in enumerate(heads):
+                header, rank = headers[position % len(headers)], bucket.sender(position)
+                wire.check_header(head, header, rank, bucket.ordinal)
                 flags = head[layout.flags_at : layout.flags_at + layout.flags_bytes]
                 flagged.update(wire.flagged(flags, len(bucket.gradients)))
             for position, answer in zip(sound, answers, strict=True):
@@ -227,7 +228,7 @@ class TopK(Generic[Array]):
     @staticmethod
     def _wrong_indices(bucket: BucketPlan, position: int, row: int) -> PayloadError:
         """The error for a tensor's indices in a row of payloads."""
-        rank = row * bucket.writers + position // len(bucket.gradients)
+        rank = bucket.sender(row * bucket.writers + position // len(bucket.gradients))
         name = bucket.tensors[position].spec.name
         return wire.wrong_indices(bucket.ordinal, rank, name)
 
@@ -238,14 +239,23 @@ class TopK(Generic[Array]):
         return self._ops.spot(index, bucket.parts, tensor.first)
 
     def _naturally(
-        self, bucket: BucketPlan, tensor: TensorPlan, index: Array | None
+        self, bucket: BucketPlan, tensor: TensorPlan, index: Array | None, gathered: Array
     ) -> Array | None:
-        """The same of rows of indices, or of all of them."""
+        """The same of rows of indices, or of all of them in each row."""
         if bucket.parts == 1:
             return index
         if index is None:
-            index = as_row(self._ops, self._ops.arange(tensor.numel, bucket.device))
+            rows = self._ops.numel(gathered) // bucket.layout.payload_bytes
+            index = self._everything(tensor.numel, rows, bucket.device)
         return self._natural(bucket, tensor, index)
+
+    def _everything(self, numel: int, rows: int, device: str) -> Array:
+        """[rows, n] indices, 0 to n - 1 in each row."""
+        ops = self._ops
+        index, own = ops.zeros(rows * numel, "int64", device), ops.arange(numel, device)
+        for at in range(0, rows * numel, numel):
+            ops.assign(ops.view(index, at, at + numel), own)
+        return ops.load(index, numel, 0, numel)
 
     def _read_indices(
         self, bucket: BucketPlan, gathered: Array

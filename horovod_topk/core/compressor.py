@@ -26,7 +26,7 @@ from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import ResidualRegistry, check_owner
 from horovod_topk.core.route import Route
-from horovod_topk.core.stats import StepCounters, count_step
+from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
 from horovod_topk.errors import GradientChangedError, NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
@@ -95,8 +95,13 @@ class Compressor(Generic[Array]):
         bucket.route.send(gradients, f"{self.name}.{ordinal}")
         bucket.phase = Phase.SENT
 
+    @property
+    def turns(self) -> int:
+        """How often buckets have to advance before they can be finished."""
+        return self._exchange.turns
+
     def advance(self) -> None:
-        """Take every bucket under way to its last collective; `finish` does so too.
+        """Take every bucket under way to its next collective; `finish` does so for all `turns`.
 
         Raises:
             PayloadError, PlanMismatchError: a rank sent something else than a bucket.
@@ -131,7 +136,8 @@ class Compressor(Generic[Array]):
                 f"bucket {ordinal} was finished in phase {bucket.phase.value!r}",
                 cure="Launch every bucket once before it is finished",
             )
-        self.advance()
+        for _ in range(self.turns):
+            self.advance()
         bucket.route.wait()
         self._check_unchanged(bucket, gradients)
         flags = bucket.route.receive(gradients if targets is None else targets)
@@ -194,8 +200,7 @@ class Compressor(Generic[Array]):
         """Copies of this rank's residuals, and of those of the shards it owns."""
         state = self.registry.state_dict()
         if self.owned is not None:
-            place = {"ranks": self.ranks, "rank": self._exchange.rank}
-            state["owned"] = place | self.owned.state_dict()
+            state["owned"] = dict(self._exchange.owner) | self.owned.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -204,8 +209,8 @@ class Compressor(Generic[Array]):
         Raises:
             StateDictError: a residual does not fit; nothing has changed.
         """
+        check_owner(self._exchange.owner if self.owned is not None else None, state.get("owned"))
         self.registry.check(state)
-        check_owner(self._exchange if self.owned is not None else None, state.get("owned"))
         if self.owned is not None:
             self.owned.check(state["owned"])
         self.abandon()
@@ -229,6 +234,10 @@ class Compressor(Generic[Array]):
     def traffic(self) -> Traffic:
         """Bytes of this rank, each step."""
         return self._exchange.traffic(self.plan)
+
+    def planned(self) -> Stats:
+        """What is known of every step before it is taken."""
+        return planned(self.plan, self._exchange)
 
     def residual_norm(self) -> float:
         """Euclidean norm of all residuals. Waits for the device."""

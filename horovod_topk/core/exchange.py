@@ -1,20 +1,23 @@
 """How payloads cross the network, over one small protocol.
 
 Each exchange knows who keeps residuals for what, how many bytes travel, and how one bucket is sent
-(`horovod_topk.core.route`).
+(`horovod_topk.core.route`, `horovod_topk.core.hierarchy`). Which one a setting names is for
+`horovod_topk.core.choice` to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from horovod_topk.core.codec import Codec
-from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.hierarchy import Hierarchical, Probe, Team
+from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import ResidualRegistry
 from horovod_topk.core.route import Collective, Direct, Pending, Route, Sharded
-from horovod_topk.core.shards import ShardedPlan, shard
+from horovod_topk.core.shards import NodePlan, ShardedPlan, shard, shard_sums
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -23,10 +26,10 @@ __all__ = [
     "Allgather",
     "Collective",
     "Exchange",
+    "HierarchicalExchange",
     "Pending",
     "ShardedExchange",
     "Traffic",
-    "exchange_of",
     "ring_allreduce_bytes",
 ]
 
@@ -39,6 +42,8 @@ class Traffic:
     payload_bytes: int  # their bytes, and all that travels with them
     sent_bytes: int  # sent for them
     dense_bytes: int  # sent by a ring allreduce of the dense gradients instead
+    between_bytes: int | None  # of `sent_bytes`, those to other nodes; None: nodes are not known
+    node_bytes: int | None  # that leave the busiest node, of all its ranks together
 
 
 class Exchange(Protocol[Array]):
@@ -52,6 +57,31 @@ class Exchange(Protocol[Array]):
     @property
     def rank(self) -> int:
         """This one among them."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """The setting that names it."""
+        ...
+
+    @property
+    def because(self) -> str:
+        """Why it was chosen, or what became of it, in one line; empty: it was asked for."""
+        ...
+
+    @property
+    def owner(self) -> Mapping[str, object]:
+        """Whose the residuals of shards are: this rank's, of how many, on which nodes."""
+        ...
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """Who shares a node, if that is known."""
+        ...
+
+    @property
+    def turns(self) -> int:
+        """How often a bucket has to advance before it can be received."""
         ...
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
@@ -79,10 +109,20 @@ class Exchange(Protocol[Array]):
 
 
 class _Over(Generic[Array]):
-    """What exchanges over a collective have in common."""
+    """What exchanges over a collective have in common.
 
-    def __init__(self, collective: Collective[Array]) -> None:
+    Args:
+        collective: all ranks.
+        nodes: who shares a node, if that is known; for `traffic`.
+        because: `Exchange.because`.
+    """
+
+    def __init__(
+        self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
+    ) -> None:
         self._collective = collective
+        self.nodes = nodes
+        self.because = because
 
     @property
     def ranks(self) -> int:
@@ -94,14 +134,38 @@ class _Over(Generic[Array]):
         """This one among them."""
         return self._collective.rank
 
-    def _traffic(self, plan: Plan, selected: int, payload_bytes: int, sent_bytes: int) -> Traffic:
+    @property
+    def owner(self) -> Mapping[str, object]:
+        """This rank, of how many."""
+        return {"ranks": self.ranks, "rank": self.rank}
+
+    def _is_at_an_edge(self, rank: int) -> bool:
+        """Whether the next rank in a ring of all is on another node."""
+        assert self.nodes is not None
+        return (rank + 1) % self.ranks not in self.nodes.of(rank)
+
+    def _traffic(
+        self,
+        plan: Plan,
+        selected: int,
+        payload_bytes: int,
+        sent_bytes: int,
+        between: Callable[[int], int],
+    ) -> Traffic:
+        """between: bytes that a rank sends to other nodes."""
         dense = sum(bucket.dense_bytes for bucket in plan.buckets)
         dense_bytes = ring_allreduce_bytes(dense, self.ranks)
-        return Traffic(selected, payload_bytes, sent_bytes, dense_bytes)
+        mine, busiest = None, None
+        if self.nodes is not None:
+            mine = between(self.rank)
+            busiest = max(sum(map(between, node)) for node in self.nodes.ranks)
+        return Traffic(selected, payload_bytes, sent_bytes, dense_bytes, mine, busiest)
 
 
 class Allgather(_Over[Array]):
     """Every rank sends its payload to every other; bytes grow with the number of ranks."""
+
+    kind, turns = "allgather", 0
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """The bucket itself."""
@@ -125,7 +189,12 @@ class Allgather(_Over[Array]):
         """Bytes of a step, sent in a ring from rank to rank."""
         payload_bytes = sum(bucket.layout.payload_bytes for bucket in plan.buckets)
         entries = sum(bucket.entries for bucket in plan.buckets)
-        return self._traffic(plan, entries, payload_bytes, (self.ranks - 1) * payload_bytes)
+        sent_bytes = (self.ranks - 1) * payload_bytes
+
+        def between(rank: int) -> int:
+            return sent_bytes if self._is_at_an_edge(rank) else 0
+
+        return self._traffic(plan, entries, payload_bytes, sent_bytes, between)
 
 
 class ShardedExchange(_Over[Array]):
@@ -135,8 +204,12 @@ class ShardedExchange(_Over[Array]):
     rounding up and headers count.
     """
 
-    def __init__(self, collective: Collective[Array]) -> None:
-        super().__init__(collective)
+    kind, turns = "sharded", 1
+
+    def __init__(
+        self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
+    ) -> None:
+        super().__init__(collective, nodes, because)
         self._plans: dict[bytes, ShardedPlan] = {}  # by their bucket's digest
 
     def dealt(self, bucket: BucketPlan) -> ShardedPlan:
@@ -179,14 +252,97 @@ class ShardedExchange(_Over[Array]):
         back = sum(each.gather_bytes for each in dealt)
         mine = [leg for each in dealt for leg in (*each.scatter, each.gather[self.rank])]
         entries = sum(each.entries for each in mine)
-        return self._traffic(plan, entries, self.ranks * there + back, others * (there + back))
+
+        def between(rank: int) -> int:
+            assert self.nodes is not None
+            away = self.ranks - len(self.nodes.of(rank))
+            return away * there + self._is_at_an_edge(rank) * others * back
+
+        payload_bytes, sent_bytes = self.ranks * there + back, others * (there + back)
+        return self._traffic(plan, entries, payload_bytes, sent_bytes, between)
+
+
+class HierarchicalExchange(_Over[Array]):
+    """Gradients are summed dense within a node, and travel sparse between nodes.
+
+    Args:
+        collective: all ranks.
+        team: with whom this one exchanges.
+        because: `Exchange.because`.
+    """
+
+    kind, turns = "hierarchical", 2
+
+    def __init__(self, collective: Collective[Array], team: Team[Array], because: str = "") -> None:
+        super().__init__(collective, team.nodes, because)
+        self.team = team
+        self._plans: dict[bytes, NodePlan] = {}  # by their bucket's digest
+
+    @property
+    def owner(self) -> Mapping[str, object]:
+        """This rank, and who shares a node."""
+        return {**super().owner, "nodes": [list(node) for node in self.team.nodes.ranks]}
+
+    def dealt(self, bucket: BucketPlan) -> NodePlan:
+        """A bucket as it is dealt out."""
+        if bucket.digest not in self._plans:
+            self._plans[bucket.digest] = shard_sums(bucket, self.team.nodes)
+        return self._plans[bucket.digest]
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """None: a rank sends all that it has to the owners on its node."""
+        return ()
+
+    def mine(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """A plan for what this rank owns, if it owns something."""
+        lane = self.team.lane
+        return () if lane is None else (self.dealt(bucket).sums[lane],)
+
+    def owned(self, plan: Plan, ops: Ops[Array]) -> ResidualRegistry[Array]:
+        """Residuals of the sums of this rank's shards."""
+        return ResidualRegistry(plan, ops, self.mine)
+
+    def route(
+        self,
+        bucket: BucketPlan,
+        registry: ResidualRegistry[Array],
+        owned: ResidualRegistry[Array] | None,
+        ops: Ops[Array],
+        codec: Codec[Array],
+    ) -> Route[Array]:
+        """A dense sum within the node, an allgather between nodes, one within the node."""
+        assert owned is not None  # as `owned` made it
+        (arenas,) = owned.shards(bucket.ordinal) or (None,)
+        probe = Probe(bucket, ops)
+        return Hierarchical(self.dealt(bucket), arenas, ops, codec, self.team, probe)
+
+    def traffic(self, plan: Plan) -> Traffic:
+        """Bytes of a step: to each owner on the node directly, then twice in a ring."""
+        team, nodes = self.team, self.team.nodes
+        dealt = [self.dealt(bucket) for bucket in plan.buckets]
+        size, held = sum(each.sum_bytes for each in dealt), len(nodes.ranks)
+        handed = size if team.lane is not None and held > 1 else 0
+        sent = (held - 1) * handed
+        if team.size > 1:
+            shards = [_dense_bytes(each.sums[i] for each in dealt) for i in range(nodes.owners)]
+            kept, forwarded = (0, 0) if team.lane is None else (shards[team.lane], held * size)
+            handed += sum(shards) + forwarded
+            following = (nodes.position(self.rank) + 1) % team.size
+            forwarding = nodes.owners - (following < nodes.owners)  # all but the next one's own
+            sent += sum(shards) - kept + forwarding * held * size
+
+        def between(rank: int) -> int:
+            return (held - 1) * size if nodes.position(rank) < nodes.owners else 0
+
+        entries = sum(each.entries for bucket in plan.buckets for each in self.mine(bucket))
+        return self._traffic(plan, entries, handed, sent, between)
+
+
+def _dense_bytes(plans: Iterable[BucketPlan]) -> int:
+    """Bytes of arenas."""
+    return sum(plan.numel * WIDTH[plan.residual_dtype] for plan in plans)
 
 
 def ring_allreduce_bytes(dense_bytes: int, ranks: int) -> int:
     """Bytes a rank sends in a ring allreduce: 2 (P - 1) / P of the data (Patarasuk, Yuan 2009)."""
     return 2 * (ranks - 1) * dense_bytes // ranks
-
-
-def exchange_of(kind: str, collective: Collective[Array]) -> Exchange[Array]:
-    """The exchange that a setting names."""
-    return ShardedExchange(collective) if kind == "sharded" else Allgather(collective)

@@ -134,15 +134,15 @@ def elastic() -> bool:
 
 
 def check_elastic(exchange: str) -> None:
-    """Refuse an exchange whose shards are of so many ranks where ranks may come and go.
+    """Refuse an exchange with owners where ranks may come and go.
 
     Raises:
         ConfigError: they may.
     """
-    if exchange == "sharded" and elastic():
+    if exchange in ("sharded", "hierarchical") and elastic():
         raise ConfigError(
-            "exchange='sharded' deals residuals out to a fixed number of ranks, and this job is "
-            "elastic",
+            f"exchange={exchange!r} deals residuals out to a fixed number of ranks, and this job "
+            "is elastic",
             cure="Pass exchange='allgather', or run without --min-np and --max-np",
         )
 

@@ -62,7 +62,7 @@ decode to NaN on every rank. Values and indices of a flagged tensor MUST be igno
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from horovod_topk.errors import PayloadError, PlanMismatchError
@@ -121,6 +121,23 @@ def check_length(received: int, payload_bytes: int, ranks: int, bucket: int) -> 
             f"{payload_bytes} from each",
             cure="Start all ranks with the same model, settings and version of horovod_topk",
         )
+
+
+def check_counts(received: Sequence[int], planned: int, name: str) -> None:
+    """Refuse gradients of other lengths than the plan's.
+
+    received: elements from each rank that takes part in the collective `name`.
+
+    Raises:
+        PayloadError: one sent another number.
+    """
+    for position, count in enumerate(received):
+        if count != planned:
+            raise PayloadError(
+                f"{name}: {count} elements arrived from rank {position} of this node, the plan "
+                f"says {planned}",
+                cure="Start all ranks with the same model, settings and version of horovod_topk",
+            )
 
 
 def check_header(received: bytes, expected: bytes, rank: int, bucket: int) -> None:

@@ -111,6 +111,7 @@ class BucketPlan:
     layout: Layout
     digests: tuple[bytes, ...]  # of the payloads that make one, 8 bytes each; see `headers`
     parts: int = 1  # shards that gradients are dealt to
+    senders: tuple[int, ...] = ()  # ranks of the payloads as they are read; (): 0, 1, 2, ...
 
     @property
     def writers(self) -> int:
@@ -145,6 +146,10 @@ class BucketPlan:
     def names(self, flags: Iterable[bool]) -> tuple[str, ...]:
         """Names of the flagged gradients, given one flag for each."""
         return tuple(t.spec.name for t, flag in zip(self.gradients, flags, strict=True) if flag)
+
+    def sender(self, position: int) -> int:
+        """The rank that wrote the payload in a position."""
+        return self.senders[position] if self.senders else position
 
     @property
     def digest(self) -> bytes:

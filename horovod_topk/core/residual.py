@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.plan import BucketPlan, Plan, TensorPlan, TensorSpec
 from horovod_topk.errors import StateDictError
@@ -19,6 +19,7 @@ from horovod_topk.ops import Ops
 Array = TypeVar("Array")
 
 STATE_VERSION = 1
+OWNER = ("ranks", "rank", "nodes")  # what says whose the residuals of shards are
 
 
 @dataclass
@@ -44,7 +45,7 @@ class ResidualRegistry(Generic[Array]):
         plan: the tensors.
         ops: of the arenas.
         holders: gives the plans whose arenas together hold a bucket's residuals: the bucket itself,
-            or one for each shard of it.
+            one for each shard of it, or none, where nothing is kept.
     """
 
     def __init__(
@@ -73,16 +74,16 @@ class ResidualRegistry(Generic[Array]):
             yield from group
 
     def residual(self, name: str) -> Array:
-        """One tensor's residual, flat: a view, or a copy if it is in several pieces.
+        """One tensor's residual, flat: a view, or a copy if it is in several pieces or in none.
 
         Raises:
             KeyError: no such tensor.
         """
         pieces = self._pieces[name]
-        arenas, tensor = pieces[0]
         if len(pieces) == 1:
-            return self._view(arenas, tensor)
-        whole = self._ops.zeros(tensor.spec.numel, arenas.plan.residual_dtype, arenas.plan.device)
+            return self._view(*pieces[0])
+        bucket, tensor = self._whole[name]
+        whole = self._ops.zeros(tensor.spec.numel, bucket.residual_dtype, bucket.device)
         for arenas, tensor in pieces:
             values = self._view(arenas, tensor)
             if tensor.numel:
@@ -105,8 +106,8 @@ class ResidualRegistry(Generic[Array]):
             self._assign(name, before[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all residuals, flat, with what is needed to refuse a wrong one."""
-        copies = {name: self._ops.clone(self.residual(name)) for name in self._pieces}
+        """Copies of what is kept, flat, with what is needed to refuse a wrong one."""
+        copies = {spec.name: self._ops.clone(self.residual(spec.name)) for spec in self._specs()}
         return pack_state(self._plan.config.ratio, self._specs(), copies)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,8 +117,8 @@ class ResidualRegistry(Generic[Array]):
             StateDictError: another version, or a tensor missing, unknown or of another shape.
         """
         self.check(state)
-        for name in self._pieces:
-            self._assign(name, state["residuals"][name])
+        for spec in self._specs():
+            self._assign(spec.name, state["residuals"][spec.name])
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state dict that does not fit; raises StateDictError."""
@@ -133,10 +134,11 @@ class ResidualRegistry(Generic[Array]):
             ]
             for bucket in plan.buckets
         }
-        self._pieces = {}
+        self._whole = {t.spec.name: (b, t) for b in plan.buckets for t in b.tensors}
+        self._pieces = {name: [] for name in self._whole}
         for arenas in self.all_arenas():
             for tensor in arenas.plan.tensors:
-                self._pieces.setdefault(tensor.spec.name, []).append((arenas, tensor))
+                self._pieces[tensor.spec.name].append((arenas, tensor))
 
     def _allocate(self, plan: BucketPlan) -> Arenas[Array]:
         size = (plan.numel, plan.residual_dtype, plan.device)
@@ -162,7 +164,7 @@ class ResidualRegistry(Generic[Array]):
         return self._ops.spot(own, arenas.plan.parts, tensor.first)
 
     def _specs(self) -> list[TensorSpec]:
-        return [pieces[0][1].spec for pieces in self._pieces.values()]
+        return [pieces[0][1].spec for pieces in self._pieces.values() if pieces]
 
 
 def as_row(ops: Ops[Array], array: Array) -> Array:
@@ -241,41 +243,27 @@ def _check_tensor(spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any]) -> 
         )
 
 
-class Owner(Protocol):
-    """An exchange whose ranks own shards."""
-
-    @property
-    def ranks(self) -> int:
-        """How many own one."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """This one among them."""
-        ...
-
-
-def check_owner(owner: Owner | None, owned: Mapping[str, Any] | None) -> None:
+def check_owner(here: Mapping[str, object] | None, owned: Mapping[str, Any] | None) -> None:
     """Refuse residuals of shards that are not this rank's: they would be lost.
 
     Args:
-        owner: this rank, if it owns shards.
+        here: `Exchange.owner` of this rank, if its exchange has owners.
         owned: what a state dict has of owned shards.
 
     Raises:
-        StateDictError: they are another rank's, or of another number of ranks.
+        StateDictError: they are another rank's, or of other ranks or nodes.
     """
-    here = (owner.ranks, owner.rank) if owner is not None else None
-    saved = (owned.get("ranks"), owned.get("rank")) if owned is not None else None
+    saved = {key: owned[key] for key in OWNER if key in owned} if owned is not None else None
     if here != saved:
         raise StateDictError(
             f"the state dict is of {_describe(saved)}, this is {_describe(here)}",
-            cure="Load each rank's own state with the exchange and the number of ranks it was "
+            cure="Load each rank's own state with the exchange and the ranks and nodes it was "
             "saved with, or call reset()",
         )
 
 
-def _describe(owner: tuple[object, object] | None) -> str:
+def _describe(owner: Mapping[str, object] | None) -> str:
     if owner is None:
         return "an exchange without owners"
-    return f"rank {owner[1]} of {owner[0]} that own shards"
+    on = f" on nodes {owner['nodes']}" if "nodes" in owner else ""
+    return f"rank {owner.get('rank')} of {owner.get('ranks')} that own shards{on}"

@@ -1,7 +1,8 @@
 """The way of one bucket's payloads, step after step, from gradients to gradients.
 
     send      encode, and start the first collective
-    advance   start what follows it, once it is done; every bucket, before the first is received
+    advance   start what follows it, once it is done; as often as the exchange has `turns`, and
+              each time every bucket, before the first is received
     wait      until the last is done
     receive   decode
 
@@ -16,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from horovod_topk.core import payload as wire
 from horovod_topk.core.codec import Codec
+from horovod_topk.core.nodes import Location
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import ShardedPlan
@@ -48,10 +50,18 @@ class Collective(Protocol[Array]):
         """How many exchange."""
         ...
 
-    def allgather(self, payload: Array, name: str) -> Pending[Array]:
-        """Start to gather a uint8 array, the same length on every rank, in rank order.
+    @property
+    def location(self) -> Location:
+        """Where this process runs."""
+        ...
+
+    def allgather(
+        self, payload: Array, name: str, counts: Sequence[int] | None = None
+    ) -> Pending[Array]:
+        """Start to gather a uint8 array in rank order.
 
         Must not block. `name` is equal on all ranks, and unique among collectives under way.
+        counts: bytes of each rank; None: as many as of this one.
         """
         ...
 
@@ -60,6 +70,22 @@ class Collective(Protocol[Array]):
 
         As `allgather` otherwise.
         """
+        ...
+
+    def reduce_scatter(self, array: Array, counts: Sequence[int], name: str) -> Pending[Array]:
+        """Start to add up arrays element by element; rank p gets a stretch of counts[p] elements.
+
+        They are added in rank order, whatever arrives first, and whatever else is under way. As
+        `allgather` otherwise. `wait` raises PayloadError if a rank has sent another number.
+        """
+        ...
+
+    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Whether `split` will work here, if it does on every rank."""
+        ...
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Sequence[Collective[Array] | None]:
+        """A collective for each group of ranks, None for those without this one. A collective."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Plans of a sharded exchange: who owns which elements, and what travels to and from the owners.
+"""Plans of exchanges with owners: who owns which elements, and what travels to and from them.
 
 A tensor's elements are dealt out in blocks of 512: of P owners, owner p has blocks f, f + P,
 f + 2 P, ... with f = p - c modulo P and c the CRC-32 of the tensor's name. So a hot row or layer
@@ -8,6 +8,10 @@ for each shard: every payload's size follows from the plan alone.
 
     scatter   each rank sends every owner the largest of its shards      ratio
     gather    each owner sends all ranks the largest of the mean         gather_ratio
+
+Of a hierarchical exchange every node has an owner of every shard:
+
+    sums      each owner sends all nodes the largest of its node's sum   ratio
 
 Payloads of a bucket have one length in each direction, that of the longest.
 """
@@ -20,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core import payload
+from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import (
     BucketPlan,
     Share,
@@ -56,6 +61,20 @@ class ShardedPlan:
         return self.gather[0].layout.payload_bytes
 
 
+@dataclass(frozen=True)
+class NodePlan:
+    """One bucket's payloads between nodes."""
+
+    bucket: BucketPlan  # what it replaces
+    sums: tuple[BucketPlan, ...]  # of each owner of a node, written from packed shards
+    result: BucketPlan  # those of a node behind each other, node after node; into the gradients
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of one owner's payload."""
+        return self.sums[0].layout.payload_bytes
+
+
 def first_block(name: str, parts: int, part: int) -> int:
     """The first block of a tensor that an owner has."""
     return (part - zlib.crc32(name.encode())) % parts
@@ -74,6 +93,14 @@ def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
     gather = _leg(bucket, parts, "gather", bucket.config.ratio_back)
     arrive, packed = (tuple(_packed(each) for each in leg) for leg in (scatter, gather))
     return ShardedPlan(bucket, scatter, arrive, packed, _joined(gather))
+
+
+def shard_sums(bucket: BucketPlan, nodes: Nodes) -> NodePlan:
+    """Deal a bucket out to the owners of each node."""
+    sums = _leg(bucket, nodes.owners, "sums", bucket.config.ratio)
+    senders = tuple(rank for node in nodes.ranks for rank in node[: nodes.owners])
+    result = replace(_joined(sums), senders=senders)
+    return NodePlan(bucket, tuple(map(_packed, sums)), result)
 
 
 def _leg(bucket: BucketPlan, parts: int, leg: str, ratio: float) -> tuple[BucketPlan, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from horovod_topk.core.exchange import Traffic
+from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.plan import Plan
 
 
@@ -19,6 +20,8 @@ class StepCounters:
     payload_bytes: int  # bytes handed to collectives by this rank
     sent_bytes: int  # bytes this rank sends for them
     dense_bytes: int  # bytes this rank would send in a ring allreduce of the dense gradients
+    between_bytes: int | None  # of `sent_bytes`, those to other nodes; None: nodes are not known
+    node_bytes: int | None  # bytes that leave the busiest node, of all its ranks together
     flagged: tuple[str, ...]  # tensors with a non-finite gradient on some rank
 
 
@@ -29,6 +32,8 @@ class Stats:
     active: bool = False  # False: nothing is compressed, `skipped` says why
     ranks: int = 1  # world size of the process set
     exchange: str = "none"  # how payloads travel
+    because: str = ""  # why "auto" chose that, or what few nodes make of it; else empty
+    nodes: tuple[int, ...] = ()  # ranks on each node, where the exchange asks for nodes
     buckets: int = 0  # payloads a step
     steps: int = 0  # committed steps
     rolled_back: int = 0  # steps exchanged and then not taken
@@ -37,6 +42,8 @@ class Stats:
     payload_bytes: int = 0  # bytes handed to collectives a step and rank
     sent_bytes: int = 0  # bytes a rank sends a step
     dense_bytes: int = 0  # bytes a rank sends a step in the ring allreduce that this replaces
+    between_bytes: int | None = None  # of `sent_bytes`, those to other nodes; None: not known
+    node_bytes: int | None = None  # bytes a step that leave the busiest node, of all its ranks
     residual_norm: float = 0.0  # Euclidean, over all tensors of this rank
     gradient_norm: float = 0.0  # Euclidean, this rank's last gradient
     skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> why not compressed
@@ -55,13 +62,22 @@ def count_step(
     return StepCounters(step, committed, **asdict(traffic), flagged=tuple(flagged))
 
 
-def planned(plan: Plan, ranks: int, traffic: Traffic) -> Stats:
-    """What is known of a step from its plan alone."""
+def describe(exchange: Exchange[Any]) -> str:
+    """One line for the log."""
+    because = f", {exchange.because}" if exchange.because else ""
+    on = f" on nodes of {', '.join(map(str, exchange.nodes.sizes))}" if exchange.nodes else ""
+    return f"exchange {exchange.kind} among {exchange.ranks} ranks{on}{because}"
+
+
+def planned(plan: Plan, exchange: Exchange[Any]) -> Stats:
+    """What is known of a step from its plan and exchange alone."""
     return Stats(
         active=True,
-        ranks=ranks,
-        exchange=plan.config.exchange,
+        ranks=exchange.ranks,
+        exchange=exchange.kind,
+        because=exchange.because,
+        nodes=exchange.nodes.sizes if exchange.nodes is not None else (),
         buckets=len(plan.buckets),
         elements=sum(bucket.numel for bucket in plan.buckets),
-        **asdict(traffic),
+        **asdict(exchange.traffic(plan)),
     )

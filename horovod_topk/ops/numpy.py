@@ -122,6 +122,10 @@ class NumpyOps:
         place: Array = (index // DEAL * parts + first) * DEAL + index % DEAL
         return place
 
+    def deal(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
+        for first, out in zip(firsts, outs, strict=True):
+            out[...] = gradient.reshape(-1)[self.spot(np.arange(out.size), len(firsts), first)]
+
     def store(self, payload: Array, at: int, part: Array) -> None:
         payload[at : at + part.size] = part
 

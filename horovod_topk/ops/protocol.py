@@ -186,6 +186,14 @@ class Ops(Protocol[Array]):
         """
         ...
 
+    def deal(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
+        """outs[p] = the shard of a gradient whose first block is firsts[p], of len(firsts) shards.
+
+        Its element i is element `spot(i, len(firsts), firsts[p])` of the gradient, cast to the
+        dtype of `outs`, which are as long as the shards.
+        """
+        ...
+
     def store(self, payload: Array, at: int, part: Array) -> None:
         """Write a uint8 array from byte `at` of a payload."""
         ...

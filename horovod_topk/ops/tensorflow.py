@@ -220,6 +220,15 @@ class TensorFlowOps:
         at = index.value
         return Buffer((at // DEAL * parts + first) * DEAL + at % DEAL)
 
+    def deal(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
+        flat, parts = _flat(gradient), len(firsts)
+        rounds = gradient.numel // (DEAL * parts)
+        whole = tf.reshape(flat[: rounds * parts * DEAL], [rounds, parts, DEAL])
+        rest = flat[rounds * parts * DEAL :]
+        for first, out in zip(firsts, outs, strict=True):
+            shard = [tf.reshape(whole[:, first], [-1]), rest[first * DEAL : (first + 1) * DEAL]]
+            _write(out, tf.cast(tf.concat(shard, 0), out.dtype))
+
     def store(self, payload: Array, at: int, part: Array) -> None:
         _write(self.view(payload, at, at + part.numel), part.value)
 

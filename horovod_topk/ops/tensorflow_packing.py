@@ -155,7 +155,9 @@ def _multiples(rows: Tensor, count: int, kind: str) -> Tensor:
 
 
 def _as_bytes(array: Tensor) -> Tensor:
-    return tf.reshape(tf.bitcast(array, tf.uint8), [array.shape[0] * array.dtype.size])
+    count = array.shape[0]  # None: not known yet
+    size = -1 if count is None else count * array.dtype.size
+    return tf.reshape(tf.bitcast(array, tf.uint8), [size])
 
 
 def _padded(array: Tensor, multiple: int) -> Tensor:

@@ -126,6 +126,15 @@ class TorchOps:
     def spot(self, index: Tensor, parts: int, first: int) -> Tensor:
         return (index // DEAL * parts + first) * DEAL + index % DEAL
 
+    def deal(self, gradient: Tensor, firsts: Sequence[int], outs: Sequence[Tensor]) -> None:
+        flat, parts = gradient.reshape(-1), len(firsts)
+        rounds = flat.numel() // (DEAL * parts)
+        whole = flat[: rounds * parts * DEAL].view(rounds, parts, DEAL)
+        rest = flat[rounds * parts * DEAL :]
+        for first, out in zip(firsts, outs, strict=True):
+            out[: rounds * DEAL].view(rounds, DEAL).copy_(whole[:, first])
+            out[rounds * DEAL :].copy_(rest[first * DEAL : (first + 1) * DEAL])
+
     def store(self, payload: Tensor, at: int, part: Tensor) -> None:
         payload[at : at + part.numel()] = part
 

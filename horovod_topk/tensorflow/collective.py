@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from horovod_topk import process_sets
+from horovod_topk.core.nodes import Location
 from horovod_topk.ops.tensorflow import Array, Buffer
 
 
@@ -43,7 +46,14 @@ class HorovodCollective:
         """Ranks in the process set."""
         return int(self._process_set.size())
 
-    def allgather(self, payload: Array, name: str) -> _Gathered:
+    @property
+    def location(self) -> Location:
+        """Where this rank runs, as Horovod's launcher numbers local ranks."""
+        return process_sets.location(hvd.rank(), hvd.local_rank())
+
+    def allgather(
+        self, payload: Array, name: str, counts: Sequence[int] | None = None
+    ) -> _Gathered:
         """A named allgather of a uint8 array; at once where no graph is being built."""
         if tf.executing_eagerly():  # Horovod takes names from a graph's operations alone
             graph = tf.function(lambda tensor: self._gather(tensor, name), autograph=False)
@@ -51,20 +61,35 @@ class HorovodCollective:
             return _Gathered(graph.get_concrete_function(tensor)(tensor))
         gathered = self._gather(payload.value, name)
         if not self._resizable:
-            gathered = tf.ensure_shape(gathered, [payload.numel * self.size])
+            total = payload.numel * self.size if counts is None else sum(counts)
+            gathered = tf.ensure_shape(gathered, [total])
         return _Gathered(gathered)
 
     def alltoall(self, payloads: Array, name: str) -> _Gathered:
         """A named alltoall of equal stretches of a uint8 array, while a graph is built."""
-        size = payloads.numel // self.size
-        received, _ = hvd.alltoall(
-            payloads.value,
-            splits=tf.fill([self.size], size),
-            name=f"alltoall.{name}",
-            ignore_name_scope=True,
-            process_set=self._process_set,
-        )
+        received = self._scatter(payloads, [payloads.numel // self.size] * self.size, name)
         return _Gathered(tf.ensure_shape(received, [payloads.numel]))
+
+    def reduce_scatter(self, array: Array, counts: Sequence[int], name: str) -> _Gathered:
+        """A named alltoall whose parts are added in rank order, while a graph is built."""
+        mine = counts[self.rank]
+        received = self._scatter(array, counts, name)
+        if mine == 0:  # of unknown length, or a graph would find that there is nothing to do
+            return _Gathered(tf.ensure_shape(received, [None]))
+        rows = tf.reshape(tf.ensure_shape(received, [mine * self.size]), [self.size, mine])
+        total = rows[0]
+        for rank in range(1, self.size):
+            total = total + rows[rank]
+        return _Gathered(total)
+
+    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Whether process sets for these groups are there, or can be added."""
+        return process_sets.can_add(self._global(groups), self._process_set)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[HorovodCollective | None]:
+        """Collectives over process sets, which are added where they are not there yet."""
+        found = process_sets.find_or_add(self._global(groups))
+        return [HorovodCollective(each) if each.included() else None for each in found]
 
     def _gather(self, tensor: Any, name: str) -> Any:
         """Named as `horovod.torch` names it, so that ranks of both frameworks meet."""
@@ -74,3 +99,18 @@ class HorovodCollective:
             ignore_name_scope=True,
             process_set=self._process_set,
         )
+
+    def _scatter(self, array: Array, counts: Sequence[int], name: str) -> Any:
+        received, _ = hvd.alltoall(
+            array.value,
+            splits=tf.constant(list(counts), tf.int32),
+            name=f"alltoall.{name}",
+            ignore_name_scope=True,
+            process_set=self._process_set,
+        )
+        return received
+
+    def _global(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Groups of Horovod's ranks, of ranks within the process set."""
+        ranks = self._process_set.ranks
+        return [[ranks[rank] for rank in group] for group in groups]

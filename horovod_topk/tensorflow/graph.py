@@ -13,7 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.codec import Codec
-from horovod_topk.core.exchange import ShardedExchange
+from horovod_topk.core.exchange import Exchange, HierarchicalExchange, ShardedExchange
+from horovod_topk.core.hierarchy import Hierarchical
 from horovod_topk.core.plan import BucketPlan, Plan, TensorPlan, TensorSpec
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.route import Collective, Direct, Sharded
@@ -45,7 +46,7 @@ class Transport:
     ops: TensorFlowOps
     codec: Codec[Array]
     collective: Collective[Array]
-    sharded: ShardedExchange[Array] | None  # None: one allgather
+    exchange: Exchange[Array]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Bucket:
 
     plan: BucketPlan
     way: Way[Array]
-    arenas: Sequence[Arenas[Array]]  # one, or one for each shard
+    arenas: Sequence[Arenas[Array]]  # one, or one for each shard, or none: owners keep all
     owned: Arenas[Array] | None
 
 
@@ -73,8 +74,9 @@ def step(route: Route, gradients: Sequence[Any], transport: Transport) -> tuple[
     of = {b.plan.ordinal: [arrays[t.spec.name] for t in b.plan.tensors] for b in buckets}
     for bucket in buckets:
         bucket.way.send(of[bucket.plan.ordinal], f"{route.name}.{bucket.plan.ordinal}")
-    for bucket in buckets:
-        bucket.way.advance()
+    for _ in range(transport.exchange.turns):
+        for bucket in buckets:
+            bucket.way.advance()
     flags = []
     for bucket in buckets:
         bucket.way.wait()
@@ -104,11 +106,20 @@ class Gathered(Direct[Array]):
 
 
 def _bucket(route: Route, plan: BucketPlan, transport: Transport) -> Bucket:
+    if isinstance(transport.exchange, ShardedExchange):
+        return _sharded(route, plan, transport, transport.exchange)
+    if isinstance(transport.exchange, HierarchicalExchange):
+        return _hierarchical(route, plan, transport, transport.exchange)
     ops, codec, collective = transport.ops, transport.codec, transport.collective
-    if transport.sharded is None:
-        arenas = _arenas(plan, [route.residuals[t.spec.name] for t in plan.tensors], ops)
-        return Bucket(plan, Gathered(plan, arenas, ops, codec, collective), [arenas], None)
-    dealt = transport.sharded.dealt(plan)
+    arenas = _arenas(plan, [route.residuals[t.spec.name] for t in plan.tensors], ops)
+    return Bucket(plan, Gathered(plan, arenas, ops, codec, collective), [arenas], None)
+
+
+def _sharded(
+    route: Route, plan: BucketPlan, transport: Transport, exchange: ShardedExchange[Array]
+) -> Bucket:
+    ops, codec, collective = transport.ops, transport.codec, transport.collective
+    dealt = exchange.dealt(plan)
     starts = dict.fromkeys(route.residuals, 0)
     shards = []
     for scatter in dealt.scatter:
@@ -118,9 +129,22 @@ def _bucket(route: Route, plan: BucketPlan, transport: Transport) -> Bucket:
             pieces.append(route.residuals[name][starts[name] : starts[name] + tensor.numel])
             starts[name] += tensor.numel
         shards.append(_arenas(scatter, pieces, ops))
-    mine = dealt.gather[collective.rank]
-    owned = _arenas(mine, [route.owned[t.spec.name] for t in mine.tensors], ops)
+    owned = _owned(route, dealt.gather[collective.rank], ops)
     return Bucket(plan, Sharded(dealt, shards, owned, ops, codec, collective), shards, owned)
+
+
+def _hierarchical(
+    route: Route, plan: BucketPlan, transport: Transport, exchange: HierarchicalExchange[Array]
+) -> Bucket:
+    ops, codec = transport.ops, transport.codec
+    mine = exchange.mine(plan)
+    owned = _owned(route, mine[0], ops) if mine else None
+    way = Hierarchical(exchange.dealt(plan), owned, ops, codec, exchange.team)
+    return Bucket(plan, way, [], owned)
+
+
+def _owned(route: Route, plan: BucketPlan, ops: TensorFlowOps) -> Arenas[Array]:
+    return _arenas(plan, [route.owned[t.spec.name] for t in plan.tensors], ops)
 
 
 def _arenas(plan: BucketPlan, pieces: Sequence[Any], ops: TensorFlowOps) -> Arenas[Array]:
@@ -146,8 +170,9 @@ def _commit_unless(
     for bucket in buckets:
         for position, tensor in enumerate(bucket.plan.tensors):
             parts = [left(arenas, arenas.plan.tensors[position]) for arenas in bucket.arenas]
-            whole = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-            kept.append((route.residuals[tensor.spec.name], whole))
+            if parts:
+                whole = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+                kept.append((route.residuals[tensor.spec.name], whole))
             if bucket.owned is not None:
                 own = left(bucket.owned, bucket.owned.plan.tensors[position])
                 kept.append((route.owned[tensor.spec.name], own))

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +14,19 @@ import tensorflow as tf
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
+from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import TopK
-from horovod_topk.core.exchange import Exchange, ShardedExchange, exchange_of
 from horovod_topk.core.front import check_elastic, elastic, why_inactive
-from horovod_topk.core.plan import Plan, TensorSpec
+from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan, TensorSpec
 from horovod_topk.core.residual import check_owner, check_state, pack_state
-from horovod_topk.core.shards import first_block, shard_numel
-from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
+from horovod_topk.core.stats import Stats, StepCounters, count_step, describe, planned
 from horovod_topk.errors import UnsupportedOperationError
-from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
+from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
 from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.graph import Route, Transport, norm_of, step
 from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of, unwrap
 from horovod_topk.tensorflow.residuals import Residuals
+from horovod_topk.tensorflow.shares import Shares
 
 log = logging.getLogger("horovod_topk")
 
@@ -78,19 +78,17 @@ class OptimizerState:
         check_elastic(config.exchange)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
         self._ops, self._collective = TensorFlowOps(), collective
-        self._exchange: Exchange[Array] = exchange_of(config.exchange, collective)
-        self._sharded = self._exchange if isinstance(self._exchange, ShardedExchange) else None
-        self._transport = Transport(self._ops, TopK(self._ops), collective, self._sharded)
+        self._transport: Transport | None = None  # chosen when the first route is made
+        self._shares: Shares | None = None
 
     # What a user may ask.
 
     def stats(self) -> Stats:
         """Totals and norms so far; call it on any rank, it is local."""
-        if self._last is None:
+        if self._last is None or self._transport is None:
             return Stats(active=self.active, skipped=dict(self._skipped))
-        plan = self._last.plan
         return replace(
-            planned(plan, self._exchange.ranks, self._exchange.traffic(plan)),
+            planned(self._last.plan, self._transport.exchange),
             steps=self._steps,
             rolled_back=self._rolled_back,
             residual_norm=self._residual_norm(),
@@ -101,7 +99,7 @@ class OptimizerState:
     @property
     def place(self) -> tuple[int, int]:
         """This rank, and of how many that exchange."""
-        return (self._exchange.rank, self._exchange.ranks) if self.active else (0, 1)
+        return (self._collective.rank, self._collective.size) if self.active else (0, 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's residuals, flat tensors by tensor name. Empty if inactive.
@@ -110,23 +108,26 @@ class OptimizerState:
         """
         if not self.active:
             return {}
-        copies = {name: self._natural(name, e) for name, e in self._all_residuals().items()}
-        state = pack_state(self._config.ratio, self._specs().values(), copies)
-        if self._sharded is not None:
-            state["owned"] = self._owned_state()
-        return _with_waiting(state, self._waiting or {})
+        shares, waiting = self._shares, self._waiting or {}
+        if shares is None:
+            return dict(waiting) or pack_state(self._config.ratio, [], {})
+        copies = {name: shares.natural(name, e) for name, e in self._all_residuals().items()}
+        specs = self._specs().values() if shares.keeps else ()
+        state = pack_state(self._config.ratio, specs, copies)
+        if shares.owner is not None:
+            state["owned"] = shares.owner | self._owned_state(shares)
+        return _with_waiting(state, waiting)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state dict that does not fit; raises StateDictError."""
-        if self.active:
-            check_owner(self._sharded, state.get("owned"))
-        if self.active and self._routes:
-            self._check(state, list(self._specs().values()))
+        """Refuse a state dict that does not fit, once it is known what would; StateDictError."""
+        if self._shares is not None:
+            self._check(state, list(self._specs().values()), self._shares)
 
-    def _check(self, state: Mapping[str, Any], specs: Sequence[TensorSpec]) -> None:
-        check_state(_as_buffers(state), specs, self._ops)
-        if self._sharded is not None:
-            check_state(_as_buffers(state["owned"]), self._owned_specs(specs), self._ops)
+    def _check(self, state: Mapping[str, Any], specs: Sequence[TensorSpec], shares: Shares) -> None:
+        check_owner(shares.owner, state.get("owned"))
+        check_state(_as_buffers(state), specs if shares.keeps else (), self._ops)
+        if shares.has_owners:
+            check_state(_as_buffers(state["owned"]), shares.owned(specs), self._ops)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on residuals that this rank saved; before the first step they are kept until then.
@@ -137,8 +138,8 @@ class OptimizerState:
         if not self.active:
             return
         self.check_state_dict(state)
-        if self._routes:
-            self._assign(self._all_residuals(), self._all_owned(), state)
+        if self._shares is not None:
+            self._assign(self._all_residuals(), self._all_owned(), state, self._shares)
         else:
             self._waiting = state
 
@@ -154,7 +155,10 @@ class OptimizerState:
         Raises:
             KeyError: no such tensor is compressed.
         """
-        return self._natural(name, self._all_residuals()[name])
+        spec = self._specs()[name]
+        if self._shares is None or not self._shares.keeps:
+            return tf.zeros([spec.numel], RESIDUAL_DTYPE[spec.dtype])
+        return self._shares.natural(name, self._all_residuals()[name])
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """Call `callback` at the end of every step with counters, in the thread that runs it."""
@@ -214,45 +218,45 @@ class OptimizerState:
         with tf.init_scope():  # at once, also while a graph is being built
             if not elastic():  # there, ranks that join late make theirs alone
                 ordinal = agree(plan, ordinal, self._ops, self._collective)
-            kept = {
-                spec.name: self._residuals.of(variable, spec, self._dealt(spec, plan))
-                for spec, variable in zip(specs, variables, strict=True)
-            }
-            owned = self._owned_of(specs, variables, plan)
-            self._take_on_waiting(specs, kept, owned)
+            shares = self._settle(plan)
+            kept = self._kept(specs, variables, plan, shares)
+            owned = self._owned_of(specs, variables, plan, shares)
+            self._take_on_waiting(specs, kept, owned, shares)
         route = Route(specs, plan, prefix, ordinal, kept, owned)
         self._skipped |= plan.sent_dense()
         log.info("TopKEF %s: %s", route.name, plan.summary())
         return route
 
-    def _dealt(self, spec: TensorSpec, plan: Plan) -> object:
-        """What orders a residual's elements, and gives those of owners their unit."""
-        if self._sharded is None:
-            return None
-        return spec.name, self._exchange.ranks, self._exchange.rank, plan.reduction
+    def _settle(self, plan: Plan) -> Shares:
+        """Choose the exchange, with all ranks, unless it is chosen."""
+        if self._transport is None or self._shares is None:
+            ops, collective = self._ops, self._collective
+            exchange = exchange_of(plan, ops, collective)
+            log.info("TopKEF: %s", describe(exchange))
+            self._transport = Transport(ops, TopK(ops), collective, exchange)
+            self._shares = Shares(exchange, ops)
+        return self._shares
+
+    def _kept(
+        self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan, shares: Shares
+    ) -> dict[str, Any]:
+        """Residuals of this rank's gradients, if it keeps any."""
+        pairs = zip(specs, variables, strict=True) if shares.keeps else ()
+        return {s.name: self._residuals.of(v, s, shares.order(s, plan)) for s, v in pairs}
 
     def _owned_of(
-        self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan
+        self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan, shares: Shares
     ) -> dict[str, Any]:
         """Residuals of this rank's shards, if it owns any."""
-        if self._sharded is None:
-            return {}
-        pairs = zip(self._owned_specs(specs), variables, strict=True)
-        return {s.name: self._owned.of(v, s, self._dealt(s, plan)) for s, v in pairs}
-
-    def _owned_specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-        """This rank's shards."""
-        return [replace(spec, shape=(self._shard_numel(spec),)) for spec in specs]
-
-    def _shard_numel(self, spec: TensorSpec) -> int:
-        ranks, rank = self._exchange.ranks, self._exchange.rank
-        return shard_numel(spec.numel, ranks, first_block(spec.name, ranks, rank))
+        pairs = zip(shares.owned(specs), variables, strict=False)
+        return {s.name: self._owned.of(v, s, shares.order(s, plan)) for s, v in pairs}
 
     def _take_on_waiting(
         self,
         specs: Sequence[TensorSpec],
         residuals: Mapping[str, Any],
         owned: Mapping[str, Any],
+        shares: Shares,
     ) -> None:
         """Give residuals what was loaded for them before they were asked for, once."""
         if self._waiting is None:
@@ -261,19 +265,21 @@ class OptimizerState:
         names = {spec.name for spec in new}
         later = {name for name in self._names if name not in names}
         now = _without(self._waiting, later)
-        self._check(now, new)
+        self._check(now, new, shares)
         self._assign(
             {name: e for name, e in residuals.items() if name in names},
             {name: e for name, e in owned.items() if name in names},
             now,
+            shares,
         )
         self._taken |= names
         rest = _without(self._waiting, names)
-        self._waiting = rest if rest["residuals"] else None
+        self._waiting = rest if _has_residuals(rest) else None
 
     def _build(self, route: Route, gradients: list[Any]) -> list[Any]:
         """One step as a graph, and its end on the host."""
         with tf.name_scope("topkef"):
+            assert self._transport is not None  # a route is made with it
             exchanged, flags = step(route, gradients, self._transport)
             this = weakref.ref(self)  # a graph outlives the models it was made for
 
@@ -287,6 +293,7 @@ class OptimizerState:
 
     def _count(self, plan: Plan, flags: Any, norm: Any) -> None:
         """Note the end of a step, on the host."""
+        assert self._transport is not None
         flagged = [bool(flag) for flag in flags.numpy()]
         self._gradient_norm = float(norm)
         self._steps += not any(flagged)
@@ -295,7 +302,7 @@ class OptimizerState:
         counters = count_step(
             self._steps + self._rolled_back,
             not any(flagged),
-            self._exchange.traffic(plan),
+            self._transport.exchange.traffic(plan),
             [name for name, flag in zip(names, flagged, strict=True) if flag],
         )
         for callback in self._callbacks:
@@ -309,29 +316,11 @@ class OptimizerState:
     def _all_owned(self) -> dict[str, Any]:
         return {n: e for route in self._routes.values() for n, e in route.owned.items()}
 
-    def _owned_state(self) -> dict[str, Any]:
+    def _owned_state(self, shares: Shares) -> dict[str, Any]:
         """What a state dict has of this rank's shards."""
-        own = self._all_owned()
-        specs = self._owned_specs(self._specs().values())
-        packed = pack_state(self._config.ratio, specs, {n: tf.identity(e) for n, e in own.items()})
-        place = {"ranks": self._exchange.ranks, "rank": self._exchange.rank}
-        return place | _with_waiting(packed, (self._waiting or {}).get("owned", {}))
-
-    def _places(self, name: str, numel: int) -> Any:
-        """Where the elements of a residual lie in its tensor: shards follow each other in it."""
-        ranks, places = self._exchange.ranks, []
-        for first in (first_block(name, ranks, part) for part in range(ranks)):
-            own = self._ops.arange(shard_numel(numel, ranks, first))
-            places.append(self._ops.spot(own, ranks, first).value)
-        return tf.concat(places, 0)
-
-    def _natural(self, name: str, residual: Any) -> Any:
-        """A copy of a residual in the order of its tensor's elements."""
-        if self._sharded is None:
-            return tf.identity(residual)
-        numel = residual.shape[0]
-        places = self._places(name, numel)[:, tf.newaxis]
-        return tf.scatter_nd(places, residual, tf.constant([numel], tf.int64))
+        copies = {name: tf.identity(e) for name, e in self._all_owned().items()}
+        packed = pack_state(self._config.ratio, shares.owned(self._specs().values()), copies)
+        return _with_waiting(packed, (self._waiting or {}).get("owned", {}))
 
     def _specs(self) -> dict[str, TensorSpec]:
         return {spec.name: spec for route in self._routes.values() for spec in route.specs}
@@ -340,14 +329,16 @@ class OptimizerState:
         residuals = (*self._all_residuals().values(), *self._all_owned().values())
         return math.hypot(*(self._ops.norm(Buffer(e)) for e in residuals))
 
+    @staticmethod
     def _assign(
-        self, residuals: Mapping[str, Any], owned: Mapping[str, Any], state: Mapping[str, Any]
+        residuals: Mapping[str, Any],
+        owned: Mapping[str, Any],
+        state: Mapping[str, Any],
+        shares: Shares,
     ) -> None:
         for name, residual in residuals.items():
             loaded = tf.cast(state["residuals"][name], residual.dtype)
-            if self._sharded is not None:
-                loaded = tf.gather(loaded, self._places(name, loaded.shape[0]))
-            residual.assign(loaded)
+            residual.assign(shares.dealt(name, loaded))
         for name, residual in owned.items():
             residual.assign(tf.cast(state["owned"]["residuals"][name], residual.dtype))
 
@@ -375,6 +366,10 @@ def _without(state: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
     if "owned" in state:
         kept["owned"] = _without(state["owned"], names)
     return kept
+
+
+def _has_residuals(state: Mapping[str, Any]) -> bool:
+    return bool(state["residuals"] or state.get("owned", {}).get("residuals"))
 
 
 def _as_buffers(state: Mapping[str, Any]) -> Mapping[str, Any]:

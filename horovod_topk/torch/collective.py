@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from torch import Tensor
+
+from horovod_topk import process_sets
+from horovod_topk.core.nodes import Location
+from horovod_topk.core.payload import check_counts
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,23 @@ class _Handle:
         result: Any = hvd.synchronize(self.handle)
         received: Tensor = result[0] if isinstance(result, tuple) else result
         return received
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """An alltoall under way whose parts are to be added up."""
+
+    handle: int
+    count: int  # elements of each part
+    name: str
+
+    def wait(self) -> Tensor:
+        received, counts = hvd.synchronize(self.handle)
+        check_counts(counts.tolist(), self.count, self.name)
+        rows: Tensor = received.view(counts.numel(), self.count)
+        for other in rows[1:]:
+            rows[0].add_(other)
+        return rows[0]
 
 
 class HorovodCollective:
@@ -38,13 +60,42 @@ class HorovodCollective:
         """Ranks in the process set."""
         return int(self._process_set.size())
 
-    def allgather(self, payload: Tensor, name: str) -> _Handle:
+    @property
+    def location(self) -> Location:
+        """Where this rank runs, as Horovod's launcher numbers local ranks."""
+        return process_sets.location(hvd.rank(), hvd.local_rank())
+
+    def allgather(self, payload: Tensor, name: str, counts: Sequence[int] | None = None) -> _Handle:
         """Start a named allgather of a uint8 tensor; does not block."""
         return _Handle(hvd.allgather_async(payload, name=name, process_set=self._process_set))
 
     def alltoall(self, payloads: Tensor, name: str) -> _Handle:
         """Start a named alltoall of equal stretches of a uint8 tensor; does not block."""
         splits = torch.full([self.size], payloads.numel() // self.size, dtype=torch.int32)
-        return _Handle(
-            hvd.alltoall_async(payloads, splits, name=name, process_set=self._process_set)
-        )
+        return self._alltoall(payloads, splits, name)
+
+    def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> _Sum:
+        """Start a named alltoall whose parts are added when it is waited for; does not block.
+
+        Horovod's own reduce-scatter cuts into equal parts alone, and the order in which it adds
+        depends on what it is fused with.
+        """
+        handle = self._alltoall(array, torch.tensor(counts, dtype=torch.int32), name)
+        return _Sum(handle.handle, counts[self.rank], name)
+
+    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Whether process sets for these groups are there, or can be added."""
+        return process_sets.can_add(self._global(groups), self._process_set)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[HorovodCollective | None]:
+        """Collectives over process sets, which are added where they are not there yet."""
+        found = process_sets.find_or_add(self._global(groups))
+        return [HorovodCollective(each) if each.included() else None for each in found]
+
+    def _alltoall(self, array: Tensor, splits: Tensor, name: str) -> _Handle:
+        return _Handle(hvd.alltoall_async(array, splits, name=name, process_set=self._process_set))
+
+    def _global(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Groups of Horovod's ranks, of ranks within the process set."""
+        ranks = self._process_set.ranks
+        return [[ranks[rank] for rank in group] for group in groups]

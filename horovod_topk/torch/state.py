@@ -20,12 +20,12 @@ from torch import Tensor
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
+from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor, Phase
-from horovod_topk.core.exchange import exchange_of
 from horovod_topk.core.front import check_elastic, elastic, why_inactive
 from horovod_topk.core.plan import Plan
-from horovod_topk.core.stats import Stats, StepCounters, planned
+from horovod_topk.core.stats import Stats, StepCounters, describe
 from horovod_topk.errors import ShapeChangedError, StepBeforeSynchronizeError
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.arrival import Arrival, Slot, check_unchanged
@@ -72,16 +72,12 @@ class OptimizerState:
         self._ordinal = _free_ordinal(self._prefix)
         if not elastic():  # there, ranks that join late construct theirs alone
             self._ordinal = agree(plan, self._ordinal, ops, collective)
-        self._compressor = Compressor(
-            plan,
-            ops,
-            TopK(ops),
-            exchange_of(config.exchange, collective),
-            f"{self._prefix}.{self._ordinal}",
-        )
+        exchange = exchange_of(plan, ops, collective)
+        name = f"{self._prefix}.{self._ordinal}"
+        self._compressor = Compressor(plan, ops, TopK(ops), exchange, name)
         self._index(plan)
         self._skipped |= plan.sent_dense()
-        log.info("TopKEF %s: %s", self._compressor.name, plan.summary())
+        log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
         optimizer._groups = None  # from here on a bucket is the unit, one hook a parameter
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         for p, accumulation in zip(trained, optimizer._grad_accs, strict=True):
@@ -109,9 +105,9 @@ class OptimizerState:
         """Totals and norms so far. Waits for the device; call it on any rank, it is local."""
         if not self.active:
             return Stats(skipped=dict(self._skipped))
-        compressor, plan = self._compressor, self._compressor.plan
+        compressor = self._compressor
         return replace(
-            planned(plan, compressor.ranks, compressor.traffic()),
+            compressor.planned(),
             steps=compressor.steps,
             rolled_back=compressor.rolled_back,
             residual_norm=compressor.residual_norm(),

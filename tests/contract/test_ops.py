@@ -894,3 +894,24 @@ def test_spot_finds_the_elements_of_every_part_th_block(
     spots = backend.ops.spot(backend.ops.arange(numel, "cpu"), parts, first)
     assert dtype_name(spots) == "int64"
     assert backend.numpy(spots).tolist() == expected.tolist()
+
+
+@each_way
+@given(numel=st.integers(0, 5000), parts=st.integers(1, 5), data=st.data())
+def test_deal_gives_each_shard_every_part_th_block(
+    backend: Backend, numel: int, parts: int, data: st.DataObject
+) -> None:
+    firsts = data.draw(st.permutations(range(parts)))
+    dtype = data.draw(st.sampled_from(["float16", "float32"]))
+    values = np.random.default_rng(numel).standard_normal(numel).astype(dtype)
+    if numel % 7 == 0:
+        values = values.reshape(7, -1).T  # elements are taken in row-major order
+    flat = values.reshape(-1)
+    blocks = [flat[at : at + 512] for at in range(0, numel, 512)]
+    empty = np.zeros(0, dtype)
+    shards = [np.concatenate([*blocks[first::parts], empty]) for first in firsts]
+    whole = backend.ops.zeros(numel, "float32", "cpu")
+    ends = list(itertools.accumulate(map(len, shards)))
+    outs = [backend.ops.view(whole, e - len(s), e) for e, s in zip(ends, shards, strict=True)]
+    backend.ops.deal(backend.array(values, dtype), firsts, outs)
+    assert backend.numpy(whole).tolist() == np.concatenate(shards).tolist()

@@ -95,10 +95,16 @@ def launch_ranks(
     limit: float,
     arguments: Sequence[str] = (),
     settings: Mapping[str, str] | None = None,
+    hosts: str | None = None,
 ) -> Launch:
-    """Run case files on `size` ranks, with Horovod's "gloo" or "mpi" controller."""
-    horovodrun = ["horovodrun", "-np", str(size), f"--{controller}", sys.executable]
-    return run([*horovodrun, *_pytest(cases, arguments)], folder, limit, settings or {})
+    """Run case files on `size` ranks, with Horovod's "gloo" or "mpi" controller.
+
+    hosts: as `horovodrun -H` takes them. Gloo takes two names of this machine for two hosts.
+    """
+    horovodrun = ["horovodrun", "-np", str(size), f"--{controller}"]
+    horovodrun += [] if hosts is None else ["-H", hosts]
+    command = [*horovodrun, sys.executable, *_pytest(cases, arguments)]
+    return run(command, folder, limit, settings or {})
 
 
 def launch_alone(cases: Sequence[Path], *, folder: Path, limit: float) -> Launch:

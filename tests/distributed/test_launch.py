@@ -18,8 +18,9 @@ pytestmark = pytest.mark.distributed
 LIMIT = 300.0  # seconds a launch may take; it needs about 25 on two idle cores
 DYNAMIC_PROCESS_SETS = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}  # for process sets made in a case
 ALONE = RANKS / "case_alone.py"
+NODES = RANKS / "case_nodes.py"
 DELIBERATE = RANKS / "deliberate"
-SHARED = sorted(set(RANKS.glob("case_*.py")) - {ALONE})
+SHARED = sorted(set(RANKS.glob("case_*.py")) - {ALONE, NODES})
 
 
 def assert_clean(launch: Launch) -> None:
@@ -45,9 +46,24 @@ def test_cases_pass_on_every_rank(controller: str, size: int, tmp_path: Path) ->
         controller=controller,
         folder=tmp_path,
         limit=LIMIT,
-        settings=DYNAMIC_PROCESS_SETS if size == 3 else None,
+        settings=DYNAMIC_PROCESS_SETS if size > 2 else None,
     )
     assert_all_passed(launch, size)
+    assert_clean(launch)
+
+
+@pytest.mark.parametrize("settings", [DYNAMIC_PROCESS_SETS, {}], ids=["dynamic", "static"])
+def test_hosts_are_nodes(settings: dict[str, str], tmp_path: Path) -> None:
+    launch = launch_ranks(
+        [NODES],
+        size=4,
+        controller="gloo",
+        folder=tmp_path,
+        limit=90,
+        settings=settings,
+        hosts="localhost:2,127.0.0.1:2",
+    )
+    assert_all_passed(launch, 4)
     assert_clean(launch)
 
 

@@ -23,14 +23,16 @@ CONTROLLERS = pytest.mark.parametrize("controller", ["gloo", "mpi"])
 
 def launch(controller: str, size: int, folder: Path, *names: str) -> Launch:
     cases = [CASES / f"case_{name}.py" for name in names]
-    settings = DYNAMIC_PROCESS_SETS if size == 3 else None
+    settings = DYNAMIC_PROCESS_SETS if size > 2 else None
     return launch_ranks(
         cases, size=size, controller=controller, folder=folder, limit=LIMIT, settings=settings
     )
 
 
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize("names", [("tape", "state", "sharded"), ("keras",)], ids="+".join)
+@pytest.mark.parametrize(
+    "names", [("tape", "state", "sharded", "hierarchical"), ("keras",)], ids="+".join
+)
 @CONTROLLERS
 def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_path: Path) -> None:
     done = launch(controller, 2, tmp_path, *names)
@@ -42,7 +44,9 @@ def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize("size", [3, 4])
 @CONTROLLERS
 def test_cases_pass_on_more_ranks(controller: str, size: int, tmp_path: Path) -> None:
-    done = launch(controller, size, tmp_path, "tape", "sharded", *["keras"] * (size == 4))
+    done = launch(
+        controller, size, tmp_path, "tape", "sharded", "hierarchical", *["keras"] * (size == 4)
+    )
     assert_all_passed(done, size)
     assert_clean(done)
 

@@ -19,10 +19,13 @@ TIME_OUT = 60.0  # seconds; a run takes two
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["allgather", "sharded", "hierarchical"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_mpi_ranks_equal_simulated_ones_to_the_bit(ranks: int, tmp_path: Path) -> None:
-    over_mpi = _over_mpi(ranks, tmp_path)
-    simulated = [f.result() for f in on_every_rank(Loopback(ranks, NumpyOps()), training.train)]
+def test_mpi_ranks_equal_simulated_ones_to_the_bit(ranks: int, kind: str, tmp_path: Path) -> None:
+    over_mpi = _over_mpi(ranks, kind, tmp_path)
+    network: Loopback[NDArray[Any]] = Loopback(ranks, NumpyOps())
+    futures = on_every_rank(network, lambda collective: training.train(collective, kind))
+    simulated = [future.result() for future in futures]
     for rank in range(ranks):
         assert _bytes(over_mpi[rank]) == _bytes(simulated[rank])
         for key in _exchanged(over_mpi[0]):
@@ -31,8 +34,8 @@ def test_mpi_ranks_equal_simulated_ones_to_the_bit(ranks: int, tmp_path: Path) -
     assert over_mpi[0]["residual.weight"].tobytes() != over_mpi[1]["residual.weight"].tobytes()
 
 
-def _over_mpi(ranks: int, folder: Path) -> list[dict[str, NDArray[Any]]]:
-    program = [training.__file__, str(folder)]
+def _over_mpi(ranks: int, kind: str, folder: Path) -> list[dict[str, NDArray[Any]]]:
+    program = [training.__file__, str(folder), kind]
     launch = run(["mpirun", "-np", str(ranks), sys.executable, *program], folder, TIME_OUT, {})
     assert launch.returncode == 0, launch.describe()
     return [_load(folder / f"{rank}.npz") for rank in range(ranks)]

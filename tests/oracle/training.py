@@ -1,8 +1,9 @@
 """A short training job over any collective, and a program that runs it under plain `mpirun`.
 
-    mpirun -np 3 python tests/oracle/training.py FOLDER
+    mpirun -np 3 python tests/oracle/training.py FOLDER [EXCHANGE]
 
-Each rank writes FOLDER/<rank>.npz. Nothing of Horovod is loaded.
+Nodes, where the exchange asks for them, are made up: two ranks on each. Each rank writes
+FOLDER/<rank>.npz. Nothing of Horovod is loaded.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
+from horovod_topk.core.choice import make_exchange
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.exchange import Allgather, Collective
+from horovod_topk.core.exchange import Collective
+from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.ops.numpy import NumpyOps
 
@@ -34,18 +37,25 @@ SPECS = (
 )
 
 
-def train(collective: Collective[Any]) -> dict[str, NDArray[Any]]:
+def train(collective: Collective[Any], kind: str = "allgather") -> dict[str, NDArray[Any]]:
     """All exchanged gradients and the last residuals of one rank."""
-    plan = make_plan(SPECS, TopKConfig(ratio=0.02, values="float16"))
+    plan = make_plan(SPECS, TopKConfig(ratio=0.02, values="float16", exchange=kind))
     ops = NumpyOps()
     ordinal = agree(plan, 0, ops, collective)
-    compressor = Compressor(plan, ops, TopK(ops), Allgather(collective), f"oracle.{ordinal}")
+    exchange = make_exchange(kind, collective, pairs(collective.size))
+    compressor = Compressor(plan, ops, TopK(ops), exchange, f"oracle.{ordinal}")
     result = dict[str, NDArray[Any]]()
     for step in range(STEPS):
         exchanged = _step(compressor, _gradients(collective.rank, step))
         assert compressor.commit() is (step != SKIPPED)
         result |= {f"{step}.{name}": g for name, g in exchanged.items()}
-    return result | {f"residual.{s.name}": compressor.registry.residual(s.name) for s in SPECS}
+    kept = compressor.registry if compressor.owned is None else compressor.owned
+    return result | {f"residual.{s.name}": kept.residual(s.name) for s in SPECS}
+
+
+def pairs(size: int) -> Nodes:
+    """Nodes of two ranks, the last of one if they do not divide."""
+    return Nodes(tuple(tuple(range(at, min(at + 2, size))) for at in range(0, size, 2)))
 
 
 def _gradients(rank: int, step: int) -> dict[str, NDArray[Any]]:
@@ -65,17 +75,17 @@ def _step(
     return gradients
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, kind: str = "allgather") -> None:
     """Run on MPI's world."""
     from mpi4py import MPI
 
     from horovod_topk.mpi import MpiCollective
 
     collective = MpiCollective(MPI.COMM_WORLD)
-    result = train(collective)
+    result = train(collective, kind)
     assert not {"horovod", "torch"} & set(sys.modules)
     np.savez(folder / f"{collective.rank}.npz", **result)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_topk.core.choice import choose, make_exchange
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.exchange import exchange_of
+from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import ResidualRegistry
 from oracle import wire
@@ -21,10 +23,21 @@ Gradients = dict[str, NDArray[Any]]  # name -> gradient, of one rank
 
 
 class World:
-    """`size` compressors over one loopback network."""
+    """`size` compressors over one loopback network.
 
-    def __init__(self, plan: Plan, size: int, backend: Backend, name: str = "job.0") -> None:
+    sizes: ranks on each node; two, if not given, and one on the last where they do not divide.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        size: int,
+        backend: Backend,
+        name: str = "job.0",
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         self.plan, self.size, self.backend = plan, size, backend
+        self.nodes = nodes_of_sizes(sizes or [2] * (size // 2) + [1] * (size % 2))
         self.network: Loopback[Any] = Loopback(size, backend.ops)
         self.ranks = [self._compressor(rank, name) for rank in range(size)]
         self._arrays: list[dict[str, Any]] = []
@@ -43,9 +56,10 @@ class World:
 
     def finish(self) -> list[Gradients]:
         """Receive on every rank; returns the exchanged gradients."""
-        for compressor in self.ranks:
-            with np.errstate(all="ignore"):
-                compressor.advance()
+        for _ in range(self.ranks[0].turns):
+            for compressor in self.ranks:
+                with np.errstate(all="ignore"):
+                    compressor.advance()
         for rank, compressor in enumerate(self.ranks):
             for bucket in self.plan.buckets:
                 with np.errstate(all="ignore"):
@@ -86,9 +100,12 @@ class World:
         return {name: self.backend.numpy(registry.residual(name)) for name in names}
 
     def payloads(self, rank: int) -> list[tuple[str, bytes]]:
-        """Name and bytes of everything a rank has sent so far."""
-        to_host = self.backend.ops.to_host
-        return [(m.name, to_host(m.payload)) for m in self.network.sent[rank]]
+        """Name and bytes of everything a rank has sent to all so far, and then within groups."""
+        sent = list(self.network.sent[rank])
+        for ranks, network in sorted(self.network.groups.items()):
+            if rank in ranks:
+                sent += network.sent[ranks.index(rank)]
+        return [(m.name, self.backend.numpy(m.payload).tobytes()) for m in sent]
 
     def decoded(self, rank: int) -> wire.Decoded:
         """What a rank sent last, over all buckets, as an independent reader understands it."""
@@ -105,7 +122,11 @@ class World:
 
     def _compressor(self, rank: int, name: str) -> Compressor[Any]:
         ops = self.backend.ops
-        exchange = exchange_of(self.plan.config.exchange, self.network.collective(rank))
+        collective = self.network.collective(rank)
+        kind, because = self.plan.config.exchange, ""
+        if kind == "auto":
+            kind, because = choose(self.plan, collective, self.nodes, can_split=True)
+        exchange = make_exchange(kind, collective, self.nodes, because)
         return Compressor(self.plan, ops, TopK(ops), exchange, name)
 
     def _to_arrays(self, gradients: Gradients) -> dict[str, Any]:
@@ -116,6 +137,13 @@ class World:
 
     def _of_bucket(self, rank: int, bucket: BucketPlan) -> list[Any]:
         return [self._arrays[rank][t.spec.name] for t in bucket.tensors]
+
+
+def nodes_of_sizes(sizes: Sequence[int]) -> Nodes:
+    """Nodes of so many ranks, one after another."""
+    ends = list(itertools.accumulate(sizes))
+    starts = (end - size for end, size in zip(ends, sizes, strict=True))
+    return Nodes(tuple(tuple(range(*pair)) for pair in zip(starts, ends, strict=True)))
 
 
 def same_bits(left: Sequence[Gradients], right: Sequence[Gradients]) -> bool:

@@ -215,6 +215,8 @@ def test_callbacks_hear_of_every_step_once(ending: str) -> None:
             payload_bytes=compressor.traffic().payload_bytes,
             sent_bytes=compressor.traffic().sent_bytes,
             dense_bytes=compressor.traffic().dense_bytes,
+            between_bytes=compressor.traffic().between_bytes,
+            node_bytes=compressor.traffic().node_bytes,
             flagged=("b",) if ending == "flagged" else (),
         )
     ]

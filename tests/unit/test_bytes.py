@@ -12,9 +12,9 @@ from horovod_topk.config import EXCHANGES, VALUES
 
 
 def rows(text: str) -> dict[tuple[str, str], tuple[int, float]]:
-    """(exchange, values) -> bytes, and how many times fewer than dense."""
+    """(exchange, values) -> bytes a rank sends, and how many times fewer leave a node."""
     table = [line.split() for line in text.splitlines()[2:]]
-    return {(e, v): (int(b.replace(",", "")), float(x[:-1])) for e, v, b, x, _ in table}
+    return {(e, v): (int(b.replace(",", "")), float(x[:-1])) for e, v, b, _, x, _ in table}
 
 
 def test_every_format_and_exchange_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,8 +22,26 @@ def test_every_format_and_exchange_against_dense(capsys: pytest.CaptureFixture[s
     found = rows(capsys.readouterr().out)
     assert found["allreduce", "float32"] == (2 * 7 * 4 * 25_557_032 // 8, 1.0)
     assert set(found) - {("allreduce", "float32"), ("allreduce", "float16")} == {
-        (exchange, values) for exchange in EXCHANGES for values in VALUES
+        (exchange.replace("auto", "auto:sharded"), values)
+        for exchange in EXCHANGES
+        for values in VALUES
     }
+
+
+def test_nodes_make_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two nodes of four: the busiest node's bytes, and what `auto` makes of them."""
+    assert cli.main(["bytes", "--ranks", "8", "--local-size", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "8 ranks on 2 nodes" in text
+    found = rows(text)
+    assert found["hierarchical", "int8"][1] > 250
+    assert found["hierarchical", "int8"] == found["auto:hierarchical", "int8"]
+    assert 40 < found["sharded", "int8"][1] < found["hierarchical", "int8"][1]
+    cli.main(["bytes", "--ranks", "8", "--local-size", "8"])
+    alone = rows(capsys.readouterr().out)
+    assert alone["auto:allgather", "int8"] == alone["allgather", "int8"]
+    cli.main(["bytes", "--ranks", "3", "--local-size", "2"])
+    assert "3 ranks on 2 nodes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))
@@ -59,6 +77,7 @@ def test_shapes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--local-size", "0"], "--local-size 0: a node has at least 1 rank"),
         (["--ranks", "1"], "--ranks 1: nothing is exchanged by fewer than 2"),
         (["--model", "no.json"], "no.json is neither resnet50 nor a file of shapes"),
         (["--ratio", "3"], "ratio=3.0 lies outside (0, 1]"),

@@ -76,7 +76,7 @@ def kept(world: World) -> list[bytes]:
     return [array.tobytes() for part in parts for array in part.values()]
 
 
-@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+@pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
 @pytest.mark.parametrize(
     ("backend", "framework"),
     [(TORCH, "torch"), (TENSORFLOW, "tensorflow")],
@@ -235,6 +235,19 @@ def test_a_tensor_that_does_not_fit_starts_at_zero_when_asked(tmp_path: Path, ca
     assert fresh.residuals()[1]["w"].tobytes() == saved.residuals()[1]["w"].tobytes()
     assert fresh.owned()[1]["w"].tobytes() == saved.owned()[1]["w"].tobytes()
     assert not fresh.residuals()[1]["läyer/b"].any()
+
+
+def test_owners_of_another_lay_out_start_at_zero_when_asked(tmp_path: Path, caplog: Any) -> None:
+    """Two tensors of a hierarchical exchange, one of them of another shape."""
+    saved = trained(TORCH, "hierarchical")
+    save(saved, tmp_path)
+    specs = [SPECS[0], TensorSpec("läyer/b", (4,), "float32")]
+    fresh = trained(TORCH, "hierarchical", steps=1, specs=specs)
+    with caplog.at_level(logging.WARNING):
+        checkpoint.load(tmp_path, ranks(fresh)[0], strict=False)
+    assert "läyer/b" in caplog.text
+    assert fresh.owned()[0]["w"].tobytes() == saved.owned()[0]["w"].tobytes()
+    assert not fresh.owned()[0]["läyer/b"].any()
 
 
 def test_an_inactive_rank_saves_nothing(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ KINDS = "'float32', 'float16', 'bfloat16', 'int8', 'int4', 'sign'"
         ("values", "int-8", "int8", KINDS),
         ("values", "signs", "sign", KINDS),
         ("indices", "pakced", "packed", "'auto', 'packed', 'plain'"),
-        ("exchange", "all_gather", "allgather", "'allgather', 'sharded'"),
+        ("exchange", "all_gather", "allgather", "'allgather', 'sharded', 'hierarchical', 'auto'"),
         ("selection", "exakt", "exact", "'exact', 'sampled'"),
     ],
 )

@@ -50,8 +50,9 @@ ROOMS = {
     "kernels/native.py": {"horovod_topk.kernels.compile"},
     "kernels/compile.py": set[str](),
     "kernels/triton": {"torch", "triton", "horovod_topk.ops.protocol"},
-    "mpi.py": {"numpy", "mpi4py"},
     "checkpoint": {"horovod_topk.errors"},  # safetensors by name, for the framework at hand
+    "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
+    "process_sets.py": {"horovod.common", "horovod_topk.core.nodes"},
     "cli": {
         "horovod_topk.__version__",
         "horovod_topk.kernels",
@@ -62,6 +63,7 @@ ROOMS = {
     "torch": {
         "torch",
         "horovod.torch",
+        "horovod_topk.process_sets",
         "horovod_topk.core",
         "horovod_topk.ops.torch",
         "horovod_topk.config",
@@ -72,6 +74,7 @@ ROOMS = {
         "keras",
         "horovod.tensorflow",
         "horovod._keras",
+        "horovod_topk.process_sets",
         "horovod_topk.core",
         "horovod_topk.ops.tensorflow",
         "horovod_topk.config",

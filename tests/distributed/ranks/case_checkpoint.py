@@ -20,6 +20,7 @@ SETTINGS = [
     {"exchange": "allgather", "values": "float32"},
     {"exchange": "allgather", "values": "int4"},
     {"exchange": "sharded", "values": "int8"},
+    {"exchange": "hierarchical", "values": "int8"},
 ]
 
 

@@ -22,7 +22,7 @@ def gradients(step: int) -> list[Any]:
 
 @pytest.mark.world_size(2, 4)
 @pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
-@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+@pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
 def test_resume_is_bitwise(exchange: str, stepped: bool, tmp_path: Path) -> None:
     folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
     first, second = (

@@ -1,0 +1,134 @@
+"""Which exchange a setting names, and which one `exchange="auto"` takes."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
+
+from horovod_topk.core.agreement import gather_bytes
+from horovod_topk.core.exchange import (
+    Allgather,
+    Collective,
+    Exchange,
+    HierarchicalExchange,
+    ShardedExchange,
+)
+from horovod_topk.core.front import elastic
+from horovod_topk.core.hierarchy import Team
+from horovod_topk.core.nodes import Location, Nodes, nodes_of
+from horovod_topk.core.plan import Plan
+from horovod_topk.errors import ConfigError
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+
+_LOCATION = struct.Struct("<q8s")  # `Location.node`, and a digest of `Location.host`
+
+
+def exchange_of(plan: Plan, ops: Ops[Array], collective: Collective[Array]) -> Exchange[Array]:
+    """The exchange that a plan's settings name.
+
+    A collective where nodes count (hierarchical, auto).
+
+    Raises:
+        ConfigError: it needs groups of ranks that cannot be made. On every rank.
+    """
+    kind, because = plan.config.exchange, ""
+    if kind == "auto" and elastic():  # ranks that join late construct theirs alone
+        kind, because = "allgather", "the job is elastic, and an allgather has no owners"
+    if kind in ("allgather", "sharded"):
+        return make_exchange(kind, collective, because=because)
+    nodes = find_nodes(ops, collective)
+    unable = first_unable(nodes.groups, ops, collective)
+    if kind == "auto":
+        kind, because = choose(plan, collective, nodes, can_split=unable is None)
+    elif unable is not None:
+        _refuse(nodes, unable)
+    return make_exchange(kind, collective, nodes, because)
+
+
+def make_exchange(
+    kind: str, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
+) -> Exchange[Array]:
+    """An exchange by its name.
+
+    Args:
+        kind: "allgather", "sharded" or "hierarchical".
+        collective: all ranks.
+        nodes: who shares a node; hierarchical needs it.
+        because: why it was chosen, if it was not asked for.
+    """
+    if kind == "allgather":
+        return Allgather(collective, nodes, because)
+    if kind == "sharded":
+        return ShardedExchange(collective, nodes, because)
+    assert nodes is not None
+    team = Team.of(collective, nodes)
+    return HierarchicalExchange(collective, team, because or _reduced_to(nodes))
+
+
+def choose(
+    plan: Plan, collective: Collective[Array], nodes: Nodes, *, can_split: bool
+) -> tuple[str, str]:
+    """The exchange that `exchange="auto"` takes, and why, in one line.
+
+    That from whose busiest node the fewest bytes leave in a step. In the order allgather, sharded,
+    hierarchical, a later one has to save a tenth of what the one before it sends, since it has
+    more collectives and selects more often, or adds up densely. Hierarchical is there where there
+    are nodes, some node has more than one rank, and Horovod can add process sets.
+    """
+    team: Team[Array] = Team(nodes, collective.rank, None, None)
+    ways: list[Exchange[Array]] = [Allgather(collective, nodes), ShardedExchange(collective, nodes)]
+    several = len(nodes.ranks) > 1 and max(nodes.sizes) > 1
+    if several and can_split:
+        ways.append(HierarchicalExchange(collective, team))
+    cost = {way.kind: way.traffic(plan).node_bytes or 0 for way in ways}
+    best = ways[0].kind
+    for kind, node_bytes in cost.items():
+        if 10 * node_bytes < 9 * cost[best]:
+            best = kind
+    if len(nodes.ranks) == 1:
+        return best, "one node: nothing travels between nodes"
+    listed = ", ".join(f"{kind} {node_bytes:,}" for kind, node_bytes in cost.items())
+    cure = " (hierarchical needs hvd.init(process_sets='dynamic'))"
+    missing = cure if several and not can_split else ""
+    return best, f"bytes a step that leave the busiest node: {listed}{missing}"
+
+
+def _refuse(nodes: Nodes, unable: int) -> NoReturn:
+    raise ConfigError(
+        f"exchange='hierarchical' exchanges among ranks such as {list(nodes.groups[0])}, for which "
+        f"there is no process set, and rank {unable} cannot add one",
+        cure="Call hvd.init(process_sets='dynamic') or set HOROVOD_DYNAMIC_PROCESS_SETS=1, on "
+        "every rank; an optimizer of a process set needs them added by hvd.add_process_set on "
+        "all ranks beforehand",
+    )
+
+
+def _reduced_to(nodes: Nodes) -> str:
+    """What becomes of the hierarchical exchange where it is not what it is meant to be."""
+    if len(nodes.ranks) == 1:
+        return "one node: gradients are added up dense, and nothing travels between nodes"
+    if max(nodes.sizes) == 1:
+        return "no node has more than one rank: an allgather"
+    return ""
+
+
+def find_nodes(ops: Ops[Array], collective: Collective[Array]) -> Nodes:
+    """The nodes of all ranks. A collective."""
+    here = collective.location
+    record = _LOCATION.pack(here.node, hashlib.sha256(here.host.encode()).digest()[:8])
+    gathered = gather_bytes(record, "topkef.nodes", ops, collective)
+    pairs = [_LOCATION.unpack(data) for data in gathered]
+    return nodes_of([Location(node, host.hex()) for node, host in pairs])
+
+
+def first_unable(
+    groups: Sequence[Sequence[int]], ops: Ops[Array], collective: Collective[Array]
+) -> int | None:
+    """The first rank that cannot make these groups, or None. A collective."""
+    able = bytes([collective.can_split(groups)])
+    answers = gather_bytes(able, "topkef.groups", ops, collective)
+    return next((rank for rank, answer in enumerate(answers) if answer != b"\1"), None)

@@ -1,0 +1,65 @@
+"""Which ranks share a node, derived alike on every rank from where each says that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a rank runs, as it knows it."""
+
+    node: int  # equal on the ranks of a node, if those follow each other; as rank - local rank
+    host: str  # the machine's own name
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of each node, ascending; nodes in the order of their first ranks."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks on each node."""
+        return tuple(map(len, self.ranks))
+
+    @property
+    def owners(self) -> int:
+        """Ranks of every node that own shards: as many as the smallest node has."""
+        return min(self.sizes)
+
+    @property
+    def lanes(self) -> tuple[tuple[int, ...], ...]:
+        """Owners of the same shards, one of each node, by their position on it."""
+        return tuple(tuple(node[i] for node in self.ranks) for i in range(self.owners))
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Nodes and lanes of more than one rank: who exchanges with whom."""
+        return tuple(group for group in (*self.ranks, *self.lanes) if len(group) > 1)
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's node."""
+        return next(node for node in self.ranks if rank in node)
+
+    def position(self, rank: int) -> int:
+        """A rank's position on its node, from 0."""
+        return self.of(rank).index(rank)
+
+
+def nodes_of(locations: Sequence[Location]) -> Nodes:
+    """Nodes from each rank's location, in rank order.
+
+    Numbers tell, as machines may share a name; where ranks of several hosts have one number, ranks
+    were dealt round the hosts, and hosts tell.
+    """
+    hosts_of: dict[int, set[str]] = {}
+    for each in locations:
+        hosts_of.setdefault(each.node, set()).add(each.host)
+    numbered = all(len(hosts) == 1 for hosts in hosts_of.values())
+    found: dict[int | str, list[int]] = {}
+    for rank, each in enumerate(locations):
+        found.setdefault(each.node if numbered else each.host, []).append(rank)
+    return Nodes(tuple(map(tuple, found.values())))

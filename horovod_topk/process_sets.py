@@ -1,0 +1,66 @@
+"""Horovod's process sets, whichever framework Horovod serves: those of a node, and across nodes.
+
+Horovod refuses a second process set of the same ranks, has no public way to find the first, and
+forgets all of them when it shuts down. So it is asked for its own table, by the one private
+function used here.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from horovod.common import process_sets
+from horovod.common.process_sets import ProcessSet
+
+from horovod_topk.core.nodes import Location
+
+_NOBODY = 2**31 - 1  # the number of no process set
+
+
+def location(rank: int, local_rank: int) -> Location:
+    """Where a rank runs: launchers that fill one node after another give its ranks one number."""
+    return Location(rank - local_rank, socket.gethostname())
+
+
+def can_add(groups: Sequence[Sequence[int]], among: ProcessSet) -> bool:
+    """Whether there is a process set for each of these groups, or this rank can add it.
+
+    groups: Horovod's ranks, ascending.
+    among: whose ranks ask; adding takes all ranks.
+    """
+    known = _table()
+    if all(tuple(group) in known for group in groups):
+        return True
+    return among.process_set_id == 0 and _is_dynamic()
+
+
+def find_or_add(groups: Sequence[Sequence[int]]) -> list[ProcessSet]:
+    """Process sets of these groups. A collective of all ranks where some are not there yet."""
+    return [_found(group) or process_sets.add_process_set(list(group)) for group in groups]
+
+
+def _found(group: Sequence[int]) -> ProcessSet | None:
+    number = _table().get(tuple(group))
+    if number is None:
+        return None
+    found = ProcessSet(list(group))
+    found.process_set_id = number
+    return found
+
+
+def _table() -> dict[tuple[int, ...], int]:
+    """Numbers of all process sets by their ranks."""
+    numbered = process_sets._basics._get_process_set_ids_and_ranks()
+    return {tuple(ranks): number for number, ranks in numbered.items()}
+
+
+def _is_dynamic() -> bool:
+    """Whether process sets can be added: Horovod refuses to look for one to remove otherwise."""
+    nobody = ProcessSet([0])
+    nobody.process_set_id = _NOBODY
+    try:
+        process_sets.remove_process_set(nobody)
+    except ValueError:
+        return False
+    return True

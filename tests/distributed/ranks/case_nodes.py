@@ -1,0 +1,48 @@
+"""Two hosts of two ranks, as the launcher has them: nothing about them is made up."""
+
+from __future__ import annotations
+
+import os
+
+import horovod.torch as hvd
+import pytest
+import torch
+
+import training
+from horovod_topk.errors import ConfigError
+from horovod_topk.torch import TopKEF
+from training import Setup
+from witness import assert_ranks_equal, bits
+
+SETTINGS = {"ratio": 0.1, "min_numel": 0, "exchange": "hierarchical"}
+dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.skipif(not dynamic, reason="needs process sets")
+def test_hosts_are_nodes() -> None:
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SETTINGS))
+    for step in range(4):
+        training.ordinary(task, optimizer, step)
+    assert_ranks_equal(task.parameters())
+    stats = TopKEF.of(optimizer).stats()
+    assert (hvd.local_size(), stats.nodes, stats.because) == (2, (2, 2), "")
+    assert stats.between_bytes is not None
+    assert 0 < 10 * stats.between_bytes < stats.dense_bytes
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.skipif(dynamic, reason="shows what happens without process sets")
+def test_without_process_sets_the_cure_is_named() -> None:
+    """On every rank, before anything has changed; the job goes on."""
+    task = Setup().task()
+    before = bits(task.parameters()).clone()
+    message = r"among ranks such as \[0, 1\].*rank 0 cannot.*init\(process_sets='dynamic'\)"
+    with pytest.raises(ConfigError, match=message):
+        Setup().distributed(task, TopKEF(**SETTINGS))
+    assert torch.equal(bits(task.parameters()), before)
+    task = Setup().task()  # the refused optimizer's hooks are still on the parameters of the other
+    optimizer = Setup().distributed(task, TopKEF(**{**SETTINGS, "exchange": "sharded"}))
+    training.ordinary(task, optimizer, 0)
+    assert_ranks_equal(task.parameters())
