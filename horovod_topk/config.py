@@ -26,7 +26,7 @@ class TopKConfig:
     ratio: float = 0.01  # share of a tensor's elements sent a step, in (0, 1]
     values: str = "float32"  # how values are sent; residuals take in the rounding
     indices: str = "auto"  # how indices are sent: packed, or plain; auto: plain on accelerators
-    exchange: str = "allgather"  # how payloads cross the network
+    exchange: str = "allgather"  # how payloads cross the network; auto: with the fewest bytes
     gather_ratio: float | None = None  # share that owners send back, in (0, 1]; None: as `ratio`
     selection: str = "exact"  # how the k largest elements are found
     min_numel: int = 1024  # elements; smaller tensors travel dense, inside their bucket's payload

@@ -11,7 +11,7 @@ from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
 from horovod_topk.core.choice import choose, make_exchange
 from horovod_topk.core.exchange import Collective, Pending, Traffic, ring_allreduce_bytes
 from horovod_topk.core.nodes import Location, Nodes
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.errors import TopKError
 
 
@@ -67,13 +67,14 @@ def main(args: argparse.Namespace) -> int:
     nodes = nodes_of(args.ranks, args.local_size)
     print(f"{elements(specs):,} float32 in {len(specs)} tensors, {args.ranks} ranks on ", end="")
     print(f"{len(nodes.ranks)} nodes, ratio {args.ratio:g}: bytes a step")
-    print(f"{'exchange':<18}{'values':<10}{'a rank sends':>14}{'leave a node':>14}", end="")
+    print(f"{'exchange':<14}{'values':<10}{'a rank sends':>14}{'leave a node':>14}", end="")
     print(f"{'of dense':>11}{'of fp16':>10}")
     leaving = dense if len(nodes.ranks) > 1 else 0  # a ring leaves each node once
     for values, part in (("float32", 1), ("float16", 2)):
         print(_line("allreduce", values, dense // part, leaving // part, dense))
-    for exchange, values, traffic in rows:
-        print(_line(exchange, values, traffic.sent_bytes, traffic.node_bytes or 0, dense))
+    for exchange, values, traffic, automatic in rows:
+        line = _line(exchange, values, traffic.sent_bytes, traffic.node_bytes or 0, dense)
+        print(f"{line}  auto" if automatic else line)
     return 0
 
 
@@ -84,24 +85,31 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--local-size {args.local_size}: a node has at least 1 rank")
 
 
-def table(args: argparse.Namespace, specs: list[TensorSpec]) -> Iterator[tuple[str, str, Traffic]]:
-    """Exchange, kind of values, and what a rank sends; `auto` is the one that it takes."""
+def table(
+    args: argparse.Namespace, specs: list[TensorSpec]
+) -> Iterator[tuple[str, str, Traffic, bool]]:
+    """Exchange, kind of values, what is sent, and whether `exchange="auto"` would take it."""
     collective: Collective[bytes] = _Nobody(args.ranks)
     nodes = nodes_of(args.ranks, args.local_size)
-    for exchange in EXCHANGES:
-        for values in VALUES:
-            config = TopKConfig(
-                args.ratio,
-                values=values,
-                exchange=exchange,
-                gather_ratio=args.gather_ratio,
-                min_numel=args.min_numel,
-            )
-            plan, kind, name = make_plan(specs, config), exchange, exchange
-            if exchange == "auto":
-                kind, _ = choose(plan, collective, nodes, can_split=True)
-                name = f"auto:{kind}"
-            yield name, values, make_exchange(kind, collective, nodes).traffic(plan)
+    plans = {values: _plan(args, specs, values) for values in VALUES}
+    taken = {v: choose(plan, collective, nodes, can_split=True)[0] for v, plan in plans.items()}
+    kinds = [kind for kind in EXCHANGES if kind != "auto"]
+    if max(nodes.sizes) == 1:
+        kinds.remove("hierarchical")  # it would be the allgather
+    for kind in kinds:
+        for values, plan in plans.items():
+            traffic = make_exchange(kind, collective, nodes).traffic(plan)
+            yield kind, values, traffic, taken[values] == kind
+
+
+def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Plan:
+    config = TopKConfig(
+        args.ratio,
+        values=values,
+        gather_ratio=args.gather_ratio,
+        min_numel=args.min_numel,
+    )
+    return make_plan(specs, config)
 
 
 def nodes_of(ranks: int, local_size: int) -> Nodes:
@@ -113,5 +121,5 @@ def nodes_of(ranks: int, local_size: int) -> Nodes:
 def _line(exchange: str, values: str, sent: int, leaving: int, dense: int) -> str:
     """Compared with dense by what leaves a node; by what a rank sends where there is one node."""
     times = dense / (leaving or sent)
-    head = f"{exchange:<18}{values:<10}{sent:>14,}{leaving:>14,}"
+    head = f"{exchange:<14}{values:<10}{sent:>14,}{leaving:>14,}"
     return f"{head}{times:>10.1f}x{times / 2:>9.1f}x"

@@ -9,16 +9,19 @@ Of every node the first L ranks own shards, L being the ranks of the smallest no
 
 Error feedback is the owners': e lies in their memory, 1 / L of the model each, in units of a node's
 sum; no other rank keeps anything. Every rank decodes all payloads, node after node, to the sum or
-the mean over all ranks. Spreading payloads, not decoded gradients, moves few bytes (a dense
-allgather would move as many as `reduce` does, ten times more at a ratio of 0.01 and a dozen nodes),
-and gives equal bits on every rank for the reason that an allgather does: all decode the same.
+the mean over all ranks.
 
-Where a node is a rank there is nothing to reduce or to spread on it, and where there is one node
-nothing to gather; these legs are left out.
+What is spread are payloads and not decoded gradients. That moves fewer bytes as long as a payload
+of each node together are shorter than the shard that they are for, and every rank has equal bits
+for the reason that it has them with an allgather: all decode the same.
+
+A node of one rank has nothing to reduce or to spread, and one node nothing to gather: these legs
+are left out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -150,7 +153,8 @@ class Hierarchical(Generic[Array]):
         between nodes already is handed on: other nodes have it too.
         """
         if self._reduced is not None:
-            self._reduced.wait()
+            with contextlib.suppress(TopKError):  # nobody reads it
+                self._reduced.wait()
             self._reduced = None
             self._unwanted += self._flag_all()
         if self._gathered is not None:

@@ -40,7 +40,7 @@ class Stats:
     elements: int = 0  # gradient elements of all planned tensors
     selected: int = 0  # values sent a step and rank
     payload_bytes: int = 0  # bytes handed to collectives a step and rank
-    sent_bytes: int = 0  # bytes a rank sends a step
+    sent_bytes: int = 0  # bytes a rank sends a step, to ranks of its own node too
     dense_bytes: int = 0  # bytes a rank sends a step in the ring allreduce that this replaces
     between_bytes: int | None = None  # of `sent_bytes`, those to other nodes; None: not known
     node_bytes: int | None = None  # bytes a step that leave the busiest node, of all its ranks

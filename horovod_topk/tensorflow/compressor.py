@@ -35,10 +35,12 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         values: how values are sent: "float32" (float64 for a float64 tensor), "float16",
             "bfloat16", "int8", "int4" or "sign". The residual keeps the rounding.
         indices: "packed", "plain" (16 or 32 bits), or "auto": packed but on accelerators.
-        exchange: how payloads travel: "allgather", or "sharded", whose bytes hardly grow with the
-            number of ranks.
-        gather_ratio: share of its elements that the owner of a shard sends back, in (0, 1]; None:
-            as `ratio`.
+        exchange: how payloads travel: "allgather"; "sharded", whose bytes hardly grow with the
+            number of ranks; "hierarchical", dense within a node and sparse between nodes, which
+            needs `hvd.init(process_sets="dynamic")`; or "auto", that of these from whose busiest
+            node the fewest bytes leave.
+        gather_ratio: of "sharded", the share of its elements that the owner of a shard sends
+            back, in (0, 1]; None: as `ratio`.
         selection: how the largest elements are found: "exact".
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
