@@ -39,6 +39,7 @@ from horovod_topk.config import TopKConfig
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
+from horovod_topk.core.shards import shard
 from horovod_topk.kernels import native
 from horovod_topk.ops.torch import TorchOps
 from launch import ROOT
@@ -212,6 +213,33 @@ def measure_coding(numel: int, ratio: float, repeats: int) -> dict[str, dict[str
     return {name: {"encode": encoding[name], "decode": decoding[name]} for name in ways}
 
 
+def measure_shards(numel: int, ratio: float, repeats: int) -> dict[str, float]:
+    """Milliseconds of encoding for 2, 4 and 8 owners, beside encoding for an allgather."""
+    gradients = Gradients.of(numel)
+    whole = Encoding(gradients, ratio, "sampled", TorchOps()).settle(settling_steps(numel, ratio))
+    ways: dict[str, Step] = {"r += g": baselines(gradients, ratio)["r += g"]}
+    ways["allgather"] = whole.step
+    for owners in (2, 4, 8):
+        ways[f"{owners} owners"] = _for_owners(whole, owners, settling_steps(numel, ratio))
+    return milliseconds(ways, gradients.next, repeats)
+
+
+def _for_owners(whole: Encoding, owners: int, settle: int) -> Step:
+    plans, codec = shard(whole.bucket, owners).scatter, whole.codec
+    arenas = [Arenas(p, torch.zeros(p.numel), torch.zeros(p.numel)) for p in plans]
+    payloads = [codec.new_payload(plan) for plan in plans]
+
+    def step() -> None:
+        codec.encode_shards(arenas, [whole.gradients.current], payloads)
+        for each in arenas:
+            each.swap()
+
+    for _ in range(settle):
+        whole.gradients.next()
+        step()
+    return step
+
+
 def _decode(encoding: Encoding, gathered: Tensor, output: Tensor, ranks: int) -> Step:
     codec, bucket = encoding.codec, encoding.bucket
     return lambda: _discard(codec.decode(bucket, gathered, 1 / ranks, [output]))
@@ -272,6 +300,13 @@ shorter, so that their floor is lower, and have to be unpacked.
 Sampled selection, and two payloads decoded. "Coding" is what a row costs beyond entries that are
 written as they are, in parts of the time that encoding those takes.
 
+## Encoding for owners
+
+{shards}
+
+The sharded exchange sends each owner the largest of its own elements: as many selections as owners,
+in one pass over the gradient. Sampled selection, float32, packed.
+
 ## Sizes and ratios
 
 Multiples of `r += g` for the fastest kernels, exact; in brackets, how many times faster than
@@ -306,6 +341,7 @@ def report(found: dict[str, Any]) -> str:
         encoding=encoding_table(found["encoding"]),
         decoding=decoding_table(found["decoding"]),
         coding=coding_table(found["coding"]),
+        shards=shards_table(found["shards"]),
         sizes=sizes_table(found["sizes"]),
         exchange=exchange_table(found["exchange"]),
     )
@@ -347,6 +383,13 @@ def coding_table(found: dict[str, dict[str, float]]) -> str:
         figures = [f"{ms['encode']:.1f}", f"{ms['decode']:.1f}", f"{more / base['encode']:.2f}"]
         rows.append([name, *figures])
     return table(["values, indices", "encode, ms", "decode, ms", "coding (0.25 at most)"], rows)
+
+
+def shards_table(found: dict[str, float]) -> str:
+    """What more owners cost."""
+    floor = found["r += g"]
+    rows = [[name, f"{ms:.1f}", f"{ms / floor:.2f}"] for name, ms in found.items()]
+    return table(["", "ms", "of `r += g`"], rows)
 
 
 def sizes_table(cells: list[dict[str, Any]]) -> str:
@@ -414,6 +457,7 @@ def main() -> int:
             for indices in ("plain", "packed")
         },
         "coding": measure_coding(args.gradients, 0.01, repeats),
+        "shards": measure_shards(args.gradients, 0.01, repeats),
         "exchange": {each: measure_exchange(each) for each in ("exact", "sampled")},
         "sizes": [
             {"numel": n, "ratio": ratio, "ms": measure_encoding(n, ratio, repeats)}

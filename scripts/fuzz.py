@@ -25,6 +25,7 @@ SANITIZERS = (
     "-g1",
     "-O1",
     "-DTOPKEF_SPLIT=1000",  # small tensors are cut for several threads, too
+    "-DTOPKEF_TOGETHER=1",  # and small shards go together
 )
 ISAS = ("portable", "avx2", "avx512")  # what a processor does not have falls back to the next lower
 

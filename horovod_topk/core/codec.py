@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from horovod_topk.core import payload as wire
 from horovod_topk.core.plan import BucketPlan, TensorPlan
 from horovod_topk.core.residual import Arenas, as_row
 from horovod_topk.errors import PayloadError
-from horovod_topk.ops import Fused, Ops
+from horovod_topk.ops import Fused, Ops, Together
 from horovod_topk.ops.coding import index_bytes, value_bytes
 
 Array = TypeVar("Array")
@@ -46,6 +46,15 @@ class Codec(Protocol[Array]):
 
     def encode(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> None:
         """Fill a payload; leave in the candidate arena what was not sent."""
+        ...
+
+    def encode_shards(
+        self,
+        arenas: Sequence[Arenas[Array]],
+        gradients: Sequence[Array],
+        payloads: Sequence[Array],
+    ) -> None:
+        """As `encode`, for all shards of a bucket."""
         ...
 
     def unchanged(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> bool:
@@ -101,6 +110,23 @@ class TopK(Generic[Array]):
         self._write(bucket, entries, payload)
         for tensor, entry in zip(bucket.tensors, entries, strict=True):
             self._ops.deduct(self._slice(arenas.candidate, tensor), entry.index, entry.sent)
+
+    def encode_shards(
+        self,
+        arenas: Sequence[Arenas[Array]],
+        gradients: Sequence[Array],
+        payloads: Sequence[Array],
+    ) -> None:
+        """Fill a payload for each shard; in one pass over the gradients where a kernel can."""
+        kernels: list[Any] = [self._kernel(each.plan) for each in arenas]
+        first: object = kernels[0]
+        if isinstance(first, Together):
+            residuals = [each.residual for each in arenas]
+            candidates = [each.candidate for each in arenas]
+            first.encode_shards(kernels, residuals, candidates, gradients, payloads)
+            return
+        for each, payload in zip(arenas, payloads, strict=True):
+            self.encode(each, gradients, payload)
 
     def unchanged(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> bool:
         """Whether e + g is still what was sent and what is left, judged by each tensor's first."""

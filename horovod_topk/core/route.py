@@ -234,8 +234,7 @@ class Sharded(Generic[Array]):
 
     def send(self, gradients: Sequence[Array], name: str) -> None:
         """`Route.send`."""
-        for arenas, part in zip(self._arenas, self._parts, strict=True):
-            self._codec.encode(arenas, gradients, part)
+        self._codec.encode_shards(self._arenas, gradients, self._parts)
         self._name = name
         self._scattered = self._collective.alltoall(self._out, f"{name}.scatter")
 

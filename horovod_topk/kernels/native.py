@@ -72,6 +72,7 @@ def _declare(library: Library) -> None:
         "topkef_bucket_new": [address, number],
         "topkef_bucket_free": [address],
         "topkef_encode": [address, address, address, address, address, ctypes.c_int],
+        "topkef_encode_shards": [address, number, *[address] * 4, ctypes.c_int],
         "topkef_unchanged": [address, address, address, address, address],
         "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
     }
@@ -82,6 +83,7 @@ def _declare(library: Library) -> None:
     library.topkef_bucket_new.restype = address
     library.topkef_bucket_free.restype = None
     library.topkef_encode.restype = None
+    library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
 
 
@@ -112,6 +114,29 @@ class Bucket:
         """Fill a payload; leave in the candidates what is not sent."""
         self._library.topkef_encode(
             self._handle, residuals, gradients, candidates, payload, threads
+        )
+
+    def encode_shards(
+        self,
+        shards: Sequence[Bucket],
+        residuals: Addresses,
+        gradients: Addresses,
+        candidates: Addresses,
+        payloads: Addresses,
+        threads: int,
+    ) -> None:
+        """Fill a payload for each shard. Residuals and candidates: one a tensor, shard by shard.
+
+        shards: of the same gradients, this one among them.
+        """
+        self._library.topkef_encode_shards(
+            addresses([shard._handle for shard in shards]),
+            len(shards),
+            residuals,
+            gradients,
+            candidates,
+            payloads,
+            threads,
         )
 
     def unchanged(

@@ -17,7 +17,7 @@ Rules for implementations:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
 Array = TypeVar("Array")
 Taken = TypeVar("Taken", contravariant=True)  # arrays, of a protocol that returns none
@@ -77,6 +77,25 @@ class Fused(Protocol[Taken]):
         flags: the answers of `Ops.examine`, one for each tensor of the recipe. Indices that do not
         ascend or lie outside a tensor are never followed; where they are noticed at once, this
         returns (rank, position of the tensor), and no gradient has changed.
+        """
+        ...
+
+
+@runtime_checkable
+class Together(Protocol[Taken]):
+    """What a `Fused` may offer too: all shards of a bucket in one pass over its gradients."""
+
+    def encode_shards(
+        self,
+        kernels: Sequence[Self],
+        residuals: Sequence[Taken],
+        candidates: Sequence[Taken],
+        gradients: Sequence[Taken],
+        payloads: Sequence[Taken],
+    ) -> None:
+        """As `Fused.encode` of each of `kernels`, this one the first, with what has its position.
+
+        They are shards of the same gradients.
         """
         ...
 

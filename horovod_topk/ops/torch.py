@@ -228,6 +228,24 @@ class CpuBucket:
             torch.get_num_threads(),
         )
 
+    def encode_shards(
+        self,
+        kernels: Sequence[CpuBucket],
+        residuals: Sequence[Tensor],
+        candidates: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        payloads: Sequence[Tensor],
+    ) -> None:
+        packed = [_packed(gradient) for gradient in gradients]
+        self._kernel.encode_shards(
+            [each._kernel for each in kernels],
+            _places_in(kernels, residuals),
+            _places_of(packed),
+            _places_in(kernels, candidates),
+            _places_of(payloads),
+            torch.get_num_threads(),
+        )
+
     def unchanged(
         self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
     ) -> bool:
@@ -259,8 +277,14 @@ class CpuBucket:
         return wrong
 
     def _places(self, arena: Tensor) -> native.Addresses:
-        first = arena.data_ptr()
-        return native.addresses([first + offset for offset in self._offsets])
+        return _places_in([self], [arena])
+
+
+def _places_in(kernels: Sequence[CpuBucket], arenas: Sequence[Tensor]) -> native.Addresses:
+    """Where each tensor begins, in one arena after the other."""
+    pairs = zip(kernels, arenas, strict=True)
+    starts = [(arena.data_ptr(), each._offsets) for each, arena in pairs]
+    return native.addresses([first + offset for first, offsets in starts for offset in offsets])
 
 
 def _packed(tensor: Tensor) -> Tensor:

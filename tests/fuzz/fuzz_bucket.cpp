@@ -72,7 +72,16 @@ struct Job {
     return (i / 512 * parts + t.first) * 512 + i % 512;
   }
 
-  int64_t gradient_numel(const Tensor &t) const { return natural(t, t.numel - 1) + 1; }
+  /* Enough for every shard. */
+  int64_t gradient_numel(const Tensor &t) const {
+    return ((t.numel - 1) / 512 * parts + parts - 1) * 512 + (t.numel - 1) % 512 + 1;
+  }
+
+  Job next_shard() const {
+    Job next = *this;
+    for (Tensor &t : next.tensors) t.first = (t.first + 1) % parts;
+    return next;
+  }
 
   std::vector<int64_t> recipe() const {
     std::vector<int64_t> numbers{(int64_t)tensors.size(), residual_bytes, kind, 24, payload_bytes,
@@ -304,6 +313,63 @@ int64_t first_wrong(const Job &job, const uint8_t *gathered, int64_t ranks,
   return -1;
 }
 
+/* What encoding leaves. */
+struct Encoded {
+  std::vector<uint8_t> payload;
+  std::vector<std::vector<uint8_t>> left;
+
+  explicit Encoded(const Job &job) : payload((size_t)job.payload_bytes, 0xee) {
+    for (const Tensor &t : job.tensors) left.emplace_back((size_t)(t.numel * job.residual_bytes));
+  }
+  /* Of a tensor with a NaN only flag and indices count: addition may take the bits of either. */
+  void forget_nans(const Job &job) {
+    for (size_t t = 0; t < left.size(); ++t)
+      if (payload[24 + t / 8] >> t % 8 & 1) {
+        const Tensor &tensor = job.tensors[t];
+        std::memset(&payload[(size_t)tensor.value_at], 0, (size_t)value_bytes(job, tensor.k));
+        std::fill(left[t].begin(), left[t].end(), 0);
+      }
+  }
+};
+
+/* Shards that go together become what each becomes by itself. */
+void check_shards(const Job &job, const std::vector<const void *> &residuals,
+                  const std::vector<const void *> &gradients, int threads) {
+  const auto count = (size_t)std::min<int64_t>(job.parts, 3);
+  std::vector<topkef_bucket *> buckets;
+  std::vector<Encoded> alone, together;
+  std::vector<const void *> e;
+  Job shard = job;
+  for (size_t s = 0; s < count; ++s, shard = shard.next_shard()) {
+    auto recipe = shard.recipe();
+    buckets.push_back(topkef_bucket_new(recipe.data(), (int64_t)recipe.size()));
+    alone.emplace_back(shard);
+    together.emplace_back(shard);
+    std::vector<void *> left;
+    for (auto &each : alone[s].left) left.push_back(each.data());
+    topkef_encode(buckets[s], residuals.data(), gradients.data(), left.data(),
+                  alone[s].payload.data(), threads);
+    topkef_bucket_free(buckets[s]);
+    buckets[s] = topkef_bucket_new(recipe.data(), (int64_t)recipe.size());
+    e.insert(e.end(), residuals.begin(), residuals.end());
+  }
+  std::vector<void *> left;
+  std::vector<uint8_t *> payloads;
+  for (Encoded &each : together) {
+    payloads.push_back(each.payload.data());
+    for (auto &room : each.left) left.push_back(room.data());
+  }
+  topkef_encode_shards(buckets.data(), (int64_t)count, e.data(), gradients.data(), left.data(),
+                       payloads.data(), threads);
+  for (topkef_bucket *each : buckets) topkef_bucket_free(each);
+  for (size_t s = 0; s < count; ++s) {
+    alone[s].forget_nans(job);
+    together[s].forget_nans(job);
+    REQUIRE(alone[s].payload == together[s].payload);
+    REQUIRE(alone[s].left == together[s].left);
+  }
+}
+
 void run(const uint8_t *data, size_t size) {
   Input input(data, size);
   Job job = draw_job(input);
@@ -334,6 +400,7 @@ void run(const uint8_t *data, size_t size) {
       g.push_back(gradients[t].data());
       left.push_back(candidates[t].data());
     }
+    if (job.parts > 1) check_shards(job, e, g, threads);
     std::memset(payload + 32, 0xff, (size_t)(job.payload_bytes - 32));
     topkef_encode(bucket, e.data(), g.data(), left.data(), payload, threads);
     check_format(job, payload);

@@ -28,6 +28,7 @@ from horovod_topk.config import VALUES, TopKConfig
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.plan import BucketPlan, TensorPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
+from horovod_topk.core.shards import ShardedPlan, shard
 from horovod_topk.kernels import native
 from horovod_topk.ops import coding
 from horovod_topk.ops.numpy import NumpyOps
@@ -181,6 +182,46 @@ def test_threads_change_nothing(values: str, threads: int) -> None:
     dense = bucket_of(2_100_003, 100, ratio=1.0, values=values)
     both = Both(dense, threads)
     both.decode([both.encode(normal(dense))] * 2, 0.5)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("selection", ["exact", "sampled"])
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_shards_that_go_together_become_what_each_would(
+    isa: str, parts: int, selection: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random values, and some that grow towards the end, so that lists run full."""
+    settings = {"ratio": 0.02, "selection": selection, "exchange": "sharded"}
+    sizes = (1_700_000 if threads > 1 else 300_001, 700, 40_000, 9_000)
+    dealt = shard(bucket_of(*sizes, **settings), parts)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    together, alone = Dealt(dealt), Dealt(dealt)
+    for step in range(3):
+        gradients = [torch.from_numpy(g) for g in normal(dealt.bucket)]
+        if step == 1:
+            gradients = [torch.arange(g.numel(), dtype=torch.float32) for g in gradients]
+        together.codec.encode_shards(together.arenas, gradients, together.payloads)
+        for arenas, payload in zip(alone.arenas, alone.payloads, strict=True):
+            alone.codec.encode(arenas, gradients, payload)
+        for one, other in zip(together.swap(), alone.swap(), strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+class Dealt:
+    """All shards of a bucket, as one rank sends them."""
+
+    def __init__(self, dealt: ShardedPlan) -> None:
+        self.codec = TopK(TorchOps())
+        self.arenas = [
+            Arenas(each, torch.zeros(each.numel), torch.zeros(each.numel)) for each in dealt.scatter
+        ]
+        self.payloads = [self.codec.new_payload(each) for each in dealt.scatter]
+
+    def swap(self) -> list[torch.Tensor]:
+        """Payloads and what is left."""
+        for each in self.arenas:
+            each.swap()
+        return [*self.payloads, *(each.residual for each in self.arenas)]
 
 
 @pytest.mark.parametrize("selection", ["exact", "sampled"])

@@ -19,6 +19,7 @@ def test_kernels() -> None:
         "encoding": bench_kernels.measure_encoding(NUMEL, 0.01, 3),
         "decoding": {"packed": bench_kernels.measure_decoding(NUMEL, 0.01, 3, "packed")},
         "coding": bench_kernels.measure_coding(NUMEL, 0.01, 3),
+        "shards": bench_kernels.measure_shards(NUMEL, 0.01, 3),
         "exchange": {},
         "sizes": [
             {"numel": NUMEL, "ratio": ratio, "ms": bench_kernels.measure_encoding(NUMEL, ratio, 3)}
@@ -26,7 +27,14 @@ def test_kernels() -> None:
         ],
     }
     page = bench_kernels.report(found)
-    for row in ("r += g", "torch.topk", "framework operations", "| packed | 8 |", "sign, packed"):
+    for row in (
+        "r += g",
+        "torch.topk",
+        "framework operations",
+        "| packed | 8 |",
+        "sign, packed",
+        "8 owners",
+    ):
         assert row in page
     if bench_kernels.available_isas():
         assert "portable, sampled" in page

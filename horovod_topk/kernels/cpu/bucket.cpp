@@ -26,6 +26,10 @@ namespace {
 #define TOPKEF_SPLIT (1 << 19)
 #endif
 constexpr int64_t SPLIT = TOPKEF_SPLIT;  // elements a thread should have at least
+#ifndef TOPKEF_TOGETHER
+#define TOPKEF_TOGETHER (8 * DEAL)
+#endif
+constexpr int64_t TOGETHER = TOPKEF_TOGETHER;  // elements of shards that go together
 constexpr int64_t TILE = 4096;           // elements summed at a time, within the first-level cache
 constexpr int64_t CHUNK = 64 * TILE;     // elements decoded by one task
 constexpr int64_t HEAD = 7, EACH = 9;    // numbers of a recipe: for the bucket, for a tensor
@@ -195,6 +199,90 @@ class Indices {
   uint32_t *memory_;
 };
 
+/* One tensor in each of several shards of a bucket, or in the only one. */
+struct Group {
+  topkef_bucket *const *shards;
+  int64_t count, tensor;
+  const void *const *residuals, *const *gradients;
+  void *const *candidates;
+  uint8_t *const *payloads;
+
+  const TensorRecipe &recipe(int64_t s) const { return shards[s]->tensors[(size_t)tensor]; }
+
+  Encoder &encoder(int64_t s) const { return *shards[s]->encoders[(size_t)tensor]; }
+
+  Source source(int64_t s) const {
+    const int64_t at = s * shards[0]->recipe.tensors + tensor;
+    return {residuals[at], gradients[recipe(s).gradient], candidates[at]};
+  }
+
+  /* How many threads work on it. */
+  int64_t parts(int threads) const {
+    int64_t most = 1;
+    for (int64_t s = 0; s < count; ++s) most = std::max(most, shards[s]->parts(tensor, threads));
+    return most;
+  }
+
+  /* Whether one pass over the gradient serves all shards. */
+  bool go_together() const {
+    bool all = count > 1;
+    for (int64_t s = 0; s < count && all; ++s)
+      all = recipe(s).index != NONE && recipe(s).numel >= TOGETHER;
+    return all;
+  }
+
+  void begin(int64_t parts) const {
+    for (int64_t s = 0; s < count; ++s) encoder(s).begin(source(s), {parts, go_together(), s});
+  }
+
+  void gather(int64_t part) const {
+    if (go_together()) {
+      gather_together(part);
+    } else {
+      for (int64_t s = 0; s < count; ++s) encoder(s).gather(source(s), payloads[s], part);
+    }
+  }
+
+  void finish() const {
+    for (int64_t s = 0; s < count; ++s) finish(s);
+  }
+
+  /* All of it, by one thread. */
+  void encode() const {
+    if (go_together()) {
+      begin(1);
+      gather_together(0);
+      finish();
+      return;
+    }
+    for (int64_t s = 0; s < count; ++s) {
+      encoder(s).begin(source(s), {});
+      encoder(s).gather(source(s), payloads[s], 0);
+      finish(s);
+    }
+  }
+
+ private:
+  void finish(int64_t s) const {
+    shards[s]->finite[(size_t)tensor] = encoder(s).finish(source(s), payloads[s]);
+  }
+
+  void gather_together(int64_t part) const {
+    std::vector<Shard> all;
+    for (int64_t s = 0; s < count; ++s) {
+      const Source from = source(s);
+      all.push_back({from.residual, from.candidate, encoder(s).stretch(part), recipe(s).first});
+    }
+    std::sort(all.begin(), all.end(), [](auto &a, auto &b) { return a.first < b.first; });
+    auto pass = shards[0]->passes->gather_shards[recipe(0).dtype];
+    for (bool done = false; !done;) {
+      pass(all.data(), count, source(0).gradient, shards[0]->recipe.parts);
+      done = true;
+      for (int64_t s = 0; s < count; ++s) done &= encoder(s).relieve(source(s), part);
+    }
+  }
+};
+
 /* How many of one rank's indices lie before `from`. */
 int64_t entries_before(const Rows &rows, int64_t rank, int64_t from) {
   auto index = reinterpret_cast<const uint32_t *>(rows.indices + rank * rows.indices_stride);
@@ -280,36 +368,41 @@ void topkef_bucket_free(topkef_bucket *bucket) { delete bucket; }
 void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
                    const void *const *gradients, void *const *candidates, uint8_t *payload,
                    int threads) {
+  topkef_encode_shards(&bucket, 1, residuals, gradients, candidates, &payload, threads);
+}
+
+void topkef_encode_shards(topkef_bucket *const *shards, int64_t count, const void *const *residuals,
+                          const void *const *gradients, void *const *candidates,
+                          uint8_t *const *payloads, int threads) {
   KeepDenormals keep;  // each task has one of its own, for its own thread
   threads = std::max(threads, 1);
-  auto source = [&](int64_t t) {
-    return Source{residuals[t], gradients[bucket->tensors[(size_t)t].gradient], candidates[t]};
-  };
+  std::vector<Group> groups;
   std::vector<Task> tasks;
   std::vector<int64_t> split;
-  for (int64_t t = 0; t < bucket->recipe.tensors; ++t) {
-    int64_t parts = bucket->parts(t, threads);
+  for (int64_t t = 0; t < shards[0]->recipe.tensors; ++t) {
+    const Group group{shards, count, t, residuals, gradients, candidates, payloads};
+    const int64_t parts = group.parts(threads);
+    groups.push_back(group);
     for (int64_t p = 0; p < parts; ++p) tasks.push_back({t, p, parts});
     if (parts == 1) continue;
     split.push_back(t);
-    bucket->encoders[(size_t)t]->begin(source(t), parts);
+    group.begin(parts);
   }
-  auto finish = [&](int64_t t) {
-    bucket->finite[(size_t)t] = bucket->encoders[(size_t)t]->finish(source(t), payload);
-  };
   parallel((int64_t)tasks.size(), threads, [&](int64_t i) {
     KeepDenormals keep;
     auto [t, part, parts] = tasks[(size_t)i];
-    Encoder &encoder = *bucket->encoders[(size_t)t];
-    if (parts == 1) encoder.begin(source(t), 1);
-    encoder.gather(source(t), payload, part);
-    if (parts == 1) finish(t);
+    const Group &group = groups[(size_t)t];
+    if (parts == 1) {
+      group.encode();
+    } else {
+      group.gather(part);
+    }
   });
   parallel((int64_t)split.size(), threads, [&](int64_t i) {
     KeepDenormals keep;
-    finish(split[(size_t)i]);
+    groups[(size_t)split[(size_t)i]].finish();
   });
-  write_flags(*bucket, payload);
+  for (int64_t s = 0; s < count; ++s) write_flags(*shards[s], payloads[s]);
 }
 
 int topkef_unchanged(const topkef_bucket *bucket, const void *const *residuals,

@@ -175,6 +175,52 @@ void gather(const void *residual, const void *gradient, void *candidate, Stretch
   fence();
 }
 
+/* Whether the stretch can take another block of what is dealt. */
+inline bool takes_block(const Stretch &stretch) {
+  return stretch.to - stretch.at >= DEAL && stretch.list.capacity - stretch.list.size >= DEAL;
+}
+
+/* The next block of one shard. `next`: what the processor should fetch meanwhile. */
+template <class R, class G>
+inline void gather_block(const topkef::Shard &shard, const G *g, int64_t parts, const R *next) {
+  Stretch &stretch = *shard.stretch;
+  auto e = static_cast<const R *>(shard.e);
+  auto out = static_cast<R *>(shard.out);
+  const auto least = (typename Real<R>::Bits)stretch.least;
+  const G *own = g + (Dealt{parts, shard.first}.natural(stretch.at) - stretch.at);
+  End<R> end(stretch.list);
+  for (const int64_t stop = stretch.at + DEAL; stretch.at < stop; stretch.at += 64) {
+    for (int64_t i = 0; next && i < 64; i += 64 / (int64_t)sizeof(R)) __builtin_prefetch(next + i);
+    if (next) next += 64;
+    append(lanes<R, G>(e + stretch.at, own + stretch.at, out + stretch.at, least), stretch.at, e,
+           own, &end);
+  }
+  stretch.list.size = end.size;
+}
+
+/* A processor follows a few streams by itself, and has to be told of more. */
+constexpr int64_t FOLLOWED = 4;
+
+template <class R, class G>
+void gather_shards(const topkef::Shard *shards, int64_t count, const void *gradient,
+                   int64_t parts) {
+  auto g = static_cast<const G *>(gradient);
+  auto all_take = [&] {
+    bool all = true;
+    for (int64_t s = 0; s < count; ++s) all &= takes_block(*shards[s].stretch);
+    return all;
+  };
+  while (all_take())
+    for (int64_t s = 0; s < count; ++s) {
+      const topkef::Shard &next = shards[s + 1 < count ? s + 1 : 0];
+      auto e = static_cast<const R *>(next.e) + next.stretch->at;
+      gather_block<R, G>(shards[s], g, parts, count > FOLLOWED ? e : nullptr);
+    }
+  for (int64_t s = 0; s < count; ++s)
+    gather<R, G>(shards[s].e, gradient, shards[s].out, shards[s].stretch, 1,
+                 Dealt{parts, shards[s].first});
+}
+
 template <class R, class G>
 void sum(const void *residual, const void *gradient, int64_t at, int64_t count, void *sums,
          Dealt dealt) {
@@ -252,6 +298,7 @@ void deliver(void *sum, double scale, void *gradient, int64_t n) {
 template <class R, class G>
 constexpr void fill_row(topkef::Passes *passes, int dtype) {
   passes->gather[dtype] = gather<R, G>;
+  passes->gather_shards[dtype] = gather_shards<R, G>;
   passes->sum[dtype] = sum<R, G>;
   passes->deliver[dtype] = deliver<R, G>;
 }

@@ -68,6 +68,18 @@ struct Dealt {
 using Gather = void (*)(const void *e, const void *g, void *out, Stretch *stretches, int64_t count,
                         Dealt dealt);
 
+/* A stretch of a shard, and where that lies. */
+struct Shard {
+  const void *e;
+  void *out;
+  Stretch *stretch;
+  int64_t first;
+};
+
+/* The same of several shards of one gradient, block by block as the gradient has them: one pass over
+ * it. Each stretch goes on to its end, or until its list has no room. */
+using GatherShards = void (*)(const Shard *shards, int64_t count, const void *g, int64_t parts);
+
 /* sums[0..count) = e + g, from element `at` on. */
 using Sum = void (*)(const void *e, const void *g, int64_t at, int64_t count, void *sums,
                      Dealt dealt);
@@ -107,6 +119,7 @@ using Fence = void (*)();
 struct Passes {
   const char *isa;
   Gather gather[DTYPES];       // [gradient's dtype]
+  GatherShards gather_shards[DTYPES];  // [gradient's dtype]
   Sum sum[DTYPES];             // [gradient's dtype]
   Choose choose;
   Drop drop;

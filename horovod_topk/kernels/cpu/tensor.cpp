@@ -83,7 +83,9 @@ class WholeTensor final : public Encoder {
       : bucket_(bucket), tensor_(tensor), sum_(passes->sum[tensor.dtype]),
         pack_(passes->pack[bucket.kind]) {}
 
-  void begin(const Source &, int64_t parts) override { finite_.assign((size_t)parts, 1); }
+  void begin(const Source &, const Division &division) override {
+    finite_.assign((size_t)division.parts, 1);
+  }
 
   void gather(const Source &source, uint8_t *payload, int64_t part) override {
     auto parts = (int64_t)finite_.size();
@@ -134,7 +136,14 @@ class ListMemory {
 /* What a thread uses for one tensor after the other: it stays in the thread's cache. */
 template <class R>
 struct Workspace {
-  ListMemory<R> candidates, sample;
+  std::vector<std::unique_ptr<ListMemory<R>>> candidates;
+  ListMemory<R> sample;
+
+  ListMemory<R> *slot(int64_t position) {
+    while ((int64_t)candidates.size() <= position)
+      candidates.push_back(std::make_unique<ListMemory<R>>());
+    return candidates[(size_t)position].get();
+  }
 
   static Workspace &own() {
     static thread_local Workspace workspace;
@@ -155,27 +164,31 @@ class TopK final : public Encoder {
         gather_(passes->gather[tensor.dtype]),
         sum_(passes->sum[tensor.dtype]) {}
 
-  void begin(const Source &source, int64_t parts) override {
-    streams_ = tensor_.numel >= STREAMED ? STREAMS : 1;
+  void begin(const Source &source, const Division &division) override {
+    streams_ = !division.together && tensor_.numel >= STREAMED ? STREAMS : 1;
     Bits least = first_threshold(source);
-    stretches_.resize((size_t)(parts * streams_));
-    memory_ = parts > 1 ? &own_memory_ : &Workspace<R>::own().candidates;
+    stretches_.resize((size_t)(division.parts * streams_));
+    memory_ = division.parts > 1 ? &own_memory_ : Workspace<R>::own().slot(division.slot);
     start(least);
   }
 
   void gather(const Source &source, uint8_t *, int64_t part) override {
-    Stretch *mine = &stretches_[(size_t)(part * streams_)];
-    bool done = false;
-    while (!done) {
-      gather_(source.residual, source.gradient, source.candidate, mine, streams_, dealt_);
-      done = true;
-      for (Stretch *each = mine; each < mine + streams_; ++each) {
-        if (each->at == each->to) continue;
-        Bits worst = keep_best(each, 1, source);
-        each->least = std::min<Bits>(worst + 1, Real<R>::infinity);  // what follows loses a tie
-        done = false;
-      }
+    do
+      gather_(source.residual, source.gradient, source.candidate, stretch(part), streams_, dealt_);
+    while (!relieve(source, part));
+  }
+
+  Stretch *stretch(int64_t part) override { return &stretches_[(size_t)(part * streams_)]; }
+
+  bool relieve(const Source &source, int64_t part) override {
+    bool done = true;
+    for (Stretch *each = stretch(part); each < stretch(part) + streams_; ++each) {
+      if (each->at == each->to) continue;
+      Bits worst = keep_best(each, 1, source);
+      each->least = std::min<Bits>(worst + 1, Real<R>::infinity);  // what follows loses a tie
+      done = false;
     }
+    return done;
   }
 
   bool finish(const Source &source, uint8_t *payload) override {

@@ -27,16 +27,28 @@ struct Source {
   void *candidate;
 };
 
+/* How a tensor is gone through. */
+struct Division {
+  int64_t parts = 1;    // that may run at the same time
+  bool together = false;  // with other shards of the same gradient
+  int64_t slot = 0;     // which of a thread's lists it takes; others that are at work have others
+};
+
 /* Encodes one tensor, in parts that may run at the same time:
  *
- *     begin(source, parts); gather(source, payload, 0 ... parts - 1); finish(source, payload)
+ *     begin(source, division); gather(source, payload, 0 ... parts - 1); finish(source, payload)
  *
- * With one part, all three are called by the same thread, one after the other. */
+ * With one part, all three are called by the same thread, one after the other. Shards that go
+ * together have `Passes::gather_shards` in place of `gather`, and then `relieve`, until it is true. */
 class Encoder {
  public:
   virtual ~Encoder() = default;
-  virtual void begin(const Source &source, int64_t parts) = 0;
+  virtual void begin(const Source &source, const Division &division) = 0;
   virtual void gather(const Source &source, uint8_t *payload, int64_t part) = 0;
+  /* What a part goes through; null if it looks for nothing. */
+  virtual Stretch *stretch(int64_t) { return nullptr; }
+  /* Make room in a part's full lists; returns whether the part is done. */
+  virtual bool relieve(const Source &, int64_t) { return true; }
   /* Returns whether all elements are finite. */
   virtual bool finish(const Source &source, uint8_t *payload) = 0;
 };

@@ -39,6 +39,15 @@ TOPKEF_API void topkef_encode(topkef_bucket *bucket, const void *const *residual
                               const void *const *gradients, void *const *candidates,
                               uint8_t *payload, int threads);
 
+/* The same for shards of one bucket, buckets of which each has the same tensors and gradients: in one
+ * pass over these, as far as it goes.
+ *
+ * residuals, candidates: a pointer a tensor, shard after shard. payloads: one a shard. */
+TOPKEF_API void topkef_encode_shards(topkef_bucket *const *shards, int64_t count,
+                                     const void *const *residuals, const void *const *gradients,
+                                     void *const *candidates, uint8_t *const *payloads,
+                                     int threads);
+
 /* 1 if, for the first 16 entries of each tensor without a flag, what `payload` has and what the
  * candidates have make residual + gradient; 0 if not. */
 TOPKEF_API int topkef_unchanged(const topkef_bucket *bucket, const void *const *residuals,
