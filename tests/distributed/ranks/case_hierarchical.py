@@ -255,3 +255,17 @@ def test_auto_takes_what_sends_least(placed: Placing) -> None:
     expected = {2: "allgather", 3: "hierarchical", 4: "hierarchical"}
     assert stats.exchange == expected[hvd.size()]
     TopKEF.of(optimizer).load_state_dict(TopKEF.of(optimizer).state_dict())
+
+
+@pytest.mark.world_size(4)
+def test_process_sets_that_are_there_are_used(placed: Placing) -> None:
+    """Horovod refuses a second one of the same ranks."""
+    mine = hvd.add_process_set([0, 3])
+    placed([[0, 3], [1, 2]])
+    for _ in range(2):
+        task = Setup().task()
+        optimizer = Setup().distributed(task, hierarchical())
+        training.ordinary(task, optimizer, 0)
+        assert_ranks_equal(task.parameters())
+    assert TopKEF.of(optimizer).stats().nodes == (2, 2)
+    assert hvd.remove_process_set(mine)

@@ -52,6 +52,16 @@ def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("exchange", ["sharded", "hierarchical"])
+def test_exchanges_with_owners(library: Any, exchange: str) -> None:
+    ours = fit(library, OPTIMIZERS["momentum"](library), TopKEF(**SPARSE, exchange=exchange))
+    assert_ranks_equal(ours.get_weights())
+    stats = TopKEF.of(ours.optimizer).stats()
+    assert (stats.exchange, stats.steps) == (exchange, 32)
+    assert stats.residual_norm > 0
+
+
+@BOTH
 @pytest.mark.parametrize("kind", [name for name in OPTIMIZERS if name != "momentum"])
 def test_everything_sent_equals_dense_with(library: Any, kind: str) -> None:
     make = OPTIMIZERS[kind]

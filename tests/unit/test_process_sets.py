@@ -1,0 +1,116 @@
+"""Process sets are found again where they exist, and added only where Horovod can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from horovod.common import process_sets as theirs
+from oracle.canary import HOROVOD, functions
+
+from horovod_topk import process_sets
+from horovod_topk.core.nodes import Location
+
+# What `horovod_topk/process_sets.py` relies on in Horovod 0.28.1.
+RELIED_ON = {
+    "HorovodBasics._get_process_set_ids_and_ranks": ("gives ranks by number", "587eb80405c12aff"),
+    "HorovodBasics._remove_process_set_impl": (
+        "raises ValueError unless process sets are dynamic, and returns None if there is none",
+        "6e12586f5f0e569b",
+    ),
+    "add_process_set": ("adds one of a list of ranks and returns it", "82ec4e759e81feaf"),
+    "remove_process_set": (
+        "asks _remove_process_set_impl for the number of the object",
+        "eecb7a9353f28b66",
+    ),
+}
+
+
+def test_horovod_is_as_expected() -> None:
+    sources = [(HOROVOD / "common" / name).read_text() for name in ("basics.py", "process_sets.py")]
+    found = functions(*sources)
+    changed = [
+        f"{name} changed; check that it still {relied_on}"
+        for name, (relied_on, digest) in RELIED_ON.items()
+        if name not in found or found[name].digest != digest
+    ]
+    assert not changed, changed
+
+
+class Basics:
+    """Stands for Horovod's library: four ranks, of which this is rank 1, and a table of sets."""
+
+    def __init__(self, *sets: list[int], dynamic: bool) -> None:
+        self.table = dict(enumerate([[0, 1, 2, 3], *sets]))
+        self.dynamic = dynamic
+
+    def rank(self) -> int:
+        return 1
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        return self.table
+
+    def _add_process_set_impl(self, ranks: list[int]) -> int | None:
+        assert self.dynamic
+        if ranks in self.table.values():
+            return None  # Horovod refuses a second one
+        self.table[len(self.table)] = ranks
+        return len(self.table) - 1
+
+    def _remove_process_set_impl(self, number: int) -> int | None:
+        if not self.dynamic:
+            raise ValueError("Set HOROVOD_DYNAMIC_PROCESS_SETS=1")
+        assert number not in self.table, "a process set was removed"
+
+
+def of(ranks: list[int], number: int) -> Any:
+    found = theirs.ProcessSet(ranks)
+    found.process_set_id = number
+    return found
+
+
+EVERYONE = [0, 1, 2, 3]
+
+
+def test_what_is_there_is_used_and_the_rest_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    basics = Basics([0, 1], dynamic=True)
+    monkeypatch.setattr(theirs, "_basics", basics)
+    for _ in range(2):  # the second time all are there
+        found = process_sets.find_or_add([[0, 1], [2, 3], EVERYONE])
+        assert [each.process_set_id for each in found] == [1, 2, 0]
+        assert [each.ranks for each in found] == [[0, 1], [2, 3], EVERYONE]
+        assert [each.included() for each in found] == [True, False, True]
+    assert len(basics.table) == 3
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "among", "groups", "expected"),
+    [
+        (False, 0, [[0, 1]], True),  # it is there
+        (False, 0, [EVERYONE], True),
+        (False, 0, [], True),
+        (False, 0, [[0, 1], [2, 3]], False),
+        (True, 0, [[0, 1], [2, 3]], True),
+        (True, 1, [[0], [1]], False),  # ranks 2 and 3 would have to add them too
+        (True, 1, [[0, 1]], True),
+    ],
+)
+def test_what_can_be_added(
+    dynamic: bool,
+    among: int,
+    groups: list[list[int]],
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    basics = Basics([0, 1], dynamic=dynamic)
+    monkeypatch.setattr(theirs, "_basics", basics)
+    before = dict(basics.table)
+    assert process_sets.can_add(groups, of(before[among], among)) is expected
+    assert basics.table == before
+
+
+def test_ranks_in_a_row_share_a_number() -> None:
+    pairs = [(0, 0), (1, 1), (2, 0), (3, 1)]  # rank and local rank, two on each of two nodes
+    locations = [process_sets.location(*pair) for pair in pairs]
+    assert [each.node for each in locations] == [0, 0, 2, 2]
+    assert all(isinstance(each, Location) and each.host for each in locations)
