@@ -8,8 +8,8 @@ Of every node the first L ranks own shards, L being the ranks of the smallest no
     spread    within a node, its owners hand on the payloads that they have gathered
 
 Error feedback is the owners': e lies in their memory, 1 / L of the model each, in units of a node's
-sum; no other rank keeps anything. Every rank decodes all payloads, node after node, to the sum or
-the mean over all ranks.
+sum; no other rank keeps anything. Every rank decodes all payloads, those of each shard in the order
+of their ranks, to the sum or the mean over all ranks.
 
 What is spread are payloads and not decoded gradients. That moves fewer bytes as long as a payload
 of each node together are shorter than the shard that they are for, and every rank has equal bits
@@ -175,7 +175,7 @@ class Hierarchical(Generic[Array]):
         wire.check_length(received, plan.sum_bytes, payloads, plan.bucket.ordinal)
         ranks = sum(nodes.sizes)
         scale = 1.0 / ranks if plan.bucket.reduction == "average" else 1.0
-        return self._codec.decode(plan.result, self._by_node(), scale, targets)
+        return self._codec.decode(plan.result, self._in_rows(), scale, targets)
 
     def swap(self) -> None:
         """`Route.swap`."""
@@ -270,16 +270,16 @@ class Hierarchical(Generic[Array]):
             pending.wait()
         self._unwanted.clear()
 
-    def _by_node(self) -> Array:
-        """The payloads that arrived, node after node; they come owner after owner."""
+    def _in_rows(self) -> Array:
+        """The payloads that arrived, one for each shard and so on; they come shard after shard."""
         ops, size = self._ops, self._plan.sum_bytes
         owners, nodes = self._team.nodes.owners, len(self._team.nodes.ranks)
         if owners == 1 or nodes == 1:
             return self._arrived
         ordered = ops.zeros(owners * nodes * size, "uint8", self._plan.bucket.device)
         for position in range(owners * nodes):
-            node, owner = divmod(position, owners)
-            at = (owner * nodes + node) * size
+            row, owner = divmod(position, owners)
+            at = (owner * nodes + row) * size
             ops.store(ordered, position * size, ops.view(self._arrived, at, at + size))
         return ordered
 

@@ -32,8 +32,8 @@ class Nodes:
 
     @property
     def lanes(self) -> tuple[tuple[int, ...], ...]:
-        """Owners of the same shards, one of each node, by their position on it."""
-        return tuple(tuple(node[i] for node in self.ranks) for i in range(self.owners))
+        """Owners of the same shards, one of each node, by their position on it; ascending."""
+        return tuple(tuple(sorted(node[i] for node in self.ranks)) for i in range(self.owners))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:

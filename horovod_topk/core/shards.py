@@ -67,7 +67,7 @@ class NodePlan:
 
     bucket: BucketPlan  # what it replaces
     sums: tuple[BucketPlan, ...]  # of each owner of a node, written from packed shards
-    result: BucketPlan  # those of a node behind each other, node after node; into the gradients
+    result: BucketPlan  # one of each owner behind each other, as often as there are nodes
 
     @property
     def sum_bytes(self) -> int:
@@ -98,7 +98,7 @@ def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
 def shard_sums(bucket: BucketPlan, nodes: Nodes) -> NodePlan:
     """Deal a bucket out to the owners of each node."""
     sums = _leg(bucket, nodes.owners, "sums", bucket.config.ratio)
-    senders = tuple(rank for node in nodes.ranks for rank in node[: nodes.owners])
+    senders = tuple(rank for row in zip(*nodes.lanes, strict=True) for rank in row)
     result = replace(_joined(sums), senders=senders)
     return NodePlan(bucket, tuple(map(_packed, sums)), result)
 

@@ -25,7 +25,7 @@ Gradients = dict[str, NDArray[Any]]  # name -> gradient, of one rank
 class World:
     """`size` compressors over one loopback network.
 
-    sizes: ranks on each node; two, if not given, and one on the last where they do not divide.
+    nodes: two ranks on each, if not given, and one on the last where they do not divide.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class World:
         size: int,
         backend: Backend,
         name: str = "job.0",
-        sizes: Sequence[int] | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         self.plan, self.size, self.backend = plan, size, backend
-        self.nodes = nodes_of_sizes(sizes or [2] * (size // 2) + [1] * (size % 2))
+        self.nodes = nodes or nodes_of_sizes([2] * (size // 2) + [1] * (size % 2))
         self.network: Loopback[Any] = Loopback(size, backend.ops)
         self.ranks = [self._compressor(rank, name) for rank in range(size)]
         self._arrays: list[dict[str, Any]] = []

@@ -21,19 +21,25 @@ from horovod_topk.errors import GradientChangedError, PayloadError, StateDictErr
 from horovod_topk.ops.coding import index_bytes
 
 SIZES = {"conv": 9000, "bias": 70, "odd": 512 * 4 + 5}
+ALTERNATING = Nodes(((0, 2, 4), (1, 3)))
+CROSSED = Nodes(((0, 3), (1, 2)))
 NODES = [(2, 2), (3, 1), (1, 3), (4, 4), (2, 3, 3), (1, 1, 1), (3,), (1,), (2, 2, 2, 2)]
+NODES = [*map(nodes_of_sizes, NODES), ALTERNATING, CROSSED]
 
-each_topology = pytest.mark.parametrize("sizes", NODES, ids=str)
+each_topology = pytest.mark.parametrize("nodes", NODES, ids=lambda nodes: str(nodes.ranks))
 
 
 def plan_of(**settings: Any) -> Plan:
     specs = [TensorSpec(name, (n,), "float32") for name, n in SIZES.items()]
+    reduction = settings.pop("reduction", "average")
     given = {"ratio": 0.05, "min_numel": 100, "exchange": "hierarchical", **settings}
-    return make_plan(specs, TopKConfig(**given), given.pop("reduction", "average"))
+    return make_plan(specs, TopKConfig(**given), reduction)
 
 
-def world_of(sizes: tuple[int, ...], backend: Backend = NUMPY, **settings: Any) -> World:
-    return World(plan_of(**settings), sum(sizes), backend, sizes=sizes)
+def world_of(nodes: Nodes | tuple[int, ...], backend: Backend = NUMPY, **settings: Any) -> World:
+    """nodes: or the ranks on each."""
+    nodes = nodes if isinstance(nodes, Nodes) else nodes_of_sizes(nodes)
+    return World(plan_of(**settings), sum(nodes.sizes), backend, nodes=nodes)
 
 
 def some_gradients(random: np.random.Generator, ranks: int) -> list[Gradients]:
@@ -60,9 +66,9 @@ def owed(world: World) -> dict[str, NDArray[Any]]:
 @each_topology
 @pytest.mark.parametrize("values", ["float32", "int4", "sign"])
 def test_applied_and_owed_are_the_sum_of_all_means(
-    backend: Backend, sizes: tuple[int, ...], values: str
+    backend: Backend, nodes: Nodes, values: str
 ) -> None:
-    world, random = world_of(sizes, backend, values=values), np.random.default_rng(0)
+    world, random = world_of(nodes, backend, values=values), np.random.default_rng(0)
     applied, given_ = ({name: np.zeros(n) for name, n in SIZES.items()} for _ in range(2))
     for _ in range(4):
         gradients = some_gradients(random, world.size)
@@ -79,34 +85,33 @@ def test_applied_and_owed_are_the_sum_of_all_means(
 
 
 @each_topology
-def test_a_sum_is_as_many_means(sizes: tuple[int, ...]) -> None:
-    gradients = some_gradients(np.random.default_rng(0), sum(sizes))
-    mean, total = world_of(sizes), world_of(sizes)
-    total = World(
-        make_plan([t.spec for t in mean.plan.tensors()], mean.plan.config, "sum"),
-        mean.size,
-        NUMPY,
-        sizes=sizes,
-    )
+def test_a_sum_is_as_many_means(nodes: Nodes) -> None:
+    mean, total = world_of(nodes), world_of(nodes, reduction="sum")
+    gradients = some_gradients(np.random.default_rng(0), mean.size)
     one, other = mean.step(gradients)[0], total.step(gradients)[0]
     for name in SIZES:
         np.testing.assert_allclose(one[name] * mean.size, other[name], rtol=1e-6)
 
 
+@each_topology
+def test_groups_are_in_the_order_in_which_they_gather(nodes: Nodes) -> None:
+    assert all(list(group) == sorted(group) for group in nodes.groups)
+
+
 @st.composite
-def topologies(draw: st.DrawFn) -> tuple[int, ...]:
-    """Nodes of 1 to 8 ranks in all."""
-    sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
-    return tuple(draw(sizes.filter(lambda sizes: sum(sizes) <= 8)))
+def topologies(draw: st.DrawFn) -> Nodes:
+    """Nodes of 1 to 8 ranks in all, in any order."""
+    at = draw(st.lists(st.integers(0, 3), min_size=1, max_size=8))
+    return nodes_of([Location(node, "host") for node in at])
 
 
 @each_backend
 @settings(max_examples=20)
 @given(data=st.data())
 def test_every_rank_has_the_same_bits(backend: Backend, data: st.DataObject) -> None:
-    sizes = data.draw(topologies())
-    job = data.draw(jobs(ranks=st.just(sum(sizes)), exchanges=["hierarchical"]))
-    worlds = [World(job.plan, job.ranks, each, sizes=sizes) for each in (backend, NUMPY)]
+    nodes = data.draw(topologies())
+    job = data.draw(jobs(ranks=st.just(sum(nodes.sizes)), exchanges=["hierarchical"]))
+    worlds = [World(job.plan, job.ranks, each, nodes=nodes) for each in (backend, NUMPY)]
     for gradients in data.draw(steps(job, 2, huge=True)):
         exchanged, expected = (world.step(gradients) for world in worlds)
         assert same_bits(exchanged, [exchanged[0]] * job.ranks)
@@ -116,9 +121,9 @@ def test_every_rank_has_the_same_bits(backend: Backend, data: st.DataObject) -> 
 
 @given(data=st.data())
 def test_three_collectives_a_bucket_of_sizes_that_the_plan_knows(data: st.DataObject) -> None:
-    sizes = data.draw(topologies())
-    job = data.draw(jobs(ranks=st.just(sum(sizes)), exchanges=["hierarchical"]))
-    world = World(job.plan, job.ranks, NUMPY, "job.7", sizes)
+    nodes = data.draw(topologies())
+    job = data.draw(jobs(ranks=st.just(sum(nodes.sizes)), exchanges=["hierarchical"]))
+    world = World(job.plan, job.ranks, NUMPY, "job.7", nodes)
     count = 2
     for gradients in data.draw(steps(job, count)):
         world.step(gradients)
@@ -149,10 +154,10 @@ def legs(world: World, rank: int) -> list[tuple[str, int]]:
 @each_topology
 @pytest.mark.parametrize("value", NONFINITE)
 def test_what_one_rank_finds_non_finite_is_so_on_every_rank(
-    backend: Backend, sizes: tuple[int, ...], value: float
+    backend: Backend, nodes: Nodes, value: float
 ) -> None:
     """Also on a rank that owns nothing; the whole tensor is poisoned, and nothing commits."""
-    world, random = world_of(sizes, backend), np.random.default_rng(0)
+    world, random = world_of(nodes, backend), np.random.default_rng(0)
     world.step(some_gradients(random, world.size))
     before = world.owned()
     for victim in range(world.size):
@@ -167,8 +172,8 @@ def test_what_one_rank_finds_non_finite_is_so_on_every_rank(
 
 @each_backend
 @each_topology
-def test_state_dicts_have_what_the_owners_keep(backend: Backend, sizes: tuple[int, ...]) -> None:
-    first, second = (world_of(sizes, backend, values="int8") for _ in range(2))
+def test_state_dicts_have_what_the_owners_keep(backend: Backend, nodes: Nodes) -> None:
+    first, second = (world_of(nodes, backend, values="int8") for _ in range(2))
     random = np.random.default_rng(0)
     for _ in range(3):
         first.step(some_gradients(random, first.size))
@@ -199,25 +204,34 @@ def test_the_state_of_other_ranks_and_nodes_is_refused() -> None:
 
 @each_backend
 @pytest.mark.parametrize("part", ["header", "indices"])
-def test_a_damaged_payload_names_the_rank_that_sent_it(backend: Backend, part: str) -> None:
-    world = world_of((1, 3, 2), backend)
-    gradients = some_gradients(np.random.default_rng(0), 6)
+@pytest.mark.parametrize(
+    ("nodes", "lane", "culprit"),
+    [
+        (Nodes(((0,), (1, 2, 3), (4, 5))), 0, 4),
+        (CROSSED, 1, 3),  # on the first node, and later in its group
+    ],
+    ids=["in a row", "crossed"],
+)
+def test_a_damaged_payload_names_the_rank_that_sent_it(
+    backend: Backend, part: str, nodes: Nodes, lane: int, culprit: int
+) -> None:
+    world = world_of(nodes, backend)
+    gradients = some_gradients(np.random.default_rng(0), world.size)
     world.launch(gradients)
     for compressor in world.ranks:
         compressor.advance()
-    lane = world.network.groups[0, 1, 4]
-    (conv, *_) = shard_sums(world.plan.buckets[0], world.nodes).sums[0].tensors
+    (conv, *_) = shard_sums(world.plan.buckets[0], nodes).sums[lane].tensors
     size = index_bytes("packed", conv.numel, conv.k)
     at, size = (0, 4) if part == "header" else (conv.index_at, size)
-    stretch = backend.ops.view(lane._posted["job.0.0.gather", 0][2], at, at + size)
+    owners = nodes.lanes[lane]
+    posted = world.network.groups[owners]._posted["job.0.0.gather", 0]
+    stretch = backend.ops.view(posted[owners.index(culprit)], at, at + size)
     backend.ops.assign(stretch, backend.array(np.full(size, 255), "uint8"))
-    message = {
-        "header": "bucket 0, rank 4: the bytes ffffffff",
-        "indices": "'conv': bucket 0, rank 4",
-    }
+    where = f"bucket 0, rank {culprit}: "
+    message = {"header": f"{where}the bytes ffffffff", "indices": f"'conv': {where}its indices"}
     for compressor in world.ranks:
         compressor.advance()
-    for rank in range(6):
+    for rank in range(world.size):
         with pytest.raises(PayloadError, match=message[part]):
             world.ranks[rank].finish(0, world._of_bucket(rank, world.plan.buckets[0]))
         assert all(
@@ -333,7 +347,8 @@ def test_a_node_sends_less_than_its_ranks_would() -> None:
     """Between nodes the bytes do not depend on how many ranks a node has."""
     plan = make_plan([TensorSpec("w", (10**6,), "float32")], TopKConfig(exchange="hierarchical"))
     traffic = [
-        World(plan, 2 * size, NUMPY, sizes=(size, size)).ranks[0].traffic() for size in (1, 4)
+        World(plan, 2 * size, NUMPY, nodes=nodes_of_sizes((size, size))).ranks[0].traffic()
+        for size in (1, 4)
     ]
     alone, four = (each.node_bytes for each in traffic)
     assert alone is not None
