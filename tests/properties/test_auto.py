@@ -11,9 +11,10 @@ from oracle.backends import NUMPY
 from oracle.loopback import Loopback, LoopbackCollective, on_every_rank
 from oracle.world import nodes_of_sizes
 
-from horovod_topk.config import TopKConfig
+from horovod_topk.config import EXCHANGES, TopKConfig
 from horovod_topk.core.choice import choose, exchange_of, make_exchange
 from horovod_topk.core.exchange import Exchange
+from horovod_topk.core.front import check_elastic
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.errors import ConfigError
@@ -141,3 +142,16 @@ def test_the_choice_is_a_whole_exchange() -> None:
     traffic = [future.result().traffic(plan_of()) for future in futures]
     assert len({each.node_bytes for each in traffic}) == 1
     assert np.sum([each.between_bytes for each in traffic[:2]]) == traffic[0].node_bytes
+
+
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_owners_are_refused_where_ranks_come_and_go(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_elastic(kind)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    if kind in ("allgather", "auto"):
+        check_elastic(kind)
+        return
+    with pytest.raises(ConfigError, match=f"exchange='{kind}' deals residuals out"):
+        check_elastic(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import horovod.torch as hvd
@@ -46,3 +47,18 @@ def test_without_process_sets_the_cure_is_named() -> None:
     optimizer = Setup().distributed(task, TopKEF(**{**SETTINGS, "exchange": "sharded"}))
     training.ordinary(task, optimizer, 0)
     assert_ranks_equal(task.parameters())
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.skipif(not dynamic, reason="needs process sets")
+def test_process_sets_are_made_anew_after_a_shutdown() -> None:
+    """Horovod forgets them; the last case of this launch."""
+    gc.collect()  # the optimizers of the cases before
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SETTINGS))
+    training.ordinary(task, optimizer, 0)
+    assert_ranks_equal(task.parameters())
+    assert TopKEF.of(optimizer).stats().nodes == (2, 2)
