@@ -123,6 +123,7 @@ class _Over(Generic[Array]):
         self._collective = collective
         self.nodes = nodes
         self.because = because
+        self._counted: dict[bytes, Traffic] = {}  # by their plan's digest
 
     @property
     def ranks(self) -> int:
@@ -138,6 +139,15 @@ class _Over(Generic[Array]):
     def owner(self) -> Mapping[str, object]:
         """This rank, of how many."""
         return {"ranks": self.ranks, "rank": self.rank}
+
+    def traffic(self, plan: Plan) -> Traffic:
+        """Bytes of a step; counted once, as every step asks."""
+        if plan.digest not in self._counted:
+            self._counted[plan.digest] = self._count(plan)
+        return self._counted[plan.digest]
+
+    def _count(self, plan: Plan) -> Traffic:
+        raise NotImplementedError
 
     def _is_at_an_edge(self, rank: int) -> bool:
         """Whether the next rank in a ring of all is on another node."""
@@ -185,7 +195,7 @@ class Allgather(_Over[Array]):
         """One allgather."""
         return Direct(bucket, registry.arenas(bucket.ordinal), ops, codec, self._collective)
 
-    def traffic(self, plan: Plan) -> Traffic:
+    def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step, sent in a ring from rank to rank."""
         payload_bytes = sum(bucket.layout.payload_bytes for bucket in plan.buckets)
         entries = sum(bucket.entries for bucket in plan.buckets)
@@ -245,7 +255,7 @@ class ShardedExchange(_Over[Array]):
             self._collective,
         )
 
-    def traffic(self, plan: Plan) -> Traffic:
+    def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: to each owner directly, and back in a ring from rank to rank."""
         others, dealt = self.ranks - 1, [self.dealt(bucket) for bucket in plan.buckets]
         there = sum(each.scatter_bytes for each in dealt)
@@ -316,7 +326,7 @@ class HierarchicalExchange(_Over[Array]):
         probe = Probe(bucket, ops)
         return Hierarchical(self.dealt(bucket), arenas, ops, codec, self.team, probe)
 
-    def traffic(self, plan: Plan) -> Traffic:
+    def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: to each owner on the node directly, then twice in a ring."""
         team, nodes = self.team, self.team.nodes
         dealt = [self.dealt(bucket) for bucket in plan.buckets]

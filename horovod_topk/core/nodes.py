@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,17 @@ class Nodes:
 
     def of(self, rank: int) -> tuple[int, ...]:
         """The ranks of a rank's node."""
-        return next(node for node in self.ranks if rank in node)
+        return self.ranks[self._spots[rank][0]]
 
     def position(self, rank: int) -> int:
         """A rank's position on its node, from 0."""
-        return self.of(rank).index(rank)
+        return self._spots[rank][1]
+
+    @cached_property
+    def _spots(self) -> dict[int, tuple[int, int]]:
+        """Of each rank its node, and its position there."""
+        numbered = enumerate(self.ranks)
+        return {rank: (n, i) for n, node in numbered for i, rank in enumerate(node)}
 
 
 def nodes_of(locations: Sequence[Location]) -> Nodes:
