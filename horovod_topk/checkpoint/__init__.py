@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from horovod_topk.checkpoint import shard
+from horovod_topk.checkpoint import parts, shard
 from horovod_topk.errors import CheckpointError, NotAttachedError, StateDictError
 
 log = logging.getLogger("horovod_topk")
@@ -36,6 +36,16 @@ class State(Protocol):
     @property
     def place(self) -> tuple[int, int]:
         """This rank, and of how many."""
+        ...
+
+    @property
+    def reduction(self) -> str:
+        """Whether what is applied is the "average" or the "sum" over ranks."""
+        ...
+
+    @property
+    def tensors(self) -> dict[str, list[int]]:
+        """Shapes of the gradients that are compressed, by name, as far as they are known."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,8 +77,8 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
     rank, ranks = state.place
     path = _path(Path(folder), name, rank, ranks)
     path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {**contents, "rank": rank, "ranks": ranks}
-    _replace(path, shard.dump(facts, state.framework))
+    job = {"ranks": ranks, "reduction": state.reduction, "tensors": state.tensors}
+    _replace(path, shard.dump({**contents, "rank": rank, **job}, state.framework))
     return path
 
 
@@ -76,6 +86,9 @@ def load(
     folder: str | os.PathLike[str], state: State, *, name: str = "topkef", strict: bool = True
 ) -> None:
     """Take on what `save` wrote. Call it on every rank, before the first step.
+
+    Where another number of ranks saved, or with another exchange, every rank reads all shards and
+    takes its part of what they owe together, so that nothing is lost; see `core.reshard`.
 
     Args:
         folder: as given to `save`.
@@ -88,9 +101,8 @@ def load(
         CheckpointError: a shard is missing, damaged or another rank's; nothing has changed.
         StateDictError: residuals do not fit the optimizer; nothing has changed.
     """
-    rank, ranks = state.place
     try:
-        contents = _read(Path(folder), name, rank, ranks, state.framework)
+        contents = _read(Path(folder), name, state)
         state.load_state_dict(contents if strict else _fitting(contents, _own(state)))
     except (CheckpointError, StateDictError) as error:
         if strict:
@@ -116,15 +128,33 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
-def _read(folder: Path, name: str, rank: int, ranks: int, framework: str) -> dict[str, Any]:
-    """This rank's state dict."""
-    saved = _saved_ranks(folder, name)
-    if saved != ranks:
+def _read(folder: Path, name: str, state: State) -> dict[str, Any]:
+    """This rank's state dict: as it was saved, or its part of what all ranks saved."""
+    rank, ranks = state.place
+    saved, own = _saved_ranks(folder, name), _own(state)
+    if saved == ranks:
+        contents = _read_shard(_path(folder, name, rank, ranks), rank, ranks, state.framework)
+        if not own or _owner(contents) == _owner(own):
+            return contents
+    if not own:
         raise CheckpointError(
-            f"{folder} was saved by {saved} ranks, this job has {ranks}",
-            cure=f"Start {saved} ranks, or pass strict=False to lose what had not been sent",
+            f"{folder} was saved by {saved} ranks, this job has {ranks}, and before its first step "
+            "it is not known what they will keep",
+            cure=f"Load after the first step, or start {saved} ranks",
         )
-    return _read_shard(_path(folder, name, rank, ranks), rank, ranks, framework)
+    log.warning("TopKEF shares out what %d ranks saved in %s to %d", saved, folder, ranks)
+    shards = (
+        _read_shard(_path(folder, name, each, saved), each, saved, state.framework)
+        for each in range(saved)
+    )
+    job = parts.Job(ranks, state.reduction, state.tensors)
+    return parts.share_out(shards, saved, own, job, state.framework)
+
+
+def _owner(contents: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Whose shards a state dict has, if its exchange has owners."""
+    owned = contents.get("owned")
+    return None if owned is None else {key: owned.get(key) for key in ("ranks", "rank", "nodes")}
 
 
 def _saved_ranks(folder: Path, name: str) -> int:
@@ -161,21 +191,20 @@ def _read_shard(path: Path, rank: int, ranks: int, framework: str) -> dict[str, 
 def _own(state: State) -> Mapping[str, Any]:
     """The optimizer's state dict; empty before a first step that makes it."""
     try:
-        return state.state_dict()
+        own = state.state_dict()
     except NotAttachedError:
         return {}
+    return own if own.get("residuals") or "owned" in own else {}
 
 
 def _fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's own state dict with the residuals that fit it, and zeros for the others."""
-    if not own.get("residuals") and not own.get("owned", {}).get("residuals"):
-        return dict(saved)  # nothing is known before the first step
+    if not own:
+        return dict(saved)
     fitting = {**own, "residuals": _residuals(saved, own)}
     if "owned" in own:
-        theirs = saved.get("owned", {})
-        whose = ("ranks", "rank", "nodes")
-        same = all(theirs.get(key) == own["owned"].get(key) for key in whose)
-        owned = _residuals(theirs if same else {}, own["owned"])
+        same = _owner(saved) == _owner(own)
+        owned = _residuals(saved["owned"] if same else {}, own["owned"])
         fitting["owned"] = {**own["owned"], "residuals": owned}
     return fitting
 

@@ -24,8 +24,18 @@ class State(Protocol):
         """This rank, and of how many that exchange."""
         ...
 
+    @property
+    def reduction(self) -> str:
+        """What is applied: the "average" or the "sum" over ranks."""
+        ...
+
     def stats(self) -> Stats:
         """Totals and norms so far."""
+        ...
+
+    @property
+    def tensors(self) -> dict[str, list[int]]:
+        """Shapes of the gradients that are compressed, by name, as far as they are known."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,6 +88,16 @@ class Front(abc.ABC):
     def stats(self) -> Stats:
         """As `OptimizerState.stats`, of the one optimizer behind this instance."""
         return self._only_state().stats()
+
+    @property
+    def tensors(self) -> dict[str, list[int]]:
+        """As `OptimizerState.tensors`, of the one optimizer behind this instance."""
+        return self._only_state().tensors
+
+    @property
+    def reduction(self) -> str:
+        """As `OptimizerState.reduction`, of the one optimizer behind this instance."""
+        return self._only_state().reduction
 
     @property
     def place(self) -> tuple[int, int]:

@@ -97,6 +97,16 @@ class OptimizerState:
         )
 
     @property
+    def reduction(self) -> str:
+        """What is applied: the "average" or the "sum" over ranks."""
+        return self._settings.reduction
+
+    @property
+    def tensors(self) -> dict[str, list[int]]:
+        """Shapes of the gradients that are compressed, by name, as far as they are known."""
+        return {name: list(spec.shape) for name, spec in self._specs().items()}
+
+    @property
     def place(self) -> tuple[int, int]:
         """This rank, and of how many that exchange."""
         return (self._collective.rank, self._collective.size) if self.active else (0, 1)

@@ -117,6 +117,18 @@ class OptimizerState:
         )
 
     @property
+    def reduction(self) -> str:
+        """What is applied: the "average" or the "sum" over ranks."""
+        return self._compressor.plan.reduction if self.active else "average"
+
+    @property
+    def tensors(self) -> dict[str, list[int]]:
+        """Shapes of the gradients that are compressed, by name, as far as they are known."""
+        if not self.active:
+            return {}
+        return {t.spec.name: list(t.spec.shape) for t in self._compressor.plan.tensors()}
+
+    @property
     def place(self) -> tuple[int, int]:
         """This rank, and of how many that exchange."""
         return (self._compressor.rank, self._compressor.ranks) if self.active else (0, 1)

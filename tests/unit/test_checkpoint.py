@@ -18,6 +18,7 @@ from horovod_topk import checkpoint
 from horovod_topk.checkpoint import shard
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.reshard import pending
 from horovod_topk.errors import CheckpointError, StateDictError, TopKError
 
 SPECS = [TensorSpec("w", (37, 30), "float32"), TensorSpec("läyer/b", (3,), "float32")]
@@ -31,6 +32,8 @@ class Rank:
         self._compressor = world.ranks[rank]
         self._backend = world.backend
         self.framework, self.place = framework, (rank, world.size)
+        self.reduction = world.plan.reduction
+        self.tensors = {t.spec.name: list(t.spec.shape) for t in world.plan.tensors()}
 
     def state_dict(self) -> dict[str, Any]:
         return _each(self._compressor.state_dict(), lambda array: getattr(array, "value", array))
@@ -51,13 +54,15 @@ def _each(state: Any, change: Any) -> dict[str, Any]:
     return changed
 
 
-def trained(backend: Backend, exchange: str, steps: int = 3, specs: Any = SPECS) -> World:
+def trained(
+    backend: Backend, exchange: str, steps: int = 3, specs: Any = SPECS, size: int = RANKS
+) -> World:
     config = TopKConfig(ratio=0.1, min_numel=0, exchange=exchange)
-    world = World(make_plan(specs, config), RANKS, backend)
+    world = World(make_plan(specs, config), size, backend)
     noise = np.random.default_rng(steps)
     for _ in range(steps):
         world.step(
-            [{s.name: noise.normal(size=s.shape).astype("f4") for s in specs} for _ in range(RANKS)]
+            [{s.name: noise.normal(size=s.shape).astype("f4") for s in specs} for _ in range(size)]
         )
     return world
 
@@ -205,7 +210,7 @@ def rewrite(folder: Path, **facts: Any) -> None:
         (renamed, "saved by rank 0 of 3"),
         (missing, "No such file"),
         (of_two_jobs, r"shards of jobs with \[2, 3\] ranks"),
-        (of_another_job, "saved by 4 ranks, this job has 3"),
+        (of_another_job, "saved by rank 0 of 3"),
         (emptied, "no shard"),
         (of_a_later_version, "version 2"),
         (without_shapes, "no residual for it"),
@@ -248,6 +253,67 @@ def test_owners_of_another_lay_out_start_at_zero_when_asked(tmp_path: Path, capl
     assert "läyer/b" in caplog.text
     assert fresh.owned()[0]["w"].tobytes() == saved.owned()[0]["w"].tobytes()
     assert not fresh.owned()[0]["läyer/b"].any()
+
+
+@pytest.mark.parametrize(
+    ("backend", "framework"),
+    [(TORCH, "torch"), (TENSORFLOW, "tensorflow")],
+    ids=["torch", "tensorflow"],
+)
+@pytest.mark.parametrize(
+    ("before", "after"), [("allgather", "sharded"), ("sharded", "hierarchical")]
+)
+def test_another_number_of_ranks_owes_the_same(
+    tmp_path: Path, backend: Backend, framework: str, before: str, after: str
+) -> None:
+    old = trained(backend, before)
+    save(old, tmp_path, framework)
+    new = trained(backend, after, steps=1, size=4)
+    for rank in ranks(new, framework):
+        checkpoint.load(tmp_path, rank)
+    kept, found = owed(old), owed(new)
+    for name, mass in kept.items():
+        np.testing.assert_allclose(found[name], mass, rtol=1e-6, atol=1e-6)
+
+
+def owed(world: World) -> dict[str, Any]:
+    states = (compressor.state_dict() for compressor in world.ranks)
+    total = pending(states, world.size, "average", world.backend.ops)
+    return {name: world.backend.numpy(array) for name, array in total.items()}
+
+
+def test_another_exchange_owes_the_same(tmp_path: Path) -> None:
+    old, new = trained(TORCH, "sharded"), trained(TORCH, "allgather", steps=1)
+    save(old, tmp_path)
+    for rank in ranks(new):
+        checkpoint.load(tmp_path, rank)
+    for name, mass in owed(old).items():
+        np.testing.assert_allclose(owed(new)[name], mass, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
+@pytest.mark.parametrize("numel", [2, 5])
+def test_other_shapes_are_refused_with_other_ranks_too(
+    tmp_path: Path, exchange: str, numel: int
+) -> None:
+    save(trained(TORCH, "allgather"), tmp_path)
+    specs = [SPECS[0], TensorSpec("läyer/b", (numel,), "float32")]
+    fresh = trained(TORCH, exchange, steps=1, specs=specs, size=2)
+    before = kept(fresh)
+    with pytest.raises(StateDictError, match="läyer/b"):
+        for rank in ranks(fresh):
+            checkpoint.load(tmp_path, rank)
+    assert kept(fresh) == before
+
+
+def test_one_damaged_shard_of_another_job_is_enough(tmp_path: Path) -> None:
+    files = save(trained(TORCH, "allgather"), tmp_path)
+    files[2].write_bytes(files[2].read_bytes()[:-1])
+    fresh = trained(TORCH, "allgather", steps=1, size=2)
+    before = kept(fresh)
+    with pytest.raises(CheckpointError, match="00002-of-00003"):
+        checkpoint.load(tmp_path, ranks(fresh)[0])
+    assert kept(fresh) == before
 
 
 def test_an_inactive_rank_saves_nothing(tmp_path: Path) -> None:

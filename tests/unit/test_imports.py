@@ -50,7 +50,8 @@ ROOMS = {
     "kernels/native.py": {"horovod_topk.kernels.compile"},
     "kernels/compile.py": set[str](),
     "kernels/triton": {"torch", "triton", "horovod_topk.ops.protocol"},
-    "checkpoint": {"horovod_topk.errors"},  # safetensors by name, for the framework at hand
+    # safetensors and operations by name, for the framework at hand
+    "checkpoint": {"horovod_topk.core", "horovod_topk.errors"},
     "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
     "process_sets.py": {"horovod.common", "horovod_topk.core.nodes"},
     "cli": {

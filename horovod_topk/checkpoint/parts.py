@@ -1,0 +1,82 @@
+"""Each rank's part of what another job's ranks saved, in the arrays of a framework."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_topk.core import reshard
+from horovod_topk.errors import CheckpointError, StateDictError
+
+StateDict = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What shards have to fit."""
+
+    ranks: int
+    reduction: str  # "average" or "sum"
+    tensors: Mapping[str, list[int]]  # shapes by name
+
+
+def share_out(
+    shards: Iterable[StateDict], saved: int, own: StateDict, job: Job, framework: str
+) -> dict[str, Any]:
+    """This rank's state dict.
+
+    Args:
+        shards: what each rank of the other job saved; one at a time is held.
+        saved: how many they are.
+        own: this rank's state dict as it is.
+        job: whose ranks share what was saved.
+        framework: "torch" or "tensorflow".
+
+    Raises:
+        CheckpointError: the other job's gradients were reduced otherwise.
+        StateDictError: it had other tensors.
+    """
+    ops, wrap, unwrap = _arrays(framework)
+
+    def read() -> Iterator[StateDict]:
+        for shard in shards:
+            _check(shard, job)
+            yield _each(shard, wrap)
+
+    total = reshard.pending(read(), saved, job.reduction, ops)
+    return _each(reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops), unwrap)
+
+
+def _check(shard: StateDict, job: Job) -> None:
+    if shard["reduction"] != job.reduction:
+        raise CheckpointError(
+            f"the checkpoint is of gradients reduced to their {shard['reduction']}, these are "
+            f"reduced to their {job.reduction}",
+            cure="Pass the same op= as when it was saved",
+        )
+    for name in sorted({*shard["tensors"], *job.tensors}):
+        saved, here = shard["tensors"].get(name), job.tensors.get(name)
+        if saved != here:
+            raise StateDictError(
+                f"the checkpoint's shape is {saved}, the gradient's {here}",
+                tensor=name,
+                cure="Load the checkpoint into the model it was saved from, or pass strict=False",
+            )
+
+
+def _arrays(framework: str) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
+    """Operations, and the ways from a framework's tensor to their arrays and back."""
+    module = importlib.import_module(f"horovod_topk.ops.{framework}")
+    if framework == "tensorflow":
+        return module.TensorFlowOps(), module.Buffer, lambda array: array.value
+    return module.TorchOps(), lambda tensor: tensor, lambda tensor: tensor
+
+
+def _each(state: StateDict, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A state dict with changed arrays."""
+    changed = {**state, "residuals": {n: change(e) for n, e in state["residuals"].items()}}
+    if "owned" in state:
+        changed["owned"] = _each(state["owned"], change)
+    return changed

@@ -1,0 +1,140 @@
+"""What ranks still owe the model, when there come to be more of them or fewer, or other owners.
+
+What all residuals together would add to what is applied is the pending mass:
+
+    average   m = (1 / P) sum of the ranks' e + sum of the owners' e     (allgather, sharded)
+              m = (1 / P) sum of the owners' e                           (hierarchical)
+    sum       the same without 1 / P
+
+`pending` adds it up from the state dicts of all ranks of one job; `share_out` gives each rank of
+another its part, so that their pending mass is the same. Owners of `sharded` then start at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from horovod_topk.core.residual import as_row
+from horovod_topk.core.shards import first_block
+from horovod_topk.ops import Ops
+from horovod_topk.ops.coding import DEAL
+
+Array = TypeVar("Array")
+StateDict = Mapping[str, Any]
+
+
+def pending(
+    states: Iterable[StateDict], ranks: int, reduction: str, ops: Ops[Array]
+) -> dict[str, Array]:
+    """What all ranks of a job owe, in units of what is applied: flat, float64, by tensor name.
+
+    Args:
+        states: the state dict of every rank, in any order; one at a time is held.
+        ranks: how many they are.
+        reduction: "average" or "sum".
+        ops: of the arrays.
+    """
+    shared, applied = dict[str, Array](), dict[str, Array]()
+    for state in states:
+        for name, e in state["residuals"].items():
+            _add(shared, name, ops.numel(e), None, e, ops)
+        owned = state.get("owned", {})
+        unit = shared if "nodes" in owned else applied
+        for name, part, e in _parts_of(owned):
+            _add(unit, name, part.numel(ops.numel(e)), part.places(ops.numel(e), ops), e, ops)
+    total = {name: _scaled(sums, _share(reduction, ranks), ops) for name, sums in shared.items()}
+    for name, sums in applied.items():
+        _add(total, name, ops.numel(sums), None, sums, ops)
+    return total
+
+
+def share_out(
+    total: Mapping[str, Array], own: StateDict, ranks: int, reduction: str, ops: Ops[Array]
+) -> dict[str, Any]:
+    """This rank's state dict, such that all ranks' together owe `total`.
+
+    Args:
+        total: what `pending` returned, of the same tensors.
+        own: this rank's state dict as it is, which tells what it keeps.
+        ranks: how many share it.
+        reduction: "average" or "sum".
+        ops: of the arrays.
+    """
+    share = _share(reduction, ranks)
+    state = dict(own)
+    state["residuals"] = {
+        name: _scaled(total[name], 1 / (share * ranks), ops, like=e)
+        for name, e in own["residuals"].items()
+    }
+    if "owned" in own:
+        nodes = own["owned"].get("nodes")
+        scale = 1 / (share * len(nodes)) if nodes is not None else 0.0
+        residuals = {}
+        for name, part, e in _parts_of(own["owned"]):
+            places = part.places(ops.numel(e), ops)
+            residuals[name] = _scaled(ops.take(total[name], places), scale, ops, like=e)
+        state["owned"] = {**own["owned"], "residuals": residuals}
+    return state
+
+
+class _Part:
+    """A shard: one of so many that a tensor's blocks are dealt to."""
+
+    def __init__(self, name: str, owned: StateDict) -> None:
+        rank: int = owned["rank"]
+        nodes = owned.get("nodes")
+        if nodes is None:
+            self._parts, part = int(owned["ranks"]), rank
+        else:
+            self._parts = min(map(len, nodes))
+            part = next(list(node).index(rank) for node in nodes if rank in node)
+        self._first = first_block(name, self._parts, part)
+
+    def numel(self, count: int) -> int:
+        """Elements of the tensor up to the last of `count` in this shard."""
+        if count == 0:
+            return 0
+        last = count - 1
+        return (last // DEAL * self._parts + self._first) * DEAL + last % DEAL + 1
+
+    def places(self, count: int, ops: Ops[Array]) -> Array:
+        """Where `count` elements of the shard lie in the tensor."""
+        return ops.spot(ops.arange(count, "cpu"), self._parts, self._first)
+
+
+def _parts_of(owned: StateDict) -> Iterator[tuple[str, _Part, Any]]:
+    for name, e in owned.get("residuals", {}).items():
+        yield name, _Part(name, owned), e
+
+
+def _share(reduction: str, ranks: int) -> float:
+    """What a rank's gradient counts for in what is applied."""
+    return 1 / ranks if reduction == "average" else 1.0
+
+
+def _add(
+    sums: dict[str, Array],
+    name: str,
+    numel: int,
+    places: Array | None,
+    values: Array,
+    ops: Ops[Array],
+) -> None:
+    """Add to a sum, which grows as shards that lie further back join it."""
+    known = sums.get(name)
+    if known is None or ops.numel(known) < numel:
+        sums[name] = ops.zeros(numel, "float64", "cpu")
+        if known is not None:
+            ops.assign(ops.view(sums[name], 0, ops.numel(known)), known)
+    if ops.numel(values):
+        index = None if places is None else as_row(ops, places)
+        target = sums[name] if places is not None else ops.view(sums[name], 0, numel)
+        ops.accumulate(target, index, as_row(ops, values))
+
+
+def _scaled(values: Array, scale: float, ops: Ops[Array], like: Array | None = None) -> Array:
+    """A scaled copy; of the dtype of `like`."""
+    out = ops.clone(values if like is None else like)
+    ops.deliver(ops.clone(values), scale, out, False)
+    return out
