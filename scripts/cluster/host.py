@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import ClusterError
-from cluster.link import SMALL_PACKETS, Link
+from cluster.link import Link
 from cluster.needs import NAMESPACES
 from cluster.room import Room, check, enter, environment, first_process
 from cluster.variables import variables
@@ -64,8 +64,8 @@ class Host:
         card = ["name", CARD, "netns", str(self.pid)]
         check([*switch, "add", self._port, "type", "veth", "peer", *card])
         check([*switch, "set", self._port, "master", BRIDGE, "up"])
-        if link.small_packets:
-            self.check(["ip", "link", "set", CARD, *SMALL_PACKETS])
+        if packets := link.packets():
+            self.check(["ip", "link", "set", CARD, *packets])
         self.check(["ip", "address", "add", f"{self.address}/24", "dev", CARD])
         self.check(["ip", "link", "set", CARD, "up"])
         if shaping := link.shaping():

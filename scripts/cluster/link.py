@@ -11,7 +11,6 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 QUEUE_SECONDS = 0.05  # of traffic that waits for the link, before packets are dropped
 BURST_SECONDS = 0.001  # of traffic that may leave at once: the kernel's clock ticks no finer
 LEAST_BURST = 16 << 10  # bytes
-SMALL_PACKETS = ("gso_max_segs", "1")
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,6 @@ class Link:
 
     rate: int | None = None  # bits a second, each way; None: whatever the processor can carry
     loss: float = 0.0  # share of the packets that arrive at a host and are dropped
-    offload: bool = True  # False: packets of 1,514 bytes at most, as a cable carries them
 
     def __post_init__(self) -> None:
         if not 0 <= self.loss < 1:
@@ -29,17 +27,16 @@ class Link:
             raise ClusterError(f"a rate of {self.rate} bit/s is no link: give 1kbit or more")
 
     @classmethod
-    def of(cls, rate: str | None, loss: float = 0.0, *, offload: bool = True) -> Link:
+    def of(cls, rate: str | None, loss: float = 0.0) -> Link:
         """A link of a rate such as "100mbit", "1gbit" or "2.5gbit"."""
-        return cls(None if rate is None else bits_per_second(rate), loss, offload)
+        return cls(None if rate is None else bits_per_second(rate), loss)
 
-    @property
-    def small_packets(self) -> bool:
-        """Whether the kernel's bundles of up to 64 KiB are taken apart before they leave.
+    def packets(self) -> list[str]:
+        """What `ip link set` takes so that what a link loses are packets of 1,514 bytes.
 
-        A loss has to hit single packets: of a bundle it would take forty at once.
+        Of the bundles of up to 64 KiB that the kernel sends, it would lose forty at once.
         """
-        return self.loss > 0 or not self.offload
+        return ["gso_max_segs", "1"] if self.loss else []
 
     def shaping(self) -> list[str]:
         """The discipline that `tc qdisc add dev ... root` takes; empty for an unshaped link."""

@@ -59,8 +59,8 @@ def test_a_lossy_link_loses_its_share_of_packets() -> None:
         assert 1400 < int(send(one, two, "datagrams", 2000)) < 1600
 
 
-def test_small_packets_fit_a_cable() -> None:
-    with Cluster(2, Link(offload=False)) as cluster:
+def test_what_a_lossy_link_loses_are_single_packets() -> None:
+    with Cluster(2, Link(loss=1e-6)) as cluster:
         one, two = cluster.hosts
         before = card(two)
         send(one, two, "stream", 3_000_000)
