@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from wire.figures import Figures, reductions
-from wire.ways import EXCHANGES, VALUES, name_of
+from wire.ways import VALUES, name_of
 
 ByHosts = dict[int, dict[str, Figures]]  # number of hosts -> way -> figures
 
@@ -31,8 +31,7 @@ def verdicts(found: ByHosts) -> Iterator[Verdict]:
         for values in VALUES:
             yield _growth(found, name_of("sharded", values, 0.01), 2.0)
     for values in ("int8", "int4"):
-        for exchange in EXCHANGES:
-            yield _reduction(found, name_of(exchange, values, 0.001, 0), 1000)
+        yield _reduction(found, name_of("sharded", values, 0.001, 0), 1000)
     yield _agreement(found, 0.05)
 
 
