@@ -94,13 +94,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, nargs="*", default=list(HOSTS))
+    parser.add_argument("--cycles", type=int, nargs="*", default=[QUIET, DEFAULT])
     parser.add_argument("--steps", type=int, default=3, help="counted, of each way")
     parser.add_argument("--keep", action="store_true", help="keep the results of other jobs")
     args = parser.parse_args()
     keep = args.keep or not args.hosts
     jobs: list[Job] = json.loads(RESULTS.read_text()) if keep and RESULTS.exists() else []
-    cycles = {hosts: (QUIET, DEFAULT)[: 1 + (hosts in DEFAULT_HOSTS)] for hosts in args.hosts}
-    wanted = [(hosts, cycle) for hosts, each in cycles.items() for cycle in each]
+    wanted = [(hosts, cycle) for hosts in args.hosts for cycle in args.cycles]
+    wanted = [job for job in wanted if job[1] == QUIET or job[0] in DEFAULT_HOSTS]
     try:
         for hosts, cycle in (bar := tqdm(wanted, unit="job")):
             bar.set_postfix_str(f"{hosts} hosts, cycle {cycle} ms")

@@ -18,6 +18,15 @@ PROGRAMS = {  # program -> Debian's package
 }
 LOSSY = {"iptables": "iptables"}  # with packet loss alone
 NAMESPACES = ("--mount", "--pid", "--net", "--uts", "--ipc")
+# Run in namespaces of its own, so that nothing of it stays.
+PROBE = """
+set -e
+mount -t tmpfs probe /run
+ip link add switch type bridge
+ip link add port type veth peer name card
+tc qdisc add dev port root tbf rate 1mbit burst 16kb latency 50ms
+"""
+LOSSY_PROBE = "iptables --append INPUT --match statistic --mode random --probability 0.5"
 SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")  # on no PATH but root's
 
 
@@ -37,9 +46,18 @@ def missing(*, lossy: bool = False) -> str | None:
         return (
             f"not installed: {', '.join(absent)}. On Debian and Ubuntu: apt-get install {packages}"
         )
-    probe = ["unshare", *NAMESPACES, "--fork", "--mount-proc", "true"]
-    tried = subprocess.run(probe, capture_output=True, text=True)
-    if tried.returncode:
-        why = tried.stderr.strip()
-        return f"no namespaces ({why}): a container needs --privileged, or --cap-add of SYS_ADMIN"
-    return None
+    return _refused(PROBE + LOSSY_PROBE * lossy)
+
+
+def _refused(probe: str) -> str | None:
+    """What the kernel does not let us do, with the cure."""
+    command = ["unshare", *NAMESPACES, "--fork", "--mount-proc", "sh", "-c", probe]
+    env = os.environ | {"PATH": search_path()}
+    tried = subprocess.run(command, env=env, capture_output=True, text=True)
+    if tried.returncode == 0:
+        return None
+    why = " ".join(tried.stderr.split())
+    return (
+        f"the kernel refuses ({why}): a container needs --privileged; a kernel, its modules for "
+        "namespaces, veth, bridge, sch_tbf and xt_statistic"
+    )

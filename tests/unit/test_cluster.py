@@ -61,3 +61,9 @@ def test_what_the_command_names_itself_stays() -> None:
 
 def test_other_commands_stay_as_they_are() -> None:
     assert complete(["ssh", "host2", "hostname"], HOSTS, 1) == ["ssh", "host2", "hostname"]
+
+
+def test_what_the_kernel_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = needs._refused("echo no such link >&2; exit 1")
+    assert refused is not None
+    assert "a container needs --privileged" in refused
