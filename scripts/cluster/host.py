@@ -13,7 +13,7 @@ from typing import Any
 from cluster.errors import ClusterError
 from cluster.link import Link
 from cluster.needs import NAMESPACES
-from cluster.room import Room, check, enter, environment, first_process
+from cluster.room import END_SECONDS, Room, check, enter, environment, first_process
 from cluster.variables import variables
 
 BRIDGE = "switch"
@@ -114,7 +114,7 @@ class Host:
 
     def wait(self) -> None:
         """Until its last process has ended."""
-        self._process.wait()
+        self._process.wait(END_SECONDS)
         for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None
             pipe.close()

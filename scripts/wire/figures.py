@@ -23,15 +23,19 @@ class Figures:
     stats: float | None  # what `TopKEF.stats()` says is sent
 
     @property
-    def exchanged(self) -> float:
-        """What the exchange itself took, with its headers."""
-        return self.card - self.idle
+    def carried(self) -> tuple[float, float]:
+        """Against stats(): what the packets carry, as if idle talk went on all the time, and all.
+
+        While ranks exchange they talk less than when idle, so that the truth lies between.
+        """
+        assert self.stats is not None
+        return (self.payload - self.idle_payload) / self.stats, self.payload / self.stats
 
     @property
     def disagreement(self) -> float:
-        """Of stats() with the card, without headers and negotiation: a share of stats()."""
-        assert self.stats is not None
-        return (self.payload - self.idle_payload) / self.stats - 1
+        """How far stats() is outside of that, as a share of itself."""
+        least, most = self.carried
+        return max(0.0, least - 1) or min(0.0, most - 1)
 
 
 def figures(job: Job) -> dict[str, Figures]:
@@ -40,9 +44,8 @@ def figures(job: Job) -> dict[str, Figures]:
 
 
 def reductions(found: dict[str, Figures]) -> dict[str, float]:
-    """How many times fewer bytes the exchange takes than Horovod's dense allreduce."""
-    dense = found[DENSE].exchanged
-    return {name: dense / each.exchanged for name, each in found.items()}
+    """How many times fewer bytes leave the card than with Horovod's dense allreduce."""
+    return {name: found[DENSE].card / each.card for name, each in found.items()}
 
 
 def _mean(hosts: list[dict[str, Any]]) -> Figures:

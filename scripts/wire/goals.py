@@ -45,7 +45,7 @@ def _reduction(found: ByHosts, way: str, least: float) -> Verdict:
 
 def _growth(found: ByHosts, way: str, most: float) -> Verdict:
     few, many = min(found), max(found)
-    grown = found[many][way].exchanged / found[few][way].exchanged
+    grown = found[many][way].card / found[few][way].card
     goal = f"{way}: at {many} hosts at most {most:g} times the bytes at {few}"
     return Verdict(goal, f"{grown:.2f} times", grown <= most)
 
@@ -58,5 +58,5 @@ def _agreement(found: ByHosts, most: float) -> Verdict:
         if way.stats is not None
     ]
     worst, name, hosts = max(each, key=lambda one: abs(one[0]))
-    goal = f"`stats()` within {most:.0%} of the card, headers and negotiation aside"
+    goal = f"what the packets carry within {most:.0%} of `stats()`"
     return Verdict(goal, f"{worst:+.1%} at worst: {name}, {hosts} hosts", abs(worst) <= most)
