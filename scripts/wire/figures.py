@@ -48,6 +48,12 @@ def reductions(found: dict[str, Figures]) -> dict[str, float]:
     return {name: found[DENSE].card / each.card for name, each in found.items()}
 
 
+def reductions_of_exchanges(found: dict[str, Figures]) -> dict[str, float]:
+    """The same with idle talk taken off both."""
+    dense = found[DENSE].card - found[DENSE].idle
+    return {name: dense / (each.card - each.idle) for name, each in found.items()}
+
+
 def _mean(hosts: list[dict[str, Any]]) -> Figures:
     def mean(key: str) -> float:
         return statistics.fmean(host[key] for host in hosts)

@@ -36,13 +36,15 @@ kernel's packet scheduler counts, between two barriers.
 
 ## Goals
 
-At a cycle of {quiet} ms.
+At a cycle of {quiet} ms. The least of all numbers of hosts: with all that leaves the card, and
+without idle talk, which is then taken off dense as well (a little too much, so that the truth lies
+between).
 
 {goals}
 
 ## How many times fewer bytes than dense
 
-At a cycle of {quiet} ms.
+At a cycle of {quiet} ms, with all that leaves the card.
 
 {reduced}
 
@@ -77,7 +79,7 @@ def page(jobs: list[Job]) -> str:
 
 
 def _goals(found: ByHosts) -> str:
-    rows = ((v.goal, v.measured, "yes" if v.met else "**no**") for v in verdicts(found))
+    rows = ((v.goal, v.measured, v.met) for v in verdicts(found))
     return table(("goal", "measured", "met"), rows)
 
 
