@@ -26,7 +26,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: help setup demo test check accuracy bench bench-kernels fuzz clean
+.PHONY: help setup demo test check accuracy bench bench-kernels bench-wire fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -53,6 +53,9 @@ bench: setup ## time compression of a ResNet-50's gradients, PyTorch against Ten
 
 bench-kernels: setup ## time selection against r += g and torch.topk; tables and a picture (minutes)
 	"$(VENV)/bin/python" scripts/bench_kernels.py $(ARGS)
+
+bench-wire: setup ## count the bytes that leave a host's network card, 2 to 8 hosts (root; half an hour)
+	"$(VENV)/bin/python" scripts/bench_wire.py $(ARGS)
 
 fuzz: setup ## encode and decode arbitrary buckets under AddressSanitizer and UBSan
 	"$(VENV)/bin/python" scripts/fuzz.py $(ARGS)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from horovod_topk.cli.models import elements, specs_of
+from horovod_topk.cli.models import MODELS, elements, specs_of
 from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
 from horovod_topk.core.choice import choose, make_exchange
 from horovod_topk.core.exchange import Collective, Pending, Traffic, ring_allreduce_bytes
@@ -46,7 +46,8 @@ class _Nobody:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the command."""
     add = parser.add_argument
-    add("--model", default="resnet50", help="resnet50, or a JSON file with a shape for each name")
+    known = ", ".join(MODELS)
+    add("--model", default="resnet50", help=f"{known}, or a JSON file with a shape for each name")
     add("--ratio", type=float, default=TopKConfig.ratio)
     add("--gather-ratio", type=float, default=None, help="sent back by owners; default: the ratio")
     add("--ranks", type=int, default=8)

@@ -1,28 +1,44 @@
-"""Shapes of gradients: a ResNet-50's (He et al. 2015, table 1), or those of a file."""
+"""Shapes of gradients: those of well-known models, or those of a file.
+
+Deep Residual Learning (He et al. 2015, table 1), BERT (Devlin et al. 2018), GPT-2 (Radford et al.
+2019); as published, without the heads that pre-training adds to BERT.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from horovod_topk.core.plan import TensorSpec
 
-STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # (width, blocks)
+Shape = tuple[int, ...]
+
+STAGES = ((64, 2, 3), (128, 2, 4), (256, 2, 6), (512, 2, 3))  # width, blocks of ResNet-18 and -50
 EXPANSION = 4
+LAYERS, WIDTH = 12, 768  # of both transformers
 
 
-def resnet50_specs() -> list[TensorSpec]:
-    """All 161 trainable tensors, in the order in which backward reaches them."""
-    shapes = list(_shapes())
-    return [TensorSpec(str(i), shape, "float32") for i, shape in reversed(list(enumerate(shapes)))]
-
-
-def _shapes() -> Iterator[tuple[int, ...]]:
+def resnet18() -> Iterator[Shape]:
+    """11,689,512 parameters."""
     yield from _convolution(64, 3, 7)
     inputs = 64
-    for width, blocks in STAGES:
+    for width, blocks, _ in STAGES:
+        for _ in range(blocks):
+            yield from _convolution(width, inputs, 3)
+            yield from _convolution(width, width, 3)
+            if inputs != width:
+                yield from _convolution(width, inputs, 1)
+            inputs = width
+    yield from _linear(1000, inputs)
+
+
+def resnet50() -> Iterator[Shape]:
+    """25,557,032 parameters."""
+    yield from _convolution(64, 3, 7)
+    inputs = 64
+    for width, _, blocks in STAGES:
         for block in range(blocks):
             yield from _convolution(width, inputs, 1)
             yield from _convolution(width, width, 3)
@@ -30,28 +46,87 @@ def _shapes() -> Iterator[tuple[int, ...]]:
             if block == 0:
                 yield from _convolution(EXPANSION * width, inputs, 1)
             inputs = EXPANSION * width
-    yield 1000, inputs
-    yield (1000,)
+    yield from _linear(1000, inputs)
 
 
-def _convolution(outputs: int, inputs: int, kernel: int) -> Iterator[tuple[int, ...]]:
+def bert_base() -> Iterator[Shape]:
+    """109,482,240 parameters."""
+    for rows in (30522, 512, 2):  # words, positions, segments
+        yield rows, WIDTH
+    yield from _normalisation()
+    for _ in range(LAYERS):
+        for _ in range(4):  # queries, keys, values, output
+            yield from _linear(WIDTH, WIDTH)
+        yield from _normalisation()
+        yield from _linear(4 * WIDTH, WIDTH)
+        yield from _linear(WIDTH, 4 * WIDTH)
+        yield from _normalisation()
+    yield from _linear(WIDTH, WIDTH)
+
+
+def gpt2() -> Iterator[Shape]:
+    """124,439,808 parameters."""
+    for rows in (50257, 1024):  # tokens, positions
+        yield rows, WIDTH
+    for _ in range(LAYERS):
+        yield from _normalisation()
+        yield from _linear(3 * WIDTH, WIDTH)
+        yield from _linear(WIDTH, WIDTH)
+        yield from _normalisation()
+        yield from _linear(4 * WIDTH, WIDTH)
+        yield from _linear(WIDTH, 4 * WIDTH)
+    yield from _normalisation()
+
+
+MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "bert-base": bert_base,
+    "gpt2": gpt2,
+}
+
+
+def _convolution(outputs: int, inputs: int, kernel: int) -> Iterator[Shape]:
     """A convolution without a bias, and the batch normalisation behind it."""
     yield outputs, inputs, kernel, kernel
     yield (outputs,)
     yield (outputs,)
 
 
+def _linear(outputs: int, inputs: int) -> Iterator[Shape]:
+    """A matrix and a bias."""
+    yield outputs, inputs
+    yield (outputs,)
+
+
+def _normalisation() -> Iterator[Shape]:
+    """Of a transformer's width."""
+    yield (WIDTH,)
+    yield (WIDTH,)
+
+
+def resnet50_specs() -> list[TensorSpec]:
+    """All 161 trainable tensors, in the order in which backward reaches them."""
+    return known_specs("resnet50")
+
+
+def known_specs(model: str) -> list[TensorSpec]:
+    """float32 gradients of one of `MODELS`, in the order in which backward reaches them."""
+    shapes = list(MODELS[model]())
+    return [TensorSpec(str(i), shape, "float32") for i, shape in reversed(list(enumerate(shapes)))]
+
+
 def specs_of(model: str) -> list[TensorSpec]:
-    """float32 gradients of `resnet50`, or of a JSON file: an object with a shape for each name.
+    """float32 gradients of one of `MODELS`, or of a JSON file: an object with a shape a name.
 
     Raises:
         ValueError: it is neither.
     """
-    if model == "resnet50":
-        return resnet50_specs()
+    if model in MODELS:
+        return known_specs(model)
     path = Path(model)
     if not path.is_file():
-        raise ValueError(f"{model} is neither resnet50 nor a file of shapes")
+        raise ValueError(f"{model} is neither one of {', '.join(MODELS)} nor a file of shapes")
     try:
         shapes = json.loads(path.read_text())
         return [

@@ -69,6 +69,22 @@ def test_a_second_ratio_costs_what_it_sends(capsys: pytest.CaptureFixture[str]) 
     assert 1.5 < less["sharded", "int8"][1] / same["sharded", "int8"][1] < 2
 
 
+@pytest.mark.parametrize(
+    ("model", "parameters", "tensors"),
+    [
+        ("resnet18", 11_689_512, 62),
+        ("resnet50", 25_557_032, 161),
+        ("bert-base", 109_482_240, 199),
+        ("gpt2", 124_439_808, 148),
+    ],
+)
+def test_models_have_the_parameters_they_are_known_for(
+    model: str, parameters: int, tensors: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bytes", "--model", model]) == 0
+    assert capsys.readouterr().out.startswith(f"{parameters:,} float32 in {tensors} tensors")
+
+
 def test_shapes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "shapes.json"
     path.write_text(json.dumps({"weight": [300, 400], "bias": [400]}))
@@ -83,7 +99,10 @@ def test_shapes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     [
         (["--local-size", "0"], "--local-size 0: a node has at least 1 rank"),
         (["--ranks", "1"], "--ranks 1: nothing is exchanged by fewer than 2"),
-        (["--model", "no.json"], "no.json is neither resnet50 nor a file of shapes"),
+        (
+            ["--model", "no.json"],
+            "no.json is neither one of resnet18, resnet50, bert-base, gpt2 nor a file of shapes",
+        ),
         (["--ratio", "3"], "ratio=3.0 lies outside (0, 1]"),
     ],
 )

@@ -1,0 +1,120 @@
+"""`make bench-wire`: the bytes that leave a host's network card, for a ResNet-50's gradients.
+
+Hosts are namespaces of this machine (`scripts/cluster`), one rank each, on links of 1 Gbit/s. All
+ways of exchanging take turns in one job for each number of hosts and cycle time (`wire.rank`).
+Writes docs/results/wire.json and from it docs/wire.md.
+
+    sudo make bench-wire                               # all of it: half an hour on two cores
+    sudo make bench-wire ARGS="--hosts 2 4 --keep"     # these; other jobs' results stay
+    make bench-wire ARGS="--hosts"                     # the page alone, of the results on disk
+
+Horovod's ranks talk to each other once a cycle whether or not they exchange anything, by default
+every millisecond. At a cycle of 50 ms hardly anything of that is left on the card, so what payloads
+cost shows there; the default is measured as well.
+
+The authors' bias: they want few bytes for TopKEF. Every way is counted by the same counters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import horovod
+import torch
+from tqdm import tqdm
+
+import launch
+from cluster import Cluster, ClusterError, Link
+from processor import cpu_model
+from wire import report
+
+RATE = "1gbit"
+HOSTS = range(2, 9)
+QUIET, DEFAULT = 50, 1  # milliseconds a cycle
+DEFAULT_HOSTS = (2, 4, 8)  # those measured at Horovod's default cycle too
+LIMIT_SECONDS = 1200.0  # a job
+RANK = launch.ROOT / "scripts" / "wire" / "rank.py"
+RESULTS = launch.ROOT / "docs" / "results" / "wire.json"
+PAGE = launch.ROOT / "docs" / "wire.md"
+
+Job = dict[str, Any]
+
+
+def measure(hosts: int, cycle: int, steps: int) -> Job:
+    """One job: what every card sent in each way.
+
+    Raises:
+        ClusterError: it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder, Cluster(hosts, Link.of(RATE)) as cluster:
+        found = Path(folder) / "found.json"
+        arguments = ["--steps", str(steps), "--json", str(found)]
+        cluster.run(
+            ["horovodrun", "--gloo", sys.executable, str(RANK), *arguments],
+            {"HOROVOD_CYCLE_TIME": str(cycle), "OMP_NUM_THREADS": "1"},
+            limit_seconds=LIMIT_SECONDS,
+        )
+        job: Job = json.loads(found.read_text())
+    return {"cycle": cycle, **job, "machine": machine()}
+
+
+def machine() -> dict[str, Any]:
+    """What a reader of the figures needs to know of it."""
+    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release().split("-")[0],
+        "congestion control": congestion,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "horovod": horovod.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def merged(jobs: list[Job], new: Job) -> list[Job]:
+    """With a job in the place of the one it repeats."""
+    key = new["ranks"], new["cycle"]
+    kept = [job for job in jobs if (job["ranks"], job["cycle"]) != key]
+    return sorted([*kept, new], key=lambda job: (-job["cycle"], job["ranks"]))
+
+
+def main() -> int:
+    """Measure and write; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, nargs="*", default=list(HOSTS))
+    parser.add_argument("--cycles", type=int, nargs="*", default=[QUIET, DEFAULT])
+    parser.add_argument("--steps", type=int, default=3, help="counted, of each way")
+    parser.add_argument("--keep", action="store_true", help="keep the results of other jobs")
+    args = parser.parse_args()
+    keep = args.keep or not args.hosts
+    jobs: list[Job] = json.loads(RESULTS.read_text()) if keep and RESULTS.exists() else []
+    wanted = [(hosts, cycle) for hosts in args.hosts for cycle in args.cycles]
+    wanted = [job for job in wanted if job[1] == QUIET or job[0] in DEFAULT_HOSTS]
+    try:
+        for hosts, cycle in (bar := tqdm(wanted, unit="job")):
+            bar.set_postfix_str(f"{hosts} hosts, cycle {cycle} ms")
+            jobs = merged(jobs, measure(hosts, cycle, args.steps))
+            RESULTS.write_text(json.dumps(jobs, indent=1) + "\n")
+    except ClusterError as error:
+        print(f"bench-wire: {error}", file=sys.stderr)
+        return 1
+    page = report.page(jobs)
+    PAGE.write_text(page)
+    print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

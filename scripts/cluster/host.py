@@ -1,0 +1,130 @@
+"""One host: namespaces within the room, one end of a link, and an sshd."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ClusterError
+from cluster.link import Link
+from cluster.needs import NAMESPACES
+from cluster.room import END_SECONDS, Room, check, enter, environment, first_process
+from cluster.variables import variables
+
+BRIDGE = "switch"
+CARD = "eth0"  # a host's, by that name on every host
+NETWORK = "10.77.0.{number}"
+
+SETUP = """
+set -eu
+hostname {name}
+mount -t sysfs host /sys
+ip link set lo up
+{sshd} -f /etc/ssh/sshd_config -E /run/{name}.sshd.log
+echo ready
+exec env --ignore-signal=CHLD sleep infinity
+"""
+
+
+class Host:
+    """A host of a cluster.
+
+    Args:
+        room: where it is.
+        number: from 1; its name and address follow from it.
+        link: joins it to the switch.
+        sshd: the path of the program, which does not start without it.
+    """
+
+    def __init__(self, room: Room, number: int, link: Link, sshd: str) -> None:
+        self.name, self.address = name_of(number), address_of(number)
+        self._room, self._port = room, f"port{number}"
+        setup = SETUP.format(name=self.name, sshd=sshd)
+        inner = ["unshare", *NAMESPACES, "--fork", "--mount-proc", "sh", "-c", setup]
+        self._process = subprocess.Popen(
+            [*room.enter(), *inner],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment(),
+            start_new_session=True,
+        )
+        self.pid = first_process(self._process, self.name)
+        self._connect(link)
+
+    def _connect(self, link: Link) -> None:
+        """Plug it in. Both ends are shaped: each shapes what leaves it."""
+        # Only the network's namespace is entered: the host's process id is known outside alone.
+        switch = ["nsenter", "--target", str(self._room.pid), "--net", "--", "ip", "link"]
+        card = ["name", CARD, "netns", str(self.pid)]
+        check([*switch, "add", self._port, "type", "veth", "peer", *card])
+        check([*switch, "set", self._port, "master", BRIDGE, "up"])
+        if packets := link.packets():
+            self.check(["ip", "link", "set", CARD, *packets])
+        self.check(["ip", "address", "add", f"{self.address}/24", "dev", CARD])
+        self.check(["ip", "link", "set", CARD, "up"])
+        if shaping := link.shaping():
+            self.check(["tc", "qdisc", "add", "dev", CARD, "root", *shaping])
+            self._room.check(["tc", "qdisc", "add", "dev", self._port, "root", *shaping])
+        if dropping := link.dropping():
+            self.check(["iptables", *dropping])
+
+    def enter(self, folder: Path | None = None) -> list[str]:
+        """What to put before a command, for it to run here, in this or another folder."""
+        return [*enter(self.pid), "env", f"--chdir={folder or Path.cwd()}"]
+
+    def start(
+        self, command: Sequence[str], settings: Mapping[str, str] | None = None, **rest: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a command here, in the current folder.
+
+        Args:
+            command: looked up on PATH.
+            settings: environment variables, beside this process's.
+            rest: as `subprocess.Popen` takes them.
+        """
+        env = os.environ | variables() | dict(settings or {})
+        return subprocess.Popen([*self.enter(), *command], env=env, **rest)
+
+    def check(self, command: Sequence[str]) -> None:
+        """Run a command here that takes a moment.
+
+        Raises:
+            ClusterError: it failed.
+        """
+        check([*self.enter(Path("/")), *command])
+
+    def lose_power(self) -> None:
+        """Stop at once, and say nothing to the others. Idempotent."""
+        with contextlib.suppress(ClusterError):  # its port is gone since it was done before
+            self._room.check(["ip", "link", "set", self._port, "down"])
+        self.crash()
+
+    def crash(self) -> None:
+        """End all its processes; the kernel closes their connections. Idempotent."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> None:
+        """Until its last process has ended."""
+        self._process.wait(END_SECONDS)
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def name_of(number: int) -> str:
+    """Of the host."""
+    return f"host{number}"
+
+
+def address_of(number: int) -> str:
+    """Of the host."""
+    return NETWORK.format(number=number)

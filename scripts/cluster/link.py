@@ -1,0 +1,69 @@
+"""What joins a host to the others: so many bits a second each way, and so much loss."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from cluster.errors import ClusterError
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+QUEUE_SECONDS = 0.05  # of traffic that waits for the link, before packets are dropped
+BURST_SECONDS = 0.001  # of traffic that may leave at once: the kernel's clock ticks no finer
+LEAST_BURST = 16 << 10  # bytes
+
+
+@dataclass(frozen=True)
+class Link:
+    """A full-duplex link."""
+
+    rate: int | None = None  # bits a second, each way; None: whatever the processor can carry
+    loss: float = 0.0  # share of the packets that arrive at a host and are dropped
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.loss < 1:
+            raise ClusterError(f"a loss of {self.loss:g} is no share: give 0 or more, and below 1")
+        if self.rate is not None and self.rate < 1000:
+            raise ClusterError(f"a rate of {self.rate} bit/s is no link: give 1kbit or more")
+
+    @classmethod
+    def of(cls, rate: str | None, loss: float = 0.0) -> Link:
+        """A link of a rate such as "100mbit", "1gbit" or "2.5gbit"."""
+        return cls(None if rate is None else bits_per_second(rate), loss)
+
+    def packets(self) -> list[str]:
+        """What `ip link set` takes so that what a link loses are packets of 1,514 bytes.
+
+        Of the bundles of up to 64 KiB that the kernel sends, it would lose forty at once.
+        """
+        return ["gso_max_segs", "1"] if self.loss else []
+
+    def shaping(self) -> list[str]:
+        """The discipline that `tc qdisc add dev ... root` takes; empty for an unshaped link."""
+        if self.rate is None:
+            return []
+        burst = max(LEAST_BURST, round(self.rate / 8 * BURST_SECONDS))
+        queue = burst + round(self.rate / 8 * QUEUE_SECONDS)
+        return ["tbf", "rate", f"{self.rate}bit", "burst", f"{burst}b", "limit", f"{queue}b"]
+
+    def dropping(self) -> list[str]:
+        """The rule that iptables takes; empty for a link without loss.
+
+        The kernel's netem could do it too, but many kernels are built without it.
+        """
+        if not self.loss:
+            return []
+        match = ["--match", "statistic", "--mode", "random", "--probability", f"{self.loss:.9f}"]
+        return ["--append", "INPUT", "--in-interface", "eth0", *match, "--jump", "DROP"]
+
+
+def bits_per_second(rate: str) -> int:
+    """Of "100mbit" and the like.
+
+    Raises:
+        ClusterError: it is no rate.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
+    if found is None:
+        raise ClusterError(f"{rate!r} is no rate: write 100mbit, 1gbit or 2.5gbit")
+    return round(float(found[1]) * UNITS[found[2]])

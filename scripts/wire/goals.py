@@ -1,0 +1,74 @@
+"""What the bytes are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from wire.figures import Figures, reductions, reductions_of_exchanges
+from wire.ways import VALUES, name_of
+
+ByHosts = dict[int, dict[str, Figures]]  # number of hosts -> way -> figures
+
+INT8 = name_of("sharded", "int8", 0.01)
+INT4 = name_of("sharded", "int4", 0.01)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A goal and what was measured."""
+
+    goal: str
+    measured: str
+    met: str
+
+
+YES, NO, WITHOUT = "yes", "**no**", "without idle talk"
+
+
+def verdicts(found: ByHosts) -> Iterator[Verdict]:
+    """Each goal, over all numbers of hosts that were measured."""
+    yield _reduction(found, INT8, 165)
+    yield _reduction(found, INT4, 220)
+    if len(found) > 1:
+        for values in VALUES:
+            yield _growth(found, name_of("sharded", values, 0.01), 2.0)
+    for values in ("int8", "int4"):
+        yield _reduction(found, name_of("sharded", values, 0.001, 0), 1000)
+    yield _agreement(found, 0.05)
+
+
+def _reduction(found: ByHosts, way: str, least: float) -> Verdict:
+    counted, at = _least({hosts: reductions(ways)[way] for hosts, ways in found.items()})
+    each = {hosts: reductions_of_exchanges(ways)[way] for hosts, ways in found.items()}
+    exchanged, where = _least(each)
+    goal = f"{way}: at least {least:,.0f}x fewer bytes than dense, for every number of hosts"
+    measured = f"{counted:,.0f}x ({at} hosts), without idle talk {exchanged:,.0f}x ({where} hosts)"
+    met = YES if counted >= least else WITHOUT if exchanged >= least else NO
+    return Verdict(goal, measured, met)
+
+
+def _least(by_hosts: dict[int, float]) -> tuple[float, int]:
+    """And at how many hosts."""
+    hosts = min(by_hosts, key=lambda count: by_hosts[count])
+    return by_hosts[hosts], hosts
+
+
+def _growth(found: ByHosts, way: str, most: float) -> Verdict:
+    few, many = min(found), max(found)
+    grown = found[many][way].card / found[few][way].card
+    goal = f"{way}: at {many} hosts at most {most:g} times the bytes at {few}"
+    return Verdict(goal, f"{grown:.2f} times", YES if grown <= most else NO)
+
+
+def _agreement(found: ByHosts, most: float) -> Verdict:
+    each = [
+        (way.disagreement, name, hosts)
+        for hosts, ways in found.items()
+        for name, way in ways.items()
+        if way.stats is not None
+    ]
+    worst, name, hosts = max(each, key=lambda one: abs(one[0]))
+    goal = f"what the packets carry within {most:.0%} of `stats()`"
+    met = YES if abs(worst) <= most else NO
+    return Verdict(goal, f"{worst:+.1%} at worst: {name}, {hosts} hosts", met)

@@ -1,0 +1,44 @@
+"""What is compared: Horovod's own exchanges, and TopKEF's in their formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+DENSE, HALF = "Horovod, dense", "Horovod, fp16"
+EXCHANGES = ("allgather", "sharded")
+VALUES = ("float32", "int8", "int4")
+SETTINGS = ({"ratio": 0.01}, {"ratio": 0.001, "min_numel": 0})  # what TopKEF is given
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to exchange gradients."""
+
+    exchange: str
+    values: str
+    ratio: float = 1.0
+    min_numel: int = 1024
+
+    @property
+    def name(self) -> str:
+        """As it appears in tables and as a key in files."""
+        if self.exchange in (DENSE, HALF):
+            return self.exchange
+        return name_of(**asdict(self))
+
+
+def name_of(exchange: str, values: str, ratio: float, min_numel: int = 1024) -> str:
+    """A name of one of TopKEF's ways."""
+    suffix = "" if min_numel else ", min_numel=0"
+    return f"{exchange}, {values}, {ratio:g}{suffix}"
+
+
+def ways() -> Iterator[Way]:
+    """All of them, dense first."""
+    yield Way(DENSE, "float32")
+    yield Way(HALF, "float16")
+    for settings in SETTINGS:
+        for exchange in EXCHANGES:
+            for values in VALUES:
+                yield Way(exchange, values, **settings)  # type: ignore[arg-type]

@@ -1,0 +1,69 @@
+"""What `scripts/netlab` can tell before it makes a cluster."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster import ClusterError, Link, missing, needs
+from cluster.horovod import complete
+from cluster.link import bits_per_second
+
+HOSTS = ["host1", "host2"]
+
+
+def test_without_root_the_cure_is_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "sudo" in (missing() or "")
+
+
+def test_without_its_programs_the_cure_is_their_packages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(needs, "SBIN", ())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in needs.PROGRAMS:
+        (tmp_path / name).touch(mode=0o755)
+    (tmp_path / "tc").unlink()
+    assert "not installed: tc. On Debian and Ubuntu: apt-get install iproute2" in (missing() or "")
+    assert "tc, iptables. " in (missing(lossy=True) or "")
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"), [("100mbit", 10**8), ("1Gbit", 10**9), ("2.5gbit", 2_500_000_000)]
+)
+def test_rates_are_bits_a_second(rate: str, bits: int) -> None:
+    assert bits_per_second(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["fast", "100", "1gb", "1gbits", "-1gbit", ""])
+def test_other_rates_are_refused(rate: str) -> None:
+    with pytest.raises(ClusterError, match="write 100mbit"):
+        Link.of(rate)
+
+
+def test_horovodrun_is_told_of_the_hosts() -> None:
+    assert complete(["/bin/horovodrun", "--gloo", "python", "train.py"], HOSTS, 2) == [
+        "/bin/horovodrun",
+        *("--disable-cache", "-np", "4", "-H", "host1:2,host2:2", "--network-interfaces", "eth0"),
+        *("--gloo", "python", "train.py"),
+    ]
+
+
+def test_what_the_command_names_itself_stays() -> None:
+    added = complete(["horovodrun", "-np", "1", "-H", "host2:1", "true"], HOSTS, 2)
+    assert added.count("-np") == added.count("-H") == 1
+    assert "host1:2,host2:2" not in added
+
+
+def test_other_commands_stay_as_they_are() -> None:
+    assert complete(["ssh", "host2", "hostname"], HOSTS, 1) == ["ssh", "host2", "hostname"]
+
+
+def test_what_the_kernel_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = needs._refused("echo no such link >&2; exit 1")
+    assert refused is not None
+    assert "a container needs --privileged" in refused
