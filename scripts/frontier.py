@@ -14,8 +14,9 @@ import sys
 
 import torch
 
+import launch
 from study import lock
-from study.frontier import agenda, records
+from study.frontier import agenda, page, records
 
 
 def parse() -> argparse.Namespace:
@@ -50,6 +51,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    print(f"written: {page.write().relative_to(launch.ROOT)}")
     return 0
 
 

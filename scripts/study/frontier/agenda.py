@@ -36,6 +36,10 @@ class Point:
     ratio: float
 
 
+_CONFIG = TopKConfig()
+DEFAULT = Point(_CONFIG.exchange, _CONFIG.values, _CONFIG.ratio)
+
+
 @dataclass(frozen=True)
 class Series:
     """A workload with an optimizer, and the sweep that finds dense's learning rate."""
@@ -98,23 +102,25 @@ SERIES = (DIGITS, BYTELM, DIGITS_ADAMW, BYTELM_ADAMW)
 
 def stages() -> Iterator[Stage]:
     """The study, in the order in which it is done."""
-    grid, halves = grid_of(FORMATS), grid_of(HALVES)
-    yield Stage(DIGITS, "equal", at_goals("digits", (165.0,)), DIGITS_SEEDS)
+    digits, bytelm = equal_bytes("digits", (165.0,)), equal_bytes("bytelm", GOALS)
+    grid = grid_of(FORMATS)
+    yield Stage(DIGITS, "equal", digits, DIGITS_SEEDS)
     yield Stage(DIGITS, "equal", grid, (0,))
-    yield Stage(BYTELM, "equal", at_goals("bytelm", GOALS), (0,))
-    yield Stage(DIGITS, "equal", grid, (0, 1, 2))
-    yield Stage(DIGITS, "skewed", at_goals("digits", (165.0,)), DIGITS_SEEDS)
-    yield Stage(BYTELM, "equal", at_goals("bytelm", GOALS), (1,))
-    yield Stage(DIGITS_ADAMW, "equal", at_goals("digits", (165.0,)), DIGITS_SEEDS)
+    yield Stage(BYTELM, "equal", bytelm, (0,))
+    yield Stage(DIGITS, "skewed", digits, DIGITS_SEEDS)
+    yield Stage(DIGITS_ADAMW, "equal", digits, DIGITS_SEEDS)
+    yield Stage(BYTELM, "equal", bytelm, BYTELM_SEEDS)
+    yield Stage(BYTELM_ADAMW, "equal", bytelm, (0,))
+    yield Stage(BYTELM, "skewed", equal_bytes("bytelm", (165.0,)), (0,))
     yield Stage(DIGITS, "equal", grid, DIGITS_SEEDS)
-    yield Stage(BYTELM, "skewed", at_goals("bytelm", (165.0,)), BYTELM_SEEDS)
-    yield Stage(BYTELM_ADAMW, "equal", at_goals("bytelm", GOALS), BYTELM_SEEDS)
-    yield Stage(DIGITS_ADAMW, "skewed", at_goals("digits", (165.0,)), DIGITS_SEEDS)
-    yield Stage(BYTELM, "equal", at_goals("bytelm", (100.0, 300.0)), BYTELM_SEEDS)
-    yield Stage(DIGITS, "equal", halves, DIGITS_SEEDS)
+    yield Stage(DIGITS_ADAMW, "skewed", digits, DIGITS_SEEDS)
+    yield Stage(BYTELM_ADAMW, "equal", bytelm, BYTELM_SEEDS)
+    yield Stage(BYTELM, "skewed", bytelm, BYTELM_SEEDS)
+    yield Stage(BYTELM, "equal", equal_bytes("bytelm", (100.0, 300.0)), BYTELM_SEEDS)
+    yield Stage(DIGITS, "equal", grid_of(HALVES), DIGITS_SEEDS)
     yield Stage(DIGITS, "skewed", grid, DIGITS_SEEDS)
     yield Stage(DIGITS_ADAMW, "equal", grid, DIGITS_SEEDS)
-    yield Stage(BYTELM_ADAMW, "skewed", at_goals("bytelm", (165.0,)), BYTELM_SEEDS)
+    yield Stage(BYTELM_ADAMW, "skewed", bytelm, BYTELM_SEEDS)
 
 
 def grid_of(formats: Sequence[str]) -> tuple[Point, ...]:
@@ -122,11 +128,11 @@ def grid_of(formats: Sequence[str]) -> tuple[Point, ...]:
     return tuple(Point(*each) for each in product(EXCHANGES, formats, RATIOS))
 
 
-def at_goals(workload: str, goals: Sequence[float]) -> tuple[Point, ...]:
-    """For each reduction, format and exchange the largest ratio that reaches it, if one does."""
+def equal_bytes(workload: str, goals: Sequence[float]) -> tuple[Point, ...]:
+    """The defaults; then for each reduction, exchange and format the largest ratio that has it."""
     wanted = product(goals, EXCHANGES, FORMATS)
     found = (largest_ratio(workload, exchange, values, goal) for goal, exchange, values in wanted)
-    return tuple(point for point in found if point is not None)
+    return (DEFAULT, *(point for point in found if point is not None))
 
 
 def largest_ratio(workload: str, exchange: str, values: str, goal: float) -> Point | None:
