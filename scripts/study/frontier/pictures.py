@@ -26,6 +26,7 @@ COLOURS = {
 }
 LINES = {"allgather": "-", "sharded": "--"}
 MARKERS = {"allgather": "o", "sharded": "s"}
+TICKS = (0, 0.5, 1, 2, 5, 10, 20, 50, 100)
 LABELS = {"digits": "points of accuracy below dense", "bytelm": "% of bits a byte above dense"}
 
 
@@ -82,6 +83,8 @@ def _dress(axes: Axes, group: Group) -> None:
     workload = group.series.workload
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=2 * group.tolerance)
+    axes.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    axes.minorticks_off()
     axes.set_xlabel("bytes a step and rank")
     tolerance = f"{group.tolerance:g} {UNIT[workload]}".replace(" %", "%")
     axes.set_ylabel(f"{LABELS[workload]} (dotted: {tolerance})")
