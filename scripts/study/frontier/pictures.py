@@ -84,7 +84,7 @@ def _dress(axes: Axes, group: Group) -> None:
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=2 * group.tolerance)
     axes.set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
-    axes.minorticks_off()
+    axes.set_yticks([], minor=True)
     axes.set_xlabel("bytes a step and rank")
     tolerance = f"{group.tolerance:g} {UNIT[workload]}".replace(" %", "%")
     axes.set_ylabel(f"{LABELS[workload]} (dotted: {tolerance})")
