@@ -56,15 +56,14 @@ EQUAL_BYTES = """\
 ## At equal bytes
 
 For each exchange and format the largest ratio that still sends so many times fewer bytes, and the
-final score less dense's: points of accuracy (more is better), % of bits a byte (less is better). A
-dash: not run yet, or no ratio sends so few bytes, since tensors below `min_numel` travel whole."""
+final score less dense's: points of accuracy (more is better), % of bits a byte (less is better).
+Out of reach: no ratio sends so few bytes, as tensors below `min_numel` travel whole."""
 
 WITHIN = """\
 ## How far each format goes
 
-The largest measured reduction that costs no more than {digits:g} points of accuracy or {bytelm:g}%
-of bits a byte in the mean; a dash where no measured ratio does. "Any" also has settings that stand
-alone in their row."""
+The largest measured reduction that costs no more than {digits:g} points of accuracy, or
+{bytelm:g}% of bits a byte, in the mean; a dash where no measured ratio does."""
 
 SWEEPS = """\
 ## Dense's learning rates
@@ -131,31 +130,29 @@ def setting(point: Point) -> str:
 
 
 def _goals(groups: Sequence[Group]) -> str:
-    """For each group and goal, the best point of at least that reduction."""
+    """For each group the defaults, and for each goal the best point of at least that reduction."""
     rows = []
-    for group, goal in product(groups, agenda.GOALS):
-        reached = [each for each in group.points if each.reduction >= goal]
-        if not reached or not _is_asked(group, goal):
-            continue
-        best = min(reached, key=lambda each: each.cost)
-        met = "yes" if best.cost <= group.tolerance else "**no**"
-        limit = f"{group.tolerance:g} {measured.UNIT[group.series.workload]}".replace(" %", "%")
-        rows.append(
-            [
-                _name(group),
-                f"{goal:g}x",
-                setting(best.point),
-                f"{best.reduction:.0f}x",
-                _of(group, best),
-                f"{met} ({limit})",
-            ]
-        )
-    header = ["", "at least", "the best of what was measured", "sends", "less dense", "within"]
+    for group in groups:
+        for default in (each for each in group.points if each.point == agenda.DEFAULT):
+            rows.append([_name(group), "the defaults", *_judged(group, default)])
+        for goal in (goal for goal in agenda.GOALS if _is_asked(group, goal)):
+            reached = [each for each in group.points if each.reduction >= goal]
+            if reached:
+                best = min(reached, key=lambda each: each.cost)
+                rows.append([_name(group), f"best at {goal:g}x or more", *_judged(group, best)])
+    header = ["", "", "setting", "fewer bytes", "less dense", "within"]
     note = (
         "The best of several settings looks a little better than it is; the tables that follow "
         "have all of them, good or bad."
     )
     return f"## In short\n\n{table(header, rows)}\n\n{note}"
+
+
+def _judged(group: Group, each: Measured) -> list[str]:
+    """Setting, reduction, difference, and whether that is within the group's tolerance."""
+    met = "yes" if each.cost <= group.tolerance else "**no**"
+    limit = f"{group.tolerance:g} {measured.UNIT[group.series.workload]}".replace(" %", "%")
+    return [setting(each.point), f"{each.reduction:.0f}x", _of(group, each), f"{met} ({limit})"]
 
 
 def _is_asked(group: Group, goal: float) -> bool:
@@ -176,8 +173,10 @@ def _equal_bytes(groups: Sequence[Group], goal: float) -> str:
 
 def _cell(group: Group, exchange: str, values: str, goal: float) -> str:
     point = agenda.largest_ratio(group.series.workload, exchange, values, goal)
+    if point is None:
+        return "out of reach"
     found = next((each for each in group.points if each.point == point), None)
-    return "-" if found is None else f"{_of(group, found)}, ratio {found.point.ratio:g}"
+    return "not run" if found is None else f"{_of(group, found)}, ratio {point.ratio:g}"
 
 
 def _within(groups: Sequence[Group]) -> str:
