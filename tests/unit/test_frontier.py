@@ -74,9 +74,10 @@ def test_a_run_is_scored_at_even_distances_and_repeats_to_the_bit() -> None:
     assert first["history"] == again["history"]
 
 
-def test_a_run_that_diverges_has_no_score() -> None:
-    run = train(dataclasses.replace(CELL, lr=1e30))
-    assert run["history"]["accuracy"][-1] is None
+def test_a_run_that_diverges_ends_without_a_score() -> None:
+    history = train(dataclasses.replace(CELL, lr=1e30))["history"]
+    assert history["accuracy"][-1] is None
+    assert history["step"][-1] < CELL.steps
 
 
 def test_skewed_shards_give_each_rank_few_labels_and_lose_no_row() -> None:

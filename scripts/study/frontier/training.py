@@ -58,7 +58,7 @@ def exchange(model: nn.Module, cell: Cell) -> Exchange:
 
 
 def train(cell: Cell) -> dict[str, Any]:
-    """Bytes a step and rank, and scores on unseen data; None where a run has diverged."""
+    """Bytes a step and rank, and scores on unseen data. A run that diverges ends with None."""
     job, every = Job(cell), cell.steps // EVALUATIONS
     history: dict[str, list[float | None]] = {"step": [], job.workload.column: []}
     seconds = []
@@ -70,6 +70,8 @@ def train(cell: Cell) -> dict[str, Any]:
             score = _score(job, cell.evaluate_on)
             history["step"].append(step)
             history[job.workload.column].append(score)
+            if score is None:  # what is not finite stays so
+                break
     traffic = job.exchange.traffic()
     return {
         "parameters": sum(p.numel() for p in job.model.parameters()),
