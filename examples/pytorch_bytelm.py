@@ -9,6 +9,7 @@ for choosing settings. `--data DIRECTORY --suffix .txt` takes files of your own.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import harness
@@ -70,13 +71,33 @@ class ByteGPT(nn.Module):
 
 
 def sequences(folder: Path, suffix: str, split: str) -> Tensor:
-    """The split's files as rows of CONTEXT + 1 bytes, [N, CONTEXT + 1], in the order of names."""
-    text = b"".join(path.read_bytes() for path in source_files.of_split(split, folder, suffix))
+    """The split's files, one behind the other, as rows of CONTEXT + 1 bytes, [N, CONTEXT + 1]."""
+    rows = in_rows(source_files.of_split(split, folder, suffix))
+    if not len(rows):
+        raise SystemExit(f"{folder}: no text for the {split} split in files ending in {suffix!r}")
+    return rows
+
+
+def in_rows(files: Iterable[Path]) -> Tensor:
+    """Files, one behind the other, as rows of CONTEXT + 1 bytes; what fills no row is left out."""
+    text = bytearray().join(path.read_bytes() for path in files)
     count = len(text) // (CONTEXT + 1)
     if not count:
-        raise SystemExit(f"{folder}: no text for the {split} split in files ending in {suffix!r}")
-    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: count * (CONTEXT + 1)]
+        return torch.empty(0, CONTEXT + 1, dtype=torch.long)
+    rows = torch.frombuffer(text, dtype=torch.uint8)[: count * (CONTEXT + 1)]
     return rows.view(count, CONTEXT + 1).long()
+
+
+def spread_evenly(rows: Tensor, most: int = 512) -> Tensor:
+    """At most so many of the rows, at equal distances."""
+    return rows[:: math.ceil(len(rows) / most)]
+
+
+def bits(model: nn.Module, text: Tensor) -> Tensor:
+    """Bits for each byte of rows of text but the first: [N, T + 1] -> [N, T]."""
+    logits, targets = model(text[:, :-1]), text[:, 1:]
+    nats = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return nats.view_as(targets) / math.log(2)
 
 
 def main() -> None:
@@ -100,26 +121,24 @@ def main() -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     schedule = LambdaLR(optimizer, harness.warmup_cosine(args.steps))
 
-    def bits(text: Tensor) -> Tensor:
-        """Bits for each of the bytes after the first, [N, CONTEXT]."""
-        logits, targets = model(text[:, :-1]), text[:, 1:]
-        nats = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        return nats.view_as(targets) / math.log(2)
+    def scores(text: Tensor) -> Tensor:
+        return bits(model, text).mean(dim=1)
 
-    unseen = sequences(args.data, args.suffix, args.evaluate_on)
-    unseen = unseen[:: math.ceil(len(unseen) / 512)]  # some 500, spread evenly over the files
+    unseen = spread_evenly(sequences(args.data, args.suffix, args.evaluate_on))
     training = sequences(args.data, args.suffix, "training")
 
     run = torch_harness.Run(args, model, optimizer)
     batches = torch_harness.batches(training, batch_size=args.batch_size, seed=args.seed)
     for (text,) in run.steps(batches):
         optimizer.zero_grad()
-        loss = bits(text).mean()
+        loss = bits(model, text).mean()
         loss.backward()
         optimizer.step()
         schedule.step()
         if run.stepped(loss.item()):
-            scored = torch_harness.mean_over_rows(lambda text: bits(text).mean(dim=1), unseen)
+            scored = torch_harness.mean_over_rows(
+                lambda text: bits(model, text).mean(dim=1), unseen
+            )
             run.evaluated(bits_per_byte=scored)
     run.finish()
 

@@ -33,13 +33,17 @@ def optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
 
 
 def batches(*columns: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
-    """Endless batches of this rank's share of the rows, shuffled anew each epoch.
+    """Endless batches of this rank's share of the rows, shuffled anew each epoch."""
+    return batches_of(hvd.rank(), hvd.size(), *columns, batch_size=batch_size, seed=seed)
 
-    The order depends on the seed and the number of ranks, and on nothing else.
-    """
+
+def batches_of(
+    rank: int, ranks: int, *columns: Tensor, batch_size: int, seed: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """Those of any rank. The order depends on the arguments and on nothing else."""
     rows = TensorDataset(*columns)
     share: DistributedSampler[Any] = DistributedSampler(
-        rows, num_replicas=hvd.size(), rank=hvd.rank(), seed=seed, drop_last=True
+        rows, num_replicas=ranks, rank=rank, seed=seed, drop_last=True
     )
     loader = DataLoader(rows, batch_size=None, sampler=BatchSampler(share, batch_size, True))
     if not len(loader):

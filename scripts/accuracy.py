@@ -10,14 +10,11 @@ started again at any time.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import signal
 import sys
-from collections.abc import Iterator
 
 import launch
-from study import report, results, trials
+from study import lock, report, results, trials
 
 
 def parse() -> argparse.Namespace:
@@ -29,20 +26,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", choices=("sweep", *names, "report"), help="a part of the study")
     parser.add_argument("--force", action="store_true", help="repeat that part's finished runs")
     return parser.parse_args()
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Keeps a second study out of this checkout.
-
-    Raises:
-        BlockingIOError: one is under way.
-    """
-    path = launch.ROOT / "build" / "accuracy.lock"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the file is closed
-        yield
 
 
 def forget(task: trials.Task, only: str | None) -> None:
@@ -70,7 +53,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
     try:
         if args.only != "report":
-            with alone():
+            with lock.alone("accuracy"):
                 train(args.only, args.force)
     except BlockingIOError:
         print("another study is under way in this checkout: wait or end it", file=sys.stderr)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -20,6 +21,15 @@ FOLDER = launch.ROOT / "docs" / "results"
 PARTIAL = launch.ROOT / "build" / "trial.json"  # of the run under way
 
 Result = dict[str, Any]  # what an example writes with --json
+
+
+class Scored(Protocol):
+    """Something whose runs have scores."""
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a larger score is the better one."""
+        ...
 
 
 def path_of(trial: Trial) -> Path:
@@ -66,14 +76,29 @@ def sweep_scores(task: Task) -> dict[float, list[float]]:
     The grid grows by a rung of the ladder for as long as the best rate lies on its edge; a rate
     that has not been run has no scores.
     """
-    scores = {lr: _scores(task, lr) for lr in task.grid}
+    return grown(task.grid, partial(_scores, task), partial(best, task))
+
+
+def grown(
+    grid: Iterable[float],
+    scores_of: Callable[[float], list[float]],
+    best_of: Callable[[dict[float, list[float]]], float],
+) -> dict[float, list[float]]:
+    """Scores of the learning rates of a grid, and of those that it has to grow by.
+
+    Args:
+        grid: learning rates to begin with, of `trials.LADDER`.
+        scores_of: one score a seed for a learning rate; none if it has not been run.
+        best_of: the learning rate to prefer.
+    """
+    scores = {lr: scores_of(lr) for lr in grid}
     while all(scores.values()):
-        lr = best(task, scores)
+        lr = best_of(scores)
         rung = trials.LADDER.index(lr)
         beyond = {min(scores): rung - 1, max(scores): rung + 1}.get(lr)
         if beyond is None:
             break
-        scores[trials.LADDER[beyond]] = _scores(task, trials.LADDER[beyond])
+        scores[trials.LADDER[beyond]] = scores_of(trials.LADDER[beyond])
     return dict(sorted(scores.items()))
 
 
@@ -83,7 +108,7 @@ def _scores(task: Task, lr: float) -> list[float]:
     return [final_score(task, each) for each in finished] if len(finished) == len(runs) else []
 
 
-def best(task: Task, scores: dict[float, list[float]]) -> float:
+def best(task: Scored, scores: dict[float, list[float]]) -> float:
     """The learning rate with the best mean score; the smaller one of equals."""
     sign = -1 if task.higher_is_better else 1
     return min(sorted(scores), key=lambda lr: sign * statistics.mean(scores[lr]))

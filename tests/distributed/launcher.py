@@ -157,7 +157,8 @@ def _pytest(cases: Sequence[Path], arguments: Sequence[str]) -> list[str]:
 
 def _environment(tag: str, folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "PYTEST_"))}
-    folders = WITHOUT_TENSORFLOW, REPOSITORY, Path(__file__).parent
+    compared = REPOSITORY / "scripts", REPOSITORY / "examples"  # simulated ranks with real ones
+    folders = WITHOUT_TENSORFLOW, REPOSITORY, *compared, Path(__file__).parent
     modules = *map(str, folders), os.environ.get("PYTHONPATH", "")
     programs = str(Path(sys.executable).parent), os.environ.get("PATH", "")
     own = {TAG: tag, FOLDER: str(folder)}

@@ -1,0 +1,190 @@
+"""What the study trains, the most telling first: sweeps, dense runs, and points of the frontier.
+
+Points come as a grid (every format, exchange and ratio) or at equal bytes: for each format and
+exchange, the largest ratio that still sends so many times fewer bytes than dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+
+from horovod_topk.config import EXCHANGES, TopKConfig
+from horovod_topk.core.exchange import exchange_of
+from study import results
+from study.frontier import records
+from study.frontier.cells import RANKS, Cell, dense
+from study.frontier.exchanges import plan_of
+from study.frontier.loopback import Collective, Loopback
+from study.frontier.workloads import WORKLOADS
+
+RATIOS = (0.001, 0.003, 0.01, 0.03, 0.1)
+FINE_RATIOS = tuple(round(m * 10.0**e, 6) for e in (-4, -3, -2) for m in range(10, 100))
+FORMATS = ("float32", "int8", "int4", "sign")
+HALVES = ("float16", "bfloat16")
+GOALS = (50.0, 165.0)  # times fewer bytes than dense
+
+
+@dataclass(frozen=True)
+class Point:
+    """A setting of TopKEF."""
+
+    exchange: str
+    values: str
+    ratio: float
+
+
+_CONFIG = TopKConfig()
+DEFAULT = Point(_CONFIG.exchange, _CONFIG.values, _CONFIG.ratio)
+
+
+@dataclass(frozen=True)
+class Series:
+    """A workload with an optimizer, and the sweep that finds dense's learning rate."""
+
+    workload: str
+    optimizer: str
+    steps: int
+    grid: tuple[float, ...]  # learning rates to try at first
+    sweep_seeds: tuple[int, ...]  # not those of the comparisons
+    seeds: tuple[int, ...]  # of the comparisons
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a larger score is the better one."""
+        return WORKLOADS[self.workload].higher_is_better
+
+    def sweep(self, lr: float) -> list[Cell]:
+        """Dense runs at one learning rate, scored on validation data."""
+        common = (self.workload, self.optimizer, "equal", lr, self.steps)
+        return [dense(*common, seed, "validation") for seed in self.sweep_seeds]
+
+    def dense(self, shards: str, lr: float, seed: int) -> Cell:
+        """What points are compared with."""
+        return dense(self.workload, self.optimizer, shards, lr, self.steps, seed)
+
+    def at(self, point: Point, shards: str, lr: float, seed: int) -> Cell:
+        """A point's run."""
+        where = (point.exchange, point.values, point.ratio)
+        return Cell(self.workload, self.optimizer, shards, *where, lr, self.steps, seed)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Points of a series, trained seed by seed."""
+
+    series: Series
+    shards: str
+    points: tuple[Point, ...]
+    seeds: tuple[int, ...]
+
+    def cells(self, lr: float) -> list[Cell]:
+        """All runs, dense's among them."""
+        return [
+            cell
+            for seed in self.seeds
+            for cell in (
+                self.series.dense(self.shards, lr, seed),
+                *(self.series.at(point, self.shards, lr, seed) for point in self.points),
+            )
+        ]
+
+
+DIGITS_SEEDS, BYTELM_SEEDS = (0, 1, 2, 3, 4), (0, 1)
+DIGITS = Series("digits", "sgd", 1000, (0.05, 0.1, 0.2), (100, 101), DIGITS_SEEDS)
+DIGITS_ADAMW = Series("digits", "adamw", 1000, (0.001, 0.002, 0.005), (100, 101), DIGITS_SEEDS)
+BYTELM = Series("bytelm", "sgd", 4000, (0.05, 0.1, 0.2), (100,), BYTELM_SEEDS)
+BYTELM_ADAMW = Series("bytelm", "adamw", 4000, (0.001, 0.002, 0.005), (100,), BYTELM_SEEDS)
+SERIES = (DIGITS, BYTELM, DIGITS_ADAMW, BYTELM_ADAMW)
+
+
+def stages() -> Iterator[Stage]:
+    """The study, in the order in which it is done."""
+    digits, bytelm = equal_bytes("digits", (165.0,)), equal_bytes("bytelm", GOALS)
+    grid = grid_of(FORMATS)
+    yield Stage(DIGITS, "equal", digits, DIGITS_SEEDS)
+    yield Stage(BYTELM, "equal", equal_bytes("bytelm", (50.0,)), (0,))
+    yield Stage(DIGITS, "skewed", digits, (0,))
+    yield Stage(BYTELM, "equal", bytelm, (0,))
+    yield Stage(DIGITS, "skewed", digits, DIGITS_SEEDS)
+    yield Stage(DIGITS, "equal", grid, (0,))
+    yield Stage(DIGITS_ADAMW, "equal", digits, DIGITS_SEEDS)
+    yield Stage(BYTELM, "equal", bytelm, BYTELM_SEEDS)
+    yield Stage(BYTELM_ADAMW, "equal", bytelm, (0,))
+    yield Stage(BYTELM, "skewed", equal_bytes("bytelm", (165.0,)), (0,))
+    yield Stage(DIGITS, "equal", grid, DIGITS_SEEDS)
+    yield Stage(DIGITS_ADAMW, "skewed", digits, DIGITS_SEEDS)
+    yield Stage(BYTELM_ADAMW, "equal", bytelm, BYTELM_SEEDS)
+    yield Stage(BYTELM, "skewed", bytelm, BYTELM_SEEDS)
+    yield Stage(BYTELM, "equal", equal_bytes("bytelm", (100.0, 300.0)), BYTELM_SEEDS)
+    yield Stage(DIGITS, "equal", grid_of(HALVES), DIGITS_SEEDS)
+    yield Stage(DIGITS, "skewed", grid, DIGITS_SEEDS)
+    yield Stage(DIGITS_ADAMW, "equal", grid, DIGITS_SEEDS)
+    yield Stage(BYTELM_ADAMW, "skewed", bytelm, BYTELM_SEEDS)
+
+
+def grid_of(formats: Sequence[str]) -> tuple[Point, ...]:
+    """Every exchange and ratio with these formats."""
+    return tuple(Point(*each) for each in product(EXCHANGES, formats, RATIOS))
+
+
+def equal_bytes(workload: str, goals: Sequence[float]) -> tuple[Point, ...]:
+    """The defaults; then for each reduction, exchange and format the largest ratio that has it."""
+    wanted = product(goals, EXCHANGES, FORMATS)
+    found = (largest_ratio(workload, exchange, values, goal) for goal, exchange, values in wanted)
+    return (DEFAULT, *(point for point in found if point is not None))
+
+
+def largest_ratio(workload: str, exchange: str, values: str, goal: float) -> Point | None:
+    """The point of largest ratio, in two digits, that sends `goal` times fewer bytes than dense."""
+    points = (Point(exchange, values, ratio) for ratio in reversed(FINE_RATIOS))
+    return next((p for p in points if reduction(workload, p) >= goal), None)
+
+
+@cache
+def reduction(workload: str, point: Point, ranks: int = RANKS) -> float:
+    """How many times fewer bytes a rank sends than in a ring allreduce."""
+    config = TopKConfig(ratio=point.ratio, values=point.values, exchange=point.exchange)
+    exchange = exchange_of(point.exchange, Collective(Loopback(ranks), 0))
+    traffic = exchange.traffic(plan_of(_model(workload), config))
+    return traffic.dense_bytes / traffic.sent_bytes
+
+
+@cache
+def _model(workload: str) -> object:
+    return WORKLOADS[workload].model()
+
+
+def sweep_scores(series: Series) -> dict[float, list[float]]:
+    """Final validation scores of dense, one a seed, by learning rate; see `results.grown`."""
+    known = records.finished()
+
+    def scores_of(lr: float) -> list[float]:
+        cells = series.sweep(lr)
+        if any(cell not in known for cell in cells):
+            return []
+        return [_score(series, records.score(known[cell])) for cell in cells]
+
+    return results.grown(series.grid, scores_of, partial(results.best, series))
+
+
+def _score(series: Series, score: float | None) -> float:
+    """A run that diverged has the worst score there is."""
+    worst = float("-inf") if series.higher_is_better else float("inf")
+    return worst if score is None else score
+
+
+def chosen(series: Series) -> float | None:
+    """Dense's learning rate; None while its sweep is not finished."""
+    scores = sweep_scores(series)
+    return results.best(series, scores) if all(scores.values()) else None
+
+
+def sweep(series: Series) -> float:
+    """Finishes a sweep, however far its grid has to grow; returns the learning rate chosen."""
+    while missing := [lr for lr, scores in sweep_scores(series).items() if not scores]:
+        cells = [cell for lr in missing for cell in series.sweep(lr)]
+        records.finish(cells, f"sweep {series.workload} {series.optimizer}")
+    return results.best(series, sweep_scores(series))

@@ -1,0 +1,53 @@
+"""One training run of the study, and what its result looks like on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from horovod_topk.config import TopKConfig
+
+DENSE = "dense"
+RANKS = 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run: all that tells it from the others."""
+
+    workload: str  # one of `study.frontier.workloads.WORKLOADS`
+    optimizer: str  # sgd or adamw
+    shards: str  # equal or skewed
+    exchange: str  # as TopKEF names them, or dense
+    values: str  # as TopKEF names them
+    ratio: float
+    lr: float  # peak
+    steps: int
+    seed: int
+    evaluate_on: str = "held-out"
+    ranks: int = RANKS
+
+    @property
+    def config(self) -> TopKConfig:
+        """The settings of TopKEF."""
+        return TopKConfig(ratio=self.ratio, values=self.values, exchange=self.exchange)
+
+    @property
+    def name(self) -> str:
+        """For progress bars."""
+        how = f"{self.exchange} {self.values} {self.ratio:g}"
+        return f"{self.workload} {self.optimizer} {self.shards} {how} seed {self.seed}"
+
+
+def dense(
+    workload: str,
+    optimizer: str,
+    shards: str,
+    lr: float,
+    steps: int,
+    seed: int,
+    evaluate_on: str = "held-out",
+) -> Cell:
+    """A run without compression."""
+    return Cell(
+        workload, optimizer, shards, DENSE, "float32", 1.0, lr, steps, seed, evaluate_on=evaluate_on
+    )

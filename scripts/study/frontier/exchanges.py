@@ -1,0 +1,96 @@
+"""What P ranks do with their gradients between backward and step, dense and compressed."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.codec import TopK
+from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange import Traffic, exchange_of, ring_allreduce_bytes
+from horovod_topk.core.plan import Plan, make_plan
+from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch.planning import spec_of
+from study.frontier.loopback import Collective, Loopback
+
+Gradients = list[Tensor]  # of one rank, in the order of the model's parameters
+
+
+class Exchange(Protocol):
+    """Both of the below."""
+
+    def mean(self, gradients: list[Gradients]) -> Gradients:
+        """What every rank applies, given each one's gradients, which are overwritten."""
+        ...
+
+    def traffic(self) -> Traffic:
+        """Bytes a rank sends in a step."""
+        ...
+
+
+class Dense:
+    """An allreduce: the mean of the ranks' gradients."""
+
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        self._bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self._values = sum(p.numel() for p in model.parameters())
+        self._ranks = ranks
+
+    def mean(self, gradients: list[Gradients]) -> Gradients:
+        """`Exchange.mean`."""
+        first, *others = gradients
+        for other in others:
+            torch._foreach_add_(first, other)
+        torch._foreach_div_(first, self._ranks)
+        return first
+
+    def traffic(self) -> Traffic:
+        """`Exchange.traffic`."""
+        sent = ring_allreduce_bytes(self._bytes, self._ranks)
+        return Traffic(self._values, self._bytes, sent, sent)
+
+
+class Compressed:
+    """TopKEF: a compressor a rank, over one loopback network."""
+
+    def __init__(self, model: nn.Module, ranks: int, config: TopKConfig) -> None:
+        self._positions = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+        ops, wire, plan = TorchOps(), Loopback(ranks), plan_of(model, config)
+        self._plan = plan
+        self._compressors = [
+            Compressor(plan, ops, TopK(ops), exchange_of(config.exchange, collective), "simulated")
+            for collective in (Collective(wire, rank) for rank in range(ranks))
+        ]
+
+    def mean(self, gradients: list[Gradients]) -> Gradients:
+        """`Exchange.mean`: as Horovod's optimizer with TopKEF exchanges and commits."""
+        pairs = list(zip(self._compressors, map(self._in_buckets, gradients), strict=True))
+        for compressor, buckets in pairs:
+            for ordinal, bucket in buckets.items():
+                compressor.launch(ordinal, bucket)
+        for compressor, _ in pairs:
+            compressor.advance()
+        for compressor, buckets in pairs:
+            for ordinal, bucket in buckets.items():
+                compressor.finish(ordinal, bucket)
+        for compressor, _ in pairs:
+            compressor.commit()
+        return gradients[0]
+
+    def traffic(self) -> Traffic:
+        """`Exchange.traffic`."""
+        return self._compressors[0].traffic()
+
+    def _in_buckets(self, gradients: Gradients) -> dict[int, list[Tensor]]:
+        return {
+            bucket.ordinal: [gradients[self._positions[t.spec.name]] for t in bucket.tensors]
+            for bucket in self._plan.buckets
+        }
+
+
+def plan_of(model: nn.Module, config: TopKConfig) -> Plan:
+    """The plan that TopKEF makes for an optimizer of the model's parameters, gradients averaged."""
+    return make_plan([spec_of(*each) for each in reversed(list(model.named_parameters()))], config)

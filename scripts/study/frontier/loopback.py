@@ -1,0 +1,88 @@
+"""Collectives between the simulated ranks of one process, for `horovod_topk.core.exchange`.
+
+Ranks take turns in lock-step: all start a collective before the first waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Joined = Callable[[list[Tensor]], list[Tensor]]  # what every rank hands over -> what each receives
+
+
+@dataclass
+class Loopback:
+    """The wire between `size` ranks."""
+
+    size: int
+    posted: dict[str, list[Tensor]] = field(default_factory=dict)  # in rank order, by collective
+    arrived: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def receive(self, name: str, rank: int, joined: Joined) -> Tensor:
+        """What comes to a rank; the last one to ask ends the collective.
+
+        Raises:
+            RuntimeError: a rank has not started the collective.
+        """
+        if name not in self.arrived:
+            payloads = self.posted.pop(name)
+            if len(payloads) != self.size:
+                raise RuntimeError(f"{name}: {len(payloads)} of {self.size} ranks have started it")
+            self.arrived[name] = joined(payloads)
+        received = self.arrived[name][rank]
+        if rank == self.size - 1:
+            del self.arrived[name]
+        return received
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way."""
+
+    wire: Loopback
+    name: str
+    rank: int
+    joined: Joined
+
+    def wait(self) -> Tensor:
+        """What comes to this rank, in rank order."""
+        return self.wire.receive(self.name, self.rank, self.joined)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`horovod_topk.core.route.Collective` of one rank."""
+
+    wire: Loopback
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """How many exchange."""
+        return self.wire.size
+
+    def allgather(self, payload: Tensor, name: str) -> Pending:
+        """All payloads, to every rank."""
+        return self._start(payload, name, _to_all)
+
+    def alltoall(self, payloads: Tensor, name: str) -> Pending:
+        """The p-th stretch of each, to rank p."""
+        return self._start(payloads, name, _to_each)
+
+    def _start(self, payload: Tensor, name: str, joined: Joined) -> Pending:
+        self.wire.posted.setdefault(name, []).append(payload)
+        return Pending(self.wire, name, self.rank, joined)
+
+
+def _to_all(payloads: list[Tensor]) -> list[Tensor]:
+    return [torch.cat(payloads)] * len(payloads)
+
+
+def _to_each(payloads: list[Tensor]) -> list[Tensor]:
+    ranks = len(payloads)
+    dealt = torch.stack(payloads).view(ranks, ranks, -1).transpose(0, 1)
+    return list(dealt.reshape(ranks, -1))

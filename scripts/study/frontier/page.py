@@ -1,0 +1,270 @@
+"""docs/frontier.md, made from the results on disk and from nothing else."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import launch
+from horovod_topk.config import EXCHANGES
+from study.frontier import agenda, measured, pictures, records
+from study.frontier.agenda import Point, Series
+from study.frontier.cells import RANKS
+from study.frontier.measured import Group, Measured
+from study.frontier.workloads import WORKLOADS
+from study.markdown import OPTIMIZERS, table
+
+PAGE = launch.ROOT / "docs" / "frontier.md"
+
+TITLES = {"digits": "Digits", "bytelm": "Byte language model"}
+SCORES = {"accuracy": "held-out accuracy", "bits_per_byte": "held-out bits per byte"}
+
+INTRODUCTION = """\
+# Quality against bytes
+
+<!-- Written by `make frontier` from docs/results/. Change scripts/study/frontier instead. -->
+
+What does each payload format and exchange of TopKEF cost in quality, at how many bytes? A larger
+ratio with coarser values sends as many bytes as a smaller one with finer values: this page shows
+which of them to prefer. "Fewer bytes" is `stats().reduction`: the bytes a rank sends in a ring
+allreduce of the dense gradients, over those it sends with TopKEF, all headers counted.
+
+{ranks} ranks, simulated in one process: one model stands for all of them, as real ranks hold the
+same weights bit for bit; each has batches, gradients, residuals and a compressor of its own, and
+payloads travel between them as they would through Horovod. A test trains the digits on two and on
+four real ranks and finds the same weights, to the bit
+(`tests/distributed/ranks/case_simulation.py`).
+
+Every run is compared with a dense one of the same seed: same initial weights, same batches in the
+same order, as many steps. The learning rate is the one that suits *dense* best, by a sweep on
+validation data with other seeds ([below](#denses-learning-rates)); nothing is tuned for TopKEF. It
+rises over the first 5% of the steps and falls to zero as a cosine. SGD has momentum 0.9, AdamW
+PyTorch's defaults. Means come with their standard errors. `make frontier` makes it all again; a run
+with a line in `docs/results/frontier-*.jsonl` is not repeated.
+
+- Digits: `examples/pytorch_digits.py`, {digits_steps:,} steps, {digits_batch} examples a rank and
+  step. Skewed shards are the rows sorted by label and cut into {ranks}: each rank has two or three
+  of the ten digits.
+- Byte language model: `examples/pytorch_bytelm.py`, {bytelm_steps:,} steps, {bytelm_batch}
+  sequences a rank and step. With skewed shards each rank reads a quarter of the standard library,
+  cut in the order of its files' names."""
+
+EQUAL_BYTES = """\
+## At equal bytes
+
+For each exchange and format the largest ratio that still sends so many times fewer bytes, and the
+final score less dense's: points of accuracy (more is better), % of bits a byte (less is better).
+Out of reach: no ratio sends so few bytes, as tensors below `min_numel` travel whole."""
+
+WITHIN = """\
+## How far each format goes
+
+The largest measured reduction that costs no more than {digits:g} points of accuracy, or
+{bytelm:g}% of bits a byte, in the mean; a dash where no measured ratio does."""
+
+SWEEPS = """\
+## Dense's learning rates
+
+Final scores on validation data, dense, equal shards, one run a seed; no table above uses these data
+or these seeds. The rate in bold, the best on average, is the one used everywhere above, with skewed
+shards too. A grid grows while its best rate lies on its edge."""
+
+
+def write() -> Path:
+    """Writes the page and its pictures; says what is missing."""
+    groups = measured.groups()
+    found = [group for group in groups if group.points]
+    parts = [_introduction(), _machine(), _goals(found), EQUAL_BYTES]
+    parts += [_equal_bytes(found, goal) for goal in sorted(agenda.GOALS, reverse=True)]
+    parts += [WITHIN.format(**measured.TOLERANCE), _within(found)]
+    parts += [*map(_section, found), SWEEPS, *map(_sweep, agenda.SERIES), _missing(groups)]
+    PAGE.write_text("\n\n".join(filter(None, parts)) + "\n")
+    return PAGE
+
+
+def _introduction() -> str:
+    return INTRODUCTION.format(
+        ranks=RANKS,
+        digits_steps=agenda.DIGITS.steps,
+        bytelm_steps=agenda.BYTELM.steps,
+        digits_batch=WORKLOADS["digits"].batch_size,
+        bytelm_batch=WORKLOADS["bytelm"].batch_size,
+    )
+
+
+def _machine() -> str:
+    found = [run["environment"] for run in records.finished().values()]
+    form = "{cpu}, {cores} cores shared with other work, Python {python}, PyTorch {torch}"
+    machines = sorted({form.format(**each) for each in found})
+    dates = sorted({each["date"] for each in found})
+    days = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
+    return f"{len(found):,} runs, one thread each, on {'; '.join(machines)}; {days}."
+
+
+def _name(group: Group) -> str:
+    series = group.series
+    return f"{TITLES[series.workload]}, {OPTIMIZERS[series.optimizer]}, {group.shards} shards"
+
+
+def difference(group: Group, cost: float, error: float | None) -> str:
+    """Final score less dense's, in the workload's unit."""
+    if math.isinf(cost):
+        return "diverged"
+    sign, unit = (-1, "") if group.series.higher_is_better else (1, "%")
+    spread = "" if error is None else f" ± {error:.2f}"
+    return f"{round(sign * cost, 2) + 0.0:+.2f}{spread}{unit}"
+
+
+def _of(group: Group, each: Measured) -> str:
+    """The same of a point; says so if it rests on one seed."""
+    alone = "" if len(each.costs) > 1 else " (1 seed)"
+    return difference(group, each.cost, each.error) + alone
+
+
+def setting(point: Point) -> str:
+    """A point in words."""
+    return f"{point.exchange}, {point.values}, ratio {point.ratio:g}"
+
+
+def _goals(groups: Sequence[Group]) -> str:
+    """For each group the defaults, and for each goal the best point of at least that reduction."""
+    rows = []
+    for group in groups:
+        for default in (each for each in group.points if each.point == agenda.DEFAULT):
+            rows.append([_name(group), "the defaults", *_judged(group, default)])
+        for goal in (goal for goal in agenda.GOALS if _is_asked(group, goal)):
+            reached = [each for each in group.points if each.reduction >= goal]
+            if reached:
+                best = min(reached, key=lambda each: each.cost)
+                rows.append([_name(group), f"best at {goal:g}x or more", *_judged(group, best)])
+    header = ["", "", "setting", "fewer bytes", "less dense", "within"]
+    note = (
+        "The best of several settings looks a little better than it is; the tables that follow "
+        "have all of them, good or bad."
+    )
+    return f"## In short\n\n{table(header, rows)}\n\n{note}"
+
+
+def _judged(group: Group, each: Measured) -> list[str]:
+    """Setting, reduction, difference, and whether that is within the group's tolerance."""
+    met = "yes" if each.cost <= group.tolerance else "**no**"
+    limit = f"{group.tolerance:g} {measured.UNIT[group.series.workload]}".replace(" %", "%")
+    return [setting(each.point), f"{each.reduction:.0f}x", _of(group, each), f"{met} ({limit})"]
+
+
+def _is_asked(group: Group, goal: float) -> bool:
+    """Whether the study looks at this reduction here."""
+    return group.series.workload == "bytelm" or goal == max(agenda.GOALS)
+
+
+def _equal_bytes(groups: Sequence[Group], goal: float) -> str:
+    """Every format and exchange at one reduction; a column a group."""
+    columns = [group for group in groups if _is_asked(group, goal)]
+    rows = []
+    for exchange, values in product(EXCHANGES, agenda.FORMATS):
+        cells = [_cell(group, exchange, values, goal) for group in columns]
+        rows.append([exchange, values, *cells])
+    header = ["exchange", "values", *(_name(group) for group in columns)]
+    return f"### {goal:g} times fewer bytes\n\n{table(header, rows)}" if columns else ""
+
+
+def _cell(group: Group, exchange: str, values: str, goal: float) -> str:
+    point = agenda.largest_ratio(group.series.workload, exchange, values, goal)
+    if point is None:
+        return "out of reach"
+    found = next((each for each in group.points if each.point == point), None)
+    return "not run" if found is None else f"{_of(group, found)}, ratio {point.ratio:g}"
+
+
+def _within(groups: Sequence[Group]) -> str:
+    rows = []
+    for exchange, values in product(EXCHANGES, agenda.FORMATS):
+        row = []
+        for group in groups:
+            same = [
+                e for e in group.points if (e.point.exchange, e.point.values) == (exchange, values)
+            ]
+            row.append(_furthest(group, same))
+        rows.append([exchange, values, *row])
+    anything = [_furthest(group, group.points) for group in groups]
+    rows.append(["any", "any", *anything])
+    return table(["exchange", "values", *map(_name, groups)], rows)
+
+
+def _alike(group: Group, exchange: str, values: str) -> list[Measured]:
+    wanted = (exchange, values)
+    return [each for each in group.points if (each.point.exchange, each.point.values) == wanted]
+
+
+def _furthest(group: Group, points: Sequence[Measured]) -> str:
+    found = measured.within(points, group.tolerance)
+    return "-" if found is None else f"{found.reduction:.0f}x, ratio {found.point.ratio:g}"
+
+
+def _section(group: Group) -> str:
+    series, column = group.series, WORKLOADS[group.series.workload].column
+    dense = list(group.dense.values())
+    scores = ", ".join(_score(column, score) for score in dense)
+    mean = _score(column, statistics.mean(dense))
+    opening = (
+        f"Dense: {SCORES[column]} {mean} in the mean of {len(dense)} seeds ({scores}), learning "
+        f"rate {agenda.chosen(series):g}. In bold, what nothing else measured here beats in both "
+        "bytes and difference."
+    )
+    return "\n\n".join([f"## {_name(group)}", opening, pictures.link(group), _points(group)])
+
+
+def _points(group: Group) -> str:
+    best = {each.point for each in measured.frontier(group.points)}
+    column = WORKLOADS[group.series.workload].column
+    rows = []
+    for each in group.points:
+        finite = [score for score in each.scores.values() if score is not None]
+        mark = "**" if each.point in best else ""
+        others = (agenda.reduction(group.series.workload, each.point, ranks) for ranks in (2, 8))
+        rows.append(
+            [
+                f"{mark}{each.point.exchange}{mark}",
+                each.point.values,
+                f"{each.point.ratio:g}",
+                f"{each.sent_bytes:,}",
+                f"{each.reduction:.1f}x",
+                *(f"{other:.1f}x" for other in others),
+                _score(column, statistics.mean(finite)) if finite else "diverged",
+                f"{mark}{difference(group, each.cost, each.error)}{mark}",
+                str(len(each.costs)),
+            ]
+        )
+    header = ["exchange", "values", "ratio", "bytes a step and rank", f"fewer bytes, P={RANKS}"]
+    header += ["P=2", "P=8", SCORES[column], "less dense", "seeds"]
+    return table(header, rows)
+
+
+def _score(column: str, value: float) -> str:
+    return f"{100 * value:.2f}%" if column == "accuracy" else f"{value:.4f}"
+
+
+def _sweep(series: Series) -> str:
+    column = WORKLOADS[series.workload].column
+    scores, chosen = agenda.sweep_scores(series), agenda.chosen(series)
+    rows = [
+        [f"**{lr:g}**" if lr == chosen else f"{lr:g}", *(_score(column, each) for each in values)]
+        for lr, values in scores.items()
+        if values
+    ]
+    if not rows:
+        return ""
+    title = f"### {TITLES[series.workload]}, {OPTIMIZERS[series.optimizer]}, {series.steps:,} steps"
+    header = ["learning rate", *(f"seed {seed}" for seed in series.sweep_seeds)]
+    return f"{title}\n\n{table(header, rows)}"
+
+
+def _missing(groups: Sequence[Group]) -> str:
+    rows = [[_name(group), f"{group.missing:,}"] for group in groups if group.missing]
+    if not rows:
+        return ""
+    note = "Runs that the study names and that nobody has made yet; `make frontier` goes on there."
+    return f"## Missing\n\n{note}\n\n{table(['', 'runs'], rows)}"
