@@ -12,7 +12,7 @@ from functools import cache, partial
 from itertools import product
 
 from horovod_topk.config import EXCHANGES, TopKConfig
-from horovod_topk.core.exchange import exchange_of
+from horovod_topk.core.choice import make_exchange
 from study import results
 from study.frontier import records
 from study.frontier.cells import RANKS, Cell, dense
@@ -147,7 +147,7 @@ def largest_ratio(workload: str, exchange: str, values: str, goal: float) -> Poi
 def reduction(workload: str, point: Point, ranks: int = RANKS) -> float:
     """How many times fewer bytes a rank sends than in a ring allreduce."""
     config = TopKConfig(ratio=point.ratio, values=point.values, exchange=point.exchange)
-    exchange = exchange_of(point.exchange, Collective(Loopback(ranks), 0))
+    exchange = make_exchange(point.exchange, Collective(Loopback(ranks), 0))
     traffic = exchange.traffic(plan_of(_model(workload), config))
     return traffic.dense_bytes / traffic.sent_bytes
 

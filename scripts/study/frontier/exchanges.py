@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from horovod_topk.config import TopKConfig
+from horovod_topk.core.choice import make_exchange
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.exchange import Traffic, exchange_of, ring_allreduce_bytes
+from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
 from horovod_topk.core.plan import Plan, make_plan
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.planning import spec_of
@@ -50,7 +51,7 @@ class Dense:
     def traffic(self) -> Traffic:
         """`Exchange.traffic`."""
         sent = ring_allreduce_bytes(self._bytes, self._ranks)
-        return Traffic(self._values, self._bytes, sent, sent)
+        return Traffic(self._values, self._bytes, sent, sent, None, None)
 
 
 class Compressed:
@@ -61,7 +62,9 @@ class Compressed:
         ops, wire, plan = TorchOps(), Loopback(ranks), plan_of(model, config)
         self._plan = plan
         self._compressors = [
-            Compressor(plan, ops, TopK(ops), exchange_of(config.exchange, collective), "simulated")
+            Compressor(
+                plan, ops, TopK(ops), make_exchange(config.exchange, collective), "simulated"
+            )
             for collective in (Collective(wire, rank) for rank in range(ranks))
         ]
 
