@@ -95,7 +95,7 @@ def main() -> int:
     )
     parser.add_argument("--hosts", type=int, nargs="*", default=list(HOSTS))
     parser.add_argument("--cycles", type=int, nargs="*", default=[QUIET, DEFAULT])
-    parser.add_argument("--steps", type=int, default=3, help="counted, of each way")
+    parser.add_argument("--steps", type=int, default=2, help="counted, of each way")
     parser.add_argument("--keep", action="store_true", help="keep the results of other jobs")
     args = parser.parse_args()
     keep = args.keep or not args.hosts

@@ -57,9 +57,10 @@ def _load() -> Found:
         return Found(None, f"the kernels do not load: {error}")
     if not hasattr(library, "topkef_digest"):
         return Found(None, f"{LIBRARY} is something else")
-    _declare(library)
+    library.topkef_digest.restype = ctypes.c_char_p
     if library.topkef_digest().decode() != digest():
         return Found(None, f"they were compiled from other sources; {CURE}")
+    _declare(library)
     return Found(library, library.topkef_isa().decode())
 
 
@@ -68,7 +69,6 @@ def _declare(library: Library) -> None:
     address, number, real, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_char_p
     arguments: dict[str, list[type]] = {
         "topkef_isa": [],
-        "topkef_digest": [],
         "topkef_bucket_new": [address, number],
         "topkef_bucket_free": [address],
         "topkef_encode": [address, address, address, address, address, ctypes.c_int],
@@ -79,7 +79,6 @@ def _declare(library: Library) -> None:
     for name, types in arguments.items():
         getattr(library, name).argtypes = types
     library.topkef_isa.restype = text
-    library.topkef_digest.restype = text
     library.topkef_bucket_new.restype = address
     library.topkef_bucket_free.restype = None
     library.topkef_encode.restype = None

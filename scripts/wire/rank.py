@@ -100,7 +100,7 @@ def all_ways(steps: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure; rank 0 writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -32,7 +32,8 @@ kernel's packet scheduler counts, between two barriers.
 - *fewer*: how many times fewer bytes on the card than with Horovod's dense allreduce.
 - *stats()*: the bytes that `TopKEF.of(optimizer).stats()` says a rank sends; *carried / stats()*:
   what the packets carry, without headers, against that: with idle talk taken off, and all of it.
-  Ranks that exchange talk less than idle ones, so that the truth lies between.
+  Ranks that exchange talk less than idle ones, so that the truth lies between; where idle talk
+  could be half of it, only the most is given.
 
 ## Goals
 
@@ -112,4 +113,6 @@ def _rows(found: dict[str, Figures]) -> Iterator[tuple[str, ...]]:
 def _against_stats(each: Figures) -> tuple[str, str]:
     if each.stats is None:
         return "", ""
-    return f"{each.stats:,.0f}", "{:.2f} to {:.2f}".format(*each.carried)
+    least, most = each.carried
+    told = f"{least:.2f} to {most:.2f}" if least > 0.5 else f"at most {most:.2f}"
+    return f"{each.stats:,.0f}", told
