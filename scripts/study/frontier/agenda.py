@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 
-from horovod_topk.config import EXCHANGES, TopKConfig
+from horovod_topk.config import TopKConfig
 from horovod_topk.core.choice import make_exchange
 from study import results
 from study.frontier import records
@@ -20,6 +20,7 @@ from study.frontier.exchanges import plan_of
 from study.frontier.loopback import Collective, Loopback
 from study.frontier.workloads import WORKLOADS
 
+EXCHANGES = ("allgather", "sharded")  # of ranks that are a node each
 RATIOS = (0.001, 0.003, 0.01, 0.03, 0.1)
 FINE_RATIOS = tuple(round(m * 10.0**e, 6) for e in (-4, -3, -2) for m in range(10, 100))
 FORMATS = ("float32", "int8", "int4", "sign")

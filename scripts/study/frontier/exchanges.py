@@ -51,7 +51,7 @@ class Dense:
     def traffic(self) -> Traffic:
         """`Exchange.traffic`."""
         sent = ring_allreduce_bytes(self._bytes, self._ranks)
-        return Traffic(self._values, self._bytes, sent, sent, None, None)
+        return Traffic(self._values, self._bytes, sent, sent, between_bytes=None, node_bytes=None)
 
 
 class Compressed:
@@ -60,13 +60,9 @@ class Compressed:
     def __init__(self, model: nn.Module, ranks: int, config: TopKConfig) -> None:
         self._positions = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         ops, wire, plan = TorchOps(), Loopback(ranks), plan_of(model, config)
+        ways = [make_exchange(config.exchange, Collective(wire, rank)) for rank in range(ranks)]
         self._plan = plan
-        self._compressors = [
-            Compressor(
-                plan, ops, TopK(ops), make_exchange(config.exchange, collective), "simulated"
-            )
-            for collective in (Collective(wire, rank) for rank in range(ranks))
-        ]
+        self._compressors = [Compressor(plan, ops, TopK(ops), way, "simulated") for way in ways]
 
     def mean(self, gradients: list[Gradients]) -> Gradients:
         """`Exchange.mean`: as Horovod's optimizer with TopKEF exchanges and commits."""

@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 
 import launch
-from horovod_topk.config import EXCHANGES
 from study.frontier import agenda, measured, pictures, records
 from study.frontier.agenda import Point, Series
 from study.frontier.cells import RANKS
@@ -164,7 +163,7 @@ def _equal_bytes(groups: Sequence[Group], goal: float) -> str:
     """Every format and exchange at one reduction; a column a group."""
     columns = [group for group in groups if _is_asked(group, goal)]
     rows = []
-    for exchange, values in product(EXCHANGES, agenda.FORMATS):
+    for exchange, values in product(agenda.EXCHANGES, agenda.FORMATS):
         cells = [_cell(group, exchange, values, goal) for group in columns]
         rows.append([exchange, values, *cells])
     header = ["exchange", "values", *(_name(group) for group in columns)]
@@ -181,14 +180,9 @@ def _cell(group: Group, exchange: str, values: str, goal: float) -> str:
 
 def _within(groups: Sequence[Group]) -> str:
     rows = []
-    for exchange, values in product(EXCHANGES, agenda.FORMATS):
-        row = []
-        for group in groups:
-            same = [
-                e for e in group.points if (e.point.exchange, e.point.values) == (exchange, values)
-            ]
-            row.append(_furthest(group, same))
-        rows.append([exchange, values, *row])
+    for exchange, values in product(agenda.EXCHANGES, agenda.FORMATS):
+        found = [_furthest(group, _alike(group, exchange, values)) for group in groups]
+        rows.append([exchange, values, *found])
     anything = [_furthest(group, group.points) for group in groups]
     rows.append(["any", "any", *anything])
     return table(["exchange", "values", *map(_name, groups)], rows)

@@ -19,7 +19,7 @@ from study.frontier.cells import DENSE, Cell
 from study.frontier.training import Job
 from witness import assert_close, bits
 
-STEPS = 30
+STEPS = 15
 
 
 def cell(exchange: str, values: str, optimizer: str = "sgd") -> Cell:
@@ -68,11 +68,13 @@ def test_weights_are_those_of_real_ranks_to_the_bit(
     wanted = cell(exchange, values, optimizer)
     compression = TopKEF(ratio=wanted.ratio, values=values, exchange=exchange)
     real = trained(wanted, compression, batch_size=16)
-    assert torch.equal(bits(simulated(wanted).parameters()), bits(real.parameters()))
+    if hvd.rank() == 0:  # the simulation needs no others
+        assert torch.equal(bits(simulated(wanted).parameters()), bits(real.parameters()))
 
 
 @pytest.mark.world_size(2, 4)
 def test_dense_weights_are_those_of_horovods_allreduce() -> None:
     wanted = cell(DENSE, "float32")
     real = trained(wanted, hvd.Compression.none, batch_size=16)
-    assert_close(simulated(wanted).parameters(), real.parameters())
+    if hvd.rank() == 0:
+        assert_close(list(simulated(wanted).parameters()), list(real.parameters()))
