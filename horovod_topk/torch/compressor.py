@@ -22,7 +22,8 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
     Args:
         ratio: share of a tensor's elements sent each step, in (0, 1].
         values: how values are sent: "float32" (float64 for a float64 tensor), "float16",
-            "bfloat16", "int8", "int4" or "sign". The residual keeps the rounding.
+            "bfloat16", "int8", "int4" or "sign". The residual keeps the rounding; what "sign"
+            leaves is so much that training may diverge (docs/frontier.md).
         indices: "packed", "plain" (16 or 32 bits), or "auto": packed but on accelerators.
         exchange: how payloads travel: "allgather"; "sharded", whose bytes hardly grow with the
             number of ranks; "hierarchical", dense within a node and sparse between nodes, which
