@@ -5,6 +5,8 @@
     checkpoint.save(folder, TopKEF.of(optimizer))     # on every rank, after a step
     checkpoint.load(folder, TopKEF.of(optimizer))     # on every rank, before the first
 
+In TensorFlow `TopKEF.of` answers after the first step only: give `load` the `TopKEF(...)` itself.
+
 What a rank has not sent yet is a part of all gradients so far: a run that goes on without it has
 lost them, and one that goes on with it is bitwise the run that never stopped. Every checkpoint
 wants a folder of its own, which all ranks can read.
@@ -16,7 +18,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +34,16 @@ class State(Protocol):
     """What `TopKEF.of(optimizer)` returns, or a `TopKEF` with one optimizer."""
 
     framework: str  # "torch" or "tensorflow"
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is compressed here."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """How many steps have ended, committed or rolled back: as many on every rank."""
+        ...
 
     @property
     def place(self) -> tuple[int, int]:
@@ -56,6 +68,10 @@ class State(Protocol):
         """Take on residuals; raises StateDictError before anything has changed."""
         ...
 
+    def reset(self) -> None:
+        """Forget all residuals."""
+        ...
+
 
 def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") -> Path | None:
     """Write this rank's shard. Call it on every rank, between two steps.
@@ -77,8 +93,9 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
     rank, ranks = state.place
     path = _path(Path(folder), name, rank, ranks)
     path.parent.mkdir(parents=True, exist_ok=True)
-    job = {"ranks": ranks, "reduction": state.reduction, "tensors": state.tensors}
-    _replace(path, shard.dump({**contents, "rank": rank, **job}, state.framework))
+    place = {"rank": rank, "ranks": ranks, "steps": state.steps}
+    facts = {**place, "reduction": state.reduction, "tensors": state.tensors}
+    _replace(path, shard.dump({**contents, **facts}, state.framework))
     return path
 
 
@@ -95,18 +112,29 @@ def load(
         state: of an optimizer with the same parameters.
         name: as given to `save`.
         strict: refuse what does not fit. If False, tensors without a fitting residual start at
-            zero, and a log line names them.
+            zero, and a log line names them; all do where no shard can be read.
 
     Raises:
-        CheckpointError: a shard is missing, damaged or another rank's; nothing has changed.
+        CheckpointError: a shard is missing, damaged, another rank's or of another step; nothing has
+            changed.
         StateDictError: residuals do not fit the optimizer; nothing has changed.
     """
+    if not state.active:
+        log.warning("TopKEF compresses nothing here, and takes on nothing from %s", folder)
+        return
+    own = _own(state)
+    if not strict and not own:
+        raise CheckpointError(
+            "before the first step it is not known what fits",
+            cure="Load with strict=False after the first step, or with strict=True before it",
+        )
     try:
-        contents = _read(Path(folder), name, state)
-        state.load_state_dict(contents if strict else _fitting(contents, _own(state)))
+        contents = _read(Path(folder), name, state, own, strict=strict)
+        state.load_state_dict(contents if strict else _fitting(contents, own))
     except (CheckpointError, StateDictError) as error:
         if strict:
             raise
+        state.reset()
         log.warning("TopKEF starts with all residuals at zero: %s", error)
 
 
@@ -128,12 +156,17 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
-def _read(folder: Path, name: str, state: State) -> dict[str, Any]:
+def _read(
+    folder: Path, name: str, state: State, own: Mapping[str, Any], *, strict: bool
+) -> dict[str, Any]:
     """This rank's state dict: as it was saved, or its part of what all ranks saved."""
     rank, ranks = state.place
-    saved, own = _saved_ranks(folder, name), _own(state)
+    saved = _saved_ranks(folder, name)
+    _check_steps([_path(folder, name, each, saved) for each in range(saved)])
     if saved == ranks:
         contents = _read_shard(_path(folder, name, rank, ranks), rank, ranks, state.framework)
+        if own:
+            parts.check_reduction(contents, state.reduction)
         if not own or _owner(contents) == _owner(own):
             return contents
     if not own:
@@ -147,8 +180,19 @@ def _read(folder: Path, name: str, state: State) -> dict[str, Any]:
         _read_shard(_path(folder, name, each, saved), each, saved, state.framework)
         for each in range(saved)
     )
-    job = parts.Job(ranks, state.reduction, state.tensors)
+    job = parts.Job(ranks, state.reduction, state.tensors, strict)
     return parts.share_out(shards, saved, own, job, state.framework)
+
+
+def _check_steps(paths: Sequence[Path]) -> None:
+    """Refuse shards that were not saved together; others refuse one that cannot be read."""
+    steps = {path.name: shard.peek(path).get("steps") for path in paths}
+    known = {each for each in steps.values() if each is not None}
+    if len(known) > 1:
+        raise CheckpointError(
+            f"{paths[0].parent} has shards of different steps: {steps}",
+            cure="Load an older checkpoint, and give each one a folder of its own",
+        )
 
 
 def _owner(contents: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -199,8 +243,6 @@ def _own(state: State) -> Mapping[str, Any]:
 
 def _fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's own state dict with the residuals that fit it, and zeros for the others."""
-    if not own:
-        return dict(saved)
     fitting = {**own, "residuals": _residuals(saved, own)}
     if "owned" in own:
         same = _owner(saved) == _owner(own)
@@ -212,7 +254,8 @@ def _fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 def _residuals(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     fitting = {}
     for name, mine in own["residuals"].items():
-        fits = saved.get("shapes", {}).get(name) == own["shapes"][name]
+        same = saved.get("shapes", {}).get(name) == own["shapes"][name]
+        fits = same and name in saved["residuals"]
         fitting[name] = saved["residuals"][name] if fits else mine - mine
         if not fits:
             log.warning("TopKEF: the checkpoint has no residual for %s, which starts at zero", name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ class Job:
     ranks: int
     reduction: str  # "average" or "sum"
     tensors: Mapping[str, list[int]]  # shapes by name
+    strict: bool = True  # refuse shards with other tensors; if not, leave those out
 
 
 def share_out(
@@ -42,28 +43,49 @@ def share_out(
 
     def read() -> Iterator[StateDict]:
         for shard in shards:
-            _check(shard, job)
-            yield _each(shard, wrap)
+            check_reduction(shard, job.reduction)
+            if job.strict:
+                _check_tensors(shard, job)
+            yield _each(_without(shard, _differing(shard, job)), wrap)
 
     total = reshard.pending(read(), saved, job.reduction, ops)
     return _each(reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops), unwrap)
 
 
-def _check(shard: StateDict, job: Job) -> None:
-    if shard["reduction"] != job.reduction:
+def check_reduction(shard: StateDict, reduction: str) -> None:
+    """Refuse residuals in other units.
+
+    Raises:
+        CheckpointError: the other job's gradients were reduced otherwise.
+    """
+    if shard["reduction"] != reduction:
         raise CheckpointError(
             f"the checkpoint is of gradients reduced to their {shard['reduction']}, these are "
-            f"reduced to their {job.reduction}",
+            f"reduced to their {reduction}",
             cure="Pass the same op= as when it was saved",
         )
-    for name in sorted({*shard["tensors"], *job.tensors}):
-        saved, here = shard["tensors"].get(name), job.tensors.get(name)
-        if saved != here:
-            raise StateDictError(
-                f"the checkpoint's shape is {saved}, the gradient's {here}",
-                tensor=name,
-                cure="Load the checkpoint into the model it was saved from, or pass strict=False",
-            )
+
+
+def _differing(shard: StateDict, job: Job) -> list[str]:
+    """Tensors that are not in both, or have other shapes."""
+    names = sorted({*shard["tensors"], *job.tensors})
+    return [name for name in names if shard["tensors"].get(name) != job.tensors.get(name)]
+
+
+def _check_tensors(shard: StateDict, job: Job) -> None:
+    for name in _differing(shard, job):
+        raise StateDictError(
+            f"the checkpoint's shape is {shard['tensors'].get(name)}, the gradient's "
+            f"{job.tensors.get(name)}",
+            tensor=name,
+            cure="Load the checkpoint into the model it was saved from, or pass strict=False",
+        )
+
+
+def _without(state: StateDict, names: Sequence[str]) -> StateDict:
+    kept = {name: e for name, e in state["residuals"].items() if name not in names}
+    owned = {"owned": _without(state["owned"], names)} if "owned" in state else {}
+    return {**state, "residuals": kept, **owned}
 
 
 def _arrays(framework: str) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:

@@ -16,12 +16,14 @@ import importlib
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from horovod_topk.errors import CheckpointError
 
 FORMAT = "horovod_topk"
 RESIDUALS, OWNED = "residuals", "owned"
+_LONGEST_HEADER = 100_000_000  # bytes; as safetensors has it
 _UNKNOWN = "0" * 64
 _DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
@@ -71,6 +73,16 @@ def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
             cure="Copy it again from where it was saved, or load an older checkpoint",
         )
     return _assemble(_facts(data), _safetensors(framework).load(data))
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """What a file says of itself, unchecked; nothing if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            return _facts(size.to_bytes(8, "little") + file.read(min(size, _LONGEST_HEADER)))
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _find_digest(data: bytes) -> re.Match[bytes] | None:

@@ -123,7 +123,7 @@ class _Over(Generic[Array]):
         self._collective = collective
         self.nodes = nodes
         self.because = because
-        self._counted: dict[bytes, Traffic] = {}  # by their plan's digest
+        self._counted: dict[tuple[bytes, int], Traffic] = {}  # by their plan's digest
 
     @property
     def ranks(self) -> int:
@@ -142,9 +142,10 @@ class _Over(Generic[Array]):
 
     def traffic(self, plan: Plan) -> Traffic:
         """Bytes of a step; counted once, as every step asks."""
-        if plan.digest not in self._counted:
-            self._counted[plan.digest] = self._count(plan)
-        return self._counted[plan.digest]
+        key = plan.digest, self.ranks  # those of an elastic job come and go
+        if key not in self._counted:
+            self._counted[key] = self._count(plan)
+        return self._counted[key]
 
     def _count(self, plan: Plan) -> Traffic:
         raise NotImplementedError

@@ -20,6 +20,16 @@ class State(Protocol):
     """Error feedback behind one optimizer."""
 
     @property
+    def active(self) -> bool:
+        """Whether anything is compressed here."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """How many steps have ended, committed or rolled back: as many on every rank."""
+        ...
+
+    @property
     def place(self) -> tuple[int, int]:
         """This rank, and of how many that exchange."""
         ...
@@ -98,6 +108,16 @@ class Front(abc.ABC):
     def reduction(self) -> str:
         """As `OptimizerState.reduction`, of the one optimizer behind this instance."""
         return self._only_state().reduction
+
+    @property
+    def active(self) -> bool:
+        """As `OptimizerState.active`, of the one optimizer behind this instance."""
+        return self._only_state().active
+
+    @property
+    def steps(self) -> int:
+        """As `OptimizerState.steps`, of the one optimizer behind this instance."""
+        return self._only_state().steps
 
     @property
     def place(self) -> tuple[int, int]:

@@ -52,10 +52,10 @@ def pending(
 def share_out(
     total: Mapping[str, Array], own: StateDict, ranks: int, reduction: str, ops: Ops[Array]
 ) -> dict[str, Any]:
-    """This rank's state dict, such that all ranks' together owe `total`.
+    """This rank's state dict, such that all ranks' together owe `total`; without other tensors.
 
     Args:
-        total: what `pending` returned, of the same tensors.
+        total: what `pending` returned.
         own: this rank's state dict as it is, which tells what it keeps.
         ranks: how many share it.
         reduction: "average" or "sum".
@@ -66,12 +66,15 @@ def share_out(
     state["residuals"] = {
         name: _scaled(total[name], 1 / (share * ranks), ops, like=e)
         for name, e in own["residuals"].items()
+        if name in total
     }
     if "owned" in own:
         nodes = own["owned"].get("nodes")
         scale = 1 / (share * len(nodes)) if nodes is not None else 0.0
         residuals = {}
         for name, part, e in _parts_of(own["owned"]):
+            if name not in total:
+                continue
             places = part.places(ops.numel(e), ops)
             residuals[name] = _scaled(ops.take(total[name], places), scale, ops, like=e)
         state["owned"] = {**own["owned"], "residuals": residuals}

@@ -76,7 +76,8 @@ class Collective(Protocol[Array]):
         """Start to add up arrays element by element; rank p gets a stretch of counts[p] elements.
 
         They are added in rank order, whatever arrives first, and whatever else is under way. As
-        `allgather` otherwise. `wait` raises PayloadError if a rank has sent another number.
+        `allgather` otherwise. `wait` of PyTorch's raises PayloadError if a rank has sent another
+        number; other implementations may not notice, as plans are agreed on beforehand.
         """
         ...
 
@@ -110,7 +111,10 @@ class Route(Protocol[Given]):
         ...
 
     def drain(self) -> None:
-        """Let what is under way come to its end, and forget it; starts nothing."""
+        """Let what is under way come to its end, and forget it.
+
+        Starts nothing but what ranks that go on with the step wait for: flags that end it.
+        """
         ...
 
     def unchanged(self, gradients: Sequence[Given]) -> bool:

@@ -42,7 +42,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             node the fewest bytes leave.
         gather_ratio: of "sharded", the share of its elements that the owner of a shard sends
             back, in (0, 1]; None: as `ratio`.
-        selection: how the largest elements are found: "exact".
+        selection: how the largest elements are found: "exact", or "sampled", by a threshold from a
+            sample, which is faster.
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
 
@@ -106,6 +107,11 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
     def decompress(tensor: Any, ctx: object) -> Any:
         """Return the tensor: gradients are decoded before Horovod asks."""
         return tensor
+
+    @property
+    def active(self) -> bool:
+        """As `OptimizerState.active`; before the first step whether there are other processes."""
+        return super().active if len(self._states) else bool(hvd.size() > 1)
 
     @property
     def place(self) -> tuple[int, int]:

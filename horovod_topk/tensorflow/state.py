@@ -107,6 +107,11 @@ class OptimizerState:
         return {name: list(spec.shape) for name, spec in self._specs().items()}
 
     @property
+    def steps(self) -> int:
+        """How many steps have ended, committed or rolled back: as many on every rank."""
+        return self._steps + self._rolled_back
+
+    @property
     def place(self) -> tuple[int, int]:
         """This rank, and of how many that exchange."""
         return (self._collective.rank, self._collective.size) if self.active else (0, 1)

@@ -31,7 +31,8 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
             node the fewest bytes leave.
         gather_ratio: of "sharded", the share of its elements that the owner of a shard sends
             back, in (0, 1]; None: as `ratio`.
-        selection: how the largest elements are found: "exact".
+        selection: how the largest elements are found: "exact", or "sampled", by a threshold from a
+            sample, which is faster.
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
 

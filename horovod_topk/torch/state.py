@@ -129,6 +129,11 @@ class OptimizerState:
         return {t.spec.name: list(t.spec.shape) for t in self._compressor.plan.tensors()}
 
     @property
+    def steps(self) -> int:
+        """How many steps have ended, committed or rolled back: as many on every rank."""
+        return self._compressor.steps + self._compressor.rolled_back if self.active else 0
+
+    @property
     def place(self) -> tuple[int, int]:
         """This rank, and of how many that exchange."""
         return (self._compressor.rank, self._compressor.ranks) if self.active else (0, 1)

@@ -32,11 +32,14 @@ class Rank:
         self._compressor = world.ranks[rank]
         self._backend = world.backend
         self.framework, self.place = framework, (rank, world.size)
-        self.reduction = world.plan.reduction
+        self.reduction, self.steps, self.active = world.plan.reduction, self._compressor.steps, True
         self.tensors = {t.spec.name: list(t.spec.shape) for t in world.plan.tensors()}
 
     def state_dict(self) -> dict[str, Any]:
         return _each(self._compressor.state_dict(), lambda array: getattr(array, "value", array))
+
+    def reset(self) -> None:
+        self._compressor.reset()
 
     def load_state_dict(self, state: Any) -> None:
         as_array = self._backend.array
@@ -314,6 +317,61 @@ def test_one_damaged_shard_of_another_job_is_enough(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="00002-of-00003"):
         checkpoint.load(tmp_path, ranks(fresh)[0])
     assert kept(fresh) == before
+
+
+def test_shards_of_different_steps_are_refused(tmp_path: Path) -> None:
+    """A job that was killed while it replaced a checkpoint."""
+    save(trained(TORCH, "allgather"), tmp_path)
+    checkpoint.save(tmp_path, ranks(trained(TORCH, "allgather", steps=5))[0])
+    fresh = trained(TORCH, "allgather", steps=1)
+    before = kept(fresh)
+    for rank in ranks(fresh):
+        with pytest.raises(CheckpointError, match="different steps"):
+            checkpoint.load(tmp_path, rank)
+    assert kept(fresh) == before
+
+
+@pytest.mark.parametrize("size", [RANKS, 2])
+def test_another_reduction_is_refused(tmp_path: Path, size: int) -> None:
+    save(trained(TORCH, "sharded"), tmp_path)
+    fresh = trained(TORCH, "sharded", steps=1, size=size)
+    rank = ranks(fresh)[0]
+    rank.reduction = "sum"
+    before = kept(fresh)
+    with pytest.raises(CheckpointError, match="average, these are reduced to their sum"):
+        checkpoint.load(tmp_path, rank)
+    assert kept(fresh) == before
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
+def test_what_fits_is_shared_out_when_asked(tmp_path: Path, exchange: str) -> None:
+    """With another number of ranks, and one tensor that has changed."""
+    old = trained(TORCH, "sharded")
+    save(old, tmp_path)
+    specs = [SPECS[0], TensorSpec("läyer/b", (4,), "float32")]
+    new = trained(TORCH, exchange, steps=1, specs=specs, size=2)
+    for rank in ranks(new):
+        checkpoint.load(tmp_path, rank, strict=False)
+    np.testing.assert_allclose(owed(new)["w"], owed(old)["w"], rtol=1e-6, atol=1e-6)
+    assert not owed(new)["läyer/b"].any()
+
+
+def test_without_a_readable_shard_all_residuals_start_at_zero(tmp_path: Path, caplog: Any) -> None:
+    fresh = trained(TORCH, "allgather", steps=2)
+    with caplog.at_level(logging.WARNING):
+        checkpoint.load(tmp_path, ranks(fresh)[0], strict=False)
+    assert "no shard" in caplog.text
+    assert not fresh.residuals()[0]["w"].any()
+    assert fresh.residuals()[1]["w"].any()
+
+
+def test_an_inactive_rank_takes_on_nothing_and_says_so(tmp_path: Path, caplog: Any) -> None:
+    save(trained(TORCH, "allgather"), tmp_path)
+    rank = ranks(trained(TORCH, "allgather", steps=0))[0]
+    rank.active, rank.place = False, (0, 1)
+    with caplog.at_level(logging.WARNING):
+        checkpoint.load(tmp_path, rank)
+    assert "compresses nothing here" in caplog.text
 
 
 def test_an_inactive_rank_saves_nothing(tmp_path: Path) -> None:
