@@ -7,6 +7,7 @@ Each exchange knows who keeps residuals for what, how many bytes travel, and how
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -108,7 +109,7 @@ class Exchange(Protocol[Array]):
         ...
 
 
-class _Over(Generic[Array]):
+class _Over(abc.ABC, Generic[Array]):
     """What exchanges over a collective have in common.
 
     Args:
@@ -147,8 +148,9 @@ class _Over(Generic[Array]):
             self._counted[key] = self._count(plan)
         return self._counted[key]
 
+    @abc.abstractmethod
     def _count(self, plan: Plan) -> Traffic:
-        raise NotImplementedError
+        """Bytes of a step."""
 
     def _is_at_an_edge(self, rank: int) -> bool:
         """Whether the next rank in a ring of all is on another node."""
