@@ -20,57 +20,16 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_topk.checkpoint import parts, shard
+from horovod_topk.core.front import State
+from horovod_topk.core.residual import owner_of
 from horovod_topk.errors import CheckpointError, NotAttachedError, StateDictError
 
 log = logging.getLogger("horovod_topk")
 
 __all__ = ["load", "save"]
-
-
-class State(Protocol):
-    """What `TopKEF.of(optimizer)` returns, or a `TopKEF` with one optimizer."""
-
-    framework: str  # "torch" or "tensorflow"
-
-    @property
-    def active(self) -> bool:
-        """Whether anything is compressed here."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """How many steps have ended, committed or rolled back: as many on every rank."""
-        ...
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank, and of how many."""
-        ...
-
-    @property
-    def reduction(self) -> str:
-        """Whether what is applied is the "average" or the "sum" over ranks."""
-        ...
-
-    @property
-    def tensors(self) -> dict[str, list[int]]:
-        """Shapes of the gradients that are compressed, by name, as far as they are known."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of this rank's residuals; empty where nothing is compressed."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on residuals; raises StateDictError before anything has changed."""
-        ...
-
-    def reset(self) -> None:
-        """Forget all residuals."""
-        ...
 
 
 def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") -> Path | None:
@@ -167,7 +126,7 @@ def _read(
         contents = _read_shard(_path(folder, name, rank, ranks), rank, ranks, state.framework)
         if own:
             parts.check_reduction(contents, state.reduction)
-        if not own or _owner(contents) == _owner(own):
+        if not own or owner_of(contents.get("owned")) == owner_of(own.get("owned")):
             return contents
     if not own:
         raise CheckpointError(
@@ -193,12 +152,6 @@ def _check_steps(paths: Sequence[Path]) -> None:
             f"{paths[0].parent} has shards of different steps: {steps}",
             cure="Load an older checkpoint, and give each one a folder of its own",
         )
-
-
-def _owner(contents: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Whose shards a state dict has, if its exchange has owners."""
-    owned = contents.get("owned")
-    return None if owned is None else {key: owned.get(key) for key in ("ranks", "rank", "nodes")}
 
 
 def _saved_ranks(folder: Path, name: str) -> int:
@@ -245,7 +198,7 @@ def _fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     """The optimizer's own state dict with the residuals that fit it, and zeros for the others."""
     fitting = {**own, "residuals": _residuals(saved, own)}
     if "owned" in own:
-        same = _owner(saved) == _owner(own)
+        same = owner_of(saved.get("owned")) == owner_of(own["owned"])
         owned = _residuals(saved["owned"] if same else {}, own["owned"])
         fitting["owned"] = {**own["owned"], "residuals": owned}
     return fitting

@@ -17,7 +17,9 @@ from horovod_topk.errors import ConfigError, NotAttachedError
 
 
 class State(Protocol):
-    """Error feedback behind one optimizer."""
+    """Error feedback behind one optimizer, or behind a `Front` with one optimizer."""
+
+    framework: str  # "torch" or "tensorflow"
 
     @property
     def active(self) -> bool:

@@ -243,6 +243,11 @@ def _check_tensor(spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any]) -> 
         )
 
 
+def owner_of(owned: Mapping[str, Any] | None) -> Mapping[str, object] | None:
+    """Whose the owned shards of a state dict are; None if it has none."""
+    return None if owned is None else {key: owned[key] for key in OWNER if key in owned}
+
+
 def check_owner(here: Mapping[str, object] | None, owned: Mapping[str, Any] | None) -> None:
     """Refuse residuals of shards that are not this rank's: they would be lost.
 
@@ -253,7 +258,7 @@ def check_owner(here: Mapping[str, object] | None, owned: Mapping[str, Any] | No
     Raises:
         StateDictError: they are another rank's, or of other ranks or nodes.
     """
-    saved = {key: owned[key] for key in OWNER if key in owned} if owned is not None else None
+    saved = owner_of(owned)
     if here != saved:
         raise StateDictError(
             f"the state dict is of {_describe(saved)}, this is {_describe(here)}",
