@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,19 @@ from horovod_topk import process_sets
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.payload import check_counts
 
+_PAUSE = 50e-6  # seconds between two looks at a collective under way
+
+
+def _result_of(handle: int) -> Any:
+    """What a collective brings, once it is done.
+
+    Horovod's own waiting takes a whole core, which its background thread, or another rank's, may
+    need to get the collective done: with more ranks than cores each message then costs a time slice.
+    """
+    while not hvd.poll(handle):
+        time.sleep(_PAUSE)
+    return hvd.synchronize(handle)
+
 
 @dataclass(frozen=True)
 class _Handle:
@@ -22,7 +36,7 @@ class _Handle:
     handle: int
 
     def wait(self) -> Tensor:
-        result: Any = hvd.synchronize(self.handle)
+        result: Any = _result_of(self.handle)
         received: Tensor = result[0] if isinstance(result, tuple) else result
         return received
 
@@ -36,7 +50,7 @@ class _Sum:
     name: str
 
     def wait(self) -> Tensor:
-        received, counts = hvd.synchronize(self.handle)
+        received, counts = _result_of(self.handle)
         check_counts(counts.tolist(), self.count, self.name)
         rows: Tensor = received.view(counts.numel(), self.count)
         for other in rows[1:]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import types
 from collections.abc import Iterator
 
 import horovod.torch as hvd
 import pytest
 import torch
+from horovod.torch import mpi_ops
 
 from horovod_topk.process_sets import find_or_add
 from meeting import Meeting, choose
@@ -26,8 +28,26 @@ def without_compiler() -> None:
     sys.modules.setdefault(compiler.__name__, compiler)
 
 
+def without_spinning() -> None:
+    """Sleep between two looks at a collective, as Horovod's own waiting does not.
+
+    It takes a whole core, and with more ranks than cores every message of every background thread
+    waits for a time slice: with some process sets a step of a few collectives then takes seconds.
+    """
+    library = mpi_ops.mpi_lib
+    wait_and_clear = library.horovod_torch_wait_and_clear
+
+    def wait(handle: int) -> None:
+        while not library.horovod_torch_poll(handle):
+            time.sleep(50e-6)
+        wait_and_clear(handle)
+
+    library.horovod_torch_wait_and_clear = wait
+
+
 def pytest_configure(config: pytest.Config) -> None:
     without_compiler()
+    without_spinning()
     hvd.init()
     torch.set_num_threads(1)
     config.pluginmanager.register(Meeting(hvd.rank(), hvd.size()), "meeting")

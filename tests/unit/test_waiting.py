@@ -1,0 +1,36 @@
+"""PyTorch's ranks wait for a collective without taking the core that it needs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from horovod_topk.torch import collective
+
+
+class Slow:
+    """Horovod, with a collective that is done at the third look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.done: list[tuple[int, int]] = []
+
+    def poll(self, handle: int) -> bool:
+        self.looks += 1
+        return self.looks == 3
+
+    def synchronize(self, handle: int) -> str:
+        self.done.append((handle, self.looks))
+        return "result"
+
+
+def test_a_rank_sleeps_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow()
+    pauses: list[float] = []
+    monkeypatch.setattr(collective, "hvd", slow)
+    monkeypatch.setattr(collective, "time", SimpleNamespace(sleep=pauses.append))
+    assert collective._Handle(7).wait() == "result"
+    assert slow.done == [(7, 3)]
+    assert len(pauses) == 2
+    assert all(0 < pause <= 1e-3 for pause in pauses)
