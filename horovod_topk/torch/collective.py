@@ -22,7 +22,7 @@ def _result_of(handle: int) -> Any:
     """What a collective brings, once it is done.
 
     Horovod's own waiting takes a whole core, which its background thread, or another rank's, may
-    need to get the collective done: with more ranks than cores each message then costs a time slice.
+    need to get the collective done: with more ranks than cores each message waits for a time slice.
     """
     while not hvd.poll(handle):
         time.sleep(_PAUSE)
