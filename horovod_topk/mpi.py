@@ -70,8 +70,8 @@ class MpiCollective:
 
     @property
     def location(self) -> Location:
-        """Where this rank runs; MPI's ranks need not follow each other on a node, so hosts tell."""
-        return Location(0, MPI.Get_processor_name())
+        """Where this rank runs; hosts tell, and each rank stands for itself on its own."""
+        return Location(MPI.Get_processor_name(), self.rank, 0)
 
     def allgather(self, payload: Array, name: str, counts: Sequence[int] | None = None) -> _Request:
         """Start a non-blocking allgather of a uint8 array; `name` is not needed by MPI."""

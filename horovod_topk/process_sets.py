@@ -19,8 +19,8 @@ _NOBODY = 2**31 - 1  # the number of no process set
 
 
 def location(rank: int, local_rank: int) -> Location:
-    """Where a rank runs: launchers that fill one node after another give its ranks one number."""
-    return Location(rank - local_rank, socket.gethostname())
+    """Where a rank runs."""
+    return Location(socket.gethostname(), local_rank, rank - local_rank)
 
 
 def can_add(groups: Sequence[Sequence[int]], among: ProcessSet) -> bool:

@@ -31,7 +31,7 @@ class _Nobody:
 
     @property
     def location(self) -> Location:
-        return Location(0, "")
+        return Location("", self.rank, 0)
 
     def reduce_scatter(self, array: bytes, counts: Sequence[int], name: str) -> Pending[bytes]:
         raise TypeError("nothing is sent for a plan")

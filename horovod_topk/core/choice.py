@@ -24,7 +24,7 @@ from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
 
-_LOCATION = struct.Struct("<q8s")  # `Location.node`, and a digest of `Location.host`
+_LOCATION = struct.Struct("<8sqq")  # a digest of `Location.host`, and the rest
 
 
 def exchange_of(plan: Plan, ops: Ops[Array], collective: Collective[Array]) -> Exchange[Array]:
@@ -119,10 +119,11 @@ def _reduced_to(nodes: Nodes) -> str:
 def find_nodes(ops: Ops[Array], collective: Collective[Array]) -> Nodes:
     """The nodes of all ranks. A collective."""
     here = collective.location
-    record = _LOCATION.pack(here.node, hashlib.sha256(here.host.encode()).digest()[:8])
+    host = hashlib.sha256(here.host.encode()).digest()[:8]
+    record = _LOCATION.pack(host, here.local_rank, here.first)
     gathered = gather_bytes(record, "topkef.nodes", ops, collective)
-    pairs = [_LOCATION.unpack(data) for data in gathered]
-    return nodes_of([Location(node, host.hex()) for node, host in pairs])
+    records = [_LOCATION.unpack(data) for data in gathered]
+    return nodes_of([Location(host.hex(), local, first) for host, local, first in records])
 
 
 def first_unable(

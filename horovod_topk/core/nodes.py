@@ -11,8 +11,9 @@ from functools import cached_property
 class Location:
     """Where a rank runs, as it knows it."""
 
-    node: int  # equal on the ranks of a node, if those follow each other; as rank - local rank
     host: str  # the machine's own name
+    local_rank: int  # among the ranks that the launcher put together; from 0
+    first: int  # of these, if they follow each other: rank - local rank
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,12 @@ class Nodes:
 def nodes_of(locations: Sequence[Location]) -> Nodes:
     """Nodes from each rank's location, in rank order.
 
-    Numbers tell, as machines may share a name; where ranks of several hosts have one number, ranks
-    were dealt round the hosts, and hosts tell.
+    Hosts tell, in whatever order their ranks come. Where two ranks of a host have one local rank,
+    several machines share a name, or a launcher took one for several: then first ranks tell.
     """
-    hosts_of: dict[int, set[str]] = {}
-    for each in locations:
-        hosts_of.setdefault(each.node, set()).add(each.host)
-    numbered = all(len(hosts) == 1 for hosts in hosts_of.values())
+    spots = [(each.host, each.local_rank) for each in locations]
+    named = len(set(spots)) == len(spots)
     found: dict[int | str, list[int]] = {}
     for rank, each in enumerate(locations):
-        found.setdefault(each.node if numbered else each.host, []).append(rank)
+        found.setdefault(each.host if named else each.first, []).append(rank)
     return Nodes(tuple(map(tuple, found.values())))

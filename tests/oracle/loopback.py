@@ -45,7 +45,7 @@ class Loopback(Generic[Array]):
         locations: Sequence[Location] | None = None,
     ) -> None:
         self.size = size
-        self.locations = locations or [Location(rank, "host") for rank in range(size)]
+        self.locations = locations or [Location("host", 0, rank) for rank in range(size)]
         self.groups: dict[tuple[int, ...], Loopback[Array]] = {}  # networks of some ranks
         self.sent: list[list[Message[Array]]] = [[] for _ in range(size)]
         self.awaited: list[list[str]] = [[] for _ in range(size)]

@@ -106,7 +106,7 @@ def built(
     return [future.exception() or future.result() for future in futures]
 
 
-PAIRS = [Location(rank // 2 * 2, "host") for rank in range(4)]
+PAIRS = [Location("host", rank % 2, rank // 2 * 2) for rank in range(4)]
 
 
 def test_ranks_find_out_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_groups_are_in_the_order_in_which_they_gather(nodes: Nodes) -> None:
 def topologies(draw: st.DrawFn) -> Nodes:
     """Nodes of 1 to 8 ranks in all, in any order."""
     at = draw(st.lists(st.integers(0, 3), min_size=1, max_size=8))
-    return nodes_of([Location(node, "host") for node in at])
+    return nodes_of([Location("host", 0, node) for node in at])
 
 
 @each_backend
@@ -361,19 +361,21 @@ def test_a_node_sends_less_than_its_ranks_would() -> None:
 # Who shares a node.
 
 
-def located(*pairs: tuple[int, str]) -> list[Location]:
-    return [Location(*pair) for pair in pairs]
+def located(*spots: tuple[str, int]) -> list[Location]:
+    return [Location(host, local, rank - local) for rank, (host, local) in enumerate(spots)]
 
 
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (located((0, "a"), (0, "a"), (2, "b")), ((0, 1), (2,))),
-        (located((0, "a"), (0, "a"), (2, "a"), (2, "a")), ((0, 1), (2, 3))),
-        (located((0, "a"), (1, "b"), (1, "a"), (2, "b")), ((0, 2), (1, 3))),
-        (located((0, "b"), (0, "a"), (0, "b")), ((0, 2), (1,))),
+        (located(("a", 0), ("a", 1), ("b", 0)), ((0, 1), (2,))),
+        (located(("a", 0), ("a", 1), ("a", 0), ("a", 1)), ((0, 1), (2, 3))),
+        (located(("a", 0), ("b", 0), ("a", 1), ("b", 1)), ((0, 2), (1, 3))),
+        (located(("a", 0), ("b", 0), ("b", 1), ("a", 1)), ((0, 3), (1, 2))),
+        (located(("b", 1), ("a", 3), ("b", 2)), ((0, 2), (1,))),
+        ([Location("a", rank, 0) for rank in range(2)], ((0, 1),)),
     ],
-    ids=["in a row", "two that share a name", "dealt round", "by host alone"],
+    ids=["in a row", "one name for two", "dealt round", "there and back", "some ranks", "MPI's"],
 )
 def test_nodes_from_locations(found: list[Location], expected: tuple[tuple[int, ...], ...]) -> None:
     assert nodes_of(found).ranks == expected

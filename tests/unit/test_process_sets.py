@@ -109,8 +109,9 @@ def test_what_can_be_added(
     assert basics.table == before
 
 
-def test_ranks_in_a_row_share_a_number() -> None:
+def test_ranks_in_a_row_have_one_first() -> None:
     pairs = [(0, 0), (1, 1), (2, 0), (3, 1)]  # rank and local rank, two on each of two nodes
     locations = [process_sets.location(*pair) for pair in pairs]
-    assert [each.node for each in locations] == [0, 0, 2, 2]
+    assert [each.first for each in locations] == [0, 0, 2, 2]
+    assert [each.local_rank for each in locations] == [0, 1, 0, 1]
     assert all(isinstance(each, Location) and each.host for each in locations)

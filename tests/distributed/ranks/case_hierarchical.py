@@ -42,7 +42,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Placing:
     def place_on(nodes: list[list[int]]) -> None:
         number = next(i for i, node in enumerate(nodes) if hvd.rank() in node)
         monkeypatch.setattr(
-            "horovod_topk.process_sets.location", lambda rank, local: Location(number, "host")
+            "horovod_topk.process_sets.location", lambda rank, local: Location("host", 0, number)
         )
 
     return place_on

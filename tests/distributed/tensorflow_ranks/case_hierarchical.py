@@ -29,7 +29,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Two nodes of all ranks, the first the larger one."""
     first = -(-hvd.size() // 2)
     nodes = [list(range(first)), list(range(first, hvd.size()))]
-    here = Location(int(hvd.rank() >= first), "host")
+    here = Location("host", 0, int(hvd.rank() >= first))
     monkeypatch.setattr("horovod_topk.process_sets.location", lambda rank, local: here)
     return nodes
 
