@@ -76,6 +76,11 @@ class Compressor(Generic[Array]):
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a bucket is launched and not yet finished."""
+        return any(bucket.phase is Phase.SENT for bucket in self._buckets.values())
+
     def phase(self, ordinal: int) -> Phase:
         """Where a bucket is within a step."""
         return self._buckets[ordinal].phase
@@ -116,7 +121,11 @@ class Compressor(Generic[Array]):
             raise failed
 
     def finish(
-        self, ordinal: int, gradients: Sequence[Array], targets: Sequence[Array] | None = None
+        self,
+        ordinal: int,
+        gradients: Sequence[Array],
+        targets: Sequence[Array] | None = None,
+        gain: float = 1.0,
     ) -> None:
         """Wait for a bucket and replace its gradients by the exchanged ones.
 
@@ -124,6 +133,7 @@ class Compressor(Generic[Array]):
             ordinal: the bucket.
             gradients: those that were launched.
             targets: where to write; the gradients themselves by default.
+            gain: what to multiply them by; residuals stay in the units that were launched.
 
         Raises:
             NotLaunchedError: nothing is under way for this bucket.
@@ -140,7 +150,7 @@ class Compressor(Generic[Array]):
             self.advance()
         bucket.route.wait()
         self._check_unchanged(bucket, gradients)
-        flags = bucket.route.receive(gradients if targets is None else targets)
+        flags = bucket.route.receive(gradients if targets is None else targets, gain)
         bucket.flagged = bucket.plan.names(flags)
         bucket.phase = Phase.RECEIVED
 
@@ -150,7 +160,7 @@ class Compressor(Generic[Array]):
         Returns:
             Whether the residuals changed. A call without a finished bucket does nothing.
         """
-        if any(bucket.phase is Phase.SENT for bucket in self._buckets.values()):
+        if self.is_under_way:
             return False
         received = list(self._received())
         if any(bucket.flagged for bucket in received):

@@ -81,9 +81,12 @@ class Front(abc.ABC):
         selection: str = TopKConfig.selection,
         min_numel: int = TopKConfig.min_numel,
         name: str | None = TopKConfig.name,
+        grad_scaler: Any = None,
         **unknown: object,
     ) -> None:
-        reject_unknown(unknown, TopKConfig.__dataclass_fields__)
+        reject_unknown(unknown, {*TopKConfig.__dataclass_fields__, "grad_scaler"})
+        self._check_scaler(grad_scaler)
+        self.grad_scaler = grad_scaler
         self.config = TopKConfig(
             ratio, values, indices, exchange, gather_ratio, selection, min_numel, name
         )
@@ -141,6 +144,11 @@ class Front(abc.ABC):
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """As `OptimizerState.on_step`, of the one optimizer behind this instance."""
         self._only_state().on_step(callback)
+
+    @staticmethod
+    @abc.abstractmethod
+    def _check_scaler(scaler: object) -> None:
+        """Refuse what cannot be used as `grad_scaler=`; raises ConfigError."""
 
     @abc.abstractmethod
     def _living_states(self) -> Sequence[State]:

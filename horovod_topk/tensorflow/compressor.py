@@ -13,7 +13,7 @@ from horovod.tensorflow.compression import Compressor
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.front import Front
 from horovod_topk.core.stats import StepCounters
-from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.errors import ConfigError, NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.planning import Settings
@@ -170,6 +170,16 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         for state, residuals in zip(states, saved, strict=False):
             state.load_state_dict(residuals)
         self._waiting = list(saved[len(states) :])
+
+    @staticmethod
+    def _check_scaler(scaler: object) -> None:
+        if scaler is not None:
+            raise ConfigError(
+                f"grad_scaler={scaler!r} is for PyTorch alone",
+                cure="Leave it out: horovod_topk.tensorflow.keras exchanges gradients without the "
+                "loss scale by itself; under tf-keras use mixed_bfloat16, or unscale gradients "
+                "before they are exchanged",
+            )
 
     def _living_states(self) -> list[OptimizerState]:
         return sorted(self._states, key=lambda state: state.created)

@@ -94,14 +94,14 @@ def norm_of(gradients: Sequence[Any]) -> Any:
 class Gathered(Direct[Array]):
     """One allgather between as many ranks as the run has: an elastic trace outlives its size."""
 
-    def receive(self, targets: Sequence[Array]) -> Sequence[bool]:
+    def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
         if self._gathered.numel is not None:
-            return super().receive(targets)
-        scale: Any = 1.0
+            return super().receive(targets, gain)
+        scale: Any = gain
         if self._bucket.reduction == "average":
             size = self._bucket.layout.payload_bytes
-            scale = 1 / (tf.size(self._gathered.value) // size)
+            scale = gain / (tf.size(self._gathered.value) // size)
         return self._codec.decode(self._bucket, self._gathered, scale, targets)
 
 

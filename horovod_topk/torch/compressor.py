@@ -10,6 +10,7 @@ from horovod.torch.compression import Compressor
 
 from horovod_topk.core.front import Front
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.torch.scaling import check_scaler
 from horovod_topk.torch.state import OptimizerState
 
 
@@ -35,6 +36,8 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
             sample, which is faster.
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss, if one does: residuals are
+            then kept in unscaled units, and a change of its scale changes nothing that is owed.
 
     Raises:
         ConfigError, UnknownSettingError: see the message.
@@ -91,6 +94,10 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
     def attached(self, state: OptimizerState) -> None:
         """Remember an optimizer's state; called by the seam."""
         self._states.add(state)
+
+    @staticmethod
+    def _check_scaler(scaler: object) -> None:
+        check_scaler(scaler)
 
     def _living_states(self) -> list[OptimizerState]:
         return list(self._states)

@@ -31,6 +31,8 @@ from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.arrival import Arrival, Slot, check_unchanged
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.planning import plan_of
+from horovod_topk.torch.preparation import Preparation
+from horovod_topk.torch.scaling import Scaler
 
 log = logging.getLogger("horovod_topk")
 
@@ -47,7 +49,9 @@ class OptimizerState:
 
     framework = "torch"
 
-    def __init__(self, optimizer: Any, config: TopKConfig) -> None:
+    def __init__(
+        self, optimizer: Any, config: TopKConfig, grad_scaler: Scaler | None = None
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._names: dict[Tensor, str] = optimizer._parameter_names
         self._skipped: dict[str, str] = {}
@@ -66,6 +70,7 @@ class OptimizerState:
             return
         check_elastic(config.exchange)
         plan = plan_of(optimizer, config)
+        self._preparation = Preparation.of(grad_scaler, plan)
         collective = HorovodCollective(optimizer.process_set)
         ops = TorchOps()
         self._prefix = config.name or f"topkef.{plan.digest.hex()}"
@@ -215,7 +220,7 @@ class OptimizerState:
         ordinal = slot.ordinal
         if self._compressor.phase(ordinal) is Phase.SENT:
             with torch.no_grad():
-                self._compressor.finish(ordinal, self._gradients(ordinal))
+                self._finish(ordinal)
             for each in self._buckets[ordinal]:
                 each.exchanged, each.arrival = each.arrival, None
             self._missing[ordinal] = len(self._buckets[ordinal])
@@ -242,7 +247,23 @@ class OptimizerState:
     def _launch_if_complete(self, ordinal: int) -> None:
         if not self._missing[ordinal]:
             with torch.no_grad():
-                self._compressor.launch(ordinal, self._gradients(ordinal))
+                self._launch(ordinal)
+
+    def _launch(self, ordinal: int) -> None:
+        gradients = self._gradients(ordinal)
+        if self._preparation is not None:
+            if not self._compressor.is_under_way:
+                self._preparation.begin(self._optimizer())
+            self._preparation.prepare(gradients)
+            for slot in self._buckets[ordinal]:
+                slot.note_writing()
+        self._compressor.launch(ordinal, gradients)
+
+    def _finish(self, ordinal: int) -> None:
+        gradients, gain = self._gradients(ordinal), 1.0
+        if self._preparation is not None:
+            gain = self._preparation.gain(self._optimizer())
+        self._compressor.finish(ordinal, gradients, gain=gain)
 
     def _gradients(self, ordinal: int) -> list[Tensor]:
         """A complete bucket's gradients in the plan's order, once it is sure that none changed."""

@@ -208,6 +208,8 @@ def test_other_reductions_are_refused(op: Any) -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"pass ratio=0\.01"):
         TopKEF(ratio=100)
+    with pytest.raises(ConfigError, match=r"is for PyTorch alone\. Leave it out"):
+        TopKEF(grad_scaler=object())
     with pytest.raises(UnknownSettingError, match="Did you mean 'ratio'"):
         TopKEF(ration=0.1)
 
