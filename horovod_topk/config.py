@@ -13,6 +13,7 @@ VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
 INDICES = ("auto", "packed", "plain")
 EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")
 SELECTIONS = ("exact", "sampled")
+OPTIONAL: dict[str, object] = {"momentum": 0.0}  # settings, and what leaves them off
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class TopKConfig:
     gather_ratio: float | None = None  # share that owners send back, in (0, 1]; None: as `ratio`
     selection: str = "exact"  # how the k largest elements are found
     min_numel: int = 1024  # elements; smaller tensors travel dense, inside their bucket's payload
+    momentum: float = 0.0  # of momentum correction, in [0, 1); 0: off
     name: str | None = None  # prefix of the collectives' names; None derives it from the plan
 
     def __post_init__(self) -> None:
@@ -42,6 +44,7 @@ class TopKConfig:
         _check_choice("exchange", self.exchange, EXCHANGES)
         _check_choice("selection", self.selection, SELECTIONS)
         _check_min_numel(self.min_numel)
+        object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_name(self.name)
 
     @property
@@ -50,8 +53,14 @@ class TopKConfig:
         return self.ratio if self.gather_ratio is None else self.gather_ratio
 
     def agreed(self) -> dict[str, object]:
-        """The settings that all ranks must share, in a fixed order."""
-        return asdict(self)
+        """The settings that all ranks must share, in a fixed order.
+
+        Those of `OPTIONAL` that are off are left out, so that payloads are what they are without.
+        """
+        return {name: value for name, value in asdict(self).items() if not self._is_off(name)}
+
+    def _is_off(self, name: str) -> bool:
+        return name in OPTIONAL and getattr(self, name) == OPTIONAL[name]
 
 
 def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
@@ -106,6 +115,23 @@ def _check_min_numel(min_numel: object) -> None:
             f"min_numel={min_numel!r} is not a whole number of elements >= 0",
             cure="Pass 0 to compress every tensor, or a size such as 1024",
         )
+
+
+def _checked_momentum(momentum: object, exchange: str) -> float:
+    is_number = isinstance(momentum, Real) and not isinstance(momentum, bool)
+    if not (is_number and 0.0 <= float(momentum) < 1.0):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"momentum={momentum!r} is not a number in [0, 1)",
+            cure="Pass the momentum that the optimizer would have, such as momentum=0.9, and 0 to "
+            "the optimizer",
+        )
+    if momentum and exchange in ("hierarchical", "auto"):
+        raise ConfigError(
+            f"momentum={momentum} with exchange={exchange!r}: where gradients are added up within "
+            "a node, no rank knows which of its own were sent",
+            cure="Pass exchange='allgather' or exchange='sharded'",
+        )
+    return float(momentum)  # type: ignore[arg-type]
 
 
 def _check_name(name: object) -> None:

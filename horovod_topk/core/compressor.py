@@ -9,6 +9,8 @@ For each tensor on each rank, with residual e and gradient g (Stich 2018, Karimi
     exchange     P = allgather(p)
     decode       g' = sum over ranks, in rank order, of decode(p_r), scaled
 
+With momentum correction g is a velocity instead; see `horovod_topk.core.momentum`.
+
 A step is: launch every bucket (in any order), finish every bucket, then commit or roll back. A
 launch after a finish begins a new step, and rolls back one that nobody committed.
 """
@@ -23,8 +25,9 @@ from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import Codec
 from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import ResidualRegistry, check_owner
+from horovod_topk.core.residual import ResidualRegistry, check_owner, check_velocity
 from horovod_topk.core.route import Route
 from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
 from horovod_topk.errors import GradientChangedError, NotLaunchedError, TopKError
@@ -67,6 +70,7 @@ class Compressor(Generic[Array]):
         self.plan = plan
         self.registry = ResidualRegistry(plan, ops, exchange.holders)
         self.owned = exchange.owned(plan, ops)  # residuals of what this rank owns, if it does
+        self.momentum = Momentum(plan, ops) if plan.config.momentum else None
         self.name = name
         self.steps = 0
         self.rolled_back = 0
@@ -97,7 +101,12 @@ class Compressor(Generic[Array]):
         bucket = self._buckets[ordinal]
         self._drain(bucket)
         bucket.committed_last, bucket.measurable = False, True
-        bucket.route.send(gradients, f"{self.name}.{ordinal}")
+        name = f"{self.name}.{ordinal}"
+        if self.momentum is None:
+            bucket.route.send(gradients, name)
+        else:
+            bucket.route.send(self.momentum.correct(bucket.plan, gradients), name)
+            self.momentum.mask(bucket.plan, bucket.route.sent())
         bucket.phase = Phase.SENT
 
     @property
@@ -168,6 +177,8 @@ class Compressor(Generic[Array]):
             return False
         for bucket in received:
             bucket.route.swap()
+            if self.momentum is not None:
+                self.momentum.swap(bucket.plan)
             bucket.committed_last = True
         self._end_step(received, committed=True)
         return bool(received)
@@ -188,8 +199,8 @@ class Compressor(Generic[Array]):
             if bucket.plan not in plan.buckets:
                 self._drain(bucket)
         self.registry.replan(plan)
-        if self.owned is not None:
-            self.owned.replan(plan)
+        for _, registry in self._others():
+            registry.replan(plan)
         self.plan = plan
         kept = {i: b for i, b in self._buckets.items() if b.plan in plan.buckets}
         self._buckets = {
@@ -211,6 +222,8 @@ class Compressor(Generic[Array]):
         state = self.registry.state_dict()
         if self.owned is not None:
             state["owned"] = dict(self._exchange.owner) | self.owned.state_dict()
+        if self.momentum is not None:
+            state["velocity"] = self.momentum.registry.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,21 +233,23 @@ class Compressor(Generic[Array]):
             StateDictError: a residual does not fit; nothing has changed.
         """
         check_owner(self._exchange.owner if self.owned is not None else None, state.get("owned"))
+        check_velocity(self.momentum is not None, state)
         self.registry.check(state)
-        if self.owned is not None:
-            self.owned.check(state["owned"])
+        others = dict(self._others())
+        for part, registry in others.items():
+            registry.check(state[part])
         self.abandon()
         self.registry.load_state_dict(state)
-        if self.owned is not None:
-            self.owned.load_state_dict(state["owned"])
+        for part, registry in others.items():
+            registry.load_state_dict(state[part])
         self._forget_gradients()
 
     def reset(self) -> None:
         """Set every residual to zero; a step under way is abandoned."""
         self.abandon()
         self.registry.reset()
-        if self.owned is not None:
-            self.owned.reset()
+        for _, registry in self._others():
+            registry.reset()
         self._forget_gradients()
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
@@ -264,6 +279,13 @@ class Compressor(Generic[Array]):
         """Euclidean norm of the gradients launched last. Waits for the device."""
         return math.hypot(*(self._bucket_norm(b) for b in self._buckets.values()))
 
+    def _others(self) -> Iterator[tuple[str, ResidualRegistry[Array]]]:
+        """What is kept besides this rank's residuals, by its name in a state dict."""
+        if self.owned is not None:
+            yield "owned", self.owned
+        if self.momentum is not None:
+            yield "velocity", self.momentum.registry
+
     def _forget_gradients(self) -> None:
         for bucket in self._buckets.values():
             bucket.measurable = False
@@ -281,7 +303,11 @@ class Compressor(Generic[Array]):
         return (b for b in self._buckets.values() if b.phase is Phase.RECEIVED)
 
     def _check_unchanged(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
-        if bucket.route.unchanged(gradients):
+        if self.momentum is None:
+            unchanged = bucket.route.unchanged(gradients)
+        else:
+            unchanged = self.momentum.unchanged(bucket.plan, gradients)
+        if unchanged:
             return
         names = ", ".join(t.spec.name for t in bucket.plan.tensors[:3])
         raise GradientChangedError(

@@ -177,6 +177,10 @@ class Hierarchical(Generic[Array]):
         scale = 1.0 / ranks if plan.bucket.reduction == "average" else 1.0
         return self._codec.decode(plan.result, self._in_rows(), gain * scale, targets)
 
+    def sent(self) -> Iterator[tuple[int, Array]]:
+        """`Route.sent`: all is, to the owners on this node."""
+        return iter(())
+
     def swap(self) -> None:
         """`Route.swap`."""
         if self._owned is not None:

@@ -243,6 +243,20 @@ def _check_tensor(spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any]) -> 
         )
 
 
+def check_velocity(kept: bool, state: Mapping[str, Any]) -> None:
+    """Refuse a state dict without the velocities that are kept, and one whose would be lost.
+
+    Raises:
+        StateDictError: it was saved with another setting of `momentum`.
+    """
+    if kept != ("velocity" in state):
+        lacks, has = ("lacks", "has momentum=") if kept else ("has", "has none")
+        raise StateDictError(
+            f"the state dict {lacks} velocities of momentum correction, this compressor {has}",
+            cure="Pass the momentum= it was saved with, or call reset()",
+        )
+
+
 def owner_of(owned: Mapping[str, Any] | None) -> Mapping[str, object] | None:
     """Whose the owned shards of a state dict are; None if it has none."""
     return None if owned is None else {key: owned[key] for key in OWNER if key in owned}

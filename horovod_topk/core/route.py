@@ -12,8 +12,8 @@ What each rank keeps lies in `arenas`: they take part in the commit (`swap`) or 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from horovod_topk.core import payload as wire
 from horovod_topk.core.codec import Codec
@@ -129,6 +129,10 @@ class Route(Protocol[Given]):
         """
         ...
 
+    def sent(self) -> Iterator[tuple[int, Any]]:
+        """Positions of the gradients that were not sent whole, and indices of what was sent."""
+        ...
+
     def swap(self) -> None:
         """What was not sent becomes the residual."""
         ...
@@ -189,6 +193,10 @@ class Direct(Generic[Array]):
         received = self._ops.numel(self._gathered)
         wire.check_length(received, bucket.layout.payload_bytes, ranks, bucket.ordinal)
         return self._codec.decode(bucket, self._gathered, gain * _scale(bucket, ranks), targets)
+
+    def sent(self) -> Iterator[tuple[int, Array]]:
+        """`Route.sent`."""
+        return self._codec.sent(self._bucket, self._payload)
 
     def swap(self) -> None:
         """`Route.swap`."""
@@ -291,6 +299,11 @@ class Sharded(Generic[Array]):
         """`Route.receive`."""
         self._check(self._gathered, self._plan.gather[0])
         return self._codec.decode(self._plan.result, self._gathered, gain, targets)
+
+    def sent(self) -> Iterator[tuple[int, Array]]:
+        """`Route.sent`: to the owners."""
+        for scatter, part in zip(self._plan.scatter, self._parts, strict=True):
+            yield from self._codec.sent(scatter, part)
 
     def swap(self) -> None:
         """`Route.swap`."""

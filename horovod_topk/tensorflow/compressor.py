@@ -62,6 +62,11 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.config.momentum:
+            raise ConfigError(
+                f"momentum={self.config.momentum}: momentum correction is for PyTorch alone yet",
+                cure="Leave momentum to the optimizer",
+            )
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them

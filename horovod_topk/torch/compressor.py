@@ -35,6 +35,8 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         selection: how the largest elements are found: "exact", or "sampled", by a threshold from a
             sample, which is faster.
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
+        momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
+            the optimizer's own: pass momentum=0 to `torch.optim.SGD`. 0: off.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss, if one does: residuals are
             then kept in unscaled units, and a change of its scale changes nothing that is owed.

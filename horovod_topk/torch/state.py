@@ -30,6 +30,7 @@ from horovod_topk.errors import ShapeChangedError, StepBeforeSynchronizeError
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.arrival import Arrival, Slot, check_unchanged
 from horovod_topk.torch.collective import HorovodCollective
+from horovod_topk.torch.momentum import check_not_twice, hand_over
 from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preparation import Preparation
 from horovod_topk.torch.scaling import Scaler
@@ -67,7 +68,9 @@ class OptimizerState:
         self.active = reason is None
         if reason is not None:
             self._skip("*", reason)
+            hand_over(optimizer, config.momentum)
             return
+        check_not_twice(optimizer, config.momentum)
         check_elastic(config.exchange)
         plan = plan_of(optimizer, config)
         self._preparation = Preparation.of(grad_scaler, plan)
@@ -235,6 +238,7 @@ class OptimizerState:
                 "exchanged",
                 cure="Call optimizer.synchronize() after backward() and before this step",
             )
+        check_not_twice(optimizer, self._compressor.plan.config.momentum)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -29,6 +29,7 @@ def test_the_defaults() -> None:
         "gather_ratio": None,
         "selection": "exact",
         "min_numel": 1024,
+        "momentum": 0.0,
         "name": None,
     }
 
