@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
@@ -13,6 +14,7 @@ VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
 INDICES = ("auto", "packed", "plain")
 EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")
 SELECTIONS = ("exact", "sampled")
+OPTIONAL: dict[str, object] = {"clip_norm": None}  # settings, and what leaves them off
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class TopKConfig:
     gather_ratio: float | None = None  # share that owners send back, in (0, 1]; None: as `ratio`
     selection: str = "exact"  # how the k largest elements are found
     min_numel: int = 1024  # elements; smaller tensors travel dense, inside their bucket's payload
+    clip_norm: float | None = None  # of local gradients, in units of what is applied; None: off
     name: str | None = None  # prefix of the collectives' names; None derives it from the plan
 
     def __post_init__(self) -> None:
@@ -42,6 +45,7 @@ class TopKConfig:
         _check_choice("exchange", self.exchange, EXCHANGES)
         _check_choice("selection", self.selection, SELECTIONS)
         _check_min_numel(self.min_numel)
+        object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
         _check_name(self.name)
 
     @property
@@ -50,8 +54,14 @@ class TopKConfig:
         return self.ratio if self.gather_ratio is None else self.gather_ratio
 
     def agreed(self) -> dict[str, object]:
-        """The settings that all ranks must share, in a fixed order."""
-        return asdict(self)
+        """The settings that all ranks must share, in a fixed order.
+
+        Those of `OPTIONAL` that are off are left out, so that payloads are what they are without.
+        """
+        return {name: value for name, value in asdict(self).items() if not self._is_off(name)}
+
+    def _is_off(self, name: str) -> bool:
+        return name in OPTIONAL and getattr(self, name) == OPTIONAL[name]
 
 
 def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
@@ -106,6 +116,18 @@ def _check_min_numel(min_numel: object) -> None:
             f"min_numel={min_numel!r} is not a whole number of elements >= 0",
             cure="Pass 0 to compress every tensor, or a size such as 1024",
         )
+
+
+def _checked_norm(norm: object) -> float | None:
+    if norm is None:
+        return None
+    if isinstance(norm, bool) or not isinstance(norm, Real) or not 0.0 < float(norm) < math.inf:
+        raise ConfigError(
+            f"clip_norm={norm!r} is not a number above 0",
+            cure="Pass the norm that clip_grad_norm_ would clip exchanged gradients to, such as "
+            "clip_norm=1.0, or None",
+        )
+    return float(norm)
 
 
 def _check_name(name: object) -> None:

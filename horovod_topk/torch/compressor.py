@@ -35,6 +35,8 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         selection: how the largest elements are found: "exact", or "sampled", by a threshold from a
             sample, which is faster.
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
+        clip_norm: clip each rank's gradients before they are added to the residual, so that the
+            norm of what is applied is about this at most, as `horovod_topk.core.clipping` says.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss, if one does: residuals are
             then kept in unscaled units, and a change of its scale changes nothing that is owed.
@@ -50,7 +52,7 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         ... )
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
-    Feedback Fixes SignSGD).
+    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`.
     """
 
     framework = "torch"
