@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
@@ -13,7 +14,7 @@ VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
 INDICES = ("auto", "packed", "plain")
 EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")
 SELECTIONS = ("exact", "sampled")
-OPTIONAL: dict[str, object] = {"momentum": 0.0}  # settings, and what leaves them off
+OPTIONAL: dict[str, object] = {"clip_norm": None, "momentum": 0.0}  # and what leaves them off
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class TopKConfig:
     gather_ratio: float | None = None  # share that owners send back, in (0, 1]; None: as `ratio`
     selection: str = "exact"  # how the k largest elements are found
     min_numel: int = 1024  # elements; smaller tensors travel dense, inside their bucket's payload
+    clip_norm: float | None = None  # of local gradients, in units of what is applied; None: off
     momentum: float = 0.0  # of momentum correction, in [0, 1); 0: off
     name: str | None = None  # prefix of the collectives' names; None derives it from the plan
 
@@ -44,6 +46,7 @@ class TopKConfig:
         _check_choice("exchange", self.exchange, EXCHANGES)
         _check_choice("selection", self.selection, SELECTIONS)
         _check_min_numel(self.min_numel)
+        object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_name(self.name)
 
@@ -115,6 +118,18 @@ def _check_min_numel(min_numel: object) -> None:
             f"min_numel={min_numel!r} is not a whole number of elements >= 0",
             cure="Pass 0 to compress every tensor, or a size such as 1024",
         )
+
+
+def _checked_norm(norm: object) -> float | None:
+    if norm is None:
+        return None
+    if isinstance(norm, bool) or not isinstance(norm, Real) or not 0.0 < float(norm) < math.inf:
+        raise ConfigError(
+            f"clip_norm={norm!r} is not a number above 0",
+            cure="Pass the norm that clip_grad_norm_ would clip exchanged gradients to, such as "
+            "clip_norm=1.0, or None",
+        )
+    return float(norm)
 
 
 def _checked_momentum(momentum: object, exchange: str) -> float:

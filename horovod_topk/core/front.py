@@ -80,6 +80,7 @@ class Front(abc.ABC):
         gather_ratio: float | None = TopKConfig.gather_ratio,
         selection: str = TopKConfig.selection,
         min_numel: int = TopKConfig.min_numel,
+        clip_norm: float | None = TopKConfig.clip_norm,
         momentum: float = TopKConfig.momentum,
         name: str | None = TopKConfig.name,
         grad_scaler: Any = None,
@@ -89,7 +90,16 @@ class Front(abc.ABC):
         self._check_scaler(grad_scaler)
         self.grad_scaler = grad_scaler
         self.config = TopKConfig(
-            ratio, values, indices, exchange, gather_ratio, selection, min_numel, momentum, name
+            ratio,
+            values,
+            indices,
+            exchange,
+            gather_ratio,
+            selection,
+            min_numel,
+            clip_norm,
+            momentum,
+            name,
         )
 
     @classmethod

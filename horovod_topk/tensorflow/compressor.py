@@ -45,6 +45,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         selection: how the largest elements are found: "exact", or "sampled", by a threshold from a
             sample, which is faster.
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
+        clip_norm: clip each rank's gradients before they are added to the residual, so that the
+            norm of what is applied is about this at most, as `horovod_topk.core.clipping` says.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
 
     Raises:
@@ -55,7 +57,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         >>> tape = hvd.DistributedGradientTape(tape, compression=compression)
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
-    Feedback Fixes SignSGD).
+    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`.
     """
 
     framework = "tensorflow"

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from horovod_topk.core.plan import Plan
+from horovod_topk.torch.clipping import LocalClip
 from horovod_topk.torch.scaling import ONE, LossScale, Scaler, check_dtypes
 
 
@@ -20,11 +21,12 @@ class Preparation:
 
     Args:
         scaler: whose units gradients arrive in, if there is one.
+        clip: what clips them, if something does.
     """
 
-    def __init__(self, scaler: Scaler | None) -> None:
+    def __init__(self, scaler: Scaler | None, clip: LocalClip | None) -> None:
         self._loss_scale = None if scaler is None else LossScale(scaler)
-        self._scale = ONE
+        self._scale, self._clip = ONE, clip
 
     @classmethod
     def of(cls, scaler: Scaler | None, plan: Plan) -> Preparation | None:
@@ -33,13 +35,17 @@ class Preparation:
         Raises:
             UnsupportedDtypeError: a scaler cannot unscale these gradients.
         """
-        if scaler is None:
+        norm = plan.config.clip_norm
+        if scaler is None and norm is None:
             return None
-        check_dtypes(plan)
-        return cls(scaler)
+        if scaler is not None:
+            check_dtypes(plan)
+        return cls(scaler, None if norm is None else LocalClip(norm, plan.reduction))
 
-    def begin(self, optimizer: Any) -> None:
+    def begin(self, optimizer: Any, ranks: int) -> None:
         """Note what holds for all buckets of a step; the first is about to be prepared.
+
+        ranks: how many exchange.
 
         Raises:
             GradientChangedError: the scaler has unscaled the gradients already.
@@ -48,10 +54,14 @@ class Preparation:
         if self._loss_scale is not None:
             self._loss_scale.check_not_unscaled(optimizer)
             self._scale = self._loss_scale.now()
+        if self._clip is not None:
+            self._clip.begin(ranks)
 
     def prepare(self, gradients: Sequence[Tensor]) -> None:
-        """Take a bucket's gradients out of the scaler's units, in place."""
+        """Take a bucket's gradients out of the scaler's units, then clip them, in place."""
         self._scale.divide(gradients)
+        if self._clip is not None:
+            self._clip.clip(gradients)
 
     def gain(self, optimizer: Any) -> float:
         """What exchanged gradients are to be multiplied by.

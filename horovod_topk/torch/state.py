@@ -257,7 +257,7 @@ class OptimizerState:
         gradients = self._gradients(ordinal)
         if self._preparation is not None:
             if not self._compressor.is_under_way:
-                self._preparation.begin(self._optimizer())
+                self._preparation.begin(self._optimizer(), self._compressor.ranks)
             self._preparation.prepare(gradients)
             for slot in self._buckets[ordinal]:
                 slot.note_writing()
