@@ -10,8 +10,8 @@ that:
     mask         u' = 0 where a was sent, as e is
 
 The optimizer itself has no momentum then: p -= lr * (what is applied). A weight decay that it adds
-to that is 1 / (1 - m) times weaker than one that passes through a momentum. Tensors that are sent whole
-are not masked, so that at ratio 1 the sum over steps is that of heavy-ball momentum.
+to that is 1 / (1 - m) times weaker than one that passes through a momentum. Tensors that are sent
+whole are not masked, so that at ratio 1 the sum over steps is that of heavy-ball momentum.
 
 Velocities are kept, committed and rolled back as residuals are, in two arenas a bucket.
 """
