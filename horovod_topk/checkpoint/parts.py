@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_topk.core import reshard
+from horovod_topk.core.residual import COMMITTED
 from horovod_topk.errors import CheckpointError, StateDictError
 
 StateDict = Mapping[str, Any]
@@ -40,16 +41,24 @@ def share_out(
         StateDictError: it had other tensors.
     """
     ops, wrap, unwrap = _arrays(framework)
+    committed: dict[str, Any] = {}  # the same in all shards
 
     def read() -> Iterator[StateDict]:
         for shard in shards:
             check_reduction(shard, job.reduction)
+            committed.update(committed_in(shard, own))
             if job.strict:
                 _check_tensors(shard, job)
             yield _each(_without(shard, _differing(shard, job)), wrap)
 
     total = reshard.pending(read(), saved, job.reduction, ops)
-    return _each(reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops), unwrap)
+    mine = reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops)
+    return _each({**mine, **committed}, unwrap)
+
+
+def committed_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
+    """What is saved of the steps that warm-up counts, where it counts them."""
+    return {COMMITTED: saved[COMMITTED]} if COMMITTED in saved and COMMITTED in own else {}
 
 
 def check_reduction(shard: StateDict, reduction: str) -> None:

@@ -30,6 +30,7 @@ def test_the_defaults() -> None:
         "selection": "exact",
         "min_numel": 1024,
         "clip_norm": None,
+        "warmup": None,
         "name": None,
     }
 
@@ -44,7 +45,7 @@ def test_settings_are_frozen_and_compare_by_value() -> None:
 
 def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopKConfig)]
-    assert list(TopKConfig(clip_norm=1.0).agreed()) == names
+    assert list(TopKConfig(clip_norm=1.0, warmup=9).agreed()) == names
 
 
 def test_what_is_off_is_no_part_of_the_agreement() -> None:
