@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
 
@@ -14,7 +14,14 @@ VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
 INDICES = ("auto", "packed", "plain")
 EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")
 SELECTIONS = ("exact", "sampled")
-OPTIONAL: dict[str, object] = {"clip_norm": None, "momentum": 0.0}  # and what leaves them off
+OPTIONAL: dict[str, object] = {
+    "clip_norm": None,
+    "warmup": None,
+    "momentum": 0.0,
+}  # settings, and what leaves them off
+
+
+Stretches = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class TopKConfig:
     selection: str = "exact"  # how the k largest elements are found
     min_numel: int = 1024  # elements; smaller tensors travel dense, inside their bucket's payload
     clip_norm: float | None = None  # of local gradients, in units of what is applied; None: off
+    warmup: int | Stretches | None = None  # larger ratios first, for so many steps; None: off
     momentum: float = 0.0  # of momentum correction, in [0, 1); 0: off
     name: str | None = None  # prefix of the collectives' names; None derives it from the plan
 
@@ -47,6 +55,7 @@ class TopKConfig:
         _check_choice("selection", self.selection, SELECTIONS)
         _check_min_numel(self.min_numel)
         object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
+        object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_name(self.name)
 
@@ -54,6 +63,13 @@ class TopKConfig:
     def ratio_back(self) -> float:
         """Share of a shard's elements that its owner sends to all ranks."""
         return self.ratio if self.gather_ratio is None else self.gather_ratio
+
+    @property
+    def stretches(self) -> Stretches:
+        """(until, ratio): the ratios of warm-up, each until so many steps are committed."""
+        if isinstance(self.warmup, int):
+            return _exponential(self.warmup, self.ratio)
+        return self.warmup or ()
 
     def agreed(self) -> dict[str, object]:
         """The settings that all ranks must share, in a fixed order.
@@ -130,6 +146,30 @@ def _checked_norm(norm: object) -> float | None:
             "clip_norm=1.0, or None",
         )
     return float(norm)
+
+
+def _checked_warmup(warmup: object) -> int | Stretches | None:
+    if warmup is None or (type(warmup) is int and warmup > 0):
+        return warmup
+    if isinstance(warmup, Sequence) and not isinstance(warmup, str) and len(warmup):
+        pairs = [tuple(p) for p in warmup if isinstance(p, Sequence) and len(p) == 2]
+        untils = [until for until, _ in pairs]
+        whole = all(type(until) is int and until > 0 for until in untils)
+        if len(pairs) == len(warmup) and whole and sorted(set(untils)) == untils:
+            return tuple((until, _checked_ratio(r, "a ratio of warmup")) for until, r in pairs)
+    raise ConfigError(
+        f"warmup={warmup!r} is neither a number of steps nor pairs (until, ratio)",
+        cure="Pass a whole number of steps above 0, such as warmup=1000, or pairs whose steps "
+        "ascend, such as warmup=[(500, 0.25), (1000, 0.05)]",
+    )
+
+
+def _exponential(steps: int, ratio: float) -> Stretches:
+    """0.25, 0.25 ** 2 and so on, as far as they are above `ratio`, for equally many steps each."""
+    count = 0
+    while 0.25 ** (count + 1) > ratio:
+        count += 1
+    return tuple((-(-steps * i // count), 0.25**i) for i in range(1, count + 1))
 
 
 def _checked_momentum(momentum: object, exchange: str) -> float:

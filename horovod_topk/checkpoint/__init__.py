@@ -197,7 +197,7 @@ def _own(state: State) -> Mapping[str, Any]:
 
 def _fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's own state dict with the residuals that fit it, and zeros for the others."""
-    fitting = {**own, "residuals": _residuals(saved, own)}
+    fitting = {**own, **parts.committed_in(saved, own), "residuals": _residuals(saved, own)}
     if "owned" in own:
         same = owner_of(saved.get("owned")) == owner_of(own["owned"])
         owned = _residuals(saved["owned"] if same else {}, own["owned"])

@@ -10,6 +10,7 @@ from typing import Any
 
 from horovod_topk.checkpoint.shard import BESIDES
 from horovod_topk.core import reshard
+from horovod_topk.core.residual import COMMITTED
 from horovod_topk.errors import CheckpointError, StateDictError
 
 log = logging.getLogger("horovod_topk")
@@ -44,10 +45,12 @@ def share_out(
         StateDictError: it had other tensors.
     """
     ops, wrap, unwrap = _arrays(framework)
+    committed: dict[str, Any] = {}  # the same in all shards
 
     def read() -> Iterator[StateDict]:
         for shard in shards:
             check_reduction(shard, job.reduction)
+            committed.update(committed_in(shard, own))
             if job.strict:
                 _check_tensors(shard, job)
             yield _each(_without(shard, _differing(shard, job)), wrap)
@@ -56,7 +59,13 @@ def share_out(
     if "velocity" in own:
         log.warning("TopKEF: velocities of momentum correction start at zero")
         own = {**own, "velocity": _at_zero(own["velocity"])}
-    return _each(reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops), unwrap)
+    mine = reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops)
+    return _each({**mine, **committed}, unwrap)
+
+
+def committed_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
+    """What is saved of the steps that warm-up counts, where it counts them."""
+    return {COMMITTED: saved[COMMITTED]} if COMMITTED in saved and COMMITTED in own else {}
 
 
 def check_reduction(shard: StateDict, reduction: str) -> None:

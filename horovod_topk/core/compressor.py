@@ -27,8 +27,15 @@ from horovod_topk.core.codec import Codec
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import ResidualRegistry, check_owner, check_velocity
+from horovod_topk.core.residual import (
+    COMMITTED,
+    ResidualRegistry,
+    check_owner,
+    check_velocity,
+    committed_of,
+)
 from horovod_topk.core.route import Route
+from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
 from horovod_topk.errors import GradientChangedError, NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
@@ -73,6 +80,9 @@ class Compressor(Generic[Array]):
         self.momentum = Momentum(plan, ops) if plan.config.momentum else None
         self.name = name
         self.steps = 0
+        self._schedule = Schedule(plan.config)
+        self._asked: float | None = None  # by the user, instead of the schedule's
+        self._committed = 0  # steps, with those of a loaded state: the schedule's clock
         self.rolled_back = 0
         self._ops = ops
         self._codec = codec
@@ -98,16 +108,37 @@ class Compressor(Generic[Array]):
         """
         if any(bucket.phase is Phase.RECEIVED for bucket in self._buckets.values()):
             self.rollback()
+        if not self.is_under_way:
+            self._turn_to(self.ratio)
         bucket = self._buckets[ordinal]
         self._drain(bucket)
         bucket.committed_last, bucket.measurable = False, True
-        name = f"{self.name}.{ordinal}"
+        rung = self._schedule.label(self.plan.config.ratio)
+        name = f"{self.name}{rung}.{ordinal}"
         if self.momentum is None:
             bucket.route.send(gradients, name)
         else:
             bucket.route.send(self.momentum.correct(bucket.plan, gradients), name)
             self.momentum.mask(bucket.plan, bucket.route.sent())
         bucket.phase = Phase.SENT
+
+    @property
+    def ratio(self) -> float:
+        """That of a step that begins now."""
+        return self._schedule.ratio_at(self._committed) if self._asked is None else self._asked
+
+    def set_ratio(self, ratio: float | None) -> None:
+        """Take a rung from the next step on, or go back to the schedule (None).
+
+        Call it on every rank, between the same two steps. Residuals stay as they are; a step at 1.0
+        sends all of them.
+
+        Raises:
+            ConfigError: it is no rung; see `horovod_topk.core.schedule`.
+        """
+        if ratio is not None:
+            self._schedule.check(ratio)
+        self._asked = ratio
 
     @property
     def turns(self) -> int:
@@ -207,6 +238,17 @@ class Compressor(Generic[Array]):
             b.ordinal: kept.get(b.ordinal) or self._make_bucket(b) for b in plan.buckets
         }
 
+    def _turn_to(self, ratio: float) -> None:
+        """Take another rung, where there is nothing under way."""
+        if ratio == self.plan.config.ratio:
+            return
+        plan = self.plan.under(self._schedule.settings(ratio))
+        self.registry.turn_to(plan)
+        if self.owned is not None:
+            self.owned.turn_to(plan)
+        self.plan = plan
+        self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
+
     @property
     def ranks(self) -> int:
         """How many ranks exchange."""
@@ -218,8 +260,13 @@ class Compressor(Generic[Array]):
         return self._exchange.rank
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of this rank's residuals, and of those of the shards it owns."""
+        """Copies of this rank's residuals, and of those of the shards it owns.
+
+        With warm-up also how many steps were committed, from which it goes on.
+        """
         state = self.registry.state_dict()
+        if self.plan.config.warmup is not None:
+            state[COMMITTED] = self._committed
         if self.owned is not None:
             state["owned"] = dict(self._exchange.owner) | self.owned.state_dict()
         if self.momentum is not None:
@@ -233,12 +280,14 @@ class Compressor(Generic[Array]):
             StateDictError: a residual does not fit; nothing has changed.
         """
         check_owner(self._exchange.owner if self.owned is not None else None, state.get("owned"))
+        committed = committed_of(state, self._committed)
         check_velocity(self.momentum is not None, state)
         self.registry.check(state)
         others = dict(self._others())
         for part, registry in others.items():
             registry.check(state[part])
         self.abandon()
+        self._committed = committed
         self.registry.load_state_dict(state)
         for part, registry in others.items():
             registry.load_state_dict(state[part])
@@ -330,6 +379,7 @@ class Compressor(Generic[Array]):
         for bucket in received:
             bucket.phase, bucket.flagged = Phase.IDLE, ()
         self.steps += committed
+        self._committed += committed
         self.rolled_back += not committed
         counters = count_step(self.steps + self.rolled_back, committed, self.traffic(), flagged)
         for callback in self._callbacks:

@@ -81,6 +81,7 @@ class Front(abc.ABC):
         selection: str = TopKConfig.selection,
         min_numel: int = TopKConfig.min_numel,
         clip_norm: float | None = TopKConfig.clip_norm,
+        warmup: int | Sequence[tuple[int, float]] | None = TopKConfig.warmup,
         momentum: float = TopKConfig.momentum,
         name: str | None = TopKConfig.name,
         grad_scaler: Any = None,
@@ -98,6 +99,7 @@ class Front(abc.ABC):
             selection,
             min_numel,
             clip_norm,
+            warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
             momentum,
             name,
         )
@@ -194,17 +196,24 @@ def elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def check_elastic(exchange: str) -> None:
-    """Refuse an exchange with owners where ranks may come and go.
+def check_elastic(config: TopKConfig) -> None:
+    """Refuse an exchange with owners, and warm-up, where ranks may come and go.
 
     Raises:
         ConfigError: they may.
     """
+    exchange = config.exchange
     if exchange in ("sharded", "hierarchical") and elastic():
         raise ConfigError(
             f"exchange={exchange!r} deals residuals out to a fixed number of ranks, and this job "
             "is elastic",
             cure="Pass exchange='allgather', or run without --min-np and --max-np",
+        )
+    if config.warmup is not None and elastic():
+        raise ConfigError(
+            f"warmup={config.warmup!r} counts steps, which ranks that join an elastic job have not "
+            "seen",
+            cure="Pass warmup=None, or run without --min-np and --max-np",
         )
 
 

@@ -64,6 +64,13 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.config.warmup is not None:
+            raise ConfigError(
+                f"warmup={self.config.warmup!r} is for PyTorch alone: a tf.function keeps the "
+                "payloads it was traced with",
+                cure="Leave it out, and train the first steps with another TopKEF(ratio=...), "
+                "whose state_dict() the next one loads",
+            )
         if self.config.momentum:
             raise ConfigError(
                 f"momentum={self.config.momentum}: momentum correction is for PyTorch alone yet",

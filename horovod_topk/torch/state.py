@@ -26,7 +26,7 @@ from horovod_topk.core.compressor import Compressor, Phase
 from horovod_topk.core.front import check_elastic, elastic, why_inactive
 from horovod_topk.core.plan import Plan
 from horovod_topk.core.stats import Stats, StepCounters, describe
-from horovod_topk.errors import ShapeChangedError, StepBeforeSynchronizeError
+from horovod_topk.errors import ConfigError, ShapeChangedError, StepBeforeSynchronizeError
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.arrival import Arrival, Slot, check_unchanged
 from horovod_topk.torch.collective import HorovodCollective
@@ -70,8 +70,8 @@ class OptimizerState:
             self._skip("*", reason)
             hand_over(optimizer, config.momentum)
             return
+        check_elastic(config)
         check_not_twice(optimizer, config.momentum)
-        check_elastic(config.exchange)
         plan = plan_of(optimizer, config)
         self._preparation = Preparation.of(grad_scaler, plan)
         collective = HorovodCollective(optimizer.process_set)
@@ -140,6 +140,32 @@ class OptimizerState:
     def steps(self) -> int:
         """How many steps have ended, committed or rolled back: as many on every rank."""
         return self._compressor.steps + self._compressor.rolled_back if self.active else 0
+
+    @property
+    def ratio(self) -> float:
+        """Share of each tensor's elements that a step sends that begins now; see `set_ratio`."""
+        return self._compressor.ratio if self.active else 1.0
+
+    def set_ratio(self, ratio: float | None) -> None:
+        """Send another share of elements from the next step on; None: what the settings say.
+
+        Call it on every rank, between the same two steps. A step at 1.0 sends all that is owed, at
+        full precision, and leaves residuals of zero.
+
+        Args:
+            ratio: 1.0, `ratio` of the settings, or a ratio that `warmup` names.
+
+        Raises:
+            ConfigError: it is none of these, or the job is elastic.
+        """
+        if self.active:
+            if elastic():
+                raise ConfigError(
+                    f"set_ratio({ratio!r}) was called, and ranks that join an elastic job do not "
+                    "hear of it",
+                    cure="Run without --min-np and --max-np",
+                )
+            self._compressor.set_ratio(ratio)
 
     @property
     def place(self) -> tuple[int, int]:

@@ -30,6 +30,7 @@ def test_the_defaults() -> None:
         "selection": "exact",
         "min_numel": 1024,
         "clip_norm": None,
+        "warmup": None,
         "momentum": 0.0,
         "name": None,
     }
@@ -45,7 +46,8 @@ def test_settings_are_frozen_and_compare_by_value() -> None:
 
 def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopKConfig)]
-    assert list(TopKConfig(clip_norm=1.0, momentum=0.5).agreed()) == names
+    assert list(TopKConfig(clip_norm=1.0, warmup=100, momentum=0.5).agreed()) == names
+    assert list(TopKConfig(clip_norm=1.0, warmup=100, momentum=0.5).agreed()) == names
 
 
 def test_what_is_off_is_no_part_of_the_agreement() -> None:
