@@ -163,6 +163,6 @@ def test_without_warm_up_a_state_dict_is_what_it_was() -> None:
 def test_statistics_are_of_the_present_rung() -> None:
     world = warming((1, 0.25))
     world.step(ones())
-    assert world.ranks[0].planned().selected == 125 + 30  # a quarter of 30 costs no less than all
+    assert world.ranks[0].planned().selected == 125 + 8
     world.step(ones())
     assert world.ranks[0].planned().selected == 5 + 1
