@@ -40,6 +40,7 @@ def arguments(
         "--values", default="float32", help="how topk sends values, such as int8 (default: float32)"
     )
     add("--exchange", default="allgather", help="how its payloads travel (default: allgather)")
+    add("--momentum", type=float, default=0.0, help="of momentum correction in topk (default: off)")
     add("--optimizer", choices=("sgd", "adamw"), default=optimizer)
     add("--lr", type=float, default=lr, help="peak learning rate (default: %(default)s)")
     add("--batch-size", type=int, default=batch_size, help="per rank (default: %(default)s)")

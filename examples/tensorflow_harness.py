@@ -28,7 +28,8 @@ def compression(args: argparse.Namespace) -> Any:
         # Imported here and not above, so that the other two run a Horovod nobody has touched.
         from horovod_topk.tensorflow import TopKEF
 
-        return TopKEF(ratio=args.ratio, values=args.values, exchange=args.exchange)
+        settings = {"ratio": args.ratio, "values": args.values, "exchange": args.exchange}
+        return TopKEF(**settings, momentum=args.momentum)
     return getattr(hvd.Compression, args.compression)
 
 

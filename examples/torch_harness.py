@@ -21,7 +21,8 @@ def compression(args: argparse.Namespace) -> Any:
         # Imported here and not above, so that the other two run a Horovod nobody has touched.
         from horovod_topk.torch import TopKEF
 
-        return TopKEF(ratio=args.ratio, values=args.values, exchange=args.exchange)
+        settings = {"ratio": args.ratio, "values": args.values, "exchange": args.exchange}
+        return TopKEF(**settings, momentum=args.momentum)
     return getattr(hvd.Compression, args.compression)
 
 
@@ -29,7 +30,8 @@ def optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
     """The optimizer the arguments name, before Horovod wraps it."""
     if args.optimizer == "adamw":
         return AdamW(model.parameters(), lr=args.lr)
-    return SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    corrected = args.compression == "topk" and args.momentum > 0  # TopKEF has it then
+    return SGD(model.parameters(), lr=args.lr, momentum=0.0 if corrected else 0.9)
 
 
 def batches(*columns: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, ...]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
 
@@ -13,6 +14,14 @@ VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
 INDICES = ("auto", "packed", "plain")
 EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")
 SELECTIONS = ("exact", "sampled")
+OPTIONAL: dict[str, object] = {
+    "clip_norm": None,
+    "warmup": None,
+    "momentum": 0.0,
+}  # settings, and what leaves them off
+
+
+Stretches = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,9 @@ class TopKConfig:
     gather_ratio: float | None = None  # share that owners send back, in (0, 1]; None: as `ratio`
     selection: str = "exact"  # how the k largest elements are found
     min_numel: int = 1024  # elements; smaller tensors travel dense, inside their bucket's payload
+    clip_norm: float | None = None  # of local gradients, in units of what is applied; None: off
+    warmup: int | Stretches | None = None  # larger ratios first, for so many steps; None: off
+    momentum: float = 0.0  # of momentum correction, in [0, 1); 0: off
     name: str | None = None  # prefix of the collectives' names; None derives it from the plan
 
     def __post_init__(self) -> None:
@@ -42,6 +54,9 @@ class TopKConfig:
         _check_choice("exchange", self.exchange, EXCHANGES)
         _check_choice("selection", self.selection, SELECTIONS)
         _check_min_numel(self.min_numel)
+        object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
+        object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
+        object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_name(self.name)
 
     @property
@@ -49,9 +64,22 @@ class TopKConfig:
         """Share of a shard's elements that its owner sends to all ranks."""
         return self.ratio if self.gather_ratio is None else self.gather_ratio
 
+    @property
+    def stretches(self) -> Stretches:
+        """(until, ratio): the ratios of warm-up, each until so many steps are committed."""
+        if isinstance(self.warmup, int):
+            return _exponential(self.warmup, self.ratio)
+        return self.warmup or ()
+
     def agreed(self) -> dict[str, object]:
-        """The settings that all ranks must share, in a fixed order."""
-        return asdict(self)
+        """The settings that all ranks must share, in a fixed order.
+
+        Those of `OPTIONAL` that are off are left out, so that payloads are what they are without.
+        """
+        return {name: value for name, value in asdict(self).items() if not self._is_off(name)}
+
+    def _is_off(self, name: str) -> bool:
+        return name in OPTIONAL and getattr(self, name) == OPTIONAL[name]
 
 
 def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
@@ -106,6 +134,59 @@ def _check_min_numel(min_numel: object) -> None:
             f"min_numel={min_numel!r} is not a whole number of elements >= 0",
             cure="Pass 0 to compress every tensor, or a size such as 1024",
         )
+
+
+def _checked_norm(norm: object) -> float | None:
+    if norm is None:
+        return None
+    if isinstance(norm, bool) or not isinstance(norm, Real) or not 0.0 < float(norm) < math.inf:
+        raise ConfigError(
+            f"clip_norm={norm!r} is not a number above 0",
+            cure="Pass the norm that clip_grad_norm_ would clip exchanged gradients to, such as "
+            "clip_norm=1.0, or None",
+        )
+    return float(norm)
+
+
+def _checked_warmup(warmup: object) -> int | Stretches | None:
+    if warmup is None or (type(warmup) is int and warmup > 0):
+        return warmup
+    if isinstance(warmup, Sequence) and not isinstance(warmup, str) and len(warmup):
+        pairs = [tuple(p) for p in warmup if isinstance(p, Sequence) and len(p) == 2]
+        untils = [until for until, _ in pairs]
+        whole = all(type(until) is int and until > 0 for until in untils)
+        if len(pairs) == len(warmup) and whole and sorted(set(untils)) == untils:
+            return tuple((until, _checked_ratio(r, "a ratio of warmup")) for until, r in pairs)
+    raise ConfigError(
+        f"warmup={warmup!r} is neither a number of steps nor pairs (until, ratio)",
+        cure="Pass a whole number of steps above 0, such as warmup=1000, or pairs whose steps "
+        "ascend, such as warmup=[(500, 0.25), (1000, 0.05)]",
+    )
+
+
+def _exponential(steps: int, ratio: float) -> Stretches:
+    """0.25, 0.25 ** 2 and so on, as far as they are above `ratio`, for equally many steps each."""
+    count = 0
+    while 0.25 ** (count + 1) > ratio:
+        count += 1
+    return tuple((-(-steps * i // count), 0.25**i) for i in range(1, count + 1))
+
+
+def _checked_momentum(momentum: object, exchange: str) -> float:
+    is_number = isinstance(momentum, Real) and not isinstance(momentum, bool)
+    if not (is_number and 0.0 <= float(momentum) < 1.0):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"momentum={momentum!r} is not a number in [0, 1)",
+            cure="Pass the momentum that the optimizer would have, such as momentum=0.9, and 0 to "
+            "the optimizer",
+        )
+    if momentum and exchange in ("hierarchical", "auto"):
+        raise ConfigError(
+            f"momentum={momentum} with exchange={exchange!r}: where gradients are added up within "
+            "a node, no rank knows which of its own were sent",
+            cure="Pass exchange='allgather' or exchange='sharded'",
+        )
+    return float(momentum)  # type: ignore[arg-type]
 
 
 def _check_name(name: object) -> None:

@@ -64,7 +64,8 @@ def load(
     """Take on what `save` wrote. Call it on every rank, before the first step.
 
     Where another number of ranks saved, or with another exchange, every rank reads all shards and
-    takes its part of what they owe together, so that nothing is lost; see `core.reshard`.
+    takes its part of what they owe together, so that nothing is lost; see `core.reshard`. Only
+    velocities of momentum correction start at zero then.
 
     Args:
         folder: as given to `save`.
@@ -196,11 +197,14 @@ def _own(state: State) -> Mapping[str, Any]:
 
 def _fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's own state dict with the residuals that fit it, and zeros for the others."""
-    fitting = {**own, "residuals": _residuals(saved, own)}
+    fitting = {**own, **parts.committed_in(saved, own), "residuals": _residuals(saved, own)}
     if "owned" in own:
         same = owner_of(saved.get("owned")) == owner_of(own["owned"])
         owned = _residuals(saved["owned"] if same else {}, own["owned"])
         fitting["owned"] = {**own["owned"], "residuals": owned}
+    if "velocity" in own:
+        velocity = _residuals(saved.get("velocity", {}), own["velocity"])
+        fitting["velocity"] = {**own["velocity"], "residuals": velocity}
     return fitting
 
 
@@ -211,5 +215,5 @@ def _residuals(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
         fits = same and name in saved["residuals"]
         fitting[name] = saved["residuals"][name] if fits else mine - mine
         if not fits:
-            log.warning("TopKEF: the checkpoint has no residual for %s, which starts at zero", name)
+            log.warning("TopKEF: the checkpoint has nothing for %s, which starts at zero", name)
     return fitting

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from horovod_topk.checkpoint.shard import BESIDES
 from horovod_topk.core import reshard
+from horovod_topk.core.residual import COMMITTED
 from horovod_topk.errors import CheckpointError, StateDictError
+
+log = logging.getLogger("horovod_topk")
 
 StateDict = Mapping[str, Any]
 
@@ -40,16 +45,27 @@ def share_out(
         StateDictError: it had other tensors.
     """
     ops, wrap, unwrap = _arrays(framework)
+    committed: dict[str, Any] = {}  # the same in all shards
 
     def read() -> Iterator[StateDict]:
         for shard in shards:
             check_reduction(shard, job.reduction)
+            committed.update(committed_in(shard, own))
             if job.strict:
                 _check_tensors(shard, job)
             yield _each(_without(shard, _differing(shard, job)), wrap)
 
     total = reshard.pending(read(), saved, job.reduction, ops)
-    return _each(reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops), unwrap)
+    if "velocity" in own:
+        log.warning("TopKEF: velocities of momentum correction start at zero")
+        own = {**own, "velocity": _at_zero(own["velocity"])}
+    mine = reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops)
+    return _each({**mine, **committed}, unwrap)
+
+
+def committed_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
+    """What is saved of the steps that warm-up counts, where it counts them."""
+    return {COMMITTED: saved[COMMITTED]} if COMMITTED in saved and COMMITTED in own else {}
 
 
 def check_reduction(shard: StateDict, reduction: str) -> None:
@@ -96,9 +112,14 @@ def _arrays(framework: str) -> tuple[Any, Callable[[Any], Any], Callable[[Any], 
     return module.TorchOps(), lambda tensor: tensor, lambda tensor: tensor
 
 
+def _at_zero(state: StateDict) -> dict[str, Any]:
+    return {**state, "residuals": {name: e - e for name, e in state["residuals"].items()}}
+
+
 def _each(state: StateDict, change: Callable[[Any], Any]) -> dict[str, Any]:
     """A state dict with changed arrays."""
     changed = {**state, "residuals": {n: change(e) for n, e in state["residuals"].items()}}
-    if "owned" in state:
-        changed["owned"] = _each(state["owned"], change)
+    for part in BESIDES:
+        if part in state:
+            changed[part] = _each(state[part], change)
     return changed

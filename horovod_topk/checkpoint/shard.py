@@ -1,8 +1,8 @@
 """One rank's state dict as a file: what is written, and what is checked before it is believed.
 
 A shard is a safetensors file (https://github.com/huggingface/safetensors), which holds no code.
-Tensors are named `residuals/NAME`, and `owned/NAME` for what a rank owns for all ranks. Its
-metadata has
+Tensors are named `residuals/NAME`, `owned/NAME` for what a rank owns for all ranks, and
+`velocity/NAME` for those of momentum correction. Its metadata has
 
     format   "horovod_topk"
     sha256   of the whole file, with 64 zeros in its own place
@@ -22,7 +22,8 @@ from typing import Any
 from horovod_topk.errors import CheckpointError
 
 FORMAT = "horovod_topk"
-RESIDUALS, OWNED = "residuals", "owned"
+RESIDUALS = "residuals"
+BESIDES = ("owned", "velocity")  # state dicts within the state dict
 _LONGEST_HEADER = 100_000_000  # bytes; as safetensors has it
 _UNKNOWN = "0" * 64
 _DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
@@ -37,9 +38,10 @@ def dump(state: Mapping[str, Any], framework: str) -> bytes:
     """
     arrays = {f"{RESIDUALS}/{name}": a for name, a in state[RESIDUALS].items()}
     facts = {**state, RESIDUALS: None}
-    if OWNED in state:
-        arrays |= {f"{OWNED}/{name}": a for name, a in state[OWNED][RESIDUALS].items()}
-        facts[OWNED] = {**state[OWNED], RESIDUALS: None}
+    for part in BESIDES:
+        if part in state:
+            arrays |= {f"{part}/{name}": a for name, a in state[part][RESIDUALS].items()}
+            facts[part] = {**state[part], RESIDUALS: None}
     metadata = {"format": FORMAT, "sha256": _UNKNOWN, "state": json.dumps(facts, sort_keys=True)}
     data: bytes = _safetensors(framework).save(arrays, metadata)
     match = _find_digest(data)
@@ -97,7 +99,7 @@ def _facts(data: bytes) -> dict[str, Any]:
 
 
 def _assemble(facts: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    for part, into in ((RESIDUALS, facts), (OWNED, facts.get(OWNED))):
+    for part, into in ((RESIDUALS, facts), *((part, facts.get(part)) for part in BESIDES)):
         if into is not None:
             names = [name for name in arrays if name.startswith(f"{part}/")]
             into[RESIDUALS] = {name.removeprefix(f"{part}/"): arrays[name] for name in names}

@@ -7,7 +7,7 @@ Compression).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -69,6 +69,10 @@ class Codec(Protocol[Array]):
         gradients: Sequence[Array],
     ) -> Sequence[bool]:
         """Replace gradients by the scaled sum over ranks; return which tensors any rank flagged."""
+        ...
+
+    def sent(self, bucket: BucketPlan, payload: Array) -> Iterator[tuple[int, Array]]:
+        """Of each gradient that a payload has a part of: its position, and the part's indices."""
         ...
 
     def gradient_norm(
@@ -182,6 +186,13 @@ class TopK(Generic[Array]):
         for position, (total, gradient) in enumerate(zip(totals, gradients, strict=True)):
             self._ops.deliver(total, scale, gradient, flags[position])
         return flags
+
+    def sent(self, bucket: BucketPlan, payload: Array) -> Iterator[tuple[int, Array]]:
+        """Positions of the gradients that were not sent whole, and indices into them, ascending."""
+        index, _ = self._read_indices(bucket, payload)
+        for position, rows in index.items():
+            tensor = bucket.tensors[position]
+            yield tensor.gradient, self._natural(bucket, tensor, self._ops.row(rows, 0))
 
     def gradient_norm(
         self, bucket: BucketPlan, before: Array, after: Array, payload: Array

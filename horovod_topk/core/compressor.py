@@ -9,6 +9,8 @@ For each tensor on each rank, with residual e and gradient g (Stich 2018, Karimi
     exchange     P = allgather(p)
     decode       g' = sum over ranks, in rank order, of decode(p_r), scaled
 
+With momentum correction g is a velocity instead; see `horovod_topk.core.momentum`.
+
 A step is: launch every bucket (in any order), finish every bucket, then commit or roll back. A
 launch after a finish begins a new step, and rolls back one that nobody committed.
 """
@@ -23,9 +25,17 @@ from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import Codec
 from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import ResidualRegistry, check_owner
+from horovod_topk.core.residual import (
+    COMMITTED,
+    ResidualRegistry,
+    check_owner,
+    check_velocity,
+    committed_of,
+)
 from horovod_topk.core.route import Route
+from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
 from horovod_topk.errors import GradientChangedError, NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
@@ -67,14 +77,23 @@ class Compressor(Generic[Array]):
         self.plan = plan
         self.registry = ResidualRegistry(plan, ops, exchange.holders)
         self.owned = exchange.owned(plan, ops)  # residuals of what this rank owns, if it does
+        self.momentum = Momentum(plan, ops) if plan.config.momentum else None
         self.name = name
         self.steps = 0
+        self._schedule = Schedule(plan.config)
+        self._asked: float | None = None  # by the user, instead of the schedule's
+        self._committed = 0  # steps, with those of a loaded state: the schedule's clock
         self.rolled_back = 0
         self._ops = ops
         self._codec = codec
         self._exchange = exchange
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a bucket is launched and not yet finished."""
+        return any(bucket.phase is Phase.SENT for bucket in self._buckets.values())
 
     def phase(self, ordinal: int) -> Phase:
         """Where a bucket is within a step."""
@@ -89,11 +108,37 @@ class Compressor(Generic[Array]):
         """
         if any(bucket.phase is Phase.RECEIVED for bucket in self._buckets.values()):
             self.rollback()
+        if not self.is_under_way:
+            self._turn_to(self.ratio)
         bucket = self._buckets[ordinal]
         self._drain(bucket)
         bucket.committed_last, bucket.measurable = False, True
-        bucket.route.send(gradients, f"{self.name}.{ordinal}")
+        rung = self._schedule.label(self.plan.config.ratio)
+        name = f"{self.name}{rung}.{ordinal}"
+        if self.momentum is None:
+            bucket.route.send(gradients, name)
+        else:
+            bucket.route.send(self.momentum.correct(bucket.plan, gradients), name)
+            self.momentum.mask(bucket.plan, bucket.route.sent())
         bucket.phase = Phase.SENT
+
+    @property
+    def ratio(self) -> float:
+        """That of a step that begins now."""
+        return self._schedule.ratio_at(self._committed) if self._asked is None else self._asked
+
+    def set_ratio(self, ratio: float | None) -> None:
+        """Take a rung from the next step on, or go back to the schedule (None).
+
+        Call it on every rank, between the same two steps. Residuals stay as they are; a step at 1.0
+        sends all of them.
+
+        Raises:
+            ConfigError: it is no rung; see `horovod_topk.core.schedule`.
+        """
+        if ratio is not None:
+            self._schedule.check(ratio)
+        self._asked = ratio
 
     @property
     def turns(self) -> int:
@@ -116,7 +161,11 @@ class Compressor(Generic[Array]):
             raise failed
 
     def finish(
-        self, ordinal: int, gradients: Sequence[Array], targets: Sequence[Array] | None = None
+        self,
+        ordinal: int,
+        gradients: Sequence[Array],
+        targets: Sequence[Array] | None = None,
+        gain: float = 1.0,
     ) -> None:
         """Wait for a bucket and replace its gradients by the exchanged ones.
 
@@ -124,6 +173,7 @@ class Compressor(Generic[Array]):
             ordinal: the bucket.
             gradients: those that were launched.
             targets: where to write; the gradients themselves by default.
+            gain: what to multiply them by; residuals stay in the units that were launched.
 
         Raises:
             NotLaunchedError: nothing is under way for this bucket.
@@ -140,7 +190,7 @@ class Compressor(Generic[Array]):
             self.advance()
         bucket.route.wait()
         self._check_unchanged(bucket, gradients)
-        flags = bucket.route.receive(gradients if targets is None else targets)
+        flags = bucket.route.receive(gradients if targets is None else targets, gain)
         bucket.flagged = bucket.plan.names(flags)
         bucket.phase = Phase.RECEIVED
 
@@ -150,7 +200,7 @@ class Compressor(Generic[Array]):
         Returns:
             Whether the residuals changed. A call without a finished bucket does nothing.
         """
-        if any(bucket.phase is Phase.SENT for bucket in self._buckets.values()):
+        if self.is_under_way:
             return False
         received = list(self._received())
         if any(bucket.flagged for bucket in received):
@@ -158,6 +208,8 @@ class Compressor(Generic[Array]):
             return False
         for bucket in received:
             bucket.route.swap()
+            if self.momentum is not None:
+                self.momentum.swap(bucket.plan)
             bucket.committed_last = True
         self._end_step(received, committed=True)
         return bool(received)
@@ -178,13 +230,24 @@ class Compressor(Generic[Array]):
             if bucket.plan not in plan.buckets:
                 self._drain(bucket)
         self.registry.replan(plan)
-        if self.owned is not None:
-            self.owned.replan(plan)
+        for _, registry in self._others():
+            registry.replan(plan)
         self.plan = plan
         kept = {i: b for i, b in self._buckets.items() if b.plan in plan.buckets}
         self._buckets = {
             b.ordinal: kept.get(b.ordinal) or self._make_bucket(b) for b in plan.buckets
         }
+
+    def _turn_to(self, ratio: float) -> None:
+        """Take another rung, where there is nothing under way."""
+        if ratio == self.plan.config.ratio:
+            return
+        plan = self.plan.under(self._schedule.settings(ratio))
+        self.registry.turn_to(plan)
+        if self.owned is not None:
+            self.owned.turn_to(plan)
+        self.plan = plan
+        self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
 
     @property
     def ranks(self) -> int:
@@ -197,10 +260,17 @@ class Compressor(Generic[Array]):
         return self._exchange.rank
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of this rank's residuals, and of those of the shards it owns."""
+        """Copies of this rank's residuals, and of those of the shards it owns.
+
+        With warm-up also how many steps were committed, from which it goes on.
+        """
         state = self.registry.state_dict()
+        if self.plan.config.warmup is not None:
+            state[COMMITTED] = self._committed
         if self.owned is not None:
             state["owned"] = dict(self._exchange.owner) | self.owned.state_dict()
+        if self.momentum is not None:
+            state["velocity"] = self.momentum.registry.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -210,21 +280,25 @@ class Compressor(Generic[Array]):
             StateDictError: a residual does not fit; nothing has changed.
         """
         check_owner(self._exchange.owner if self.owned is not None else None, state.get("owned"))
+        committed = committed_of(state, self._committed)
+        check_velocity(self.momentum is not None, state)
         self.registry.check(state)
-        if self.owned is not None:
-            self.owned.check(state["owned"])
+        others = dict(self._others())
+        for part, registry in others.items():
+            registry.check(state[part])
         self.abandon()
+        self._committed = committed
         self.registry.load_state_dict(state)
-        if self.owned is not None:
-            self.owned.load_state_dict(state["owned"])
+        for part, registry in others.items():
+            registry.load_state_dict(state[part])
         self._forget_gradients()
 
     def reset(self) -> None:
         """Set every residual to zero; a step under way is abandoned."""
         self.abandon()
         self.registry.reset()
-        if self.owned is not None:
-            self.owned.reset()
+        for _, registry in self._others():
+            registry.reset()
         self._forget_gradients()
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
@@ -254,6 +328,13 @@ class Compressor(Generic[Array]):
         """Euclidean norm of the gradients launched last. Waits for the device."""
         return math.hypot(*(self._bucket_norm(b) for b in self._buckets.values()))
 
+    def _others(self) -> Iterator[tuple[str, ResidualRegistry[Array]]]:
+        """What is kept besides this rank's residuals, by its name in a state dict."""
+        if self.owned is not None:
+            yield "owned", self.owned
+        if self.momentum is not None:
+            yield "velocity", self.momentum.registry
+
     def _forget_gradients(self) -> None:
         for bucket in self._buckets.values():
             bucket.measurable = False
@@ -271,7 +352,11 @@ class Compressor(Generic[Array]):
         return (b for b in self._buckets.values() if b.phase is Phase.RECEIVED)
 
     def _check_unchanged(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
-        if bucket.route.unchanged(gradients):
+        if self.momentum is None:
+            unchanged = bucket.route.unchanged(gradients)
+        else:
+            unchanged = self.momentum.unchanged(bucket.plan, gradients)
+        if unchanged:
             return
         names = ", ".join(t.spec.name for t in bucket.plan.tensors[:3])
         raise GradientChangedError(
@@ -294,6 +379,7 @@ class Compressor(Generic[Array]):
         for bucket in received:
             bucket.phase, bucket.flagged = Phase.IDLE, ()
         self.steps += committed
+        self._committed += committed
         self.rolled_back += not committed
         counters = count_step(self.steps + self.rolled_back, committed, self.traffic(), flagged)
         for callback in self._callbacks:

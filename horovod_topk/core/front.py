@@ -80,12 +80,28 @@ class Front(abc.ABC):
         gather_ratio: float | None = TopKConfig.gather_ratio,
         selection: str = TopKConfig.selection,
         min_numel: int = TopKConfig.min_numel,
+        clip_norm: float | None = TopKConfig.clip_norm,
+        warmup: int | Sequence[tuple[int, float]] | None = TopKConfig.warmup,
+        momentum: float = TopKConfig.momentum,
         name: str | None = TopKConfig.name,
+        grad_scaler: Any = None,
         **unknown: object,
     ) -> None:
-        reject_unknown(unknown, TopKConfig.__dataclass_fields__)
+        reject_unknown(unknown, {*TopKConfig.__dataclass_fields__, "grad_scaler"})
+        self._check_scaler(grad_scaler)
+        self.grad_scaler = grad_scaler
         self.config = TopKConfig(
-            ratio, values, indices, exchange, gather_ratio, selection, min_numel, name
+            ratio,
+            values,
+            indices,
+            exchange,
+            gather_ratio,
+            selection,
+            min_numel,
+            clip_norm,
+            warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
+            momentum,
+            name,
         )
 
     @classmethod
@@ -142,6 +158,11 @@ class Front(abc.ABC):
         """As `OptimizerState.on_step`, of the one optimizer behind this instance."""
         self._only_state().on_step(callback)
 
+    @staticmethod
+    @abc.abstractmethod
+    def _check_scaler(scaler: object) -> None:
+        """Refuse what cannot be used as `grad_scaler=`; raises ConfigError."""
+
     @abc.abstractmethod
     def _living_states(self) -> Sequence[State]:
         """The states behind this instance, oldest first."""
@@ -175,17 +196,24 @@ def elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def check_elastic(exchange: str) -> None:
-    """Refuse an exchange with owners where ranks may come and go.
+def check_elastic(config: TopKConfig) -> None:
+    """Refuse an exchange with owners, and warm-up, where ranks may come and go.
 
     Raises:
         ConfigError: they may.
     """
+    exchange = config.exchange
     if exchange in ("sharded", "hierarchical") and elastic():
         raise ConfigError(
             f"exchange={exchange!r} deals residuals out to a fixed number of ranks, and this job "
             "is elastic",
             cure="Pass exchange='allgather', or run without --min-np and --max-np",
+        )
+    if config.warmup is not None and elastic():
+        raise ConfigError(
+            f"warmup={config.warmup!r} counts steps, which ranks that join an elastic job have not "
+            "seen",
+            cure="Pass warmup=None, or run without --min-np and --max-np",
         )
 
 

@@ -167,7 +167,7 @@ class Hierarchical(Generic[Array]):
         """`Route.unchanged`, judged by some elements of each tensor."""
         return self._probe is None or self._probe.still(gradients)
 
-    def receive(self, targets: Sequence[Array]) -> Sequence[bool]:
+    def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
         plan, nodes = self._plan, self._team.nodes
         payloads = nodes.owners * len(nodes.ranks)
@@ -175,7 +175,11 @@ class Hierarchical(Generic[Array]):
         wire.check_length(received, plan.sum_bytes, payloads, plan.bucket.ordinal)
         ranks = sum(nodes.sizes)
         scale = 1.0 / ranks if plan.bucket.reduction == "average" else 1.0
-        return self._codec.decode(plan.result, self._in_rows(), scale, targets)
+        return self._codec.decode(plan.result, self._in_rows(), gain * scale, targets)
+
+    def sent(self) -> Iterator[tuple[int, Array]]:
+        """`Route.sent`: all is, to the owners on this node."""
+        return iter(())
 
     def swap(self) -> None:
         """`Route.swap`."""

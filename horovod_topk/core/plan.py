@@ -129,6 +129,11 @@ class BucketPlan:
         return self.tensors[-1].stop
 
     @property
+    def places(self) -> list[tuple[str, int, int, int]]:
+        """What lies where in its arenas."""
+        return [(t.spec.name, t.start, t.stop, t.first) for t in self.tensors]
+
+    @property
     def device(self) -> str:
         """Where its arenas live."""
         return self.tensors[0].spec.device
@@ -235,6 +240,14 @@ class Plan:
             elif specs:
                 kept.append(_plan_bucket(bucket.ordinal, specs, self.config, self.reduction))
         return replace(self, buckets=tuple(kept))
+
+    def under(self, config: TopKConfig) -> Plan:
+        """The same tensors in the same buckets, under other settings."""
+        buckets = (
+            _plan_bucket(b.ordinal, [t.spec for t in b.tensors], config, self.reduction)
+            for b in self.buckets
+        )
+        return replace(self, config=config, buckets=tuple(buckets))
 
     def fields(self) -> dict[str, list[object]]:
         """What ranks have to agree on, by name, as JSON-able lists."""

@@ -19,6 +19,7 @@ from horovod_topk.ops import Ops
 Array = TypeVar("Array")
 
 STATE_VERSION = 1
+COMMITTED = "committed"  # of a state dict: steps, where the ratio depends on them
 OWNER = ("ranks", "rank", "nodes")  # what says whose the residuals of shards are
 
 
@@ -97,6 +98,15 @@ class ResidualRegistry(Generic[Array]):
             size = (arenas.plan.numel, arenas.plan.residual_dtype, arenas.plan.device)
             self._ops.assign(arenas.residual, self._ops.zeros(*size))
 
+    def turn_to(self, plan: Plan) -> None:
+        """Take on a plan of the same tensors in the same places; residuals stay where they are."""
+        for bucket in plan.buckets:
+            pairs = zip(self._arenas[bucket.ordinal], self._holders(bucket), strict=True)
+            for arenas, holder in pairs:
+                assert arenas.plan.places == holder.places  # of the same settings but for ratios
+                arenas.plan = holder
+        self._find(plan)
+
     def replan(self, plan: Plan) -> None:
         """Take on a plan whose tensors are a subset of the present one's, keeping residuals."""
         kept = [tensor.spec.name for tensor in plan.tensors()]
@@ -126,7 +136,6 @@ class ResidualRegistry(Generic[Array]):
 
     def _take_on(self, plan: Plan) -> None:
         known = {arenas.plan.digest: arenas for arenas in self.all_arenas()}
-        self._plan = plan
         self._arenas = {
             bucket.ordinal: [
                 known.get(holder.digest) or self._allocate(holder)
@@ -134,6 +143,11 @@ class ResidualRegistry(Generic[Array]):
             ]
             for bucket in plan.buckets
         }
+        self._find(plan)
+
+    def _find(self, plan: Plan) -> None:
+        """Note where each tensor lies."""
+        self._plan = plan
         self._whole = {t.spec.name: (b, t) for b in plan.buckets for t in b.tensors}
         self._pieces = {name: [] for name in self._whole}
         for arenas in self.all_arenas():
@@ -241,6 +255,36 @@ def _check_tensor(spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any]) -> 
             tensor=name,
             cure="Load the state into the model it was saved from, or call reset()",
         )
+
+
+def check_velocity(kept: bool, state: Mapping[str, Any]) -> None:
+    """Refuse a state dict without the velocities that are kept, and one whose would be lost.
+
+    Raises:
+        StateDictError: it was saved with another setting of `momentum`.
+    """
+    if kept != ("velocity" in state):
+        lacks, has = ("lacks", "has momentum=") if kept else ("has", "has none")
+        raise StateDictError(
+            f"the state dict {lacks} velocities of momentum correction, this compressor {has}",
+            cure="Pass the momentum= it was saved with, or call reset()",
+        )
+
+
+def committed_of(state: Mapping[str, Any], otherwise: int) -> int:
+    """How many steps were committed when a state dict was made, if it says so.
+
+    Raises:
+        StateDictError: it is no such number.
+    """
+    committed = state.get(COMMITTED, otherwise)
+    if type(committed) is not int or committed < 0:
+        raise StateDictError(
+            f"the state dict says that {committed!r} steps were committed, which is no whole "
+            "number >= 0",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    return committed
 
 
 def owner_of(owned: Mapping[str, Any] | None) -> Mapping[str, object] | None:

@@ -12,8 +12,8 @@ What each rank keeps lies in `arenas`: they take part in the commit (`swap`) or 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from horovod_topk.core import payload as wire
 from horovod_topk.core.codec import Codec
@@ -121,12 +121,16 @@ class Route(Protocol[Given]):
         """Whether they are still what was sent."""
         ...
 
-    def receive(self, targets: Sequence[Given]) -> Sequence[bool]:
-        """Write what arrived; returns which tensors any rank flagged.
+    def receive(self, targets: Sequence[Given], gain: float = 1.0) -> Sequence[bool]:
+        """Write `gain` times what arrived; returns which tensors any rank flagged.
 
         Raises:
             PayloadError, PlanMismatchError: it is not payloads of this bucket.
         """
+        ...
+
+    def sent(self) -> Iterator[tuple[int, Any]]:
+        """Positions of the gradients that were not sent whole, and indices of what was sent."""
         ...
 
     def swap(self) -> None:
@@ -183,12 +187,16 @@ class Direct(Generic[Array]):
         """`Route.unchanged`."""
         return self._codec.unchanged(self._arenas, gradients, self._payload)
 
-    def receive(self, targets: Sequence[Array]) -> Sequence[bool]:
+    def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
         ranks, bucket = self._collective.size, self._bucket
         received = self._ops.numel(self._gathered)
         wire.check_length(received, bucket.layout.payload_bytes, ranks, bucket.ordinal)
-        return self._codec.decode(bucket, self._gathered, _scale(bucket, ranks), targets)
+        return self._codec.decode(bucket, self._gathered, gain * _scale(bucket, ranks), targets)
+
+    def sent(self) -> Iterator[tuple[int, Array]]:
+        """`Route.sent`."""
+        return self._codec.sent(self._bucket, self._payload)
 
     def swap(self) -> None:
         """`Route.swap`."""
@@ -287,10 +295,15 @@ class Sharded(Generic[Array]):
         pairs = zip(self._arenas, self._parts, strict=True)
         return all(self._codec.unchanged(arenas, gradients, part) for arenas, part in pairs)
 
-    def receive(self, targets: Sequence[Array]) -> Sequence[bool]:
+    def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
         self._check(self._gathered, self._plan.gather[0])
-        return self._codec.decode(self._plan.result, self._gathered, 1.0, targets)
+        return self._codec.decode(self._plan.result, self._gathered, gain, targets)
+
+    def sent(self) -> Iterator[tuple[int, Array]]:
+        """`Route.sent`: to the owners."""
+        for scatter, part in zip(self._plan.scatter, self._parts, strict=True):
+            yield from self._codec.sent(scatter, part)
 
     def swap(self) -> None:
         """`Route.swap`."""

@@ -13,7 +13,7 @@ from horovod.tensorflow.compression import Compressor
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.front import Front
 from horovod_topk.core.stats import StepCounters
-from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.errors import ConfigError, NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.planning import Settings
@@ -45,6 +45,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         selection: how the largest elements are found: "exact", or "sampled", by a threshold from a
             sample, which is faster.
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
+        clip_norm: clip each rank's gradients before they are added to the residual, so that the
+            norm of what is applied is about this at most, as `horovod_topk.core.clipping` says.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
 
     Raises:
@@ -55,13 +57,25 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         >>> tape = hvd.DistributedGradientTape(tape, compression=compression)
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
-    Feedback Fixes SignSGD).
+    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`.
     """
 
     framework = "tensorflow"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.config.warmup is not None:
+            raise ConfigError(
+                f"warmup={self.config.warmup!r} is for PyTorch alone: a tf.function keeps the "
+                "payloads it was traced with",
+                cure="Leave it out, and train the first steps with another TopKEF(ratio=...), "
+                "whose state_dict() the next one loads",
+            )
+        if self.config.momentum:
+            raise ConfigError(
+                f"momentum={self.config.momentum}: momentum correction is for PyTorch alone yet",
+                cure="Leave momentum to the optimizer",
+            )
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them
@@ -170,6 +184,16 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         for state, residuals in zip(states, saved, strict=False):
             state.load_state_dict(residuals)
         self._waiting = list(saved[len(states) :])
+
+    @staticmethod
+    def _check_scaler(scaler: object) -> None:
+        if scaler is not None:
+            raise ConfigError(
+                f"grad_scaler={scaler!r} is for PyTorch alone",
+                cure="Leave it out: horovod_topk.tensorflow.keras exchanges gradients without the "
+                "loss scale by itself; under tf-keras use mixed_bfloat16, or unscale gradients "
+                "before they are exchanged",
+            )
 
     def _living_states(self) -> list[OptimizerState]:
         return sorted(self._states, key=lambda state: state.created)

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_topk.core.clipping import local_threshold
 from horovod_topk.core.codec import Codec
 from horovod_topk.core.exchange import Exchange, HierarchicalExchange, ShardedExchange
 from horovod_topk.core.hierarchy import Hierarchical
@@ -70,6 +71,10 @@ def step(route: Route, gradients: Sequence[Any], transport: Transport) -> tuple[
         spec.name: Buffer(tf.ensure_shape(gradient, spec.shape))
         for spec, gradient in zip(route.specs, gradients, strict=True)
     }
+    limit = route.plan.config.clip_norm
+    if limit is not None:
+        local = clipped(list(arrays.values()), route.plan.reduction, limit, transport.collective)
+        arrays = dict(zip(arrays, local, strict=True))
     buckets = [_bucket(route, plan, transport) for plan in route.plan.buckets]
     of = {b.plan.ordinal: [arrays[t.spec.name] for t in b.plan.tensors] for b in buckets}
     for bucket in buckets:
@@ -86,6 +91,19 @@ def step(route: Route, gradients: Sequence[Any], transport: Transport) -> tuple[
     return [arrays[spec.name].value for spec in route.specs], flagged
 
 
+def clipped(
+    gradients: Sequence[Array], reduction: str, limit: float, collective: Collective[Array]
+) -> list[Array]:
+    """Gradients of a norm that is no larger than this rank's share of `limit`.
+
+    What is not finite stays so, and is flagged.
+    """
+    threshold = local_threshold(limit, reduction, collective.size)
+    squares = [tf.reduce_sum(tf.square(tf.cast(g.value, tf.float64))) for g in gradients]
+    factor = tf.minimum(threshold / tf.sqrt(tf.add_n(squares)), 1.0)
+    return [Buffer(g.value * tf.cast(factor, g.value.dtype)) for g in gradients]
+
+
 def norm_of(gradients: Sequence[Any]) -> Any:
     """Euclidean norm of all of them."""
     return tf.sqrt(2 * tf.add_n([tf.nn.l2_loss(tf.cast(g, tf.float32)) for g in gradients]))
@@ -94,14 +112,14 @@ def norm_of(gradients: Sequence[Any]) -> Any:
 class Gathered(Direct[Array]):
     """One allgather between as many ranks as the run has: an elastic trace outlives its size."""
 
-    def receive(self, targets: Sequence[Array]) -> Sequence[bool]:
+    def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
         if self._gathered.numel is not None:
-            return super().receive(targets)
-        scale: Any = 1.0
+            return super().receive(targets, gain)
+        scale: Any = gain
         if self._bucket.reduction == "average":
             size = self._bucket.layout.payload_bytes
-            scale = 1 / (tf.size(self._gathered.value) // size)
+            scale = gain / (tf.size(self._gathered.value) // size)
         return self._codec.decode(self._bucket, self._gathered, scale, targets)
 
 

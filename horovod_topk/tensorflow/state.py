@@ -75,7 +75,7 @@ class OptimizerState:
         self.active = reason is None
         if reason is not None:
             self._skip("*", reason)
-        check_elastic(config.exchange)
+        check_elastic(config)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
         self._ops, self._collective = TensorFlowOps(), collective
         self._transport: Transport | None = None  # chosen when the first route is made

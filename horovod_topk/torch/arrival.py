@@ -6,7 +6,7 @@ What is applied has to be what was exchanged: each check raises before anything 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,6 +79,11 @@ class Slot:
                 tensor=self.spec.name,
                 cure="Assign a gradient of its own memory, p.grad = gradient.clone()",
             )
+
+    def note_writing(self) -> None:
+        """What has arrived was written to on our own account."""
+        if self.arrival is not None:
+            self.arrival = replace(self.arrival, version=self.arrival.owner._version)
 
     def check_not_exchanged(self) -> None:
         """Refuse to send what was received: error feedback would count it twice.

@@ -10,6 +10,7 @@ from horovod.torch.compression import Compressor
 
 from horovod_topk.core.front import Front
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.torch.scaling import check_scaler
 from horovod_topk.torch.state import OptimizerState
 
 
@@ -34,7 +35,16 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         selection: how the largest elements are found: "exact", or "sampled", by a threshold from a
             sample, which is faster.
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
+        clip_norm: clip each rank's gradients before they are added to the residual, so that the
+            norm of what is applied is about this at most, as `horovod_topk.core.clipping` says.
+        warmup: larger ratios for the first steps: a number of steps, over which 0.25, 0.0625 and so
+            on come down to `ratio`, or pairs (until, ratio), each for the steps until so many have
+            been committed; None: off.
+        momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
+            the optimizer's own: pass momentum=0 to `torch.optim.SGD`. 0: off.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss, if one does: residuals are
+            then kept in unscaled units, and a change of its scale changes nothing that is owed.
 
     Raises:
         ConfigError, UnknownSettingError: see the message.
@@ -47,7 +57,8 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         ... )
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
-    Feedback Fixes SignSGD).
+    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`
+    and `warmup`.
     """
 
     framework = "torch"
@@ -91,6 +102,16 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
     def attached(self, state: OptimizerState) -> None:
         """Remember an optimizer's state; called by the seam."""
         self._states.add(state)
+
+    def set_ratio(self, ratio: float | None) -> None:
+        """As `OptimizerState.set_ratio`, of the one optimizer behind this instance."""
+        state = self._only_state()
+        assert isinstance(state, OptimizerState)
+        state.set_ratio(ratio)
+
+    @staticmethod
+    def _check_scaler(scaler: object) -> None:
+        check_scaler(scaler)
 
     def _living_states(self) -> list[OptimizerState]:
         return list(self._states)

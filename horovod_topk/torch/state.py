@@ -26,11 +26,14 @@ from horovod_topk.core.compressor import Compressor, Phase
 from horovod_topk.core.front import check_elastic, elastic, why_inactive
 from horovod_topk.core.plan import Plan
 from horovod_topk.core.stats import Stats, StepCounters, describe
-from horovod_topk.errors import ShapeChangedError, StepBeforeSynchronizeError
+from horovod_topk.errors import ConfigError, ShapeChangedError, StepBeforeSynchronizeError
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.arrival import Arrival, Slot, check_unchanged
 from horovod_topk.torch.collective import HorovodCollective
+from horovod_topk.torch.momentum import check_not_twice, hand_over
 from horovod_topk.torch.planning import plan_of
+from horovod_topk.torch.preparation import Preparation
+from horovod_topk.torch.scaling import Scaler
 
 log = logging.getLogger("horovod_topk")
 
@@ -47,7 +50,9 @@ class OptimizerState:
 
     framework = "torch"
 
-    def __init__(self, optimizer: Any, config: TopKConfig) -> None:
+    def __init__(
+        self, optimizer: Any, config: TopKConfig, grad_scaler: Scaler | None = None
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._names: dict[Tensor, str] = optimizer._parameter_names
         self._skipped: dict[str, str] = {}
@@ -63,9 +68,12 @@ class OptimizerState:
         self.active = reason is None
         if reason is not None:
             self._skip("*", reason)
+            hand_over(optimizer, config.momentum)
             return
-        check_elastic(config.exchange)
+        check_elastic(config)
+        check_not_twice(optimizer, config.momentum)
         plan = plan_of(optimizer, config)
+        self._preparation = Preparation.of(grad_scaler, plan)
         collective = HorovodCollective(optimizer.process_set)
         ops = TorchOps()
         self._prefix = config.name or f"topkef.{plan.digest.hex()}"
@@ -132,6 +140,32 @@ class OptimizerState:
     def steps(self) -> int:
         """How many steps have ended, committed or rolled back: as many on every rank."""
         return self._compressor.steps + self._compressor.rolled_back if self.active else 0
+
+    @property
+    def ratio(self) -> float:
+        """Share of each tensor's elements that a step sends that begins now; see `set_ratio`."""
+        return self._compressor.ratio if self.active else 1.0
+
+    def set_ratio(self, ratio: float | None) -> None:
+        """Send another share of elements from the next step on; None: what the settings say.
+
+        Call it on every rank, between the same two steps. A step at 1.0 sends all that is owed, at
+        full precision, and leaves residuals of zero.
+
+        Args:
+            ratio: 1.0, `ratio` of the settings, or a ratio that `warmup` names.
+
+        Raises:
+            ConfigError: it is none of these, or the job is elastic.
+        """
+        if self.active:
+            if elastic():
+                raise ConfigError(
+                    f"set_ratio({ratio!r}) was called, and ranks that join an elastic job do not "
+                    "hear of it",
+                    cure="Run without --min-np and --max-np",
+                )
+            self._compressor.set_ratio(ratio)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -215,7 +249,7 @@ class OptimizerState:
         ordinal = slot.ordinal
         if self._compressor.phase(ordinal) is Phase.SENT:
             with torch.no_grad():
-                self._compressor.finish(ordinal, self._gradients(ordinal))
+                self._finish(ordinal)
             for each in self._buckets[ordinal]:
                 each.exchanged, each.arrival = each.arrival, None
             self._missing[ordinal] = len(self._buckets[ordinal])
@@ -230,6 +264,7 @@ class OptimizerState:
                 "exchanged",
                 cure="Call optimizer.synchronize() after backward() and before this step",
             )
+        check_not_twice(optimizer, self._compressor.plan.config.momentum)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -242,7 +277,23 @@ class OptimizerState:
     def _launch_if_complete(self, ordinal: int) -> None:
         if not self._missing[ordinal]:
             with torch.no_grad():
-                self._compressor.launch(ordinal, self._gradients(ordinal))
+                self._launch(ordinal)
+
+    def _launch(self, ordinal: int) -> None:
+        gradients = self._gradients(ordinal)
+        if self._preparation is not None:
+            if not self._compressor.is_under_way:
+                self._preparation.begin(self._optimizer(), self._compressor.ranks)
+            self._preparation.prepare(gradients)
+            for slot in self._buckets[ordinal]:
+                slot.note_writing()
+        self._compressor.launch(ordinal, gradients)
+
+    def _finish(self, ordinal: int) -> None:
+        gradients, gain = self._gradients(ordinal), 1.0
+        if self._preparation is not None:
+            gain = self._preparation.gain(self._optimizer())
+        self._compressor.finish(ordinal, gradients, gain=gain)
 
     def _gradients(self, ordinal: int) -> list[Tensor]:
         """A complete bucket's gradients in the plan's order, once it is sure that none changed."""

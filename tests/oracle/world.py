@@ -54,8 +54,8 @@ class World:
                 with np.errstate(all="ignore"):
                     compressor.launch(bucket.ordinal, self._of_bucket(rank, bucket))
 
-    def finish(self) -> list[Gradients]:
-        """Receive on every rank; returns the exchanged gradients."""
+    def finish(self, gain: float = 1.0) -> list[Gradients]:
+        """Receive on every rank; returns the exchanged gradients, times `gain`."""
         for _ in range(self.ranks[0].turns):
             for compressor in self.ranks:
                 with np.errstate(all="ignore"):
@@ -63,14 +63,14 @@ class World:
         for rank, compressor in enumerate(self.ranks):
             for bucket in self.plan.buckets:
                 with np.errstate(all="ignore"):
-                    compressor.finish(bucket.ordinal, self._of_bucket(rank, bucket))
+                    compressor.finish(bucket.ordinal, self._of_bucket(rank, bucket), gain=gain)
         to_numpy = self.backend.numpy
         return [{name: to_numpy(array) for name, array in one.items()} for one in self._arrays]
 
-    def exchange(self, gradients: Sequence[Gradients]) -> list[Gradients]:
+    def exchange(self, gradients: Sequence[Gradients], gain: float = 1.0) -> list[Gradients]:
         """Launch and finish; the step stays open."""
         self.launch(gradients)
-        return self.finish()
+        return self.finish(gain)
 
     def commit(self) -> list[bool]:
         """Commit on every rank; returns what each answered."""

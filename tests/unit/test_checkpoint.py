@@ -379,3 +379,19 @@ def test_an_inactive_rank_saves_nothing(tmp_path: Path) -> None:
     rank.state_dict = dict
     assert checkpoint.save(tmp_path / "new", rank) is None
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("size", [2, RANKS])
+def test_warm_up_goes_on_where_it_was_saved(size: int, strict: bool, tmp_path: Path) -> None:
+    plan = make_plan(SPECS, TopKConfig(ratio=0.1, min_numel=0, warmup=[(2, 0.5), (4, 0.2)]))
+    saved, resumed = World(plan, RANKS, TORCH), World(plan, size, TORCH)
+    for _ in range(3):
+        saved.step([{s.name: np.ones(s.shape, "f4") for s in SPECS}] * RANKS)
+    for rank in ranks(saved):
+        checkpoint.save(tmp_path, rank)
+    for rank, compressor in zip(ranks(resumed), resumed.ranks, strict=True):
+        assert compressor.ratio == 0.5
+        checkpoint.load(tmp_path, rank, strict=strict)
+        assert compressor.ratio == 0.2
+        assert compressor.state_dict()["committed"] == 3

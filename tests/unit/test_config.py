@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from horovod_topk.config import TopKConfig, reject_unknown
+from horovod_topk.config import OPTIONAL, TopKConfig, reject_unknown
 from horovod_topk.errors import ConfigError, TopKError, UnknownSettingError
 
 
@@ -29,6 +29,9 @@ def test_the_defaults() -> None:
         "gather_ratio": None,
         "selection": "exact",
         "min_numel": 1024,
+        "clip_norm": None,
+        "warmup": None,
+        "momentum": 0.0,
         "name": None,
     }
 
@@ -43,7 +46,15 @@ def test_settings_are_frozen_and_compare_by_value() -> None:
 
 def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopKConfig)]
-    assert list(TopKConfig().agreed()) == names
+    assert list(TopKConfig(clip_norm=1.0, warmup=100, momentum=0.5).agreed()) == names
+    assert list(TopKConfig(clip_norm=1.0, warmup=100, momentum=0.5).agreed()) == names
+
+
+def test_what_is_off_is_no_part_of_the_agreement() -> None:
+    """Payloads are then those of a version that does not know it."""
+    names = [field.name for field in dataclasses.fields(TopKConfig)]
+    assert list(TopKConfig().agreed()) == [name for name in names if name not in OPTIONAL]
+    assert all(getattr(TopKConfig(), name) == off for name, off in OPTIONAL.items())
 
 
 @pytest.mark.parametrize("ratio", [1, 1.0, 0.5, 1e-9, math.ulp(0.0)])
@@ -112,6 +123,17 @@ def test_sizes_that_are_no_whole_numbers(min_numel: object) -> None:
     assert "Pass 0 to compress every tensor" in message
 
 
+@pytest.mark.parametrize("norm", [0, 0.0, -1.0, math.inf, math.nan, True, "1.0", [1.0]])
+def test_norms_to_clip_to_that_are_none(norm: object) -> None:
+    message = refusal(clip_norm=norm)
+    assert message.startswith(f"clip_norm={norm!r} is not a number above 0. ")
+    assert "such as clip_norm=1.0, or None" in message
+
+
+def test_a_norm_to_clip_to_is_a_float() -> None:
+    assert type(TopKConfig(clip_norm=2).clip_norm) is float
+
+
 @pytest.mark.parametrize("name", ["", 3, b"generator", ["generator"]])
 def test_names_that_are_no_names(name: object) -> None:
     message = refusal(name=name)
@@ -134,7 +156,7 @@ def test_an_unknown_keyword_suggests_the_nearest(keyword: str, nearest: str) -> 
         reject_unknown([keyword], TopKConfig.__dataclass_fields__)
     message = str(caught.value)
     assert message.startswith(f"TopKEF has no setting {keyword!r}. Did you mean {nearest!r}? ")
-    settings = "exchange, gather_ratio, indices, min_numel, name, ratio, selection, values"
+    settings = ", ".join(sorted(TopKConfig.__dataclass_fields__))
     assert f"The settings are {settings}." in message
     assert isinstance(caught.value, TypeError)
 

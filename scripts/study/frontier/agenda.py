@@ -7,7 +7,7 @@ exchange, the largest ratio that still sends so many times fewer bytes than dens
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
@@ -26,6 +26,7 @@ FINE_RATIOS = tuple(round(m * 10.0**e, 6) for e in (-4, -3, -2) for m in range(1
 FORMATS = ("float32", "int8", "int4", "sign")
 HALVES = ("float16", "bfloat16")
 GOALS = (50.0, 165.0)  # times fewer bytes than dense
+MOMENTUM = 0.9  # of SGD, and of momentum correction
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Point:
     exchange: str
     values: str
     ratio: float
+    momentum: float = 0.0  # of momentum correction
 
 
 _CONFIG = TopKConfig()
@@ -69,7 +71,8 @@ class Series:
     def at(self, point: Point, shards: str, lr: float, seed: int) -> Cell:
         """A point's run."""
         where = (point.exchange, point.values, point.ratio)
-        return Cell(self.workload, self.optimizer, shards, *where, lr, self.steps, seed)
+        common = (self.workload, self.optimizer, shards, *where, lr, self.steps, seed)
+        return Cell(*common, momentum=point.momentum)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,9 @@ def stages() -> Iterator[Stage]:
     grid = grid_of(FORMATS)
     yield Stage(DIGITS, "equal", digits, DIGITS_SEEDS)
     yield Stage(BYTELM, "equal", equal_bytes("bytelm", (50.0,)), (0,))
+    yield Stage(BYTELM, "equal", corrected(equal_bytes("bytelm", (50.0,))), (0,))
+    yield Stage(DIGITS, "equal", corrected(digits), (0,))
+    yield Stage(BYTELM, "equal", corrected(bytelm), BYTELM_SEEDS)
     yield Stage(DIGITS, "skewed", digits, (0,))
     yield Stage(BYTELM, "equal", bytelm, (0,))
     yield Stage(DIGITS, "skewed", digits, DIGITS_SEEDS)
@@ -126,6 +132,11 @@ def stages() -> Iterator[Stage]:
     yield Stage(BYTELM_ADAMW, "skewed", bytelm, BYTELM_SEEDS)
 
 
+def way(point: Point) -> str:
+    """How a point's payloads come about and travel, in words."""
+    return f"{point.exchange}, corrected" if point.momentum else point.exchange
+
+
 def grid_of(formats: Sequence[str]) -> tuple[Point, ...]:
     """Every exchange and ratio with these formats."""
     return tuple(Point(*each) for each in product(EXCHANGES, formats, RATIOS))
@@ -138,6 +149,11 @@ def equal_bytes(workload: str, goals: Sequence[float]) -> tuple[Point, ...]:
     return (DEFAULT, *(point for point in found if point is not None))
 
 
+def corrected(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The same with momentum correction."""
+    return tuple(replace(point, momentum=MOMENTUM) for point in points)
+
+
 def largest_ratio(workload: str, exchange: str, values: str, goal: float) -> Point | None:
     """The point of largest ratio, in two digits, that sends `goal` times fewer bytes than dense."""
     points = (Point(exchange, values, ratio) for ratio in reversed(FINE_RATIOS))
@@ -147,7 +163,8 @@ def largest_ratio(workload: str, exchange: str, values: str, goal: float) -> Poi
 @cache
 def reduction(workload: str, point: Point, ranks: int = RANKS) -> float:
     """How many times fewer bytes a rank sends than in a ring allreduce."""
-    config = TopKConfig(ratio=point.ratio, values=point.values, exchange=point.exchange)
+    settings = {"values": point.values, "exchange": point.exchange, "momentum": point.momentum}
+    config = TopKConfig(point.ratio, **settings)
     exchange = make_exchange(point.exchange, Collective(Loopback(ranks), 0))
     traffic = exchange.traffic(plan_of(_model(workload), config))
     return traffic.dense_bytes / traffic.sent_bytes

@@ -25,16 +25,19 @@ class Cell:
     seed: int
     evaluate_on: str = "held-out"
     ranks: int = RANKS
+    momentum: float = 0.0  # of momentum correction, instead of SGD's
 
     @property
     def config(self) -> TopKConfig:
         """The settings of TopKEF."""
-        return TopKConfig(ratio=self.ratio, values=self.values, exchange=self.exchange)
+        return TopKConfig(
+            ratio=self.ratio, values=self.values, exchange=self.exchange, momentum=self.momentum
+        )
 
     @property
     def name(self) -> str:
         """For progress bars."""
-        how = f"{self.exchange} {self.values} {self.ratio:g}"
+        how = f"{self.exchange} {self.values} {self.ratio:g}" + " corrected" * (self.momentum > 0)
         return f"{self.workload} {self.optimizer} {self.shards} {how} seed {self.seed}"
 
 

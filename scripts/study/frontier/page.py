@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -41,8 +42,9 @@ Every run is compared with a dense one of the same seed: same initial weights, s
 same order, as many steps. The learning rate is the one that suits *dense* best, by a sweep on
 validation data with other seeds ([below](#denses-learning-rates)); nothing is tuned for TopKEF. It
 rises over the first 5% of the steps and falls to zero as a cosine. SGD has momentum 0.9, AdamW
-PyTorch's defaults. Means come with their standard errors. `make frontier` makes it all again; a run
-with a line in `docs/results/frontier-*.jsonl` is not repeated.
+PyTorch's defaults. "Corrected" is momentum correction, `TopKEF(momentum=0.9)` with an SGD that has
+none of its own; dense keeps SGD's. Means come with their standard errors. `make frontier` makes it
+all again; a run with a line in `docs/results/frontier-*.jsonl` is not repeated.
 
 - Digits: `examples/pytorch_digits.py`, {digits_steps:,} steps, {digits_batch} examples a rank and
   step. Skewed shards are the rows sorted by label and cut into {ranks}: each rank has two or three
@@ -125,7 +127,7 @@ def _of(group: Group, each: Measured) -> str:
 
 def setting(point: Point) -> str:
     """A point in words."""
-    return f"{point.exchange}, {point.values}, ratio {point.ratio:g}"
+    return f"{agenda.way(point)}, {point.values}, ratio {point.ratio:g}"
 
 
 def _goals(groups: Sequence[Group]) -> str:
@@ -163,34 +165,42 @@ def _equal_bytes(groups: Sequence[Group], goal: float) -> str:
     """Every format and exchange at one reduction; a column a group."""
     columns = [group for group in groups if _is_asked(group, goal)]
     rows = []
-    for exchange, values in product(agenda.EXCHANGES, agenda.FORMATS):
-        cells = [_cell(group, exchange, values, goal) for group in columns]
-        rows.append([exchange, values, *cells])
+    for kind in _kinds(columns):
+        cells = [_cell(group, kind, goal) for group in columns]
+        rows.append([agenda.way(kind), kind.values, *cells])
     header = ["exchange", "values", *(_name(group) for group in columns)]
     return f"### {goal:g} times fewer bytes\n\n{table(header, rows)}" if columns else ""
 
 
-def _cell(group: Group, exchange: str, values: str, goal: float) -> str:
-    point = agenda.largest_ratio(group.series.workload, exchange, values, goal)
+def _kinds(groups: Sequence[Group]) -> list[Point]:
+    """What the points measured differ in besides their ratio, in the agenda's order."""
+    known = {replace(each.point, ratio=1.0) for group in groups for each in group.points}
+    momenta, ways = (0.0, agenda.MOMENTUM), product(agenda.EXCHANGES, agenda.FORMATS)
+    kinds = [Point(*way, 1.0, momentum) for way, momentum in product(ways, momenta)]
+    return sorted(filter(known.__contains__, kinds), key=lambda kind: kind.momentum)
+
+
+def _cell(group: Group, kind: Point, goal: float) -> str:
+    point = agenda.largest_ratio(group.series.workload, kind.exchange, kind.values, goal)
     if point is None:
         return "out of reach"
+    point = replace(point, momentum=kind.momentum)
     found = next((each for each in group.points if each.point == point), None)
     return "not run" if found is None else f"{_of(group, found)}, ratio {point.ratio:g}"
 
 
 def _within(groups: Sequence[Group]) -> str:
     rows = []
-    for exchange, values in product(agenda.EXCHANGES, agenda.FORMATS):
-        found = [_furthest(group, _alike(group, exchange, values)) for group in groups]
-        rows.append([exchange, values, *found])
+    for kind in _kinds(groups):
+        found = [_furthest(group, _alike(group, kind)) for group in groups]
+        rows.append([agenda.way(kind), kind.values, *found])
     anything = [_furthest(group, group.points) for group in groups]
     rows.append(["any", "any", *anything])
     return table(["exchange", "values", *map(_name, groups)], rows)
 
 
-def _alike(group: Group, exchange: str, values: str) -> list[Measured]:
-    wanted = (exchange, values)
-    return [each for each in group.points if (each.point.exchange, each.point.values) == wanted]
+def _alike(group: Group, kind: Point) -> list[Measured]:
+    return [each for each in group.points if replace(each.point, ratio=1.0) == kind]
 
 
 def _furthest(group: Group, points: Sequence[Measured]) -> str:
@@ -221,7 +231,7 @@ def _points(group: Group) -> str:
         others = (agenda.reduction(group.series.workload, each.point, ranks) for ranks in (2, 8))
         rows.append(
             [
-                f"{mark}{each.point.exchange}{mark}",
+                f"{mark}{agenda.way(each.point)}{mark}",
                 each.point.values,
                 f"{each.point.ratio:g}",
                 f"{each.sent_bytes:,}",

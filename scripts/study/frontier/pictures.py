@@ -40,11 +40,12 @@ def link(group: Group) -> str:
     )
     figure, axes = plt.subplots(figsize=(8, 4.8), dpi=120)
     _goals(axes, group)
-    lines: dict[tuple[str, str], list[Measured]] = {}
+    lines: dict[tuple[str, str, float], list[Measured]] = {}
     for each in group.points:
-        lines.setdefault((each.point.exchange, each.point.values), []).append(each)
-    for (exchange, values), points in sorted(lines.items()):
-        _line(axes, exchange, values, [each for each in points if math.isfinite(each.cost)])
+        point = each.point
+        lines.setdefault((point.exchange, point.values, point.momentum), []).append(each)
+    for _, points in sorted(lines.items()):
+        _line(axes, points[0].point, [each for each in points if math.isfinite(each.cost)])
     _dress(axes, group)
     axes.set_title(title)
     figure.tight_layout()
@@ -53,18 +54,19 @@ def link(group: Group) -> str:
     return f"![What each setting costs against the bytes it sends: {title}](results/{name})"
 
 
-def _line(axes: Axes, exchange: str, values: str, points: list[Measured]) -> None:
+def _line(axes: Axes, kind: agenda.Point, points: list[Measured]) -> None:
+    colour = COLOURS[kind.values]
     axes.errorbar(
         [each.sent_bytes for each in points],
         [each.cost for each in points],
         yerr=[each.error or 0.0 for each in points],
-        color=COLOURS[values],
-        linestyle=LINES[exchange],
-        marker=MARKERS[exchange],
+        color=colour,
+        linestyle=LINES[kind.exchange],
+        marker="^" if kind.momentum else MARKERS[kind.exchange],
         markersize=4,
-        markerfacecolor=COLOURS[values] if exchange == "allgather" else "white",
+        markerfacecolor=colour if kind.exchange == "allgather" else "white",
         capsize=2,
-        label=f"{exchange} {values}",
+        label=f"{agenda.way(kind)} {kind.values}",
     )
 
 

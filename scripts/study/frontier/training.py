@@ -31,7 +31,9 @@ class Job:
         self.exchange: Exchange = exchange(self.model, cell)
         self._parameters = list(self.model.parameters())
         self._batches = batches(self.workload, cell.shards, cell.ranks, cell.seed)
-        settings = argparse.Namespace(optimizer=cell.optimizer, lr=cell.lr)
+        settings = argparse.Namespace(
+            compression="topk", optimizer=cell.optimizer, lr=cell.lr, momentum=cell.momentum
+        )
         self._optimizer = torch_harness.optimizer(settings, self.model)
         self._schedule = LambdaLR(self._optimizer, harness.warmup_cosine(cell.steps))
 

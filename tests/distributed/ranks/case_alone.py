@@ -54,3 +54,14 @@ def test_join_is_not_refused() -> None:
     optimizer = Setup().distributed(Setup().task(), TopKEF)
     assert hvd.join() == 0
     assert isinstance(optimizer, torch.optim.SGD)
+
+
+def test_momentum_is_left_to_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    def heavy_ball(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)  # type: ignore[arg-type]
+
+    dense = training.trajectory(Setup(optimizer=heavy_ball), hvd.Compression.none)
+    with caplog.at_level(logging.WARNING, "horovod_topk"):
+        ours = training.trajectory(Setup(optimizer=training.plain_sgd), TopKEF(momentum=0.9))
+    assert_same_history(ours, dense)
+    assert "leaves momentum=0.9 to SGD" in caplog.text

@@ -22,10 +22,10 @@ from witness import assert_close, bits
 STEPS = 15
 
 
-def cell(exchange: str, values: str, optimizer: str = "sgd") -> Cell:
+def cell(exchange: str, values: str, optimizer: str = "sgd", momentum: float = 0.0) -> Cell:
     lr = 0.1 if optimizer == "sgd" else 0.002
     shared = {"ratio": 0.01, "lr": lr, "steps": STEPS, "seed": 3, "ranks": hvd.size()}
-    return Cell("digits", optimizer, "equal", exchange, values, **shared)
+    return Cell("digits", optimizer, "equal", exchange, values, momentum=momentum, **shared)
 
 
 def simulated(cell: Cell) -> nn.Module:
@@ -39,7 +39,9 @@ def trained(cell: Cell, compression: Any, batch_size: int) -> nn.Module:
     """As examples/pytorch_digits.py trains it."""
     torch.manual_seed(cell.seed)
     model = pytorch_digits.DigitsCNN()
-    settings = argparse.Namespace(optimizer=cell.optimizer, lr=cell.lr)
+    settings = argparse.Namespace(
+        compression="topk", optimizer=cell.optimizer, lr=cell.lr, momentum=cell.momentum
+    )
     optimizer = hvd.DistributedOptimizer(
         torch_harness.optimizer(settings, model),
         named_parameters=model.named_parameters(),
@@ -59,14 +61,19 @@ def trained(cell: Cell, compression: Any, batch_size: int) -> nn.Module:
 
 @pytest.mark.world_size(2, 4)
 @pytest.mark.parametrize(
-    ("exchange", "values", "optimizer"),
-    [("allgather", "float32", "sgd"), ("allgather", "sign", "adamw"), ("sharded", "int4", "sgd")],
+    ("exchange", "values", "optimizer", "momentum"),
+    [
+        ("allgather", "float32", "sgd", 0.0),
+        ("allgather", "sign", "adamw", 0.0),
+        ("sharded", "int4", "sgd", 0.9),
+    ],
 )
 def test_weights_are_those_of_real_ranks_to_the_bit(
-    exchange: str, values: str, optimizer: str
+    exchange: str, values: str, optimizer: str, momentum: float
 ) -> None:
-    wanted = cell(exchange, values, optimizer)
-    compression = TopKEF(ratio=wanted.ratio, values=values, exchange=exchange)
+    wanted = cell(exchange, values, optimizer, momentum)
+    settings = {"values": values, "exchange": exchange, "momentum": momentum}
+    compression = TopKEF(ratio=wanted.ratio, **settings)
     real = trained(wanted, compression, batch_size=16)
     if hvd.rank() == 0:  # the simulation needs no others
         assert torch.equal(bits(simulated(wanted).parameters()), bits(real.parameters()))

@@ -205,9 +205,29 @@ def test_other_reductions_are_refused(op: Any) -> None:
         Linear(SHAPES).exchange(TopKEF, [tf.zeros(s) for s in SHAPES], op=op)
 
 
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+def test_local_gradients_are_clipped(graph: bool) -> None:
+    """Exactly, by the norm of all of them; ranks that agree get the limit times sqrt(ranks)."""
+    model, compression = Linear(SHAPES), TopKEF(ratio=1.0, clip_norm=0.5)
+    gradients = [tf.fill(shape, 100.0) for shape in SHAPES]
+    exchanged = model.exchange(compression, gradients, graph=graph)
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in exchanged))
+    assert norm == pytest.approx(0.5 * np.sqrt(hvd.size()), rel=1e-5)
+    assert np.ptp(np.concatenate([g.reshape(-1) for g in exchanged])) < 1e-6
+    small = [tf.fill(shape, 1e-3) for shape in SHAPES]
+    for mine, other in zip(model.exchange(compression, small, graph=graph), small, strict=True):
+        assert np.array_equal(mine, other.numpy())
+    spoiled = [gradients[0] * float("inf"), *gradients[1:]]
+    assert np.isnan(model.exchange(compression, spoiled, graph=graph)[0]).all()
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"pass ratio=0\.01"):
         TopKEF(ratio=100)
+    with pytest.raises(ConfigError, match=r"warmup=9 is for PyTorch alone.*Leave it out"):
+        TopKEF(warmup=9)
+    with pytest.raises(ConfigError, match=r"is for PyTorch alone\. Leave it out"):
+        TopKEF(grad_scaler=object())
     with pytest.raises(UnknownSettingError, match="Did you mean 'ratio'"):
         TopKEF(ration=0.1)
 

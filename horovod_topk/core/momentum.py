@@ -1,0 +1,100 @@
+"""Momentum correction with masking: Lin et al. 2018 (Deep Gradient Compression), sections 3.1, 3.2.
+
+An optimizer's momentum sees what is applied: an element that is sent once in a hundred steps
+arrives with a hundred steps' gradients at once, and its velocity then carries it on, long after the
+gradients that it came from. So each rank keeps a velocity u of its own gradients, and sparsifies
+that:
+
+    correct      u' = m u + g
+    compensate   a  = e + u'
+    mask         u' = 0 where a was sent, as e is
+
+The optimizer itself has no momentum then: p -= lr * (what is applied). A weight decay that it adds
+to that is 1 / (1 - m) times weaker than one that passes through a momentum. Tensors that are sent
+whole are not masked, so that at ratio 1 the sum over steps is that of heavy-ball momentum.
+
+Velocities are kept, committed and rolled back as residuals are, in two arenas a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+from horovod_topk.core.hierarchy import Probe
+from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.residual import Arenas, ResidualRegistry
+from horovod_topk.errors import UnsupportedDtypeError
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+
+
+class Momentum(Generic[Array]):
+    """Velocities of one optimizer's gradients.
+
+    Args:
+        plan: the tensors, and m as `config.momentum`.
+        ops: of the arrays.
+
+    Raises:
+        UnsupportedDtypeError: a gradient has another dtype than its residual.
+    """
+
+    def __init__(self, plan: Plan, ops: Ops[Array]) -> None:
+        for bucket in plan.buckets:
+            _check_dtypes(bucket)
+        self._factor, self._ops = plan.config.momentum, ops
+        self.registry = ResidualRegistry(plan, ops)
+        self._probes: dict[bytes, Probe[Array]] = {}  # by their bucket's digest
+
+    def correct(self, bucket: BucketPlan, gradients: Sequence[Array]) -> list[Array]:
+        """The new velocities, flat, to be sent in place of the gradients."""
+        self._probe(bucket).take(gradients)
+        arenas, ops = self.registry.arenas(bucket.ordinal), self._ops
+        velocity = arenas.candidate
+        ops.assign(velocity, arenas.residual)
+        ops.deliver(velocity, self._factor, velocity, False)
+        corrected = list(self._views(arenas))
+        for view, gradient in zip(corrected, gradients, strict=True):
+            ops.compensate(view, gradient, view)
+        return corrected
+
+    def mask(self, bucket: BucketPlan, sent: Iterable[tuple[int, Array]]) -> None:
+        """Forget the velocity of what was sent.
+
+        sent: a tensor's position in the bucket, and indices into it, ascending.
+        """
+        views = list(self._views(self.registry.arenas(bucket.ordinal)))
+        for position, index in sent:
+            view = views[position]
+            self._ops.deduct(view, index, self._ops.take(view, index))
+
+    def unchanged(self, bucket: BucketPlan, gradients: Sequence[Array]) -> bool:
+        """Whether gradients are still those that were corrected, judged by some elements."""
+        return self._probe(bucket).still(gradients)
+
+    def swap(self, bucket: BucketPlan) -> None:
+        """Make the new velocities those of the next step."""
+        self.registry.arenas(bucket.ordinal).swap()
+
+    def _views(self, arenas: Arenas[Array]) -> Iterator[Array]:
+        for tensor in arenas.plan.tensors:
+            yield self._ops.view(arenas.candidate, tensor.start, tensor.stop)
+
+    def _probe(self, bucket: BucketPlan) -> Probe[Array]:
+        if bucket.digest not in self._probes:
+            self._probes[bucket.digest] = Probe(bucket, self._ops)
+        return self._probes[bucket.digest]
+
+
+def _check_dtypes(bucket: BucketPlan) -> None:
+    for tensor in bucket.tensors:
+        if tensor.spec.dtype != bucket.residual_dtype:
+            raise UnsupportedDtypeError(
+                f"momentum= was given, whose velocity is {bucket.residual_dtype}, and the gradient "
+                f"is {tensor.spec.dtype}",
+                tensor=tensor.spec.name,
+                cure="Keep parameters in float32, under torch.autocast if need be, or leave "
+                "momentum to the optimizer",
+            )

@@ -1,0 +1,63 @@
+"""Which ratio each step has: one of a finite set of rungs, fixed when the optimizer is built.
+
+Deep Gradient Compression (Lin et al. 2018, section 3.3) begins with large ratios, as early
+gradients change fast and are badly served by delay: `TopKConfig.warmup` lists them. A step's rung
+follows from how many steps were committed, which every rank knows alike, unless the user asks for
+another one on all ranks. Residuals stay where they are from rung to rung.
+
+Dense (1.0) is always a rung, at full precision and back from owners too: a step of it sends all
+that is owed and leaves residuals of zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.errors import ConfigError
+
+DENSE = 1.0
+
+
+class Schedule:
+    """The rungs of one optimizer's settings, and when each is taken."""
+
+    def __init__(self, config: TopKConfig) -> None:
+        self._config = config
+        self._stretches = config.stretches
+
+    @property
+    def rungs(self) -> tuple[float, ...]:
+        """Every ratio that a step can have, largest first."""
+        ratios = {DENSE, self._config.ratio, *(ratio for _, ratio in self._stretches)}
+        return tuple(sorted(ratios, reverse=True))
+
+    def ratio_at(self, committed: int) -> float:
+        """That of the step after so many committed ones."""
+        return next((r for until, r in self._stretches if committed < until), self._config.ratio)
+
+    def check(self, ratio: float) -> None:
+        """Refuse a ratio that is no rung.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        if ratio not in self.rungs:
+            raise ConfigError(
+                f"ratio {ratio!r} is none of this optimizer's, {', '.join(map(str, self.rungs))}",
+                cure="Pass one of them, or list it in warmup= when the optimizer is built: ranks "
+                "agree on all ratios there",
+            )
+
+    def settings(self, ratio: float) -> TopKConfig:
+        """The settings at a rung; owners send back at least as large a share."""
+        config = self._config
+        if ratio == config.ratio:
+            return config
+        back = None if config.gather_ratio is None else max(config.gather_ratio, ratio)
+        values = "float32" if ratio == DENSE else config.values
+        return replace(config, ratio=ratio, gather_ratio=back, values=values)
+
+    def label(self, ratio: float) -> str:
+        """What a rung adds to the names of collectives; nothing for the usual one."""
+        return "" if ratio == self._config.ratio else f"@{ratio!r}"

@@ -1,0 +1,74 @@
+"""What is done to a bucket's local gradients before they are compressed.
+
+It is done in place, in one more pass over each bucket when it is complete, so that buckets still
+leave while backward goes on. Without settings that ask for it there is no `Preparation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from horovod_topk.core.plan import Plan
+from horovod_topk.torch.clipping import LocalClip
+from horovod_topk.torch.scaling import ONE, LossScale, Scaler, check_dtypes
+
+
+class Preparation:
+    """Of one optimizer's gradients.
+
+    Args:
+        scaler: whose units gradients arrive in, if there is one.
+        clip: what clips them, if something does.
+    """
+
+    def __init__(self, scaler: Scaler | None, clip: LocalClip | None) -> None:
+        self._loss_scale = None if scaler is None else LossScale(scaler)
+        self._scale, self._clip = ONE, clip
+
+    @classmethod
+    def of(cls, scaler: Scaler | None, plan: Plan) -> Preparation | None:
+        """What the settings ask for; None: nothing.
+
+        Raises:
+            UnsupportedDtypeError: a scaler cannot unscale these gradients.
+        """
+        norm = plan.config.clip_norm
+        if scaler is None and norm is None:
+            return None
+        if scaler is not None:
+            check_dtypes(plan)
+        return cls(scaler, None if norm is None else LocalClip(norm, plan.reduction))
+
+    def begin(self, optimizer: Any, ranks: int) -> None:
+        """Note what holds for all buckets of a step; the first is about to be prepared.
+
+        ranks: how many exchange.
+
+        Raises:
+            GradientChangedError: the scaler has unscaled the gradients already.
+            ConfigError: the scale is zero or not finite.
+        """
+        if self._loss_scale is not None:
+            self._loss_scale.check_not_unscaled(optimizer)
+            self._scale = self._loss_scale.now()
+        if self._clip is not None:
+            self._clip.begin(ranks)
+
+    def prepare(self, gradients: Sequence[Tensor]) -> None:
+        """Take a bucket's gradients out of the scaler's units, then clip them, in place."""
+        self._scale.divide(gradients)
+        if self._clip is not None:
+            self._clip.clip(gradients)
+
+    def gain(self, optimizer: Any) -> float:
+        """What exchanged gradients are to be multiplied by.
+
+        Raises:
+            GradientChangedError: the scaler has unscaled what was sent.
+        """
+        if self._loss_scale is not None:
+            self._loss_scale.check_not_unscaled(optimizer)
+        return self._scale.number

@@ -1,0 +1,135 @@
+"""Loss scaling: gradients arrive in a scaler's units, residuals are kept in none.
+
+With `torch.amp.GradScaler` every gradient is S times what it stands for, and S changes. So that a
+change of S changes nothing that is owed (Micikevicius et al. 2018, Mixed Precision Training, for S)
+
+    compensate   a = e + g / S
+    decode       g' = S * scale * sum over ranks of decode(p_r)
+
+and the scaler divides g' by S, as it does without compression. Both are exact to the bit where S
+is a power of two, as it is unless the user says otherwise, and nothing under- or overflows. An
+overflow on any rank is a flag on every rank: all scalers skip, and no residual changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from horovod_topk.core.plan import Plan
+from horovod_topk.errors import ConfigError, GradientChangedError, UnsupportedDtypeError
+
+
+class Scaler(Protocol):
+    """What is asked of a `torch.amp.GradScaler`."""
+
+    def get_scale(self) -> float:
+        """The present scale. Waits for the device."""
+        ...
+
+    def is_enabled(self) -> bool:
+        """Whether it scales at all."""
+        ...
+
+
+def check_scaler(scaler: object) -> None:
+    """Refuse what is no GradScaler.
+
+    Raises:
+        ConfigError: the methods of one are missing.
+    """
+    if scaler is None or all(hasattr(scaler, each) for each in ("get_scale", "is_enabled")):
+        return
+    raise ConfigError(
+        f"grad_scaler={scaler!r} is no gradient scaler",
+        cure="Pass the torch.amp.GradScaler that scales the loss, or None",
+    )
+
+
+def check_dtypes(plan: Plan) -> None:
+    """Refuse gradients that a scaler itself cannot unscale.
+
+    Raises:
+        UnsupportedDtypeError: of float16, where what is unscaled may underflow.
+    """
+    for tensor in plan.tensors():
+        if tensor.spec.dtype == "float16":
+            raise UnsupportedDtypeError(
+                "grad_scaler= was given, and float16 gradients cannot be unscaled",
+                tensor=tensor.spec.name,
+                cure="Keep parameters in float32 and use torch.autocast, as GradScaler demands",
+            )
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale as it was when the first bucket of a step was sent."""
+
+    value: float | Tensor  # a tensor is on an accelerator, and not waited for before `number`
+
+    def divide(self, gradients: Sequence[Tensor]) -> None:
+        """Take gradients out of the scaler's units, in place."""
+        if isinstance(self.value, float):
+            if self.value != 1.0:
+                for gradient in gradients:
+                    gradient.mul_(1.0 / self.value)
+            return
+        for gradient in gradients:
+            gradient.mul_(self.value.double().reciprocal().to(gradient))
+
+    @cached_property
+    def number(self) -> float:
+        """It, on the host. Waits for the device, as decoding does right after."""
+        return self.value if isinstance(self.value, float) else float(self.value)
+
+
+ONE = Scale(1.0)
+
+
+class LossScale:
+    """A scaler, as the exchange of one optimizer's gradients sees it."""
+
+    def __init__(self, scaler: Scaler) -> None:
+        self._scaler: Any = scaler
+
+    def now(self) -> Scale:
+        """The present scale, read without waiting for an accelerator.
+
+        Raises:
+            ConfigError: it is on the host, and zero or not finite.
+        """
+        if not self._scaler.is_enabled():
+            return ONE
+        scale = getattr(self._scaler, "_scale", None)
+        if isinstance(scale, Tensor) and scale.device.type != "cpu":
+            return Scale(scale.clone())  # update() writes it in place
+        number = float(self._scaler.get_scale())
+        if not 0.0 < number < math.inf:
+            raise ConfigError(
+                f"the GradScaler's scale is {number}, by which no gradient can be divided",
+                cure="Look for what makes every step overflow, and start a new GradScaler",
+            )
+        return Scale(number)
+
+    def check_not_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse gradients that the scaler has unscaled before they were exchanged.
+
+        It does so in a way that leaves no trace in them, also in `step()`.
+
+        Raises:
+            GradientChangedError: it has.
+        """
+        states: Any = getattr(self._scaler, "_per_optimizer_states", {})
+        stage = states[id(optimizer)]["stage"] if id(optimizer) in states else None
+        if getattr(stage, "name", "") == "UNSCALED":
+            raise GradientChangedError(
+                "GradScaler unscaled the gradients before they were exchanged",
+                cure="Call optimizer.synchronize() after backward(), and then scaler.step() inside "
+                "optimizer.skip_synchronize()",
+            )

@@ -1,0 +1,80 @@
+"""Momentum correction between real ranks: instead of SGD's momentum, and never besides it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+
+import training
+from horovod_topk import checkpoint
+from horovod_topk.errors import ConfigError
+from horovod_topk.torch import TopKEF
+from training import Setup
+from witness import assert_ranks_equal, assert_same
+
+PLAIN = Setup(optimizer=training.plain_sgd)
+
+
+def corrected(**settings: Any) -> TopKEF:
+    return TopKEF(**{"ratio": 0.1, "min_numel": 0, "momentum": 0.9, **settings})
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_at_ratio_one_it_is_the_momentum_of_sgd(exchange: str) -> None:
+    dense = training.trajectory(Setup(optimizer=heavy_ball), hvd.Compression.none, steps=12)
+    ours = training.trajectory(PLAIN, corrected(ratio=1.0, exchange=exchange), steps=12)
+    for one, other in zip(ours, dense, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def heavy_ball(parameters: Any) -> torch.optim.Optimizer:
+    (group,) = training.plain_sgd(parameters).param_groups
+    return torch.optim.SGD(group["params"], lr=group["lr"], momentum=0.9)
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("settings", [{}, {"values": "int8", "exchange": "sharded"}], ids=str)
+def test_ranks_end_equal_and_resume_as_if_they_had_not_stopped(
+    settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("momentum"))))
+    task = PLAIN.task()
+    optimizer = PLAIN.distributed(task, corrected(**settings))
+    for step in range(3):
+        training.ordinary(task, optimizer, step)
+    checkpoint.save(folder, TopKEF.of(optimizer))
+    again = PLAIN.task()
+    again.load_state_dict(task.state_dict())
+    resumed = PLAIN.distributed(again, corrected(name="resumed", **settings))
+    checkpoint.load(folder, TopKEF.of(resumed))
+    for step in range(3, 6):
+        training.ordinary(task, optimizer, step)
+        training.ordinary(again, resumed, step)
+    assert_ranks_equal(task.parameters())
+    assert_same(training.snapshot(task), training.snapshot(again))
+
+
+def test_a_momentum_of_the_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="applied twice"):
+        Setup(optimizer=heavy_ball).distributed(Setup().task(), corrected())
+    with pytest.raises(ConfigError, match="AdamW has no setting 'momentum'"):
+        Setup(optimizer=training.adamw).distributed(Setup().task(), corrected())
+
+
+def test_a_momentum_that_comes_later_is_refused() -> None:
+    task = PLAIN.task()
+    optimizer = PLAIN.distributed(task, corrected())
+    optimizer.param_groups[0]["momentum"] = 0.5
+    before = training.snapshot(task)
+    task.loss(hvd.rank(), 0).backward()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize(), pytest.raises(ConfigError, match="applied twice"):
+        optimizer.step()
+    assert_same(training.snapshot(task), before)
+    TopKEF.of(optimizer).reset()

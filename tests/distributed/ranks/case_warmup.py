@@ -1,0 +1,129 @@
+"""Ratios that change from step to step, on all ranks at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+
+import training
+from horovod_topk import checkpoint
+from horovod_topk.errors import ConfigError
+from horovod_topk.torch import TopKEF
+from training import Setup
+from witness import (
+    assert_ranks_equal,
+    assert_residuals,
+    assert_same,
+    assert_same_history,
+    nothing_changes,
+    record,
+    residuals,
+)
+
+SPARSE = {"ratio": 0.05, "min_numel": 0}
+WARM = SPARSE | {"warmup": [(2, 0.5), (4, 0.2)]}
+RATIOS = [0.5, 0.5, 0.2, 0.2, 0.05, 0.05]
+SETUP = Setup(optimizer=training.plain_sgd)
+
+
+def train(task: Any, optimizer: Any, steps: Any) -> None:
+    for step in steps:
+        training.ordinary(task, optimizer, step)
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_equal_to_optimizers_of_one_ratio_each(exchange: str) -> None:
+    """One after another, each with the residuals of the one before."""
+    settings = {"exchange": exchange}
+    ours = training.trajectory(SETUP, TopKEF(**WARM, **settings), len(RATIOS))
+    owed: Any = None
+    history: list[list[torch.Tensor]] = []
+    for step, ratio in enumerate(RATIOS):
+        task = SETUP.task()
+        with torch.no_grad():
+            for p, value in zip(task.parameters(), history[-1] if history else [], strict=False):
+                p.copy_(value)
+        optimizer = SETUP.distributed(task, TopKEF(**SPARSE | settings | {"ratio": ratio}))
+        if owed is not None:
+            TopKEF.of(optimizer).load_state_dict(owed)
+        training.ordinary(task, optimizer, step)
+        owed = TopKEF.of(optimizer).state_dict()
+        history.append(training.snapshot(task))
+    assert_same_history(ours, history)
+    assert_ranks_equal(ours[-1])
+
+
+def test_collectives_say_the_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = SETUP.task()
+    optimizer = SETUP.distributed(task, TopKEF(**WARM))
+    recording, seen = record(monkeypatch), []
+    for step in range(len(RATIOS)):
+        training.ordinary(task, optimizer, step)
+        (name,), (size,) = recording.take()
+        seen.append((name, size))
+    assert [("@0.5" in name, "@0.2" in name) for name, _ in seen] == [
+        (ratio == 0.5, ratio == 0.2) for ratio in RATIOS
+    ]
+    assert len(set(seen)) == 3
+    assert seen[0][1] > seen[2][1] > seen[4][1]
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+@pytest.mark.parametrize("values", ["float32", "int8"])
+def test_dense_leaves_nothing_owed(exchange: str, values: str) -> None:
+    task = SETUP.task()
+    settings = SPARSE | {"exchange": exchange, "values": values}
+    compressor = TopKEF(**settings)
+    optimizer = SETUP.distributed(task, compressor)
+    train(task, optimizer, range(3))
+    assert compressor.stats().residual_norm > 0
+    compressor.set_ratio(1.0)
+    train(task, optimizer, [3])
+    assert compressor.stats().residual_norm == 0
+    TopKEF.of(optimizer).set_ratio(None)
+    train(task, optimizer, [4])
+    assert compressor.stats().residual_norm > 0
+    assert_ranks_equal(task.parameters())
+
+
+def test_a_ratio_that_is_no_rung_is_refused() -> None:
+    task = SETUP.task()
+    optimizer = SETUP.distributed(task, TopKEF(**WARM))
+    with nothing_changes(task, optimizer), pytest.raises(ConfigError, match=r"ratio 0\.3 is none"):
+        TopKEF.of(optimizer).set_ratio(0.3)
+    assert TopKEF.of(optimizer).ratio == 0.5
+
+
+def test_skipped_steps_do_not_count() -> None:
+    task = SETUP.task()
+    optimizer = SETUP.distributed(task, TopKEF(**WARM))
+    for step in range(3):
+        optimizer.zero_grad()
+        task.loss(hvd.rank(), step).backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+    assert TopKEF.of(optimizer).ratio == 0.5
+
+
+@pytest.mark.world_size(2, 3)
+def test_a_checkpoint_carries_the_count(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("safetensors")
+    task = SETUP.task()
+    optimizer = SETUP.distributed(task, TopKEF(**WARM))
+    train(task, optimizer, range(3))
+    shared = hvd.broadcast_object(str(tmp_path_factory.mktemp("checkpoint")), root_rank=0)
+    checkpoint.save(shared, TopKEF.of(optimizer))
+    hvd.allreduce(torch.zeros(1), name="saved")
+    resumed = SETUP.task()
+    resumed.load_state_dict(task.state_dict())
+    again = SETUP.distributed(resumed, TopKEF(**WARM))
+    checkpoint.load(shared, TopKEF.of(again))
+    train(task, optimizer, range(3, 6))
+    train(resumed, again, range(3, 6))
+    assert TopKEF.of(again).ratio == 0.05
+    assert_same(training.snapshot(resumed), training.snapshot(task))
+    assert_residuals(again, residuals(optimizer))

@@ -1,0 +1,183 @@
+"""Momentum correction: what is sparsified is m u + g, and u is forgotten where it was sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from oracle.backends import NUMPY, TORCH, Backend, each_backend
+from oracle.jobs import Job, jobs, steps
+from oracle.world import Gradients, World, same_bits
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.errors import (
+    ConfigError,
+    GradientChangedError,
+    StateDictError,
+    UnsupportedDtypeError,
+)
+
+FACTORS = (0.5, 0.9)
+
+
+@st.composite
+def corrected_jobs(draw: st.DrawFn, **choices: Any) -> Job:
+    """Jobs with momentum correction."""
+    choices = {"exchanges": ("allgather", "sharded"), **choices}
+    job = draw(jobs(dtypes=["float32", "float64"], **choices))
+    factor = draw(st.sampled_from(FACTORS))
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, momentum=factor))
+
+
+def without(job: Job) -> Job:
+    """The same job without it."""
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, momentum=0.0))
+
+
+def velocities(world: World) -> list[Gradients]:
+    """Flat copies, of every rank."""
+    return [world._copies(rank.momentum.registry) for rank in world.ranks if rank.momentum]
+
+
+def moved(before: NDArray[Any], gradient: NDArray[Any], factor: float) -> NDArray[Any]:
+    """m u + g, each operation rounded by itself."""
+    kind = gradient.dtype.type
+    moved: NDArray[Any] = (before.reshape(gradient.shape) * kind(factor)) + gradient
+    return moved
+
+
+@each_backend
+@settings(max_examples=20)
+@given(data=st.data())
+def test_it_is_error_feedback_of_velocities(backend: Backend, data: st.DataObject) -> None:
+    """Residuals, and what is applied, are to the bit those of a job with m u + g as gradients."""
+    job = data.draw(corrected_jobs())
+    world, plain = World(job.plan, job.ranks, backend), World(without(job).plan, job.ranks, backend)
+    for gradients in data.draw(steps(job, 3)):
+        before = velocities(world)
+        moves = [
+            {name: moved(u[name], g, job.config.momentum) for name, g in one.items()}
+            for u, one in zip(before, gradients, strict=True)
+        ]
+        if not backend.denormals:
+            moves = [{n: np.where(abs(g) < 1e-30, 0, g) for n, g in one.items()} for one in moves]
+        exchanged, expected = world.step(gradients), plain.step(moves)
+        if backend.denormals:
+            assert same_bits(exchanged, expected)
+            assert same_bits(world.residuals(), plain.residuals())
+            assert same_bits(world.owned(), plain.owned())
+        for after, one in zip(velocities(world), moves, strict=True):
+            for name, move in one.items():
+                flat, left = move.reshape(-1), after[name]
+                assert np.array_equal(left[left != 0], flat[left != 0])
+
+
+@each_backend
+@settings(max_examples=20)
+@given(data=st.data())
+def test_velocity_is_forgotten_where_it_was_sent_and_nowhere_else(
+    backend: Backend, data: st.DataObject
+) -> None:
+    job = data.draw(corrected_jobs(exchanges=["allgather"]))
+    world = World(job.plan, job.ranks, backend)
+    (gradients,) = data.draw(steps(job, 1))
+    world.step(gradients)
+    for rank, (after, one) in enumerate(zip(velocities(world), gradients, strict=True)):
+        chosen = world.decoded(rank).chosen
+        whole = {t.spec.name for t in job.plan.tensors() if t.index is None}
+        for name, g in one.items():
+            left = g.reshape(-1).copy()
+            if name not in whole:
+                left[chosen[name]] = 0
+            tiny = abs(left) < np.finfo(left.dtype).tiny
+            assert np.array_equal(after[name][~tiny], left[~tiny])
+            assert (after[name][tiny] == left[tiny]).all() or not backend.denormals
+
+
+@each_backend
+@settings(max_examples=10)
+@given(data=st.data())
+def test_a_step_that_does_not_count_leaves_velocities_as_they_were(
+    backend: Backend, data: st.DataObject
+) -> None:
+    job = data.draw(corrected_jobs())
+    world = World(job.plan, job.ranks, backend)
+    first, second = data.draw(steps(job, 2))
+    world.step(first)
+    before = velocities(world)
+    world.exchange(second)
+    world.rollback()
+    assert same_bits(velocities(world), before)
+    spoiled = [{name: g * np.nan for name, g in one.items()} for one in second]
+    world.exchange(spoiled)
+    world.commit()
+    assert same_bits(velocities(world), before)
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_at_ratio_one_it_is_heavy_ball_momentum(exchange: str) -> None:
+    config = TopKConfig(1.0, momentum=0.5, exchange=exchange)
+    world = World(make_plan([TensorSpec("w", (40,), "float32")], config), 2, NUMPY)
+    gradients = [{"w": np.full(40, rank + 1.0, np.float32)} for rank in range(2)]
+    applied = [world.step(gradients)[0]["w"] for _ in range(3)]
+    for got, expected in zip(applied, (1.5, 2.25, 2.625), strict=True):
+        np.testing.assert_array_equal(got, np.full(40, expected, np.float32))
+
+
+def one_rank(momentum: float = 0.9) -> World:
+    config = TopKConfig(0.1, momentum=momentum, min_numel=0)
+    return World(make_plan([TensorSpec("w", (40,), "float32")], config), 1, TORCH)
+
+
+def step_of(world: World) -> None:
+    world.step([{"w": np.arange(40, dtype=np.float32)}])
+
+
+def test_velocities_are_saved_and_loaded() -> None:
+    one, other = one_rank(), one_rank()
+    step_of(one)
+    other.ranks[0].load_state_dict(one.ranks[0].state_dict())
+    assert same_bits(velocities(one), velocities(other))
+    assert velocities(one)[0]["w"].any()
+    step_of(one)
+    step_of(other)
+    assert same_bits(velocities(one), velocities(other))
+    one.ranks[0].reset()
+    assert not velocities(one)[0]["w"].any()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(0.9, 0.0), (0.0, 0.9)])
+def test_a_state_of_another_kind_is_refused(saved: float, loaded: float) -> None:
+    one, other = one_rank(saved), one_rank(loaded)
+    step_of(one)
+    step_of(other)
+    before = other.residuals()
+    with pytest.raises(StateDictError, match="velocities of momentum correction"):
+        other.ranks[0].load_state_dict(one.ranks[0].state_dict())
+    assert same_bits(other.residuals(), before)
+
+
+def test_a_gradient_that_changed_is_refused() -> None:
+    world = one_rank()
+    world.launch([{"w": np.ones(40, np.float32)}])
+    world._arrays[0]["w"].mul_(2)
+    with pytest.raises(GradientChangedError):
+        world.finish()
+
+
+def test_what_cannot_be_corrected_is_refused() -> None:
+    specs = [TensorSpec("half", (40,), "float16")]
+    with pytest.raises(UnsupportedDtypeError, match="half"):
+        World(make_plan(specs, TopKConfig(momentum=0.9)), 1, NUMPY)
+    for momentum in (-0.1, 1.0, True, "0.9", float("nan")):
+        with pytest.raises(ConfigError, match="momentum="):
+            TopKConfig(momentum=momentum)  # type: ignore[arg-type]
+    for exchange in ("hierarchical", "auto"):
+        with pytest.raises(ConfigError, match="added up within"):
+            TopKConfig(momentum=0.9, exchange=exchange)

@@ -1,0 +1,168 @@
+"""Law 9: a ratio is one of finitely many rungs; residuals survive each change; dense pays all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle.backends import NUMPY, Backend, each_backend
+from oracle.jobs import Job, jobs, steps
+from oracle.world import Gradients, World, same_bits
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.plan import TensorSpec, make_plan
+
+RUNGS = (0.5, 0.25, 0.05)
+DTYPES = ["float32", "float64"]  # whose residuals have their width
+
+
+def scheduled(job: Job, *stretches: tuple[int, float]) -> Job:
+    return replace(job, config=replace(job.config, warmup=stretches))
+
+
+def everything(world: World) -> list[Gradients]:
+    return [*world.residuals(), *world.owned()]
+
+
+@each_backend
+@settings(max_examples=15)
+@given(data=st.data())
+def test_nothing_is_lost_from_rung_to_rung(backend: Backend, data: st.DataObject) -> None:
+    """g' + e_new == e_old + g, of one rank without owners."""
+    job = data.draw(
+        jobs(ranks=st.just(1), exchanges=["allgather"], values=["float32"], dtypes=DTYPES)
+    )
+    job = scheduled(job, *((i + 1, r) for i, r in enumerate(RUNGS)))
+    world = World(job.plan, 1, backend)
+    for gradients in data.draw(steps(job, 5)):
+        before = world.residuals()[0]
+        exchanged = world.step(gradients)[0]
+        after = world.residuals()[0]
+        for name, e in before.items():
+            owed = e + gradients[0][name].reshape(-1)
+            assert np.array_equal(exchanged[name].reshape(-1) + after[name], owed)
+
+
+@each_backend
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_step_at_a_rung_is_one_of_an_optimizer_at_that_ratio(
+    backend: Backend, data: st.DataObject
+) -> None:
+    """Of the same residuals; for every exchange."""
+    job = data.draw(jobs(gather_ratios=[None]))
+    stretches = [(2, data.draw(st.sampled_from(RUNGS))), (3, data.draw(st.sampled_from(RUNGS)))]
+    warming = World(scheduled(job, *stretches).plan, job.ranks, backend)
+    owed: list[dict[str, Any]] | None = None
+    ratios = [stretches[0][1]] * 2 + [stretches[1][1]] + [job.config.ratio] * 2
+    for ratio, gradients in zip(ratios, data.draw(steps(job, 5)), strict=True):
+        single = replace(job, config=replace(job.config, ratio=ratio))
+        if ratio == 1.0:
+            single = replace(single, config=replace(single.config, values=job.config.values))
+        world = World(single.plan, job.ranks, backend)
+        for compressor, state in zip(world.ranks, owed or (), strict=False):
+            compressor.load_state_dict(state)
+        assert same_bits(warming.step(gradients), world.step(gradients))
+        assert same_bits(everything(warming), everything(world))
+        owed = [compressor.state_dict() for compressor in world.ranks]
+
+
+@each_backend
+@settings(max_examples=15)
+@given(data=st.data())
+def test_dense_pays_all_that_is_owed(backend: Backend, data: st.DataObject) -> None:
+    """Whatever the values and the exchange, at full precision."""
+    job = data.draw(jobs(dtypes=DTYPES, ratios=[0.05, 0.25]))
+    world = World(job.plan, job.ranks, backend)
+    first, second, third = data.draw(steps(job, 3))
+    world.step(first)
+    before = everything(world)
+    for compressor in world.ranks:
+        compressor.set_ratio(1.0)
+    assert same_bits(everything(world), before)
+    exchanged = world.step(second)
+    assert not any(e.any() for one in everything(world) for e in one.values())
+    assert same_bits(exchanged, [exchanged[0]] * job.ranks)
+    for compressor in world.ranks:
+        compressor.set_ratio(None)
+    untouched = World(job.plan, job.ranks, backend)
+    assert same_bits(world.step(third), untouched.step(third))
+    assert same_bits(everything(world), everything(untouched))
+
+
+SPECS = [TensorSpec("a", (500,), "float32"), TensorSpec("b", (30,), "float64")]
+
+
+def warming(*stretches: tuple[int, float]) -> World:
+    """Two ranks, two buckets."""
+    return World(make_plan(SPECS, TopKConfig(0.01, min_numel=0, warmup=stretches)), 2, NUMPY)
+
+
+def ones(value: float = 1.0) -> list[Gradients]:
+    return [{"a": np.full(500, value, np.float32), "b": np.ones(30)} for _ in range(2)]
+
+
+def names(world: World) -> list[str]:
+    return sorted({name for name, _ in world.payloads(0)})
+
+
+def test_names_say_the_rung() -> None:
+    world = warming((1, 0.25))
+    world.step(ones())
+    assert names(world) == ["job.0@0.25.0", "job.0@0.25.1"]
+    world.step(ones())
+    assert names(world) == ["job.0.0", "job.0.1", "job.0@0.25.0", "job.0@0.25.1"]
+    sizes = {name: len(payload) for name, payload in world.payloads(0)}
+    assert sizes["job.0@0.25.0"] > 8 * sizes["job.0.0"]
+
+
+def test_steps_that_do_not_count_do_not_warm_up() -> None:
+    world = warming((2, 0.25), (3, 0.1))
+    ratios = []
+    for gradients in (ones(), ones(np.nan), ones(), ones(np.inf), ones(), ones()):
+        ratios.append([compressor.ratio for compressor in world.ranks])
+        world.exchange(gradients)
+        world.commit()
+    assert ratios == [[r] * 2 for r in (0.25, 0.25, 0.25, 0.1, 0.1, 0.01)]
+
+
+def test_a_rung_does_not_change_within_a_step() -> None:
+    world = warming((5, 0.25))
+    world.launch(ones())
+    for rank in world.ranks:
+        rank.set_ratio(1.0)
+    world.launch(ones())  # again, before it was received
+    assert world.ranks[0].plan.config.ratio == 0.25
+    world.finish()
+    assert world.commit() == [True, True]
+    assert world.ranks[0].ratio == 1.0
+
+
+def test_warm_up_goes_on_where_a_state_dict_left_it() -> None:
+    unbroken, resumed = warming((3, 0.25), (5, 0.1)), warming((3, 0.25), (5, 0.1))
+    for _ in range(4):
+        unbroken.step(ones())
+    for old, new in zip(unbroken.ranks, resumed.ranks, strict=True):
+        new.load_state_dict(old.state_dict())
+        assert new.ratio == 0.1
+    for _ in range(3):
+        assert same_bits(resumed.step(ones()), unbroken.step(ones()))
+    assert same_bits(resumed.residuals(), unbroken.residuals())
+    assert resumed.ranks[0].ratio == 0.01
+
+
+def test_without_warm_up_a_state_dict_is_what_it_was() -> None:
+    assert set(warming((1, 0.5)).ranks[0].state_dict()) - {"committed"} == set(
+        World(make_plan(SPECS, TopKConfig()), 2, NUMPY).ranks[0].state_dict()
+    )
+
+
+def test_statistics_are_of_the_present_rung() -> None:
+    world = warming((1, 0.25))
+    world.step(ones())
+    assert world.ranks[0].planned().selected == 125 + 8
+    world.step(ones())
+    assert world.ranks[0].planned().selected == 5 + 1

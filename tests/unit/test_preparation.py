@@ -1,0 +1,167 @@
+"""What is done to local gradients in PyTorch before they are compressed; no ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.amp import GradScaler
+
+from horovod_topk.core.clipping import local_threshold
+from horovod_topk.errors import ConfigError
+from horovod_topk.torch import TopKEF
+from horovod_topk.torch.clipping import LocalClip
+from horovod_topk.torch.scaling import ONE, LossScale, Scale
+
+
+def test_a_scale_on_the_host_is_a_number() -> None:
+    scaler = GradScaler("cpu", init_scale=512.0)
+    scale = LossScale(scaler).now()
+    assert scale == Scale(512.0)
+    assert scale.number == 512.0
+    scaler.scale(torch.ones(1))
+    scaler.update(8.0)
+    assert LossScale(scaler).now().number == 8.0
+    assert scale.number == 512.0
+
+
+@pytest.mark.parametrize("value", [4.0, torch.tensor(4.0)], ids=["host", "device"])
+def test_gradients_are_divided_in_place(value: float | torch.Tensor) -> None:
+    gradients = [torch.tensor([8.0, -2.0]), torch.tensor(1.0, dtype=torch.float64)]
+    places = [g.data_ptr() for g in gradients]
+    scale = Scale(value)
+    scale.divide(gradients)
+    assert [g.tolist() for g in gradients] == [[2.0, -0.5], 0.25]
+    assert [g.data_ptr() for g in gradients] == places
+    assert scale.number == 4.0
+
+
+def test_a_scale_of_one_writes_nothing() -> None:
+    gradient = torch.ones(3)
+    ONE.divide([gradient])
+    assert gradient._version == 0
+
+
+def test_a_disabled_scaler_has_no_scale() -> None:
+    assert LossScale(GradScaler("cpu", enabled=False)).now() is ONE
+
+
+@pytest.mark.parametrize("scaler", [1024.0, "dynamic", object()])
+def test_what_is_no_scaler_is_refused(scaler: object) -> None:
+    with pytest.raises(ConfigError, match=r"is no gradient scaler\. Pass the torch\.amp\.Grad"):
+        TopKEF(grad_scaler=scaler)
+
+
+# Clipping
+
+
+def norm(gradients: list[torch.Tensor]) -> float:
+    return math.hypot(*(float(g.double().norm()) for g in gradients))
+
+
+def buckets(scale: float = 1.0, dtype: torch.dtype = torch.float32) -> list[list[torch.Tensor]]:
+    """Three buckets of two gradients."""
+    random = torch.Generator().manual_seed(3)
+    return [
+        [(scale * torch.randn(size, generator=random)).to(dtype) for size in (40, 7000)]
+        for _ in range(3)
+    ]
+
+
+def flat(step: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [gradient for bucket in step for gradient in bucket]
+
+
+def clipped(clip: LocalClip, step: list[list[torch.Tensor]], ranks: int = 4) -> list[torch.Tensor]:
+    clip.begin(ranks)
+    for bucket in step:
+        clip.clip(bucket)
+    return flat(step)
+
+
+def test_a_rank_has_its_share_of_the_norm() -> None:
+    """Independent gradients of this norm have a sum, or a mean, of `clip_norm`."""
+    assert local_threshold(3.0, "sum", 4) == 1.5
+    assert local_threshold(3.0, "average", 4) == 6.0
+    assert local_threshold(3.0, "average", 1) == local_threshold(3.0, "sum", 1) == 3.0
+    random = torch.Generator().manual_seed(0)
+    for reduction in ("sum", "average"):
+        limit = local_threshold(3.0, reduction, 16)
+        ranks = torch.randn(16, 10_000, generator=random)
+        ranks *= limit / ranks.norm(dim=1, keepdim=True)
+        applied = ranks.sum(0) if reduction == "sum" else ranks.mean(0)
+        assert applied.norm() == pytest.approx(3.0, rel=0.05)
+
+
+def test_gradients_within_the_limit_are_not_touched() -> None:
+    step = buckets()
+    clipped(LocalClip(norm(flat(step)) / 2, "average"), step)
+    assert all(g._version == 0 for bucket in step for g in bucket)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1e18, 1e25])
+def test_one_bucket_is_clipped_exactly(scale: float) -> None:
+    """Also where squares overflow."""
+    bucket = flat(buckets(scale))
+    direction = [g.double() / norm(bucket) for g in bucket]
+    clipped(LocalClip(0.5, "sum"), [bucket])
+    assert norm(bucket) == pytest.approx(0.25, rel=1e-5)
+    for before, after in zip(direction, bucket, strict=True):
+        assert torch.allclose(before, after.double() / 0.25, rtol=1e-5, atol=1e-9)
+
+
+def test_of_several_buckets_each_is_within_the_limit() -> None:
+    step = buckets(100.0)
+    whole = norm(flat(step))
+    last = norm(step[-1])
+    clipped(LocalClip(0.5, "sum"), step)
+    assert all(norm(bucket) <= 0.25 * (1 + 1e-5) for bucket in step)
+    assert norm(step[-1]) == pytest.approx(0.25 * last / whole, rel=1e-5)
+    assert norm(flat(step)) <= 0.25 * math.sqrt(3)
+
+
+def test_every_step_starts_anew() -> None:
+    clip = LocalClip(0.5, "sum")
+    first, again = buckets(100.0), buckets(100.0)
+    clipped(clip, first)
+    clipped(clip, again)
+    assert all(map(torch.equal, flat(first), flat(again)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    bucket = flat(buckets(50.0, dtype))
+    clipped(LocalClip(1.0, "sum"), [bucket])
+    assert norm(bucket) == pytest.approx(0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    step = buckets(100.0)
+    step[1][0][3] = value
+    clipped(LocalClip(0.5, "sum"), step)
+    assert not step[1][0].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 100.0])
+def test_accelerators_clip_as_the_host_does(scale: float) -> None:
+    """By operations that do not wait for them; here they run on the host."""
+    host, device = buckets(scale), buckets(scale)
+    clip = LocalClip(0.5, "sum")
+    clipped(clip, host)
+    clip.begin(4)
+    for bucket in device:
+        before = clip._norm.get(bucket[0].device, 0.0)
+        clip._clip_on_device(bucket, torch.as_tensor(before))
+    for mine, other in zip(flat(host), flat(device), strict=True):
+        assert torch.allclose(mine, other, rtol=1e-5)
+
+
+def test_accelerators_keep_what_is_not_finite() -> None:
+    (bucket, *_) = buckets()
+    bucket[1][5] = math.inf
+    clip = LocalClip(0.5, "sum")
+    clip.begin(4)
+    clip._clip_on_device(bucket, torch.zeros(()))
+    assert not bucket[1].isfinite().all()
