@@ -1,0 +1,78 @@
+"""Contestants take turns; what each of their steps took and sent."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import horovod.torch as hvd
+import torch
+
+from horovod_topk.cli.bench.card import Sent, sent
+from horovod_topk.cli.bench.contestants import Contestant
+
+
+@dataclass(frozen=True)
+class Taken:
+    """By one contestant."""
+
+    seconds: list[float]  # each round's step, of the rank that took longest
+    bytes: float | None  # left a host's card in a step: the mean over hosts; None: not counted
+
+
+def race(
+    contestants: Mapping[str, Contestant], rounds: int, interface: str | None
+) -> dict[str, Taken]:
+    """Some rounds of one step each, after each has warmed up.
+
+    Args:
+        contestants: by name.
+        rounds: how many.
+        interface: whose bytes count; None where ranks share one host.
+    """
+    octets = {}
+    for name, contestant in contestants.items():
+        for _ in range(contestant.warm_up):
+            timed(contestant)
+        octets[name] = None if interface is None else _bytes_of(contestant, interface)
+    own: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, contestant in contestants.items():
+            own[name].append(timed(contestant))
+    return {name: Taken(_longest(own[name]), octets[name]) for name in contestants}
+
+
+def timed(contestant: Contestant) -> float:
+    """Seconds of a step that all ranks begin together, on this rank."""
+    hvd.barrier()
+    began = time.perf_counter()
+    contestant.step()
+    seconds = time.perf_counter() - began
+    contestant.clear()
+    return seconds
+
+
+def _longest(own: list[float]) -> list[float]:
+    slowest = hvd.allreduce(
+        torch.tensor(own, dtype=torch.float64), op=hvd.Max, name="bench.slowest"
+    )
+    return [float(each) for each in slowest]
+
+
+def _bytes_of(contestant: Contestant, interface: str) -> float:
+    """What leaves a host in a step: the mean over the hosts."""
+    mine = during(contestant.step, interface)
+    contestant.clear()
+    each = hvd.allgather_object(mine.bytes if hvd.local_rank() == 0 else None, name="bench.bytes")
+    return statistics.fmean(octets for octets in each if octets is not None)
+
+
+def during(action: Callable[[], None], interface: str) -> Sent:
+    """What this host's card sends while all ranks do something."""
+    hvd.barrier()
+    before = sent(interface)
+    action()
+    hvd.barrier()  # what this rank has sent may still be on its way
+    return sent(interface) - before
