@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import horovod.torch as hvd
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore
 
 from horovod_topk.cli.bench.card import address
 
 LOOPBACK = "lo"
+TCPStore = dist.TCPStore  # type: ignore[attr-defined]  # public, and not declared so
 
 
 def interface_named(chosen: str | None) -> str | None:
