@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIOCGIFADDR = 0x8915  # netdevice(7): the address of an interface
+HEADERS = 66  # bytes of a packet that are no TCP payload: Ethernet 14, IP 20, TCP 32 (timestamps)
 SCHEDULER, CARD = "packet scheduler", "network card"
 
 
@@ -28,6 +29,11 @@ class Sent:
 
     def __sub__(self, earlier: Sent) -> Sent:
         return Sent(self.packets - earlier.packets, self.bytes - earlier.bytes)
+
+    @property
+    def payload(self) -> int:
+        """Bytes without the headers."""
+        return self.bytes - HEADERS * self.packets
 
 
 def sent(interface: str) -> Sent:
