@@ -102,6 +102,10 @@ def test_a_method_that_is_none(text: str, message: str) -> None:
         (["--rate", "fast"], "'fast' is no rate: write 100mbit"),
         (["--beside", "no.json"], "--beside no.json: no such file"),
         (["--model", "no.json"], "no.json is neither one of"),
+        (["--script", "no.py"], "--script no.py: no such file"),
+        (["--script", __file__, "--idle-parameters", "1"], "leave out --compute and --idle"),
+        (["--script", __file__, "--methods", "ddp"], "ddp is no compression of hvd."),
+        (["--", "--epochs", "3"], "--epochs 3: arguments of what? Give --script as well"),
     ],
 )
 def test_what_is_refused(

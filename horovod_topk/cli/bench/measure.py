@@ -41,7 +41,7 @@ def race(
     for _ in range(rounds):
         for name, contestant in contestants.items():
             own[name].append(timed(contestant))
-    return {name: Taken(_longest(own[name]), octets[name]) for name in contestants}
+    return {name: Taken(longest(own[name]), octets[name]) for name in contestants}
 
 
 def timed(contestant: Contestant) -> float:
@@ -54,7 +54,8 @@ def timed(contestant: Contestant) -> float:
     return seconds
 
 
-def _longest(own: list[float]) -> list[float]:
+def longest(own: list[float]) -> list[float]:
+    """Of all ranks, element by element."""
     slowest = hvd.allreduce(
         torch.tensor(own, dtype=torch.float64), op=hvd.Max, name="bench.slowest"
     )
@@ -63,10 +64,15 @@ def _longest(own: list[float]) -> list[float]:
 
 def _bytes_of(contestant: Contestant, interface: str) -> float:
     """What leaves a host in a step: the mean over the hosts."""
-    mine = during(contestant.step, interface)
+    octets = during(contestant.step, interface).bytes
     contestant.clear()
-    each = hvd.allgather_object(mine.bytes if hvd.local_rank() == 0 else None, name="bench.bytes")
-    return statistics.fmean(octets for octets in each if octets is not None)
+    return mean_of_hosts(octets)
+
+
+def mean_of_hosts(octets: float | None) -> float:
+    """Of what each host's first rank has counted."""
+    each = hvd.allgather_object(octets if hvd.local_rank() == 0 else None, name="bench.bytes")
+    return statistics.fmean(one for one in each if one is not None)
 
 
 def during(action: Callable[[], None], interface: str) -> Sent:

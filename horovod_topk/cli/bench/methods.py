@@ -25,6 +25,7 @@ KINDS = {
     TOPK: "TopKEF",
 }
 DEFAULT = "dense,fp16,ddp,powersgd,topk,topk-int8,topk-int8-sharded"
+DEFAULT_OF_SCRIPT = "dense,fp16,topk,topk-int8,topk-int8-sharded"
 WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two things
     **dict.fromkeys(VALUES, "values"),
     **{value: "exchange" for value in EXCHANGES if value != "auto"},

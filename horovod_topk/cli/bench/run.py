@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -18,11 +18,12 @@ from horovod_topk.cli.bench.contestants import build
 from horovod_topk.cli.bench.figures import Result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.machine import machine
-from horovod_topk.cli.bench.measure import race
+from horovod_topk.cli.bench.measure import Taken, race
 from horovod_topk.cli.bench.methods import KINDS, NONE, Method
 from horovod_topk.cli.bench.rates import rate_of_card
+from horovod_topk.cli.bench.script import check, time_script
 from horovod_topk.cli.bench.table import table
-from horovod_topk.cli.models import elements
+from horovod_topk.cli.models import Shape
 from horovod_topk.core.plan import TensorSpec
 
 
@@ -36,8 +37,11 @@ def main(
     """Measure, on every rank; the exit status.
 
     Raises:
-        ValueError: there are too few ranks, or their network card is not known.
+        ValueError: there are too few ranks, their network card is not known, or a script cannot
+            be timed as was asked.
     """
+    if args.script is not None:
+        check(methods)
     torch.set_num_threads(1)
     hvd.init()
     if hvd.size() < 2:
@@ -46,35 +50,31 @@ def main(
         )
     everyone = [Method(NONE, NONE), *methods]
     interface = group.interface_named(args.interface)
-    found = _measure(args, specs, everyone, compute, interface)
+    alone = hvd.size() == hvd.local_size()  # on one host, where packets leave no card
+    counted = None if alone else interface
+    if args.script is None:
+        shapes = [spec.shape for spec in specs]
+        taken = _of_shapes(args, specs, everyone, compute, interface, counted)
+    else:
+        taken, shapes = _of_script(args, everyone, counted)
     if hvd.rank() == 0:
-        result = {
-            "model": args.model,
-            "elements": elements(specs),
-            "tensors": len(specs),
-            "ranks": hvd.size(),
-            "hosts": hvd.size() // hvd.local_size(),
-            "rate": rate or (rate_of_card(interface) if interface else None),
-            "compute": args.compute,
-            "idle parameters": args.idle_parameters,
-            **found,
-            "machine": machine(),
-        }
-        _report(args, result)
+        found = _result(args, shapes, everyone, taken)
+        found["rate"] = rate or (rate_of_card(interface) if interface else None)
+        found["counter"] = counted and card.counter(counted)
+        _report(args, found)
     return 0
 
 
-def _measure(
+def _of_shapes(
     args: argparse.Namespace,
     specs: list[TensorSpec],
     methods: Sequence[Method],
     compute: Compute | None,
     interface: str | None,
-) -> dict[str, Any]:
-    """What all took, and who counted bytes."""
+    counted: str | None,
+) -> dict[str, Taken]:
+    """What steps of given gradients took."""
     shared = Weights.of(specs, hvd.rank())
-    alone = hvd.size() == hvd.local_size()  # on one host, where packets leave no card
-    counted = None if alone or interface is None else interface
     with contextlib.ExitStack() as stack:
         if any(method.kind in ("ddp", "powersgd") for method in methods):
             stack.enter_context(group.process_group(group.require(interface)))
@@ -85,17 +85,48 @@ def _measure(
         taken = race(contestants, args.rounds, counted)
         contestants.clear()
         gc.collect()  # DDP's objects before their process group
-    rows = [
-        {
-            "name": method.name,
-            "what": KINDS[method.kind],
-            "settings": dict(method.settings),
-            "seconds": taken[method.name].seconds,
-            "bytes": taken[method.name].bytes,
-        }
-        for method in methods
-    ]
-    return {"counter": counted and card.counter(counted), "methods": rows}
+    return taken
+
+
+def _of_script(
+    args: argparse.Namespace, methods: Sequence[Method], counted: str | None
+) -> tuple[dict[str, Taken], list[Shape]]:
+    """What steps of a user's script took, and its parameters' shapes."""
+    taken: dict[str, Taken] = {}
+    shapes: list[Shape] = []
+    for method in methods:
+        found, shapes = time_script(args.script, args.arguments, method, args.rounds, counted)
+        taken[method.name] = found
+    return taken, shapes
+
+
+def _result(
+    args: argparse.Namespace,
+    shapes: Sequence[Shape],
+    methods: Sequence[Method],
+    taken: dict[str, Taken],
+) -> Result:
+    """As it is written to a file."""
+    return {
+        "model": args.model if args.script is None else args.script.name,
+        "elements": sum(math.prod(shape) for shape in shapes),
+        "tensors": len(shapes),
+        "ranks": hvd.size(),
+        "hosts": hvd.size() // hvd.local_size(),
+        "compute": args.compute,
+        "idle parameters": args.idle_parameters,
+        "methods": [
+            {
+                "name": method.name,
+                "what": KINDS[method.kind],
+                "settings": dict(method.settings),
+                "seconds": taken[method.name].seconds,
+                "bytes": taken[method.name].bytes,
+            }
+            for method in methods
+        ],
+        "machine": machine(),
+    }
 
 
 def _report(args: argparse.Namespace, result: Result) -> None:
