@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from horovod_topk.cli.bench.figures import Figures
 
-DENSE, PEER = "dense", "powersgd"
+DENSE, WAITING, PEER = "dense", "dense-waiting", "powersgd"
 PLAIN = ("topk-plain",)
 COMPACT = ("topk-int8", "topk-int8-sharded", "topk-int8-sampled")
 ANY = (*PLAIN, "topk", *COMPACT)
@@ -57,4 +57,12 @@ def _verdict(goal: Goal, ways: dict[str, Figures]) -> tuple[str, str, str]:
         return goal.words, "not to be seen", "**no**"
     best = max(reached, key=lambda name: reached[name])
     met = "yes" if reached[best] >= goal.least else "**no**"
-    return goal.words, f"{reached[best]:.1f} times ({best})", met
+    return goal.words, f"{reached[best]:.1f} times ({best}){_beside(goal, ways, best)}", met
+
+
+def _beside(goal: Goal, ways: dict[str, Figures], best: str) -> str:
+    """Against the dense that leaves cores to others, which is no goal."""
+    if goal.other != DENSE or WAITING not in ways:
+        return ""
+    factor = ways[best].faster(ways[WAITING])
+    return "" if factor is None else f"; {factor:.1f} times less than {WAITING}"

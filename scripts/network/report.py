@@ -34,10 +34,11 @@ PAGE = """\
 
 What exchanging a ResNet-50's gradients (161 tensors, 25,557,032 float32) adds to a step: {hosts}
 hosts, one rank each, Horovod and torch DDP on Gloo. The hosts are network namespaces of one machine
-(`scripts/netlab`) and share its {cores} cores, which other work had its part of: processes that
-wanted a core in the minute before each run ended: {loads}. Seconds are therefore those of a busy
-machine; what counts is how ways compare within a run, where they take turns, step by step. A busy
-machine still favours those who compute little: {bias}
+(`scripts/netlab`) and share its {cores} cores, which other work had its part of: when the runs ended,
+so many processes had wanted a core in the last minute, the {hosts} ranks among them: {loads}.
+Seconds are therefore those of a busy machine; what counts is how ways compare within a run, where
+they take turns, step by step. Even that is not free of it: where cores are short, ways that compute
+(TopKEF, and PowerSGD more so) and ways that spin take longer, and a cable does not.
 
 - *step*: the median over rounds of the seconds of one step, of the slowest rank, all beginning
   together. *exchange*: the median of what it took beyond the step without any exchange
@@ -72,7 +73,6 @@ The best of the ways that a goal is about, against another in the same run.
 Machine: {cpu}, {cores} cores, Linux {kernel}, Python {python}, PyTorch {torch}, Horovod {horovod}.
 Date: {date}. Command: `make bench-network`. The authors' bias: they want TopKEF to win.
 """
-BIAS = "compression waits for a core longer than a cable does."
 PICTURE = "![Exchange time a step against the bandwidth of a host's link](results/network.png)"
 
 
@@ -83,7 +83,6 @@ def page(results: Results) -> str:
     return PAGE.format(
         hosts=HOSTS,
         loads=", ".join(f"{each['machine']['load']:.0f} ({key})" for key, each in results.items()),
-        bias=BIAS,
         kinds=table(("name", "what"), KINDS.items()),
         cycle=f"{machine['cycle']} ms" if machine["cycle"] else "1 ms by default",
         goals=table(("goal", "measured", "met"), _verdicts(results)),
