@@ -15,17 +15,7 @@ from study.markdown import table
 Result = dict[str, Any]
 Results = dict[str, Result]  # key of RUNS -> what `horovod-topk bench --json` wrote
 
-HEAD = (
-    "",
-    "step",
-    "exchange",
-    "least",
-    "most",
-    "less than dense",
-    "than PowerSGD",
-    "card",
-    "fewer",
-)
+HEAD = ("", "step", "exchange", "least", "most", "CPU", "less", "than PowerSGD", "card", "fewer")
 
 PAGE = """\
 # Time a step against bandwidth
@@ -34,8 +24,8 @@ PAGE = """\
 
 What exchanging a ResNet-50's gradients (161 tensors, 25,557,032 float32) adds to a step: {hosts}
 hosts, one rank each, Horovod and torch DDP on Gloo. The hosts are network namespaces of one machine
-(`scripts/netlab`) and share its {cores} cores, which other work had its part of: when the runs ended,
-so many processes had wanted a core in the last minute, the {hosts} ranks among them: {loads}.
+(`scripts/netlab`) and share its {cores} cores, of which other work had its part: when the runs
+ended, so many processes had wanted a core in the last minute, these ranks among them: {loads}.
 Seconds are therefore those of a busy machine; what counts is how ways compare within a run, where
 they take turns, step by step. Even that is not free of it: where cores are short, ways that compute
 (TopKEF, and PowerSGD more so) and ways that spin take longer, and a cable does not.
@@ -43,6 +33,8 @@ they take turns, step by step. Even that is not free of it: where cores are shor
 - *step*: the median over rounds of the seconds of one step, of the slowest rank, all beginning
   together. *exchange*: the median of what it took beyond the step without any exchange
   in the same round; *least* and *most* of the rounds.
+- *CPU*: seconds of a core that a rank's exchange took, all threads, waiting by spinning included
+  (`-`: not measured in that run).
 - *less*: how many times less exchange time than Horovod's dense allreduce; then, than PowerSGD.
 - *card*: bytes that leave a host's network card in one step, by the kernel's packet scheduler, with
   headers, acknowledgements and Horovod's idle talk (the row `none` shows it for its time).
@@ -115,8 +107,6 @@ def _section(key: str, result: Result) -> str:
 def _rows(result: Result) -> Iterator[tuple[str, ...]]:
     found = figures(result)
     peer = found.get(PEER)
-    for (name, step, exchange, least, most, less, card, fewer), each in zip(
-        rows_of(result), found.values(), strict=True
-    ):
+    for (*cells, less, card, fewer), each in zip(rows_of(result), found.values(), strict=True):
         against = "" if each.name == NONE else times(each.faster(peer))
-        yield name, step, exchange, least, most, less, against, card, fewer
+        yield *cells, less, against, card, fewer

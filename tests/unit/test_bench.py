@@ -27,7 +27,14 @@ SPECS += [TensorSpec("a", (4, 3), "float32")]
 
 
 def method(name: str, *seconds: float, octets: float | None = None) -> dict[str, Any]:
-    return {"name": name, "what": name, "settings": {}, "seconds": seconds, "bytes": octets}
+    return {
+        "name": name,
+        "what": name,
+        "settings": {},
+        "seconds": seconds,
+        "cpu": seconds,
+        "bytes": octets,
+    }
 
 
 def result(*methods: dict[str, Any], rate: int | None = 10**9) -> dict[str, Any]:
@@ -178,7 +185,7 @@ def test_exchange_is_what_a_round_takes_beyond_the_step_without_one() -> None:
     found = figures(result(method("none", 0.1, 0.5, 0.1), method("dense", 1.1, 1.7, 2.1)))
     dense = found["dense"]
     assert (dense.step, dense.exchange) == pytest.approx((1.7, 1.2))
-    assert (dense.least, dense.most) == pytest.approx((1.0, 2.0))
+    assert (dense.least, dense.most, dense.cpu) == pytest.approx((1.0, 2.0, 1.2))
 
 
 def test_factors_are_of_exchanges() -> None:

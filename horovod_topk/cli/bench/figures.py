@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ class Figures:
     exchange: float  # seconds beyond the step without exchange, the median over rounds
     least: float  # of the rounds' exchange
     most: float
+    cpu: float | None  # seconds of a core that a rank's exchange takes; None: not measured
     bytes: float | None  # left a host's card in a step
 
     def faster(self, other: Figures | None) -> float | None:
@@ -40,13 +40,12 @@ class Figures:
 def figures(result: Result) -> dict[str, Figures]:
     """By name, in the order of the run."""
     methods = {each["name"]: each for each in result["methods"]}
-    alone = methods[NONE]["seconds"]
-    return {name: _figures(each, alone) for name, each in methods.items()}
+    return {name: _figures(each, methods[NONE]) for name, each in methods.items()}
 
 
-def _figures(method: dict[str, Any], alone: Sequence[float]) -> Figures:
+def _figures(method: dict[str, Any], none: dict[str, Any]) -> Figures:
     """Steps of one round are compared: a neighbour on the machine meets them alike."""
-    beyond = [step - none for step, none in zip(method["seconds"], alone, strict=True)]
+    beyond = _beyond(method, none, "seconds")
     return Figures(
         method["name"],
         method["what"],
@@ -54,8 +53,13 @@ def _figures(method: dict[str, Any], alone: Sequence[float]) -> Figures:
         statistics.median(beyond),
         min(beyond),
         max(beyond),
+        statistics.median(_beyond(method, none, "cpu")) if method.get("cpu") else None,
         method["bytes"],
     )
+
+
+def _beyond(method: dict[str, Any], none: dict[str, Any], what: str) -> list[float]:
+    return [each - alone for each, alone in zip(method[what], none[what], strict=True)]
 
 
 def dense_of(found: dict[str, Figures]) -> Figures | None:

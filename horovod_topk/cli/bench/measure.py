@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import horovod.torch as hvd
@@ -19,7 +19,24 @@ class Taken:
     """By one contestant."""
 
     seconds: list[float]  # each round's step, of the rank that took longest
+    cpu: list[float]  # each round's step, in seconds of a core, all threads: the mean over ranks
     bytes: float | None  # left a host's card in a step: the mean over hosts; None: not counted
+
+
+@dataclass(frozen=True)
+class Cost:
+    """On one rank."""
+
+    seconds: float
+    cpu: float  # seconds of a core, of all threads of this process
+
+    @classmethod
+    def so_far(cls) -> Cost:
+        """Since some moment that stays the same."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def __sub__(self, earlier: Cost) -> Cost:
+        return Cost(self.seconds - earlier.seconds, self.cpu - earlier.cpu)
 
 
 def race(
@@ -37,29 +54,30 @@ def race(
         for _ in range(contestant.warm_up):
             timed(contestant)
         octets[name] = None if interface is None else _bytes_of(contestant, interface)
-    own: dict[str, list[float]] = {name: [] for name in contestants}
+    own: dict[str, list[Cost]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, contestant in contestants.items():
             own[name].append(timed(contestant))
-    return {name: Taken(longest(own[name]), octets[name]) for name in contestants}
+    return {name: taken(own[name], octets[name]) for name in contestants}
 
 
-def timed(contestant: Contestant) -> float:
-    """Seconds of a step that all ranks begin together, on this rank."""
+def timed(contestant: Contestant) -> Cost:
+    """Of a step that all ranks begin together, on this rank."""
     hvd.barrier()
-    began = time.perf_counter()
+    before = Cost.so_far()
     contestant.step()
-    seconds = time.perf_counter() - began
+    cost = Cost.so_far() - before
     contestant.clear()
-    return seconds
+    return cost
 
 
-def longest(own: list[float]) -> list[float]:
-    """Of all ranks, element by element."""
-    slowest = hvd.allreduce(
-        torch.tensor(own, dtype=torch.float64), op=hvd.Max, name="bench.slowest"
-    )
-    return [float(each) for each in slowest]
+def taken(own: Sequence[Cost], octets: float | None) -> Taken:
+    """By all ranks, of what this one found."""
+    seconds = torch.tensor([cost.seconds for cost in own], dtype=torch.float64)
+    cpu = torch.tensor([cost.cpu for cost in own], dtype=torch.float64)
+    slowest = hvd.allreduce(seconds, op=hvd.Max, name="bench.slowest")
+    mean = hvd.allreduce(cpu, op=hvd.Average, name="bench.cpu")
+    return Taken(slowest.tolist(), mean.tolist(), octets)
 
 
 def _bytes_of(contestant: Contestant, interface: str) -> float:

@@ -121,6 +121,7 @@ def _result(
                 "what": KINDS[method.kind],
                 "settings": dict(method.settings),
                 "seconds": taken[method.name].seconds,
+                "cpu": taken[method.name].cpu,
                 "bytes": taken[method.name].bytes,
             }
             for method in methods

@@ -12,7 +12,6 @@ import inspect
 import itertools
 import runpy
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from unittest import mock
 import horovod.torch as hvd
 
 from horovod_topk.cli.bench.card import Sent, sent
-from horovod_topk.cli.bench.measure import Taken, longest, mean_of_hosts
+from horovod_topk.cli.bench.measure import Cost, Taken, mean_of_hosts, taken
 from horovod_topk.cli.bench.methods import NONE, Method
 from horovod_topk.torch import TopKEF
 
@@ -46,7 +45,7 @@ class Watch:
 
     rounds: int
     interface: str | None
-    ends: list[float] = field(default_factory=list)  # of steps, in seconds
+    ends: list[Cost] = field(default_factory=list)  # of steps
     shapes: list[tuple[int, ...]] = field(default_factory=list)  # of what it trains
     before: Sent | None = None
     octets: float | None = None  # left this host's card in a step
@@ -68,7 +67,7 @@ class Watch:
 
     def end(self) -> None:
         """Of a step; the last one leaves the script."""
-        self.ends.append(time.perf_counter())
+        self.ends.append(Cost.so_far())
         if self.interface is not None and len(self.ends) == WARM_UP:
             self.before = sent(self.interface)
         if len(self.ends) < WARM_UP + self.rounds:
@@ -78,7 +77,7 @@ class Watch:
             self.octets = (sent(self.interface) - self.before).bytes / self.rounds
         raise _Enough
 
-    def seconds(self) -> list[float]:
+    def costs(self) -> list[Cost]:
         """Of each timed step."""
         ends = self.ends[WARM_UP - 1 :]
         return [end - begin for begin, end in itertools.pairwise(ends)]
@@ -116,7 +115,7 @@ def time_script(
             f"of which it takes {WARM_UP + rounds}: lower --rounds, or let it train longer"
         )
     octets = None if interface is None else mean_of_hosts(watch.octets)
-    return Taken(longest(watch.seconds()), octets), watch.shapes
+    return taken(watch.costs(), octets), watch.shapes
 
 
 @contextlib.contextmanager

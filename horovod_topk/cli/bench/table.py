@@ -8,7 +8,7 @@ from horovod_topk.cli.bench.figures import Figures, Result, dense_of, figures
 from horovod_topk.cli.bench.methods import NONE
 from horovod_topk.cli.bench.rates import written
 
-HEAD = ("", "step, s", "exchange, s", "from", "to", "faster", "card, bytes", "fewer")
+HEAD = ("", "step, s", "exchange, s", "from", "to", "CPU, s", "faster", "card, bytes", "fewer")
 
 
 def table(result: Result) -> str:
@@ -40,10 +40,11 @@ def rows_of(result: Result) -> Iterator[tuple[str, ...]]:
         yield each.name, f"{each.step:.3f}", *_exchange(each), *_bytes(each, dense)
 
 
-def _exchange(each: Figures) -> tuple[str, str, str]:
+def _exchange(each: Figures) -> tuple[str, ...]:
     if each.name == NONE:
-        return "", "", ""
-    return f"{each.exchange:.3f}", f"{each.least:.3f}", f"{each.most:.3f}"
+        return "", "", "", ""
+    found = each.exchange, each.least, each.most, each.cpu
+    return tuple("-" if seconds is None else f"{seconds:.3f}" for seconds in found)
 
 
 def _bytes(each: Figures, dense: Figures | None) -> tuple[str, str, str]:
@@ -63,7 +64,7 @@ def notes(result: Result) -> Iterator[str]:
     rounds = len(result["methods"][0]["seconds"])
     yield (
         f"Medians of {rounds} rounds, of the slowest rank; exchange: beyond the step without one "
-        "in the same round."
+        "in the same round; CPU: a rank's seconds of a core beyond it."
     )
     if result["counter"] is None:
         yield "No bytes: ranks share one host, so that nothing leaves a card."
