@@ -28,7 +28,8 @@ hosts, one rank each, Horovod and torch DDP on Gloo. The hosts are network names
 ended, so many processes had wanted a core in the last minute, these ranks among them: {loads}.
 Seconds are therefore those of a busy machine; what counts is how ways compare within a run, where
 they take turns, step by step. Even that is not free of it: where cores are short, ways that compute
-(TopKEF, and PowerSGD more so) and ways that spin take longer, and a cable does not.
+(TopKEF, and PowerSGD more so) and ways that spin take longer, and a cable does not. The links are
+emulated by the same cores, and can then carry less than their rate: each table says what they did.
 
 - *step*: the median over rounds of the seconds of one step, of the slowest rank, all beginning
   together. *exchange*: the median of what it took beyond the step without any exchange
@@ -65,6 +66,7 @@ The best of the ways that a goal is about, against another in the same run.
 Machine: {cpu}, {cores} cores, Linux {kernel}, Python {python}, PyTorch {torch}, Horovod {horovod}.
 Date: {date}. Command: `make bench-network`. The authors' bias: they want TopKEF to win.
 """
+LARGE = ("dense", "dense-waiting", "ddp")  # whose time is the cable's, if it is anything's
 PICTURE = "![Exchange time a step against the bandwidth of a host's link](results/network.png)"
 
 
@@ -101,7 +103,16 @@ def _section(key: str, result: Result) -> str:
     title = TITLES.get(key) or f"{heading(result).rsplit(', ', 1)[-1]}"
     assert key in TITLES or key in RATES
     rounds = len(result["methods"][0]["seconds"])
-    return f"### {title}\n\n{heading(result)}; {rounds} rounds.\n\n{table(HEAD, _rows(result))}"
+    told = f"{heading(result)}; {rounds} rounds. {_delivered(result)}"
+    return f"### {title}\n\n{told}\n\n{table(HEAD, _rows(result))}"
+
+
+def _delivered(result: Result) -> str:
+    """What the links carried, which on a busy machine can be less than their rate."""
+    found = figures(result)
+    sent = [found[name] for name in LARGE if name in found and found[name].exchange > 0]
+    most = max((8 * (each.bytes or 0) / each.exchange for each in sent), default=0)
+    return f"The dense ways moved at most {most / 1e6:,.0f} Mbit/s beyond the step."
 
 
 def _rows(result: Result) -> Iterator[tuple[str, ...]]:

@@ -24,7 +24,7 @@ def draw(path: Path, results: Sequence[Result]) -> None:
     from matplotlib import pyplot as plt
 
     runs = _comparable(results)
-    figure, axes = plt.subplots(figsize=(7.5, 5), dpi=150)
+    figure, axes = plt.subplots(figsize=(8.5, 5), dpi=150)
     for name in dict.fromkeys(name for run in runs for name in figures(run) if name != NONE):
         places, heights, low, high = _line(name, runs)
         style: dict[str, Any] = {"linestyle": "-" if name.startswith(TOPK) else "--"}
@@ -37,7 +37,7 @@ def draw(path: Path, results: Sequence[Result]) -> None:
     axes.set_title(f"{runs[0]['model']}, {runs[0]['ranks']} ranks on {runs[0]['hosts']} hosts")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
