@@ -7,9 +7,10 @@ from typing import Any
 
 from horovod_topk.cli.bench.figures import figures
 from horovod_topk.cli.bench.methods import KINDS, NONE
+from horovod_topk.cli.bench.rates import written
 from horovod_topk.cli.bench.table import heading, rows_of, times
-from network.goals import PEER, verdicts
-from network.runs import HOSTS, RATES
+from network.goals import ANY, PEER, verdicts
+from network.runs import FAST, HOSTS, RATES
 from study.markdown import table
 
 Result = dict[str, Any]
@@ -37,7 +38,7 @@ emulated by the same cores, and can then carry less than their rate: each table 
 - *CPU*: seconds of a core that a rank's exchange took, all threads, waiting by spinning included
   (`-`: not measured in that run).
 - *less*: how many times less exchange time than Horovod's dense allreduce; then, than PowerSGD.
-- *card*: bytes that leave a host's network card in one step, by the kernel's packet scheduler, with
+- *card*: bytes that leave a host's network card in a step, by the kernel's packet scheduler, with
   headers, acknowledgements and Horovod's idle talk (the row `none` shows it for its time).
 
 Gradients are log-normal mixtures of normal ones, of random sign and a norm that varies by a third;
@@ -57,6 +58,8 @@ The best of the ways that a goal is about, against another in the same run.
 
 {goals}
 
+{missing}
+
 ## Against bandwidth
 
 {picture}
@@ -66,6 +69,10 @@ The best of the ways that a goal is about, against another in the same run.
 Machine: {cpu}, {cores} cores, Linux {kernel}, Python {python}, PyTorch {torch}, Horovod {horovod}.
 Date: {date}. Command: `make bench-network`. The authors' bias: they want TopKEF to win.
 """
+MISSING = """\
+What is left at {rate}, of {name}: an exchange took {exchange} s, of which {ranks} ranks kept
+{cores} cores busy for {busy} s and its bytes a link for {cable} s. The rest went by while other
+work had the cores, or all waited for a message."""
 LARGE = ("dense", "dense-waiting", "ddp")  # whose time is the cable's, if it is anything's
 PICTURE = "![Exchange time a step against the bandwidth of a host's link](results/network.png)"
 
@@ -80,10 +87,31 @@ def page(results: Results) -> str:
         kinds=table(("name", "what"), KINDS.items()),
         cycle=f"{machine['cycle']} ms" if machine["cycle"] else "1 ms by default",
         goals=table(("goal", "measured", "met"), _verdicts(results)),
+        missing=_missing(results),
         picture=PICTURE,
         tables="\n\n".join(_section(key, result) for key, result in results.items()),
         date=", ".join(dates),
         **{key: machine[key] for key in ("cpu", "cores", "kernel", "python", "torch", "horovod")},
+    )
+
+
+def _missing(results: Results) -> str:
+    """Where the time of the best of ours goes at the fastest rate; empty without that run."""
+    result = results.get(FAST)
+    if result is None:
+        return ""
+    found, cores = figures(result), result["machine"]["cores"]
+    best = min((found[name] for name in ANY), key=lambda each: each.exchange)
+    if best.cpu is None or best.bytes is None:
+        return ""
+    return MISSING.format(
+        rate=written(result["rate"]),
+        ranks=result["ranks"],
+        cores=cores,
+        name=best.name,
+        exchange=f"{best.exchange:.3f}",
+        busy=f"{result['ranks'] * best.cpu / cores:.3f}",
+        cable=f"{8 * best.bytes / result['rate']:.3f}",
     )
 
 

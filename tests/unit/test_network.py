@@ -40,7 +40,7 @@ def result(key: str, ours: float) -> dict[str, Any]:
         "idle parameters": RUNS[key].idle,
         "counter": "packet scheduler",
         "methods": methods,
-        "machine": {**dict.fromkeys(SOME, "some"), "load": 2.5, "cycle": None},
+        "machine": {**dict.fromkeys(SOME, "some"), "load": 2.5, "cores": 2, "cycle": None},
     }
 
 
@@ -69,6 +69,7 @@ def test_the_page_has_a_table_of_each_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "network.md").read_text() == page
     assert (tmp_path / "network.png").stat().st_size > 10_000
     assert page.count("### ") == len(RUNS)
+    assert "kept\n2 cores busy for 0.400 s and its bytes a link for 0.008 s" in page
     assert (
         "| topk-int8 | 0.300 | 0.200 | 0.200 | 0.200 | 0.200 | 50.0x | 5.0x | 1,000,000 | 1.0x |"
         in page

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import horovod.torch as hvd
 import torch
 
-from horovod_topk.cli.bench.card import Sent, sent
+from horovod_topk.cli.bench.card import sent
 from horovod_topk.cli.bench.contestants import Contestant
 
 
@@ -20,7 +20,9 @@ class Taken:
 
     seconds: list[float]  # each round's step, of the rank that took longest
     cpu: list[float]  # each round's step, in seconds of a core, all threads: the mean over ranks
-    bytes: float | None  # left a host's card in a step: the mean over hosts; None: not counted
+    bytes: (
+        float | None
+    )  # left a host's card in a step (median of rounds, mean of hosts), if counted
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,30 @@ def race(
         rounds: how many.
         interface: whose bytes count; None where ranks share one host.
     """
-    octets = {}
-    for name, contestant in contestants.items():
+    for contestant in contestants.values():
         for _ in range(contestant.warm_up):
             timed(contestant)
-        octets[name] = None if interface is None else _bytes_of(contestant, interface)
-    own: dict[str, list[Cost]] = {name: [] for name in contestants}
+    costs: dict[str, list[Cost]] = {name: [] for name in contestants}
+    octets: dict[str, list[int]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, contestant in contestants.items():
-            own[name].append(timed(contestant))
-    return {name: taken(own[name], octets[name]) for name in contestants}
+            if interface is None:
+                costs[name].append(timed(contestant))
+                continue
+            cost, count = counted(contestant, interface)
+            costs[name].append(cost)
+            octets[name].append(count)
+    medians = {name: statistics.median(each) if each else None for name, each in octets.items()}
+    return {name: taken(costs[name], medians[name]) for name in contestants}
+
+
+def counted(contestant: Contestant, interface: str) -> tuple[Cost, int]:
+    """A timed step, and the bytes that left this host's card."""
+    hvd.barrier()
+    before = sent(interface)
+    cost = timed(contestant)
+    hvd.barrier()  # what this rank has sent may still be on its way
+    return cost, (sent(interface) - before).bytes
 
 
 def timed(contestant: Contestant) -> Cost:
@@ -77,26 +93,11 @@ def taken(own: Sequence[Cost], octets: float | None) -> Taken:
     cpu = torch.tensor([cost.cpu for cost in own], dtype=torch.float64)
     slowest = hvd.allreduce(seconds, op=hvd.Max, name="bench.slowest")
     mean = hvd.allreduce(cpu, op=hvd.Average, name="bench.cpu")
-    return Taken(slowest.tolist(), mean.tolist(), octets)
+    return Taken(slowest.tolist(), mean.tolist(), _mean_of_hosts(octets))
 
 
-def _bytes_of(contestant: Contestant, interface: str) -> float:
-    """What leaves a host in a step: the mean over the hosts."""
-    octets = during(contestant.step, interface).bytes
-    contestant.clear()
-    return mean_of_hosts(octets)
-
-
-def mean_of_hosts(octets: float | None) -> float:
+def _mean_of_hosts(octets: float | None) -> float | None:
     """Of what each host's first rank has counted."""
     each = hvd.allgather_object(octets if hvd.local_rank() == 0 else None, name="bench.bytes")
-    return statistics.fmean(one for one in each if one is not None)
-
-
-def during(action: Callable[[], None], interface: str) -> Sent:
-    """What this host's card sends while all ranks do something."""
-    hvd.barrier()
-    before = sent(interface)
-    action()
-    hvd.barrier()  # what this rank has sent may still be on its way
-    return sent(interface) - before
+    found = [one for one in each if one is not None]
+    return statistics.fmean(found) if found else None

@@ -29,9 +29,12 @@ def written(rate: float) -> str:
 
 
 def rate_of_card(interface: str) -> int | None:
-    """What a card says of its link; None where it says nothing, as virtual ones do."""
+    """What a card says of its link; None where it says nothing, or is virtual and makes it up."""
+    card = Path(f"/sys/class/net/{interface}")
+    if not (card / "device").exists():
+        return None
     try:
-        megabits = int(Path(f"/sys/class/net/{interface}/speed").read_text())
+        megabits = int((card / "speed").read_text())
     except (OSError, ValueError):
         return None
     return megabits * 10**6 if megabits > 0 else None

@@ -22,7 +22,7 @@ from unittest import mock
 import horovod.torch as hvd
 
 from horovod_topk.cli.bench.card import Sent, sent
-from horovod_topk.cli.bench.measure import Cost, Taken, mean_of_hosts, taken
+from horovod_topk.cli.bench.measure import Cost, Taken, taken
 from horovod_topk.cli.bench.methods import NONE, Method
 from horovod_topk.torch import TopKEF
 
@@ -114,8 +114,7 @@ def time_script(
             f"--script {path} ended after {len(watch.ends)} steps of an hvd.DistributedOptimizer, "
             f"of which it takes {WARM_UP + rounds}: lower --rounds, or let it train longer"
         )
-    octets = None if interface is None else mean_of_hosts(watch.octets)
-    return taken(watch.costs(), octets), watch.shapes
+    return taken(watch.costs(), watch.octets), watch.shapes
 
 
 @contextlib.contextmanager
