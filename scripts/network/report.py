@@ -137,6 +137,8 @@ def _section(key: str, result: Result) -> str:
 
 def _delivered(result: Result) -> str:
     """What the links carried, which on a busy machine can be less than their rate."""
+    if result["compute"]:  # what is sent during backward takes no time of its own
+        return "What is sent while backward goes on costs no time."
     found = figures(result)
     sent = [found[name] for name in LARGE if name in found and found[name].exchange > 0]
     most = max((8 * (each.bytes or 0) / each.exchange for each in sent), default=0)
