@@ -26,7 +26,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: help setup demo test check accuracy frontier bench bench-kernels bench-wire fuzz clean
+.PHONY: help setup demo test check accuracy frontier bench bench-kernels bench-network bench-wire fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -56,6 +56,9 @@ bench: setup ## time compression of a ResNet-50's gradients, PyTorch against Ten
 
 bench-kernels: setup ## time selection against r += g and torch.topk; tables and a picture (minutes)
 	"$(VENV)/bin/python" scripts/bench_kernels.py $(ARGS)
+
+bench-network: setup ## time a step against bandwidth, beside Horovod and torch DDP (root; half an hour)
+	"$(VENV)/bin/python" scripts/bench_network.py $(ARGS)
 
 bench-wire: setup ## count the bytes that leave a host's network card, 2 to 8 hosts (root; half an hour)
 	"$(VENV)/bin/python" scripts/bench_wire.py $(ARGS)

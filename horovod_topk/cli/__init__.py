@@ -1,4 +1,4 @@
-"""The command `horovod-topk`: it explains; nothing in training depends on it."""
+"""The command `horovod-topk`: it explains and measures; nothing in training depends on it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from horovod_topk import __version__
+from horovod_topk.cli import bench, doctor
 from horovod_topk.cli import bytes as traffic
-from horovod_topk.cli import doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,5 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     traffic.add_arguments(
         commands.add_parser("bytes", help="say what each format and exchange sends")
     )
+    bench.add_arguments(
+        commands.add_parser("bench", help="time exchanges against each other, under horovodrun")
+    )
     args = parser.parse_args(arguments)
-    return doctor.main() if args.command == "doctor" else traffic.main(args)
+    if args.command == "doctor":
+        return doctor.main()
+    return bench.main(args) if args.command == "bench" else traffic.main(args)

@@ -61,6 +61,16 @@ ROOMS = {
         "horovod_topk.config",
         "horovod_topk.errors",
     },
+    "cli/bench": {
+        "torch",
+        "horovod.torch",
+        "matplotlib",
+        "horovod_topk.cli",
+        "horovod_topk.torch",
+        "horovod_topk.core",
+        "horovod_topk.config",
+        "horovod_topk.errors",
+    },
     "torch": {
         "torch",
         "horovod.torch",
@@ -108,6 +118,12 @@ def test_the_core_loads_no_framework_and_no_numpy() -> None:
     assert "horovod_topk.core.compressor" in core
     modules = ["horovod_topk", "horovod_topk.config", "horovod_topk.errors", "horovod_topk.ops"]
     assert loaded_frameworks(f"import {', '.join([*modules, *core])}") == set()
+
+
+def test_the_command_loads_no_framework() -> None:
+    modules = ["bench", "bench.table", "bench.figures", "bench.card", "bench.picture"]
+    names = [f"horovod_topk.cli.{module}" for module in modules]
+    assert loaded_frameworks(f"import horovod_topk.cli, {', '.join(names)}") == set()
 
 
 @pytest.mark.parametrize("module", ["core/plan.py", "errors.py"])

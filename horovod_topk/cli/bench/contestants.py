@@ -1,0 +1,130 @@
+"""A step of training in each of the ways."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_topk.cli.bench.gradients import GivenGradients
+from horovod_topk.cli.bench.methods import Method
+from horovod_topk.torch import TopKEF
+
+LEARNING_RATE = 1e-9  # weights hardly move, whatever the gradients are
+POWERSGD_RANK = 4
+POWERSGD_START = 2  # the least it takes; the steps before are dense
+ONE_BUCKET = 1 << 20  # MiB, more than any model has
+PAUSE = 50e-6  # seconds between two looks at a collective under way
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way, with a model and an optimizer of its own."""
+
+    model: GivenGradients
+    forward: nn.Module  # the model, or DDP around it
+    optimizer: Any
+    warm_up: int = 2  # steps: names are learnt, DDP's buckets rebuilt
+    before_step: Callable[[], None] = _nothing
+
+    def step(self) -> None:
+        """Forward, backward, exchange and update."""
+        self.forward(torch.zeros(1, requires_grad=True)).sum().backward()
+        self.before_step()
+        self.optimizer.step()
+
+    def clear(self) -> None:
+        """Give back the gradients' memory and choose the next step's; belongs to no step."""
+        self.optimizer.zero_grad()
+        self.model.draw()
+
+
+def build(method: Method, model: GivenGradients, ordinal: int) -> Contestant:
+    """Of a method.
+
+    Args:
+        method: the way.
+        model: its own.
+        ordinal: among all contestants; collectives of two must not share names.
+    """
+    plain = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    return BUILDERS[method.kind](method, model, plain, f"bench.{ordinal}")
+
+
+Plain = torch.optim.Optimizer
+
+
+def _none(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    return Contestant(model, model, plain)
+
+
+def _distributed(model: GivenGradients, plain: Plain, name: str, compression: Any) -> Any:
+    names = [(f"{name}.{own}", parameter) for own, parameter in model.named_parameters()]
+    return hvd.DistributedOptimizer(plain, named_parameters=names, compression=compression)
+
+
+def _dense(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    return Contestant(model, model, _distributed(model, plain, name, hvd.Compression.none))
+
+
+def _dense_waiting(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    optimizer = _distributed(model, plain, name, hvd.Compression.none)
+
+    def wait() -> None:
+        """Horovod's own waiting takes a whole core; this one leaves it to those who need it."""
+        for handle, _ in optimizer._handles.values():
+            while handle is not None and not hvd.poll(handle):
+                time.sleep(PAUSE)
+
+    return Contestant(model, model, optimizer, before_step=wait)
+
+
+def _fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    return Contestant(model, model, _distributed(model, plain, name, hvd.Compression.fp16))
+
+
+def _topk(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    compression = TopKEF(**method.settings)
+    optimizer = _distributed(model, plain, name, compression)
+    return Contestant(model, model, optimizer, warm_up=6)  # residuals fill
+
+
+def _ddp(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    return Contestant(model, _data_parallel(model), plain)
+
+
+def _powersgd(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    wrapped = _data_parallel(model, bucket_cap_mb=ONE_BUCKET)
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=POWERSGD_RANK,
+        start_powerSGD_iter=POWERSGD_START,
+    )
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return Contestant(model, wrapped, plain, warm_up=POWERSGD_START + 2)
+
+
+def _data_parallel(model: GivenGradients, **rest: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, find_unused_parameters=model.idle > 0, **rest)
+
+
+BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Contestant]] = {
+    "none": _none,
+    "dense": _dense,
+    "dense-waiting": _dense_waiting,
+    "fp16": _fp16,
+    "ddp": _ddp,
+    "powersgd": _powersgd,
+    "topk": _topk,
+}

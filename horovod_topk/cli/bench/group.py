@@ -1,0 +1,55 @@
+"""torch's own process group, on Gloo, beside Horovod's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import horovod.torch as hvd
+import torch.distributed as dist
+
+from horovod_topk.cli.bench.card import address
+
+LOOPBACK = "lo"
+TCPStore = dist.TCPStore  # type: ignore[attr-defined]  # public, and not declared so
+
+
+def interface_named(chosen: str | None) -> str | None:
+    """The card that ranks talk over: chosen, or Horovod's; None where nobody says."""
+    found = chosen or os.environ.get("HOROVOD_GLOO_IFACE")
+    return LOOPBACK if found is None and hvd.size() == hvd.local_size() else found
+
+
+def require(interface: str | None) -> str:
+    """It is known.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if interface is None:
+        raise ValueError(
+            "which network card ranks use is not known: horovodrun has named none. "
+            "Pass --interface, such as --interface eth0"
+        )
+    return interface
+
+
+@contextlib.contextmanager
+def process_group(interface: str) -> Iterator[None]:
+    """Of all of Horovod's ranks, under the same numbers; rank 0 keeps a store on a free port."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    first = hvd.rank() == 0
+    store, place = None, None
+    if first:
+        host = address(interface)
+        store = TCPStore(host, 0, hvd.size(), is_master=True, wait_for_workers=False)
+        place = host, store.port
+    host, port = hvd.broadcast_object(place, root_rank=0, name="bench.store")
+    if store is None:
+        store = TCPStore(host, port, hvd.size(), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,31 @@
+"""What a reader of figures needs to know of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+
+
+def cpu_model() -> str:
+    """The processor's name, as the kernel gives it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def machine() -> dict[str, object]:
+    """Of this host, and what runs on it."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],  # processes that wanted a core, in the last minute
+        "kernel": platform.release().split("-")[0],
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "horovod": metadata.version("horovod"),
+        "cycle": os.environ.get("HOROVOD_CYCLE_TIME"),  # milliseconds; None: Horovod's default
+        "date": time.strftime("%Y-%m-%d"),
+    }

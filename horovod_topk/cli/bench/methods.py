@@ -1,0 +1,126 @@
+"""What is compared: Horovod's and torch DDP's exchanges, and TopKEF in any setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+
+from horovod_topk.config import (
+    EXCHANGES,
+    INDICES,
+    SELECTIONS,
+    VALUES,
+    TopKConfig,
+    reject_unknown,
+)
+
+NONE, DENSE, TOPK = "none", "dense", "topk"
+KINDS = {
+    NONE: "no exchange",
+    DENSE: "Horovod, dense",
+    "dense-waiting": "Horovod, dense, sleeping while it waits",
+    "fp16": "Horovod, fp16",
+    "ddp": "torch DDP, dense",
+    "powersgd": "torch DDP, PowerSGD rank 4",
+    TOPK: "TopKEF",
+}
+DEFAULT = "dense,fp16,ddp,powersgd,topk,topk-int8,topk-int8-sharded"
+DEFAULT_OF_SCRIPT = "dense,fp16,topk,topk-int8,topk-int8-sharded"
+WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two things
+    **dict.fromkeys(VALUES, "values"),
+    **{value: "exchange" for value in EXCHANGES if value != "auto"},
+    **dict.fromkeys(SELECTIONS, "selection"),
+    **{value: "indices" for value in INDICES if value != "auto"},
+}
+SETTINGS = tuple(each.name for each in fields(TopKConfig) if each.name != "name")
+NUMBERS: dict[str, Callable[[str], float]] = {
+    "ratio": float,
+    "gather_ratio": float,
+    "min_numel": int,
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to exchange gradients."""
+
+    name: str  # as the user wrote it
+    kind: str  # one of KINDS
+    settings: Mapping[str, object] = field(default_factory=dict)  # of TopKEF
+
+    def __post_init__(self) -> None:
+        TopKConfig(**self.settings)  # type: ignore[arg-type]  # checks them
+
+
+def parse_methods(text: str) -> list[Method]:
+    """Of a list with commas, `none` and what comes twice left out.
+
+    Raises:
+        ValueError: one of them is unknown; TopKError: TopKEF does not take a setting.
+    """
+    methods = {name: method_of(name) for name in _names(text)}
+    methods.pop(NONE, None)  # is always measured
+    if not methods:
+        raise ValueError(f"--methods {text!r} has none: give some of {', '.join(KINDS)}")
+    return list(methods.values())
+
+
+def _names(text: str) -> Iterator[str]:
+    """Split at commas but for those between settings: a,topk:x=1,y=2 is a and topk:x=1,y=2."""
+    name = ""
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        if "=" in piece and ":" not in piece and ":" in name:
+            name = f"{name},{piece}"
+            continue
+        if name:
+            yield name
+        name = piece
+    if name:
+        yield name
+
+
+def method_of(name: str) -> Method:
+    """One of KINDS, topk-WORD-WORD, or topk:SETTING=VALUE,...
+
+    Raises:
+        ValueError: it is neither; TopKError: TopKEF does not take a setting.
+    """
+    if name in KINDS:
+        return Method(name, name)
+    head, colon, tail = name.partition(":")
+    if head == TOPK and colon:
+        return Method(name, TOPK, dict(map(_setting, tail.split(","))))
+    if name.startswith(f"{TOPK}-"):
+        return Method(name, TOPK, dict(_word(word, name) for word in name.split("-")[1:]))
+    raise ValueError(
+        f"--methods: {name!r} is none of {', '.join(KINDS)}, nor as topk-int8-sharded or "
+        "topk:values=int8,ratio=0.01"
+    )
+
+
+def _setting(text: str) -> tuple[str, object]:
+    key, _, value = (part.strip() for part in text.partition("="))
+    reject_unknown({key} - set(SETTINGS), SETTINGS)
+    return key, _number(key, value) if key in NUMBERS else value
+
+
+def _word(word: str, name: str) -> tuple[str, object]:
+    if word in WORDS:
+        return WORDS[word], word
+    if word[:1].isdigit():
+        return "ratio", _number("ratio", word)
+    known = ", ".join(WORDS)
+    raise ValueError(f"--methods: {word!r} in {name!r} is neither a ratio nor one of {known}")
+
+
+def _number(key: str, value: str) -> float:
+    try:
+        return NUMBERS[key](value)
+    except ValueError:
+        raise ValueError(
+            f"--methods: {key}={value} is no number: write {key}={_example(key)}"
+        ) from None
+
+
+def _example(key: str) -> object:
+    return getattr(TopKConfig, key) or TopKConfig.ratio

@@ -1,0 +1,73 @@
+"""A picture of time against bandwidth: one run a bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from horovod_topk.cli.bench.figures import Result, figures
+from horovod_topk.cli.bench.methods import NONE, TOPK
+from horovod_topk.cli.bench.rates import written
+
+
+def draw(path: Path, results: Sequence[Result]) -> None:
+    """Exchange time a step of all ways; a run whose link's rate is not known comes last.
+
+    Raises:
+        ModuleNotFoundError: Matplotlib is not installed.
+        ValueError: the runs are not of one model and number of ranks.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    runs = _comparable(results)
+    figure, axes = plt.subplots(figsize=(8.5, 5), dpi=150)
+    for name in dict.fromkeys(name for run in runs for name in figures(run) if name != NONE):
+        places, heights, low, high = _line(name, runs)
+        style: dict[str, Any] = {"linestyle": "-" if name.startswith(TOPK) else "--"}
+        errors = [low, high]
+        axes.errorbar(places, heights, yerr=errors, marker="o", capsize=2, label=name, **style)
+    axes.set_xticks(range(len(runs)), [_label(run) for run in runs])
+    axes.set_yscale("log")
+    axes.set_xlabel("link of each host")
+    axes.set_ylabel("exchange, seconds a step (bars: least and most)")
+    axes.set_title(f"{runs[0]['model']}, {runs[0]['ranks']} ranks on {runs[0]['hosts']} hosts")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _comparable(results: Sequence[Result]) -> list[Result]:
+    """In order of bandwidth."""
+    kinds = {(run["model"], run["ranks"], run["compute"]) for run in results}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"one picture of runs that differ in more than bandwidth: {sorted(map(str, kinds))}. "
+            "Draw those of one model, number of ranks and --compute"
+        )
+    return sorted(results, key=lambda run: run["rate"] or float("inf"))
+
+
+def _label(run: Result) -> str:
+    return written(run["rate"]) if run["rate"] else "not said"
+
+
+def _line(
+    name: str, runs: Sequence[Result]
+) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Places, medians, and how far least and most lie from them; where something can be seen."""
+    found = [(place, figures(run).get(name)) for place, run in enumerate(runs)]
+    seen = [(place, each) for place, each in found if each is not None and each.exchange > 0]
+    return (
+        [place for place, _ in seen],
+        [each.exchange for _, each in seen],
+        [each.exchange - max(each.least, each.exchange / 100) for _, each in seen],
+        [each.most - each.exchange for _, each in seen],
+    )

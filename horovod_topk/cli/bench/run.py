@@ -1,0 +1,140 @@
+"""One rank of `horovod-topk bench`. Rank 0 prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+from collections.abc import Sequence
+
+import horovod.torch as hvd
+import torch
+
+from horovod_topk.cli.bench import card, group
+from horovod_topk.cli.bench.compute import Compute
+from horovod_topk.cli.bench.contestants import build
+from horovod_topk.cli.bench.figures import Result
+from horovod_topk.cli.bench.gradients import GivenGradients, Weights
+from horovod_topk.cli.bench.machine import machine
+from horovod_topk.cli.bench.measure import Taken, race
+from horovod_topk.cli.bench.methods import KINDS, NONE, Method
+from horovod_topk.cli.bench.rates import rate_of_card
+from horovod_topk.cli.bench.script import check, time_script
+from horovod_topk.cli.bench.table import table
+from horovod_topk.cli.models import Shape
+from horovod_topk.core.plan import TensorSpec
+
+
+def main(
+    args: argparse.Namespace,
+    specs: list[TensorSpec],
+    methods: Sequence[Method],
+    compute: Compute | None,
+    rate: int | None,
+) -> int:
+    """Measure, on every rank; the exit status.
+
+    Raises:
+        ValueError: there are too few ranks, their network card is not known, or a script cannot
+            be timed as was asked.
+    """
+    if args.script is not None:
+        check(methods)
+    torch.set_num_threads(1)
+    hvd.init()
+    if hvd.size() < 2:
+        raise ValueError(
+            "1 rank exchanges nothing: run it as `horovodrun -np 2 horovod-topk bench`, or more"
+        )
+    everyone = [Method(NONE, NONE), *methods]
+    interface = group.interface_named(args.interface)
+    alone = hvd.size() == hvd.local_size()  # on one host, where packets leave no card
+    counted = None if alone else interface
+    if args.script is None:
+        shapes = [spec.shape for spec in specs]
+        taken = _of_shapes(args, specs, everyone, compute, interface, counted)
+    else:
+        taken, shapes = _of_script(args, everyone, counted)
+    if hvd.rank() == 0:
+        found = _result(args, shapes, everyone, taken)
+        found["rate"] = rate or (rate_of_card(interface) if interface else None)
+        found["counter"] = counted and card.counter(counted)
+        _report(args, found)
+    return 0
+
+
+def _of_shapes(
+    args: argparse.Namespace,
+    specs: list[TensorSpec],
+    methods: Sequence[Method],
+    compute: Compute | None,
+    interface: str | None,
+    counted: str | None,
+) -> dict[str, Taken]:
+    """What steps of given gradients took."""
+    shared = Weights.of(specs, hvd.rank())
+    with contextlib.ExitStack() as stack:
+        if any(method.kind in ("ddp", "powersgd") for method in methods):
+            stack.enter_context(group.process_group(group.require(interface)))
+        contestants = {}
+        for ordinal, method in enumerate(methods):
+            model = GivenGradients(shared, hvd.rank(), compute, args.idle_parameters)
+            contestants[method.name] = build(method, model, ordinal)
+        taken = race(contestants, args.rounds, counted)
+        contestants.clear()
+        gc.collect()  # DDP's objects before their process group
+    return taken
+
+
+def _of_script(
+    args: argparse.Namespace, methods: Sequence[Method], counted: str | None
+) -> tuple[dict[str, Taken], list[Shape]]:
+    """What steps of a user's script took, and its parameters' shapes."""
+    taken: dict[str, Taken] = {}
+    shapes: list[Shape] = []
+    for method in methods:
+        found, shapes = time_script(args.script, args.arguments, method, args.rounds, counted)
+        taken[method.name] = found
+    return taken, shapes
+
+
+def _result(
+    args: argparse.Namespace,
+    shapes: Sequence[Shape],
+    methods: Sequence[Method],
+    taken: dict[str, Taken],
+) -> Result:
+    """As it is written to a file."""
+    return {
+        "model": args.model if args.script is None else args.script.name,
+        "elements": sum(math.prod(shape) for shape in shapes),
+        "tensors": len(shapes),
+        "ranks": hvd.size(),
+        "hosts": hvd.size() // hvd.local_size(),
+        "compute": args.compute,
+        "idle parameters": args.idle_parameters,
+        "methods": [
+            {
+                "name": method.name,
+                "what": KINDS[method.kind],
+                "settings": dict(method.settings),
+                "seconds": taken[method.name].seconds,
+                "cpu": taken[method.name].cpu,
+                "bytes": taken[method.name].bytes,
+            }
+            for method in methods
+        ],
+        "machine": machine(),
+    }
+
+
+def _report(args: argparse.Namespace, result: Result) -> None:
+    print(table(result))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.picture is not None:
+        from horovod_topk.cli.bench.picture import draw
+
+        draw(args.picture, [*(json.loads(path.read_text()) for path in args.beside), result])

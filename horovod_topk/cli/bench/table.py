@@ -1,0 +1,83 @@
+"""What a run found, for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from horovod_topk.cli.bench.figures import Figures, Result, dense_of, figures
+from horovod_topk.cli.bench.methods import NONE
+from horovod_topk.cli.bench.rates import written
+
+HEAD = ("", "step, s", "exchange, s", "from", "to", "CPU, s", "faster", "card, bytes", "fewer")
+
+
+def table(result: Result) -> str:
+    """With a line about the run above, and one below on what is not there."""
+    rows = [HEAD, *rows_of(result)]
+    return "\n".join([heading(result), *_aligned(rows), *notes(result)])
+
+
+def heading(result: Result) -> str:
+    """What was run."""
+    parts = [
+        f"{result['model']}: {result['elements']:,} float32 in {result['tensors']} tensors",
+        f"{result['ranks']} ranks on {result['hosts']} host{'s' * (result['hosts'] > 1)}",
+    ]
+    if result["rate"]:
+        parts.append(f"{written(result['rate'])} a host")
+    if result["compute"]:
+        parts.append(f"backward {result['compute']} s")
+    if result["idle parameters"]:
+        parts.append(f"{result['idle parameters']} idle parameters")
+    return ", ".join(parts)
+
+
+def rows_of(result: Result) -> Iterator[tuple[str, ...]]:
+    """Of all that was measured, the step without exchange first."""
+    found = figures(result)
+    dense = dense_of(found)
+    for each in found.values():
+        yield each.name, f"{each.step:.3f}", *_exchange(each), *_bytes(each, dense)
+
+
+def _exchange(each: Figures) -> tuple[str, ...]:
+    if each.name == NONE:
+        return "", "", "", ""
+    found = each.exchange, each.least, each.most, each.cpu
+    return tuple("-" if seconds is None else f"{seconds:.3f}" for seconds in found)
+
+
+def _bytes(each: Figures, dense: Figures | None) -> tuple[str, str, str]:
+    counted = "-" if each.bytes is None else f"{each.bytes:,.0f}"
+    if each.name == NONE:
+        return "", counted, ""
+    return times(each.faster(dense)), counted, times(each.fewer(dense))
+
+
+def times(factor: float | None) -> str:
+    """A factor, or that there is none."""
+    return "-" if factor is None else f"{factor:,.1f}x"
+
+
+def notes(result: Result) -> Iterator[str]:
+    """What a reader has to know of the columns."""
+    rounds = len(result["methods"][0]["seconds"])
+    yield (
+        f"Medians of {rounds} rounds, of the slowest rank; exchange: beyond the step without one "
+        "in the same round; CPU: a rank's seconds of a core beyond it."
+    )
+    if result["counter"] is None:
+        yield "No bytes: ranks share one host, so that nothing leaves a card."
+    else:
+        yield (
+            f"Bytes a host and step by the {result['counter']}, with headers and Horovod's idle "
+            "talk, which the first row shows for its time."
+        )
+
+
+def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *numbers in rows:
+        cells = (f"{cell:>{width}}" for cell, width in zip(numbers, widths[1:], strict=True))
+        yield "  ".join([f"{name:<{widths[0]}}", *cells]).rstrip()

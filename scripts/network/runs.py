@@ -1,0 +1,49 @@
+"""Which runs there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HOSTS = 4
+MODEL = "resnet50"
+RATES = ("100mbit", "300mbit", "1gbit")
+FAST = RATES[-1]
+METHODS = (
+    "dense",
+    "dense-waiting",
+    "fp16",
+    "ddp",
+    "powersgd",
+    "topk-plain",
+    "topk",
+    "topk-int8",
+    "topk-int8-sharded",
+    "topk-int8-sampled",
+)
+FEW = ("dense", "fp16", "ddp", "powersgd", "topk-int8")  # where a run is about something else
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job of `horovod-topk bench`."""
+
+    rate: str  # of each host's link
+    compute: str | None = None  # simulated backward
+    idle: int = 0  # parameters that never fire
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the command, but for where it writes."""
+        plain = self.compute is None and not self.idle
+        found = ["--model", MODEL, "--rate", self.rate]
+        found += ["--methods", ",".join(METHODS if plain else FEW)]
+        found += ["--compute", self.compute] if self.compute else []
+        return [*found, "--idle-parameters", str(self.idle)] if self.idle else found
+
+
+RUNS = {
+    **{rate: Run(rate) for rate in RATES},
+    "sleep": Run(FAST, compute="sleep:0.5"),
+    "cpu": Run(FAST, compute="cpu:0.25"),
+    "idle": Run(FAST, idle=8),
+}

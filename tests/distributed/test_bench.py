@@ -1,0 +1,102 @@
+"""`horovod-topk bench` on two real ranks, beside torch's own process group."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import Launch, run
+
+pytestmark = pytest.mark.distributed
+
+LIMIT = 180.0  # seconds; it needs about 15 on two idle cores
+METHODS = "dense,dense-waiting,fp16,ddp,powersgd,topk,topk-int8-sharded"
+SHAPES = {"a": [30, 40], "b": [40], "c": [16, 16, 3, 3], "d": [10]}
+
+
+@pytest.mark.timeout(LIMIT + 60)
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_all_methods_on_two_ranks(controller: str, tmp_path: Path) -> None:
+    shapes, written, picture = (tmp_path / name for name in ("shapes.json", "out.json", "out.png"))
+    shapes.write_text(json.dumps(SHAPES))
+    command = ["horovodrun", "-np", "2", f"--{controller}", sys.executable, "-m"]
+    command += ["horovod_topk.cli", "bench", "--model", str(shapes), "--methods", METHODS]
+    command += ["--rounds", "2", "--compute", "sleep:0.01", "--idle-parameters", "2"]
+    command += ["--json", str(written), "--picture", str(picture)]
+    launch = run(command, tmp_path, LIMIT, {})
+    assert launch.returncode == 0, launch.describe()
+    assert not launch.left and not launch.immortal
+    found = json.loads(written.read_text())
+    assert [each["name"] for each in found["methods"]] == ["none", *METHODS.split(",")]
+    assert (found["ranks"], found["hosts"], found["counter"]) == (2, 1, None)
+    for each in found["methods"]:
+        assert len(each["seconds"]) == 2
+        assert all(seconds >= 0.01 for seconds in each["seconds"])
+    assert "topk-int8-sharded" in launch.output
+    assert picture.stat().st_size > 10_000
+
+
+SCRIPT = """\
+import sys
+import horovod.torch as hvd
+import torch
+from beside import WIDTH
+
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(WIDTH, 3)
+plain = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), hvd.Compression.none)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+for _ in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.randn(5, WIDTH)).square().mean().backward()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    scheduler.step()
+print("the script has ended")
+"""
+
+
+def run_script(folder: Path, steps: int) -> tuple[Launch, Path]:
+    """A user's script, whose folder has another module, in three ways."""
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "beside.py").write_text("WIDTH = 2000\n")
+    written = folder / "out.json"
+    command = ["horovodrun", "-np", "2", "--gloo", sys.executable, "-m", "horovod_topk.cli"]
+    command += ["bench", "--script", str(folder / "train.py"), "--rounds", "3", "--json"]
+    command += [str(written), "--methods", "dense,fp16,topk-int8", "--", str(steps)]
+    return run(command, folder, LIMIT, {}), written
+
+
+@pytest.mark.timeout(LIMIT + 60)
+def test_a_script_of_the_users_own(tmp_path: Path) -> None:
+    launch, written = run_script(tmp_path, 1000)
+    assert launch.returncode == 0, launch.describe()
+    assert "the script has ended" not in launch.output
+    found = json.loads(written.read_text())
+    assert (found["model"], found["elements"], found["tensors"]) == ("train.py", 6003, 2)
+    methods = {each["name"]: each["seconds"] for each in found["methods"]}
+    assert list(methods) == ["none", "dense", "fp16", "topk-int8"]
+    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in methods.values())
+
+
+@pytest.mark.timeout(LIMIT + 60)
+def test_a_script_that_ends_too_early(tmp_path: Path) -> None:
+    launch, _ = run_script(tmp_path, 2)
+    assert launch.returncode not in (0, None)
+    assert (
+        "ended after 2 steps of an hvd.DistributedOptimizer, of which it takes 9" in launch.output
+    )
+
+
+@pytest.mark.timeout(120)
+def test_one_rank_is_told_to_be_more(tmp_path: Path) -> None:
+    command = ["horovodrun", "-np", "1", "--gloo", sys.executable, "-m", "horovod_topk.cli"]
+    launch = run([*command, "bench", "--model", "resnet18"], tmp_path, 90.0, {})
+    assert launch.returncode not in (0, None)
+    assert "1 rank exchanges nothing: run it as `horovodrun -np 2" in launch.output

@@ -1,0 +1,228 @@
+"""`horovod-topk bench`: what it is asked, and what it makes of what was measured."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from horovod_topk import cli
+from horovod_topk.cli.bench import card, group
+from horovod_topk.cli.bench.compute import Compute
+from horovod_topk.cli.bench.figures import figures
+from horovod_topk.cli.bench.gradients import GivenGradients, Weights
+from horovod_topk.cli.bench.methods import DEFAULT, method_of, parse_methods
+from horovod_topk.cli.bench.picture import draw
+from horovod_topk.cli.bench.rates import bits_per_second, written
+from horovod_topk.cli.bench.table import table
+from horovod_topk.core.plan import TensorSpec
+from horovod_topk.errors import TopKError
+
+SPECS = [TensorSpec("c", (7,), "float32"), TensorSpec("b", (3, 5), "float32")]
+SPECS += [TensorSpec("a", (4, 3), "float32")]
+
+
+def method(name: str, *seconds: float, octets: float | None = None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "what": name,
+        "settings": {},
+        "seconds": seconds,
+        "cpu": seconds,
+        "bytes": octets,
+    }
+
+
+def result(*methods: dict[str, Any], rate: int | None = 10**9) -> dict[str, Any]:
+    return {
+        "model": "resnet18",
+        "elements": 1_000_000,
+        "tensors": 3,
+        "ranks": 4,
+        "hosts": 4,
+        "rate": rate,
+        "compute": None,
+        "idle parameters": 0,
+        "counter": "packet scheduler",
+        "methods": methods,
+        "machine": {},
+    }
+
+
+# Methods
+
+
+def test_commas_part_methods_and_settings() -> None:
+    found = parse_methods("dense, topk:values=int8,ratio=0.001,ddp,topk-int4-sharded-0.02,none,ddp")
+    assert [each.name for each in found] == [
+        "dense",
+        "topk:values=int8,ratio=0.001",
+        "ddp",
+        "topk-int4-sharded-0.02",
+    ]
+    assert found[1].settings == {"values": "int8", "ratio": 0.001}
+    assert found[3].settings == {"values": "int4", "exchange": "sharded", "ratio": 0.02}
+    assert {each.kind for each in found} == {"dense", "ddp", "topk"}
+
+
+def test_settings_get_their_types() -> None:
+    settings = method_of("topk:min_numel=0,gather_ratio=0.5,exchange=auto").settings
+    assert settings == {"min_numel": 0, "gather_ratio": 0.5, "exchange": "auto"}
+
+
+def test_the_default_is_one_of_each_kind() -> None:
+    assert {each.kind for each in parse_methods(DEFAULT)} >= {"dense", "fp16", "ddp", "powersgd"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dnse", "'dnse' is none of none, dense"),
+        ("topk-int9", "'int9' in 'topk-int9' is neither a ratio nor one of float32"),
+        ("topk:ratio=some", "ratio=some is no number: write ratio=0.01"),
+        ("topk:vlaues=int8", "Did you mean 'values'?"),
+        ("topk:ratio=3", "outside (0, 1]"),
+        ("topk-1.5", "outside (0, 1]"),
+        ("none", "has none: give some of"),
+    ],
+)
+def test_a_method_that_is_none(text: str, message: str) -> None:
+    with pytest.raises((ValueError, TopKError)) as caught:
+        parse_methods(text)
+    assert message in str(caught.value)
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "--rounds 0: a median needs at least 1"),
+        (["--idle-parameters", "-1"], "--idle-parameters -1: give 0 or more"),
+        (["--compute", "gpu:1"], "'gpu:1': write sleep:0.2 or cpu:0.2"),
+        (["--compute", "sleep:-1"], "'sleep:-1': write sleep:0.2 or cpu:0.2"),
+        (["--rate", "fast"], "'fast' is no rate: write 100mbit"),
+        (["--beside", "no.json"], "--beside no.json: no such file"),
+        (["--model", "no.json"], "no.json is neither one of"),
+        (["--script", "no.py"], "--script no.py: no such file"),
+        (["--script", __file__, "--idle-parameters", "1"], "leave out --compute and --idle"),
+        (["--script", __file__, "--methods", "ddp"], "ddp is no compression of hvd."),
+        (["--", "--epochs", "3"], "--epochs 3: arguments of what? Give --script as well"),
+    ],
+)
+def test_what_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().out
+
+
+def test_rates() -> None:
+    assert bits_per_second("2.5gbit") == 2_500_000_000
+    assert [written(each) for each in (2.5e9, 1e8, 56e3, 9)] == [
+        "2.5 Gbit/s",
+        "100 Mbit/s",
+        "56 kbit/s",
+        "9 bit/s",
+    ]
+
+
+def test_an_interface_without_an_address() -> None:
+    assert card.address(group.LOOPBACK) == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"'no0' has no IPv4 address .* of .*lo"):
+        card.address("no0")
+    with pytest.raises(ValueError, match="Pass --interface"):
+        group.require(None)
+
+
+# Gradients
+
+
+def test_backward_hands_out_gradients_from_the_last_layer_to_the_first() -> None:
+    shared = Weights.of(SPECS, rank=0)
+    model = GivenGradients(shared, seed=0, compute=None, idle=2)
+    order: list[tuple[int, ...]] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: order.append(tuple(p.shape)))
+    model.draw()
+    model(torch.zeros(1, requires_grad=True)).sum().backward()
+    assert order == [spec.shape for spec in SPECS]
+    parameters = list(model.parameters())
+    assert len(parameters) == 5
+    assert sum(parameter.grad is None for parameter in parameters) == 2
+
+
+def test_steps_differ_and_contestants_do_not() -> None:
+    shared = Weights.of(SPECS, rank=0)
+    one, other = (GivenGradients(shared, seed=3, compute=None, idle=0) for _ in range(2))
+    for _ in range(3):
+        before = one.gradient(0)
+        one.draw()
+        other.draw()
+        assert torch.equal(one.gradient(0), other.gradient(0))
+        assert not torch.equal(one.gradient(0), before)
+
+
+@pytest.mark.parametrize("kind", ["sleep", "cpu"])
+def test_backward_takes_as_long_as_was_asked(kind: str) -> None:
+    compute = Compute.of(f"{kind}:0.04")
+    model = GivenGradients(Weights.of(SPECS, rank=0), seed=0, compute=compute, idle=0)
+    began, occupied = time.perf_counter(), time.thread_time()
+    model(torch.zeros(1, requires_grad=True)).sum().backward()
+    assert time.perf_counter() - began >= 0.04
+    assert (time.thread_time() - occupied >= 0.04) == (kind == "cpu")
+
+
+# Figures
+
+
+def test_exchange_is_what_a_round_takes_beyond_the_step_without_one() -> None:
+    found = figures(result(method("none", 0.1, 0.5, 0.1), method("dense", 1.1, 1.7, 2.1)))
+    dense = found["dense"]
+    assert (dense.step, dense.exchange) == pytest.approx((1.7, 1.2))
+    assert (dense.least, dense.most, dense.cpu) == pytest.approx((1.0, 2.0, 1.2))
+
+
+def test_factors_are_of_exchanges() -> None:
+    methods = (
+        method("none", 1.0, octets=10.0),
+        method("dense", 3.0, octets=5000.0),
+        method("topk", 1.1, octets=50.0),
+        method("hidden", 0.9),
+    )
+    found = figures(result(*methods))
+    assert found["topk"].faster(found["dense"]) == pytest.approx(20)
+    assert found["topk"].fewer(found["dense"]) == pytest.approx(100)
+    assert found["hidden"].faster(found["dense"]) is None
+    assert found["hidden"].fewer(found["dense"]) is None
+    assert found["topk"].faster(None) is None
+    rows = {line.split()[0]: line for line in table(result(*methods)).splitlines()}
+    assert rows["topk"].split()[-3:] == ["20.0x", "50", "100.0x"]
+
+
+def test_one_host_has_no_bytes() -> None:
+    text = table(result(method("none", 0.1), method("dense", 0.2)) | {"counter": None, "hosts": 1})
+    assert text.startswith("resnet18: 1,000,000 float32 in 3 tensors, 4 ranks on 1 host, 1 Gbit/s")
+    assert "ranks share one host" in text
+
+
+# The picture
+
+
+def test_a_picture_of_several_bandwidths(tmp_path: Path) -> None:
+    slow = result(method("none", 0.1), method("dense", 9.0), method("topk", 0.3), rate=10**8)
+    fast = result(method("none", 0.1), method("dense", 1.0), method("topk", 0.2))
+    draw(tmp_path / "made" / "picture.png", [fast, slow])
+    assert (tmp_path / "made" / "picture.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="differ in more than bandwidth"):
+        draw(tmp_path / "picture.png", [fast, slow | {"ranks": 2}])
+
+
+def test_a_result_survives_a_file() -> None:
+    found = result(method("none", 0.1), method("dense", 0.2))
+    assert table(json.loads(json.dumps(found))) == table(found)
