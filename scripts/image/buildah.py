@@ -131,7 +131,7 @@ class Buildah:
         if base.BOOTSTRAPPED in self._check(["images", "--format", "{{.Name}}:{{.Tag}}"], "images"):
             return base.BOOTSTRAPPED
         self._runner.console.step(f"Fetching {wanted}")
-        pull = ["timeout", str(PULL_SECONDS), *self._images, "pull", wanted]
+        pull = ["timeout", "--foreground", str(PULL_SECONDS), *self._images, "pull", wanted]
         with contextlib.suppress(SetupError):
             self._runner.check(pull, "no registry", env=self._env)
             return wanted

@@ -18,7 +18,10 @@ DIGITS = ("python", "examples/pytorch_digits.py", "--compression", "topk", "--st
 MPI_FLAGS = (
     *("--bind-to", "none", "--map-by", "slot"),
     *("--mca", "pml", "ob1", "--mca", "btl", "^openib", "--mca", "btl_tcp_if_include", "eth0"),
+    *("-x", "OMP_NUM_THREADS=1"),
 )
+# All containers share this machine's cores; horovodrun hands it on.
+HOROVODRUN = ("env", "OMP_NUM_THREADS=1", "horovodrun")
 LIMIT_SECONDS = 180.0
 SSHD_SECONDS = 30.0  # until all of them have to answer
 
@@ -66,7 +69,7 @@ def try_alone(containers: Containers, console: Console) -> None:
         raise ImageError(f"the image has no CPU kernels:\n{doctor}")
     for line in doctor.strip().splitlines():
         console.note(line)
-    two = ["horovodrun", "-np", "2", "--gloo", *DIGITS]
+    two = [*HOROVODRUN, "-np", "2", "--gloo", *DIGITS]
     console.note(summary(containers.run(two, limit_seconds=LIMIT_SECONDS), ranks=2))
 
 
@@ -78,7 +81,7 @@ def try_across(containers: Containers, console: Console) -> None:
     hosts = ",".join(f"{name}:1" for name in names)
     cluster = ["-np", str(len(names)), "-H", hosts, "--network-interfaces", "eth0"]
     for controller in ("--gloo", "--mpi"):
-        command = ["horovodrun", *cluster, controller, *DIGITS]
+        command = [*HOROVODRUN, *cluster, controller, *DIGITS]
         console.note(f"horovodrun {controller} ...")
         printed = containers.run(command, limit_seconds=LIMIT_SECONDS)
         console.note(summary(printed, ranks=len(names)))

@@ -339,10 +339,12 @@ def enter(home: Path, *command: str) -> subprocess.Popen[str]:
 
 
 def test_hosts_that_share_a_folder_share_a_key(home: Path) -> None:
-    started = [enter(home, "cat", str(home / ".sshd" / "known_hosts")) for _ in range(5)]
-    known = {process.communicate(timeout=30)[0] for process in started}
+    key = home / ".ssh" / "id_ed25519"
+    started = [enter(home, "ssh-keygen", "-y", "-f", str(key)) for _ in range(5)]
+    found = {process.communicate(timeout=30)[0] for process in started}
     public = (home / ".ssh" / "id_ed25519.pub").read_text()
-    assert known == {f"* {public}"}
+    assert found == {public}
+    assert (home / ".sshd" / "known_hosts").read_text() == f"* {public}"
     assert (home / ".ssh" / "authorized_keys").read_text() == public
     assert (home / ".ssh" / "id_ed25519").stat().st_mode & 0o777 == 0o600
 
