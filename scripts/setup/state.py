@@ -18,11 +18,11 @@ from pathlib import Path
 
 
 class Environment:
-    """The virtual environment of one checkout."""
+    """The virtual environment of one checkout; in `path` where that is not its `.venv`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, path: Path | None = None) -> None:
         self.root = root
-        self.path = root / ".venv"
+        self.path = path or root / ".venv"
         self.python = self.path / "bin" / "python"
         self._state = self.path / "setup.json"
 
