@@ -18,6 +18,7 @@ OPTIONAL: dict[str, object] = {
     "clip_norm": None,
     "warmup": None,
     "momentum": 0.0,
+    "nesterov": False,
 }  # settings, and what leaves them off
 
 
@@ -42,6 +43,7 @@ class TopKConfig:
     clip_norm: float | None = None  # of local gradients, in units of what is applied; None: off
     warmup: int | Stretches | None = None  # larger ratios first, for so many steps; None: off
     momentum: float = 0.0  # of momentum correction, in [0, 1); 0: off
+    nesterov: bool = False  # whether that is Nesterov's
     name: str | None = None  # prefix of the collectives' names; None derives it from the plan
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class TopKConfig:
         object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
+        _check_nesterov(self.nesterov, self.momentum)
         _check_name(self.name)
 
     @property
@@ -187,6 +190,14 @@ def _checked_momentum(momentum: object, exchange: str) -> float:
             cure="Pass exchange='allgather' or exchange='sharded'",
         )
     return float(momentum)  # type: ignore[arg-type]
+
+
+def _check_nesterov(nesterov: object, momentum: float) -> None:
+    if type(nesterov) is not bool or (nesterov and not momentum):
+        raise ConfigError(
+            f"nesterov={nesterov!r} was given with momentum={momentum}",
+            cure="Pass nesterov=True with a momentum above 0, or nesterov=False",
+        )
 
 
 def _check_name(name: object) -> None:

@@ -83,6 +83,7 @@ class Front(abc.ABC):
         clip_norm: float | None = TopKConfig.clip_norm,
         warmup: int | Sequence[tuple[int, float]] | None = TopKConfig.warmup,
         momentum: float = TopKConfig.momentum,
+        nesterov: bool = TopKConfig.nesterov,
         name: str | None = TopKConfig.name,
         grad_scaler: Any = None,
         **unknown: object,
@@ -101,6 +102,7 @@ class Front(abc.ABC):
             clip_norm,
             warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
             momentum,
+            nesterov,
             name,
         )
 

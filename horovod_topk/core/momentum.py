@@ -6,7 +6,7 @@ gradients that it came from. So each rank keeps a velocity u of its own gradient
 that:
 
     correct      u' = m u + g
-    compensate   a  = e + u'
+    compensate   a  = e + u'         with `nesterov`: e + m u' + g
     mask         u' = 0 where a was sent, as e is
 
 The optimizer itself has no momentum then: p -= lr * (what is applied). A weight decay that it adds
@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 
 from horovod_topk.core.hierarchy import Probe
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import Arenas, ResidualRegistry
+from horovod_topk.core.residual import ResidualRegistry
 from horovod_topk.errors import UnsupportedDtypeError
 from horovod_topk.ops import Ops
 
@@ -44,28 +44,29 @@ class Momentum(Generic[Array]):
     def __init__(self, plan: Plan, ops: Ops[Array]) -> None:
         for bucket in plan.buckets:
             _check_dtypes(bucket)
-        self._factor, self._ops = plan.config.momentum, ops
+        self._factor, self._nesterov = plan.config.momentum, plan.config.nesterov
+        self._ops = ops
         self.registry = ResidualRegistry(plan, ops)
         self._probes: dict[bytes, Probe[Array]] = {}  # by their bucket's digest
 
     def correct(self, bucket: BucketPlan, gradients: Sequence[Array]) -> list[Array]:
         """The new velocities, flat, to be sent in place of the gradients."""
         self._probe(bucket).take(gradients)
-        arenas, ops = self.registry.arenas(bucket.ordinal), self._ops
+        arenas = self.registry.arenas(bucket.ordinal)
         velocity = arenas.candidate
-        ops.assign(velocity, arenas.residual)
-        ops.deliver(velocity, self._factor, velocity, False)
-        corrected = list(self._views(arenas))
-        for view, gradient in zip(corrected, gradients, strict=True):
-            ops.compensate(view, gradient, view)
-        return corrected
+        self._ops.assign(velocity, arenas.residual)
+        self._accelerate(bucket, velocity, gradients)
+        if self._nesterov:
+            velocity = self._ops.clone(velocity)
+            self._accelerate(bucket, velocity, gradients)
+        return list(self._views(bucket, velocity))
 
     def mask(self, bucket: BucketPlan, sent: Iterable[tuple[int, Array]]) -> None:
         """Forget the velocity of what was sent.
 
         sent: a tensor's position in the bucket, and indices into it, ascending.
         """
-        views = list(self._views(self.registry.arenas(bucket.ordinal)))
+        views = list(self._views(bucket, self.registry.arenas(bucket.ordinal).candidate))
         for position, index in sent:
             view = views[position]
             self._ops.deduct(view, index, self._ops.take(view, index))
@@ -78,9 +79,15 @@ class Momentum(Generic[Array]):
         """Make the new velocities those of the next step."""
         self.registry.arenas(bucket.ordinal).swap()
 
-    def _views(self, arenas: Arenas[Array]) -> Iterator[Array]:
-        for tensor in arenas.plan.tensors:
-            yield self._ops.view(arenas.candidate, tensor.start, tensor.stop)
+    def _accelerate(self, bucket: BucketPlan, u: Array, gradients: Sequence[Array]) -> None:
+        """u becomes m u + g."""
+        self._ops.deliver(u, self._factor, u, False)
+        for view, gradient in zip(self._views(bucket, u), gradients, strict=True):
+            self._ops.compensate(view, gradient, view)
+
+    def _views(self, bucket: BucketPlan, arena: Array) -> Iterator[Array]:
+        for tensor in bucket.tensors:
+            yield self._ops.view(arena, tensor.start, tensor.stop)
 
     def _probe(self, bucket: BucketPlan) -> Probe[Array]:
         if bucket.digest not in self._probes:

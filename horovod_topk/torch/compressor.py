@@ -42,6 +42,7 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
             been committed; None: off.
         momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
             the optimizer's own: pass momentum=0 to `torch.optim.SGD`. 0: off.
+        nesterov: whether that is Nesterov's.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss, if one does: residuals are
             then kept in unscaled units, and a change of its scale changes nothing that is owed.

@@ -33,7 +33,7 @@ def check_not_twice(optimizer: Any, momentum: float) -> None:
             )
 
 
-def hand_over(optimizer: Any, momentum: float) -> None:
+def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
     """Let the optimizer apply it where nothing is compressed: without sparsity they are the same.
 
     Raises:
@@ -42,5 +42,5 @@ def hand_over(optimizer: Any, momentum: float) -> None:
     check_not_twice(optimizer, momentum)
     if momentum:
         for group in optimizer.param_groups:
-            group["momentum"] = momentum
+            group["momentum"], group["nesterov"] = momentum, nesterov
         log.warning("TopKEF compresses nothing, and leaves momentum=%s to SGD", momentum)

@@ -68,7 +68,7 @@ class OptimizerState:
         self.active = reason is None
         if reason is not None:
             self._skip("*", reason)
-            hand_over(optimizer, config.momentum)
+            hand_over(optimizer, config.momentum, nesterov=config.nesterov)
             return
         check_elastic(config)
         check_not_twice(optimizer, config.momentum)

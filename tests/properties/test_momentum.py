@@ -32,12 +32,14 @@ def corrected_jobs(draw: st.DrawFn, **choices: Any) -> Job:
     choices = {"exchanges": ("allgather", "sharded"), **choices}
     job = draw(jobs(dtypes=["float32", "float64"], **choices))
     factor = draw(st.sampled_from(FACTORS))
-    return dataclasses.replace(job, config=dataclasses.replace(job.config, momentum=factor))
+    settings = {"momentum": factor, "nesterov": draw(st.booleans())}
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, **settings))
 
 
 def without(job: Job) -> Job:
     """The same job without it."""
-    return dataclasses.replace(job, config=dataclasses.replace(job.config, momentum=0.0))
+    settings = {"momentum": 0.0, "nesterov": False}
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, **settings))
 
 
 def velocities(world: World) -> list[Gradients]:
@@ -67,7 +69,11 @@ def test_it_is_error_feedback_of_velocities(backend: Backend, data: st.DataObjec
         ]
         if not backend.denormals:
             moves = [{n: np.where(abs(g) < 1e-30, 0, g) for n, g in one.items()} for one in moves]
-        exchanged, expected = world.step(gradients), plain.step(moves)
+        sent = moves
+        if job.config.nesterov:
+            pairs = zip(moves, gradients, strict=True)
+            sent = [{n: moved(u[n], g[n], job.config.momentum) for n in g} for u, g in pairs]
+        exchanged, expected = world.step(gradients), plain.step(sent)
         if backend.denormals:
             assert same_bits(exchanged, expected)
             assert same_bits(world.residuals(), plain.residuals())
@@ -178,6 +184,9 @@ def test_what_cannot_be_corrected_is_refused() -> None:
     for momentum in (-0.1, 1.0, True, "0.9", float("nan")):
         with pytest.raises(ConfigError, match="momentum="):
             TopKConfig(momentum=momentum)  # type: ignore[arg-type]
+    for nesterov, momentum in ((True, 0.0), (1, 0.9)):
+        with pytest.raises(ConfigError, match="nesterov="):
+            TopKConfig(momentum=momentum, nesterov=nesterov)  # type: ignore[arg-type]
     for exchange in ("hierarchical", "auto"):
         with pytest.raises(ConfigError, match="added up within"):
             TopKConfig(momentum=0.9, exchange=exchange)

@@ -32,6 +32,7 @@ def test_the_defaults() -> None:
         "clip_norm": None,
         "warmup": None,
         "momentum": 0.0,
+        "nesterov": False,
         "name": None,
     }
 
@@ -46,7 +47,9 @@ def test_settings_are_frozen_and_compare_by_value() -> None:
 
 def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopKConfig)]
-    assert list(TopKConfig(clip_norm=1.0, warmup=100, momentum=0.5).agreed()) == names
+    assert (
+        list(TopKConfig(clip_norm=1.0, warmup=100, momentum=0.5, nesterov=True).agreed()) == names
+    )
     assert list(TopKConfig(clip_norm=1.0, warmup=100, momentum=0.5).agreed()) == names
 
 
