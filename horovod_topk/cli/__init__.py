@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from horovod_topk import __version__
 from horovod_topk.cli import bytes as traffic
-from horovod_topk.cli import doctor
+from horovod_topk.cli import doctor, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,5 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     traffic.add_arguments(
         commands.add_parser("bytes", help="say what each format and exchange sends")
     )
+    plan.add_arguments(
+        commands.add_parser("plan", help="say what a step will take, and whether to compress")
+    )
     args = parser.parse_args(arguments)
-    return doctor.main() if args.command == "doctor" else traffic.main(args)
+    mains = {"doctor": lambda _: doctor.main(), "bytes": traffic.main, "plan": plan.main}
+    return mains[args.command](args)
