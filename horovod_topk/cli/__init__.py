@@ -15,7 +15,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="horovod-topk", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("doctor", help="say which code compresses here, and why")
+    doctor.add_arguments(
+        commands.add_parser("doctor", help="say what is there, what is amiss, and the cure")
+    )
     traffic.add_arguments(
         commands.add_parser("bytes", help="say what each format and exchange sends")
     )
@@ -23,5 +25,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("plan", help="say what a step will take, and whether to compress")
     )
     args = parser.parse_args(arguments)
-    mains = {"doctor": lambda _: doctor.main(), "bytes": traffic.main, "plan": plan.main}
+    mains = {"doctor": doctor.main, "bytes": traffic.main, "plan": plan.main}
     return mains[args.command](args)

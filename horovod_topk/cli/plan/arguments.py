@@ -53,7 +53,8 @@ class Asked:
         network: Network = replace(
             found.network, **{name: value for name, value in given.items() if value is not None}
         )
-        cores, crowd = self.cores or found.cores, self.crowd or found.crowd
+        cores = found.cores if self.cores is None else self.cores
+        crowd = found.crowd if self.crowd is None else self.crowd
         return replace(found, network=network, cores=cores, crowd=crowd)
 
     def on(self, place: Place) -> Asked:

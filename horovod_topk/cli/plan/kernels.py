@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from horovod_topk.cli.plan.framework import Framework
+from horovod_topk.cli.frameworks import Framework
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.plan import BUCKET_ELEMENTS, TensorSpec, make_plan

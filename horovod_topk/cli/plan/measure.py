@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from horovod_topk.cli.frameworks import Framework, find, launched_rank
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.arguments import Asked, Place
-from horovod_topk.cli.plan.framework import Framework, find, launched_rank
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.cost.fit import Sample, fit
 from horovod_topk.cost.machine import Kernels, Machine, Network
@@ -25,7 +25,7 @@ from horovod_topk.cost.traffic import nodes_of
 
 FLOAT = 4  # bytes
 ALLREDUCED = (1, 2**14, 2**17, 2**20, 2**22)  # float32: 4 bytes to 16 MiB
-GATHERED = (2**6, 2**14, 2**18, 2**20)  # bytes a rank
+GATHERED = (2**6, 2**14, 2**18, 2**20, 2**22)  # bytes a rank
 WARM_UP, REPEATS = 3, 21  # of each size: the first ones negotiate, later ones are cached
 ENOUGH_SECONDS = 2.0  # larger sizes are left out once one collective took longer
 LARGE = 2**20  # bytes beyond which fewer repeats do
@@ -90,7 +90,10 @@ def _unknown() -> Network:
 
 
 def _timed(framework: Framework, nodes: Nodes) -> Iterator[tuple[Sending, float]]:
-    """What was sent, and seconds: in each repeat those of the slowest rank, and their median."""
+    """What was sent, and seconds: in each repeat the slowest rank's, and their first quartile.
+
+    Other programs on a machine make some repeats longer, and none shorter.
+    """
     for elements in ALLREDUCED:
         run = framework.allreduce(elements, f"topkef.plan.allreduce.{elements}")
         took = _seconds(framework, run, FLOAT * elements)
@@ -127,7 +130,8 @@ def _seconds(framework: Framework, run: Callable[[], object], size: int) -> floa
         if repeat >= WARM_UP:
             mine.append(time.perf_counter() - began)
     everyone = framework.hvd.allgather_object(mine, name="topkef.plan.seconds")
-    return float(statistics.median(map(max, zip(*everyone, strict=True))))
+    slowest = list(map(max, zip(*everyone, strict=True)))
+    return float(statistics.quantiles(slowest, n=4)[0])
 
 
 def _origin(nodes: Nodes) -> str:
