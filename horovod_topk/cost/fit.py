@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horovod_topk.cost.machine import Network
-from horovod_topk.cost.sending import HEADERS, Sending
+from horovod_topk.cost.sending import Sending
 
 Row = Sequence[float]
+SURPLUS = 1e-9  # of the error that a further constant has to take away
 
 
 @dataclass(frozen=True)
@@ -25,33 +26,40 @@ class Sample:
 def fit(samples: Sequence[Sample]) -> Network:
     """The constants that explain samples best, as shares of what each took.
 
-    Where samples say the bandwidth of their card, what a byte costs beyond it is `copy`; where they
-    do not, it is the bandwidth. `add` is what allreduces of many bytes take beyond allgathers.
+    Where samples say the bandwidth of their card, what is found is how much of it they reach
+    (`goodput`) and, if they have several bandwidths, what a byte costs whatever it is (`copy`);
+    where they do not, it is the bandwidth. `add` is what allreduces of many bytes take beyond
+    allgathers.
 
     Raises:
-        ValueError: nothing of it can be told from these samples.
+        ValueError: the bandwidth cannot be told from these samples.
     """
     given = [sample.bandwidth for sample in samples if sample.bandwidth]
     if given and len(given) < len(samples):
         raise ValueError(
             f"{len(given)} of {len(samples)} samples know their bandwidth: all, or none"
         )
-    rows, wanted = [], []
-    for sample in samples:
-        sending, slow = sample.sending, sample.slowdown
-        wire = 8 * sending.network_bytes * (1 + HEADERS)
-        per_byte = slow * sending.sent_bytes if given else wire or 8 * sending.sent_bytes
-        known = wire / sample.bandwidth if sample.bandwidth else 0.0
-        weight = 1 / sample.seconds
-        columns = sending.collectives, sending.rounds, per_byte, slow * sending.added_bytes
-        rows.append([weight * each for each in columns])
-        wanted.append(weight * (sample.seconds - known))
-    overhead, latency, byte, add = least_squares(rows, wanted)
-    if given:
-        return Network(max(given), latency, overhead, byte, add)
-    if byte == 0:
+    rows = [_columns(sample) for sample in samples]
+    overhead, latency, bits, copy, add = least_squares(rows, [1.0] * len(rows))
+    if bits == 0:
         raise ValueError("these samples do not tell the bandwidth: time larger messages")
-    return Network(1 / byte, latency, overhead, 0.0, add)
+    if given:
+        return Network(max(given), latency, overhead, 1 / bits, copy, add)
+    return Network(1 / bits, latency, overhead, 1.0, copy, add)
+
+
+def _columns(sample: Sample) -> Row:
+    """What constants are multiplied with, in parts of what the sample took."""
+    sending, slow = sample.sending, sample.slowdown
+    bits = sending.network_bits or 8 * sending.sent_bytes  # of one node: within it
+    columns = (
+        sending.collectives,
+        sending.rounds,
+        bits / (sample.bandwidth or 1.0),
+        slow * sending.sent_bytes if sample.bandwidth else 0.0,
+        slow * sending.added_bytes,
+    )
+    return [each / sample.seconds for each in columns]
 
 
 def least_squares(rows: Sequence[Row], wanted: Row) -> list[float]:
@@ -70,7 +78,7 @@ def least_squares(rows: Sequence[Row], wanted: Row) -> list[float]:
             for column, value in zip(used, solution, strict=True):
                 x[column] = value
             error = sum((_dot(row, x) - w) ** 2 for row, w in zip(rows, wanted, strict=True))
-            if error < least:
+            if error < least * (1 - SURPLUS):
                 best, least = x, error
     return best
 

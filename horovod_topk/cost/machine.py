@@ -22,6 +22,7 @@ class Network:
     bandwidth: float  # bit/s of a node's network card, each way, headers included
     latency: float  # s, of each of the messages that wait for one another
     overhead: float  # s, of a collective: waiting for Horovod's cycle, and its bookkeeping
+    goodput: float = 1.0  # share of the bandwidth that a stream of packets reaches
     copy: float = 0.0  # s of a core, a byte that a rank sends
     add: float = 0.0  # s of a core, a byte that is added to another
     local_bandwidth: float | None = None  # bit/s of each rank within its node; None: no limit
@@ -63,7 +64,7 @@ class Machine:
         return max(1.0, (self.crowd or ranks_per_node) / self.cores)
 
 
-POSITIVE = ("bandwidth", "local_bandwidth", "cores")
+POSITIVE = ("bandwidth", "goodput", "local_bandwidth", "cores")
 
 
 def _check(name: str, value: float | None) -> None:

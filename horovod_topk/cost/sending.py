@@ -30,6 +30,11 @@ class Sending:
     added_bytes: int = 0  # that a rank adds to others
     ring: bool = True  # bytes within a node and between nodes travel at the same time
 
+    @property
+    def network_bits(self) -> float:
+        """That leave the busiest node, headers included."""
+        return 8 * self.network_bytes * (1 + HEADERS)
+
     def fused(self, other: Sending) -> Sending:
         """Both in one: bytes add up, messages do not. Horovod fuses what is ready at once."""
         return Sending(
@@ -48,7 +53,7 @@ class Sending:
         slowdown: of what the processor does, `Machine.slowdown`.
         """
         waiting = self.collectives * network.overhead + self.rounds * network.latency
-        between = 8 * self.network_bytes * (1 + HEADERS) / network.bandwidth
+        between = self.network_bits / (network.goodput * network.bandwidth)
         within = 8 * self.local_bytes / network.local_bandwidth if network.local_bandwidth else 0.0
         moving = max(between, within) if self.ring else between + within
         work = self.sent_bytes * network.copy + self.added_bytes * network.add

@@ -259,11 +259,18 @@ def test_constants_are_found_again() -> None:
     found = fit([Sample(each, each.seconds(network)) for each in sent])
     for name in ("bandwidth", "latency", "overhead", "add"):
         assert getattr(found, name) == pytest.approx(getattr(network, name), rel=1e-3), name
-    copying = replace(network, copy=2e-10)
-    known = [Sample(s, s.seconds(copying, 2.0), 2.0, 3e8) for s in sent]
+    copying = replace(network, goodput=0.9, copy=2e-10)
+    known = [
+        Sample(each, each.seconds(replace(copying, bandwidth=rate), 2.0), 2.0, rate)
+        for each in sent
+        for rate in (1e8, 3e8)
+    ]
     again = fit(known)
     assert again.bandwidth == 3e8
-    assert again.copy == pytest.approx(2e-10, rel=1e-3)
+    assert (again.copy, again.goodput) == pytest.approx((2e-10, 0.9), rel=1e-3)
+    single = fit([sample for sample in known if sample.bandwidth == 1e8])
+    assert single.copy == 0  # which one bandwidth cannot tell from the rest
+    assert single.goodput < 0.9
     with pytest.raises(ValueError, match="all, or none"):
         fit([known[0], Sample(sent[0], 1.0)])
 

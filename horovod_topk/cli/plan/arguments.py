@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from horovod_topk.cli.models import MODELS, specs_of
-from horovod_topk.config import VALUES, TopKConfig
+from horovod_topk.config import SELECTIONS, VALUES, TopKConfig
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.cost.machine import Machine, Network
@@ -39,6 +39,7 @@ class Asked:
     overlap: bool
     bandwidth: float | None
     latency: float | None
+    overhead: float | None
     local_bandwidth: float | None
     cores: float | None
     crowd: int | None
@@ -48,6 +49,7 @@ class Asked:
         given = {
             "bandwidth": self.bandwidth,
             "latency": self.latency,
+            "overhead": self.overhead,
             "local_bandwidth": self.local_bandwidth,
         }
         network: Network = replace(
@@ -74,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--local-size", type=int, default=1, help="ranks on each node (default: %(default)s)")
     add("--bandwidth", help="of a node's card, as in 10gbit; with --measure: known beforehand")
     add("--latency", help="of a message, as in 50us")
+    add("--overhead", help="of a collective, as in 500us: half of Horovod's cycle, and more")
     add("--local-bandwidth", help="of each rank within its node (default: no limit)")
     add("--cores", type=float, help="that ranks share (default: enough)")
     add("--crowd", type=int, help="ranks that share those cores (default: those of a node)")
@@ -82,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ratio", type=float, default=TopKConfig.ratio)
     add("--gather-ratio", type=float, default=None, help="sent back by owners; default: the ratio")
     add("--min-numel", type=int, default=TopKConfig.min_numel)
+    add("--selection", choices=SELECTIONS, default="exact", help="that --measure times")
     add("--values", nargs="+", choices=VALUES, default=VALUES, help="default: all")
     add("--powersgd", type=int, default=4, metavar="RANK", help="default: rank %(default)s")
     add("--machine", help="JSON with constants: read, or with --measure written")
@@ -109,13 +113,19 @@ def check(args: argparse.Namespace) -> Asked:
         model=args.model,
         specs=_specs(args.model),
         nodes=nodes_of(args.ranks, args.local_size),
-        config=TopKConfig(args.ratio, gather_ratio=args.gather_ratio, min_numel=args.min_numel),
+        config=TopKConfig(
+            args.ratio,
+            gather_ratio=args.gather_ratio,
+            selection=args.selection,
+            min_numel=args.min_numel,
+        ),
         training=Training(compute, args.forward, args.local_size),
         rank=args.powersgd,
         values=tuple(args.values),
         overlap=not args.no_overlap,
         bandwidth=_given(bits_per_second, "--bandwidth", args.bandwidth),
         latency=_given(seconds, "--latency", args.latency),
+        overhead=_given(seconds, "--overhead", args.overhead),
         local_bandwidth=_given(bits_per_second, "--local-bandwidth", args.local_bandwidth),
         cores=args.cores,
         crowd=args.crowd,

@@ -65,21 +65,21 @@ def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> P
     if ranks < 2:
         raise CannotMeasureError("--measure: 1 rank: give horovodrun -np 2 or more")
     nodes = nodes_of(ranks, local_size)
-    timed = list(_timed(framework, nodes))
+    samples = list(timed(framework, nodes))
     if computed is None:
         return None
     here = Machine(_unknown(), computed, asked.cores, asked.crowd, _origin(nodes))
-    network = _network(timed, nodes, here.slowdown(local_size), asked)
+    network = _network(samples, nodes, here.slowdown(local_size), asked)
     return Place(replace(here, network=network), ranks, local_size)
 
 
 def _network(
-    timed: Iterable[tuple[Sending, float]], nodes: Nodes, slowdown: float, asked: Asked
+    samples: Iterable[tuple[Sending, float]], nodes: Nodes, slowdown: float, asked: Asked
 ) -> Network:
     """Of what was timed. On one node nothing reaches a card, and what is found is within it."""
     alone = len(nodes.ranks) == 1
     known = None if alone else asked.bandwidth
-    network = fit([Sample(sending, took, slowdown, known) for sending, took in timed])
+    network = fit([Sample(sending, took, slowdown, known) for sending, took in samples])
     local = asked.local_bandwidth or (network.bandwidth if alone else None)
     return replace(network, local_bandwidth=local)
 
@@ -89,7 +89,7 @@ def _unknown() -> Network:
     return Network(bandwidth=1.0, latency=0.0, overhead=0.0)
 
 
-def _timed(framework: Framework, nodes: Nodes) -> Iterator[tuple[Sending, float]]:
+def timed(framework: Framework, nodes: Nodes) -> Iterator[tuple[Sending, float]]:
     """What was sent, and seconds: in each repeat the slowest rank's, and their first quartile.
 
     Other programs on a machine make some repeats longer, and none shorter.
