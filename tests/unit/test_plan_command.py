@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from horovod_topk import cli
-from horovod_topk.config import VALUES
+from horovod_topk.cli import frameworks
+from horovod_topk.cli.plan import kernels
+from horovod_topk.config import VALUES, TopKConfig
 
 SEED = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--bandwidth", "10gbit"]
 
@@ -153,3 +155,17 @@ def test_it_works_without_any_installed_package() -> None:
         check=True,
     )
     assert "compress: " in done.stdout
+
+
+@pytest.mark.parametrize("framework", ["Torch", "TensorFlow"])
+def test_kernels_are_timed_in_either_framework(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(f"horovod.{framework.lower()}")
+    for name, few in (("SETTLE", 1), ("REPEATS", 2), ("BUCKET_ELEMENTS", 10_000)):
+        monkeypatch.setattr(kernels, name, few)
+    found = kernels.measure(getattr(frameworks, framework)(), TopKConfig())
+    assert 0 < found.encode < 1e-3
+    assert 0 < found.multiply < 1e-3
+    assert 0 < found.triad < 1e-3
+    assert found.clear >= 0 <= found.decode

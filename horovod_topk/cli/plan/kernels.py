@@ -14,7 +14,7 @@ from horovod_topk.core.plan import BUCKET_ELEMENTS, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.cost.machine import Kernels
 
-SETTLE, REPEATS = 40, 25  # steps before the first is timed: a residual has to fill
+SETTLE, REPEATS = 40, 60  # steps before the first is timed: a residual has to fill
 FEW, MANY = 1, 8  # payloads decoded
 MATRIX = (2304, 512, 4)  # rows, columns and rank of PowerSGD
 
