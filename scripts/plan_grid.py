@@ -19,8 +19,9 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import launch
 from cluster import Cluster, ClusterError, Link
 from horovod_topk.cli.models import MODELS, known_specs
 from horovod_topk.config import TopKConfig
+from horovod_topk.cost import machine as machines
 from horovod_topk.cost.fit import Sample, fit
 from horovod_topk.cost.machine import Kernels, Machine
 from horovod_topk.cost.sending import Sending
@@ -35,6 +37,7 @@ from horovod_topk.cost.step import Training, step
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.ways import Way, compressed, dense
 from planning.rank import WAYS
+from processor import cpu_model
 
 GRID = [f"{hosts}:{rate}" for hosts in (2, 4, 8) for rate in ("100mbit", "300mbit", "1gbit")]
 FIT = ["3:200mbit", "6:200mbit", "3:600mbit"]
@@ -81,7 +84,11 @@ def machine_of(jobs: Sequence[dict[str, Any]]) -> Machine:
     each = [Kernels(**job["kernels"]) for job in jobs]
     names = Kernels.__dataclass_fields__
     kernels = Kernels(**{name: min(getattr(k, name) for k in each) for name in names})
-    return Machine(fit(samples), kernels, cores, origin="fitted on other cells")
+    cells = ", ".join(f"{job['ranks']} hosts at {job['rate'] / 1e6:g} Mbit/s" for job in jobs)
+    origin = (
+        f"fitted by scripts/plan_grid.py on {cells}, {cpu_model()}, {time.strftime('%Y-%m-%d')}"
+    )
+    return Machine(fit(samples), kernels, cores, origin=origin)
 
 
 def guesses(machine: Machine, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -123,6 +130,9 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path, help="keep all that was measured")
+    parser.add_argument(
+        "--machine", type=Path, help="keep the constants, of ranks with a core each"
+    )
     args = parser.parse_args()
     if shared := set(args.fit) & set(args.guess):
         parser.error(f"{', '.join(sorted(shared))}: fitted on and guessed; take other cells")
@@ -136,6 +146,8 @@ def main() -> int:
     rows = [row for job in guessed for row in guesses(machine, job)]
     if args.json:
         args.json.write_text(json.dumps({"fit": fitted, "guess": guessed, "rows": rows}, indent=1))
+    if args.machine:
+        machines.write(replace(machine, cores=None), args.machine)
     print(machine.network)
     for row in rows:
         print(
