@@ -35,8 +35,11 @@ def tensorflow_operations() -> tuple[str, str]:
     """Whether graphs reach the kernels, and a cure."""
     if not is_installed("tensorflow"):
         return "TensorFlow is not installed", ""
-    operations = importlib.import_module("horovod_topk.ops.tensorflow").find_operations()
-    if operations is None:
+    try:
+        ours = importlib.import_module("horovod_topk.ops.tensorflow")
+    except ImportError as error:
+        return f"TensorFlow cannot be imported: {error}", "pip install --force-reinstall tensorflow"
+    if ours.find_operations() is None:
         return "none, TensorFlow's own operations do the work; the log says why", UPDATE
     return "the same, as operations of a graph", ""
 
@@ -45,7 +48,10 @@ def gpu_kernels() -> tuple[str, str]:
     """What encodes and decodes tensors on a GPU, and a cure."""
     if not is_installed("torch"):
         return "PyTorch is not installed", ""
-    torch = importlib.import_module("torch")
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        return f"PyTorch cannot be imported: {error}", "pip install --force-reinstall torch"
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU", ""
     reason = triton.unavailable("cuda")

@@ -130,4 +130,7 @@ def keras(found: str | None, legacy_found: str | None, *, legacy: bool) -> Findi
 def _sees_gpu() -> bool:
     if not is_installed("torch"):
         return False
-    return bool(importlib.import_module("torch").cuda.is_available())
+    try:
+        return bool(importlib.import_module("torch").cuda.is_available())
+    except ImportError:
+        return False
