@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from horovod_topk import __version__
-from horovod_topk.cli import bench, doctor
+from horovod_topk.cli import bench, doctor, plan
 from horovod_topk.cli import bytes as traffic
 
 
@@ -15,14 +15,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="horovod-topk", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("doctor", help="say which code compresses here, and why")
+    doctor.add_arguments(
+        commands.add_parser("doctor", help="say what is there, what is amiss, and the cure")
+    )
     traffic.add_arguments(
         commands.add_parser("bytes", help="say what each format and exchange sends")
     )
     bench.add_arguments(
         commands.add_parser("bench", help="time exchanges against each other, under horovodrun")
     )
+    plan.add_arguments(
+        commands.add_parser("plan", help="say what a step will take, and whether to compress")
+    )
     args = parser.parse_args(arguments)
-    if args.command == "doctor":
-        return doctor.main()
-    return bench.main(args) if args.command == "bench" else traffic.main(args)
+    mains = {
+        "doctor": doctor.main,
+        "bytes": traffic.main,
+        "bench": bench.main,
+        "plan": plan.main,
+    }
+    return mains[args.command](args)

@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from horovod_topk.cli.models import MODELS, elements, specs_of
 from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
 from horovod_topk.core.choice import choose, make_exchange
-from horovod_topk.core.exchange import Collective, Pending, Traffic, ring_allreduce_bytes
-from horovod_topk.core.nodes import Location, Nodes
+from horovod_topk.core.exchange import Collective, Traffic, ring_allreduce_bytes
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.cost.traffic import Nobody, nodes_of
 from horovod_topk.errors import TopKError
-
-
-@dataclasses.dataclass(frozen=True)
-class _Nobody:
-    """A collective of so many ranks that carries nothing."""
-
-    size: int
-    rank: int = 0
-
-    def allgather(
-        self, payload: bytes, name: str, counts: Sequence[int] | None = None
-    ) -> Pending[bytes]:
-        raise TypeError("nothing is sent for a plan")
-
-    alltoall = allgather
-
-    @property
-    def location(self) -> Location:
-        return Location("", self.rank, 0)
-
-    def reduce_scatter(self, array: bytes, counts: Sequence[int], name: str) -> Pending[bytes]:
-        raise TypeError("nothing is sent for a plan")
-
-    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        return True
-
-    def split(self, groups: Sequence[Sequence[int]]) -> Sequence[Collective[bytes] | None]:
-        return [None] * len(groups)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +61,7 @@ def table(
     args: argparse.Namespace, specs: list[TensorSpec]
 ) -> Iterator[tuple[str, str, Traffic, bool]]:
     """Exchange, kind of values, what is sent, and whether `exchange="auto"` would take it."""
-    collective: Collective[bytes] = _Nobody(args.ranks)
+    collective: Collective[bytes] = Nobody(args.ranks)
     nodes = nodes_of(args.ranks, args.local_size)
     plans = {values: _plan(args, specs, values) for values in VALUES}
     taken = {v: choose(plan, collective, nodes, can_split=True)[0] for v, plan in plans.items()}
@@ -111,12 +82,6 @@ def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Pla
         min_numel=args.min_numel,
     )
     return make_plan(specs, config)
-
-
-def nodes_of(ranks: int, local_size: int) -> Nodes:
-    """Nodes of so many ranks each, the last of what is left."""
-    starts = range(0, ranks, local_size)
-    return Nodes(tuple(tuple(range(at, min(at + local_size, ranks))) for at in starts))
 
 
 def _line(exchange: str, values: str, sent: int, leaving: int, dense: int) -> str:

@@ -1,43 +1,173 @@
-"""`horovod-topk doctor` says which code compresses, and why."""
+"""`horovod-topk doctor` says what is there, what is amiss, and what cures it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from horovod_topk import cli
+from horovod_topk.cli.doctor import exchange, software, system
+from horovod_topk.cli.doctor.finding import Finding
+from horovod_topk.cli.doctor.rank import MARK
+from horovod_topk.cli.doctor.software import Build
 from horovod_topk.kernels import native
 
+BOTH = Build(("torch", "tensorflow"), ("gloo", "mpi"))
 
-def lines(**variables: str) -> dict[str, str]:
-    """What it prints in a fresh interpreter, by its first column."""
+
+def lines(*, isolated: bool = False, **variables: str) -> dict[str, str]:
+    """What it prints in a fresh interpreter, by its first column; starts no ranks.
+
+    isolated: without any installed package, frameworks among them.
+    """
+    package = str(Path(cli.__file__).parents[2])
+    flags = ["-S"] if isolated else []
     done = subprocess.run(
-        [sys.executable, "-m", "horovod_topk.cli", "doctor"],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables},
+        [sys.executable, *flags, "-m", "horovod_topk.cli", "doctor", "--no-exchange"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": package, **variables},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=110,
         check=True,
     )
     return {line[:22].strip(): line[22:] for line in done.stdout.splitlines()}
 
 
 @pytest.mark.skipif(not native.LIBRARY.exists(), reason="no kernels were built")
-def test_what_it_says_of_kernels() -> None:
+def test_what_it_says_here() -> None:
     found = lines(HOROVOD_TOPK_NATIVE="1", HOROVOD_TOPK_ISA="portable")
     assert found["kernels for the CPU"].startswith("portable (")
     assert found["in TensorFlow graphs"] == "the same, as operations of a graph"
     assert found["kernels for the GPU"] == "PyTorch sees no GPU"
+    assert found["Horovod"] == "0.28.1"
+    assert "gloo" in found["controllers"]
+    assert "two ranks exchange" not in found
 
 
-def test_what_it_says_without_them() -> None:
+def test_what_it_says_without_kernels() -> None:
     found = lines(HOROVOD_TOPK_NATIVE="0")
     reason = "none, framework operations do the work: HOROVOD_TOPK_NATIVE=0"
     assert found["kernels for the CPU"] == reason
     assert found["in TensorFlow graphs"].startswith("none, TensorFlow's own operations")
+
+
+def test_what_it_says_where_nothing_is_installed() -> None:
+    found = lines(isolated=True)
+    assert found["Horovod"].startswith("not installed")
+    assert found["controllers"].startswith("none")
+    assert found["PyTorch"] == found["TensorFlow"] == found["Keras"] == "not installed"
+    assert found["network interfaces"].startswith("unknown: psutil is missing")
+
+
+def test_a_finding_has_its_cure_below_it() -> None:
+    assert Finding("a", "fine").lines() == [f"{'a':<22}fine"]
+    assert Finding("a", "bad", "mend it").lines()[1] == f"{'':<22}cure: mend it"
+
+
+# Software
+
+
+def test_horovod() -> None:
+    assert not software.horovod("0.28.1", BOTH).cure
+    assert "0.28.1 is" in software.horovod("0.27.0", BOTH).cure
+    assert "make setup" in software.horovod(None, None).cure
+    broken = Build(("torch",), error="undefined symbol")
+    assert "cannot be used: undefined symbol" in software.horovod("0.28.1", broken).found
+
+
+def test_controllers_and_nccl() -> None:
+    assert software.controllers(BOTH).found == "gloo, mpi"
+    assert "HOROVOD_WITH_GLOO=1" in software.controllers(Build(())).cure
+    assert not software.nccl(BOTH, gpu=False).cure
+    assert "HOROVOD_GPU_OPERATIONS=NCCL" in software.nccl(BOTH, gpu=True).cure
+    assert software.nccl(Build((), (), nccl=True), gpu=True).found == "built in"
+
+
+def test_frameworks() -> None:
+    def torch(found: str | None, build: Build | None) -> Finding:
+        return software.framework("PyTorch", found, "torch", "HOROVOD_WITH_PYTORCH", build)
+
+    assert torch("2.13.0", BOTH) == Finding("PyTorch", "2.13.0")
+    assert torch(None, BOTH) == Finding("PyTorch", "not installed")
+    assert "HOROVOD_WITH_PYTORCH=1" in torch("2.13.0", Build((), ("gloo",))).cure
+
+
+@pytest.mark.parametrize(
+    ("keras", "tf_keras", "legacy", "cured"),
+    [
+        ("3.15.1", "2.20.1", False, "horovod_topk.tensorflow.keras"),
+        ("3.15.1", None, False, "pip install tf-keras"),
+        ("3.15.1", "2.20.1", True, ""),
+        ("3.15.1", None, True, "pip install tf-keras"),
+        ("2.15.0", None, False, ""),
+        (None, None, False, ""),
+    ],
+)
+def test_keras_3_under_horovods_wrapper(
+    keras: str | None, tf_keras: str | None, legacy: bool, cured: str
+) -> None:
+    finding = software.keras(keras, tf_keras, legacy=legacy)
+    assert cured in finding.cure
+    assert bool(finding.cure) == bool(cured)
+
+
+# The machine
+
+
+def test_launchers() -> None:
+    assert system.mpirun("/bin/mpirun", lambda _: "Open MPI 4.1.8").found.startswith("Open MPI")
+    assert "--gloo" in system.mpirun(None, lambda _: None).cure
+    assert "does not run" in system.mpirun("/bin/mpirun", lambda _: None).found
+    assert "openssh-client" in system.ssh(None).cure
+    assert not system.ssh("/usr/bin/ssh").cure
+
+
+def test_a_host_without_an_address() -> None:
+    def fails(name: str) -> str:
+        raise OSError(name)
+
+    assert "/etc/hosts" in system.host_name("lonely", fails).cure
+    assert system.host_name("here", lambda _: "10.0.0.1").found == "here, 10.0.0.1"
+
+
+def test_network_interfaces() -> None:
+    local = {"lo": ["127.0.0.1"]}
+    assert "this host alone" in system.interfaces(local).found
+    one = system.interfaces({**local, "eth0": ["10.0.0.1"]})
+    assert one.found.endswith("share: eth0")
+    assert not one.cure
+    several = system.interfaces({**local, "docker0": ["172.17.0.1"], "eth0": ["10.0.0.1"]})
+    assert several.cure.endswith("--network-interfaces eth0")
+
+
+# The exchange
+
+
+def test_how_a_launch_is_read() -> None:
+    good = exchange.read(0, f"[0]<stdout>:{MARK} an allgather in 1 ms\n", "gloo", 9.0)
+    assert good == Finding(exchange.NAME, "an allgather in 1 ms, on gloo")
+    assert "not over after 9 s" in exchange.read(None, "", "gloo", 9.0).found
+    bad = exchange.read(1, "a\nb\nc\nd\n", "mpi", 9.0)
+    assert bad.found == "failed: exit status 1: b | c | d"
+    assert "mpirun" in bad.cure
+    assert exchange.read(0, "silence", "gloo", 9.0).cure
+
+
+def test_no_launch_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert "activate" in exchange.meet(["gloo"]).cure
+
+
+def test_a_launch_that_takes_too_long_is_ended() -> None:
+    began = time.monotonic()
+    code = "import time; print('begun', flush=True); time.sleep(600)"
+    assert exchange.run([sys.executable, "-c", code], 1.0) == (None, "")
+    assert time.monotonic() - began < 30
 
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,8 +54,11 @@ ROOMS = {
     "checkpoint": {"horovod_topk.core", "horovod_topk.errors"},
     "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
     "process_sets.py": {"horovod.common", "horovod_topk.core.nodes"},
+    "cost": {"horovod_topk.core", "horovod_topk.config", "horovod_topk.errors"},
     "cli": {
         "horovod_topk.__version__",
+        "horovod_topk.cost",
+        "horovod_topk.ops.protocol",
         "horovod_topk.kernels",
         "horovod_topk.core",
         "horovod_topk.config",

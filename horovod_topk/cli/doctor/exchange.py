@@ -1,0 +1,79 @@
+"""One real exchange between two ranks of this machine, within a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from horovod_topk.cli.doctor.finding import Finding
+from horovod_topk.cli.doctor.rank import MARK
+
+NAME = "two ranks exchange"
+LIMIT_SECONDS = 90.0
+GRACE_SECONDS = 10.0  # for horovodrun to end its ranks
+SHOWN = 3  # last lines of what a failed launch printed
+CURES = {
+    "gloo": "horovodrun -np 2 --gloo --verbose python -m horovod_topk.cli.doctor.rank says more; "
+    "try --network-interfaces lo",
+    "mpi": "mpirun -np 2 hostname has to work first; then horovodrun -np 2 --mpi --verbose python "
+    "-m horovod_topk.cli.doctor.rank says more",
+}
+
+
+def meet(controllers: Sequence[str], limit: float = LIMIT_SECONDS) -> Finding:
+    """Through the first controller that Horovod has."""
+    program = shutil.which("horovodrun")
+    if program is None:
+        cure = "put the environment's bin on PATH: source .venv/bin/activate"
+        return Finding(NAME, "not tried: horovodrun is not on PATH", cure)
+    if not controllers:
+        return Finding(NAME, "not tried: Horovod has no controller", "see controllers")
+    controller = controllers[0]
+    code = [sys.executable, "-m", "horovod_topk.cli.doctor.rank", str(int(limit))]
+    status, printed = run([program, "-np", "2", f"--{controller}", *code], limit)
+    return read(status, printed, controller, limit)
+
+
+def read(status: int | None, printed: str, controller: str, limit: float) -> Finding:
+    """What a launch's end says. status: None where it was too slow."""
+    marked = [line.split(MARK, 1)[1].strip() for line in printed.splitlines() if MARK in line]
+    if status == 0 and marked:
+        return Finding(NAME, f"{marked[0]}, on {controller}")
+    cure = CURES[controller]
+    if status is None:
+        return Finding(NAME, f"failed: not over after {limit:g} s", cure)
+    last = " | ".join(line.strip() for line in printed.splitlines()[-SHOWN:])
+    return Finding(NAME, f"failed: exit status {status}: {last}", cure)
+
+
+def run(command: Sequence[str], limit: float) -> tuple[int | None, str]:
+    """Exit status and output; nothing of it is left running. None: it took longer.
+
+    Ranks end themselves as well (`horovod_topk.cli.doctor.rank`), wherever they were moved to.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=limit)
+        return process.returncode, printed
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=GRACE_SECONDS)
+        return None, ""
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

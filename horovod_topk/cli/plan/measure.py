@@ -1,0 +1,152 @@
+"""`--measure`: constants of the network and the machine that this job runs on.
+
+Every rank runs it, under horovodrun. Rank 0 first times kernels, while the others wait for it to
+initialise Horovod; then all time named allreduces and allgathers of several sizes, of which the
+slowest rank counts, and least squares make constants of them (`horovod_topk.cost.fit`).
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from horovod_topk.cli.frameworks import Framework, find, launched_rank
+from horovod_topk.cli.plan import kernels
+from horovod_topk.cli.plan.arguments import Asked, Place
+from horovod_topk.core.nodes import Nodes
+from horovod_topk.cost.fit import Sample, fit
+from horovod_topk.cost.machine import Kernels, Machine, Network
+from horovod_topk.cost.sending import Sending, negotiation, ring_allreduce
+from horovod_topk.cost.traffic import nodes_of
+
+FLOAT = 4  # bytes
+ALLREDUCED = (1, 2**14, 2**17, 2**20, 2**22)  # float32: 4 bytes to 16 MiB
+GATHERED = (2**6, 2**14, 2**18, 2**20, 2**22)  # bytes a rank
+WARM_UP, REPEATS = 3, 21  # of each size: the first ones negotiate, later ones are cached
+ENOUGH_SECONDS = 2.0  # larger sizes are left out once one collective took longer
+LARGE = 2**20  # bytes beyond which fewer repeats do
+LARGE_REPEATS = 5
+
+
+class CannotMeasureError(Exception):
+    """There is nothing to measure here; says why, and the cure."""
+
+
+def measure(asked: Asked) -> Place | None:
+    """What was found, on rank 0; None on other ranks.
+
+    Raises:
+        CannotMeasureError: no launcher, no framework with Horovod, or no second rank.
+    """
+    rank, framework = launched_rank(), find()
+    if rank is None:
+        raise CannotMeasureError("--measure: no ranks: run horovodrun -np 2 horovod-topk plan ...")
+    if framework is None:
+        raise CannotMeasureError(
+            "--measure: Horovod serves neither PyTorch nor TensorFlow here: horovod-topk doctor "
+            "says why"
+        )
+    computed = kernels.measure(framework, asked.config) if rank == 0 else None
+    framework.hvd.init()
+    try:
+        return _together(framework, computed, asked)
+    finally:
+        framework.hvd.shutdown()
+
+
+def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> Place | None:
+    """computed: on rank 0 alone."""
+    hvd = framework.hvd
+    ranks, local_size = hvd.size(), hvd.local_size()
+    if ranks < 2:
+        raise CannotMeasureError("--measure: 1 rank: give horovodrun -np 2 or more")
+    nodes = nodes_of(ranks, local_size)
+    samples = list(timed(framework, nodes))
+    if computed is None:
+        return None
+    here = Machine(_unknown(), computed, asked.cores, asked.crowd, _origin(nodes))
+    network = _network(samples, nodes, here.slowdown(local_size), asked)
+    return Place(replace(here, network=network), ranks, local_size)
+
+
+def _network(
+    samples: Iterable[tuple[Sending, float]], nodes: Nodes, slowdown: float, asked: Asked
+) -> Network:
+    """Of what was timed. On one node nothing reaches a card, and what is found is within it."""
+    alone = len(nodes.ranks) == 1
+    known = None if alone else asked.bandwidth
+    network = fit([Sample(sending, took, slowdown, known) for sending, took in samples])
+    local = asked.local_bandwidth or (network.bandwidth if alone else None)
+    return replace(network, local_bandwidth=local)
+
+
+def _unknown() -> Network:
+    """Stands in until it is known."""
+    return Network(bandwidth=1.0, latency=0.0, overhead=0.0)
+
+
+def timed(framework: Framework, nodes: Nodes) -> Iterator[tuple[Sending, float]]:
+    """What was sent, and seconds: in each repeat the slowest rank's, and their first quartile.
+
+    Other programs on a machine make some repeats longer, and none shorter.
+    """
+    for elements in ALLREDUCED:
+        run = framework.allreduce(elements, f"topkef.plan.allreduce.{elements}")
+        took = _seconds(framework, run, FLOAT * elements)
+        yield ring_allreduce(FLOAT * elements, nodes), took
+        if took > ENOUGH_SECONDS:
+            break
+    for size in GATHERED:
+        run = framework.allgather(size, f"topkef.plan.allgather.{size}")
+        took = _seconds(framework, run, size)
+        yield gathered(size, nodes), took
+        if took > ENOUGH_SECONDS:
+            break
+
+
+def gathered(size: int, nodes: Nodes) -> Sending:
+    """An allgather of so many bytes a rank: a ring, as in `horovod_topk.core.exchange`."""
+    ranks = sum(nodes.sizes)
+    sent = (ranks - 1) * size
+    return Sending(
+        collectives=1,
+        rounds=ranks - 1 + negotiation(ranks),
+        network_bytes=sent if len(nodes.ranks) > 1 else 0,
+        local_bytes=sent if max(nodes.sizes) > 1 else 0,
+        sent_bytes=sent,
+    )
+
+
+def _seconds(framework: Framework, run: Callable[[], object], size: int) -> float:
+    repeats, mine = LARGE_REPEATS if size > LARGE else REPEATS, []
+    for repeat in range(WARM_UP + repeats):
+        framework.hvd.barrier()
+        began = time.perf_counter()
+        run()
+        if repeat >= WARM_UP:
+            mine.append(time.perf_counter() - began)
+    everyone = framework.hvd.allgather_object(mine, name="topkef.plan.seconds")
+    slowest = list(map(max, zip(*everyone, strict=True)))
+    return float(statistics.quantiles(slowest, n=4)[0])
+
+
+def _origin(nodes: Nodes) -> str:
+    ranks, held = sum(nodes.sizes), len(nodes.ranks)
+    return (
+        f"measured with {ranks} ranks on {held} node{'s' * (held > 1)}, {_processor()}, "
+        f"{time.strftime('%Y-%m-%d')}"
+    )
+
+
+def _processor() -> str:
+    """As /proc has it, or Python."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())

@@ -1,0 +1,60 @@
+"""Step time against bandwidth, as a picture."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from horovod_topk.cli.plan.arguments import Asked
+from horovod_topk.cost.machine import Machine
+from horovod_topk.cost.quantities import milliseconds
+from horovod_topk.cost.step import step
+from horovod_topk.cost.ways import Way
+
+BANDWIDTHS = [10 ** (7 + i / 20) for i in range(81)]  # bit/s, 10 Mbit/s to 100 Gbit/s
+COLOURS = ("#444444", "#999999", "#c98f00", "#d1495b", "#1f77b4", "#2e933c")
+SHOWN = ("float32", "int8", "int4")  # of ours, so that lines can be told apart
+
+
+def draw(path: Path, asked: Asked, machine: Machine, ways: Sequence[Way]) -> None:
+    """Write a picture, as a file of the kind that its name ends in.
+
+    Raises:
+        ValueError: matplotlib is not installed, or cannot write it.
+    """
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
+    shown = [way for way in ways if not way.ours or way.values in SHOWN]
+    for position, way in enumerate(shown):
+        style = ("-", "--", ":")[position // len(COLOURS) % 3]
+        took = [1e3 * _seconds(way, machine, asked, bandwidth) for bandwidth in BANDWIDTHS]
+        colour = COLOURS[position % len(COLOURS)]
+        axes.plot([b / 1e6 for b in BANDWIDTHS], took, style, color=colour, label=way.name)
+    axes.axvline(machine.network.bandwidth / 1e6, color="#cccccc", zorder=0)
+    axes.set(xscale="log", yscale="log", xlabel="Mbit/s of a node's card", ylabel="ms a step")
+    compute = milliseconds(asked.training.compute)
+    axes.set_title(f"{asked.model}, {sum(asked.nodes.sizes)} ranks, {compute} ms of compute")
+    axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--picture {path}: {error}") from error
+    finally:
+        pyplot.close(figure)
+
+
+def _seconds(way: Way, machine: Machine, asked: Asked, bandwidth: float) -> float:
+    there = replace(machine, network=replace(machine.network, bandwidth=bandwidth))
+    return step(way, there, asked.training, overlap=asked.overlap).seconds
+
+
+def _pyplot() -> Any:
+    try:
+        importlib.import_module("matplotlib").use("Agg")  # no display is needed to write a file
+        return importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise ValueError("--picture needs matplotlib: pip install matplotlib") from error

@@ -1,0 +1,105 @@
+"""What `horovod-topk plan` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from horovod_topk.cli.plan.arguments import Asked
+from horovod_topk.cost.machine import Machine
+from horovod_topk.cost.quantities import milliseconds, rate
+from horovod_topk.cost.step import Step
+from horovod_topk.cost.verdict import Row, Verdict
+
+HEAD = ("exchange", "values", "leave a node", "exchange", "kernels", "step", "efficiency")
+OVERLAPPED = ("step", "efficiency", "hidden", "dense as fast at")
+
+
+def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict) -> Iterator[str]:
+    """A head, a table in milliseconds, and the verdict."""
+    elements, ranks = sum(spec.numel for spec in asked.specs), sum(asked.nodes.sizes)
+    network, kernels = machine.network, machine.kernels
+    yield (
+        f"{asked.model}: {elements:,} float32 in {len(asked.specs)} tensors, {ranks} ranks on "
+        f"{len(asked.nodes.ranks)} nodes, ratio {asked.config.ratio:g}"
+    )
+    yield (
+        f"{milliseconds(asked.training.compute)} ms of compute a step; network "
+        f"{rate(network.bandwidth)}, {milliseconds(network.latency)} ms a message, "
+        f"{milliseconds(network.overhead)} ms a collective"
+    )
+    slowdown = machine.slowdown(asked.training.ranks_per_node)
+    shared = f", {slowdown:.3g} times slower as ranks share cores" if slowdown > 1 else ""
+    yield (
+        f"kernels: encode {1e9 * kernels.encode:.3g}, clear {1e9 * kernels.clear:.3g} ns an "
+        f"element, decode {1e9 * kernels.decode:.3g} ns an entry{shared}"
+    )
+    yield f"constants: {machine.origin}"
+    yield ""
+    yield f"{'':<41}{'nothing overlaps, ms':>38}  {'backward overlaps, ms':>47}"
+    yield _columns(*HEAD, *OVERLAPPED)
+    for row in rows:
+        yield _columns(
+            row.way.exchange,
+            row.way.values,
+            f"{row.way.node_bytes:,}",
+            milliseconds(row.alone.exchange),
+            milliseconds(row.alone.kernels),
+            *_step(row.alone),
+            *_step(row.overlapped),
+            f"{row.overlapped.hidden:.0%}",
+            _crossing(row) if row is not rows[0] else "",
+        )
+    yield ""
+    yield verdict.text
+
+
+def _columns(exchange: str, values: str, *rest: str) -> str:
+    widths = (14, 11, 10, 8, 12, 9, 12, 8, 18)
+    columns = "".join(f"{text:>{width}}" for text, width in zip(rest, widths, strict=True))
+    return f"{exchange:<14}{values:<10}{columns}".rstrip()
+
+
+def _step(step: Step) -> tuple[str, str]:
+    return milliseconds(step.seconds), f"{step.efficiency:.1%}"
+
+
+def _crossing(row: Row) -> str:
+    if row.crossing == 0:
+        return "always"
+    return "never" if math.isinf(row.crossing) else rate(row.crossing)
+
+
+def as_json(
+    asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict
+) -> dict[str, Any]:
+    """The same in SI units: seconds, bytes, bits a second. A crossing of null: never."""
+    return {
+        "model": asked.model,
+        "ranks": sum(asked.nodes.sizes),
+        "nodes": len(asked.nodes.ranks),
+        "ratio": asked.config.ratio,
+        "machine": asdict(machine),
+        "training": asdict(asked.training),
+        "ways": [
+            {
+                "exchange": row.way.exchange,
+                "values": row.way.values,
+                "sent_bytes": row.way.sent_bytes,
+                "node_bytes": row.way.node_bytes,
+                "alone": _figures(row.alone),
+                "overlapped": _figures(row.overlapped),
+                "crossing": None if math.isinf(row.crossing) else row.crossing,
+            }
+            for row in rows
+        ],
+        "overlap": asked.overlap,
+        "compress": verdict.compress,
+        "verdict": verdict.text,
+    }
+
+
+def _figures(step: Step) -> dict[str, float]:
+    return {**asdict(step), "efficiency": step.efficiency, "hidden": step.hidden}

@@ -1,0 +1,108 @@
+"""Constants of a network from collectives that were timed: least squares, none of them negative."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from horovod_topk.cost.machine import Network
+from horovod_topk.cost.sending import Sending
+
+Row = Sequence[float]
+SURPLUS = 1e-9  # of the error that a further constant has to take away
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A collective that was timed."""
+
+    sending: Sending
+    seconds: float
+    slowdown: float = 1.0  # `Machine.slowdown` where it was
+    bandwidth: float | None = None  # bit/s of the card, if it is known
+
+
+def fit(samples: Sequence[Sample]) -> Network:
+    """The constants that explain samples best, as shares of what each took.
+
+    Where samples say the bandwidth of their card, what is found is how much of it they reach
+    (`goodput`) and, if they have several bandwidths, what a byte costs whatever it is (`copy`);
+    where they do not, it is the bandwidth. `add` is what allreduces of many bytes take beyond
+    allgathers.
+
+    Raises:
+        ValueError: the bandwidth cannot be told from these samples.
+    """
+    given = [sample.bandwidth for sample in samples if sample.bandwidth]
+    if given and len(given) < len(samples):
+        raise ValueError(
+            f"{len(given)} of {len(samples)} samples know their bandwidth: all, or none"
+        )
+    rows = [_columns(sample) for sample in samples]
+    overhead, latency, bits, copy, add = least_squares(rows, [1.0] * len(rows))
+    if bits == 0:
+        raise ValueError("these samples do not tell the bandwidth: time larger messages")
+    if given:
+        return Network(max(given), latency, overhead, 1 / bits, copy, add)
+    return Network(1 / bits, latency, overhead, 1.0, copy, add)
+
+
+def _columns(sample: Sample) -> Row:
+    """What constants are multiplied with, in parts of what the sample took."""
+    sending, slow = sample.sending, sample.slowdown
+    bits = sending.network_bits or 8 * sending.sent_bytes  # of one node: within it
+    columns = (
+        sending.collectives,
+        sending.rounds,
+        bits / (sample.bandwidth or 1.0),
+        slow * sending.sent_bytes if sample.bandwidth else 0.0,
+        slow * sending.added_bytes,
+    )
+    return [each / sample.seconds for each in columns]
+
+
+def least_squares(rows: Sequence[Row], wanted: Row) -> list[float]:
+    """The x of no negative element that makes rows x nearest to `wanted`.
+
+    There are few columns, so all sets of those that are not zero are tried (Lawson, Hanson 1974,
+    chapter 23, has the method for many).
+    """
+    width, best, least = len(rows[0]), [0.0] * len(rows[0]), sum(w * w for w in wanted)
+    for count in range(1, width + 1):
+        for used in itertools.combinations(range(width), count):
+            solution = _solve([[row[c] for c in used] for row in rows], wanted)
+            if solution is None or min(solution) < 0:
+                continue
+            x = [0.0] * width
+            for column, value in zip(used, solution, strict=True):
+                x[column] = value
+            error = sum((_dot(row, x) - w) ** 2 for row, w in zip(rows, wanted, strict=True))
+            if error < least * (1 - SURPLUS):
+                best, least = x, error
+    return best
+
+
+def _solve(rows: Sequence[Row], wanted: Row) -> list[float] | None:
+    """Normal equations of columns scaled to one; None if columns depend on each other."""
+    columns = list(zip(*rows, strict=True))
+    scales = [max(map(abs, column)) for column in columns]
+    if min(scales) == 0:
+        return None
+    scaled = [[v / s for v in column] for column, s in zip(columns, scales, strict=True)]
+    system = [[*(_dot(a, b) for b in scaled), _dot(a, wanted)] for a in scaled]
+    for pivot in range(len(system)):
+        best = max(range(pivot, len(system)), key=lambda r: abs(system[r][pivot]))
+        system[pivot], system[best] = system[best], system[pivot]
+        if abs(system[pivot][pivot]) < 1e-12 * len(rows):
+            return None
+        for other in range(len(system)):
+            if other != pivot:
+                factor = system[other][pivot] / system[pivot][pivot]
+                pairs = zip(system[other], system[pivot], strict=True)
+                system[other] = [a - factor * b for a, b in pairs]
+    return [row[-1] / row[i] / scales[i] for i, row in enumerate(system)]
+
+
+def _dot(left: Row, right: Row) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))

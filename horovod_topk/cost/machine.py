@@ -1,0 +1,100 @@
+"""What a machine and its network cost: constants that were measured, or are given.
+
+They are seconds, bytes and bits a second, kept as JSON: what was measured in one place can be used,
+and checked, in another. `horovod-topk plan --measure` measures them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+REFERENCE = Path(__file__).with_name("reference.json")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What moving bytes costs (Hockney 1994; Thakur, Rabenseifner, Gropp 2005)."""
+
+    bandwidth: float  # bit/s of a node's network card, each way, headers included
+    latency: float  # s, of each of the messages that wait for one another
+    overhead: float  # s, of a collective: waiting for Horovod's cycle, and its bookkeeping
+    goodput: float = 1.0  # share of the bandwidth that a stream of packets reaches
+    copy: float = 0.0  # s of a core, a byte that a rank sends
+    add: float = 0.0  # s of a core, a byte that is added to another
+    local_bandwidth: float | None = None  # bit/s of each rank within its node; None: no limit
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computing costs beside the model itself, one core or one accelerator."""
+
+    encode: float  # s an element: compensate, select, write the payload and the residual
+    clear: float  # s an element: a decoded gradient begins with zeros
+    decode: float  # s an entry that arrives
+    multiply: float  # s a multiply-add of PowerSGD's thin matrices
+    triad: float  # s an element: `r += g`, which reads two arrays and writes one
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A network, and the ranks that compute behind it."""
+
+    network: Network
+    kernels: Kernels
+    cores: float | None = None  # that ranks share; None: enough
+    crowd: int | None = None  # ranks that share them; None: those of a node
+    origin: str = "given"  # where the constants are from, for the reader
+
+    def __post_init__(self) -> None:
+        for part in (self.network, self.kernels):
+            for field in fields(part):
+                _check(field.name, getattr(part, field.name))
+        _check("cores", self.cores)
+        if self.crowd is not None and self.crowd < 1:
+            raise ValueError(f"crowd={self.crowd}: at least 1 rank shares the cores")
+
+    def slowdown(self, ranks_per_node: int) -> float:
+        """How many times longer a rank computes, since others do on the same cores."""
+        if self.cores is None:
+            return 1.0
+        return max(1.0, (self.crowd or ranks_per_node) / self.cores)
+
+
+POSITIVE = ("bandwidth", "goodput", "local_bandwidth", "cores")
+
+
+def _check(name: str, value: float | None) -> None:
+    least = "above 0" if name in POSITIVE else "0 or more"
+    if value is None:
+        return
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}={value!r}: give a number that is {least}")
+    if name in POSITIVE and value == 0:
+        raise ValueError(f"{name}={value!r}: give a number that is {least}")
+
+
+def write(machine: Machine, path: Path) -> None:
+    """Keep it as JSON."""
+    path.write_text(json.dumps(asdict(machine), indent=1) + "\n")
+
+
+def read(path: Path) -> Machine:
+    """Of what `write` wrote.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        network, kernels = Network(**found.pop("network")), Kernels(**found.pop("kernels"))
+        return Machine(network, kernels, **found)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} holds no machine ({error}): let `horovod-topk plan --measure` write it"
+        ) from error

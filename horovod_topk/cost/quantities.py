@@ -1,0 +1,49 @@
+"""Bits a second and seconds, as people write and read them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def bits_per_second(text: str) -> float:
+    """Of "100mbit", "2.5gbit" and the like.
+
+    Raises:
+        ValueError: it is no rate.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)bit", text.lower())
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"{text!r} is no bandwidth: write 100mbit, 2.5gbit or 10gbit")
+    return float(found[1]) * RATES[found[2]]
+
+
+def seconds(text: str) -> float:
+    """Of "62.5ms", "50us" and the like.
+
+    Raises:
+        ValueError: it is no time.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.lower())
+    if found is None:
+        raise ValueError(f"{text!r} is no time: write 62.5ms, 50us or 1.2s")
+    return float(found[1]) * TIMES[found[2]]
+
+
+def milliseconds(seconds: float) -> str:
+    """To three digits."""
+    if seconds <= 0:
+        return "0"
+    value = 1e3 * seconds
+    return f"{value:.{min(6, max(0, 2 - math.floor(math.log10(value))))}f}"
+
+
+def rate(bandwidth: float) -> str:
+    """Bits a second to three digits."""
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bandwidth >= size:
+            return f"{bandwidth / size:.3g} {unit}"
+    return f"{bandwidth / 1e3:.3g} kbit/s"

@@ -1,0 +1,83 @@
+"""Seconds of a collective: latency, bandwidth and what the processor does to each byte.
+
+The model is Hockney's (1994), as Thakur, Rabenseifner and Gropp (2005) use it: a message of n bytes
+takes alpha + n beta, and adding up n bytes takes n gamma. To it comes what Horovod needs for each
+collective: its background thread wakes once a cycle (1 ms by default), and the ranks agree on what
+is ready by an allreduce of a few bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.core.nodes import Nodes
+from horovod_topk.cost.machine import Network
+
+# Of Ethernet, IP and TCP, on a packet of 1,448 bytes of data: as counted in docs/wire.md.
+HEADERS = 66 / 1448
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Collectives that follow each other, for one piece of the gradients."""
+
+    collectives: int
+    rounds: int  # messages that wait for one another, negotiation included
+    network_bytes: int  # that leave the busiest node
+    local_bytes: int  # that a rank sends to others on its node
+    sent_bytes: int  # that a rank sends altogether
+    added_bytes: int = 0  # that a rank adds to others
+    ring: bool = True  # bytes within a node and between nodes travel at the same time
+
+    @property
+    def network_bits(self) -> float:
+        """That leave the busiest node, headers included."""
+        return 8 * self.network_bytes * (1 + HEADERS)
+
+    def fused(self, other: Sending) -> Sending:
+        """Both in one: bytes add up, messages do not. Horovod fuses what is ready at once."""
+        return Sending(
+            self.collectives,
+            self.rounds,
+            self.network_bytes + other.network_bytes,
+            self.local_bytes + other.local_bytes,
+            self.sent_bytes + other.sent_bytes,
+            self.added_bytes + other.added_bytes,
+            self.ring,
+        )
+
+    def seconds(self, network: Network, slowdown: float = 1.0) -> float:
+        """How long it takes.
+
+        slowdown: of what the processor does, `Machine.slowdown`.
+        """
+        waiting = self.collectives * network.overhead + self.rounds * network.latency
+        between = self.network_bits / (network.goodput * network.bandwidth)
+        within = 8 * self.local_bytes / network.local_bandwidth if network.local_bandwidth else 0.0
+        moving = max(between, within) if self.ring else between + within
+        work = self.sent_bytes * network.copy + self.added_bytes * network.add
+        return waiting + moving + slowdown * work
+
+
+def negotiation(ranks: int) -> int:
+    """Messages by which ranks agree on what is ready.
+
+    Horovod 0.28.1 takes the bitwise and of what each rank has cached; on Gloo that is a ring
+    allreduce of a few bytes (gloo_controller.cc, CrossRankBitwiseAnd).
+    """
+    return 2 * (ranks - 1)
+
+
+def ring_allreduce(dense_bytes: int, nodes: Nodes) -> Sending:
+    """A reduce-scatter and an allgather, each of P - 1 messages (Patarasuk, Yuan 2009)."""
+    ranks = sum(nodes.sizes)
+    sent = ring_allreduce_bytes(dense_bytes, ranks)
+    return Sending(
+        collectives=1,
+        rounds=2 * (ranks - 1) + negotiation(ranks),
+        network_bytes=sent if len(nodes.ranks) > 1 else 0,  # a ring leaves each node once
+        local_bytes=sent if max(nodes.sizes) > 1 else 0,
+        sent_bytes=sent,
+        added_bytes=sent // 2,
+    )

@@ -1,0 +1,129 @@
+"""A step of training in time: backward, what is computed for the exchange, and what is sent.
+
+One thread computes; Horovod's background thread sends, one collective after another. A piece can
+leave once backward has produced all of its gradients; what leaves before backward ends costs
+nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from horovod_topk.cost.machine import Machine
+from horovod_topk.cost.sending import Sending
+from horovod_topk.cost.ways import Piece, Way, Work
+
+FUSION_BYTES = 128 << 20  # HOROVOD_FUSION_THRESHOLD by default: the buffer of one collective
+# While backward goes on Horovod fuses what is ready when its thread is free. That depends on all
+# times at once, and is between the best of these and something slower.
+FUSED_BYTES = (0, 1 << 20, 5 << 20, 25 << 20, FUSION_BYTES)
+FORWARD = 1 / 3  # of the model's time: backward multiplies twice where forward does once
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the model needs by itself."""
+
+    compute: float  # s a step: forward, backward, and the optimizer
+    forward: float = FORWARD  # share of it before the first gradient is there
+    ranks_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.compute < float("inf"):
+            raise ValueError(f"compute={self.compute!r} s: give seconds above 0")
+        if not 0 <= self.forward <= 1:
+            raise ValueError(f"forward={self.forward!r}: give a share from 0 to 1")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step."""
+
+    compute: float  # of the model
+    kernels: float  # beside the model
+    exchange: float  # of all collectives, hidden or not
+    seconds: float  # altogether
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the step in which the model is computed."""
+        return self.compute / self.seconds
+
+    @property
+    def hidden(self) -> float:
+        """Share of the exchange during which something else is computed."""
+        if not self.exchange:
+            return 0.0
+        exposed = self.seconds - self.compute - self.kernels
+        return min(1.0, max(0.0, 1 - exposed / self.exchange))
+
+
+def step(way: Way, machine: Machine, training: Training, *, overlap: bool) -> Step:
+    """Seconds of a step in this way.
+
+    overlap: whether what is ready is sent while backward goes on. Without, all is computed, all is
+    sent, all is decoded, one after the other.
+    """
+    if not overlap:
+        return _timed(way, machine, training, FUSION_BYTES, overlap=False)
+    fused = [_timed(way, machine, training, limit, overlap=True) for limit in FUSED_BYTES]
+    return min(fused, key=lambda each: each.seconds)
+
+
+def _timed(way: Way, machine: Machine, training: Training, limit: int, *, overlap: bool) -> Step:
+    """limit: bytes that are fused at most."""
+    slowdown = machine.slowdown(training.ranks_per_node)
+    before = [seconds(piece.before, machine) * slowdown for piece in way.pieces]
+    after = [seconds(piece.after, machine) * slowdown for piece in way.pieces]
+    computed = training.compute + sum(before)
+    ready = _ready(way.pieces, before, training) if overlap else [computed] * len(before)
+    exchange, sent_at, clock = 0.0, 0.0, ready[-1]
+    for group in _groups(way.pieces, limit):
+        sending = functools.reduce(Sending.fused, (way.pieces[i].sending for i in group))
+        taken = sending.seconds(machine.network, slowdown)
+        exchange += taken
+        sent_at = max(sent_at, ready[group[-1]]) + taken
+        if overlap:
+            clock = max(clock, sent_at) + sum(after[i] for i in group)
+    if not overlap:
+        clock = sent_at + sum(after)
+    return Step(training.compute, sum(before) + sum(after), exchange, clock)
+
+
+def seconds(work: Work, machine: Machine) -> float:
+    """What work takes on an idle machine."""
+    kernels = machine.kernels
+    return (
+        work.encoded * kernels.encode
+        + work.cleared * kernels.clear
+        + work.decoded * kernels.decode
+        + work.multiplied * kernels.multiply
+        + work.triads * kernels.triad
+    )
+
+
+def _ready(pieces: Sequence[Piece], before: Sequence[float], training: Training) -> list[float]:
+    """When each piece can leave: backward's time is shared out by elements."""
+    clock = training.forward * training.compute
+    backward = training.compute - clock
+    elements, ready = sum(piece.elements for piece in pieces), []
+    for piece, computed in zip(pieces, before, strict=True):
+        clock += backward * piece.elements / elements + computed
+        ready.append(clock)
+    return ready
+
+
+def _groups(pieces: Sequence[Piece], limit: int) -> Iterator[range]:
+    """Positions of pieces that travel in one collective, in order."""
+    first, room = 0, 0
+    for position, piece in enumerate(pieces):
+        size = piece.fusion_bytes
+        if position and (size is None or size > room):
+            yield range(first, position)
+            first = position
+        if first == position:
+            room = limit
+        room -= limit if size is None else size
+    yield range(first, len(pieces))

@@ -1,0 +1,172 @@
+"""Ways to exchange gradients, each as pieces: what is computed and sent for which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
+from horovod_topk.core.exchange import Exchange
+from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.cost import powersgd
+from horovod_topk.cost.sending import Sending, negotiation, ring_allreduce
+from horovod_topk.cost.traffic import exchange_of
+
+FLOAT, HALF = 4, 2  # bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed beside the model, counted in what `Kernels` has seconds for."""
+
+    encoded: float = 0  # elements
+    cleared: float = 0  # elements
+    decoded: float = 0  # entries
+    multiplied: float = 0  # multiply-adds
+    triads: float = 0  # elements
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Gradients that travel together."""
+
+    elements: int
+    before: Work  # before it is sent
+    sending: Sending
+    after: Work  # once it has arrived; of a sharded exchange also what owners do in between
+    fusion_bytes: int | None = None  # that it fills of Horovod's fusion buffer; None: travels alone
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to exchange all gradients of a model."""
+
+    exchange: str
+    values: str
+    pieces: tuple[Piece, ...]
+    sent_bytes: int  # by a rank, in a step
+    node_bytes: int  # that leave the busiest node, in a step
+    ours: bool = False
+
+    @property
+    def name(self) -> str:
+        """As tables have it."""
+        return f"{self.exchange} {self.values}"
+
+
+def dense(specs: Sequence[TensorSpec], nodes: Nodes) -> Way:
+    """Horovod's allreduce, tensor by tensor as they become ready."""
+    return _whole("float32", FLOAT, specs, nodes)
+
+
+def half(specs: Sequence[TensorSpec], nodes: Nodes) -> Way:
+    """Horovod's fp16 compression: a cast there and one back, about a triad each."""
+    return _whole("float16", HALF, specs, nodes)
+
+
+def _whole(values: str, width: int, specs: Sequence[TensorSpec], nodes: Nodes) -> Way:
+    pieces = []
+    for spec in specs:
+        cast = Work(triads=spec.numel if width == HALF else 0)
+        size = width * spec.numel
+        pieces.append(Piece(spec.numel, cast, ring_allreduce(size, nodes), cast, size))
+    total = ring_allreduce(width * sum(spec.numel for spec in specs), nodes)
+    return Way("allreduce", values, tuple(pieces), total.sent_bytes, total.network_bytes)
+
+
+def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Way:
+    """PowerSGD, in buckets as large as ours; three allreduces each."""
+    plan = make_plan(specs, TopKConfig())
+    pieces = []
+    for bucket in plan.buckets:
+        shapes = [tensor.spec.shape for tensor in bucket.tensors]
+        factors = powersgd.factors(shapes, rank)
+        before = Work(multiplied=factors.multiplied, triads=2 * bucket.numel)
+        sending = ring_allreduce(FLOAT * factors.elements, nodes)
+        three = replace(sending, collectives=3, rounds=3 * sending.rounds)
+        pieces.append(Piece(bucket.numel, before, three, Work()))
+    return _summed("PowerSGD", f"rank {rank}", pieces)
+
+
+def compressed(specs: Sequence[TensorSpec], nodes: Nodes, kind: str, config: TopKConfig) -> Way:
+    """One of ours; bytes are the exchange's own `Traffic`."""
+    plan, exchange = make_plan(specs, config), exchange_of(kind, nodes)
+    pieces = [_piece(plan, position, exchange, nodes) for position in range(len(plan.buckets))]
+    return _summed(kind, config.values, pieces, ours=True)
+
+
+def _summed(exchange: str, values: str, pieces: Sequence[Piece], *, ours: bool = False) -> Way:
+    sent = sum(piece.sending.sent_bytes for piece in pieces)
+    leaving = sum(piece.sending.network_bytes for piece in pieces)
+    return Way(exchange, values, tuple(pieces), sent, leaving, ours)
+
+
+def all_ways(
+    specs: Sequence[TensorSpec],
+    nodes: Nodes,
+    config: TopKConfig,
+    *,
+    rank: int,
+    values: Iterable[str] = VALUES,
+) -> list[Way]:
+    """Dense, fp16, PowerSGD of a rank, and each of our exchanges with each kind of values."""
+    ways = [dense(specs, nodes), half(specs, nodes), low_rank(specs, nodes, rank)]
+    kinds = [kind for kind in EXCHANGES if kind != "auto"]
+    if max(nodes.sizes) == 1:
+        kinds.remove("hierarchical")  # it would be the allgather
+    listed = list(values)
+    for kind in kinds:
+        ways += [compressed(specs, nodes, kind, replace(config, values=each)) for each in listed]
+    return ways
+
+
+def _piece(plan: Plan, position: int, exchange: Exchange[bytes], nodes: Nodes) -> Piece:
+    """A bucket by itself, of what the exchange says of a plan that has no other."""
+    bucket = plan.buckets[position]
+    traffic = exchange.traffic(replace(plan, buckets=(bucket,)))
+    between, network = traffic.between_bytes or 0, traffic.node_bytes or 0
+    collectives, rounds = _messages(exchange.kind, nodes)
+    before, after = _work(exchange.kind, bucket.numel, bucket.entries, nodes)
+    shared, hierarchical = max(nodes.sizes) > 1, exchange.kind == "hierarchical"
+    local = traffic.sent_bytes - between if shared else 0
+    added = bucket.dense_bytes * (nodes.owners - 1) // nodes.owners if hierarchical else 0
+    sending = Sending(
+        collectives, rounds, network, local, traffic.sent_bytes, added, ring=not hierarchical
+    )
+    gathered = exchange.ranks * traffic.payload_bytes if exchange.kind == "allgather" else None
+    return Piece(bucket.numel, before, sending, after, gathered)
+
+
+def _messages(kind: str, nodes: Nodes) -> tuple[int, int]:
+    """Collectives, and messages that wait for one another.
+
+    An allgather is a ring of P - 1 messages, an alltoall P - 1 to as many others, with as many
+    before it that say how long they are (Gloo's allgatherv.cc and alltoallv.cc, Horovod's
+    `AlltoallGetRecvSplits`). Each collective is negotiated.
+    """
+    ranks, size, held = sum(nodes.sizes), max(nodes.sizes), len(nodes.ranks)
+    gather, scatter = ranks - 1, 2 * (ranks - 1)
+    if kind == "allgather":
+        return 1, gather + negotiation(ranks)
+    if kind == "sharded":
+        return 2, scatter + gather + 2 * negotiation(ranks)
+    within = 2 * (size - 1) + (size - 1) + 2 * negotiation(size)  # an alltoall, an allgather
+    between = held - 1 + negotiation(held) if held > 1 else 0
+    return (3 if held > 1 else 2), within + between
+
+
+def _work(kind: str, numel: int, entries: int, nodes: Nodes) -> tuple[Work, Work]:
+    """Before a bucket is sent, and afterwards.
+
+    Sharded: an owner adds up what has come of its P-th of the elements, and selects from it.
+    Hierarchical: selection is of an owner's share of its node's sum alone.
+    """
+    ranks = sum(nodes.sizes)
+    if kind == "allgather":
+        return Work(encoded=numel), Work(cleared=numel, decoded=ranks * entries)
+    if kind == "sharded":
+        own = numel / ranks
+        return Work(encoded=numel), Work(own, numel + own, 2 * entries)
+    arrived = len(nodes.ranks) * entries
+    return Work(triads=numel), Work(numel / nodes.owners, numel, arrived)

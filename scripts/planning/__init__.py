@@ -1,0 +1,1 @@
+"""`horovod-topk plan` against what a cluster of namespaces measures."""

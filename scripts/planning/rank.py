@@ -1,0 +1,114 @@
+"""One rank of a cell: collectives timed for the fit, and steps that the plan has to guess.
+
+    scripts/netlab --hosts 2 --rate 100mbit -- horovodrun --gloo python scripts/planning/rank.py
+        --models resnet18 --json found.json
+
+Rank 0 first times kernels alone. Then all take steps in one way after the other, and the slowest
+rank's count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from horovod_topk.cli.frameworks import find, launched_rank
+from horovod_topk.cli.models import MODELS, known_specs
+from horovod_topk.cli.plan import kernels
+from horovod_topk.cli.plan.measure import timed
+from horovod_topk.config import TopKConfig
+from horovod_topk.cost.traffic import nodes_of
+
+WAYS = (("none", ""), ("allreduce", "float32"), ("allgather", "float32"), ("sharded", "int8"))
+WARM_UP = 2  # steps: names are cached, residuals fill
+
+
+class Shapes(nn.Module):
+    """Parameters of a known model, whose gradients cost nothing but their memory."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        shapes = [spec.shape for spec in reversed(known_specs(model))]
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        self.directions = [torch.randn(shape) for shape in shapes]
+
+    def loss(self) -> Tensor:
+        """Linear: its gradients are the directions."""
+        pairs = zip(self.weights, self.directions, strict=True)
+        return torch.stack([(w * d).sum() for w, d in pairs]).sum()
+
+
+def training(hvd: Any, model: Shapes, exchange: str, values: str) -> Callable[[], None]:
+    """A step in one way."""
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-9)
+    if exchange != "none":
+        from horovod_topk.torch import TopKEF
+
+        ours = exchange != "allreduce"
+        compression = TopKEF(exchange=exchange, values=values) if ours else hvd.Compression.none
+        names = model.named_parameters()
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=names, compression=compression
+        )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model.loss().backward()
+        optimizer.step()
+
+    return step
+
+
+def seconds(hvd: Any, step: Callable[[], None], steps: int) -> float:
+    """The median, of the slowest rank's."""
+    mine = []
+    for turn in range(WARM_UP + steps):
+        hvd.barrier()
+        began = time.perf_counter()
+        step()
+        if turn >= WARM_UP:
+            mine.append(time.perf_counter() - began)
+    everyone = hvd.allgather_object(mine, name="planning.seconds")
+    return statistics.median(map(max, zip(*everyone, strict=True)))
+
+
+def main() -> None:
+    """Measure; rank 0 writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=[])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    framework = find()
+    assert framework is not None, "Horovod serves no framework: horovod-topk doctor says why"
+    computed = asdict(kernels.measure(framework, TopKConfig())) if launched_rank() == 0 else None
+    hvd = framework.hvd
+    hvd.init()
+    nodes = nodes_of(hvd.size(), hvd.local_size())
+    samples = [(asdict(sending), took) for sending, took in timed(framework, nodes)]
+    steps: dict[str, dict[str, float]] = {}
+    for name in args.models:
+        steps[name] = {}
+        for exchange, values in WAYS:
+            step = training(hvd, Shapes(name), exchange, values)
+            steps[name][f"{exchange} {values}".strip()] = seconds(hvd, step, args.steps)
+            del step
+            gc.collect()
+    if hvd.rank() == 0:
+        found = {"ranks": hvd.size(), "kernels": computed, "samples": samples, "steps": steps}
+        args.json.write_text(json.dumps(found))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""`horovod-topk plan --measure` and `horovod-topk doctor` with real ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import run
+from test_launch import assert_clean
+
+pytestmark = pytest.mark.distributed
+
+LIMIT = 240.0  # seconds; a quarter of a minute on idle cores
+COMMAND = [sys.executable, "-m", "horovod_topk.cli"]
+
+
+@pytest.mark.timeout(LIMIT + 60)
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_constants_are_measured_and_kept(controller: str, tmp_path: Path) -> None:
+    """One rank prints; what it found can be planned with afterwards."""
+    kept = tmp_path / "machine.json"
+    arguments = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--machine", str(kept)]
+    ranks = ["horovodrun", "-np", "2", f"--{controller}", *COMMAND, *arguments, "--measure"]
+    launch = run(ranks, tmp_path, LIMIT, {})
+    assert launch.returncode == 0, launch.output
+    assert_clean(launch)
+    assert launch.output.count("compress: ") == 1
+    assert "2 ranks on 1 node" in launch.output
+    found = json.loads(kept.read_text())
+    assert 1e6 < found["network"]["bandwidth"] < 1e14
+    assert 1e-11 < found["kernels"]["encode"] < 1e-6
+    assert found["origin"].startswith("measured with 2 ranks on 1 node")
+    again = run([*COMMAND, *arguments, "--bandwidth", "1gbit"], tmp_path, 60.0, {})
+    assert again.returncode == 0, again.output
+    assert found["origin"] in again.output
+
+
+@pytest.mark.timeout(LIMIT + 60)
+def test_two_ranks_exchange_for_the_doctor(tmp_path: Path) -> None:
+    launch = run([*COMMAND, "doctor"], tmp_path, LIMIT, {})
+    assert launch.returncode == 0, launch.output
+    assert_clean(launch)
+    assert "two ranks exchange    an allgather of 64 KiB a rank in " in launch.output

@@ -1,0 +1,335 @@
+"""What a step costs: each formula by hand, and the laws that any of them has to keep."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from horovod_topk.cli.models import known_specs
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.cost import machine as machines
+from horovod_topk.cost import powersgd
+from horovod_topk.cost.fit import Sample, fit, least_squares
+from horovod_topk.cost.machine import Kernels, Machine, Network
+from horovod_topk.cost.quantities import bits_per_second, milliseconds, rate, seconds
+from horovod_topk.cost.sending import HEADERS, Sending, ring_allreduce
+from horovod_topk.cost.step import Training, step
+from horovod_topk.cost.traffic import exchange_of, nodes_of
+from horovod_topk.cost.verdict import crossing, judge, rows
+from horovod_topk.cost.ways import Piece, Way, Work, all_ways, compressed, dense, half, low_rank
+
+NOTHING = Kernels(0.0, 0.0, 0.0, 0.0, 0.0)
+KERNELS = Kernels(encode=5e-10, clear=2e-10, decode=3e-9, multiply=2e-10, triad=3e-10)
+NETWORK = Network(bandwidth=1e9, latency=5e-5, overhead=1e-3)
+MACHINE = Machine(NETWORK, KERNELS)
+APART, TOGETHER = nodes_of(8, 1), nodes_of(8, 4)
+SPECS = known_specs("resnet18")
+TRAINING = Training(compute=0.0625)
+
+
+def machine(bandwidth: float) -> Machine:
+    return replace(MACHINE, network=replace(NETWORK, bandwidth=bandwidth))
+
+
+# Collectives
+
+
+def test_a_ring_allreduce_by_hand() -> None:
+    """8 ranks, 8 MB: 14 MB sent in 14 messages, and 14 more that negotiate; 7 MB are added."""
+    sending = ring_allreduce(8_000_000, APART)
+    assert sending == Sending(1, 28, 14_000_000, 0, 14_000_000, 7_000_000)
+    network = Network(1e9, latency=1e-4, overhead=2e-3, copy=1e-9, add=2e-9)
+    by_hand = 0.002 + 0.0028 + 0.112 * (1 + 66 / 1448) + 0.014 + 0.014
+    assert sending.seconds(network) == pytest.approx(by_hand)
+    assert sending.seconds(network, slowdown=3) == pytest.approx(by_hand + 2 * 0.028)
+
+
+def test_nodes_of_several_ranks_share_their_card() -> None:
+    """A ring leaves each node once, and passes the other ranks within it meanwhile."""
+    sending = ring_allreduce(8_000_000, TOGETHER)
+    assert (sending.network_bytes, sending.local_bytes) == (14_000_000, 14_000_000)
+    slow_inside = Network(1e9, 0.0, 0.0, local_bandwidth=5e8)
+    assert sending.seconds(slow_inside) == pytest.approx(8 * 14e6 / 5e8)
+    assert ring_allreduce(8_000_000, nodes_of(4, 4)).network_bytes == 0
+
+
+def test_legs_of_a_hierarchical_exchange_follow_each_other() -> None:
+    network = Network(1e9, 0.0, 0.0, local_bandwidth=1e9)
+    both = Sending(3, 0, 1000, 1000, 2000)
+    apart = replace(both, ring=False)
+    assert apart.seconds(network) == pytest.approx(8e-6 * (1 + HEADERS) + 8e-6)
+    assert both.seconds(network) == pytest.approx(8e-6 * (1 + HEADERS))
+
+
+@pytest.mark.parametrize("kind", ["allgather", "sharded", "hierarchical"])
+@pytest.mark.parametrize("nodes", [APART, TOGETHER, nodes_of(4, 4), nodes_of(7, 3)])
+@pytest.mark.parametrize("values", ["float32", "int8"])
+def test_bytes_are_those_of_traffic(kind: str, nodes: object, values: str) -> None:
+    assert isinstance(nodes, type(APART))
+    config = TopKConfig(values=values)
+    way = compressed(SPECS, nodes, kind, config)
+    traffic = exchange_of(kind, nodes).traffic(make_plan(SPECS, config))
+    assert (way.sent_bytes, way.node_bytes) == (traffic.sent_bytes, traffic.node_bytes)
+
+
+def test_bytes_of_dense_and_fp16() -> None:
+    numel = sum(spec.numel for spec in SPECS)
+    assert dense(SPECS, APART).sent_bytes == ring_allreduce_bytes(4 * numel, 8)
+    assert half(SPECS, APART).sent_bytes == ring_allreduce_bytes(2 * numel, 8)
+
+
+def test_messages_by_hand() -> None:
+    """4 ranks: a ring of 3; an alltoall of 3 and 3 lengths; 6 that negotiate each collective."""
+    specs, config = [TensorSpec("w", (10_000,), "float32")], TopKConfig()
+    gather = compressed(specs, nodes_of(4, 1), "allgather", config).pieces[0]
+    assert (gather.sending.collectives, gather.sending.rounds) == (1, 3 + 6)
+    sharded = compressed(specs, nodes_of(4, 1), "sharded", config).pieces[0]
+    assert (sharded.sending.collectives, sharded.sending.rounds) == (2, 6 + 3 + 12)
+    nested = compressed(specs, nodes_of(4, 2), "hierarchical", config).pieces[0]
+    assert (nested.sending.collectives, nested.sending.rounds) == (3, (2 + 1 + 4) + (1 + 2))
+
+
+def test_work_by_hand() -> None:
+    """10,000 elements at 1%: 100 entries of each of 4 ranks."""
+    specs, config = [TensorSpec("w", (10_000,), "float32")], TopKConfig()
+    gather = compressed(specs, nodes_of(4, 1), "allgather", config).pieces[0]
+    assert (gather.before, gather.after) == (Work(encoded=10_000), Work(0, 10_000, 400))
+    sharded = compressed(specs, nodes_of(4, 1), "sharded", config).pieces[0]
+    assert sharded.after == Work(2_500, 12_500, 200)
+
+
+def test_powersgd_by_hand() -> None:
+    """Rank 2 of 100 x 60 (as 100 x 6 x 10): P and Q are 320 numbers; 5 x 5 and 7 travel whole."""
+    found = powersgd.factors([(100, 6, 10), (5, 5), (7,), ()], rank=2)
+    assert found.elements == 2 * 160 + 25 + 7 + 1
+    assert found.multiplied == 3 * 6000 * 2 + 100 * 4
+    way = low_rank([TensorSpec("w", (100, 60), "float32")], nodes_of(2, 1), 2)
+    assert way.sent_bytes == 4 * 320
+    assert way.pieces[0].sending.collectives == 3
+
+
+# Steps
+
+
+def piece(elements: int, kilobytes: int, fusion_bytes: int | None = None) -> Piece:
+    sending = Sending(1, 0, 0, 1000 * kilobytes, 1000 * kilobytes)
+    return Piece(elements, Work(encoded=elements), sending, Work(cleared=elements), fusion_bytes)
+
+
+def test_a_step_by_hand() -> None:
+    """Two pieces of 1 s of encoding, 1 s of decoding and 4 + 1 s on the way; 6 s of compute."""
+    network = Network(1.0, 0.0, overhead=1.0, local_bandwidth=8000.0)  # 1 kB/s
+    there = Machine(network, Kernels(encode=1.0, clear=1.0, decode=0, multiply=0, triad=0))
+    way = Way("", "", (piece(1, 4), piece(1, 4)), 0, 0)
+    training = Training(6.0, forward=1 / 3)
+    alone = step(way, there, training, overlap=False)
+    assert alone.seconds == pytest.approx(6 + 2 + 2 * 5 + 2)
+    assert alone.efficiency == pytest.approx(6 / 20)
+    assert alone.hidden == pytest.approx(0)
+    # ready at 2 + 2 + 1 = 5 and 5 + 2 + 1 = 8; sent until 10 and 15; decoded until 11 and 16
+    overlapped = step(way, there, training, overlap=True)
+    assert overlapped.seconds == pytest.approx(16)
+    assert overlapped.hidden == pytest.approx(1 - (16 - 6 - 4) / 10)
+
+
+def test_what_is_ready_at_once_is_fused() -> None:
+    network = Network(1.0, 0.0, overhead=1.0, local_bandwidth=8000.0)
+    there = Machine(network, NOTHING)
+    training = Training(6.0, forward=1 / 3)
+
+    def exchange(size: int | None, *, overlap: bool) -> float:
+        way = Way("", "", tuple(piece(1, 1, size) for _ in range(3)), 0, 0)
+        return step(way, there, training, overlap=overlap).exchange
+
+    assert exchange(None, overlap=False) == pytest.approx(3 + 3)
+    assert exchange(1000, overlap=False) == pytest.approx(3 + 1)
+    assert exchange(100 << 20, overlap=False) == pytest.approx(3 + 3)  # 128 MiB hold one
+    # ready at 2 + 4/3, 4 + 2/3 and 6: gone at 5 1/3, 7 1/3 and 9 1/3, or all at 6 + 4
+    assert exchange(1000, overlap=True) == pytest.approx(3 + 3)
+
+
+def test_ranks_that_share_cores_compute_slowly() -> None:
+    shared = replace(MACHINE, cores=2)
+    assert (shared.slowdown(1), shared.slowdown(8)) == (1.0, 4.0)
+    assert replace(shared, crowd=6).slowdown(1) == 3.0
+    assert MACHINE.slowdown(8) == 1.0
+    way = compressed(SPECS, APART, "allgather", TopKConfig())
+    crowded = replace(shared, crowd=6)
+    quick, slow = (step(way, m, TRAINING, overlap=False) for m in (MACHINE, crowded))
+    assert slow.kernels == pytest.approx(3 * quick.kernels)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("nodes", [APART, TOGETHER])
+def test_more_bandwidth_is_never_slower(nodes: object, overlap: bool) -> None:
+    assert isinstance(nodes, type(APART))
+    for way in all_ways(SPECS, nodes, TopKConfig(), rank=4, values=["float32", "int4"]):
+        times = [
+            step(way, machine(10 ** (6 + i / 4)), TRAINING, overlap=overlap).seconds
+            for i in range(25)
+        ]
+        assert all(a >= b - 1e-12 for a, b in itertools.pairwise(times)), way.name
+        assert times[-1] >= TRAINING.compute
+
+
+def test_overlap_never_costs_and_hides_no_more_than_all() -> None:
+    for way in all_ways(SPECS, APART, TopKConfig(), rank=4, values=["float32"]):
+        alone, overlapped = (step(way, MACHINE, TRAINING, overlap=o) for o in (False, True))
+        assert 0 <= overlapped.hidden <= 1
+        assert overlapped.seconds <= alone.seconds + 1e-12
+
+
+# Crossings and verdicts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["allgather", "sharded"])
+def test_a_crossing_is_one(kind: str, overlap: bool) -> None:
+    """At it both take equally long; below it ours is faster, above it dense."""
+    other, plain = compressed(SPECS, APART, kind, TopKConfig()), dense(SPECS, APART)
+    at = crossing(plain, other, MACHINE, TRAINING, overlap=overlap)
+    assert 1e6 < at < 1e12
+
+    def gain(bandwidth: float) -> float:
+        there = machine(bandwidth)
+        return (
+            step(plain, there, TRAINING, overlap=overlap).seconds
+            - step(other, there, TRAINING, overlap=overlap).seconds
+        )
+
+    assert gain(at) == pytest.approx(0, abs=1e-6)
+    assert gain(at / 1.01) > 0 > gain(at * 1.01)
+
+
+def test_there_may_be_no_crossing() -> None:
+    plain, other = dense(SPECS, APART), compressed(SPECS, APART, "allgather", TopKConfig())
+    free = replace(MACHINE, kernels=NOTHING)
+    assert crossing(plain, other, free, TRAINING, overlap=False) == math.inf
+    assert crossing(plain, plain, free, TRAINING, overlap=False) == 0.0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_verdict_flips_at_the_last_crossing(overlap: bool) -> None:
+    ways = all_ways(SPECS, APART, TopKConfig(), rank=4, values=["float32", "int8"])
+    last = max(
+        row.crossing for row in rows(ways, MACHINE, TRAINING, overlap=overlap) if row.way.ours
+    )
+
+    def verdict(bandwidth: float) -> tuple[bool, str]:
+        found = judge(rows(ways, machine(bandwidth), TRAINING, overlap=overlap), overlap=overlap)
+        return found.compress, found.text
+
+    below, above = verdict(last / 1.02), verdict(last * 1.02)
+    assert below[0]
+    assert below[1].startswith("compress: exchange=")
+    assert not above[0]
+    assert above[1].startswith("do not compress: dense takes ")
+    assert "It would pay below" in above[1]
+
+
+def test_signs_are_not_recommended() -> None:
+    ways = all_ways(SPECS, APART, TopKConfig(), rank=4, values=["float32", "sign"])
+    found = judge(rows(ways, machine(1e7), TRAINING, overlap=False), overlap=False)
+    assert found.compress
+    assert "values='float32'" in found.text
+
+
+# Constants
+
+
+def test_constants_are_found_again() -> None:
+    """Of allreduces and allgathers at 2 and 4 ranks, without noise."""
+    network = Network(3e8, latency=2e-4, overhead=1.5e-3, add=3e-10)
+    sent = [
+        sending
+        for ranks in (2, 4)
+        for size in (4, 10_000, 1_000_000, 30_000_000)
+        for sending in (
+            ring_allreduce(size, nodes_of(ranks, 1)),
+            Sending(1, 3 * (ranks - 1), (ranks - 1) * size, 0, (ranks - 1) * size),
+        )
+    ]
+    found = fit([Sample(each, each.seconds(network)) for each in sent])
+    for name in ("bandwidth", "latency", "overhead", "add"):
+        assert getattr(found, name) == pytest.approx(getattr(network, name), rel=1e-3), name
+    copying = replace(network, goodput=0.9, copy=2e-10)
+    known = [
+        Sample(each, each.seconds(replace(copying, bandwidth=rate), 2.0), 2.0, rate)
+        for each in sent
+        for rate in (1e8, 3e8)
+    ]
+    again = fit(known)
+    assert again.bandwidth == 3e8
+    assert (again.copy, again.goodput) == pytest.approx((2e-10, 0.9), rel=1e-3)
+    single = fit([sample for sample in known if sample.bandwidth == 1e8])
+    assert single.copy == 0  # which one bandwidth cannot tell from the rest
+    assert single.goodput < 0.9
+    with pytest.raises(ValueError, match="all, or none"):
+        fit([known[0], Sample(sent[0], 1.0)])
+
+
+def test_no_constant_is_negative() -> None:
+    assert least_squares([[1.0, 0.0], [1.0, 1.0]], [1.0, 0.5]) == pytest.approx([0.75, 0.0])
+    assert least_squares([[1.0], [1.0]], [-1.0, -2.0]) == [0.0]
+    with pytest.raises(ValueError, match="do not tell the bandwidth"):
+        fit([Sample(Sending(1, 2, 4, 0, 4), 1.0), Sample(Sending(1, 2, 4, 0, 4), 1.0)])
+
+
+def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    kept = Machine(replace(NETWORK, local_bandwidth=1e10), KERNELS, 2.0, 4, "a test")
+    machines.write(kept, path)
+    assert machines.read(path) == kept
+    assert machines.read(machines.REFERENCE).origin
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "message"),
+    [
+        ("network", "bandwidth", 0, "bandwidth=0: give a number that is above 0"),
+        ("network", "latency", -1.0, "latency=-1.0: give a number that is 0 or more"),
+        ("kernels", "encode", "fast", "encode='fast'"),
+        (None, "cores", 0.0, "cores=0.0: give a number that is above 0"),
+        (None, "crowd", 0, "crowd=0: at least 1 rank"),
+        ("kernels", "speed", 1.0, "holds no machine"),
+    ],
+)
+def test_machines_that_are_none(
+    part: str | None, field: str, value: object, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "machine.json"
+    machines.write(MACHINE, path)
+    found = json.loads(path.read_text())
+    (found if part is None else found[part])[field] = value
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=message):
+        machines.read(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="holds no machine"):
+        machines.read(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        machines.read(tmp_path / "absent.json")
+
+
+def test_quantities() -> None:
+    assert [bits_per_second(t) for t in ("100mbit", "2.5Gbit", "8bit")] == [1e8, 2.5e9, 8.0]
+    assert [seconds(t) for t in ("62.5ms", "50us", "2s")] == pytest.approx([0.0625, 5e-5, 2.0])
+    assert [rate(r) for r in (1e10, 3e8, 2e12, 5e4)] == [
+        "10 Gbit/s",
+        "300 Mbit/s",
+        "2 Tbit/s",
+        "50 kbit/s",
+    ]
+    assert [milliseconds(s) for s in (0.0625, 0, 1.2345, 1e-6)] == ["62.5", "0", "1234", "0.00100"]
+    for text in ("fast", "0mbit", "10"):
+        with pytest.raises(ValueError, match="is no bandwidth"):
+            bits_per_second(text)
+    with pytest.raises(ValueError, match="is no time"):
+        seconds("62.5")

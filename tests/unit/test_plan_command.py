@@ -1,0 +1,171 @@
+"""`horovod-topk plan` on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horovod_topk import cli
+from horovod_topk.cli import frameworks
+from horovod_topk.cli.plan import kernels
+from horovod_topk.config import VALUES, TopKConfig
+
+SEED = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--bandwidth", "10gbit"]
+
+
+def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.main([*SEED, "--json", *arguments]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(SEED) == 0
+    text = capsys.readouterr().out
+    head, *_, verdict = text.splitlines()
+    assert head.startswith("resnet18: 11,689,512 float32 in 62 tensors, 8 ranks on 8 nodes")
+    assert verdict.startswith(("compress: ", "do not compress: "))
+    for way in ("allreduce     float16", "PowerSGD      rank 4", "sharded       int4"):
+        assert way in text
+    assert "constants: " in text
+    assert "hierarchical" not in text
+
+
+@pytest.mark.parametrize("local_size", [1, 4])
+def test_bytes_are_those_of_the_command_bytes(
+    local_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ["--local-size", str(local_size)]
+    assert cli.main(["bytes", "--model", "resnet18", *size]) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    listed = {
+        (e, v): (int(sent.replace(",", "")), int(left.replace(",", "")))
+        for e, v, sent, left, *_ in table
+    }
+    ways = found(capsys, *size)["ways"]
+    planned = {
+        (way["exchange"], way["values"]): (way["sent_bytes"], way["node_bytes"])
+        for way in ways
+        if way["exchange"] != "PowerSGD"
+    }
+    # `bytes` prints the first rank's; of dense, the whole model's
+    assert planned == listed
+    assert len(ways) == 3 + len(VALUES) * (2 if local_size == 1 else 3)
+
+
+def test_json_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = found(capsys, "--values", "float32", "int8", "--latency", "50us", "--no-overlap")
+    assert (answer["ranks"], answer["nodes"], answer["overlap"]) == (8, 8, False)
+    assert answer["machine"]["network"]["bandwidth"] == 1e10
+    assert answer["machine"]["network"]["latency"] == pytest.approx(5e-5)
+    dense, *_ = answer["ways"]
+    alone = dense["alone"]
+    assert alone["seconds"] == pytest.approx(0.0625 + alone["exchange"])
+    assert alone["efficiency"] == pytest.approx(0.0625 / alone["seconds"])
+    fastest = min(
+        way["alone"]["seconds"] for way in answer["ways"] if way["exchange"] in "allgather sharded"
+    )
+    assert answer["compress"] == (fastest < alone["seconds"])
+
+
+def test_given_constants_take_the_place_of_measured_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = found(capsys)["machine"]
+    path = tmp_path / "machine.json"
+    kept["kernels"] = dict.fromkeys(kept["kernels"], 0.0)
+    kept |= {"cores": 2.0, "origin": "a test"}
+    path.write_text(json.dumps(kept))
+    answer = found(
+        capsys, "--machine", str(path), "--bandwidth", "1gbit", "--crowd", "8", "--cores", "4"
+    )
+    assert answer["machine"]["origin"] == "a test"
+    assert answer["machine"]["network"]["bandwidth"] == 1e9
+    assert (answer["machine"]["cores"], answer["machine"]["crowd"]) == (4.0, 8)
+    assert all(way["alone"]["kernels"] == 0 for way in answer["ways"])
+
+
+def test_do_not_compress_on_one_fast_node(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--ranks", "2", "--local-size", "2", "--local-bandwidth", "10tbit"]
+    assert cli.main([*SEED, "--latency", "1us", *arguments]) == 0
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict.startswith("do not compress: dense takes ")
+
+
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert cli.main([*SEED, "--picture", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert cli.main([*SEED, "--picture", str(tmp_path / "absent" / "plan.png")]) == 2
+    assert "--picture" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "1"], "--ranks 1: nothing is exchanged by fewer than 2"),
+        (["--local-size", "0"], "--local-size 0: give 1 or more"),
+        (["--powersgd", "0"], "--powersgd 0: give 1 or more"),
+        (["--bandwidth", "fast"], "--bandwidth 'fast' is no bandwidth: write 100mbit"),
+        (["--latency", "5"], "--latency '5' is no time: write 62.5ms"),
+        (["--compute", "0ms"], "compute=0.0 s: give seconds above 0"),
+        (["--forward", "2"], "forward=2.0: give a share from 0 to 1"),
+        (["--cores", "0"], "cores=0.0: give a number that is above 0"),
+        (["--crowd", "4"], "--crowd 4: say with --cores how many they share"),
+        (["--ratio", "3"], "ratio=3.0 lies outside (0, 1]"),
+        (["--model", "no.json"], "nor a file of shapes"),
+        (["--machine", "no.json"], "no.json cannot be read: No such file"),
+        (["--measure"], "--measure: no ranks: run horovodrun -np 2 horovod-topk plan"),
+    ],
+)
+def test_what_has_no_plan(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main([*SEED, *arguments]) == 2
+    assert message in capsys.readouterr().out
+
+
+def test_compute_has_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan"])
+    assert "--compute" in capsys.readouterr().err
+
+
+def test_it_works_without_any_installed_package() -> None:
+    """Neither a framework nor NumPy is needed to plan."""
+    package = str(Path(cli.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "horovod_topk.cli", *SEED],
+        env={**os.environ, "PYTHONPATH": package},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "compress: " in done.stdout
+
+
+@pytest.mark.parametrize("framework", ["Torch", "TensorFlow"])
+def test_kernels_are_timed_in_either_framework(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(f"horovod.{framework.lower()}")
+    for name, few in (("SETTLE", 1), ("REPEATS", 2), ("BUCKET_ELEMENTS", 10_000)):
+        monkeypatch.setattr(kernels, name, few)
+    found = kernels.measure(getattr(frameworks, framework)(), TopKConfig())
+    assert 0 < found.encode < 1e-3
+    assert 0 < found.multiply < 1e-3
+    assert 0 < found.triad < 1e-3
+    assert found.clear >= 0 <= found.decode
