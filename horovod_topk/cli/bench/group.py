@@ -49,7 +49,7 @@ def process_group(interface: str) -> Iterator[None]:
     if store is None:
         store = TCPStore(host, port, hvd.size(), is_master=False)
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    hvd.barrier()  # a rank that left earlier would break connections, and rank 0 the store
+    dist.destroy_process_group()
+    hvd.barrier()
