@@ -21,6 +21,7 @@ METHODS = (
     "topk-int8-sampled",
 )
 FEW = ("dense", "fp16", "ddp", "powersgd", "topk-int8")  # where a run is about something else
+WITH_IDLE = ("dense", "fp16", "ddp", "topk-int8")  # torch's PowerSGD may abort there
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Run:
         """Of the command, but for where it writes."""
         plain = self.compute is None and not self.idle
         found = ["--model", MODEL, "--rate", self.rate]
-        found += ["--methods", ",".join(METHODS if plain else FEW)]
+        methods = METHODS if plain else WITH_IDLE if self.idle else FEW
+        found += ["--methods", ",".join(methods)]
         found += ["--compute", self.compute] if self.compute else []
         return [*found, "--idle-parameters", str(self.idle)] if self.idle else found
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from horovod_topk.cli.bench.compute import Compute
-from horovod_topk.cli.bench.methods import DEFAULT, DEFAULT_OF_SCRIPT, KINDS, parse_methods
+from horovod_topk.cli.bench.methods import DEFAULT, DEFAULT_OF_SCRIPT, KINDS, Method, parse_methods
 from horovod_topk.cli.bench.rates import bits_per_second
 from horovod_topk.cli.models import MODELS, specs_of
 from horovod_topk.errors import TopKError
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--methods", default=None, help=f"of {', '.join(KINDS)}, ours as {SHORTHAND}")
     add("--rounds", type=int, default=5, help="timed steps of each (default: %(default)s)")
     add("--compute", default=None, help="backward takes sleep:SECONDS, or cpu:SECONDS of a core")
-    add("--idle-parameters", type=int, default=0, help="so many have no gradient")
+    add("--idle-parameters", type=int, default=0, help="have no gradient; not with powersgd")
     add("--interface", default=None, help="network card; default: the one horovodrun names")
     add("--rate", default=None, help="of its link, such as 1gbit; default: what the card says")
     add("--script", type=Path, default=None, help="time this instead, with its arguments behind --")
@@ -40,11 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure and report; 2 if that cannot be."""
     try:
-        usual = DEFAULT if args.script is None else DEFAULT_OF_SCRIPT
-        specs, methods = specs_of(args.model), parse_methods(args.methods or usual)
+        specs, methods = specs_of(args.model), parse_methods(args.methods or _usual(args))
         compute = None if args.compute is None else Compute.of(args.compute)
         rate = None if args.rate is None else bits_per_second(args.rate)
         _check(args)
+        _check_idle(args, methods)
         run = importlib.import_module("horovod_topk.cli.bench.run")  # loads PyTorch and Horovod
         status: int = run.main(args, specs, methods, compute, rate)
     except (ValueError, TopKError) as error:
@@ -56,6 +57,25 @@ def main(args: argparse.Namespace) -> int:
         )
         return 2
     return status
+
+
+def _usual(args: argparse.Namespace) -> str:
+    """Methods if none are named."""
+    if args.script is not None:
+        return DEFAULT_OF_SCRIPT
+    return DEFAULT.replace("powersgd,", "") if args.idle_parameters else DEFAULT
+
+
+def _check_idle(args: argparse.Namespace, methods: Sequence[Method]) -> None:
+    """PowerSGD's collectives start in callbacks, and DDP looks for idle parameters by one more.
+
+    Which comes first differs from rank to rank, and on Gloo ranks then abort.
+    """
+    if args.idle_parameters and any(method.kind == "powersgd" for method in methods):
+        raise ValueError(
+            f"--idle-parameters {args.idle_parameters} with powersgd: torch's ranks abort, as its "
+            "collectives meet in different orders. Leave powersgd out of --methods"
+        )
 
 
 def _check(args: argparse.Namespace) -> None:
