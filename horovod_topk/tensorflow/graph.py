@@ -119,7 +119,7 @@ class Gathered(Direct[Array]):
         scale: Any = gain
         if self._bucket.reduction == "average":
             size = self._bucket.layout.payload_bytes
-            scale = gain / (tf.size(self._gathered.value) // size)
+            scale = gain * (1 / (tf.size(self._gathered.value) // size))
         return self._codec.decode(self._bucket, self._gathered, scale, targets)
 
 
