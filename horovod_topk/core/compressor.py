@@ -244,8 +244,8 @@ class Compressor(Generic[Array]):
             return
         plan = self.plan.under(self._schedule.settings(ratio))
         self.registry.turn_to(plan)
-        if self.owned is not None:
-            self.owned.turn_to(plan)
+        for _, registry in self._others():
+            registry.turn_to(plan)
         self.plan = plan
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
 

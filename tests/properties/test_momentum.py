@@ -158,6 +158,18 @@ def test_velocities_are_saved_and_loaded() -> None:
     assert not velocities(one)[0]["w"].any()
 
 
+def test_velocities_stay_from_rung_to_rung() -> None:
+    config = TopKConfig(0.1, momentum=0.9, min_numel=0, warmup=((1, 0.25),))
+    world = World(make_plan([TensorSpec("w", (40,), "float32")], config), 1, TORCH)
+    step_of(world)
+    before = velocities(world)
+    world.exchange([{"w": np.ones(40, np.float32)}])
+    assert world.ranks[0].state_dict()["velocity"]["ratio"] == 0.1
+    world.rollback()
+    assert same_bits(velocities(world), before)
+    assert np.count_nonzero(before[0]["w"]) == 29  # of 0 to 39; the 10 largest were sent
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [(0.9, 0.0), (0.0, 0.9)])
 def test_a_state_of_another_kind_is_refused(saved: float, loaded: float) -> None:
     one, other = one_rank(saved), one_rank(loaded)
