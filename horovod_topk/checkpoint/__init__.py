@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
     path.parent.mkdir(parents=True, exist_ok=True)
     place = {"rank": rank, "ranks": ranks, "steps": state.steps}
     facts = {**place, "reduction": state.reduction, "tensors": state.tensors}
-    _replace(path, shard.dump({**contents, **facts}, state.framework))
+    shard.write(path, shard.dump({**contents, **facts}, state.framework))
     return path
 
 
@@ -100,20 +99,6 @@ def load(
 
 def _path(folder: Path, name: str, rank: int, ranks: int) -> Path:
     return folder / f"{name}-{rank:05}-of-{ranks:05}.safetensors"
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one."""
-    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(draft).replace(path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
 
 
 def _read(

@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,20 @@ def dump(state: Mapping[str, Any], framework: str) -> bytes:
     assert match is not None  # it was just written
     digest = hashlib.sha256(data).hexdigest().encode()
     return data[: match.start(1)] + digest + data[match.end(1) :]
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file so that a crash leaves the old one or the new one."""
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(draft).replace(path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
 
 
 def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
