@@ -80,6 +80,7 @@ class Keeper:
         self._legacy = None if commit_dir is None else Legacy(Path(commit_dir), name)
         self._member, self._job = uuid.uuid4().bytes, bytes(16)
         self.units = 0  # how many ranks the residual is of; 0: nobody knows this one yet
+        self.clock: Clock = (0, None)  # when ranks met last
         self._pooled = False
         self._absorbed: tuple[str, ...] = ()
         self._saved: _Commit | None = None
@@ -122,7 +123,7 @@ class Keeper:
             self._take_on(roll)
         else:
             self._job = eldest.member
-        self.units, self._pooled = roll.ranks, False
+        self.units, self._pooled, self.clock = roll.ranks, False, eldest.clock
         if (state := self._state()) is not None:
             state.resume(eldest.clock, roll.ranks)
 

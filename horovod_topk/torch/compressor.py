@@ -108,7 +108,8 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
     def attached(self, state: OptimizerState) -> None:
         """Remember an optimizer's state; called by the seam."""
         self._states.add(state)
-        state.keeper = self._keeper
+        if self._keeper is not None:
+            state.keep_with(self._keeper)
 
     def keep(self, name: str) -> Keeper:
         """Keep what is owed through an elastic job; called by `horovod_topk.torch.elastic`.
@@ -118,7 +119,7 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         """
         self._keeper = Keeper(self._living_states, HorovodTalk(), name, self.commit_dir)
         for state in self._living_states():
-            state.keeper = self._keeper
+            state.keep_with(self._keeper)
         return self._keeper
 
     def set_ratio(self, ratio: float | None) -> None:

@@ -173,7 +173,13 @@ class OptimizerState:
 
     def resume(self, clock: Clock, ranks: int) -> None:
         """Go on where an elastic job is, whose ranks are so many; called by its keeper."""
-        self._compressor.clock, self._compressor.units = clock, ranks
+        if self.active:
+            self._compressor.clock, self._compressor.units = clock, ranks or None
+
+    def keep_with(self, keeper: Keeper) -> None:
+        """Take part in an elastic job; called by `TopKEF`."""
+        self.keeper = keeper
+        self.resume(keeper.clock, keeper.units)
 
     @property
     def place(self) -> tuple[int, int]:
