@@ -26,7 +26,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: help setup demo test check accuracy frontier bench bench-kernels bench-network bench-wire fuzz clean
+.PHONY: help setup demo test check accuracy frontier crashes bench bench-kernels bench-network bench-wire fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -50,6 +50,9 @@ accuracy: setup ## make the published accuracy tables anew (hours)
 
 frontier: setup ## quality against bytes, for every format and exchange, on simulated ranks (hours)
 	"$(VENV)/bin/python" scripts/frontier.py $(ARGS)
+
+crashes: setup ## kill a hundred ranks of elastic jobs, and account for what is lost (a quarter of an hour)
+	"$(VENV)/bin/python" scripts/crashes.py $(ARGS)
 
 bench: setup ## time compression of a ResNet-50's gradients, PyTorch against TensorFlow
 	"$(VENV)/bin/python" scripts/bench.py $(ARGS)

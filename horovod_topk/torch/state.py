@@ -32,7 +32,7 @@ from horovod_topk.errors import ConfigError, ShapeChangedError, StepBeforeSynchr
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.arrival import Arrival, Slot, check_unchanged
 from horovod_topk.torch.collective import HorovodCollective
-from horovod_topk.torch.momentum import check_not_twice, hand_over
+from horovod_topk.torch.momentum import advise, check_not_twice, hand_over
 from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preparation import Preparation
 from horovod_topk.torch.scaling import Scaler
@@ -74,7 +74,8 @@ class OptimizerState:
             hand_over(optimizer, config.momentum, nesterov=config.nesterov)
             return
         check_elastic(config)
-        check_not_twice(optimizer, config.momentum)
+        check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+        advise(optimizer, config.momentum)
         plan = plan_of(optimizer, config)
         self._preparation = Preparation.of(grad_scaler, plan)
         collective = HorovodCollective(optimizer.process_set)
