@@ -35,6 +35,12 @@ def notes_in(folder: Path) -> list[Note]:
     return sorted(notes, key=lambda note: float(note["time"]))
 
 
+def last_note(folder: Path, pid: int) -> Note:
+    """A process's latest."""
+    lines = (folder / f"notes-{pid}.jsonl").read_text().splitlines()
+    return json.loads(lines[-1]) if lines else {"event": "none", "time": 0.0}
+
+
 def returns(notes: Iterable[Note]) -> Iterator[Return]:
     """Each time that ranks which were there before go on from a step before the last."""
     reached, committed, commits, size, lost = 0, 0, dict[int, Note](), 0, 0

@@ -15,9 +15,10 @@ PAGE = """\
 The digits (`examples/pytorch_digits.py`'s network, SGD with momentum, learning rate 0.1), ratio
 0.01, in an elastic job: `horovod_topk.torch.elastic.TorchState` and
 `TopKEF(commit_dir=...)`, a commit every {every} steps. Up to {hosts} ranks train, each on a host of
-its own by name; one of them at a time is killed with SIGKILL, {least:g} to {most:g} seconds after
-the one before, in whatever it is doing, and Horovod starts another. A step's examples are the same
-for any number of ranks.
+its own by name. One of them at a time is killed with SIGKILL, at a random moment of a step or a
+commit, {least:g} seconds or more after the one before, once all ranks train together; Horovod starts
+another. A step's examples are the same for any number of ranks. (Horovod 0.28 does not survive the
+loss of a rank while ranks are about to meet, whatever they exchange: those that wait for it abort.)
 
 {machine}. Command: `make crashes`.
 
@@ -40,12 +41,11 @@ def page(found: dict[str, Any]) -> str:
     returns = [each for job in jobs for each in job["disturbed"]["returns"]]
     redone = [each["reached"] - each["resumed"] for each in returns]
     whole = [each for each in returns if not each["lost"]]
-    least, most = settings["wait"]
+    least, _ = settings["wait"]
     return PAGE.format(
         every=settings["commit_every"],
         hosts=settings["hosts"],
         least=least,
-        most=most,
         machine=f"{environment['cpu']}, {environment['cores']} shared cores, Python "
         f"{environment['python']}, PyTorch {environment['torch']}, Horovod "
         f"{environment['horovod']} on Gloo, {environment['date']}",

@@ -71,7 +71,7 @@ def main() -> None:
         return mean
 
     def weights() -> float:
-        return sum(float(p.double().abs().sum()) for p in model.parameters())
+        return sum(float(p.detach().double().abs().sum()) for p in model.parameters())
 
     @hvd.elastic.run
     def train(state: TorchState) -> None:
