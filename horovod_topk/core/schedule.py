@@ -50,13 +50,17 @@ class Schedule:
             )
 
     def settings(self, ratio: float) -> TopKConfig:
-        """The settings at a rung; owners send back at least as large a share."""
+        """The settings at a rung; owners send back at least as large a share.
+
+        So does a tensor that has a ratio of its own.
+        """
         config = self._config
         if ratio == config.ratio:
             return config
         back = None if config.gather_ratio is None else max(config.gather_ratio, ratio)
         values = "float32" if ratio == DENSE else config.values
-        return replace(config, ratio=ratio, gather_ratio=back, values=values)
+        own = tuple((name, max(each, ratio)) for name, each in config.ratios or ())
+        return replace(config, ratio=ratio, gather_ratio=back, values=values, ratios=own)
 
     def label(self, ratio: float) -> str:
         """What a rung adds to the names of collectives; nothing for the usual one."""

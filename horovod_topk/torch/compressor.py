@@ -43,6 +43,10 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
             the optimizer's own: pass momentum=0 to `torch.optim.SGD`. 0: off.
         nesterov: whether that is Nesterov's.
+        ratios: ratios of some tensors, instead of `ratio` and `gather_ratio`: a mapping, or pairs,
+            of a pattern of names as in `fnmatch` ("head.*"), or a function of a tensor's name and
+            shape that returns a bool, and a ratio or "dense". The first that holds wins. A pattern
+            that matches nothing is an error; tensors below `min_numel` are dense in any case.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
         grad_scaler: the `torch.amp.GradScaler` that scales the loss, if one does: residuals are
             then kept in unscaled units, and a change of its scale changes nothing that is owed.
