@@ -37,16 +37,24 @@ class Schedule:
         return next((r for until, r in self._stretches if committed < until), self._config.ratio)
 
     def check(self, ratio: float) -> None:
-        """Refuse a ratio that is no rung.
+        """Refuse a ratio that is no rung, and 1.0 where it would not send all.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: it is none, or does not.
         """
         if ratio not in self.rungs:
             raise ConfigError(
                 f"ratio {ratio!r} is none of this optimizer's, {', '.join(map(str, self.rungs))}",
                 cure="Pass one of them, or list it in warmup= when the optimizer is built: ranks "
                 "agree on all ratios there",
+            )
+        smaller = [name for name, own in self._config.own.items() if own < ratio]
+        if ratio == DENSE == self._config.ratio and smaller:
+            raise ConfigError(
+                f"ratio 1.0 is this optimizer's own, at which {smaller[0]!r} sends "
+                f"{self._config.own[smaller[0]]} of its elements: no step sends all",
+                cure="Pass a ratio below 1 when the optimizer is built, and 'dense' for the others "
+                "in ratios=",
             )
 
     def settings(self, ratio: float) -> TopKConfig:

@@ -156,6 +156,13 @@ def test_a_rung_is_the_least_that_a_tensor_sends() -> None:
     assert plan.under(schedule.settings(0.25)).own_ratios() == {HEAD.name: 0.5}
 
 
+def test_one_is_refused_where_it_would_not_send_all() -> None:
+    schedule = Schedule(plan_of({"embedding.*": 0.5}, ratio=1.0).config)
+    with pytest.raises(ConfigError, match=r"own, at which 'embedding.weight' sends 0.5 of its"):
+        schedule.check(1.0)
+    Schedule(plan_of({"embedding.*": 0.5}).config).check(1.0)
+
+
 # Refusals
 
 
