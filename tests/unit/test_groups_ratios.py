@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from horovod_topk import cli
+from horovod_topk.cli.bench.methods import parse_methods
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
@@ -282,3 +283,10 @@ def test_rules_that_the_command_refuses(
 def test_a_plan_says_its_ratios(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--compute", "10ms", "--json", "--ratios", "0=dense"]) == 0
     assert json.loads(capsys.readouterr().out)["ratios"] == {"0": 1.0}
+
+
+def test_a_method_of_bench_has_ratios_too() -> None:
+    (method,) = parse_methods("topk:ratios=head.*=dense emb*=0.5,values=int8")
+    assert method.settings == {"ratios": (("head.*", 1.0), ("emb*", 0.5)), "values": "int8"}
+    with pytest.raises(ValueError, match="write PATTERN=RATIO"):
+        parse_methods("topk:ratios=head")
