@@ -100,6 +100,13 @@ class TopKConfig:
         own = tuple(pair for pair in resolve(rules, tensors, names) if {pair[1]} != others)
         return replace(self, ratios=own)
 
+    def narrowed(self, names: Iterable[str]) -> TopKConfig:
+        """Resolved settings with the ratios of some of the tensors, those of a bucket."""
+        if not self.own:
+            return self
+        own = tuple((Exactly(name), self.own[name]) for name in names if name in self.own)
+        return replace(self, ratios=own)
+
     def agreed(self) -> dict[str, object]:
         """The settings that all ranks must share, in a fixed order.
 

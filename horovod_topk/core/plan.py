@@ -222,8 +222,12 @@ class Plan:
 
     def own_ratios(self) -> dict[str, float]:
         """Ratios of the tensors that have another one than the plan's."""
-        pairs = self.config.own.items()
-        return {str(name): ratio for name, ratio in pairs if ratio != self.config.ratio}
+        own, names = self.config.own, [tensor.spec.name for tensor in self.tensors()]
+        return {
+            name: own[name]
+            for name in names
+            if own.get(name, self.config.ratio) != self.config.ratio
+        }
 
     def summary(self) -> str:
         """One line for the log."""
@@ -377,6 +381,7 @@ def _alike(group: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 def _plan_bucket(
     ordinal: int, specs: Sequence[TensorSpec], config: TopKConfig, reduction: str
 ) -> BucketPlan:
+    config = config.narrowed([spec.name for spec in specs])
     values = value_kind(specs[0], config)
     shares = [
         Share(spec, spec.numel, position, *share(spec, spec.numel, config.ratio, config))

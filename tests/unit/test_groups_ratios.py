@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,15 @@ def test_a_tensor_less_keeps_the_ratios_of_the_others() -> None:
     assert sent(plan_of(RULES).without(BODY.name)) == {
         name: k for name, k in sent(plan_of(RULES)).items() if name != BODY.name
     }
+
+
+def test_a_bucket_minds_the_ratios_of_its_own_tensors_alone() -> None:
+    config = TopKConfig(ratios=checked_rules(RULES))
+    both = make_plan(SPECS, config, groups=[[EMBEDDING], [BODY, BIAS], [HEAD]])
+    one = make_plan(SPECS, replace(config, ratios=(("head.*", 1.0),)), groups=[[EMBEDDING]])
+    assert both.buckets[1].digest == make_plan([BODY, BIAS], TopKConfig()).buckets[0].digest
+    assert both.buckets[0].digest != one.buckets[0].digest
+    assert "head.weight" not in both.without(HEAD.name).own_ratios()
 
 
 @pytest.mark.parametrize("leg", ["scatter", "gather"])
