@@ -246,7 +246,7 @@ class OptimizerState:
         return self._last
 
     def _new_route(self, specs: tuple[TensorSpec, ...], variables: list[Any]) -> Route:
-        plan = plan_of(specs, variables, self._config, self._settings)
+        plan = plan_of(specs, variables, self._config, self._settings, self._names)
         prefix = self._config.name or f"topkef.{plan.digest.hex()}"
         ordinal = _free_ordinal(prefix)
         with tf.init_scope():  # at once, also while a graph is being built

@@ -31,7 +31,9 @@ def launch(controller: str, size: int, folder: Path, *names: str) -> Launch:
 
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize(
-    "names", [("tape", "state", "sharded", "hierarchical"), ("keras",)], ids="+".join
+    "names",
+    [("tape", "state", "sharded", "hierarchical", "groups_ratios"), ("keras",)],
+    ids="+".join,
 )
 @CONTROLLERS
 def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_path: Path) -> None:
@@ -44,9 +46,9 @@ def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize("size", [3, 4])
 @CONTROLLERS
 def test_cases_pass_on_more_ranks(controller: str, size: int, tmp_path: Path) -> None:
-    done = launch(
-        controller, size, tmp_path, "tape", "sharded", "hierarchical", *["keras"] * (size == 4)
-    )
+    names = ["tape", "sharded", "hierarchical"]
+    names += ["groups_ratios"] if size == 3 else ["keras"]
+    done = launch(controller, size, tmp_path, *names)
     assert_all_passed(done, size)
     assert_clean(done)
 
