@@ -17,6 +17,7 @@ from horovod_topk.errors import ConfigError, NotAttachedError, OutsideOptimizerE
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.planning import Settings
+from horovod_topk.tensorflow.scaling import check_scaler, is_scaler
 from horovod_topk.tensorflow.state import OptimizerState
 
 
@@ -48,6 +49,9 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         clip_norm: clip each rank's gradients before they are added to the residual, so that the
             norm of what is applied is about this at most, as `horovod_topk.core.clipping` says.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
+        grad_scaler: for tapes alone, the `LossScaleOptimizer` (of Keras 3 or tf-keras) that scales
+            the loss: residuals are then kept in unscaled units, and a change of its scale changes
+            nothing that is owed. Distributed optimizers find theirs by themselves.
 
     Raises:
         ConfigError, UnknownSettingError: see the message.
@@ -88,7 +92,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             NotAttachedError: it was not built with `compression=TopKEF`, or has exchanged nothing
                 yet.
         """
-        exchange: Any = getattr(optimizer, "_allreduce_grads", None)
+        holder = optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
+        exchange: Any = getattr(holder, "_allreduce_grads", None)
         if not isinstance(getattr(exchange, "compressor", None), TopKEF):
             raise NotAttachedError(
                 f"{type(optimizer).__name__} was not built with compression=TopKEF",
@@ -187,13 +192,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     @staticmethod
     def _check_scaler(scaler: object) -> None:
-        if scaler is not None:
-            raise ConfigError(
-                f"grad_scaler={scaler!r} is for PyTorch alone",
-                cure="Leave it out: horovod_topk.tensorflow.keras exchanges gradients without the "
-                "loss scale by itself; under tf-keras use mixed_bfloat16, or unscale gradients "
-                "before they are exchanged",
-            )
+        check_scaler(scaler)
 
     def _living_states(self) -> list[OptimizerState]:
         return sorted(self._states, key=lambda state: state.created)

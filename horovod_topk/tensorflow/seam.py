@@ -23,7 +23,12 @@ import horovod._keras
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_topk.errors import StepBeforeSynchronizeError, UnsupportedOperationError
+from horovod_topk.errors import (
+    ConfigError,
+    StepBeforeSynchronizeError,
+    UnsupportedOperationError,
+)
+from horovod_topk.tensorflow import scaling
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
@@ -61,6 +66,7 @@ class Exchange:
         stock: Function,
     ) -> None:
         self.compressor = compressor
+        self.scale = scaling.scale_of(compressor.grad_scaler)
         self._memory = memory
         self.state: OptimizerState | None = None  # of the variables seen last
         self._settings = settings
@@ -88,7 +94,9 @@ class Exchange:
         if not self.state.active:
             return self._by_horovod(grads, variables, use_generic_names)
         sparse = [g if isinstance(g, tf.IndexedSlices) else None for g in grads]
-        exchanged = self.state.exchange(grads, variables)
+        scale = self.scale()
+        local = scaling.divided(grads, scale, variables)
+        exchanged = scaling.multiplied(self.state.exchange(local, variables), scale)
         if all(gradient is None for gradient in sparse):
             return exchanged
         theirs = self._by_horovod(sparse, variables, use_generic_names)
@@ -116,6 +124,8 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
         groups = groups_by_id(asked["groups"])
         settings = Settings(_reduction(asked["op"]), groups, asked["process_set"])
         memory = None if asked["name"] == TAPE else Memory()
+        if memory is not None and compressor.grad_scaler is not None:
+            _refuse_scaler()
         sparse_as_dense = asked["sparse_as_dense"]
         asked |= {"compression": hvd.Compression.none, "groups": None}
         stock = original(*bound.args, **bound.kwargs)
@@ -135,23 +145,33 @@ def _reduction(op: Any) -> str:
     return reductions[op]
 
 
+def _refuse_scaler() -> None:
+    raise ConfigError(
+        "grad_scaler= was given to a distributed optimizer, which finds its loss scale by itself",
+        cure="Leave it out; it is for DistributedGradientTape",
+    )
+
+
 def _wrap_create_distributed_optimizer(original: Function) -> Function:
     signature = inspect.signature(original)
 
     def create_distributed_optimizer(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
+        asked, given = bound.arguments, bound.arguments["optimizer"]
         if TopKEF.asked(asked["compression"]) is None:
             return original(*args, **kwargs)
-        if _is_keras_3(asked["optimizer"]):
+        if _is_keras_3(given):
             raise UnsupportedOperationError(
                 "hvd.DistributedOptimizer never calls a compressor under Keras 3, and trains "
                 "without synchronising",
                 cure="Use horovod_topk.tensorflow.keras.DistributedOptimizer, or tf-keras with "
                 "TF_USE_LEGACY_KERAS=1",
             )
-        optimizer = original(*args, **kwargs)
+        asked["optimizer"] = given.inner_optimizer if scaling.is_scaler(given) else given
+        optimizer = original(*bound.args, **bound.kwargs)
         _refuse_unexchanged(optimizer)
-        return optimizer
+        scale = optimizer._allreduce_grads.scale = scaling.ScaleAround(optimizer)
+        return scaling.around(given, optimizer, scale) if scaling.is_scaler(given) else optimizer
 
     return create_distributed_optimizer
 

@@ -226,8 +226,6 @@ def test_settings_are_checked() -> None:
         TopKEF(ratio=100)
     with pytest.raises(ConfigError, match=r"warmup=9 is for PyTorch alone.*Leave it out"):
         TopKEF(warmup=9)
-    with pytest.raises(ConfigError, match=r"is for PyTorch alone\. Leave it out"):
-        TopKEF(grad_scaler=object())
     with pytest.raises(UnknownSettingError, match="Did you mean 'ratio'"):
         TopKEF(ration=0.1)
 
