@@ -12,6 +12,7 @@ from horovod.tensorflow.compression import Compressor
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.front import Front
+from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.errors import ConfigError, NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
@@ -48,6 +49,9 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
         clip_norm: clip each rank's gradients before they are added to the residual, so that the
             norm of what is applied is about this at most, as `horovod_topk.core.clipping` says.
+        warmup: larger ratios for the first steps: a number of steps, over which 0.25, 0.0625 and so
+            on come down to `ratio`, or pairs (until, ratio), each for the steps until so many have
+            been committed; None: off. Graphs get a branch for every ratio.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
         grad_scaler: for tapes alone, the `LossScaleOptimizer` (of Keras 3 or tf-keras) that scales
             the loss: residuals are then kept in unscaled units, and a change of its scale changes
@@ -61,20 +65,14 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         >>> tape = hvd.DistributedGradientTape(tape, compression=compression)
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
-    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`.
+    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm` and
+    `warmup`.
     """
 
     framework = "tensorflow"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.config.warmup is not None:
-            raise ConfigError(
-                f"warmup={self.config.warmup!r} is for PyTorch alone: a tf.function keeps the "
-                "payloads it was traced with",
-                cure="Leave it out, and train the first steps with another TopKEF(ratio=...), "
-                "whose state_dict() the next one loads",
-            )
         if self.config.momentum:
             raise ConfigError(
                 f"momentum={self.config.momentum}: momentum correction is for PyTorch alone yet",
@@ -82,6 +80,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             )
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
         self._callbacks: list[Callable[[StepCounters], None]] = []
+        self._asked: list[float | None] = []  # by set_ratio, before there was a state to ask
         self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them
 
     @staticmethod
@@ -151,6 +150,17 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         else:
             self._callbacks.append(callback)
 
+    def set_ratio(self, ratio: float | None) -> None:
+        """As `OptimizerState.set_ratio`; before the first step it is kept until then."""
+        if len(self._states):
+            state = self._only_state()
+            assert isinstance(state, OptimizerState)
+            state.set_ratio(ratio)
+        else:
+            if ratio is not None:
+                Schedule(self.config).check(ratio)
+            self._asked = [ratio]
+
     def state_of(
         self, variables: Sequence[Any], settings: Settings, memory: Memory | None
     ) -> OptimizerState:
@@ -168,6 +178,10 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             for callback in self._callbacks:
                 state.on_step(callback)
             self._callbacks.clear()
+            with tf.init_scope():
+                for ratio in self._asked:
+                    state.set_ratio(ratio)
+            self._asked.clear()
             if self._waiting:
                 with tf.init_scope():
                     state.load_state_dict(self._waiting.pop(0))

@@ -6,8 +6,8 @@ flagged a tensor. All that differs from step to step runs with the graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ from horovod_topk.core.plan import BucketPlan, Plan, TensorPlan, TensorSpec
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.route import Collective, Direct, Sharded
 from horovod_topk.core.route import Route as Way
+from horovod_topk.core.schedule import Schedule
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 
 
@@ -33,11 +34,19 @@ class Route:
     ordinal: int
     residuals: Mapping[str, Any]  # tensor name -> tf.Variable; shard after shard if sharded
     owned: Mapping[str, Any]  # of this rank's shards, if it owns any
+    label: str = ""  # of the rung, if it is not the usual one
 
     @property
     def name(self) -> str:
         """The collectives' prefix, equal on all ranks."""
-        return f"{self.prefix}.{self.ordinal}"
+        return f"{self.prefix}.{self.ordinal}{self.label}"
+
+    def at(self, ratio: float, schedule: Schedule) -> Route:
+        """The same at another rung."""
+        if ratio == self.plan.config.ratio:
+            return self
+        plan = self.plan.under(schedule.settings(ratio))
+        return replace(self, plan=plan, label=schedule.label(ratio))
 
 
 @dataclass(frozen=True)
@@ -60,8 +69,15 @@ class Bucket:
     owned: Arenas[Array] | None
 
 
-def step(route: Route, gradients: Sequence[Any], transport: Transport) -> tuple[list[Any], Any]:
+def step(
+    route: Route,
+    gradients: Sequence[Any],
+    transport: Transport,
+    besides: Sequence[tuple[Any, Any]] = (),
+) -> tuple[list[Any], Any]:
     """Exchange gradients, in the order of `route.specs`.
+
+    besides: other variables, and what they become if residuals are committed.
 
     Returns:
         The exchanged gradients, and one flag a tensor, bucket by bucket: True where a rank had a
@@ -87,7 +103,8 @@ def step(route: Route, gradients: Sequence[Any], transport: Transport) -> tuple[
         bucket.way.wait()
         flags.append(bucket.way.receive(of[bucket.plan.ordinal]))
     flagged: Any = tf.concat(flags, 0)
-    _commit_unless(tf.reduce_any(flagged), route, buckets, transport.ops)
+    kept = [*besides, *_left(route, buckets, transport.ops)]
+    _commit_unless(tf.reduce_any(flagged), kept)
     return [arrays[spec.name].value for spec in route.specs], flagged
 
 
@@ -176,24 +193,25 @@ def _arenas(plan: BucketPlan, pieces: Sequence[Any], ops: TensorFlowOps) -> Aren
     return Arenas(plan, Buffer.joined(parts), ops.zeros(plan.numel, plan.residual_dtype))
 
 
-def _commit_unless(
-    flagged: Any, route: Route, buckets: Sequence[Bucket], ops: TensorFlowOps
-) -> None:
-    """What was not sent becomes the residual."""
+def _left(route: Route, buckets: Sequence[Bucket], ops: TensorFlowOps) -> Iterator[tuple[Any, Any]]:
+    """Residual variables, and what was not sent."""
 
     def left(arenas: Arenas[Array], tensor: TensorPlan) -> Any:
         return ops.view(arenas.candidate, tensor.start, tensor.stop).value
 
-    kept: list[tuple[Any, Any]] = []
     for bucket in buckets:
         for position, tensor in enumerate(bucket.plan.tensors):
             parts = [left(arenas, arenas.plan.tensors[position]) for arenas in bucket.arenas]
             if parts:
                 whole = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-                kept.append((route.residuals[tensor.spec.name], whole))
+                yield route.residuals[tensor.spec.name], whole
             if bucket.owned is not None:
                 own = left(bucket.owned, bucket.owned.plan.tensors[position])
-                kept.append((route.owned[tensor.spec.name], own))
+                yield route.owned[tensor.spec.name], own
+
+
+def _commit_unless(flagged: Any, kept: Sequence[tuple[Any, Any]]) -> None:
+    """Assign to variables what they become."""
 
     def commit() -> None:
         for variable, tensor in kept:

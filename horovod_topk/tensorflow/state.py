@@ -18,7 +18,13 @@ from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.front import check_elastic, elastic, why_inactive
 from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan, TensorSpec
-from horovod_topk.core.residual import check_owner, check_state, pack_state
+from horovod_topk.core.residual import (
+    COMMITTED,
+    check_owner,
+    check_state,
+    committed_of,
+    pack_state,
+)
 from horovod_topk.core.stats import Stats, StepCounters, count_step, describe, planned
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
@@ -26,6 +32,7 @@ from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.graph import Route, Transport, norm_of, step
 from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of, unwrap
 from horovod_topk.tensorflow.residuals import Residuals
+from horovod_topk.tensorflow.rungs import Rungs
 from horovod_topk.tensorflow.shares import Shares
 
 log = logging.getLogger("horovod_topk")
@@ -61,7 +68,7 @@ class OptimizerState:
         self._names = names_of(variables)
         self._residuals, self._owned = residuals, owned
         self._routes: dict[tuple[TensorSpec, ...], Route] = {}
-        self._functions: dict[str, Callable[..., list[Any]]] = {}
+        self._functions: dict[tuple[str, float], Callable[..., list[Any]]] = {}
         self._last: Route | None = None
         self._skipped: dict[str, str] = {}
         self._callbacks: list[Callable[[StepCounters], None]] = []
@@ -78,6 +85,7 @@ class OptimizerState:
         check_elastic(config)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
         self._ops, self._collective = TensorFlowOps(), collective
+        self._rungs = Rungs(config)
         self._transport: Transport | None = None  # chosen when the first route is made
         self._shares: Shares | None = None
 
@@ -112,6 +120,27 @@ class OptimizerState:
         return self._steps + self._rolled_back
 
     @property
+    def ratio(self) -> float:
+        """Share of each tensor's elements that a step sends that begins now; see `set_ratio`."""
+        return self._rungs.ratio if self.active else 1.0
+
+    def set_ratio(self, ratio: float | None) -> None:
+        """Send another share of elements from the next step on; None: what the settings say.
+
+        Call it on every rank, between the same two steps. A step at 1.0 sends all that is owed, at
+        full precision, and leaves residuals of zero.
+
+        Args:
+            ratio: 1.0, `ratio` of the settings, or a ratio that `warmup` names.
+
+        Raises:
+            ConfigError: it is none of these, the job is elastic, or a tf.function was traced for
+                one ratio alone: without `warmup`, `set_ratio(None)` has to come before it.
+        """
+        if self.active:
+            self._rungs.ask(ratio)
+
+    @property
     def place(self) -> tuple[int, int]:
         """This rank, and of how many that exchange."""
         return (self._collective.rank, self._collective.size) if self.active else (0, 1)
@@ -125,16 +154,22 @@ class OptimizerState:
             return {}
         shares, waiting = self._shares, self._waiting or {}
         if shares is None:
-            return dict(waiting) or pack_state(self._config.ratio, [], {})
+            return self._counted(dict(waiting) or pack_state(self._config.ratio, [], {}))
         copies = {name: shares.natural(name, e) for name, e in self._all_residuals().items()}
         specs = self._specs().values() if shares.keeps else ()
         state = pack_state(self._config.ratio, specs, copies)
         if shares.owner is not None:
             state["owned"] = shares.owner | self._owned_state(shares)
-        return _with_waiting(state, waiting)
+        return self._counted(_with_waiting(state, waiting))
+
+    def _counted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict with the steps that warm-up counts."""
+        committed = self._rungs.committed
+        return state if committed is None else state | {COMMITTED: committed}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse a state dict that does not fit, once it is known what would; StateDictError."""
+        committed_of(state, 0)
         if self._shares is not None:
             self._check(state, list(self._specs().values()), self._shares)
 
@@ -153,6 +188,7 @@ class OptimizerState:
         if not self.active:
             return
         self.check_state_dict(state)
+        self._rungs.go_on_from(committed_of(state, self._rungs.committed or 0))
         if self._shares is not None:
             self._assign(self._all_residuals(), self._all_owned(), state, self._shares)
         else:
@@ -203,14 +239,16 @@ class OptimizerState:
 
     def _run(self, route: Route, gradients: list[Any]) -> list[Any]:
         if not tf.executing_eagerly():
-            return self._build(route, gradients)
-        if route.name not in self._functions:
-            self._functions[route.name] = tf.function(
-                lambda dense: self._build(route, dense), autograph=False
+            return list(self._rungs.traced(lambda ratio: self._build(route, ratio, gradients)))
+        ratio = self._rungs.ratio
+        key = route.name, ratio
+        if key not in self._functions:
+            self._functions[key] = tf.function(
+                lambda dense: self._build(route, ratio, dense), autograph=False
             )
         self._ops.raised = None
         try:
-            return self._functions[route.name](gradients)
+            return self._functions[key](gradients)
         except tf.errors.OpError:
             if self._ops.raised is not None:
                 raise self._ops.raised from None
@@ -291,24 +329,27 @@ class OptimizerState:
         rest = _without(self._waiting, names)
         self._waiting = rest if _has_residuals(rest) else None
 
-    def _build(self, route: Route, gradients: list[Any]) -> list[Any]:
+    def _build(self, route: Route, ratio: float, gradients: list[Any]) -> list[Any]:
         """One step as a graph, and its end on the host."""
+        route = route.at(ratio, self._rungs.schedule)
         with tf.name_scope("topkef"):
             assert self._transport is not None  # a route is made with it
-            exchanged, flags = step(route, gradients, self._transport)
+            counted = self._rungs.counted()
+            exchanged, flags = step(route, gradients, self._transport, counted)
             this = weakref.ref(self)  # a graph outlives the models it was made for
 
             def count(flags: Any, norm: Any) -> None:
                 state = this()
                 if state is not None:
-                    state._count(route.plan, flags, norm)
+                    state._count(route, flags, norm)
 
             tf.py_function(count, [flags, norm_of(gradients)], [])
             return exchanged
 
-    def _count(self, plan: Plan, flags: Any, norm: Any) -> None:
+    def _count(self, route: Route, flags: Any, norm: Any) -> None:
         """Note the end of a step, on the host."""
         assert self._transport is not None
+        self._last, plan = route, route.plan
         flagged = [bool(flag) for flag in flags.numpy()]
         self._gradient_norm = float(norm)
         self._steps += not any(flagged)

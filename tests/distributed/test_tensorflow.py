@@ -31,7 +31,9 @@ def launch(controller: str, size: int, folder: Path, *names: str) -> Launch:
 
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize(
-    "names", [("tape", "state", "sharded", "hierarchical"), ("keras", "tf_scaling")], ids="+".join
+    "names",
+    [("tape", "state", "sharded", "hierarchical", "tf_warmup"), ("keras", "tf_scaling")],
+    ids="+".join,
 )
 @CONTROLLERS
 def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_path: Path) -> None:

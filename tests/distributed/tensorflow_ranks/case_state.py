@@ -224,8 +224,6 @@ def test_local_gradients_are_clipped(graph: bool) -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"pass ratio=0\.01"):
         TopKEF(ratio=100)
-    with pytest.raises(ConfigError, match=r"warmup=9 is for PyTorch alone.*Leave it out"):
-        TopKEF(warmup=9)
     with pytest.raises(UnknownSettingError, match="Did you mean 'ratio'"):
         TopKEF(ration=0.1)
 
