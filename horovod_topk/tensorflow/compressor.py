@@ -14,7 +14,7 @@ from horovod_topk.config import TopKConfig
 from horovod_topk.core.front import Front
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import StepCounters
-from horovod_topk.errors import ConfigError, NotAttachedError, OutsideOptimizerError
+from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.planning import Settings
@@ -52,6 +52,9 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         warmup: larger ratios for the first steps: a number of steps, over which 0.25, 0.0625 and so
             on come down to `ratio`, or pairs (until, ratio), each for the steps until so many have
             been committed; None: off. Graphs get a branch for every ratio.
+        momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
+            the optimizer's own: pass momentum=0.0 to SGD, also around a tape. 0: off.
+        nesterov: whether that is Nesterov's.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
         grad_scaler: for tapes alone, the `LossScaleOptimizer` (of Keras 3 or tf-keras) that scales
             the loss: residuals are then kept in unscaled units, and a change of its scale changes
@@ -65,19 +68,14 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         >>> tape = hvd.DistributedGradientTape(tape, compression=compression)
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
-    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm` and
-    `warmup`.
+    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`, `warmup`
+    and `momentum`.
     """
 
     framework = "tensorflow"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.config.momentum:
-            raise ConfigError(
-                f"momentum={self.config.momentum}: momentum correction is for PyTorch alone yet",
-                cure="Leave momentum to the optimizer",
-            )
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._asked: list[float | None] = []  # by set_ratio, before there was a state to ask

@@ -16,6 +16,7 @@ from horovod_topk.core.clipping import local_threshold
 from horovod_topk.core.codec import Codec
 from horovod_topk.core.exchange import Exchange, HierarchicalExchange, ShardedExchange
 from horovod_topk.core.hierarchy import Hierarchical
+from horovod_topk.core.momentum import Correction
 from horovod_topk.core.plan import BucketPlan, Plan, TensorPlan, TensorSpec
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.route import Collective, Direct, Sharded
@@ -34,6 +35,7 @@ class Route:
     ordinal: int
     residuals: Mapping[str, Any]  # tensor name -> tf.Variable; shard after shard if sharded
     owned: Mapping[str, Any]  # of this rank's shards, if it owns any
+    velocities: Mapping[str, Any]  # tensor name -> tf.Variable, with momentum correction
     label: str = ""  # of the rung, if it is not the usual one
 
     @property
@@ -67,6 +69,15 @@ class Bucket:
     way: Way[Array]
     arenas: Sequence[Arenas[Array]]  # one, or one for each shard, or none: owners keep all
     owned: Arenas[Array] | None
+    velocity: Arenas[Array] | None = None
+
+    def send(self, gradients: Sequence[Array], name: str, correction: Correction[Array]) -> None:
+        """Send the velocities that gradients make, or these themselves."""
+        if self.velocity is None:
+            self.way.send(gradients, name)
+        else:
+            self.way.send(correction.correct(self.velocity, gradients), name)
+            correction.mask(self.velocity, self.way.sent())
 
 
 def step(
@@ -92,9 +103,13 @@ def step(
         local = clipped(list(arrays.values()), route.plan.reduction, limit, transport.collective)
         arrays = dict(zip(arrays, local, strict=True))
     buckets = [_bucket(route, plan, transport) for plan in route.plan.buckets]
+    if route.velocities:
+        buckets = [_with_velocity(route, bucket, transport.ops) for bucket in buckets]
+    correction = Correction(route.plan.config, transport.ops)
     of = {b.plan.ordinal: [arrays[t.spec.name] for t in b.plan.tensors] for b in buckets}
     for bucket in buckets:
-        bucket.way.send(of[bucket.plan.ordinal], f"{route.name}.{bucket.plan.ordinal}")
+        name = f"{route.name}.{bucket.plan.ordinal}"
+        bucket.send(of[bucket.plan.ordinal], name, correction)
     for _ in range(transport.exchange.turns):
         for bucket in buckets:
             bucket.way.advance()
@@ -182,6 +197,12 @@ def _owned(route: Route, plan: BucketPlan, ops: TensorFlowOps) -> Arenas[Array]:
     return _arenas(plan, [route.owned[t.spec.name] for t in plan.tensors], ops)
 
 
+def _with_velocity(route: Route, bucket: Bucket, ops: TensorFlowOps) -> Bucket:
+    names = [tensor.spec.name for tensor in bucket.plan.tensors]
+    velocity = _arenas(bucket.plan, [route.velocities[name] for name in names], ops)
+    return replace(bucket, velocity=velocity)
+
+
 def _arenas(plan: BucketPlan, pieces: Sequence[Any], ops: TensorFlowOps) -> Arenas[Array]:
     """Arenas with these tensors' residuals, and with zeros where it leaves gaps between them."""
     parts, stop = [], 0
@@ -194,7 +215,7 @@ def _arenas(plan: BucketPlan, pieces: Sequence[Any], ops: TensorFlowOps) -> Aren
 
 
 def _left(route: Route, buckets: Sequence[Bucket], ops: TensorFlowOps) -> Iterator[tuple[Any, Any]]:
-    """Residual variables, and what was not sent."""
+    """Residual variables, and what was not sent; velocities likewise."""
 
     def left(arenas: Arenas[Array], tensor: TensorPlan) -> Any:
         return ops.view(arenas.candidate, tensor.start, tensor.stop).value
@@ -208,6 +229,8 @@ def _left(route: Route, buckets: Sequence[Bucket], ops: TensorFlowOps) -> Iterat
             if bucket.owned is not None:
                 own = left(bucket.owned, bucket.owned.plan.tensors[position])
                 yield route.owned[tensor.spec.name], own
+            if bucket.velocity is not None:
+                yield route.velocities[tensor.spec.name], left(bucket.velocity, tensor)
 
 
 def _commit_unless(flagged: Any, kept: Sequence[tuple[Any, Any]]) -> None:

@@ -31,6 +31,7 @@ from horovod_topk.errors import (
 from horovod_topk.tensorflow import scaling
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.memory import Memory
+from horovod_topk.tensorflow.momentum import check_not_twice
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 
@@ -91,10 +92,12 @@ class Exchange:
         if self._sparse_as_dense:
             grads = [_to_dense(gradient) for gradient in grads]
         self.state = self.compressor.state_of(variables, self._settings, self._memory)
+        scale = self.scale() if self.state.active or self.compressor.config.momentum else None
         if not self.state.active:
-            return self._by_horovod(grads, variables, use_generic_names)
+            theirs = self._by_horovod(grads, variables, use_generic_names)
+            local = scaling.divided(theirs, scale, variables)
+            return scaling.multiplied(self.state.alone(local, variables), scale)
         sparse = [g if isinstance(g, tf.IndexedSlices) else None for g in grads]
-        scale = self.scale()
         local = scaling.divided(grads, scale, variables)
         exchanged = scaling.multiplied(self.state.exchange(local, variables), scale)
         if all(gradient is None for gradient in sparse):
@@ -158,7 +161,8 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
     def create_distributed_optimizer(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         asked, given = bound.arguments, bound.arguments["optimizer"]
-        if TopKEF.asked(asked["compression"]) is None:
+        compressor = TopKEF.asked(asked["compression"])
+        if compressor is None:
             return original(*args, **kwargs)
         if _is_keras_3(given):
             raise UnsupportedOperationError(
@@ -167,6 +171,7 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
                 cure="Use horovod_topk.tensorflow.keras.DistributedOptimizer, or tf-keras with "
                 "TF_USE_LEGACY_KERAS=1",
             )
+        check_not_twice(given, compressor.config.momentum)
         asked["optimizer"] = given.inner_optimizer if scaling.is_scaler(given) else given
         optimizer = original(*bound.args, **bound.kwargs)
         _refuse_unexchanged(optimizer)

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,13 @@ from horovod_topk.core.agreement import agree
 from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.front import check_elastic, elastic, why_inactive
+from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan, TensorSpec
 from horovod_topk.core.residual import (
     COMMITTED,
     check_owner,
     check_state,
+    check_velocity,
     committed_of,
     pack_state,
 )
@@ -29,7 +31,10 @@ from horovod_topk.core.stats import Stats, StepCounters, count_step, describe, p
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
 from horovod_topk.tensorflow.collective import HorovodCollective
+from horovod_topk.tensorflow.dicts import as_buffers, has_residuals, joined, without
 from horovod_topk.tensorflow.graph import Route, Transport, norm_of, step
+from horovod_topk.tensorflow.kept import Kept
+from horovod_topk.tensorflow.momentum import alone
 from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of, unwrap
 from horovod_topk.tensorflow.residuals import Residuals
 from horovod_topk.tensorflow.rungs import Rungs
@@ -58,6 +63,7 @@ class OptimizerState:
         settings: Settings,
         residuals: Residuals,
         owned: Residuals,
+        velocities: Residuals,
     ) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise UnsupportedOperationError(
@@ -66,7 +72,7 @@ class OptimizerState:
             )
         self._config, self._settings = config, settings
         self._names = names_of(variables)
-        self._residuals, self._owned = residuals, owned
+        self._residuals, self._owned, self._velocities = residuals, owned, velocities
         self._routes: dict[tuple[TensorSpec, ...], Route] = {}
         self._functions: dict[tuple[str, float], Callable[..., list[Any]]] = {}
         self._last: Route | None = None
@@ -155,12 +161,24 @@ class OptimizerState:
         shares, waiting = self._shares, self._waiting or {}
         if shares is None:
             return self._counted(dict(waiting) or pack_state(self._config.ratio, [], {}))
-        copies = {name: shares.natural(name, e) for name, e in self._all_residuals().items()}
+        kept = self._kept()
+        copies = {name: shares.natural(name, e) for name, e in kept.residuals.items()}
         specs = self._specs().values() if shares.keeps else ()
         state = pack_state(self._config.ratio, specs, copies)
         if shares.owner is not None:
-            state["owned"] = shares.owner | self._owned_state(shares)
-        return self._counted(_with_waiting(state, waiting))
+            own = self._packed(shares.owned(self._specs().values()), kept.owned, "owned")
+            state["owned"] = shares.owner | own
+        if self._config.momentum:
+            state["velocity"] = self._packed(specs, kept.velocities, "velocity")
+        return self._counted(joined(state, waiting))
+
+    def _packed(
+        self, specs: Iterable[TensorSpec], kept: Mapping[str, Any], part: str
+    ) -> dict[str, Any]:
+        """A state dict within the state dict."""
+        copies = {name: tf.identity(e) for name, e in kept.items()}
+        packed = pack_state(self._config.ratio, specs, copies)
+        return joined(packed, (self._waiting or {}).get(part, {}))
 
     def _counted(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict with the steps that warm-up counts."""
@@ -170,14 +188,17 @@ class OptimizerState:
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse a state dict that does not fit, once it is known what would; StateDictError."""
         committed_of(state, 0)
+        check_velocity(bool(self._config.momentum), state)
         if self._shares is not None:
             self._check(state, list(self._specs().values()), self._shares)
 
     def _check(self, state: Mapping[str, Any], specs: Sequence[TensorSpec], shares: Shares) -> None:
         check_owner(shares.owner, state.get("owned"))
-        check_state(_as_buffers(state), specs if shares.keeps else (), self._ops)
+        check_state(as_buffers(state), specs if shares.keeps else (), self._ops)
         if shares.has_owners:
-            check_state(_as_buffers(state["owned"]), shares.owned(specs), self._ops)
+            check_state(as_buffers(state["owned"]), shares.owned(specs), self._ops)
+        if self._config.momentum:
+            check_state(as_buffers(state["velocity"]), specs, self._ops)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on residuals that this rank saved; before the first step they are kept until then.
@@ -190,15 +211,14 @@ class OptimizerState:
         self.check_state_dict(state)
         self._rungs.go_on_from(committed_of(state, self._rungs.committed or 0))
         if self._shares is not None:
-            self._assign(self._all_residuals(), self._all_owned(), state, self._shares)
+            self._kept().assign(state, self._shares)
         else:
             self._waiting = state
 
     def reset(self) -> None:
         """Forget all residuals. Call it on every rank."""
         self._waiting = None
-        for residual in (*self._all_residuals().values(), *self._all_owned().values()):
-            residual.assign(tf.zeros_like(residual))
+        self._kept().reset()
 
     def residual(self, name: str) -> Any:
         """A copy of one tensor's residual, flat, float32 (float64 for a float64 one).
@@ -209,7 +229,7 @@ class OptimizerState:
         spec = self._specs()[name]
         if self._shares is None or not self._shares.keeps:
             return tf.zeros([spec.numel], RESIDUAL_DTYPE[spec.dtype])
-        return self._shares.natural(name, self._all_residuals()[name])
+        return self._shares.natural(name, self._kept().residuals[name])
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """Call `callback` at the end of every step with counters, in the thread that runs it."""
@@ -236,6 +256,12 @@ class OptimizerState:
             for i, exchanged in zip(mine, self._run(route, dense), strict=True):
                 result[i] = exchanged
         return result
+
+    def alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Gradients as the optimizer is to have them where nothing is compressed."""
+        if not self._config.momentum:
+            return list(gradients)
+        return alone(gradients, variables, self._names, self._config, self._velocities)
 
     def _run(self, route: Route, gradients: list[Any]) -> list[Any]:
         if not tf.executing_eagerly():
@@ -272,10 +298,11 @@ class OptimizerState:
             if not elastic():  # there, ranks that join late make theirs alone
                 ordinal = agree(plan, ordinal, self._ops, self._collective)
             shares = self._settle(plan)
-            kept = self._kept(specs, variables, plan, shares)
+            kept = self._residuals_of(specs, variables, plan, shares)
             owned = self._owned_of(specs, variables, plan, shares)
-            self._take_on_waiting(specs, kept, owned, shares)
-        route = Route(specs, plan, prefix, ordinal, kept, owned)
+            moving = self._velocities_of(specs, variables, plan)
+            route = Route(specs, plan, prefix, ordinal, kept, owned, moving)
+            self._take_on_waiting(route, shares)
         self._skipped |= plan.sent_dense()
         log.info("TopKEF %s: %s", route.name, plan.summary())
         return route
@@ -290,7 +317,7 @@ class OptimizerState:
             self._shares = Shares(exchange, ops)
         return self._shares
 
-    def _kept(
+    def _residuals_of(
         self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan, shares: Shares
     ) -> dict[str, Any]:
         """Residuals of this rank's gradients, if it keeps any."""
@@ -304,30 +331,28 @@ class OptimizerState:
         pairs = zip(shares.owned(specs), variables, strict=False)
         return {s.name: self._owned.of(v, s, shares.order(s, plan)) for s, v in pairs}
 
-    def _take_on_waiting(
-        self,
-        specs: Sequence[TensorSpec],
-        residuals: Mapping[str, Any],
-        owned: Mapping[str, Any],
-        shares: Shares,
-    ) -> None:
+    def _velocities_of(
+        self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan
+    ) -> dict[str, Any]:
+        """Velocities of this rank's gradients, with momentum correction."""
+        if not self._config.momentum:
+            return {}
+        check_dtypes(plan)
+        return {s.name: self._velocities.of(v, s) for s, v in zip(specs, variables, strict=True)}
+
+    def _take_on_waiting(self, route: Route, shares: Shares) -> None:
         """Give residuals what was loaded for them before they were asked for, once."""
         if self._waiting is None:
             return
-        new = [spec for spec in specs if spec.name not in self._taken]
+        new = [spec for spec in route.specs if spec.name not in self._taken]
         names = {spec.name for spec in new}
         later = {name for name in self._names if name not in names}
-        now = _without(self._waiting, later)
+        now = without(self._waiting, later)
         self._check(now, new, shares)
-        self._assign(
-            {name: e for name, e in residuals.items() if name in names},
-            {name: e for name, e in owned.items() if name in names},
-            now,
-            shares,
-        )
+        Kept.of([route], names).assign(now, shares)
         self._taken |= names
-        rest = _without(self._waiting, names)
-        self._waiting = rest if _has_residuals(rest) else None
+        rest = without(self._waiting, names)
+        self._waiting = rest if has_residuals(rest) else None
 
     def _build(self, route: Route, ratio: float, gradients: list[Any]) -> list[Any]:
         """One step as a graph, and its end on the host."""
@@ -364,39 +389,15 @@ class OptimizerState:
         for callback in self._callbacks:
             callback(counters)
 
-    def _all_residuals(self) -> dict[str, Any]:
-        """Residual variables by tensor name, in the order of the variables."""
-        kept = {n: e for route in self._routes.values() for n, e in route.residuals.items()}
-        return {name: kept[name] for name in self._names if name in kept}
-
-    def _all_owned(self) -> dict[str, Any]:
-        return {n: e for route in self._routes.values() for n, e in route.owned.items()}
-
-    def _owned_state(self, shares: Shares) -> dict[str, Any]:
-        """What a state dict has of this rank's shards."""
-        copies = {name: tf.identity(e) for name, e in self._all_owned().items()}
-        packed = pack_state(self._config.ratio, shares.owned(self._specs().values()), copies)
-        return _with_waiting(packed, (self._waiting or {}).get("owned", {}))
+    def _kept(self) -> Kept:
+        """All variables, in the order of those whose gradients they are of."""
+        return Kept.of(self._routes.values(), self._names)
 
     def _specs(self) -> dict[str, TensorSpec]:
         return {spec.name: spec for route in self._routes.values() for spec in route.specs}
 
     def _residual_norm(self) -> float:
-        residuals = (*self._all_residuals().values(), *self._all_owned().values())
-        return math.hypot(*(self._ops.norm(Buffer(e)) for e in residuals))
-
-    @staticmethod
-    def _assign(
-        residuals: Mapping[str, Any],
-        owned: Mapping[str, Any],
-        state: Mapping[str, Any],
-        shares: Shares,
-    ) -> None:
-        for name, residual in residuals.items():
-            loaded = tf.cast(state["residuals"][name], residual.dtype)
-            residual.assign(shares.dealt(name, loaded))
-        for name, residual in owned.items():
-            residual.assign(tf.cast(state["owned"]["residuals"][name], residual.dtype))
+        return math.hypot(*(self._ops.norm(Buffer(e)) for e in self._kept().owed()))
 
     def _note_skipped(self, gradients: Sequence[Any]) -> None:
         for name, gradient in zip(self._names, gradients, strict=True):
@@ -406,34 +407,6 @@ class OptimizerState:
     def _skip(self, name: str, reason: str) -> None:
         self._skipped[name] = reason
         log.warning("TopKEF does not compress %s: %s", name, reason)
-
-
-def _with_waiting(state: dict[str, Any], waiting: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict, and what was loaded and not asked for yet."""
-    parts = ("shapes", "residuals")
-    return state | {part: {**waiting.get(part, {}), **state[part]} for part in parts}
-
-
-def _without(state: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
-    """A state dict without these tensors."""
-    kept = dict(state)
-    for part in {"shapes", "residuals"} & set(state):
-        kept[part] = {name: e for name, e in state[part].items() if name not in names}
-    if "owned" in state:
-        kept["owned"] = _without(state["owned"], names)
-    return kept
-
-
-def _has_residuals(state: Mapping[str, Any]) -> bool:
-    return bool(state["residuals"] or state.get("owned", {}).get("residuals"))
-
-
-def _as_buffers(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict as the core reads it."""
-    if "residuals" not in state:
-        return state
-    residuals = state["residuals"].items()
-    return {**state, "residuals": {n: Buffer(tf.convert_to_tensor(e)) for n, e in residuals}}
 
 
 def _free_ordinal(prefix: str) -> int:
