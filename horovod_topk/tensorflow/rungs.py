@@ -69,7 +69,8 @@ class Rungs:
                 f"set_ratio({ratio!r}) was called, and a tf.function was traced for ratio "
                 f"{self._config.ratio} alone",
                 cure="Call set_ratio(None) of the TopKEF(...) before the first step, or pass "
-                "warmup=: traces have a branch for every ratio then",
+                "warmup=: traces have a branch for every ratio then. Now, load this state_dict() "
+                "into a TopKEF of the ratio wanted, of a new optimizer or tape",
             )
         self._in_traces = True
         self._asked.assign(-1 if ratio is None else self.schedule.rungs.index(ratio))
