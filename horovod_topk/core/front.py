@@ -218,6 +218,19 @@ def check_elastic(config: TopKConfig) -> None:
         )
 
 
+def check_kept(keeper: object | None, what: str) -> None:
+    """Refuse what ranks that join an elastic job would not know, where its state does not tell.
+
+    Raises:
+        ConfigError: nobody keeps it.
+    """
+    if elastic() and keeper is None:
+        raise ConfigError(
+            f"{what} ranks that join this elastic job would not hear",
+            cure="Pass the TopKEF to the job's state, as horovod_topk.elastic says",
+        )
+
+
 def why_inactive(process_set: ProcessSet) -> str | None:
     """Why nothing will be compressed, if so."""
     if not process_set.included():

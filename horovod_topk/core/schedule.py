@@ -71,5 +71,8 @@ class Schedule:
         return replace(config, ratio=ratio, gather_ratio=back, values=values, ratios=own)
 
     def label(self, ratio: float) -> str:
-        """What a rung adds to the names of collectives; nothing for the usual one."""
-        return "" if ratio == self._config.ratio else f"@{ratio!r}"
+        """What a rung adds to the names of collectives; nothing for the usual one.
+
+        Made of what TensorFlow takes in a name, so that ranks of both frameworks meet.
+        """
+        return "" if ratio == self._config.ratio else f"-{ratio!r}"

@@ -16,9 +16,10 @@ The digits (`examples/pytorch_digits.py`'s network, SGD with momentum, learning 
 0.01, in an elastic job: `horovod_topk.torch.elastic.TorchState` and
 `TopKEF(commit_dir=...)`, a commit every {every} steps. Up to {hosts} ranks train, each on a host of
 its own by name. One of them at a time is killed with SIGKILL, at a random moment of a step or a
-commit, {least:g} seconds or more after the one before, once all ranks train together; Horovod starts
-another. A step's examples are the same for any number of ranks. (Horovod 0.28 does not survive the
-loss of a rank while ranks are about to meet, whatever they exchange: those that wait for it abort.)
+commit, {least:g} seconds or more after the one before, once all ranks train together; Horovod
+starts another. A step's examples are the same for any number of ranks. (Horovod 0.28 does not
+survive the loss of a rank while ranks are about to meet, whatever they exchange: those that wait
+for it abort.)
 
 {machine}. Command: `make crashes`.
 
