@@ -99,6 +99,7 @@ ROOMS = {
         "horovod.tensorflow",
         "horovod._keras",
         "horovod.common.exceptions",
+        "horovod.common.elastic",
         "horovod_topk.elastic",
         "horovod_topk.process_sets",
         "horovod_topk.core",
