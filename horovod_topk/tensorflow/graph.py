@@ -43,10 +43,11 @@ class Route:
         """The collectives' prefix, equal on all ranks."""
         return f"{self.prefix}.{self.ordinal}{self.label}"
 
-    def at(self, ratio: float, schedule: Schedule) -> Route:
+    def at(self, ratio: float) -> Route:
         """The same at another rung."""
         if ratio == self.plan.config.ratio:
             return self
+        schedule = Schedule(self.plan.config)  # in which ratios of single tensors are resolved
         plan = self.plan.under(schedule.settings(ratio))
         return replace(self, plan=plan, label=schedule.label(ratio))
 

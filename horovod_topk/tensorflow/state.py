@@ -379,7 +379,7 @@ class OptimizerState:
 
     def _build(self, route: Route, ratio: float, gradients: list[Any]) -> list[Any]:
         """One step as a graph, and its end on the host."""
-        route = route.at(ratio, self._rungs.schedule)
+        route = route.at(ratio)
         with tf.name_scope("topkef"):
             assert self._transport is not None  # a route is made with it
             counted = self._rungs.counted()
