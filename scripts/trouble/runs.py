@@ -1,0 +1,34 @@
+"""Which troubles there are, and what exchanges gradients in each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HOSTS = 4
+RATE = "100mbit"  # of each host's link
+STEPS = 200
+COMPUTE = 0.02  # seconds of a step that a model would compute and these ranks sleep
+MARK = 10  # steps between two looks at weights, residuals and accuracy
+WAYS = ("dense", "TopKEF", "TopKEF int8")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job; all ways take turns in it."""
+
+    title: str
+    loss: float = 0.0  # share of the packets
+    slow: float = 1.0  # times the compute of the others, of the last rank
+    limit_seconds: float = 300.0  # of training; then the ranks stop together
+
+
+RUNS = {
+    "none": Run("none"),
+    "slow": Run("rank 3 computes 10 times longer", slow=10.0),
+    "loss-1": Run("1% of the packets lost", loss=0.01),
+    "loss-10": Run("10% of the packets lost", loss=0.1),
+    "none-again": Run("none, measured once more"),
+}
+PLAIN = "none"  # what the others are compared with
+EXAMPLE = "examples/pytorch_digits.py"
+BATCH_SIZE, LR, SEED = 16, 0.1, 0
