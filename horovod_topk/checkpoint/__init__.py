@@ -17,13 +17,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from horovod_topk.checkpoint import parts, shard
+from horovod_topk.checkpoint.contents import check_place
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core.front import State
 from horovod_topk.core.residual import COMMITTED, owner_of
@@ -56,7 +56,7 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
     path.parent.mkdir(parents=True, exist_ok=True)
     place = {"rank": rank, "ranks": ranks, "steps": state.steps}
     facts = {**place, "reduction": state.reduction, "tensors": state.tensors}
-    _replace(path, shard.dump({**contents, **facts}, state.framework))
+    shard.write(path, shard.dump({**contents, **facts}, state.framework))
     return path
 
 
@@ -136,20 +136,6 @@ def _path(folder: Path, name: str, rank: int, ranks: int) -> Path:
     return folder / f"{name}-{rank:05}-of-{ranks:05}.safetensors"
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one."""
-    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(draft).replace(path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
-
-
 def _read(
     folder: Path, name: str, state: State, own: Mapping[str, Any], *, strict: bool
 ) -> tuple[Path, dict[str, Any]]:
@@ -182,8 +168,8 @@ def _read(
 
 def _check_steps(paths: Sequence[Path]) -> None:
     """Refuse shards that were not saved together; others refuse one that cannot be read."""
-    steps = {path.name: shard.peek_steps(path) for path in paths}
-    known = {each for each in steps.values() if each is not None}
+    steps = {path.name: shard.peek(path).get("steps") for path in paths}
+    known = {each for each in steps.values() if type(each) is int}
     if len(known) > 1:
         raise CheckpointError(
             f"{paths[0].parent} has shards of different steps: {steps}",
@@ -223,6 +209,7 @@ def _read_shard(path: Path, rank: int, ranks: int, framework: str) -> dict[str, 
             cure="Save on every rank, and load from a folder that holds the shards of all ranks",
         ) from error
     contents = shard.parse(data, framework, str(path))
+    check_place(contents, str(path))
     if (contents["rank"], contents["ranks"]) != (rank, ranks):
         raise CheckpointError(
             f"{path} was saved by rank {contents['rank']} of {contents['ranks']}",

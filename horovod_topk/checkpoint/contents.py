@@ -18,7 +18,7 @@ _DTYPES = ("F32", "F64")  # of residuals, as safetensors calls them
 
 
 def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
-    """Refuse a shard that `checkpoint.save` of this version would not have written.
+    """Refuse a file whose state dict is not one of this version.
 
     Args:
         facts: the state dict without its arrays.
@@ -32,17 +32,25 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
         raise _foreign(where, f"its state is a {type(facts).__name__}")
     for state in _states(facts).values():
         _check_version(state, where)
-    for name, is_valid in _FIELDS.items():
-        if not is_valid(facts.get(name)):
-            raise _foreign(where, f"its {name} is {facts.get(name)!r}")
-    if not facts["rank"] < facts["ranks"]:
-        raise _foreign(where, f"its rank is {facts['rank']} of {facts['ranks']}")
     if not _is_count(facts.get(COMMITTED, 0)):
         raise _foreign(where, f"its {COMMITTED} is {facts[COMMITTED]!r}")
     _check_owner(facts.get("owned"), where)
     for part, state in _states(facts).items():
         _check_arrays(part, state, tensors, where)
     _check_known(tensors, _states(facts), where)
+
+
+def check_place(facts: Mapping[str, Any], where: str) -> None:
+    """Refuse a shard that does not say what `checkpoint.save` says of each: whose it is, and when.
+
+    Raises:
+        CheckpointError: a field is missing or of another kind.
+    """
+    for name, is_valid in _FIELDS.items():
+        if not is_valid(facts.get(name)):
+            raise _foreign(where, f"its {name} is {facts.get(name)!r}")
+    if not facts["rank"] < facts["ranks"]:
+        raise _foreign(where, f"its rank is {facts['rank']} of {facts['ranks']}")
 
 
 def _states(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,20 @@ def dump(state: Mapping[str, Any], framework: str) -> bytes:
     assert match is not None  # it was just written
     digest = hashlib.sha256(data).hexdigest().encode()
     return data[: match.start(1)] + digest + data[match.end(1) :]
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file so that a crash leaves the old one or the new one."""
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(draft).replace(path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
 
 
 def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
@@ -88,16 +104,15 @@ def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
     return _assemble(facts, _safetensors(framework).load(data))
 
 
-def peek_steps(path: Path) -> int | None:
-    """The step that a file says it is of, unchecked; None if it does not."""
+def peek(path: Path) -> dict[str, Any]:
+    """What a file says of itself, unchecked; nothing if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             facts = _facts(size.to_bytes(8, "little") + file.read(min(size, _LONGEST_HEADER)))
-            steps = facts["steps"]
     except _UNREADABLE:
-        return None
-    return steps if type(steps) is int else None
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _find_digest(data: bytes) -> re.Match[bytes] | None:
@@ -109,10 +124,9 @@ def _header(data: bytes) -> Any:
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
 
-def _facts(data: bytes) -> dict[str, Any]:
+def _facts(data: bytes) -> Any:
     """The state dict without its arrays, if it is one."""
-    facts: dict[str, Any] = json.loads(_header(data)["__metadata__"]["state"])
-    return facts
+    return json.loads(_header(data)["__metadata__"]["state"])
 
 
 def _tensors(data: bytes) -> dict[str, Any]:

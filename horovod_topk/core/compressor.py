@@ -27,6 +27,7 @@ from horovod_topk.core.codec import Codec
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.residual import (
     COMMITTED,
     ResidualRegistry,
@@ -83,6 +84,7 @@ class Compressor(Generic[Array]):
         self._schedule = Schedule(plan.config)
         self._asked: float | None = None  # by the user, instead of the schedule's
         self._committed = 0  # steps, with those of a loaded state: the schedule's clock
+        self.units: int | None = None  # how many ranks these residuals are of, once there were any
         self.rolled_back = 0
         self._ops = ops
         self._codec = codec
@@ -109,6 +111,7 @@ class Compressor(Generic[Array]):
         if any(bucket.phase is Phase.RECEIVED for bucket in self._buckets.values()):
             self.rollback()
         if not self.is_under_way:
+            self._fit()
             self._turn_to(self.ratio)
         bucket = self._buckets[ordinal]
         self._drain(bucket)
@@ -139,6 +142,15 @@ class Compressor(Generic[Array]):
         if ratio is not None:
             self._schedule.check(ratio)
         self._asked = ratio
+
+    @property
+    def clock(self) -> tuple[int, float | None]:
+        """What the ratio of the next step follows from: committed steps, and what a user asked."""
+        return self._committed, self._asked
+
+    @clock.setter
+    def clock(self, clock: tuple[int, float | None]) -> None:
+        self._committed, self._asked = clock
 
     @property
     def turns(self) -> int:
@@ -237,6 +249,12 @@ class Compressor(Generic[Array]):
         self._buckets = {
             b.ordinal: kept.get(b.ordinal) or self._make_bucket(b) for b in plan.buckets
         }
+
+    def _fit(self) -> None:
+        """Keep what is owed where ranks have come or gone: those that came owe nothing."""
+        units, self.units = self.units, self.ranks
+        if units is not None and units != self.ranks:
+            self.registry.scale(rescaling(self.plan.reduction, units, self.ranks))
 
     def _turn_to(self, ratio: float) -> None:
         """Take another rung, where there is nothing under way."""

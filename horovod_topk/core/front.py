@@ -86,11 +86,13 @@ class Front(abc.ABC):
         nesterov: bool = TopKConfig.nesterov,
         name: str | None = TopKConfig.name,
         grad_scaler: Any = None,
+        commit_dir: str | os.PathLike[str] | None = None,
         **unknown: object,
     ) -> None:
-        reject_unknown(unknown, {*TopKConfig.__dataclass_fields__, "grad_scaler"})
+        reject_unknown(unknown, {*TopKConfig.__dataclass_fields__, "grad_scaler", "commit_dir"})
         self._check_scaler(grad_scaler)
         self.grad_scaler = grad_scaler
+        self.commit_dir = commit_dir
         self.config = TopKConfig(
             ratio,
             values,
@@ -199,7 +201,7 @@ def elastic() -> bool:
 
 
 def check_elastic(config: TopKConfig) -> None:
-    """Refuse an exchange with owners, and warm-up, where ranks may come and go.
+    """Refuse an exchange with owners where ranks may come and go.
 
     Raises:
         ConfigError: they may.
@@ -210,12 +212,6 @@ def check_elastic(config: TopKConfig) -> None:
             f"exchange={exchange!r} deals residuals out to a fixed number of ranks, and this job "
             "is elastic",
             cure="Pass exchange='allgather', or run without --min-np and --max-np",
-        )
-    if config.warmup is not None and elastic():
-        raise ConfigError(
-            f"warmup={config.warmup!r} counts steps, which ranks that join an elastic job have not "
-            "seen",
-            cure="Pass warmup=None, or run without --min-np and --max-np",
         )
 
 

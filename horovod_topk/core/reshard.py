@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from horovod_topk.core.residual import as_row
+from horovod_topk.core.residual import as_row, scaled
 from horovod_topk.core.shards import first_block
 from horovod_topk.ops import Ops
 from horovod_topk.ops.coding import DEAL
@@ -43,7 +43,7 @@ def pending(
         unit = shared if "nodes" in owned else applied
         for name, part, e in _parts_of(owned):
             _add(unit, name, part.numel(ops.numel(e)), part.places(ops.numel(e), ops), e, ops)
-    total = {name: _scaled(sums, _share(reduction, ranks), ops) for name, sums in shared.items()}
+    total = {name: scaled(sums, _share(reduction, ranks), ops) for name, sums in shared.items()}
     for name, sums in applied.items():
         _add(total, name, ops.numel(sums), None, sums, ops)
     return total
@@ -64,7 +64,7 @@ def share_out(
     share = _share(reduction, ranks)
     state = dict(own)
     state["residuals"] = {
-        name: _scaled(total[name], 1 / (share * ranks), ops, like=e)
+        name: scaled(total[name], 1 / (share * ranks), ops, like=e)
         for name, e in own["residuals"].items()
         if name in total
     }
@@ -76,9 +76,19 @@ def share_out(
             if name not in total:
                 continue
             places = part.places(ops.numel(e), ops)
-            residuals[name] = _scaled(ops.take(total[name], places), scale, ops, like=e)
+            residuals[name] = scaled(ops.take(total[name], places), scale, ops, like=e)
         state["owned"] = {**own["owned"], "residuals": residuals}
     return state
+
+
+def rescaling(reduction: str, before: int, after: int) -> float:
+    """What residuals have to be multiplied by when others come, who owe nothing, or have gone.
+
+    Args:
+        reduction: "average" or "sum".
+        before, after: how many ranks there were, and are.
+    """
+    return _share(reduction, before) / _share(reduction, after)
 
 
 class _Part:
@@ -134,10 +144,3 @@ def _add(
         index = None if places is None else as_row(ops, places)
         target = sums[name] if places is not None else ops.view(sums[name], 0, numel)
         ops.accumulate(target, index, as_row(ops, values))
-
-
-def _scaled(values: Array, scale: float, ops: Ops[Array], like: Array | None = None) -> Array:
-    """A scaled copy; of the dtype of `like`."""
-    out = ops.clone(values if like is None else like)
-    ops.deliver(ops.clone(values), scale, out, False)
-    return out

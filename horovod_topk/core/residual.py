@@ -98,6 +98,11 @@ class ResidualRegistry(Generic[Array]):
             size = (arenas.plan.numel, arenas.plan.residual_dtype, arenas.plan.device)
             self._ops.assign(arenas.residual, self._ops.zeros(*size))
 
+    def scale(self, factor: float) -> None:
+        """Multiply every residual."""
+        for arenas in self.all_arenas():
+            self._ops.assign(arenas.residual, scaled(arenas.residual, factor, self._ops))
+
     def turn_to(self, plan: Plan) -> None:
         """Take on a plan of the same tensors in the same places; residuals stay where they are."""
         for bucket in plan.buckets:
@@ -184,6 +189,13 @@ class ResidualRegistry(Generic[Array]):
 def as_row(ops: Ops[Array], array: Array) -> Array:
     """[1, n] of [n], n >= 1."""
     return ops.load(array, ops.numel(array), 0, ops.numel(array))
+
+
+def scaled(values: Array, factor: float, ops: Ops[Array], like: Array | None = None) -> Array:
+    """A scaled copy; of the dtype of `like`."""
+    out = ops.clone(values if like is None else like)
+    ops.deliver(ops.clone(values), factor, out, False)
+    return out
 
 
 def pack_state(

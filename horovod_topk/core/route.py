@@ -11,6 +11,7 @@ What each rank keeps lies in `arenas`: they take part in the commit (`swap`) or 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -178,9 +179,10 @@ class Direct(Generic[Array]):
         self._gathered = pending.wait()
 
     def drain(self) -> None:
-        """`Route.drain`."""
+        """`Route.drain`. It may have failed, as where a rank of an elastic job is lost."""
         if self._pending is not None:
-            self._pending.wait()
+            with contextlib.suppress(RuntimeError):
+                self._pending.wait()
         self._pending = None
 
     def unchanged(self, gradients: Sequence[Array]) -> bool:

@@ -47,6 +47,8 @@ class Stats:
     residual_norm: float = 0.0  # Euclidean, over all tensors of this rank
     gradient_norm: float = 0.0  # Euclidean, this rank's last gradient
     skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> why not compressed
+    lost_ranks: int = 0  # of an elastic job, whose residuals were lost with them
+    lost_norm: float = 0.0  # of these, about: as if they owed as much as the other ranks then did
     late: Mapping[str, int] = field(default_factory=dict)  # tensor -> steps it held its bucket back
 
     @property

@@ -10,8 +10,9 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk import process_sets
+from horovod_topk.core.agreement import gather_bytes
 from horovod_topk.core.nodes import Location
-from horovod_topk.ops.tensorflow import Array, Buffer
+from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 
 
 @dataclass(frozen=True)
@@ -114,3 +115,15 @@ class HorovodCollective:
         """Groups of Horovod's ranks, of ranks within the process set."""
         ranks = self._process_set.ranks
         return [[ranks[rank] for rank in group] for group in groups]
+
+
+class HorovodTalk:
+    """`horovod_topk.elastic.Talk` among all of Horovod's ranks."""
+
+    def gather(self, data: bytes, name: str) -> list[bytes]:
+        """Bytes of every rank, equally many."""
+        return gather_bytes(data, name, TensorFlowOps(), HorovodCollective(hvd.global_process_set))
+
+    def average(self, array: Any, name: str) -> Any:
+        """Mean over all ranks."""
+        return hvd.allreduce(array, op=hvd.Average, name=name)

@@ -13,8 +13,10 @@ from horovod.tensorflow.compression import Compressor
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.front import Front
 from horovod_topk.core.stats import StepCounters
+from horovod_topk.elastic import Keeper
 from horovod_topk.errors import ConfigError, NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
+from horovod_topk.tensorflow.collective import HorovodTalk
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.planning import Settings
 from horovod_topk.tensorflow.state import OptimizerState
@@ -78,6 +80,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             )
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
         self._callbacks: list[Callable[[StepCounters], None]] = []
+        self._keeper: Keeper | None = None
         self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them
 
     @staticmethod
@@ -160,6 +163,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         state = memory.state_of(self.config, variables, settings)
         if state not in self._states:
             self._states.add(state)
+            if self._keeper is not None:
+                state.keep_with(self._keeper)
             for callback in self._callbacks:
                 state.on_step(callback)
             self._callbacks.clear()
@@ -167,6 +172,17 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
                 with tf.init_scope():
                     state.load_state_dict(self._waiting.pop(0))
         return state
+
+    def keep(self, name: str) -> Keeper:
+        """Keep what is owed through an elastic job; called by `horovod_topk.tensorflow.elastic`.
+
+        Args:
+            name: of the keeper's collectives, the same on all ranks.
+        """
+        self._keeper = Keeper(self._living_states, HorovodTalk(), name, self.commit_dir)
+        for state in self._living_states():
+            state.keep_with(self._keeper)
+        return self._keeper
 
     def serialize(self) -> bytes:
         """All residuals as bytes, for tf.train.Checkpoint."""

@@ -20,6 +20,8 @@ from horovod_topk.core.front import check_elastic, elastic, why_inactive
 from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan, TensorSpec
 from horovod_topk.core.residual import check_owner, check_state, pack_state
 from horovod_topk.core.stats import Stats, StepCounters, count_step, describe, planned
+from horovod_topk.elastic import Keeper
+from horovod_topk.elastic.standing import Clock
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
 from horovod_topk.tensorflow.collective import HorovodCollective
@@ -68,11 +70,13 @@ class OptimizerState:
         self._waiting: Mapping[str, Any] | None = None  # loaded before the residuals were made
         self._taken = set[str]()  # names that have had theirs of it
         self._steps = self._rolled_back = 0
+        self._before = 0  # steps of an elastic job that this state has not seen, less those undone
         self._gradient_norm = 0.0
         self.created = next(_COUNT)
         self.label = f"a TopKEF state of {len(self._names)} variables"
         reason = why_inactive(settings.process_set)
         self.active = reason is None
+        self.keeper: Keeper | None = None  # in an elastic job whose state has this
         if reason is not None:
             self._skip("*", reason)
         check_elastic(config)
@@ -87,7 +91,7 @@ class OptimizerState:
         """Totals and norms so far; call it on any rank, it is local."""
         if self._last is None or self._transport is None:
             return Stats(active=self.active, skipped=dict(self._skipped))
-        return replace(
+        stats = replace(
             planned(self._last.plan, self._transport.exchange),
             steps=self._steps,
             rolled_back=self._rolled_back,
@@ -95,6 +99,21 @@ class OptimizerState:
             gradient_norm=self._gradient_norm,
             skipped=dict(self._skipped),
         )
+        return stats if self.keeper is None else self.keeper.counted(stats)
+
+    @property
+    def clock(self) -> Clock:
+        """Steps that were committed; the ratio is always that of the settings."""
+        return self._before + self._steps, None
+
+    def resume(self, clock: Clock, ranks: int) -> None:
+        """Go on where an elastic job is; called by its keeper."""
+        self._before = clock[0] - self._steps
+
+    def keep_with(self, keeper: Keeper) -> None:
+        """Take part in an elastic job; called by `TopKEF`."""
+        self.keeper = keeper
+        self.resume(keeper.clock, keeper.units)
 
     @property
     def reduction(self) -> str:

@@ -11,10 +11,11 @@ Importing this package puts the seam of `horovod_topk.torch.seam` into Horovod. 
 any other compressor behave exactly as before.
 """
 
-from horovod_topk.torch import seam
+from horovod_topk.torch import elastic, seam
 from horovod_topk.torch.compressor import TopKEF
 from horovod_topk.torch.state import OptimizerState
 
 seam.install()
+elastic.install()
 
 __all__ = ["OptimizerState", "TopKEF"]

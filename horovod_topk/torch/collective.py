@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from horovod_topk import process_sets
+from horovod_topk.core.agreement import gather_bytes
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.payload import check_counts
+from horovod_topk.ops.torch import TorchOps
 
 _PAUSE = 50e-6  # seconds between two looks at a collective under way
 
@@ -113,3 +115,16 @@ class HorovodCollective:
         """Groups of Horovod's ranks, of ranks within the process set."""
         ranks = self._process_set.ranks
         return [[ranks[rank] for rank in group] for group in groups]
+
+
+class HorovodTalk:
+    """`horovod_topk.elastic.Talk` among all of Horovod's ranks."""
+
+    def gather(self, data: bytes, name: str) -> list[bytes]:
+        """Bytes of every rank, equally many."""
+        return gather_bytes(data, name, TorchOps(), HorovodCollective(hvd.global_process_set))
+
+    def average(self, array: Tensor, name: str) -> Tensor:
+        """Mean over all ranks."""
+        mean: Tensor = _result_of(hvd.allreduce_async(array, name=name, op=hvd.Average))
+        return mean

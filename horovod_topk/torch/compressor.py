@@ -9,7 +9,9 @@ import torch
 from horovod.torch.compression import Compressor
 
 from horovod_topk.core.front import Front
+from horovod_topk.elastic import Keeper
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.torch.collective import HorovodTalk
 from horovod_topk.torch.scaling import check_scaler
 from horovod_topk.torch.state import OptimizerState
 
@@ -44,6 +46,8 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
             the optimizer's own: pass momentum=0 to `torch.optim.SGD`. 0: off.
         nesterov: whether that is Nesterov's.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
+        commit_dir: a folder that all ranks of an elastic job can read, where each commit keeps what
+            this rank owes, for another one if it is lost (`horovod_topk.torch.elastic`).
         grad_scaler: the `torch.amp.GradScaler` that scales the loss, if one does: residuals are
             then kept in unscaled units, and a change of its scale changes nothing that is owed.
 
@@ -67,6 +71,7 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
+        self._keeper: Keeper | None = None
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> OptimizerState:
@@ -103,6 +108,19 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
     def attached(self, state: OptimizerState) -> None:
         """Remember an optimizer's state; called by the seam."""
         self._states.add(state)
+        if self._keeper is not None:
+            state.keep_with(self._keeper)
+
+    def keep(self, name: str) -> Keeper:
+        """Keep what is owed through an elastic job; called by `horovod_topk.torch.elastic`.
+
+        Args:
+            name: of the keeper's collectives, the same on all ranks.
+        """
+        self._keeper = Keeper(self._living_states, HorovodTalk(), name, self.commit_dir)
+        for state in self._living_states():
+            state.keep_with(self._keeper)
+        return self._keeper
 
     def set_ratio(self, ratio: float | None) -> None:
         """As `OptimizerState.set_ratio`, of the one optimizer behind this instance."""

@@ -26,6 +26,8 @@ from horovod_topk.core.compressor import Compressor, Phase
 from horovod_topk.core.front import check_elastic, elastic, why_inactive
 from horovod_topk.core.plan import Plan
 from horovod_topk.core.stats import Stats, StepCounters, describe
+from horovod_topk.elastic import Keeper
+from horovod_topk.elastic.standing import Clock
 from horovod_topk.errors import ConfigError, ShapeChangedError, StepBeforeSynchronizeError
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.arrival import Arrival, Slot, check_unchanged
@@ -66,6 +68,7 @@ class OptimizerState:
         self.label = f"{type(optimizer).__name__} with {len(self._names)} parameters"
         reason = why_inactive(optimizer.process_set)
         self.active = reason is None
+        self.keeper: Keeper | None = None  # in an elastic job whose state has this
         if reason is not None:
             self._skip("*", reason)
             hand_over(optimizer, config.momentum, nesterov=config.nesterov)
@@ -114,7 +117,7 @@ class OptimizerState:
         if not self.active:
             return Stats(skipped=dict(self._skipped))
         compressor = self._compressor
-        return replace(
+        stats = replace(
             compressor.planned(),
             steps=compressor.steps,
             rolled_back=compressor.rolled_back,
@@ -123,6 +126,7 @@ class OptimizerState:
             skipped=dict(self._skipped),
             late=dict(self._late),
         )
+        return stats if self.keeper is None else self.keeper.counted(stats)
 
     @property
     def reduction(self) -> str:
@@ -156,16 +160,26 @@ class OptimizerState:
             ratio: 1.0, `ratio` of the settings, or a ratio that `warmup` names.
 
         Raises:
-            ConfigError: it is none of these, or the job is elastic.
+            ConfigError: it is none of these, or ranks that join later would not hear of it.
         """
         if self.active:
-            if elastic():
-                raise ConfigError(
-                    f"set_ratio({ratio!r}) was called, and ranks that join an elastic job do not "
-                    "hear of it",
-                    cure="Run without --min-np and --max-np",
-                )
+            self._check_kept(f"set_ratio({ratio!r}) was called, of which")
             self._compressor.set_ratio(ratio)
+
+    @property
+    def clock(self) -> Clock:
+        """What the ratio of the next step follows from: committed steps, and what was asked for."""
+        return self._compressor.clock
+
+    def resume(self, clock: Clock, ranks: int) -> None:
+        """Go on where an elastic job is, whose ranks are so many; called by its keeper."""
+        if self.active:
+            self._compressor.clock, self._compressor.units = clock, ranks or None
+
+    def keep_with(self, keeper: Keeper) -> None:
+        """Take part in an elastic job; called by `TopKEF`."""
+        self.keeper = keeper
+        self.resume(keeper.clock, keeper.units)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -280,6 +294,8 @@ class OptimizerState:
                 self._launch(ordinal)
 
     def _launch(self, ordinal: int) -> None:
+        if elastic() and not self._compressor.is_under_way:
+            self._meet()
         gradients = self._gradients(ordinal)
         if self._preparation is not None:
             if not self._compressor.is_under_way:
@@ -288,6 +304,29 @@ class OptimizerState:
             for slot in self._buckets[ordinal]:
                 slot.note_writing()
         self._compressor.launch(ordinal, gradients)
+
+    def _meet(self) -> None:
+        """See to what is owed before a step, where ranks have come or gone unannounced."""
+        units, ranks = self._compressor.units, self._compressor.ranks
+        if self._compressor.plan.config.warmup is not None:
+            self._check_kept("warmup= counts steps, of which")
+        if self.keeper is not None and self.keeper.units != ranks:
+            self.keeper.settle()
+        elif self.keeper is None and units not in (None, ranks):
+            log.warning(
+                "TopKEF: %s has %d ranks instead of %d. What lost ranks owed is gone, and a commit "
+                "does not include what others owe: pass compression= to hvd.elastic.TorchState",
+                self.label,
+                ranks,
+                units,
+            )
+
+    def _check_kept(self, what: str) -> None:
+        if elastic() and self.keeper is None:
+            raise ConfigError(
+                f"{what} ranks that join this elastic job would not hear",
+                cure="Pass the TopKEF to the job's state: TorchState(..., compression=topkef)",
+            )
 
     def _finish(self, ordinal: int) -> None:
         gradients, gain = self._gradients(ordinal), 1.0

@@ -52,6 +52,7 @@ ROOMS = {
     "kernels/triton": {"torch", "triton", "horovod_topk.ops.protocol"},
     # safetensors and operations by name, for the framework at hand
     "checkpoint": {"horovod_topk.core", "horovod_topk.errors"},
+    "elastic": {"horovod_topk.checkpoint.shard", "horovod_topk.core", "horovod_topk.errors"},
     "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
     "process_sets.py": {"horovod.common", "horovod_topk.core.nodes"},
     "cost": {"horovod_topk.core", "horovod_topk.config", "horovod_topk.errors"},
@@ -77,6 +78,8 @@ ROOMS = {
     "torch": {
         "torch",
         "horovod.torch",
+        "horovod.common.exceptions",
+        "horovod_topk.elastic",
         "horovod_topk.process_sets",
         "horovod_topk.core",
         "horovod_topk.ops.torch",
@@ -88,6 +91,8 @@ ROOMS = {
         "keras",
         "horovod.tensorflow",
         "horovod._keras",
+        "horovod.common.exceptions",
+        "horovod_topk.elastic",
         "horovod_topk.process_sets",
         "horovod_topk.core",
         "horovod_topk.ops.tensorflow",

@@ -11,7 +11,6 @@ from oracle.world import World
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.front import check_elastic
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.errors import ConfigError, StateDictError
@@ -127,11 +126,3 @@ def test_a_state_from_before_warm_up_keeps_the_count() -> None:
     one = compressor(warmup=5)
     one.load_state_dict(compressor().state_dict())
     assert one.ratio == 0.25
-
-
-def test_warm_up_in_an_elastic_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_elastic(TopKConfig(warmup=5))
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    check_elastic(TopKConfig())
-    with pytest.raises(ConfigError, match="warmup=5 counts steps, which ranks that join"):
-        check_elastic(TopKConfig(warmup=5))

@@ -1,0 +1,244 @@
+"""Error feedback of one optimizer through commits, failures and changes of ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import struct
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from horovod_topk.core import front
+from horovod_topk.core.reshard import rescaling
+from horovod_topk.core.stats import Stats
+from horovod_topk.elastic.legacy import Legacy
+from horovod_topk.elastic.standing import Clock, Roll, Standing
+from horovod_topk.errors import CheckpointError, ConfigError, StateDictError
+
+log = logging.getLogger("horovod_topk")
+
+_COUNT = struct.Struct("<I")
+
+
+class Talk(Protocol):
+    """How ranks talk when they meet."""
+
+    def gather(self, data: bytes, name: str) -> list[bytes]:
+        """Bytes of every rank, equally many, by rank. A collective."""
+        ...
+
+    def average(self, array: Any, name: str) -> Any:
+        """Mean over all ranks. A collective."""
+        ...
+
+
+class State(front.State, Protocol):
+    """Error feedback behind one optimizer of an elastic job."""
+
+    @property
+    def clock(self) -> Clock:
+        """What the ratio of the next step follows from."""
+        ...
+
+    def resume(self, clock: Clock, ranks: int) -> None:
+        """Go on as the others do, who are so many now."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Commit:
+    state: dict[str, Any]
+    clock: Clock
+    units: int
+    pooled: bool
+    absorbed: tuple[str, ...]
+
+
+class Keeper:
+    """Commits, restores and resizes what one `TopKEF` keeps.
+
+    Args:
+        states: gives the states behind it, oldest first: one, or none before a first step.
+        talk: among all ranks.
+        name: of its collectives and files, the same on all ranks.
+        commit_dir: where commits are kept for other ranks, if they are; all ranks can read it.
+    """
+
+    def __init__(
+        self,
+        states: Callable[[], Sequence[State]],
+        talk: Talk,
+        name: str,
+        commit_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._states, self._talk, self._name = states, talk, name
+        self._legacy = None if commit_dir is None else Legacy(Path(commit_dir), name)
+        self._member, self._job = uuid.uuid4().bytes, bytes(16)
+        self.units = 0  # how many ranks the residual is of; 0: nobody knows this one yet
+        self.clock: Clock = (0, None)  # when ranks met last
+        self._pooled = False
+        self._absorbed: tuple[str, ...] = ()
+        self._saved: _Commit | None = None
+        self._lost, self._lost_norm = 0, 0.0
+
+    # What a state of Horovod's elastic jobs does.
+
+    def save(self) -> None:
+        """Commit: keep a copy of what this rank owes, and write it to `commit_dir` if there is one.
+
+        Local: nobody is waited for.
+        """
+        state = self._state()
+        self._saved = None if state is None else self._commit(state)
+        if self._legacy is not None and state is not None and self._saved and self.units:
+            place = {"units": self.units, "clock": self._saved.clock}
+            contents = {**self._saved.state, **place, "absorbed": self._absorbed}
+            self._legacy.write(self._job, self._member, contents, state.framework)
+
+    def restore(self) -> None:
+        """Go back to the last commit. Local. What was taken on since will be again."""
+        state, saved = self._state(), self._saved
+        if state is None:
+            return
+        if saved is None:
+            state.reset()
+            self.units, self._pooled, self._absorbed = 0, False, ()
+            return
+        state.load_state_dict(saved.state)
+        self.units, self._pooled, self._absorbed = saved.units, saved.pooled, saved.absorbed
+        state.resume(saved.clock, self.units)
+
+    def settle(self) -> None:
+        """Meet the others after ranks have come or gone. A collective: call it on every rank."""
+        said = self._talk.gather(self._standing().pack(), f"{self._name}.settle")
+        roll = Roll([Standing.unpack(each) for each in said])
+        eldest = roll.eldest
+        if eldest.units:
+            self._job = eldest.job
+            self._take_on(roll)
+        else:
+            self._job = eldest.member
+        self.units, self._pooled, self.clock = roll.ranks, False, eldest.clock
+        if (state := self._state()) is not None:
+            state.resume(eldest.clock, roll.ranks)
+
+    def hand_over(self) -> None:
+        """Share out what every rank owes, as some are about to leave. A collective.
+
+        Every rank owes the mean then, whoever leaves. With `commit_dir`, files are brought up to
+        date instead, and the files of those who leave are taken on.
+        """
+        state = self._state()
+        if self._legacy is not None:
+            self.save()
+        elif state is not None and self.units:
+            kept = state.state_dict()
+            kept["residuals"] = {
+                name: self._talk.average(kept["residuals"][name], f"{self._name}.pool.{name}")
+                for name in sorted(kept["residuals"])
+            }
+            state.load_state_dict(kept)
+            self._pooled = True
+            if self._saved is not None and self._saved.clock == state.clock:
+                self._saved = self._commit(state)
+
+    def counted(self, stats: Stats) -> Stats:
+        """With what was lost."""
+        return replace(stats, lost_ranks=self._lost, lost_norm=self._lost_norm)
+
+    def _state(self) -> State | None:
+        states = self._states()
+        if len(states) > 1:
+            raise ConfigError(
+                f"{len(states)} optimizers share one TopKEF in an elastic job",
+                cure="Give each a TopKEF of its own, and pass all of these to the elastic state",
+            )
+        return states[0] if states and states[0].active else None
+
+    def _commit(self, state: State) -> _Commit:
+        return _Commit(state.state_dict(), state.clock, self.units, self._pooled, self._absorbed)
+
+    def _standing(self) -> Standing:
+        state = self._state()
+        clock: Clock = (0, None) if state is None else state.clock
+        norm = 0.0 if state is None else state.stats().residual_norm
+        known = self._member, self._job, self.units, clock, norm
+        return Standing(*known, self._lost, self._lost_norm, self._pooled)
+
+    def _take_on(self, roll: Roll) -> None:
+        """Keep the pending mass, as far as it is to be had."""
+        files = self._files_of_lost(roll)
+        taken = self._fit(roll, files)
+        if files:
+            counts = self._talk.gather(_COUNT.pack(taken), f"{self._name}.taken")
+            taken = sum(_COUNT.unpack(each)[0] for each in counts)
+        lost, eldest = max(0, roll.missing - taken), roll.eldest
+        self._lost = eldest.lost + lost
+        self._lost_norm = math.hypot(eldest.lost_norm, math.sqrt(lost) * roll.typical_norm)
+        if lost:
+            log.warning(
+                "TopKEF lost what %d of %d ranks owed, of norm about %.3g; commit_dir= keeps it",
+                lost,
+                eldest.units,
+                math.sqrt(lost) * roll.typical_norm,
+            )
+
+    def _fit(self, roll: Roll, files: Sequence[str]) -> int:
+        """Multiply this rank's residual, and add those of lost ranks that fall to it.
+
+        Returns:
+            How many these are.
+        """
+        state = self._state()
+        if state is None or not self.units:
+            return 0
+        factor = rescaling(state.reduction, self.units, roll.ranks)
+        if self._pooled:  # what some took with them, the others owe too
+            factor *= self.units / len(roll.old)
+        place = [roll.standings[rank].member for rank in roll.old].index(self._member)
+        inherited = self._read(files[place :: len(roll.old)], state)
+        kept = state.state_dict()
+        residuals = {name: e * factor for name, e in kept["residuals"].items()}
+        for contents in inherited.values():
+            share = rescaling(state.reduction, contents["units"], roll.ranks)
+            for name, e in contents["residuals"].items():
+                residuals[name] = residuals[name] + share * e
+        if inherited or factor != 1.0:
+            state.load_state_dict({**kept, "residuals": residuals})
+        self._absorbed = (*self._absorbed, *inherited)
+        return len(inherited)
+
+    def _read(self, files: Sequence[str], state: State) -> dict[str, Any]:
+        """Contents of files that this rank takes on; a log line for each that cannot be had."""
+        found = {}
+        for name in files:
+            assert self._legacy is not None  # who else would have named files
+            try:
+                contents = self._legacy.read(name, state.framework)
+                if contents["shapes"] != state.state_dict()["shapes"]:
+                    raise StateDictError(
+                        f"{name} is of other tensors", cure="Give each job a commit_dir of its own"
+                    )
+                found[name] = contents
+            except (OSError, CheckpointError, StateDictError) as error:
+                log.error("TopKEF cannot take on what a lost rank owed: %s", error)
+        return found
+
+    def _files_of_lost(self, roll: Roll) -> list[str]:
+        """Files to take on, as the first rank that was there before finds them."""
+        if self._legacy is None:
+            return []
+        text = b""
+        if self._member == roll.eldest.member:
+            committed = self._saved.clock[0] if self._saved is not None else -1
+            text = json.dumps(self._legacy.of_lost(self._job, roll.members, committed)).encode()
+        sizes = self._talk.gather(_COUNT.pack(len(text)), f"{self._name}.size")
+        longest = max(_COUNT.unpack(each)[0] for each in sizes)
+        texts = self._talk.gather(text.ljust(longest), f"{self._name}.files")
+        files: list[str] = json.loads(texts[roll.old[0]])
+        return files

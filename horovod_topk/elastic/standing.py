@@ -1,0 +1,79 @@
+"""What each rank tells the others when they meet after a change of ranks."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Clock = tuple[int, float | None]  # committed steps, and the ratio a user asked for, if one did
+
+_FIELDS = struct.Struct("<16s16sIQddId?")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One rank's part in the job so far."""
+
+    member: bytes  # 16 bytes that no other process has
+    job: bytes  # 16 bytes; those of the member that was rank 0 when the job began
+    units: int  # how many ranks its residual is of; 0: it has just come
+    clock: Clock
+    norm: float  # of its residual
+    lost: int  # ranks that the job has lost so far
+    lost_norm: float  # of what they owed, about
+    pooled: bool  # whether all have shared out what they owe
+
+    def pack(self) -> bytes:
+        """As bytes, equally many for every rank."""
+        committed, asked = self.clock
+        ratio = math.nan if asked is None else asked
+        known = self.member, self.job, self.units, committed, ratio, self.norm
+        return _FIELDS.pack(*known, self.lost, self.lost_norm, self.pooled)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Standing:
+        """What `pack` made."""
+        member, job, units, committed, ratio, norm, *rest = _FIELDS.unpack(data)
+        clock = (committed, None if math.isnan(ratio) else ratio)
+        return cls(member, job, units, clock, norm, *rest)
+
+
+@dataclass(frozen=True)
+class Roll:
+    """All ranks' standings, by rank."""
+
+    standings: Sequence[Standing]
+
+    @property
+    def ranks(self) -> int:
+        """How many they are."""
+        return len(self.standings)
+
+    @property
+    def old(self) -> list[int]:
+        """Who was there before."""
+        return [rank for rank, each in enumerate(self.standings) if each.units]
+
+    @property
+    def eldest(self) -> Standing:
+        """The first who was there before; rank 0 where nobody was."""
+        return self.standings[next(iter(self.old), 0)]
+
+    @property
+    def missing(self) -> int:
+        """Who was there before and is no more, and took with it what it owed."""
+        eldest = self.eldest
+        return 0 if eldest.pooled else max(0, eldest.units - len(self.old))
+
+    @property
+    def typical_norm(self) -> float:
+        """Root mean square of the residuals' norms of those who were there before."""
+        squares = [self.standings[rank].norm ** 2 for rank in self.old]
+        return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+
+    @property
+    def members(self) -> set[bytes]:
+        """All of them."""
+        return {each.member for each in self.standings}

@@ -1,0 +1,100 @@
+"""Elastic Horovod: `hvd.elastic.TorchState(model=..., optimizer=..., compression=topk)`.
+
+    from horovod_topk.torch import TopKEF
+    from horovod_topk.torch.elastic import TorchState
+
+    topk = TopKEF(ratio=0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, ..., compression=topk)
+    state = TorchState(model=model, optimizer=optimizer, compression=topk, epoch=0)
+
+Give it the instance, not the class. Horovod's own `hvd.elastic.TorchState` takes it too; this one
+in its place also saves what a rank owes that leaves after a warning, when its host is taken out.
+What is kept, and what is not, says `horovod_topk.elastic`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import horovod.torch.elastic as hvd_elastic
+from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.torch.elastic.state import StateHandler, get_handler_registry
+
+from horovod_topk.errors import ConfigError
+from horovod_topk.torch.compressor import TopKEF
+
+_COUNT = itertools.count()  # of compressors in elastic states, which every rank makes in one order
+
+
+class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no annotations
+    """Commits and restores locally: what ranks owe is not what rank 0 owes."""
+
+    def __init__(self, value: TopKEF) -> None:
+        super().__init__(value)
+        self.keeper = value.keep(f"topkef.elastic.{value.config.name or next(_COUNT)}")
+        self.save()
+
+    def save(self) -> None:
+        """Commit."""
+        self.keeper.save()
+
+    def restore(self) -> None:
+        """Go back to the last commit."""
+        self.keeper.restore()
+
+    def sync(self) -> None:
+        """Meet the other ranks, after some have come or gone."""
+        self.keeper.settle()
+
+    def set_value(self, value: TopKEF) -> None:
+        """Refuse another compressor: its optimizer's residuals would be lost.
+
+        Raises:
+            ConfigError: it is another.
+        """
+        if value is not self.value:
+            raise ConfigError(
+                "another TopKEF was assigned to an elastic state",
+                cure="Make a new state for a new optimizer",
+            )
+
+
+class TorchState(hvd_elastic.TorchState):  # type: ignore[misc]
+    """Horovod's, whose ranks share out what they owe before some of them leave.
+
+    Args: see `hvd.elastic.TorchState`.
+
+    Raises:
+        ConfigError: the class TopKEF was given, which no optimizer stands behind.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in kwargs.items():
+            if isinstance(value, type) and issubclass(value, TopKEF):
+                raise ConfigError(
+                    f"{name}=TopKEF is the class, whose residuals nobody could find",
+                    cure="Make one, topk = TopKEF(), and give it to optimizer and state",
+                )
+        super().__init__(*args, **kwargs)
+
+    def check_host_updates(self) -> None:
+        """As Horovod's; on its interrupt, which all ranks get at once, residuals are handed over.
+
+        Raises:
+            HostsUpdatedInterrupt: hosts have been added or removed.
+        """
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            for handler in self._handlers.values():
+                if isinstance(handler, ResidualHandler):
+                    handler.keeper.hand_over()
+            raise HostsUpdatedInterrupt(skip_sync=False) from None
+
+
+def install() -> None:
+    """Have Horovod's elastic states take a TopKEF."""
+    registry = get_handler_registry()
+    if (TopKEF, ResidualHandler) not in registry:
+        registry.append((TopKEF, ResidualHandler))

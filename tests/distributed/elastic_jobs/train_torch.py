@@ -1,0 +1,59 @@
+"""An elastic job with PyTorch; see `story`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import story
+import torch
+
+from horovod_topk.torch import TopKEF
+from horovod_topk.torch.elastic import TorchState
+
+hvd.init()
+torch.manual_seed(os.getpid())
+model = torch.nn.Sequential(torch.nn.Linear(50, 60), torch.nn.Linear(60, 9))
+kept = os.environ.get("COMMIT_DIR")
+topk = TopKEF(0.05, min_numel=0, commit_dir=kept, warmup=[(3, 0.5)], values="int8")
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=1e-3),
+    named_parameters=model.named_parameters(),
+    compression=topk,
+)
+
+
+def step(middle: Callable[[], None]) -> None:
+    """The gradients' first bucket is under way in the middle of it."""
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 50)).square().sum()
+    loss.backward()
+    middle()
+    optimizer.step()
+
+
+def facts() -> dict[str, Any]:
+    """What all ranks owe, their weights, and what was lost."""
+    residuals = topk.state_dict()["residuals"]
+    owed = torch.cat([residuals[name] for name in sorted(residuals)])
+    mean = hvd.allreduce(owed, op=hvd.Average, name="owed")
+    weights = [float(p.double().sum()) for p in model.parameters()]
+    stats = topk.stats()
+    return {
+        "owed": mean[::50].tolist(),
+        "norm": stats.residual_norm,
+        "weights": weights,
+        "lost": stats.lost_ranks,
+        "ratio": optimizer._topkef.ratio,
+    }
+
+
+@hvd.elastic.run
+def train(state: TorchState) -> None:
+    """All of it."""
+    story.live(state, step, lambda: (hvd.rank(), hvd.size()), facts)
+
+
+train(TorchState(model=model, optimizer=optimizer, compression=topk, step=0, chapter=0, since=0))

@@ -1,0 +1,324 @@
+"""Ranks of an elastic job come, leave and are lost: what is owed stays, or is counted as lost."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from horovod_topk.core.stats import Stats
+from horovod_topk.elastic import Keeper
+from horovod_topk.elastic.standing import Clock
+from horovod_topk.errors import ConfigError
+
+SHAPES = {"w": [30, 7], "b": [5]}
+PATIENCE = 10.0  # seconds
+
+
+class Room:
+    """Where ranks meet; `Talk` for as many threads as it has places."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=PATIENCE)
+        self.said: list[Any] = [None] * size
+
+    def exchange(self, rank: int, what: Any) -> list[Any]:
+        self.said[rank] = what
+        self._barrier.wait()
+        heard = list(self.said)
+        self._barrier.wait()
+        return heard
+
+
+class Rank:
+    """One process: residuals, and their keeper. It is its keeper's `State` and `Talk`."""
+
+    framework, active = "numpy", True
+
+    def __init__(self, commit_dir: Path | None, reduction: str) -> None:
+        self.reduction, self.tensors = reduction, SHAPES
+        self.residuals = {n: np.zeros(np.prod(s), "f4") for n, s in SHAPES.items()}
+        self.clock: Clock = (0, None)
+        self.keeper = Keeper(lambda: [self], self, "test", commit_dir)
+        self.keeper.save()
+
+    # As a state.
+
+    def state_dict(self) -> dict[str, Any]:
+        copies = {name: e.copy() for name, e in self.residuals.items()}
+        return {"version": 1, "ratio": 0.1, "shapes": SHAPES, "residuals": copies}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.residuals = {name: e.copy() for name, e in state["residuals"].items()}
+
+    def reset(self) -> None:
+        self.residuals = {name: 0 * e for name, e in self.residuals.items()}
+
+    def resume(self, clock: Clock, ranks: int) -> None:
+        self.clock = clock
+
+    def stats(self) -> Stats:
+        return self.keeper.counted(Stats(residual_norm=float(np.linalg.norm(self.owed()))))
+
+    def owed(self) -> np.ndarray[Any, Any]:
+        return np.concatenate([self.residuals[name] for name in SHAPES]).astype("f8")
+
+    # As a talk.
+
+    def enter(self, room: Room, rank: int) -> None:
+        self.room, self.rank = room, rank
+
+    def gather(self, data: bytes, name: str) -> list[bytes]:
+        return self.room.exchange(self.rank, data)
+
+    def average(self, array: Any, name: str) -> Any:
+        everyone = self.room.exchange(self.rank, array.copy())
+        return (np.sum(everyone, axis=0, dtype="f8") / len(everyone)).astype("f4")
+
+    # As a training script.
+
+    def step(self, noise: np.random.Generator) -> None:
+        for e in self.residuals.values():
+            e += noise.normal(size=e.shape).astype("f4")
+        self.clock = (self.clock[0] + 1, 0.25 if self.clock[0] > 4 else None)
+
+
+def sum_of(ranks: Sequence[Rank]) -> np.ndarray[Any, Any]:
+    return np.sum([rank.owed() for rank in ranks], axis=0)
+
+
+class Job:
+    """Ranks, as Horovod's driver orders them: who was there before first."""
+
+    def __init__(self, size: int, reduction: str, commit_dir: Path | None = None) -> None:
+        self.reduction, self.commit_dir = reduction, commit_dir
+        self.ranks: list[Rank] = []
+        self.noise = np.random.default_rng(0)
+        self.join(size)
+
+    def together(self, what: Callable[[Rank], object]) -> None:
+        """On all ranks, one thread each."""
+        room = Room(len(self.ranks))
+        for place, rank in enumerate(self.ranks):
+            rank.enter(room, place)
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            for done in [pool.submit(what, rank) for rank in self.ranks]:
+                done.result()
+
+    def settle(self) -> None:
+        self.together(lambda rank: rank.keeper.settle())
+
+    def step(self) -> None:
+        for rank in self.ranks:
+            rank.step(self.noise)
+
+    def commit(self) -> None:
+        for rank in self.ranks:
+            rank.keeper.save()
+
+    def join(self, count: int) -> None:
+        self.ranks += [Rank(self.commit_dir, self.reduction) for _ in range(count)]
+        self.settle()
+
+    def leave(self, places: Sequence[int], joining: int = 0) -> None:
+        """With a warning."""
+        self.together(lambda rank: rank.keeper.hand_over())
+        self.ranks = [rank for place, rank in enumerate(self.ranks) if place not in places]
+        self.join(joining)
+
+    def lose(self, places: Sequence[int], joining: int = 0) -> None:
+        """Without."""
+        self.ranks = [rank for place, rank in enumerate(self.ranks) if place not in places]
+        for rank in self.ranks:
+            rank.keeper.restore()
+        self.join(joining)
+
+    def mass(self) -> np.ndarray[Any, Any]:
+        return sum_of(self.ranks) / (len(self.ranks) if self.reduction == "average" else 1)
+
+    def assert_mass(self, expected: np.ndarray[Any, Any]) -> None:
+        np.testing.assert_allclose(self.mass(), expected, rtol=2e-6, atol=2e-6)
+
+
+reductions = pytest.mark.parametrize("reduction", ["average", "sum"])
+
+
+@reductions
+@pytest.mark.parametrize("joining", [0, 1, 3])
+def test_who_joins_changes_nothing(reduction: str, joining: int) -> None:
+    job = Job(3, reduction)
+    job.step()
+    before = job.mass()
+    job.join(joining)
+    job.assert_mass(before)
+    assert all(np.all(e == 0) for rank in job.ranks[3:] for e in rank.residuals.values())
+
+
+@reductions
+@pytest.mark.parametrize("joining", [0, 1, 3])
+@pytest.mark.parametrize("kept", [True, False], ids=["commit_dir", "in memory"])
+def test_who_leaves_hands_over(reduction: str, joining: int, kept: bool, tmp_path: Path) -> None:
+    job = Job(4, reduction, tmp_path if kept else None)
+    for _ in range(3):
+        job.step()
+    before = job.mass()
+    job.leave([1, 3], joining)
+    job.assert_mass(before)
+    assert all(rank.stats().lost_ranks == 0 for rank in job.ranks)
+
+
+@reductions
+def test_a_failure_after_handing_over_does_not_undo_it(reduction: str) -> None:
+    job = Job(4, reduction)
+    job.step()
+    job.commit()
+    before = job.mass()
+    job.leave([3])
+    job.step()
+    for rank in job.ranks:  # all of them live
+        rank.keeper.restore()
+    job.settle()
+    job.assert_mass(before)
+
+
+@reductions
+def test_what_the_lost_owed_is_kept_on_disk(reduction: str, tmp_path: Path) -> None:
+    job = Job(4, reduction, tmp_path)
+    job.step()
+    job.commit()
+    before = job.mass()
+    job.step()
+    job.lose([0, 2], joining=1)
+    job.assert_mass(before)
+    assert {rank.stats().lost_ranks for rank in job.ranks} == {0}
+
+
+@reductions
+def test_an_heir_lost_before_it_commits_inherits_nothing(reduction: str, tmp_path: Path) -> None:
+    job = Job(5, reduction, tmp_path)
+    job.step()
+    job.commit()
+    before = job.mass()
+    job.lose([4])
+    job.assert_mass(before)
+    job.lose([0])  # who took it on, and did not commit
+    job.assert_mass(before)
+    job.commit()
+    after = job.mass()
+    job.lose([1])  # now the files of the lost are gone, and nothing counts twice
+    job.assert_mass(after)
+    job.commit()
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(job.ranks)
+
+
+def test_an_heir_lost_between_writing_and_removing_counts_once(tmp_path: Path) -> None:
+    job = Job(4, "average", tmp_path)
+    job.step()
+    job.commit()
+    before = job.mass()
+    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    job.lose([3])
+    job.commit()
+    for file, data in files.items():  # as if nothing had been removed
+        if not file.exists():
+            file.write_bytes(data)
+    job.lose([0])
+    job.assert_mass(before)
+
+
+def test_without_a_folder_the_loss_is_counted() -> None:
+    job = Job(4, "average")
+    job.step()
+    job.commit()
+    owed = sum(rank.stats().residual_norm ** 2 for rank in job.ranks[2:]) ** 0.5
+    remains = sum_of(job.ranks[:2])
+    job.lose([2, 3], joining=3)
+    job.assert_mass(remains / 4)  # what the two who are left had a share of
+    told = {(rank.stats().lost_ranks, rank.stats().lost_norm) for rank in job.ranks}
+    assert len(told) == 1
+    lost, norm = told.pop()
+    assert lost == 2
+    assert norm == pytest.approx(owed, rel=0.2)
+
+
+def test_another_commit_is_not_taken_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(3, "average", tmp_path)
+    job.step()
+    job.commit()
+    job.step()
+    for rank in job.ranks[:2]:  # the third is lost before it commits, too
+        rank.keeper.save()
+    job.lose([2])
+    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+    assert "is of another commit" in caplog.text
+
+
+def test_a_damaged_file_is_counted_as_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(3, "average", tmp_path)
+    job.step()
+    job.commit()
+    for file in tmp_path.iterdir():
+        file.write_bytes(file.read_bytes()[:-3] + b"odd")
+    job.lose([2])
+    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+    assert "is damaged or cut short" in caplog.text
+
+
+def test_another_job_in_the_same_folder_is_left_alone(tmp_path: Path) -> None:
+    other = Job(2, "average", tmp_path)
+    other.step()
+    other.commit()
+    job = Job(2, "average", tmp_path)
+    job.assert_mass(0 * job.mass())
+    job.step()
+    job.commit()
+    job.lose([1])
+    job.commit()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_who_joins_learns_the_clock() -> None:
+    job = Job(2, "average")
+    for _ in range(6):
+        job.step()
+    job.join(2)
+    assert {rank.clock for rank in job.ranks} == {(6, 0.25)}
+
+
+def test_going_back_before_the_first_commit_with_others() -> None:
+    job = Job(2, "average")
+    job.step()
+    job.lose([])  # a failure, and nobody is lost
+    job.assert_mass(0 * job.mass())
+    assert {rank.stats().lost_ranks for rank in job.ranks} == {0}
+
+
+def test_two_optimizers_behind_one_keeper_are_refused() -> None:
+    rank = Rank(None, "average")
+    keeper = Keeper(lambda: [rank, rank], rank, "test")
+    with pytest.raises(ConfigError, match="2 optimizers share one TopKEF in an elastic job"):
+        keeper.save()
+
+
+@reductions
+@pytest.mark.parametrize("seed", range(5))
+def test_a_long_life(reduction: str, seed: int, tmp_path: Path) -> None:
+    job, draw = Job(3, reduction, tmp_path), random.Random(seed)
+    for _ in range(12):
+        for _ in range(draw.randint(0, 2)):
+            job.step()
+        job.commit()
+        before, size = job.mass(), len(job.ranks)
+        gone = draw.sample(range(size), draw.randint(0, size - 1))
+        change = draw.choice([job.leave, job.lose])
+        change(gone, joining=draw.randint(0, 3))
+        job.assert_mass(before)
+    assert all(rank.stats().lost_ranks == 0 for rank in job.ranks)
