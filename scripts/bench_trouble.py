@@ -36,7 +36,7 @@ from trouble.runs import HOSTS, RATE, RUNS, STEPS, Run
 RANK = launch.ROOT / "scripts" / "trouble" / "rank.py"
 RESULTS = launch.ROOT / "docs" / "results" / "trouble.json"
 PAGE = launch.ROOT / "docs" / "trouble.md"
-GRACE_SECONDS = 120.0  # of a job, beside its training
+GRACE_SECONDS = 240.0  # of a job, beside its training
 
 Results = dict[str, dict[str, Any]]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 HOSTS = 4
 RATE = "100mbit"  # of each host's link
-STEPS = 200
+STEPS = 150
 COMPUTE = 0.02  # seconds of a step that a model would compute and these ranks sleep
 MARK = 10  # steps between two looks at weights, residuals and accuracy
 WAYS = ("dense", "TopKEF", "TopKEF int8")
@@ -19,7 +19,7 @@ class Run:
     title: str
     loss: float = 0.0  # share of the packets
     slow: float = 1.0  # times the compute of the others, of the last rank
-    limit_seconds: float = 300.0  # of training; then the ranks stop together
+    limit_seconds: float = 200.0  # of training; then the ranks stop together
 
 
 RUNS = {
