@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 import launch
 from cluster import Cluster, ClusterError, Link
+from cluster.host import CARD, NETWORK
 from processor import cpu_model
 from trouble import report
 from trouble.runs import HOSTS, RATE, RUNS, STEPS, Run
@@ -50,6 +51,8 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
     link, load = Link.of(RATE, run.loss), os.getloadavg()
     with tempfile.TemporaryDirectory() as folder, Cluster(HOSTS, link) as cluster:
         found = Path(folder) / "found.json"
+        if run.rto_min:
+            send_again_sooner(cluster, run.rto_min)
         arguments = ["--steps", str(steps), "--slow", str(run.slow), "--json", str(found)]
         cluster.run(
             [
@@ -62,6 +65,17 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
         job: dict[str, Any] = json.loads(found.read_text())
     loads = {"before": round(load[0], 1), "after": round(os.getloadavg()[0], 1)}
     return {**job, "planned_steps": steps, "load": loads, "machine": machine()}
+
+
+def send_again_sooner(cluster: Cluster, rto_min: str) -> None:
+    """Have TCP wait no longer than this before it sends what was lost again, between hosts.
+
+    Raises:
+        ClusterError: the kernel does not take it.
+    """
+    for host in cluster.hosts:
+        route = [NETWORK.format(number="0/24"), "dev", CARD, "src", host.address]
+        host.check(["ip", "route", "change", *route, "rto_min", rto_min])
 
 
 def python_path() -> str:

@@ -19,6 +19,7 @@ class Run:
     title: str
     loss: float = 0.0  # share of the packets
     slow: float = 1.0  # times the compute of the others, of the last rank
+    rto_min: str | None = None  # the least time that TCP waits before it sends again; 200ms
     limit_seconds: float = 200.0  # of training; then the ranks stop together
 
 
@@ -27,6 +28,8 @@ RUNS = {
     "slow": Run("rank 3 computes 10 times longer", slow=10.0),
     "loss-1": Run("1% of the packets lost", loss=0.01),
     "loss-10": Run("10% of the packets lost", loss=0.1),
+    "loss-1-soon": Run("1% lost, sent again after 5 ms", loss=0.01, rto_min="5ms"),
+    "loss-10-soon": Run("10% lost, sent again after 5 ms", loss=0.1, rto_min="5ms"),
     "none-again": Run("none, measured once more"),
 }
 PLAIN = "none"  # what the others are compared with
