@@ -9,6 +9,13 @@ from typing import Any
 from study.markdown import table
 from trouble.runs import COMPUTE, HOSTS, PLAIN, RATE, RUNS, WAYS
 
+ORDER = """\
+- TopKEF adds payloads in the order of ranks, whenever they arrive. Horovod's dense allreduce adds
+  in an order that depends on which gradients were ready together, so that its last bits may differ
+  from run to run, without any trouble too.
+- What trouble adds to a step it adds with any exchange: the shorter the step was, the more of it is
+  waiting afterwards, and the less is left of what compression won."""
+
 Job = dict[str, Any]
 Results = dict[str, Job]
 
@@ -64,7 +71,7 @@ the job without, in every bit. Residual and gradient: means of the ranks' norms.
   time-out when it loses its last one, as nothing behind it tells that it is missing: 200 ms on
   Linux, many times what the exchange takes. Where loss cannot be helped, shorten that on every
   host, by as much as its network answers faster (`ip route show` has the line to change):
-  `ip route change 10.77.0.0/24 dev eth0 src 10.77.0.1 rto_min 5ms`.
+  `ip route change 10.77.0.0/24 dev eth0 src 10.77.0.1 rto_min 5ms`.{sooner}
 - **Either.** Compare `stats().residual_norm` with `stats().gradient_norm` as ever
   ([residuals.md](residuals.md)): slow or lossy, they are those of a healthy cluster.
 
@@ -82,22 +89,29 @@ def page(results: Results) -> str:
         times=_times(results),
         results=_results(results),
         meaning="\n".join(_meaning(results)),
+        sooner="".join(_sooner(results)),
     )
 
 
 def _machine(results: Results) -> str:
     first = next(iter(results.values()))["machine"]
-    runs = "; ".join(
-        f"{RUNS[key].title}: {job['machine']['date']}, load average {job['load']['before']:g} "
-        f"before and {job['load']['after']:g} after, {_steps(job)} steps"
-        for key, job in results.items()
-    )
-    return (
+    machine = (
         f"{first['cpu']}, {first['cores']} cores for all hosts, which other work used as well, "
         f"Linux {first['kernel']}, Python {first['python']}, PyTorch {first['torch']}, Horovod "
-        f"{first['horovod']}. {runs}. Where there are fewer than {_planned(results)} steps, the "
-        "job was ended after the minutes that it was given."
+        f"{first['horovod']}. Where there are fewer than {_planned(results)} steps, the job was "
+        "ended after the minutes that it was given."
     )
+    rows = (
+        [
+            RUNS[key].title,
+            job["machine"]["date"],
+            f"{job['load']['before']:g}, {job['load']['after']:g}",
+            str(_steps(job)),
+        ]
+        for key, job in results.items()
+    )
+    header = ["trouble", "ended", "load average before, after", "steps"]
+    return f"{machine}\n\n{table(header, rows)}"
 
 
 def _planned(results: Results) -> int:
@@ -194,16 +208,24 @@ def _meaning(results: Results) -> Iterator[str]:
     for way in WAYS:
         same = [is_same(*compared(results, key, way)[1:], "weights") for key in troubled]
         yield f"- {way}: weights as in the job without trouble in {sum(same)} of {len(same)} jobs."
-    yield (
-        "- TopKEF adds payloads in the order of ranks, whenever they arrive. Horovod's dense "
-        "allreduce adds in an order that depends on which gradients were ready together, so that "
-        "its last bits may differ from run to run, without any trouble too."
-    )
-    for key in troubled:
+    yield ORDER
+    for key in results:
         ways = results[key]["ways"]
         dense, ours = (_median(ways[way]["exchange"]) for way in (WAYS[0], WAYS[-1]))
         step = _median(ways[WAYS[0]]["step"]) / _median(ways[WAYS[-1]]["step"])
         yield (
-            f"- {RUNS[key].title}: the exchange took {1e3 * dense:.0f} ms dense and "
+            f"  - {RUNS[key].title}: the exchange took {1e3 * dense:.0f} ms dense and "
             f"{1e3 * ours:.0f} ms with {WAYS[-1]}, whose step is {step:.2f} times faster."
         )
+
+
+def _sooner(results: Results) -> Iterator[str]:
+    """What it did to send again sooner, where that was measured."""
+    for key in results:
+        sooner = f"{key}-soon"
+        if sooner in results:
+            before, after = (_median(results[k]["ways"][WAYS[-1]]["step"]) for k in (key, sooner))
+            yield (
+                f" With\n  {RUNS[key].title} that took a step with {WAYS[-1]} from "
+                f"{1e3 * before:.0f} ms to {1e3 * after:.0f}."
+            )
