@@ -28,9 +28,10 @@ def compression(args: argparse.Namespace) -> Any:
 
 def optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
     """The optimizer the arguments name, before Horovod wraps it."""
-    if args.optimizer == "adamw":
-        return AdamW(model.parameters(), lr=args.lr)
     corrected = args.compression == "topk" and args.momentum > 0  # TopKEF has it then
+    if args.optimizer == "adamw":
+        betas = (0.0 if corrected else 0.9, 0.999)
+        return AdamW(model.parameters(), lr=args.lr, betas=betas)
     return SGD(model.parameters(), lr=args.lr, momentum=0.0 if corrected else 0.9)
 
 

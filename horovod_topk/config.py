@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from numbers import Integral, Real
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from numbers import Real
 
 from horovod_topk.errors import ConfigError, UnknownSettingError
+from horovod_topk.ratios import Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
 
 VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
 INDICES = ("auto", "packed", "plain")
@@ -19,6 +21,7 @@ OPTIONAL: dict[str, object] = {
     "warmup": None,
     "momentum": 0.0,
     "nesterov": False,
+    "ratios": None,
 }  # settings, and what leaves them off
 
 
@@ -44,12 +47,13 @@ class TopKConfig:
     warmup: int | Stretches | None = None  # larger ratios first, for so many steps; None: off
     momentum: float = 0.0  # of momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether that is Nesterov's
+    ratios: Rules | None = None  # of some tensors, instead of both above; None: of none
     name: str | None = None  # prefix of the collectives' names; None derives it from the plan
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", _checked_ratio(self.ratio))
+        object.__setattr__(self, "ratio", checked_ratio(self.ratio))
         if self.gather_ratio is not None:
-            back = _checked_ratio(self.gather_ratio, "gather_ratio")
+            back = checked_ratio(self.gather_ratio, "gather_ratio")
             object.__setattr__(self, "gather_ratio", back)
         _check_choice("values", self.values, VALUES)
         _check_choice("indices", self.indices, INDICES)
@@ -60,6 +64,7 @@ class TopKConfig:
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_nesterov(self.nesterov, self.momentum)
+        object.__setattr__(self, "ratios", checked_rules(self.ratios))
         _check_name(self.name)
 
     @property
@@ -74,10 +79,39 @@ class TopKConfig:
             return _exponential(self.warmup, self.ratio)
         return self.warmup or ()
 
+    @cached_property
+    def own(self) -> Mapping[str, float]:
+        """Ratios of tensors that have one of their own, by name, once they are resolved."""
+        return {name: ratio for name, ratio in self.ratios or () if isinstance(name, Exactly)}
+
+    def resolved(self, tensors: Mapping[str, Shape], names: Collection[str]) -> TopKConfig:
+        """These settings with what `ratios` makes of each tensor, where it makes a difference.
+
+        Args:
+            tensors: shapes by name.
+            names: what patterns may match.
+
+        Raises:
+            ConfigError: see `horovod_topk.ratios.resolve`.
+        """
+        rules, others = self.ratios or (), {self.ratio, self.ratio_back}
+        if all(isinstance(pattern, Exactly) for pattern, _ in rules):
+            return self
+        own = tuple(pair for pair in resolve(rules, tensors, names) if {pair[1]} != others)
+        return replace(self, ratios=own)
+
+    def narrowed(self, names: Iterable[str]) -> TopKConfig:
+        """Resolved settings with the ratios of some of the tensors, those of a bucket."""
+        if not self.own:
+            return self
+        own = tuple((Exactly(name), self.own[name]) for name in names if name in self.own)
+        return replace(self, ratios=own)
+
     def agreed(self) -> dict[str, object]:
         """The settings that all ranks must share, in a fixed order.
 
         Those of `OPTIONAL` that are off are left out, so that payloads are what they are without.
+        `ratios` are resolved in the settings of a plan, the only ones that ranks compare.
         """
         return {name: value for name, value in asdict(self).items() if not self._is_off(name)}
 
@@ -99,26 +133,6 @@ def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
             f"TopKEF has no setting {keyword!r}",
             cure=f"{hint}The settings are {', '.join(known)}",
         )
-
-
-def _checked_ratio(ratio: object, name: str = "ratio") -> float:
-    if isinstance(ratio, bool) or not isinstance(ratio, Real):
-        raise ConfigError(
-            f"{name}={ratio!r} is not a number",
-            cure=f"Pass a float in (0, 1], such as {name}=0.01",
-        )
-    given, ratio = ratio, float(ratio)
-    if isinstance(given, Integral) and ratio > 1:
-        raise ConfigError(
-            f"{name}={given} is above 1; {name} is the share of elements sent, not the reduction",
-            cure=f"For {ratio:g} times fewer elements pass {name}={1 / ratio:.6g}",
-        )
-    if not 0.0 < ratio <= 1.0:  # also refuses NaN
-        raise ConfigError(
-            f"{name}={given!r} lies outside (0, 1]",
-            cure=f"Pass the share of elements to send, such as {name}=0.01; {name}=1.0 sends all",
-        )
-    return ratio
 
 
 def _check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
@@ -159,7 +173,7 @@ def _checked_warmup(warmup: object) -> int | Stretches | None:
         untils = [until for until, _ in pairs]
         whole = all(type(until) is int and until > 0 for until in untils)
         if len(pairs) == len(warmup) and whole and sorted(set(untils)) == untils:
-            return tuple((until, _checked_ratio(r, "a ratio of warmup")) for until, r in pairs)
+            return tuple((until, checked_ratio(r, "a ratio of warmup")) for until, r in pairs)
     raise ConfigError(
         f"warmup={warmup!r} is neither a number of steps nor pairs (until, ratio)",
         cure="Pass a whole number of steps above 0, such as warmup=1000, or pairs whose steps "

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from horovod_topk.cli.models import MODELS, elements, specs_of
+from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
 from horovod_topk.core.choice import choose, make_exchange
 from horovod_topk.core.exchange import Collective, Traffic, ring_allreduce_bytes
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="resnet50", help=f"{known}, or a JSON file with a shape for each name")
     add("--ratio", type=float, default=TopKConfig.ratio)
     add("--gather-ratio", type=float, default=None, help="sent back by owners; default: the ratio")
+    add_ratios(parser)
     add("--ranks", type=int, default=8)
     add("--local-size", type=int, default=1, help="ranks on each node")
     add("--min-numel", type=int, default=TopKConfig.min_numel)
@@ -38,7 +40,8 @@ def main(args: argparse.Namespace) -> int:
     dense = ring_allreduce_bytes(4 * elements(specs), args.ranks)
     nodes = nodes_of(args.ranks, args.local_size)
     print(f"{elements(specs):,} float32 in {len(specs)} tensors, {args.ranks} ranks on ", end="")
-    print(f"{len(nodes.ranks)} nodes, ratio {args.ratio:g}: bytes a step")
+    print(f"{len(nodes.ranks)} nodes, ratio {args.ratio:g}", end="")
+    print(f"{''.join(f', {each}' for each in args.ratios)}: bytes a step")
     print(f"{'exchange':<14}{'values':<10}{'a rank sends':>14}{'leave a node':>14}", end="")
     print(f"{'of dense':>11}{'of fp16':>10}")
     leaving = dense if len(nodes.ranks) > 1 else 0  # a ring leaves each node once
@@ -80,6 +83,7 @@ def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Pla
         values=values,
         gather_ratio=args.gather_ratio,
         min_numel=args.min_numel,
+        ratios=parse_ratios(args.ratios),
     )
     return make_plan(specs, config)
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 from horovod_topk.config import TopKConfig, reject_unknown
 from horovod_topk.core.stats import Stats, StepCounters
 from horovod_topk.errors import ConfigError, NotAttachedError
+from horovod_topk.ratios import Asked, checked_rules
 
 
 class State(Protocol):
@@ -84,6 +85,7 @@ class Front(abc.ABC):
         warmup: int | Sequence[tuple[int, float]] | None = TopKConfig.warmup,
         momentum: float = TopKConfig.momentum,
         nesterov: bool = TopKConfig.nesterov,
+        ratios: Asked | None = TopKConfig.ratios,
         name: str | None = TopKConfig.name,
         grad_scaler: Any = None,
         commit_dir: str | os.PathLike[str] | None = None,
@@ -105,6 +107,7 @@ class Front(abc.ABC):
             warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
             momentum,
             nesterov,
+            checked_rules(ratios),
             name,
         )
 
@@ -212,6 +215,19 @@ def check_elastic(config: TopKConfig) -> None:
             f"exchange={exchange!r} deals residuals out to a fixed number of ranks, and this job "
             "is elastic",
             cure="Pass exchange='allgather', or run without --min-np and --max-np",
+        )
+
+
+def check_kept(keeper: object | None, what: str) -> None:
+    """Refuse what ranks that join an elastic job would not know, where its state does not tell.
+
+    Raises:
+        ConfigError: nobody keeps it.
+    """
+    if elastic() and keeper is None:
+        raise ConfigError(
+            f"{what} ranks that join this elastic job would not hear",
+            cure="Pass the TopKEF to the job's state, as horovod_topk.elastic says",
         )
 
 

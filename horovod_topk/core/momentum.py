@@ -21,13 +21,60 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
+from horovod_topk.config import TopKConfig
 from horovod_topk.core.hierarchy import Probe
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import ResidualRegistry
+from horovod_topk.core.residual import Arenas, ResidualRegistry
 from horovod_topk.errors import UnsupportedDtypeError
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
+
+
+class Correction(Generic[Array]):
+    """The formulas, on one bucket's velocities.
+
+    Args:
+        config: m as `momentum`, and `nesterov`.
+        ops: of the arrays.
+    """
+
+    def __init__(self, config: TopKConfig, ops: Ops[Array]) -> None:
+        self._factor, self._nesterov = config.momentum, config.nesterov
+        self._ops = ops
+
+    def correct(self, arenas: Arenas[Array], gradients: Sequence[Array]) -> list[Array]:
+        """What is sent in place of the gradients, flat; the candidate becomes the new velocities.
+
+        arenas: as residual, the velocities of the step before.
+        """
+        velocity = arenas.candidate
+        self._ops.assign(velocity, arenas.residual)
+        self._accelerate(arenas.plan, velocity, gradients)
+        if self._nesterov:
+            velocity = self._ops.clone(velocity)
+            self._accelerate(arenas.plan, velocity, gradients)
+        return list(self._views(arenas.plan, velocity))
+
+    def mask(self, arenas: Arenas[Array], sent: Iterable[tuple[int, Array]]) -> None:
+        """Forget the new velocity of what was sent.
+
+        sent: a tensor's position in the bucket, and indices into it, ascending.
+        """
+        views = list(self._views(arenas.plan, arenas.candidate))
+        for position, index in sent:
+            view = views[position]
+            self._ops.deduct(view, index, self._ops.take(view, index))
+
+    def _accelerate(self, bucket: BucketPlan, u: Array, gradients: Sequence[Array]) -> None:
+        """u becomes m u + g."""
+        self._ops.deliver(u, self._factor, u, False)
+        for view, gradient in zip(self._views(bucket, u), gradients, strict=True):
+            self._ops.compensate(view, gradient, view)
+
+    def _views(self, bucket: BucketPlan, arena: Array) -> Iterator[Array]:
+        for tensor in bucket.tensors:
+            yield self._ops.view(arena, tensor.start, tensor.stop)
 
 
 class Momentum(Generic[Array]):
@@ -42,9 +89,8 @@ class Momentum(Generic[Array]):
     """
 
     def __init__(self, plan: Plan, ops: Ops[Array]) -> None:
-        for bucket in plan.buckets:
-            _check_dtypes(bucket)
-        self._factor, self._nesterov = plan.config.momentum, plan.config.nesterov
+        check_dtypes(plan)
+        self._correction = Correction(plan.config, ops)
         self._ops = ops
         self.registry = ResidualRegistry(plan, ops)
         self._probes: dict[bytes, Probe[Array]] = {}  # by their bucket's digest
@@ -52,24 +98,11 @@ class Momentum(Generic[Array]):
     def correct(self, bucket: BucketPlan, gradients: Sequence[Array]) -> list[Array]:
         """The new velocities, flat, to be sent in place of the gradients."""
         self._probe(bucket).take(gradients)
-        arenas = self.registry.arenas(bucket.ordinal)
-        velocity = arenas.candidate
-        self._ops.assign(velocity, arenas.residual)
-        self._accelerate(bucket, velocity, gradients)
-        if self._nesterov:
-            velocity = self._ops.clone(velocity)
-            self._accelerate(bucket, velocity, gradients)
-        return list(self._views(bucket, velocity))
+        return self._correction.correct(self.registry.arenas(bucket.ordinal), gradients)
 
     def mask(self, bucket: BucketPlan, sent: Iterable[tuple[int, Array]]) -> None:
-        """Forget the velocity of what was sent.
-
-        sent: a tensor's position in the bucket, and indices into it, ascending.
-        """
-        views = list(self._views(bucket, self.registry.arenas(bucket.ordinal).candidate))
-        for position, index in sent:
-            view = views[position]
-            self._ops.deduct(view, index, self._ops.take(view, index))
+        """Forget the velocity of what was sent, as `Correction.mask`."""
+        self._correction.mask(self.registry.arenas(bucket.ordinal), sent)
 
     def unchanged(self, bucket: BucketPlan, gradients: Sequence[Array]) -> bool:
         """Whether gradients are still those that were corrected, judged by some elements."""
@@ -79,20 +112,20 @@ class Momentum(Generic[Array]):
         """Make the new velocities those of the next step."""
         self.registry.arenas(bucket.ordinal).swap()
 
-    def _accelerate(self, bucket: BucketPlan, u: Array, gradients: Sequence[Array]) -> None:
-        """u becomes m u + g."""
-        self._ops.deliver(u, self._factor, u, False)
-        for view, gradient in zip(self._views(bucket, u), gradients, strict=True):
-            self._ops.compensate(view, gradient, view)
-
-    def _views(self, bucket: BucketPlan, arena: Array) -> Iterator[Array]:
-        for tensor in bucket.tensors:
-            yield self._ops.view(arena, tensor.start, tensor.stop)
-
     def _probe(self, bucket: BucketPlan) -> Probe[Array]:
         if bucket.digest not in self._probes:
             self._probes[bucket.digest] = Probe(bucket, self._ops)
         return self._probes[bucket.digest]
+
+
+def check_dtypes(plan: Plan) -> None:
+    """Refuse gradients that no velocity can be kept for.
+
+    Raises:
+        UnsupportedDtypeError: a gradient has another dtype than its residual.
+    """
+    for bucket in plan.buckets:
+        _check_dtypes(bucket)
 
 
 def _check_dtypes(bucket: BucketPlan) -> None:

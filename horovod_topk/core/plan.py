@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -210,24 +210,33 @@ class Plan:
 
     def sent_dense(self) -> dict[str, str]:
         """Tensors that travel whole inside their bucket, and why."""
-        ratio, limit = self.config.ratio, self.config.min_numel
+        return {t.spec.name: self._why_dense(t.spec) for t in self.tensors() if t.index is None}
+
+    def _why_dense(self, spec: TensorSpec) -> str:
+        ratio, limit = self.config.own.get(spec.name), self.config.min_numel
+        if spec.numel < limit:
+            return f"{spec.numel} elements, fewer than min_numel={limit}: sent dense"
+        if ratio is None:
+            return f"at ratio={self.config.ratio} entries cost no less: sent dense"
+        return f"at its ratio of {ratio} entries cost no less: sent dense"
+
+    def own_ratios(self) -> dict[str, float]:
+        """Ratios of the tensors that have another one than the plan's."""
+        own, names = self.config.own, [tensor.spec.name for tensor in self.tensors()]
         return {
-            t.spec.name: (
-                f"{t.spec.numel} elements, fewer than min_numel={limit}: sent dense"
-                if t.spec.numel < limit
-                else f"at ratio={ratio} entries cost no less: sent dense"
-            )
-            for t in self.tensors()
-            if t.index is None
+            name: own[name]
+            for name in names
+            if own.get(name, self.config.ratio) != self.config.ratio
         }
 
     def summary(self) -> str:
         """One line for the log."""
         tensors, dense = list(self.tensors()), self.sent_dense()
         elements = sum(t.spec.numel for t in tensors if t.spec.name in dense)
+        own = len(self.own_ratios())
         return (
             f"{len(tensors)} tensors in {len(self.buckets)} buckets, {len(dense)} of them "
-            f"({elements} elements) sent dense"
+            f"({elements} elements) sent dense{f', {own} at ratios of their own' if own else ''}"
         )
 
     def without(self, name: str) -> Plan:
@@ -252,21 +261,31 @@ class Plan:
     def fields(self) -> dict[str, list[object]]:
         """What ranks have to agree on, by name, as JSON-able lists."""
         specs = [tensor.spec for tensor in self.tensors()]
+        settings = sorted(self.config.agreed().items())
         return {
             "format": [payload.VERSION],
-            "settings": [list(item) for item in sorted(self.config.agreed().items())],
+            "settings": [[name, each] for name, each in settings if name != "ratios"],
             "reduction": [self.reduction],
             "names": [spec.name for spec in specs],
             "shapes": [[spec.name, list(spec.shape)] for spec in specs],
             "dtypes": [[spec.name, spec.dtype] for spec in specs],
+            "ratios": [[spec.name, *self._ratios_of(spec)] for spec in specs],
             "indices": [[tensor.spec.name, tensor.index] for tensor in self.tensors()],
             "buckets": [[t.spec.name for t in bucket.tensors] for bucket in self.buckets],
         }
 
     @cached_property
     def digest(self) -> bytes:
-        """8 bytes over all of `fields`."""
-        return digest(self.fields())
+        """8 bytes over all of `fields`; over ratios where they are not all that of the settings."""
+        fields = self.fields().items()
+        return digest({key: each for key, each in fields if key != "ratios" or self.config.own})
+
+    def _ratios_of(self, spec: TensorSpec) -> list[float]:
+        """That of a tensor, and what owners send back of it, if that is another."""
+        ratio, back = self.config.ratio, self.config.ratio_back
+        if spec.name in self.config.own:
+            ratio = back = self.config.own[spec.name]
+        return [ratio] if back == ratio else [ratio, back]
 
 
 def digest(value: object) -> bytes:
@@ -285,6 +304,7 @@ def make_plan(
     config: TopKConfig,
     reduction: str = "average",
     groups: Iterable[Sequence[TensorSpec]] | None = None,
+    names: Collection[str] | None = None,
 ) -> Plan:
     """Plan the exchange of `specs`, given in the order in which their gradients arrive.
 
@@ -293,6 +313,7 @@ def make_plan(
         config: the settings.
         reduction: "average" or "sum".
         groups: buckets asked for by the user; specs in none of them fill default ones.
+        names: what patterns of `config.ratios` may match, if more than `specs`.
 
     Raises:
         DuplicateNameError, UnsupportedDtypeError, TensorTooLargeError, ConfigError.
@@ -302,6 +323,8 @@ def make_plan(
             f"reduction={reduction!r} is unknown", cure=f"Pass one of {', '.join(REDUCTIONS)}"
         )
     _check(specs)
+    large = {spec.name: spec.shape for spec in specs if spec.numel >= config.min_numel}
+    config = config.resolved(large, [spec.name for spec in specs] if names is None else names)
     asked = [list(group) for group in groups or ()]
     _check([spec for group in asked for spec in group])
     grouped = {spec.name for group in asked for spec in group}
@@ -358,6 +381,7 @@ def _alike(group: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 def _plan_bucket(
     ordinal: int, specs: Sequence[TensorSpec], config: TopKConfig, reduction: str
 ) -> BucketPlan:
+    config = config.narrowed([spec.name for spec in specs])
     values = value_kind(specs[0], config)
     shares = [
         Share(spec, spec.numel, position, *share(spec, spec.numel, config.ratio, config))
@@ -402,8 +426,11 @@ def identity(share: Share) -> list[object]:
 
 
 def share(spec: TensorSpec, numel: int, ratio: float, config: TopKConfig) -> tuple[int, str | None]:
-    """(k, kind of indices) for `numel` elements of a tensor; None where all cost no more."""
-    k, values = entries(numel, ratio), value_kind(spec, config)
+    """(k, kind of indices) for `numel` elements of a tensor; None where all cost no more.
+
+    ratio: that of tensors which have none of their own.
+    """
+    k, values = entries(numel, config.own.get(spec.name, ratio)), value_kind(spec, config)
     index = _index_kind(spec, config)
     cost = coding.value_bytes(values, k) + coding.index_bytes(index, numel, k)
     if spec.numel < config.min_numel or cost >= coding.value_bytes(values, numel):

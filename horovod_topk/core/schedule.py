@@ -37,10 +37,10 @@ class Schedule:
         return next((r for until, r in self._stretches if committed < until), self._config.ratio)
 
     def check(self, ratio: float) -> None:
-        """Refuse a ratio that is no rung.
+        """Refuse a ratio that is no rung, and 1.0 where it would not send all.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: it is none, or does not.
         """
         if ratio not in self.rungs:
             raise ConfigError(
@@ -48,16 +48,31 @@ class Schedule:
                 cure="Pass one of them, or list it in warmup= when the optimizer is built: ranks "
                 "agree on all ratios there",
             )
+        smaller = [name for name, own in self._config.own.items() if own < ratio]
+        if ratio == DENSE == self._config.ratio and smaller:
+            raise ConfigError(
+                f"ratio 1.0 is this optimizer's own, at which {smaller[0]!r} sends "
+                f"{self._config.own[smaller[0]]} of its elements: no step sends all",
+                cure="Pass a ratio below 1 when the optimizer is built, and 'dense' for the others "
+                "in ratios=",
+            )
 
     def settings(self, ratio: float) -> TopKConfig:
-        """The settings at a rung; owners send back at least as large a share."""
+        """The settings at a rung; owners send back at least as large a share.
+
+        So does a tensor that has a ratio of its own.
+        """
         config = self._config
         if ratio == config.ratio:
             return config
         back = None if config.gather_ratio is None else max(config.gather_ratio, ratio)
         values = "float32" if ratio == DENSE else config.values
-        return replace(config, ratio=ratio, gather_ratio=back, values=values)
+        own = tuple((name, max(each, ratio)) for name, each in config.ratios or ())
+        return replace(config, ratio=ratio, gather_ratio=back, values=values, ratios=own)
 
     def label(self, ratio: float) -> str:
-        """What a rung adds to the names of collectives; nothing for the usual one."""
-        return "" if ratio == self._config.ratio else f"@{ratio!r}"
+        """What a rung adds to the names of collectives; nothing for the usual one.
+
+        Made of what TensorFlow takes in a name, so that ranks of both frameworks meet.
+        """
+        return "" if ratio == self._config.ratio else f"-{ratio!r}"

@@ -46,6 +46,7 @@ class Stats:
     node_bytes: int | None = None  # bytes a step that leave the busiest node, of all its ranks
     residual_norm: float = 0.0  # Euclidean, over all tensors of this rank
     gradient_norm: float = 0.0  # Euclidean, this rank's last gradient
+    ratios: Mapping[str, float] = field(default_factory=dict)  # tensor -> its own, where it has one
     skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> why not compressed
     lost_ranks: int = 0  # of an elastic job, whose residuals were lost with them
     lost_norm: float = 0.0  # of these, about: as if they owed as much as the other ranks then did
@@ -81,5 +82,6 @@ def planned(plan: Plan, exchange: Exchange[Any]) -> Stats:
         nodes=exchange.nodes.sizes if exchange.nodes is not None else (),
         buckets=len(plan.buckets),
         elements=sum(bucket.numel for bucket in plan.buckets),
+        ratios=plan.own_ratios(),
         **asdict(exchange.traffic(plan)),
     )

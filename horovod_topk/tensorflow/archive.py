@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_topk.tensorflow.dicts import BESIDES, besides_of
+
 
 def pack(states: Sequence[Mapping[str, Any]]) -> bytes:
     """Bytes that `unpack` turns into equal state dicts."""
@@ -22,15 +24,15 @@ def _head(state: Mapping[str, Any], parts: list[bytes]) -> dict[str, Any]:
     residuals = state.get("residuals", {})
     parts += [residual.numpy().tobytes() for residual in residuals.values()]
     dtypes = {name: residual.dtype.name for name, residual in residuals.items()}
-    owned = {"owned": _head(state["owned"], parts)} if "owned" in state else {}
-    return {**state, "residuals": dtypes, **owned}
+    besides = {each: _head(state[each], parts) for each in BESIDES if each in state}
+    return {**state, "residuals": dtypes, **besides}
 
 
 def unpack(data: bytes) -> list[dict[str, Any]]:
     """The state dicts that were packed."""
     line, _, rest = data.partition(b"\n")
     states, at = json.loads(line), 0
-    for state in [part for each in states for part in (each, each.get("owned", {}))]:
+    for state in [part for each in states for part in (each, *besides_of(each))]:
         for name, dtype in state.get("residuals", {}).items():
             count = math.prod(state["shapes"][name])
             stop = at + count * tf.as_dtype(dtype).size

@@ -12,13 +12,15 @@ from horovod.tensorflow.compression import Compressor
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.front import Front
+from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.elastic import Keeper
-from horovod_topk.errors import ConfigError, NotAttachedError, OutsideOptimizerError
+from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.collective import HorovodTalk
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.planning import Settings
+from horovod_topk.tensorflow.scaling import check_scaler, is_scaler
 from horovod_topk.tensorflow.state import OptimizerState
 
 
@@ -49,7 +51,20 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
         clip_norm: clip each rank's gradients before they are added to the residual, so that the
             norm of what is applied is about this at most, as `horovod_topk.core.clipping` says.
+        ratios: ratios of some tensors, instead of `ratio` and `gather_ratio`: a mapping, or pairs,
+            of a pattern of names as in `fnmatch` ("head.*"), or a function of a tensor's name and
+            shape that returns a bool, and a ratio or "dense". The first that holds wins. A pattern
+            that matches nothing is an error; tensors below `min_numel` are dense in any case.
+        warmup: larger ratios for the first steps: a number of steps, over which 0.25, 0.0625 and so
+            on come down to `ratio`, or pairs (until, ratio), each for the steps until so many have
+            been committed; None: off. Graphs get a branch for every ratio.
+        momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
+            the optimizer's own: pass momentum=0.0 to SGD, also around a tape. 0: off.
+        nesterov: whether that is Nesterov's.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
+        grad_scaler: for tapes alone, the `LossScaleOptimizer` (of Keras 3 or tf-keras) that scales
+            the loss: residuals are then kept in unscaled units, and a change of its scale changes
+            nothing that is owed. Distributed optimizers find theirs by themselves.
 
     Raises:
         ConfigError, UnknownSettingError: see the message.
@@ -59,28 +74,18 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         >>> tape = hvd.DistributedGradientTape(tape, compression=compression)
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
-    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`.
+    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`, `warmup`
+    and `momentum`.
     """
 
     framework = "tensorflow"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.config.warmup is not None:
-            raise ConfigError(
-                f"warmup={self.config.warmup!r} is for PyTorch alone: a tf.function keeps the "
-                "payloads it was traced with",
-                cure="Leave it out, and train the first steps with another TopKEF(ratio=...), "
-                "whose state_dict() the next one loads",
-            )
-        if self.config.momentum:
-            raise ConfigError(
-                f"momentum={self.config.momentum}: momentum correction is for PyTorch alone yet",
-                cure="Leave momentum to the optimizer",
-            )
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._keeper: Keeper | None = None
+        self._asked: list[float | None] = []  # by set_ratio, before there was a state to ask
         self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them
 
     @staticmethod
@@ -91,7 +96,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             NotAttachedError: it was not built with `compression=TopKEF`, or has exchanged nothing
                 yet.
         """
-        exchange: Any = getattr(optimizer, "_allreduce_grads", None)
+        holder = optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
+        exchange: Any = getattr(holder, "_allreduce_grads", None)
         if not isinstance(getattr(exchange, "compressor", None), TopKEF):
             raise NotAttachedError(
                 f"{type(optimizer).__name__} was not built with compression=TopKEF",
@@ -149,6 +155,17 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         else:
             self._callbacks.append(callback)
 
+    def set_ratio(self, ratio: float | None) -> None:
+        """As `OptimizerState.set_ratio`; before the first step it is kept until then."""
+        if len(self._states):
+            state = self._only_state()
+            assert isinstance(state, OptimizerState)
+            state.set_ratio(ratio)
+        else:
+            if ratio is not None:
+                Schedule(self.config).check(ratio)
+            self._asked = [ratio]
+
     def state_of(
         self, variables: Sequence[Any], settings: Settings, memory: Memory | None
     ) -> OptimizerState:
@@ -164,10 +181,15 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         if state not in self._states:
             self._states.add(state)
             if self._keeper is not None:
-                state.keep_with(self._keeper)
+                with tf.init_scope():
+                    state.keep_with(self._keeper)
             for callback in self._callbacks:
                 state.on_step(callback)
             self._callbacks.clear()
+            with tf.init_scope():
+                for ratio in self._asked:
+                    state.set_ratio(ratio)
+            self._asked.clear()
             if self._waiting:
                 with tf.init_scope():
                     state.load_state_dict(self._waiting.pop(0))
@@ -203,13 +225,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     @staticmethod
     def _check_scaler(scaler: object) -> None:
-        if scaler is not None:
-            raise ConfigError(
-                f"grad_scaler={scaler!r} is for PyTorch alone",
-                cure="Leave it out: horovod_topk.tensorflow.keras exchanges gradients without the "
-                "loss scale by itself; under tf-keras use mixed_bfloat16, or unscale gradients "
-                "before they are exchanged",
-            )
+        check_scaler(scaler)
 
     def _living_states(self) -> list[OptimizerState]:
         return sorted(self._states, key=lambda state: state.created)

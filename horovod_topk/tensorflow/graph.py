@@ -6,8 +6,8 @@ flagged a tensor. All that differs from step to step runs with the graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -16,10 +16,12 @@ from horovod_topk.core.clipping import local_threshold
 from horovod_topk.core.codec import Codec
 from horovod_topk.core.exchange import Exchange, HierarchicalExchange, ShardedExchange
 from horovod_topk.core.hierarchy import Hierarchical
+from horovod_topk.core.momentum import Correction
 from horovod_topk.core.plan import BucketPlan, Plan, TensorPlan, TensorSpec
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.route import Collective, Direct, Sharded
 from horovod_topk.core.route import Route as Way
+from horovod_topk.core.schedule import Schedule
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 
 
@@ -33,11 +35,20 @@ class Route:
     ordinal: int
     residuals: Mapping[str, Any]  # tensor name -> tf.Variable; shard after shard if sharded
     owned: Mapping[str, Any]  # of this rank's shards, if it owns any
+    velocities: Mapping[str, Any]  # tensor name -> tf.Variable, with momentum correction
+    label: str = ""  # of the rung, if it is not the usual one
 
     @property
     def name(self) -> str:
         """The collectives' prefix, equal on all ranks."""
-        return f"{self.prefix}.{self.ordinal}"
+        return f"{self.prefix}.{self.ordinal}{self.label}"
+
+    def at(self, ratio: float, schedule: Schedule) -> Route:
+        """The same at another rung."""
+        if ratio == self.plan.config.ratio:
+            return self
+        plan = self.plan.under(schedule.settings(ratio))
+        return replace(self, plan=plan, label=schedule.label(ratio))
 
 
 @dataclass(frozen=True)
@@ -58,10 +69,26 @@ class Bucket:
     way: Way[Array]
     arenas: Sequence[Arenas[Array]]  # one, or one for each shard, or none: owners keep all
     owned: Arenas[Array] | None
+    velocity: Arenas[Array] | None = None
+
+    def send(self, gradients: Sequence[Array], name: str, correction: Correction[Array]) -> None:
+        """Send the velocities that gradients make, or these themselves."""
+        if self.velocity is None:
+            self.way.send(gradients, name)
+        else:
+            self.way.send(correction.correct(self.velocity, gradients), name)
+            correction.mask(self.velocity, self.way.sent())
 
 
-def step(route: Route, gradients: Sequence[Any], transport: Transport) -> tuple[list[Any], Any]:
+def step(
+    route: Route,
+    gradients: Sequence[Any],
+    transport: Transport,
+    besides: Sequence[tuple[Any, Any]] = (),
+) -> tuple[list[Any], Any]:
     """Exchange gradients, in the order of `route.specs`.
+
+    besides: other variables, and what they become if residuals are committed.
 
     Returns:
         The exchanged gradients, and one flag a tensor, bucket by bucket: True where a rank had a
@@ -76,9 +103,13 @@ def step(route: Route, gradients: Sequence[Any], transport: Transport) -> tuple[
         local = clipped(list(arrays.values()), route.plan.reduction, limit, transport.collective)
         arrays = dict(zip(arrays, local, strict=True))
     buckets = [_bucket(route, plan, transport) for plan in route.plan.buckets]
+    if route.velocities:
+        buckets = [_with_velocity(route, bucket, transport.ops) for bucket in buckets]
+    correction = Correction(route.plan.config, transport.ops)
     of = {b.plan.ordinal: [arrays[t.spec.name] for t in b.plan.tensors] for b in buckets}
     for bucket in buckets:
-        bucket.way.send(of[bucket.plan.ordinal], f"{route.name}.{bucket.plan.ordinal}")
+        name = f"{route.name}.{bucket.plan.ordinal}"
+        bucket.send(of[bucket.plan.ordinal], name, correction)
     for _ in range(transport.exchange.turns):
         for bucket in buckets:
             bucket.way.advance()
@@ -87,7 +118,8 @@ def step(route: Route, gradients: Sequence[Any], transport: Transport) -> tuple[
         bucket.way.wait()
         flags.append(bucket.way.receive(of[bucket.plan.ordinal]))
     flagged: Any = tf.concat(flags, 0)
-    _commit_unless(tf.reduce_any(flagged), route, buckets, transport.ops)
+    kept = [*besides, *_left(route, buckets, transport.ops)]
+    _commit_unless(tf.reduce_any(flagged), kept)
     return [arrays[spec.name].value for spec in route.specs], flagged
 
 
@@ -165,6 +197,12 @@ def _owned(route: Route, plan: BucketPlan, ops: TensorFlowOps) -> Arenas[Array]:
     return _arenas(plan, [route.owned[t.spec.name] for t in plan.tensors], ops)
 
 
+def _with_velocity(route: Route, bucket: Bucket, ops: TensorFlowOps) -> Bucket:
+    names = [tensor.spec.name for tensor in bucket.plan.tensors]
+    velocity = _arenas(bucket.plan, [route.velocities[name] for name in names], ops)
+    return replace(bucket, velocity=velocity)
+
+
 def _arenas(plan: BucketPlan, pieces: Sequence[Any], ops: TensorFlowOps) -> Arenas[Array]:
     """Arenas with these tensors' residuals, and with zeros where it leaves gaps between them."""
     parts, stop = [], 0
@@ -176,24 +214,27 @@ def _arenas(plan: BucketPlan, pieces: Sequence[Any], ops: TensorFlowOps) -> Aren
     return Arenas(plan, Buffer.joined(parts), ops.zeros(plan.numel, plan.residual_dtype))
 
 
-def _commit_unless(
-    flagged: Any, route: Route, buckets: Sequence[Bucket], ops: TensorFlowOps
-) -> None:
-    """What was not sent becomes the residual."""
+def _left(route: Route, buckets: Sequence[Bucket], ops: TensorFlowOps) -> Iterator[tuple[Any, Any]]:
+    """Residual variables, and what was not sent; velocities likewise."""
 
     def left(arenas: Arenas[Array], tensor: TensorPlan) -> Any:
         return ops.view(arenas.candidate, tensor.start, tensor.stop).value
 
-    kept: list[tuple[Any, Any]] = []
     for bucket in buckets:
         for position, tensor in enumerate(bucket.plan.tensors):
             parts = [left(arenas, arenas.plan.tensors[position]) for arenas in bucket.arenas]
             if parts:
                 whole = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-                kept.append((route.residuals[tensor.spec.name], whole))
+                yield route.residuals[tensor.spec.name], whole
             if bucket.owned is not None:
                 own = left(bucket.owned, bucket.owned.plan.tensors[position])
-                kept.append((route.owned[tensor.spec.name], own))
+                yield route.owned[tensor.spec.name], own
+            if bucket.velocity is not None:
+                yield route.velocities[tensor.spec.name], left(bucket.velocity, tensor)
+
+
+def _commit_unless(flagged: Any, kept: Sequence[tuple[Any, Any]]) -> None:
+    """Assign to variables what they become."""
 
     def commit() -> None:
         for variable, tensor in kept:

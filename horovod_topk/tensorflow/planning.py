@@ -93,11 +93,15 @@ def plan_of(
     variables: Sequence[Any],
     config: TopKConfig,
     settings: Settings,
+    names: Sequence[str],
 ) -> Plan:
-    """Buckets from the user's groups, and default ones in the order of the backward pass."""
+    """Buckets from the user's groups, and default ones in the order of the backward pass.
+
+    names: of all variables, those without a gradient too: what patterns may match.
+    """
     of_variable = {id(unwrap(v)): spec for v, spec in zip(variables, specs, strict=True)}
     groups = _asked_groups(specs, of_variable, settings.groups)
-    return make_plan(list(reversed(specs)), config, settings.reduction, groups)
+    return make_plan(list(reversed(specs)), config, settings.reduction, groups, names)
 
 
 def _asked_groups(

@@ -33,7 +33,7 @@ class Residuals:
         variable, dtype = unwrap(variable), RESIDUAL_DTYPE[spec.dtype]
         residual = self._of.get(id(variable))
         if residual is None:
-            residual = _apart(_zeros, spec.numel, dtype, variable.device)
+            residual = apart(_zeros, spec.numel, dtype, variable.device)
             self._of[id(variable)] = residual
             self._dealt[id(variable)] = dealt
             weakref.finalize(variable, self._of.pop, id(variable), None)
@@ -60,7 +60,7 @@ def _zeros(numel: int, dtype: str, device: str) -> Any:
         return tf.Variable(tf.zeros([numel], dtype), trainable=False, name="topkef_residual")
 
 
-def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function where no graph is being built: what is traced is a thread's own.
 
     A tf.function that sees a variable made while it traces would trace once more.

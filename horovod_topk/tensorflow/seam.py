@@ -23,9 +23,15 @@ import horovod._keras
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_topk.errors import StepBeforeSynchronizeError, UnsupportedOperationError
+from horovod_topk.errors import (
+    ConfigError,
+    StepBeforeSynchronizeError,
+    UnsupportedOperationError,
+)
+from horovod_topk.tensorflow import scaling
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.memory import Memory
+from horovod_topk.tensorflow.momentum import check_not_twice
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 
@@ -61,6 +67,7 @@ class Exchange:
         stock: Function,
     ) -> None:
         self.compressor = compressor
+        self.scale = scaling.scale_of(compressor.grad_scaler)
         self._memory = memory
         self.state: OptimizerState | None = None  # of the variables seen last
         self._settings = settings
@@ -85,10 +92,14 @@ class Exchange:
         if self._sparse_as_dense:
             grads = [_to_dense(gradient) for gradient in grads]
         self.state = self.compressor.state_of(variables, self._settings, self._memory)
+        scale = self.scale() if self.state.active or self.compressor.config.momentum else None
         if not self.state.active:
-            return self._by_horovod(grads, variables, use_generic_names)
+            theirs = self._by_horovod(grads, variables, use_generic_names)
+            local = scaling.divided(theirs, scale, variables)
+            return scaling.multiplied(self.state.alone(local, variables), scale)
         sparse = [g if isinstance(g, tf.IndexedSlices) else None for g in grads]
-        exchanged = self.state.exchange(grads, variables)
+        local = scaling.divided(grads, scale, variables)
+        exchanged = scaling.multiplied(self.state.exchange(local, variables), scale)
         if all(gradient is None for gradient in sparse):
             return exchanged
         theirs = self._by_horovod(sparse, variables, use_generic_names)
@@ -116,6 +127,8 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
         groups = groups_by_id(asked["groups"])
         settings = Settings(_reduction(asked["op"]), groups, asked["process_set"])
         memory = None if asked["name"] == TAPE else Memory()
+        if memory is not None and compressor.grad_scaler is not None:
+            _refuse_scaler()
         sparse_as_dense = asked["sparse_as_dense"]
         asked |= {"compression": hvd.Compression.none, "groups": None}
         stock = original(*bound.args, **bound.kwargs)
@@ -135,23 +148,35 @@ def _reduction(op: Any) -> str:
     return reductions[op]
 
 
+def _refuse_scaler() -> None:
+    raise ConfigError(
+        "grad_scaler= was given to a distributed optimizer, which finds its loss scale by itself",
+        cure="Leave it out; it is for DistributedGradientTape",
+    )
+
+
 def _wrap_create_distributed_optimizer(original: Function) -> Function:
     signature = inspect.signature(original)
 
     def create_distributed_optimizer(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(*args, **kwargs).arguments
-        if TopKEF.asked(asked["compression"]) is None:
+        bound = signature.bind(*args, **kwargs)
+        asked, given = bound.arguments, bound.arguments["optimizer"]
+        compressor = TopKEF.asked(asked["compression"])
+        if compressor is None:
             return original(*args, **kwargs)
-        if _is_keras_3(asked["optimizer"]):
+        if _is_keras_3(given):
             raise UnsupportedOperationError(
                 "hvd.DistributedOptimizer never calls a compressor under Keras 3, and trains "
                 "without synchronising",
                 cure="Use horovod_topk.tensorflow.keras.DistributedOptimizer, or tf-keras with "
                 "TF_USE_LEGACY_KERAS=1",
             )
-        optimizer = original(*args, **kwargs)
+        check_not_twice(given, compressor.config.momentum)
+        asked["optimizer"] = given.inner_optimizer if scaling.is_scaler(given) else given
+        optimizer = original(*bound.args, **bound.kwargs)
         _refuse_unexchanged(optimizer)
-        return optimizer
+        scale = optimizer._allreduce_grads.scale = scaling.ScaleAround(optimizer)
+        return scaling.around(given, optimizer, scale) if scaling.is_scaler(given) else optimizer
 
     return create_distributed_optimizer
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +16,30 @@ from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import TopK
-from horovod_topk.core.front import check_elastic, elastic, why_inactive
+from horovod_topk.core.front import check_elastic, check_kept, elastic, why_inactive
+from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan, TensorSpec
-from horovod_topk.core.residual import check_owner, check_state, pack_state
+from horovod_topk.core.residual import (
+    COMMITTED,
+    check_owner,
+    check_state,
+    check_velocity,
+    committed_of,
+    pack_state,
+)
 from horovod_topk.core.stats import Stats, StepCounters, count_step, describe, planned
 from horovod_topk.elastic import Keeper
 from horovod_topk.elastic.standing import Clock
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
 from horovod_topk.tensorflow.collective import HorovodCollective
+from horovod_topk.tensorflow.dicts import as_buffers, has_residuals, joined, without
 from horovod_topk.tensorflow.graph import Route, Transport, norm_of, step
+from horovod_topk.tensorflow.kept import Kept
+from horovod_topk.tensorflow.momentum import alone
 from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of, unwrap
 from horovod_topk.tensorflow.residuals import Residuals
+from horovod_topk.tensorflow.rungs import Rungs
 from horovod_topk.tensorflow.shares import Shares
 
 log = logging.getLogger("horovod_topk")
@@ -53,6 +65,7 @@ class OptimizerState:
         settings: Settings,
         residuals: Residuals,
         owned: Residuals,
+        velocities: Residuals,
     ) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise UnsupportedOperationError(
@@ -61,9 +74,9 @@ class OptimizerState:
             )
         self._config, self._settings = config, settings
         self._names = names_of(variables)
-        self._residuals, self._owned = residuals, owned
+        self._residuals, self._owned, self._velocities = residuals, owned, velocities
         self._routes: dict[tuple[TensorSpec, ...], Route] = {}
-        self._functions: dict[str, Callable[..., list[Any]]] = {}
+        self._functions: dict[tuple[str, float], Callable[..., list[Any]]] = {}
         self._last: Route | None = None
         self._skipped: dict[str, str] = {}
         self._callbacks: list[Callable[[StepCounters], None]] = []
@@ -82,6 +95,7 @@ class OptimizerState:
         check_elastic(config)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
         self._ops, self._collective = TensorFlowOps(), collective
+        self._rungs = Rungs(config)
         self._transport: Transport | None = None  # chosen when the first route is made
         self._shares: Shares | None = None
 
@@ -103,12 +117,14 @@ class OptimizerState:
 
     @property
     def clock(self) -> Clock:
-        """Steps that were committed; the ratio is always that of the settings."""
+        """Steps that were committed; in an elastic job nobody asks for a ratio."""
         return self._before + self._steps, None
 
     def resume(self, clock: Clock, ranks: int) -> None:
         """Go on where an elastic job is; called by its keeper."""
         self._before = clock[0] - self._steps
+        if self._rungs.committed is not None:
+            self._rungs.go_on_from(clock[0])
 
     def keep_with(self, keeper: Keeper) -> None:
         """Take part in an elastic job; called by `TopKEF`."""
@@ -131,6 +147,27 @@ class OptimizerState:
         return self._steps + self._rolled_back
 
     @property
+    def ratio(self) -> float:
+        """Share of each tensor's elements that a step sends that begins now; see `set_ratio`."""
+        return self._rungs.ratio if self.active else 1.0
+
+    def set_ratio(self, ratio: float | None) -> None:
+        """Send another share of elements from the next step on; None: what the settings say.
+
+        Call it on every rank, between the same two steps. A step at 1.0 sends all that is owed, at
+        full precision, and leaves residuals of zero.
+
+        Args:
+            ratio: 1.0, `ratio` of the settings, or a ratio that `warmup` names.
+
+        Raises:
+            ConfigError: it is none of these, the job is elastic, or a tf.function was traced for
+                one ratio alone: without `warmup`, `set_ratio(None)` has to come before it.
+        """
+        if self.active:
+            self._rungs.ask(ratio)
+
+    @property
     def place(self) -> tuple[int, int]:
         """This rank, and of how many that exchange."""
         return (self._collective.rank, self._collective.size) if self.active else (0, 1)
@@ -144,24 +181,45 @@ class OptimizerState:
             return {}
         shares, waiting = self._shares, self._waiting or {}
         if shares is None:
-            return dict(waiting) or pack_state(self._config.ratio, [], {})
-        copies = {name: shares.natural(name, e) for name, e in self._all_residuals().items()}
+            return self._counted(dict(waiting) or pack_state(self._config.ratio, [], {}))
+        kept = self._kept()
+        copies = {name: shares.natural(name, e) for name, e in kept.residuals.items()}
         specs = self._specs().values() if shares.keeps else ()
         state = pack_state(self._config.ratio, specs, copies)
         if shares.owner is not None:
-            state["owned"] = shares.owner | self._owned_state(shares)
-        return _with_waiting(state, waiting)
+            own = self._packed(shares.owned(self._specs().values()), kept.owned, "owned")
+            state["owned"] = shares.owner | own
+        if self._config.momentum:
+            state["velocity"] = self._packed(specs, kept.velocities, "velocity")
+        return self._counted(joined(state, waiting))
+
+    def _packed(
+        self, specs: Iterable[TensorSpec], kept: Mapping[str, Any], part: str
+    ) -> dict[str, Any]:
+        """A state dict within the state dict."""
+        copies = {name: tf.identity(e) for name, e in kept.items()}
+        packed = pack_state(self._config.ratio, specs, copies)
+        return joined(packed, (self._waiting or {}).get(part, {}))
+
+    def _counted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict with the steps that warm-up counts."""
+        committed = self._rungs.committed
+        return state if committed is None else state | {COMMITTED: committed}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse a state dict that does not fit, once it is known what would; StateDictError."""
+        committed_of(state, 0)
+        check_velocity(bool(self._config.momentum), state)
         if self._shares is not None:
             self._check(state, list(self._specs().values()), self._shares)
 
     def _check(self, state: Mapping[str, Any], specs: Sequence[TensorSpec], shares: Shares) -> None:
         check_owner(shares.owner, state.get("owned"))
-        check_state(_as_buffers(state), specs if shares.keeps else (), self._ops)
+        check_state(as_buffers(state), specs if shares.keeps else (), self._ops)
         if shares.has_owners:
-            check_state(_as_buffers(state["owned"]), shares.owned(specs), self._ops)
+            check_state(as_buffers(state["owned"]), shares.owned(specs), self._ops)
+        if self._config.momentum:
+            check_state(as_buffers(state["velocity"]), specs, self._ops)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on residuals that this rank saved; before the first step they are kept until then.
@@ -172,16 +230,16 @@ class OptimizerState:
         if not self.active:
             return
         self.check_state_dict(state)
+        self._rungs.go_on_from(committed_of(state, self._rungs.committed or 0))
         if self._shares is not None:
-            self._assign(self._all_residuals(), self._all_owned(), state, self._shares)
+            self._kept().assign(state, self._shares)
         else:
             self._waiting = state
 
     def reset(self) -> None:
         """Forget all residuals. Call it on every rank."""
         self._waiting = None
-        for residual in (*self._all_residuals().values(), *self._all_owned().values()):
-            residual.assign(tf.zeros_like(residual))
+        self._kept().reset()
 
     def residual(self, name: str) -> Any:
         """A copy of one tensor's residual, flat, float32 (float64 for a float64 one).
@@ -192,7 +250,7 @@ class OptimizerState:
         spec = self._specs()[name]
         if self._shares is None or not self._shares.keeps:
             return tf.zeros([spec.numel], RESIDUAL_DTYPE[spec.dtype])
-        return self._shares.natural(name, self._all_residuals()[name])
+        return self._shares.natural(name, self._kept().residuals[name])
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """Call `callback` at the end of every step with counters, in the thread that runs it."""
@@ -220,16 +278,24 @@ class OptimizerState:
                 result[i] = exchanged
         return result
 
+    def alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Gradients as the optimizer is to have them where nothing is compressed."""
+        if not self._config.momentum:
+            return list(gradients)
+        return alone(gradients, variables, self._names, self._config, self._velocities)
+
     def _run(self, route: Route, gradients: list[Any]) -> list[Any]:
         if not tf.executing_eagerly():
-            return self._build(route, gradients)
-        if route.name not in self._functions:
-            self._functions[route.name] = tf.function(
-                lambda dense: self._build(route, dense), autograph=False
+            return list(self._rungs.traced(lambda ratio: self._build(route, ratio, gradients)))
+        ratio = self._rungs.ratio
+        key = route.name, ratio
+        if key not in self._functions:
+            self._functions[key] = tf.function(
+                lambda dense: self._build(route, ratio, dense), autograph=False
             )
         self._ops.raised = None
         try:
-            return self._functions[route.name](gradients)
+            return self._functions[key](gradients)
         except tf.errors.OpError:
             if self._ops.raised is not None:
                 raise self._ops.raised from None
@@ -246,17 +312,20 @@ class OptimizerState:
         return self._last
 
     def _new_route(self, specs: tuple[TensorSpec, ...], variables: list[Any]) -> Route:
-        plan = plan_of(specs, variables, self._config, self._settings)
+        if self._config.warmup is not None:
+            check_kept(self.keeper, "warmup= counts steps, of which")
+        plan = plan_of(specs, variables, self._config, self._settings, self._names)
         prefix = self._config.name or f"topkef.{plan.digest.hex()}"
         ordinal = _free_ordinal(prefix)
         with tf.init_scope():  # at once, also while a graph is being built
             if not elastic():  # there, ranks that join late make theirs alone
                 ordinal = agree(plan, ordinal, self._ops, self._collective)
             shares = self._settle(plan)
-            kept = self._kept(specs, variables, plan, shares)
+            kept = self._residuals_of(specs, variables, plan, shares)
             owned = self._owned_of(specs, variables, plan, shares)
-            self._take_on_waiting(specs, kept, owned, shares)
-        route = Route(specs, plan, prefix, ordinal, kept, owned)
+            moving = self._velocities_of(specs, variables, plan)
+            route = Route(specs, plan, prefix, ordinal, kept, owned, moving)
+            self._take_on_waiting(route, shares)
         self._skipped |= plan.sent_dense()
         log.info("TopKEF %s: %s", route.name, plan.summary())
         return route
@@ -271,7 +340,7 @@ class OptimizerState:
             self._shares = Shares(exchange, ops)
         return self._shares
 
-    def _kept(
+    def _residuals_of(
         self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan, shares: Shares
     ) -> dict[str, Any]:
         """Residuals of this rank's gradients, if it keeps any."""
@@ -285,49 +354,50 @@ class OptimizerState:
         pairs = zip(shares.owned(specs), variables, strict=False)
         return {s.name: self._owned.of(v, s, shares.order(s, plan)) for s, v in pairs}
 
-    def _take_on_waiting(
-        self,
-        specs: Sequence[TensorSpec],
-        residuals: Mapping[str, Any],
-        owned: Mapping[str, Any],
-        shares: Shares,
-    ) -> None:
+    def _velocities_of(
+        self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan
+    ) -> dict[str, Any]:
+        """Velocities of this rank's gradients, with momentum correction."""
+        if not self._config.momentum:
+            return {}
+        check_dtypes(plan)
+        return {s.name: self._velocities.of(v, s) for s, v in zip(specs, variables, strict=True)}
+
+    def _take_on_waiting(self, route: Route, shares: Shares) -> None:
         """Give residuals what was loaded for them before they were asked for, once."""
         if self._waiting is None:
             return
-        new = [spec for spec in specs if spec.name not in self._taken]
+        new = [spec for spec in route.specs if spec.name not in self._taken]
         names = {spec.name for spec in new}
         later = {name for name in self._names if name not in names}
-        now = _without(self._waiting, later)
+        now = without(self._waiting, later)
         self._check(now, new, shares)
-        self._assign(
-            {name: e for name, e in residuals.items() if name in names},
-            {name: e for name, e in owned.items() if name in names},
-            now,
-            shares,
-        )
+        Kept.of([route], names).assign(now, shares)
         self._taken |= names
-        rest = _without(self._waiting, names)
-        self._waiting = rest if _has_residuals(rest) else None
+        rest = without(self._waiting, names)
+        self._waiting = rest if has_residuals(rest) else None
 
-    def _build(self, route: Route, gradients: list[Any]) -> list[Any]:
+    def _build(self, route: Route, ratio: float, gradients: list[Any]) -> list[Any]:
         """One step as a graph, and its end on the host."""
+        route = route.at(ratio, self._rungs.schedule)
         with tf.name_scope("topkef"):
             assert self._transport is not None  # a route is made with it
-            exchanged, flags = step(route, gradients, self._transport)
+            counted = self._rungs.counted()
+            exchanged, flags = step(route, gradients, self._transport, counted)
             this = weakref.ref(self)  # a graph outlives the models it was made for
 
             def count(flags: Any, norm: Any) -> None:
                 state = this()
                 if state is not None:
-                    state._count(route.plan, flags, norm)
+                    state._count(route, flags, norm)
 
             tf.py_function(count, [flags, norm_of(gradients)], [])
             return exchanged
 
-    def _count(self, plan: Plan, flags: Any, norm: Any) -> None:
+    def _count(self, route: Route, flags: Any, norm: Any) -> None:
         """Note the end of a step, on the host."""
         assert self._transport is not None
+        self._last, plan = route, route.plan
         flagged = [bool(flag) for flag in flags.numpy()]
         self._gradient_norm = float(norm)
         self._steps += not any(flagged)
@@ -342,39 +412,15 @@ class OptimizerState:
         for callback in self._callbacks:
             callback(counters)
 
-    def _all_residuals(self) -> dict[str, Any]:
-        """Residual variables by tensor name, in the order of the variables."""
-        kept = {n: e for route in self._routes.values() for n, e in route.residuals.items()}
-        return {name: kept[name] for name in self._names if name in kept}
-
-    def _all_owned(self) -> dict[str, Any]:
-        return {n: e for route in self._routes.values() for n, e in route.owned.items()}
-
-    def _owned_state(self, shares: Shares) -> dict[str, Any]:
-        """What a state dict has of this rank's shards."""
-        copies = {name: tf.identity(e) for name, e in self._all_owned().items()}
-        packed = pack_state(self._config.ratio, shares.owned(self._specs().values()), copies)
-        return _with_waiting(packed, (self._waiting or {}).get("owned", {}))
+    def _kept(self) -> Kept:
+        """All variables, in the order of those whose gradients they are of."""
+        return Kept.of(self._routes.values(), self._names)
 
     def _specs(self) -> dict[str, TensorSpec]:
         return {spec.name: spec for route in self._routes.values() for spec in route.specs}
 
     def _residual_norm(self) -> float:
-        residuals = (*self._all_residuals().values(), *self._all_owned().values())
-        return math.hypot(*(self._ops.norm(Buffer(e)) for e in residuals))
-
-    @staticmethod
-    def _assign(
-        residuals: Mapping[str, Any],
-        owned: Mapping[str, Any],
-        state: Mapping[str, Any],
-        shares: Shares,
-    ) -> None:
-        for name, residual in residuals.items():
-            loaded = tf.cast(state["residuals"][name], residual.dtype)
-            residual.assign(shares.dealt(name, loaded))
-        for name, residual in owned.items():
-            residual.assign(tf.cast(state["owned"]["residuals"][name], residual.dtype))
+        return math.hypot(*(self._ops.norm(Buffer(e)) for e in self._kept().owed()))
 
     def _note_skipped(self, gradients: Sequence[Any]) -> None:
         for name, gradient in zip(self._names, gradients, strict=True):
@@ -384,34 +430,6 @@ class OptimizerState:
     def _skip(self, name: str, reason: str) -> None:
         self._skipped[name] = reason
         log.warning("TopKEF does not compress %s: %s", name, reason)
-
-
-def _with_waiting(state: dict[str, Any], waiting: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict, and what was loaded and not asked for yet."""
-    parts = ("shapes", "residuals")
-    return state | {part: {**waiting.get(part, {}), **state[part]} for part in parts}
-
-
-def _without(state: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
-    """A state dict without these tensors."""
-    kept = dict(state)
-    for part in {"shapes", "residuals"} & set(state):
-        kept[part] = {name: e for name, e in state[part].items() if name not in names}
-    if "owned" in state:
-        kept["owned"] = _without(state["owned"], names)
-    return kept
-
-
-def _has_residuals(state: Mapping[str, Any]) -> bool:
-    return bool(state["residuals"] or state.get("owned", {}).get("residuals"))
-
-
-def _as_buffers(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict as the core reads it."""
-    if "residuals" not in state:
-        return state
-    residuals = state["residuals"].items()
-    return {**state, "residuals": {n: Buffer(tf.convert_to_tensor(e)) for n, e in residuals}}
 
 
 def _free_ordinal(prefix: str) -> int:

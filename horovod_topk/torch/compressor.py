@@ -43,8 +43,13 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
             on come down to `ratio`, or pairs (until, ratio), each for the steps until so many have
             been committed; None: off.
         momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
-            the optimizer's own: pass momentum=0 to `torch.optim.SGD`. 0: off.
+            the optimizer's own: pass momentum=0 to `torch.optim.SGD`, or betas=(0, 0.999) to
+            `torch.optim.AdamW` or `Adam`. 0: off.
         nesterov: whether that is Nesterov's.
+        ratios: ratios of some tensors, instead of `ratio` and `gather_ratio`: a mapping, or pairs,
+            of a pattern of names as in `fnmatch` ("head.*"), or a function of a tensor's name and
+            shape that returns a bool, and a ratio or "dense". The first that holds wins. A pattern
+            that matches nothing is an error; tensors below `min_numel` are dense in any case.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
         commit_dir: a folder that all ranks of an elastic job can read, where each commit keeps what
             this rank owes, for another one if it is lost (`horovod_topk.torch.elastic`).

@@ -1,16 +1,23 @@
-"""Momentum correction beside PyTorch's optimizers: never applied twice, and never not at all."""
+"""Momentum correction beside PyTorch's optimizers: never applied twice, and never not at all.
+
+SGD has none of its own then. Adam and AdamW divide what arrives by the root of its mean square, so
+that its scale is of no matter: with betas=(0, b) they take the corrected velocity in the place of
+their first moment, and its square in the place of the gradient's.
+"""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
+from torch.optim import Adam, AdamW
+
 from horovod_topk.errors import ConfigError
 
 log = logging.getLogger("horovod_topk")
 
 
-def check_not_twice(optimizer: Any, momentum: float) -> None:
+def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) -> None:
     """Refuse an optimizer that would apply a momentum of its own to corrected gradients.
 
     Raises:
@@ -19,28 +26,62 @@ def check_not_twice(optimizer: Any, momentum: float) -> None:
     if not momentum:
         return
     for number, group in enumerate(optimizer.param_groups):
-        if "momentum" not in group:
+        is_adam = isinstance(optimizer, (Adam, AdamW))
+        if not is_adam and "momentum" not in group:
             raise ConfigError(
-                f"momentum={momentum} was given, and {type(optimizer).__name__} has no setting "
-                "'momentum' that it could stand for",
-                cure="Use momentum correction with torch.optim.SGD, or leave momentum= out",
+                f"momentum={momentum} was given, and {type(optimizer).__name__} has no momentum "
+                "that it is known to stand for",
+                cure="Use momentum correction with torch.optim.SGD, Adam or AdamW, or leave "
+                "momentum= out",
             )
-        if group["momentum"]:
+        if is_adam and nesterov:
+            raise ConfigError(
+                f"nesterov=True was given, and {type(optimizer).__name__} has no such form",
+                cure="Leave nesterov= out",
+            )
+        own = "betas" if is_adam else "momentum"
+        if group["betas"][0] if is_adam else group["momentum"]:
             raise ConfigError(
                 f"momentum={momentum} was given, and parameter group {number} of the optimizer has "
-                f"momentum={group['momentum']}: it would be applied twice",
-                cure="Pass momentum=0 to the optimizer, or to TopKEF",
+                f"{own}={group[own]}: it would be applied twice",
+                cure=f"Pass {_off(group)} to the optimizer, or momentum=0 to TopKEF",
             )
 
 
 def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
-    """Let the optimizer apply it where nothing is compressed: without sparsity they are the same.
+    """Let the optimizer apply it where nothing is compressed.
+
+    For SGD that is the same without sparsity. Adam averages gradients before it squares them and
+    not after: it is what a user of one process has.
 
     Raises:
         ConfigError: as `check_not_twice`.
     """
-    check_not_twice(optimizer, momentum)
-    if momentum:
-        for group in optimizer.param_groups:
+    check_not_twice(optimizer, momentum, nesterov=nesterov)
+    if not momentum:
+        return
+    for group in optimizer.param_groups:
+        if "betas" in group:
+            group["betas"] = (momentum, group["betas"][1])
+        else:
             group["momentum"], group["nesterov"] = momentum, nesterov
-        log.warning("TopKEF compresses nothing, and leaves momentum=%s to SGD", momentum)
+    name = type(optimizer).__name__
+    log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
+
+
+def advise(optimizer: Any, momentum: float) -> None:
+    """Warn where plain error feedback is known to cost much (docs/frontier.md)."""
+    if momentum or not isinstance(optimizer, (Adam, AdamW)):
+        return
+    if any(group["betas"][0] for group in optimizer.param_groups):
+        log.warning(
+            "TopKEF: %s divides by the mean square of what arrives late and all at once, and "
+            "trains language models much worse than without compression; with betas=(0, %s) and "
+            "TopKEF(momentum=0.9) it hardly does",
+            type(optimizer).__name__,
+            optimizer.param_groups[0]["betas"][1],
+        )
+
+
+def _off(group: Any) -> str:
+    return f"betas=(0, {group['betas'][1]})" if "betas" in group else "momentum=0"

@@ -22,7 +22,8 @@ def plan_of(optimizer: Any, config: TopKConfig) -> Plan:
     specs = {p: spec_of(names[p], p) for p in reversed(parameters) if p.requires_grad}
     groups = [[specs[p] for p in group if p in specs] for group in _asked_groups(optimizer)]
     reduction = "sum" if optimizer.op == hvd.Sum else "average"
-    return make_plan(list(specs.values()), config, reduction, [g for g in groups if g])
+    asked = [group for group in groups if group]
+    return make_plan(list(specs.values()), config, reduction, asked, names.values())
 
 
 def _asked_groups(optimizer: Any) -> Iterator[Sequence[Tensor]]:

@@ -23,16 +23,16 @@ from horovod_topk.core.agreement import agree
 from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor, Phase
-from horovod_topk.core.front import check_elastic, elastic, why_inactive
+from horovod_topk.core.front import check_elastic, check_kept, elastic, why_inactive
 from horovod_topk.core.plan import Plan
 from horovod_topk.core.stats import Stats, StepCounters, describe
 from horovod_topk.elastic import Keeper
 from horovod_topk.elastic.standing import Clock
-from horovod_topk.errors import ConfigError, ShapeChangedError, StepBeforeSynchronizeError
+from horovod_topk.errors import ShapeChangedError, StepBeforeSynchronizeError
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.arrival import Arrival, Slot, check_unchanged
 from horovod_topk.torch.collective import HorovodCollective
-from horovod_topk.torch.momentum import check_not_twice, hand_over
+from horovod_topk.torch.momentum import advise, check_not_twice, hand_over
 from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preparation import Preparation
 from horovod_topk.torch.scaling import Scaler
@@ -74,7 +74,8 @@ class OptimizerState:
             hand_over(optimizer, config.momentum, nesterov=config.nesterov)
             return
         check_elastic(config)
-        check_not_twice(optimizer, config.momentum)
+        check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+        advise(optimizer, config.momentum)
         plan = plan_of(optimizer, config)
         self._preparation = Preparation.of(grad_scaler, plan)
         collective = HorovodCollective(optimizer.process_set)
@@ -163,7 +164,7 @@ class OptimizerState:
             ConfigError: it is none of these, or ranks that join later would not hear of it.
         """
         if self.active:
-            self._check_kept(f"set_ratio({ratio!r}) was called, of which")
+            check_kept(self.keeper, f"set_ratio({ratio!r}) was called, of which")
             self._compressor.set_ratio(ratio)
 
     @property
@@ -309,7 +310,7 @@ class OptimizerState:
         """See to what is owed before a step, where ranks have come or gone unannounced."""
         units, ranks = self._compressor.units, self._compressor.ranks
         if self._compressor.plan.config.warmup is not None:
-            self._check_kept("warmup= counts steps, of which")
+            check_kept(self.keeper, "warmup= counts steps, of which")
         if self.keeper is not None and self.keeper.units != ranks:
             self.keeper.settle()
         elif self.keeper is None and units not in (None, ranks):
@@ -319,13 +320,6 @@ class OptimizerState:
                 self.label,
                 ranks,
                 units,
-            )
-
-    def _check_kept(self, what: str) -> None:
-        if elastic() and self.keeper is None:
-            raise ConfigError(
-                f"{what} ranks that join this elastic job would not hear",
-                cure="Pass the TopKEF to the job's state: TorchState(..., compression=topkef)",
             )
 
     def _finish(self, ordinal: int) -> None:

@@ -1,41 +1,30 @@
 """Elastic jobs of real ranks: one is added, one leaves, and one is killed in mid-step.
 
-Hosts are names: a stand-in for ssh runs their ranks here, so that Horovod's driver takes them for
-machines of their own. Elastic Horovod knows Gloo alone.
+Hosts are names on this machine (scripts/elastic_hosts.py). Elastic Horovod knows Gloo alone.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from elastic_hosts import Hosts
 from launcher import Launch, run
 
 pytestmark = pytest.mark.distributed
 
 JOBS = Path(__file__).parent / "elastic_jobs"
 LIMIT = 240.0  # seconds; it needs about 45 beside other work
-SSH = '#!/bin/sh\nfor command; do :; done\nexec sh -c "$command"\n'  # its last argument
-WITH_PATH = 'PATH=$1:$PATH; shift; exec "$@"'
 Notes = list[dict[str, Any]]
 
 
 def launch(job: str, folder: Path, settings: dict[str, str]) -> Launch:
     """Run the story with hosts that a file names."""
-    programs, discovery = folder / "bin", folder / "discover"
-    programs.mkdir()
-    (folder / "hosts").write_text("h1:1\nh2:1\n")
-    for path, text in ((programs / "ssh", SSH), (discovery, f"#!/bin/sh\ncat {folder}/hosts\n")):
-        path.write_text(text)
-        path.chmod(0o755)
-    elastic = ["--min-np", "1", "--max-np", "3", "--host-discovery-script", str(discovery)]
-    job_of = ["horovodrun", "--gloo", "-np", "2", *elastic, "--network-interface", "lo"]
-    command = ["sh", "-c", WITH_PATH, "sh", str(programs), *job_of, sys.executable, str(JOBS / job)]
+    command = Hosts(folder, ["h1", "h2"]).command(2, 3, str(JOBS / job))
     return run(command, folder, LIMIT, settings)
 
 

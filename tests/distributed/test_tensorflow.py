@@ -31,7 +31,12 @@ def launch(controller: str, size: int, folder: Path, *names: str) -> Launch:
 
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize(
-    "names", [("tape", "state", "sharded", "hierarchical"), ("keras",)], ids="+".join
+    "names",
+    [
+        ("tape", "state", "sharded", "hierarchical", "groups_ratios"),
+        ("keras", "tf_scaling", "tf_warmup", "tf_momentum"),
+    ],
+    ids="+".join,
 )
 @CONTROLLERS
 def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_path: Path) -> None:
@@ -44,9 +49,9 @@ def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize("size", [3, 4])
 @CONTROLLERS
 def test_cases_pass_on_more_ranks(controller: str, size: int, tmp_path: Path) -> None:
-    done = launch(
-        controller, size, tmp_path, "tape", "sharded", "hierarchical", *["keras"] * (size == 4)
-    )
+    names = ["tape", "sharded", "hierarchical"]
+    names += ["groups_ratios"] if size == 3 else ["keras"]
+    done = launch(controller, size, tmp_path, *names)
     assert_all_passed(done, size)
     assert_clean(done)
 
@@ -67,10 +72,12 @@ def test_a_torch_rank_and_a_tensorflow_rank_meet(controller: str, tmp_path: Path
     assert done.returncode == 0, done.describe()
     assert_clean(done)
     torch, tensorflow = (dict(np.load(tmp_path / f"rank-{rank}.npz")) for rank in (0, 1))
-    gathered = [torch.pop(name) for name in list(torch) if name.startswith("gathered")]
-    assert len(gathered) == 6
+    gathered = [torch.pop(name) for name in list(torch) if "-gathered-" in name]
+    assert len(gathered) == 12
+    assert len({each.size for each in gathered}) == 3  # warm-up has larger payloads
     for both in gathered:
         assert np.array_equal(*both.reshape(2, -1))
     assert torch.keys() == tensorflow.keys()
     assert all(torch[name].tobytes() == tensorflow[name].tobytes() for name in torch)
-    assert any(torch[name].any() for name in torch if name.startswith("residual"))
+    for kept in ("plain-residual-", "corrected-residual-", "corrected-velocity-"):
+        assert any(torch[name].any() for name in torch if name.startswith(kept))

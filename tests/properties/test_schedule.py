@@ -112,11 +112,11 @@ def names(world: World) -> list[str]:
 def test_names_say_the_rung() -> None:
     world = warming((1, 0.25))
     world.step(ones())
-    assert names(world) == ["job.0@0.25.0", "job.0@0.25.1"]
+    assert names(world) == ["job.0-0.25.0", "job.0-0.25.1"]
     world.step(ones())
-    assert names(world) == ["job.0.0", "job.0.1", "job.0@0.25.0", "job.0@0.25.1"]
+    assert names(world) == ["job.0-0.25.0", "job.0-0.25.1", "job.0.0", "job.0.1"]
     sizes = {name: len(payload) for name, payload in world.payloads(0)}
-    assert sizes["job.0@0.25.0"] > 8 * sizes["job.0.0"]
+    assert sizes["job.0-0.25.0"] > 8 * sizes["job.0.0"]
 
 
 def test_steps_that_do_not_count_do_not_warm_up() -> None:

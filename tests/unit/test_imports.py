@@ -23,9 +23,15 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy", "horovod", "mpi4py"}
 # room -> what its files may import beside the standard library and themselves
 ROOMS = {
     "errors.py": set[str](),
-    "config.py": {"horovod_topk.errors"},
+    "ratios.py": {"horovod_topk.errors"},
+    "config.py": {"horovod_topk.ratios", "horovod_topk.errors"},
     "__init__.py": {"horovod_topk.errors", "horovod_topk.config"},
-    "core": {"horovod_topk.ops", "horovod_topk.config", "horovod_topk.errors"},
+    "core": {
+        "horovod_topk.ops",
+        "horovod_topk.config",
+        "horovod_topk.ratios",
+        "horovod_topk.errors",
+    },
     "ops/__init__.py": {"horovod_topk.ops.protocol"},
     "ops/protocol.py": set[str](),
     "ops/coding.py": set[str](),
@@ -63,6 +69,7 @@ ROOMS = {
         "horovod_topk.kernels",
         "horovod_topk.core",
         "horovod_topk.config",
+        "horovod_topk.ratios",
         "horovod_topk.errors",
     },
     "cli/bench": {
@@ -92,6 +99,7 @@ ROOMS = {
         "horovod.tensorflow",
         "horovod._keras",
         "horovod.common.exceptions",
+        "horovod.common.elastic",
         "horovod_topk.elastic",
         "horovod_topk.process_sets",
         "horovod_topk.core",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
+from horovod_topk.cli.ratios import parse_ratios
 from horovod_topk.config import (
     EXCHANGES,
     INDICES,
@@ -101,6 +102,8 @@ def method_of(name: str) -> Method:
 def _setting(text: str) -> tuple[str, object]:
     key, _, value = (part.strip() for part in text.partition("="))
     reject_unknown({key} - set(SETTINGS), SETTINGS)
+    if key == "ratios":
+        return key, parse_ratios(value.split())
     return key, _number(key, value) if key in NUMBERS else value
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from horovod_topk.cli.models import MODELS, specs_of
+from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import SELECTIONS, VALUES, TopKConfig
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import TensorSpec
@@ -83,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--forward", type=float, default=FORWARD, help="share of compute (default: a third)")
     add("--no-overlap", action="store_true", help="judge steps in which nothing overlaps")
     add("--ratio", type=float, default=TopKConfig.ratio)
+    add_ratios(parser)
     add("--gather-ratio", type=float, default=None, help="sent back by owners; default: the ratio")
     add("--min-numel", type=int, default=TopKConfig.min_numel)
     add("--selection", choices=SELECTIONS, default="exact", help="that --measure times")
@@ -118,6 +120,7 @@ def check(args: argparse.Namespace) -> Asked:
             gather_ratio=args.gather_ratio,
             selection=args.selection,
             min_numel=args.min_numel,
+            ratios=parse_ratios(args.ratios),
         ),
         training=Training(compute, args.forward, args.local_size),
         rank=args.powersgd,

@@ -50,7 +50,8 @@ def measure(asked: Asked) -> Place | None:
             "--measure: Horovod serves neither PyTorch nor TensorFlow here: horovod-topk doctor "
             "says why"
         )
-    computed = kernels.measure(framework, asked.config) if rank == 0 else None
+    config = replace(asked.config, ratios=None)  # of the model's tensors, which are not those timed
+    computed = kernels.measure(framework, config) if rank == 0 else None
     framework.hvd.init()
     try:
         return _together(framework, computed, asked)

@@ -24,6 +24,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
     yield (
         f"{asked.model}: {elements:,} float32 in {len(asked.specs)} tensors, {ranks} ranks on "
         f"{len(asked.nodes.ranks)} nodes, ratio {asked.config.ratio:g}"
+        + "".join(f", {pattern}={ratio:g}" for pattern, ratio in asked.config.ratios or ())
     )
     yield (
         f"{milliseconds(asked.training.compute)} ms of compute a step; network "
@@ -81,6 +82,7 @@ def as_json(
         "ranks": sum(asked.nodes.sizes),
         "nodes": len(asked.nodes.ranks),
         "ratio": asked.config.ratio,
+        "ratios": {str(pattern): ratio for pattern, ratio in asked.config.ratios or ()},
         "machine": asdict(machine),
         "training": asdict(asked.training),
         "ways": [

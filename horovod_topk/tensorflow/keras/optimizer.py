@@ -18,6 +18,7 @@ import keras
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
+from horovod_topk.tensorflow.momentum import check_not_twice
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
 
@@ -54,10 +55,13 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         process_set: the ranks that exchange.
 
     Raises:
-        UnsupportedOperationError: see the message.
+        UnsupportedOperationError, ConfigError: see the message.
     """
     _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step)
-    if isinstance(groups, list) and TopKEF.asked(compression) is None:
+    compressor = TopKEF.asked(compression)
+    if compressor is not None:
+        check_not_twice(optimizer, compressor.config.momentum)
+    elif isinstance(groups, list):
         raise UnsupportedOperationError(
             "groups= as lists: Horovod tells variables apart by names, which Keras 3 repeats",
             cure="Pass groups= as a number, or compression=TopKEF",

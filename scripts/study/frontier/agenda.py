@@ -27,6 +27,7 @@ FORMATS = ("float32", "int8", "int4", "sign")
 HALVES = ("float16", "bfloat16")
 GOALS = (50.0, 165.0)  # times fewer bytes than dense
 MOMENTUM = 0.9  # of SGD, and of momentum correction
+RECIPE_STEPS = (1000, 2000, 8000)  # besides those of the series
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Point:
 
 _CONFIG = TopKConfig()
 DEFAULT = Point(_CONFIG.exchange, _CONFIG.values, _CONFIG.ratio)
+RECIPE = Point("allgather", "int4", 0.024, MOMENTUM)
+PLAIN = replace(RECIPE, momentum=0.0)
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ def stages() -> Iterator[Stage]:
     yield Stage(DIGITS, "equal", grid, (0,))
     yield Stage(DIGITS_ADAMW, "equal", digits, DIGITS_SEEDS)
     yield Stage(BYTELM, "equal", bytelm, BYTELM_SEEDS)
+    yield Stage(BYTELM_ADAMW, "equal", corrected(bytelm), BYTELM_SEEDS)
     yield Stage(BYTELM_ADAMW, "equal", bytelm, (0,))
     yield Stage(BYTELM, "skewed", equal_bytes("bytelm", (165.0,)), (0,))
     yield Stage(DIGITS, "equal", grid, DIGITS_SEEDS)
@@ -130,6 +134,14 @@ def stages() -> Iterator[Stage]:
     yield Stage(DIGITS, "skewed", grid, DIGITS_SEEDS)
     yield Stage(DIGITS_ADAMW, "equal", grid, DIGITS_SEEDS)
     yield Stage(BYTELM_ADAMW, "skewed", bytelm, BYTELM_SEEDS)
+
+
+def recipe_stages() -> Iterator[Stage]:
+    """The recipe, and what it is without momentum correction, in shorter and longer runs."""
+    for seeds in ((0,), BYTELM_SEEDS):
+        for steps in RECIPE_STEPS:
+            for series in (BYTELM, BYTELM_ADAMW):
+                yield Stage(replace(series, steps=steps), "equal", (RECIPE, PLAIN), seeds)
 
 
 def way(point: Point) -> str:

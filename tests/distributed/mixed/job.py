@@ -2,8 +2,8 @@
 
     horovodrun -np 2 --gloo python job.py FOLDER
 
-Both ranks have the same gradients, so both must send the same bytes. Each writes its residuals, the
-exchanged gradients of every step and what it gathered to FOLDER/rank-N.npz.
+Both ranks have the same gradients, so both must send the same bytes. Each writes what it keeps, the
+exchanged gradients of every step and what it gathered to FOLDER/rank-N.npz, for each of `SETTINGS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 
 SHAPES = {"v0": (300, 40), "v1": (70, 3), "v2": (9,), "v3": ()}
-SETTINGS = {"ratio": 0.05, "min_numel": 16, "values": "float16"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"ratio": 0.05, "min_numel": 16, "values": "float16"},
+    "corrected": {"ratio": 0.05, "min_numel": 16, "momentum": 0.9, "warmup": [(2, 0.5)]},
+}
 STEPS = 6
 RANK = int(os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 
@@ -33,10 +36,21 @@ def in_torch() -> dict[str, Any]:
     import horovod.torch as hvd
     import torch
 
-    from horovod_topk.torch import TopKEF
-
     hvd.init()
     torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for run, settings in SETTINGS.items():
+        found |= {f"{run}-{name}": array for name, array in torch_run(settings).items()}
+    hvd.shutdown()
+    return found
+
+
+def torch_run(settings: dict[str, Any]) -> dict[str, Any]:
+    import horovod.torch as hvd
+    import torch
+
+    from horovod_topk.torch import TopKEF
+
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
     gathered, synchronize = [], hvd.synchronize
 
@@ -48,7 +62,7 @@ def in_torch() -> dict[str, Any]:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(parameters, lr=0.1),
         named_parameters=zip(SHAPES, parameters, strict=True),
-        compression=TopKEF(**SETTINGS),
+        compression=TopKEF(**settings),
     )
     hvd.synchronize = kept
     found: dict[str, Any] = {}
@@ -60,23 +74,39 @@ def in_torch() -> dict[str, Any]:
         found |= {f"{n}-{step}": p.grad.numpy() for n, p in zip(SHAPES, parameters, strict=True)}
         with optimizer.skip_synchronize():
             optimizer.step()
-    residuals = TopKEF.of(optimizer).state_dict()["residuals"]
-    found |= {f"residual-{name}": residual.numpy() for name, residual in residuals.items()}
-    hvd.shutdown()
+    hvd.synchronize = synchronize
+    found |= in_numpy(TopKEF.of(optimizer).state_dict())
     return found | {f"gathered-{step}": each for step, each in enumerate(gathered)}
+
+
+def in_numpy(state: dict[str, Any]) -> dict[str, Any]:
+    """What is kept."""
+    found = {f"residual-{name}": e.numpy() for name, e in state["residuals"].items()}
+    velocities = state.get("velocity", {"residuals": {}})["residuals"]
+    return found | {f"velocity-{name}": u.numpy() for name, u in velocities.items()}
 
 
 def in_tensorflow() -> dict[str, Any]:
     """Rank 1."""
     sys.path[:] = [path for path in sys.path if not path.endswith("without_tensorflow")]
     import horovod.tensorflow as hvd
+
+    hvd.init()
+    found: dict[str, Any] = {}
+    for run, settings in SETTINGS.items():
+        found |= {f"{run}-{name}": array for name, array in tensorflow_run(settings).items()}
+    hvd.shutdown()
+    return found
+
+
+def tensorflow_run(settings: dict[str, Any]) -> dict[str, Any]:
+    import horovod.tensorflow as hvd
     import tensorflow as tf
 
     from horovod_topk.tensorflow import TopKEF
 
-    hvd.init()
     variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()]
-    compression = TopKEF(**SETTINGS)
+    compression = TopKEF(**settings)
 
     @tf.function
     def step(*mine: Any) -> list[Any]:
@@ -88,10 +118,7 @@ def in_tensorflow() -> dict[str, Any]:
     for position in range(STEPS):
         exchanged = step(*map(tf.constant, gradients(position)))
         found |= {f"{n}-{position}": g.numpy() for n, g in zip(SHAPES, exchanged, strict=True)}
-    residuals = compression.state_dict()["residuals"]
-    found |= {f"residual-{name}": residual.numpy() for name, residual in residuals.items()}
-    hvd.shutdown()
-    return found
+    return found | in_numpy(compression.state_dict())
 
 
 if __name__ == "__main__":

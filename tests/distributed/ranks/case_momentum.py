@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,14 @@ def heavy_ball(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(group["params"], lr=group["lr"], momentum=0.9)
 
 
+def normalising(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, betas=(0.0, 0.99))
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.01)
+
+
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("settings", [{}, {"values": "int8", "exchange": "sharded"}], ids=str)
 def test_ranks_end_equal_and_resume_as_if_they_had_not_stopped(
@@ -63,8 +72,37 @@ def test_ranks_end_equal_and_resume_as_if_they_had_not_stopped(
 def test_a_momentum_of_the_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="applied twice"):
         Setup(optimizer=heavy_ball).distributed(Setup().task(), corrected())
-    with pytest.raises(ConfigError, match="AdamW has no setting 'momentum'"):
+    with pytest.raises(ConfigError, match=r"betas=\(0.9, 0.999\): it would be applied twice"):
         Setup(optimizer=training.adamw).distributed(Setup().task(), corrected())
+    with pytest.raises(ConfigError, match="Adagrad has no momentum"):
+        Setup(optimizer=adagrad).distributed(Setup().task(), corrected())
+    with pytest.raises(ConfigError, match="AdamW has no such form"):
+        Setup(optimizer=normalising).distributed(Setup().task(), corrected(nesterov=True))
+
+
+def test_adamw_normalises_the_velocity_at_ratio_one() -> None:
+    """As if it had been given the sum 0.9^i g that SGD's momentum is."""
+    task, plain = Setup(optimizer=normalising).task(), Setup(optimizer=normalising).task()
+    optimizer = Setup(optimizer=normalising).distributed(task, corrected(ratio=1.0))
+    by_hand = normalising(list(plain.parameters()))
+    velocities = [torch.zeros_like(p) for p in plain.parameters()]
+    for step in range(4):
+        training.ordinary(task, optimizer, step)
+        plain.zero_grad()
+        plain.loss(hvd.rank(), step).backward()
+        for index, (p, velocity) in enumerate(zip(plain.parameters(), velocities, strict=True)):
+            assert p.grad is not None
+            velocity.mul_(0.9).add_(hvd.allreduce(p.grad, name=f"by_hand.{index}"))
+            p.grad = velocity.clone()
+        by_hand.step()
+    for ours, theirs in zip(task.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_adam_as_it_is_draws_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "horovod_topk"):
+        Setup(optimizer=training.adamw).distributed(Setup().task(), TopKEF())
+    assert "with betas=(0, 0.999) and TopKEF(momentum=0.9)" in caplog.text
 
 
 def test_a_momentum_that_comes_later_is_refused() -> None:

@@ -65,7 +65,7 @@ def test_collectives_say_the_rung(monkeypatch: pytest.MonkeyPatch) -> None:
         training.ordinary(task, optimizer, step)
         (name,), (size,) = recording.take()
         seen.append((name, size))
-    assert [("@0.5" in name, "@0.2" in name) for name, _ in seen] == [
+    assert [("-0.5." in name, "-0.2." in name) for name, _ in seen] == [
         (ratio == 0.5, ratio == 0.2) for ratio in RATIOS
     ]
     assert len(set(seen)) == 3

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import pytest
-from kerasses import fit, same
+import tf_keras
+from kerasses import LIBRARIES, fit, same
 from proof import assert_same_history
 from tapes import train
 
@@ -33,3 +36,20 @@ def test_stats_say_that_it_is_inactive() -> None:
     assert compression.state_dict() == {}
     compression.load_state_dict({})
     assert same(model, fit(keras, keras.optimizers.SGD(0.05), hvd.Compression.none))
+
+
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_is_not_lost(library: Any, nesterov: bool) -> None:
+    """Without sparsity, momentum correction is the momentum of SGD; also under a loss scale."""
+    compression = TopKEF(momentum=0.9, nesterov=nesterov)
+    ours = fit(library, library.optimizers.SGD(0.05), compression)
+    sgd = library.optimizers.SGD(0.05, momentum=0.9, nesterov=nesterov)
+    theirs = fit(library, sgd, hvd.Compression.none)
+    for mine, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        assert np.allclose(mine, other, rtol=1e-4, atol=1e-5)
+    kind = keras.optimizers if library is keras else tf_keras.mixed_precision
+    settings = {"initial_scale": 8.0, "dynamic_growth_steps": 3}
+    scaled = kind.LossScaleOptimizer(library.optimizers.SGD(0.05), **settings)
+    again = TopKEF(momentum=0.9, nesterov=nesterov)
+    assert same(ours, fit(library, scaled, again))

@@ -1,0 +1,150 @@
+"""Ratios that change from step to step: in graphs that do not, in eager mode, and in `fit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+from kerasses import LIBRARIES, fit
+from proof import Array, assert_ranks_equal
+from tapes import Linear, noise
+
+from horovod_topk.core.stats import StepCounters
+from horovod_topk.errors import ConfigError, StateDictError
+from horovod_topk.tensorflow import TopKEF
+
+SPARSE = {"ratio": 0.05, "min_numel": 0}
+WARM = SPARSE | {"warmup": [(2, 0.5), (4, 0.2)]}
+RATIOS = [0.5, 0.5, 0.2, 0.2, 0.05, 0.05]
+SHAPES = [(30, 20), (7,)]
+WAYS = pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+
+
+class Run:
+    """A model under one compressor, in one tf.function or in eager mode."""
+
+    def __init__(self, compression: TopKEF, graph: bool) -> None:
+        self.compression, self.seen = compression, list[StepCounters]()
+        self._model = Linear(SHAPES)
+        self._step = tf.function(self._exchange, autograph=False) if graph else self._exchange
+        compression.on_step(self.seen.append)
+
+    def take(self, step: int, factor: float = 1.0) -> list[Array]:
+        """What this rank gets in a step."""
+        mine = [factor * noise(hvd.rank(), 10 * step + i, s) for i, s in enumerate(SHAPES)]
+        return [each.numpy() for each in self._step(*mine)]
+
+    def _exchange(self, *mine: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = self._model.loss(*mine)
+        tape = hvd.DistributedGradientTape(tape, compression=self.compression)
+        return list(tape.gradient(loss, self._model.variables))
+
+
+def owed(compression: TopKEF) -> list[Array]:
+    return [e.numpy() for e in compression.state_dict()["residuals"].values()]
+
+
+def equal(ours: list[Array], theirs: list[Array]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@WAYS
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_equal_to_compressors_of_one_ratio_each(graph: bool, exchange: str) -> None:
+    """One after another, each with the residuals of the one before."""
+    ours, before = Run(TopKEF(**WARM, exchange=exchange), graph), None
+    sizes = []
+    for step, ratio in enumerate(RATIOS):
+        single = Run(TopKEF(**SPARSE | {"ratio": ratio}, exchange=exchange), graph)
+        if before is not None:
+            single.compression.load_state_dict(before)
+        assert equal(ours.take(step), single.take(step))
+        assert equal(owed(ours.compression), owed(single.compression))
+        assert ours.seen[-1].sent_bytes == single.seen[-1].sent_bytes
+        assert ours.compression.stats().selected == single.compression.stats().selected
+        before = single.compression.state_dict()
+        sizes.append(ours.seen[-1].sent_bytes)
+    assert sizes[0] > sizes[2] > sizes[4]
+    assert TopKEF.stats(ours.compression).steps == len(RATIOS)
+
+
+@WAYS
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+@pytest.mark.parametrize("values", ["float32", "int8"])
+def test_dense_leaves_nothing_owed(graph: bool, exchange: str, values: str) -> None:
+    compression = TopKEF(**SPARSE, exchange=exchange, values=values)
+    if graph:
+        compression.set_ratio(None)  # before the trace, which gets both ratios then
+    run = Run(compression, graph)
+    for step in range(3):
+        run.take(step)
+    assert compression.stats().residual_norm > 0
+    compression.set_ratio(1.0)
+    exchanged = run.take(3)
+    assert compression.stats().residual_norm == 0
+    compression.set_ratio(None)
+    run.take(4)
+    assert compression.stats().residual_norm > 0
+    assert_ranks_equal(exchanged)
+
+
+@WAYS
+def test_skipped_steps_do_not_count(graph: bool) -> None:
+    run = Run(TopKEF(**WARM), graph)
+    run.take(0)
+    for step in range(3):
+        run.take(step, np.inf if hvd.rank() == 1 else 1.0)
+    (state,) = run.compression._living_states()
+    assert (state.ratio, state.stats().rolled_back) == (0.5, 3)
+    run.take(1)
+    assert state.ratio == 0.2
+
+
+@WAYS
+@pytest.mark.parametrize("way", ["state dict", "checkpoint"])
+def test_what_is_saved_has_the_count(graph: bool, way: str, tmp_path: Path) -> None:
+    first, again = Run(TopKEF(**WARM), graph), Run(TopKEF(**WARM), graph)
+    for step in range(3):
+        first.take(step)
+    if way == "state dict":
+        again.compression.load_state_dict(first.compression.state_dict())
+    else:
+        path = tf.train.Checkpoint(compression=first.compression).save(str(tmp_path / "ckpt"))
+        tf.train.Checkpoint(compression=again.compression).restore(path)
+    for step in range(3, 6):
+        assert equal(first.take(step), again.take(step))
+        assert first.seen[-1].sent_bytes == again.seen[-1].sent_bytes
+
+
+def test_a_count_that_is_none_is_refused() -> None:
+    run = Run(TopKEF(**WARM), graph=True)
+    run.take(0)
+    state = run.compression.state_dict()
+    with pytest.raises(StateDictError, match="'two' steps were committed"):
+        run.compression.load_state_dict(state | {"committed": "two"})
+
+
+def test_what_cannot_work_is_refused() -> None:
+    run = Run(TopKEF(**SPARSE), graph=True)
+    with pytest.raises(ConfigError, match=r"ratio 0\.3 is none"):
+        run.compression.set_ratio(0.3)
+    run.take(0)
+    with pytest.raises(ConfigError, match=r"traced for ratio 0\.05 alone"):
+        run.compression.set_ratio(1.0)
+
+
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+def test_fit(library: Any) -> None:
+    compression, seen = TopKEF(**WARM), list[StepCounters]()
+    compression.on_step(seen.append)
+    model = fit(library, library.optimizers.SGD(0.05), compression, epochs=2)
+    assert TopKEF.of(model.optimizer).ratio == 0.05
+    sizes = [counters.sent_bytes for counters in seen]
+    assert len(sizes) == 16
+    assert sizes[0] == sizes[1] > sizes[2] == sizes[3] > sizes[4] == sizes[15]
+    assert_ranks_equal(model.get_weights())

@@ -1,0 +1,206 @@
+"""The laws where tensors have ratios of their own, for each exchange and kind of values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle.backends import NUMPY, TORCH, Backend, each_backend
+from oracle.jobs import Job, jobs, steps
+from oracle.loopback import Loopback, on_every_rank
+from oracle.world import Gradients, World, same_bits
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.agreement import agree
+from horovod_topk.core.plan import Plan, TensorSpec, entries, make_plan
+from horovod_topk.errors import PlanMismatchError
+from horovod_topk.ratios import checked_rules
+
+OWN = (0.02, 0.3, "dense")
+ALONE = st.just(1)
+
+
+def is_long(name: str, shape: tuple[int, ...]) -> bool:
+    return max(shape, default=1) > 40
+
+
+RULES = (lambda own: {"t0": own}, lambda own: {"t*": own}, lambda own: {is_long: own, "t0*": 0.1})
+
+
+@st.composite
+def grouped(draw: st.DrawFn, **choices: Any) -> Job:
+    """Jobs in which some tensors have ratios of their own."""
+    job = draw(jobs(**{"dtypes": ["float32", "float64"], **choices}))
+    rules = draw(st.sampled_from(RULES))(draw(st.sampled_from(OWN)))
+    config = replace(
+        job.config, ratios=checked_rules(rules), min_numel=draw(st.sampled_from([0, 8]))
+    )
+    return replace(job, config=config)
+
+
+def everything(world: World) -> list[Gradients]:
+    return [*world.residuals(), *world.owned()]
+
+
+@each_backend
+@settings(max_examples=25)
+@given(data=st.data())
+def test_nothing_is_lost_and_k_is_each_tensors_own(backend: Backend, data: st.DataObject) -> None:
+    job = data.draw(grouped(ranks=ALONE, exchanges=["allgather"], values=["float32", "int8"]))
+    world = World(job.plan, 1, backend)
+    for gradients in data.draw(steps(job, 2)):
+        before = world.residuals()[0]
+        world.step(gradients)
+        after, read = world.residuals()[0], world.decoded(0)
+        for tensor in job.plan.tensors():
+            name, numel = tensor.spec.name, tensor.spec.numel
+            owed = before[name] + gradients[0][name].reshape(-1)
+            sent = read.dense[name].astype(owed.dtype)
+            assert np.array_equal(after[name], owed - sent)
+            own = job.plan.config.own.get(name, job.config.ratio)
+            assert len(read.chosen[name]) in (entries(numel, own), numel)
+
+
+@each_backend
+@settings(max_examples=20)
+@given(data=st.data())
+def test_what_is_dense_is_as_if_it_were_small(backend: Backend, data: st.DataObject) -> None:
+    """To the bit: residuals and results of a job that sends all tensors dense by their size."""
+    job = data.draw(grouped())
+    config = replace(job.config, ratios=checked_rules({"*": "dense"}))
+    world = World(replace(job, config=config).plan, job.ranks, backend)
+    config = replace(job.config, ratios=None, min_numel=10**6)
+    other = World(replace(job, config=config).plan, job.ranks, backend)
+    for gradients in data.draw(steps(job, 2)):
+        exchanged = world.step(gradients)
+        assert same_bits(exchanged, other.step(gradients))
+        assert same_bits(exchanged, [exchanged[0]] * job.ranks)
+        assert same_bits(everything(world), everything(other))
+
+
+@each_backend
+@settings(max_examples=20)
+@given(data=st.data())
+def test_tensors_do_not_mind_the_ratios_of_others(backend: Backend, data: st.DataObject) -> None:
+    """Each is, to the bit, as in a job in which all have its ratio."""
+    job = data.draw(grouped(gather_ratios=[None]))
+    world = World(job.plan, job.ranks, backend)
+    history = [(g, world.step(g)) for g in data.draw(steps(job, 2))]
+    ratios = {s.name: job.plan.config.own.get(s.name, job.config.ratio) for s in job.specs}
+    for ratio in set(ratios.values()):
+        config = replace(job.config, ratio=ratio, ratios=None)
+        other = World(replace(job, config=config).plan, job.ranks, backend)
+        names = [name for name, own in ratios.items() if own == ratio]
+        for gradients, exchanged in history:
+            assert same_bits(only(exchanged, names), only(other.step(gradients), names))
+        assert same_bits(only(everything(world), names), only(everything(other), names))
+
+
+def only(gradients: list[Gradients], names: list[str]) -> list[Gradients]:
+    return [{name: one[name] for name in names} for one in gradients]
+
+
+@each_backend
+@settings(max_examples=15)
+@given(data=st.data())
+def test_at_a_rung_a_tensor_sends_that_or_its_own(backend: Backend, data: st.DataObject) -> None:
+    """To the bit, as settings that say so for each tensor; then it goes on as before."""
+    job = data.draw(grouped(gather_ratios=[None], values=["float32", "int8"]))
+    rung = data.draw(st.sampled_from([0.05, 0.25]))
+    warming = World(
+        replace(job, config=replace(job.config, warmup=((1, rung),))).plan, job.ranks, backend
+    )
+    own = {s.name: job.plan.config.own.get(s.name, job.config.ratio) for s in job.specs}
+    ratios = {
+        name: rung if name not in job.plan.config.own else max(rung, own[name]) for name in own
+    }
+    first, second = data.draw(steps(job, 2))
+    config = replace(job.config, ratios=checked_rules(ratios))
+    if rung == job.config.ratio:
+        config = job.config
+    held = World(replace(job, config=config).plan, job.ranks, backend)
+    assert same_bits(warming.step(first), held.step(first))
+    assert same_bits(everything(warming), everything(held))
+    after = World(job.plan, job.ranks, backend)
+    for compressor, state in zip(after.ranks, held.ranks, strict=True):
+        compressor.load_state_dict(state.state_dict())
+    assert same_bits(warming.step(second), after.step(second))
+    assert same_bits(everything(warming), everything(after))
+
+
+@each_backend
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_dense_step_pays_all_that_is_owed(backend: Backend, data: st.DataObject) -> None:
+    job = data.draw(grouped(ratios=[0.05, 0.25]))
+    world = World(job.plan, job.ranks, backend)
+    first, second = data.draw(steps(job, 2))
+    world.step(first)
+    for compressor in world.ranks:
+        compressor.set_ratio(1.0)
+    world.step(second)
+    assert not any(e.any() for one in everything(world) for e in one.values())
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_momentum_of_what_is_dense_is_that_of_the_optimizer(exchange: str) -> None:
+    specs = [TensorSpec("w", (2000,), "float32"), TensorSpec("head", (40,), "float32")]
+    rules = checked_rules({"head": "dense"})
+    config = TopKConfig(0.01, momentum=0.5, min_numel=0, exchange=exchange, ratios=rules)
+    world = World(make_plan(specs, config), 2, TORCH)
+    gradients = [
+        {"w": np.ones(2000, np.float32), "head": np.full(40, rank + 1.0, np.float32)}
+        for rank in range(2)
+    ]
+    for expected in (1.5, 2.25, 2.625):
+        assert (world.step(gradients)[0]["head"] == expected).all()
+    velocities = [rank.state_dict()["velocity"]["residuals"] for rank in world.ranks]
+    assert all((each["w"] == 0).any() and (each["head"] != 0).all() for each in velocities)
+
+
+# Ranks agree on the ratio of each tensor, whatever they derived it from.
+
+SPECS = [TensorSpec("w", (100,), "float32"), TensorSpec("b", (10,), "float32")]
+
+
+def plan_of(ratios: object = None, **settings: Any) -> Plan:
+    config = TopKConfig(min_numel=0, ratios=checked_rules(ratios), **settings)
+    return make_plan(SPECS, config)
+
+
+def answers(*plans: Plan) -> list[Any]:
+    network = Loopback(len(plans), NUMPY.ops)
+    return on_every_rank(network, lambda here: agree(plans[here.rank], 0, NUMPY.ops, here))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "here", "there"),
+    [
+        ({"b": 0.5}, None, '["b", 0.5]', '["b", 0.01]'),
+        ({"*": "dense"}, {"b": "dense"}, '["w", 1.0]', '["w", 0.01]'),
+        ({"w": 0.5, "b": 0.1}, {"w": 0.5, "b": 0.2}, '["b", 0.1]', '["b", 0.2]'),
+    ],
+)
+def test_a_mismatch_names_the_tensor(ours: Any, theirs: Any, here: str, there: str) -> None:
+    first, second = answers(plan_of(ours), plan_of(theirs))
+    assert isinstance(first.exception(), PlanMismatchError)
+    head = "ranks disagree on ratios: "
+    assert str(first.exception()).startswith(f"{head}{there} on rank 1, {here} on rank 0 (this")
+    assert str(second.exception()).startswith(f"{head}{here} on rank 0, {there} on rank 1 (this")
+
+
+def test_a_mismatch_of_what_owners_send_back() -> None:
+    plans = plan_of({"w": 0.01}, gather_ratio=0.1), plan_of(gather_ratio=0.1)
+    first, _ = answers(*plans)
+    expected = 'ratios: ["w", 0.01, 0.1] on rank 1, ["w", 0.01] on rank 0'
+    assert expected in str(first.exception())
+
+
+def test_other_rules_to_the_same_effect_agree() -> None:
+    plans = plan_of({"w": 0.5}), plan_of({lambda name, shape: shape == (100,): 0.5, "b": 0.01})
+    assert [answer.result() for answer in answers(*plans)] == [0, 0]
+    assert plans[0].buckets[0].digest == plans[1].buckets[0].digest

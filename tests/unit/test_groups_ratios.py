@@ -1,0 +1,302 @@
+"""Ratios that some tensors have of their own: what is accepted, and what a plan makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horovod_topk import cli
+from horovod_topk.cli.bench.methods import parse_methods
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.schedule import Schedule
+from horovod_topk.core.shards import shard, shard_sums
+from horovod_topk.errors import ConfigError
+from horovod_topk.ratios import Predicate, checked_rules
+
+EMBEDDING = TensorSpec("embedding.weight", (200, 100), "float32")
+BODY = TensorSpec("body.0.weight", (100, 100), "float32")
+BIAS = TensorSpec("body.0.bias", (100,), "float32")
+HEAD = TensorSpec("head.weight", (50, 100), "float32")
+SPECS = [EMBEDDING, BODY, BIAS, HEAD]
+RULES = {"embedding.*": 0.001, "head.*": "dense"}
+
+
+def plan_of(ratios: object = None, specs: list[TensorSpec] = SPECS, **settings: Any) -> Plan:
+    return make_plan(specs, TopKConfig(ratios=checked_rules(ratios), **settings))
+
+
+def sent(plan: Plan) -> dict[str, int]:
+    return {tensor.spec.name: tensor.k for tensor in plan.tensors()}
+
+
+def refusal(ratios: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(ratios)
+    return str(caught.value)
+
+
+# Which rule wins
+
+
+def test_each_tensor_sends_the_share_that_is_its_own() -> None:
+    plan = plan_of(RULES)
+    assert sent(plan) == {EMBEDDING.name: 20, BODY.name: 100, BIAS.name: 100, HEAD.name: 5000}
+    assert [t.spec.name for t in plan.tensors() if t.index is None] == [BIAS.name, HEAD.name]
+
+
+@pytest.mark.parametrize(
+    "ratios",
+    [
+        RULES,
+        list(RULES.items()),
+        (("embedding.*", 0.001), ["head.*", 1]),
+        {"*embed*": 0.001, lambda name, shape: shape == (50, 100): 1.0},
+        {"embedding.weight": 0.001, "[gh]ead.w?ight": "dense", "*": 0.01},
+    ],
+    ids=["mapping", "pairs", "sequences", "predicate", "wildcards"],
+)
+def test_rules_that_say_the_same_make_the_same_plan(ratios: object) -> None:
+    assert plan_of(ratios) == plan_of(RULES)
+    assert plan_of(ratios).digest == plan_of(RULES).digest
+
+
+def test_the_first_that_holds_wins() -> None:
+    assert sent(plan_of({"head.*": 0.5, "*": 0.1}))[HEAD.name] == 2500
+    assert sent(plan_of({is_matrix: 0.1, "*": 0.5}))[HEAD.name] == 500
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2
+
+
+def test_small_tensors_are_dense_in_any_case() -> None:
+    assert plan_of({"*.bias": 0.5}) == plan_of()
+    assert sent(plan_of({"*.bias": 0.5}, min_numel=100))[BIAS.name] == 50
+
+
+def test_a_pattern_may_match_what_takes_no_part() -> None:
+    """Frozen parameters, and variables whose gradients are sparse or absent."""
+    names = ["frozen.weight", *(spec.name for spec in SPECS)]
+    config = TopKConfig(ratios=(("frozen.*", 0.5), ("head.*", 1.0)))
+    assert make_plan(SPECS, config, names=names) == plan_of({"head.*": "dense"})
+
+
+# What a plan says
+
+
+def test_without_rules_nothing_changes() -> None:
+    for nothing in (None, {}, [], ()):
+        assert plan_of(nothing) == make_plan(SPECS, TopKConfig())
+    assert make_plan(SPECS, TopKConfig()).digest.hex() == "02e127b5f29c59be"
+    assert make_plan(SPECS, TopKConfig()).buckets[0].digest.hex() == "ff9ac90ab91194c4"
+
+
+def test_rules_that_change_nothing_are_off() -> None:
+    assert plan_of({"*": 0.01}) == plan_of()
+    back = plan_of({"head.*": 0.01}, gather_ratio=0.05)
+    assert back.digest != plan_of(gather_ratio=0.05).digest
+
+
+def test_buckets_of_other_ratios_have_other_digests() -> None:
+    digests = {plan_of(ratios).buckets[0].digest for ratios in (None, RULES, {"head.*": 0.5})}
+    assert len(digests) == 3
+
+
+def test_a_plan_says_what_is_dense_and_why() -> None:
+    plan = plan_of(RULES)
+    assert plan.sent_dense() == {
+        BIAS.name: "100 elements, fewer than min_numel=1024: sent dense",
+        HEAD.name: "at its ratio of 1.0 entries cost no less: sent dense",
+    }
+    assert plan.own_ratios() == {EMBEDDING.name: 0.001, HEAD.name: 1.0}
+    assert plan.summary().endswith("sent dense, 2 at ratios of their own")
+    assert "own" not in plan_of().summary()
+
+
+def test_a_tensor_less_keeps_the_ratios_of_the_others() -> None:
+    assert sent(plan_of(RULES).without(BODY.name)) == {
+        name: k for name, k in sent(plan_of(RULES)).items() if name != BODY.name
+    }
+
+
+def test_a_bucket_minds_the_ratios_of_its_own_tensors_alone() -> None:
+    config = TopKConfig(ratios=checked_rules(RULES))
+    both = make_plan(SPECS, config, groups=[[EMBEDDING], [BODY, BIAS], [HEAD]])
+    one = make_plan(SPECS, replace(config, ratios=(("head.*", 1.0),)), groups=[[EMBEDDING]])
+    assert both.buckets[1].digest == make_plan([BODY, BIAS], TopKConfig()).buckets[0].digest
+    assert both.buckets[0].digest != one.buckets[0].digest
+    assert "head.weight" not in both.without(HEAD.name).own_ratios()
+
+
+@pytest.mark.parametrize("leg", ["scatter", "gather"])
+def test_owners_send_the_same_share(leg: str) -> None:
+    plan = plan_of(RULES, exchange="sharded", gather_ratio=0.1)
+    total = dict.fromkeys(sent(plan), 0)
+    for part in getattr(shard(plan.buckets[0], 2), leg):
+        for tensor in part.tensors:
+            total[tensor.spec.name] += tensor.k
+    assert total[HEAD.name] == 5000
+    assert 20 <= total[EMBEDDING.name] <= 22
+    assert total[BODY.name] == pytest.approx(100 if leg == "scatter" else 1000, abs=2)
+
+
+def test_so_do_owners_of_nodes() -> None:
+    dealt = shard_sums(plan_of(RULES).buckets[0], Nodes(((0, 1), (2, 3))))
+    assert sum(p.tensors[3].k for p in dealt.sums) == 5000
+    assert 20 <= sum(p.tensors[0].k for p in dealt.sums) <= 22
+
+
+def test_a_rung_is_the_least_that_a_tensor_sends() -> None:
+    plan = plan_of({"embedding.*": 0.001, "head.*": 0.5}, warmup=((10, 0.25), (20, 0.6)))
+    schedule = Schedule(plan.config)
+    shares = {ratio: sent(plan.under(schedule.settings(ratio))) for ratio in schedule.rungs}
+    assert {ratio: ks[EMBEDDING.name] for ratio, ks in shares.items()} == {
+        1.0: 20_000,
+        0.6: 12_000,
+        0.25: 5_000,
+        0.01: 20,
+    }
+    assert [ks[HEAD.name] for ks in shares.values()] == [5000, 3000, 2500, 2500]
+    assert plan.under(schedule.settings(0.25)).own_ratios() == {HEAD.name: 0.5}
+
+
+def test_one_is_refused_where_it_would_not_send_all() -> None:
+    schedule = Schedule(plan_of({"embedding.*": 0.5}, ratio=1.0).config)
+    with pytest.raises(ConfigError, match=r"own, at which 'embedding.weight' sends 0.5 of its"):
+        schedule.check(1.0)
+    Schedule(plan_of({"embedding.*": 0.5}).config).check(1.0)
+
+
+# Refusals
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    message = refusal({"haed.*": "dense"})
+    assert message.startswith("ratios: the pattern 'haed.*' matches none of 4 tensors. ")
+    assert "names such as 'head.weight', " in message
+
+
+def test_a_pattern_that_comes_too_late() -> None:
+    message = refusal({"*.weight": 0.1, "head.*": "dense"})
+    assert message.startswith("ratios: all that the pattern 'head.*' matches, 'head.weight' for ")
+    assert message.endswith("Pass it before that one, or leave it out.")
+
+
+@pytest.mark.parametrize("pattern", [3, None, ("head", "body"), 0.5])
+def test_what_is_no_pattern(pattern: object) -> None:
+    message = refusal([(pattern, 0.5)])
+    assert message.startswith(f"ratios: {pattern!r} is neither a pattern of names nor a predicate.")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "problem"),
+    [
+        (0.0, "=0.0 lies outside (0, 1]"),
+        (1.5, "=1.5 lies outside (0, 1]"),
+        (100, "=100 is above 1; ratios['head.*'] is the share of elements sent, not the"),
+        (float("nan"), "=nan lies outside (0, 1]"),
+        (True, "=True is not a number"),
+        (None, "=None is not a number"),
+        ("all", "='all' is neither a number nor 'dense'"),
+    ],
+)
+def test_what_is_no_ratio(ratio: object, problem: str) -> None:
+    assert refusal({"head.*": ratio}).startswith(f"ratios['head.*']{problem}")
+
+
+@pytest.mark.parametrize("ratios", ["head.*=dense", 0.5, [0.5], ["ab"], [("head.*",)], {"head.*"}])
+def test_what_is_no_set_of_rules(ratios: object) -> None:
+    message = refusal(ratios)
+    assert message.startswith(f"ratios={ratios!r} is neither a mapping nor pairs (pattern, ratio)")
+
+
+@pytest.mark.parametrize("answer", [None, 1, "yes"])
+def test_a_predicate_that_says_neither_yes_nor_no(answer: object) -> None:
+    def unsure(name: str, shape: tuple[int, ...]) -> Any:
+        return answer
+
+    message = refusal({unsure: 0.5})
+    assert message.startswith("tensor 'embedding.weight': ratios: predicate ")
+    assert f"unsure said {answer!r} of shape [200, 100], which is neither True nor" in message
+
+
+# Settings that are evaluated again
+
+
+def test_the_same_function_again_makes_equal_settings() -> None:
+    """Tapes find what they keep by their settings."""
+    first, second = (TopKConfig(ratios=checked_rules({longer(2): 0.5})) for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != TopKConfig(ratios=checked_rules({longer(3): 0.5}))
+
+
+def longer(than: int) -> Callable[[str, tuple[int, ...]], bool]:
+    return lambda name, shape: len(shape) > than
+
+
+def test_functions_that_may_differ_do() -> None:
+    def listed(names: list[str]) -> Callable[[str, tuple[int, ...]], bool]:
+        return lambda name, shape: name in names
+
+    names = ["a"]
+    assert Predicate(listed(names)) != Predicate(listed(names))
+    same = listed(names)
+    assert Predicate(same) == Predicate(same) != "a"
+    assert hash(Predicate(same)) == hash(Predicate(same))
+
+
+# The command
+
+
+def test_bytes_of_a_model_with_ratios_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps({spec.name: spec.shape for spec in SPECS}))
+    found = {}
+    for ratios in ([], ["--ratios", "head.*=dense"], ["--ratios", "head.*=dense", "emb*=0.5"]):
+        assert cli.main(["bytes", "--model", str(path), "--ranks", "2", *ratios]) == 0
+        head, _, *lines = capsys.readouterr().out.splitlines()
+        found[len(ratios)] = int(lines[2].split()[2].replace(",", ""))
+    assert head.endswith("ratio 0.01, head.*=dense, emb*=0.5: bytes a step")
+    assert found[2] - found[0] == pytest.approx(4 * (5000 - 50) - 60, abs=20)
+    assert found[3] - found[2] > 4 * (10_000 - 200)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("head", "--ratios head: write PATTERN=RATIO, as in 'head.*=dense' or '*=0.1'"),
+        ("=0.5", "--ratios =0.5: write PATTERN=RATIO"),
+        ("0=half", "--ratios 0=half: write PATTERN=RATIO"),
+        ("0=2", "ratios['0']=2.0 lies outside (0, 1]"),
+        ("fc=0.5", "ratios: the pattern 'fc' matches none of 161 tensors"),
+    ],
+)
+@pytest.mark.parametrize("command", ["bytes", "plan"])
+def test_rules_that_the_command_refuses(
+    command: str, rule: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--compute", "10ms"] if command == "plan" else []
+    assert cli.main([command, *more, "--ratios", rule]) == 2
+    assert f"horovod-topk {command}: {message}" in capsys.readouterr().out
+
+
+def test_a_plan_says_its_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--compute", "10ms", "--json", "--ratios", "0=dense"]) == 0
+    assert json.loads(capsys.readouterr().out)["ratios"] == {"0": 1.0}
+
+
+def test_a_method_of_bench_has_ratios_too() -> None:
+    (method,) = parse_methods("topk:ratios=head.*=dense emb*=0.5,values=int8")
+    assert method.settings == {"ratios": (("head.*", 1.0), ("emb*", 0.5)), "values": "int8"}
+    with pytest.raises(ValueError, match="write PATTERN=RATIO"):
+        parse_methods("topk:ratios=head")
