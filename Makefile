@@ -26,7 +26,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: help setup demo test check accuracy frontier crashes bench bench-kernels bench-network bench-wire fuzz clean
+.PHONY: help setup demo test check accuracy frontier residuals crashes bench bench-kernels bench-network bench-trouble bench-wire fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -51,6 +51,9 @@ accuracy: setup ## make the published accuracy tables anew (hours)
 frontier: setup ## quality against bytes, for every format and exchange, on simulated ranks (hours)
 	"$(VENV)/bin/python" scripts/frontier.py $(ARGS)
 
+residuals: setup ## norms of residuals beside the bounds of theory, into docs/residuals.md (minutes)
+	"$(VENV)/bin/python" scripts/residuals.py $(ARGS)
+
 crashes: setup ## kill a hundred ranks of elastic jobs, and account for what is lost (a quarter of an hour)
 	"$(VENV)/bin/python" scripts/crashes.py $(ARGS)
 
@@ -62,6 +65,9 @@ bench-kernels: setup ## time selection against r += g and torch.topk; tables and
 
 bench-network: setup ## time a step against bandwidth, beside Horovod and torch DDP (root; half an hour)
 	"$(VENV)/bin/python" scripts/bench_network.py $(ARGS)
+
+bench-trouble: setup ## a slow rank and lost packets, dense beside TopKEF (root; a quarter of an hour)
+	"$(VENV)/bin/python" scripts/bench_trouble.py $(ARGS)
 
 bench-wire: setup ## count the bytes that leave a host's network card, 2 to 8 hosts (root; half an hour)
 	"$(VENV)/bin/python" scripts/bench_wire.py $(ARGS)

@@ -6,6 +6,10 @@ the plan's compute), dense, and ours. All ranks share this machine's cores.
 
     sudo python scripts/plan_grid.py --fit 3:200mbit 6:500mbit --json grid.json
     sudo python scripts/plan_grid.py --guess 2:100mbit --models resnet18 --fit 2:200mbit
+    python scripts/plan_grid.py --again docs/results/plan-cells.json --publish    # measures nothing
+
+Besides errors it counts in how many cells the plan's verdict, compress or not, is the measured one
+(`planning.agreement`); --publish puts that into docs/plan.md.
 
 The authors' bias: they want the plan to be right. Cells and models are given before anything is
 measured, and all of them are reported.
@@ -21,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ from horovod_topk.cost.sending import Sending
 from horovod_topk.cost.step import Training, step
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.ways import Way, compressed, dense
+from planning import agreement
 from planning.rank import WAYS
 from processor import cpu_model
 
@@ -43,6 +48,9 @@ GRID = [f"{hosts}:{rate}" for hosts in (2, 4, 8) for rate in ("100mbit", "300mbi
 FIT = ["3:200mbit", "6:200mbit", "3:600mbit"]
 LIMIT_SECONDS = 1800.0  # a cell
 RANK = launch.ROOT / "scripts" / "planning" / "rank.py"
+PAGE = launch.ROOT / "docs" / "plan.md"
+BEGIN = "<!-- verdicts, by scripts/plan_grid.py --publish -->"
+END = "<!-- end of verdicts -->"
 
 
 @dataclass(frozen=True)
@@ -70,12 +78,12 @@ class Cell:
                 limit_seconds=LIMIT_SECONDS,
             )
             job: dict[str, Any] = json.loads(found.read_text())
-        return {"rate": link.rate, **job}
+        return {"rate": link.rate, "cores": os.cpu_count(), "load": os.getloadavg()[0], **job}
 
 
 def machine_of(jobs: Sequence[dict[str, Any]]) -> Machine:
     """Constants of what was measured on the cells to fit on."""
-    cores = float(os.cpu_count() or 1)
+    cores = float(jobs[0].get("cores") or os.cpu_count() or 1)
     samples = [
         Sample(Sending(**sending), took, max(1.0, job["ranks"] / cores), job["rate"])
         for job in jobs
@@ -102,6 +110,7 @@ def guesses(machine: Machine, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             way = _way(model, exchange, values, nodes)
             planned = step(way, there, training, overlap=True).seconds
             measured = steps[f"{exchange} {values}"]
+            repeats = job.get("repeats", {}).get(model, {}).get(f"{exchange} {values}")
             yield {
                 "hosts": job["ranks"],
                 "rate": job["rate"],
@@ -110,6 +119,7 @@ def guesses(machine: Machine, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "measured": measured,
                 "planned": planned,
                 "error": abs(planned - measured) / measured,
+                **({"repeats": repeats} if repeats else {}),
             }
 
 
@@ -120,8 +130,30 @@ def _way(model: str, exchange: str, values: str, nodes: Any) -> Way:
     return compressed(specs, nodes, exchange, TopKConfig(values=values))
 
 
-def main() -> int:
-    """Measure, guess, compare; the exit status."""
+def publish(rows: Sequence[dict[str, Any]], page: Path = PAGE) -> None:
+    """Put the verdicts into the page, between its marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{agreement.markdown(rows)}\n{END}{after}")
+
+
+def write(path: Path, fitted: list[Any], guessed: list[Any], rows: list[Any]) -> None:
+    """Keep all that was measured, and what it comes to."""
+    found = {
+        "fit": fitted,
+        "guess": guessed,
+        "rows": rows,
+        "verdicts": [
+            {**asdict(each), "agrees": each.agrees, "same_way": each.same_way}
+            for each in agreement.verdicts(rows)
+        ],
+        "summary": agreement.summary(rows),
+    }
+    path.write_text(json.dumps(found, indent=1))
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -130,35 +162,64 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path, help="keep all that was measured")
+    parser.add_argument("--again", type=Path, help="take what --json kept, and measure nothing")
+    parser.add_argument("--publish", action="store_true", help="put the verdicts into docs/plan.md")
     parser.add_argument(
         "--machine", type=Path, help="keep the constants, of ranks with a core each"
     )
     args = parser.parse_args()
     if shared := set(args.fit) & set(args.guess):
         parser.error(f"{', '.join(sorted(shared))}: fitted on and guessed; take other cells")
+    return args
+
+
+def cells(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What was found on those to fit on, and on those to guess.
+
+    Raises:
+        ClusterError: a cell cannot be measured.
+    """
+    if args.again:
+        kept = json.loads(args.again.read_text())
+        return kept["fit"], kept["guess"]
+    fitted = [Cell.of(text).measure([], args.steps) for text in args.fit]
+    return fitted, [Cell.of(text).measure(args.models, args.steps) for text in args.guess]
+
+
+def main() -> int:
+    """Measure, guess, compare; the exit status."""
+    args = parse()
     try:
-        fitted = [Cell.of(text).measure([], args.steps) for text in args.fit]
-        guessed = [Cell.of(text).measure(args.models, args.steps) for text in args.guess]
+        fitted, guessed = cells(args)
     except ClusterError as error:
         print(f"plan-grid: {error}", file=sys.stderr)
         return 1
     machine = machine_of(fitted)
     rows = [row for job in guessed for row in guesses(machine, job)]
     if args.json:
-        args.json.write_text(json.dumps({"fit": fitted, "guess": guessed, "rows": rows}, indent=1))
+        write(args.json, fitted, guessed, rows)
     if args.machine:
         machines.write(replace(machine, cores=None), args.machine)
+    if args.publish:
+        publish(rows)
     print(machine.network)
+    report(rows)
+    return 0
+
+
+def report(rows: Sequence[dict[str, Any]]) -> None:
+    """Print steps, errors and verdicts."""
     for row in rows:
+        spread = agreement.spread(row)
         print(
             f"{row['hosts']} hosts {row['rate'] / 1e6:6.0f} Mbit/s  {row['model']:<10}"
             f"{row['way']:<20}{row['measured']:8.3f} s measured{row['planned']:8.3f} s planned"
-            f"{row['error']:8.0%}"
+            f"{row['error']:8.0%}" + ("" if spread is None else f", repeats within {spread:.0%}")
         )
     errors = sorted(row["error"] for row in rows)
     tenth = errors[min(len(errors) - 1, round(0.9 * (len(errors) - 1)))]
     print(f"median error {statistics.median(errors):.0%}, 90th percentile {tenth:.0%}")
-    return 0
+    print(agreement.markdown(rows))
 
 
 if __name__ == "__main__":

@@ -17,13 +17,16 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from horovod_topk.checkpoint import parts, shard
+from horovod_topk.checkpoint.contents import check_place
+from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core.front import State
-from horovod_topk.core.residual import owner_of
+from horovod_topk.core.residual import COMMITTED, owner_of
 from horovod_topk.errors import CheckpointError, NotAttachedError, StateDictError
 
 log = logging.getLogger("horovod_topk")
@@ -70,13 +73,20 @@ def load(
         folder: as given to `save`.
         state: of an optimizer with the same parameters.
         name: as given to `save`.
-        strict: refuse what does not fit. If False, tensors without a fitting residual start at
-            zero, and a log line names them; all do where no shard can be read.
+        strict: refuse what does not fit. If False, only after the first step, nothing is refused
+            and a log line names what was lost: tensors without a fitting residual start at zero,
+            and the others take on theirs. All of this rank's do where its shard is missing,
+            damaged or another one, or holds a NaN; then only the steps that warm-up counts are
+            taken on, from any shard that is whole, so that ranks keep to one ratio.
+
+    What ranks of another run saved at the same step, under the same names and shapes, cannot be
+    told from this one's: no rank knows of the others' residuals.
 
     Raises:
-        CheckpointError: a shard is missing, damaged, another rank's or of another step; nothing has
-            changed.
-        StateDictError: residuals do not fit the optimizer; nothing has changed.
+        CheckpointError: a shard is missing, damaged, another rank's, of another step or another
+            version; nothing has changed.
+        StateDictError: residuals do not fit the optimizer; nothing has changed. In TensorFlow,
+            before the first step, it is the first step that raises it.
     """
     if not state.active:
         log.warning("TopKEF compresses nothing here, and takes on nothing from %s", folder)
@@ -88,13 +98,38 @@ def load(
             cure="Load with strict=False after the first step, or with strict=True before it",
         )
     try:
-        contents = _read(Path(folder), name, state, own, strict=strict)
-        state.load_state_dict(contents if strict else _fitting(contents, own))
+        source, contents = _read(Path(folder), name, state, own, strict=strict)
+        with naming(source):
+            state.load_state_dict(contents if strict else _fitting(contents, own))
     except (CheckpointError, StateDictError) as error:
         if strict:
             raise
-        state.reset()
         log.warning("TopKEF starts with all residuals at zero: %s", error)
+        _start_at_zero(Path(folder), name, state)
+
+
+def _start_at_zero(folder: Path, name: str, state: State) -> None:
+    """Forget all residuals, and count steps as the ranks do whose shards are whole."""
+    state.reset()
+    zeros = state.state_dict()
+    if COMMITTED not in zeros:
+        return
+    for contents in _whole_shards(folder, name, state.framework):
+        state.load_state_dict({**zeros, **parts.committed_in(contents, zeros)})
+        return
+    log.warning("TopKEF: warm-up goes on from %d committed steps", zeros[COMMITTED])
+
+
+def _whole_shards(folder: Path, name: str, framework: str) -> Iterator[dict[str, Any]]:
+    """Those of one step that can be read."""
+    try:
+        saved = _saved_ranks(folder, name)
+        _check_steps([_path(folder, name, each, saved) for each in range(saved)])
+    except CheckpointError:
+        return
+    for each in range(saved):
+        with suppress(CheckpointError):
+            yield _read_shard(_path(folder, name, each, saved), each, saved, framework)
 
 
 def _path(folder: Path, name: str, rank: int, ranks: int) -> Path:
@@ -103,17 +138,19 @@ def _path(folder: Path, name: str, rank: int, ranks: int) -> Path:
 
 def _read(
     folder: Path, name: str, state: State, own: Mapping[str, Any], *, strict: bool
-) -> dict[str, Any]:
-    """This rank's state dict: as it was saved, or its part of what all ranks saved."""
+) -> tuple[Path, dict[str, Any]]:
+    """Where from, and this rank's state dict: as saved, or its part of what all ranks saved."""
     rank, ranks = state.place
     saved = _saved_ranks(folder, name)
     _check_steps([_path(folder, name, each, saved) for each in range(saved)])
     if saved == ranks:
-        contents = _read_shard(_path(folder, name, rank, ranks), rank, ranks, state.framework)
+        path = _path(folder, name, rank, ranks)
+        contents = _read_shard(path, rank, ranks, state.framework)
         if own:
-            parts.check_reduction(contents, state.reduction)
+            with naming(path):
+                parts.check_reduction(contents, state.reduction)
         if not own or owner_of(contents.get("owned")) == owner_of(own.get("owned")):
-            return contents
+            return path, contents
     if not own:
         raise CheckpointError(
             f"{folder} was saved by {saved} ranks, this job has {ranks}, and before its first step "
@@ -121,18 +158,18 @@ def _read(
             cure=f"Load after the first step, or start {saved} ranks",
         )
     log.warning("TopKEF shares out what %d ranks saved in %s to %d", saved, folder, ranks)
+    paths = [_path(folder, name, each, saved) for each in range(saved)]
     shards = (
-        _read_shard(_path(folder, name, each, saved), each, saved, state.framework)
-        for each in range(saved)
+        (path, _read_shard(path, each, saved, state.framework)) for each, path in enumerate(paths)
     )
     job = parts.Job(ranks, state.reduction, state.tensors, strict)
-    return parts.share_out(shards, saved, own, job, state.framework)
+    return folder, parts.share_out(shards, saved, own, job, state.framework)
 
 
 def _check_steps(paths: Sequence[Path]) -> None:
     """Refuse shards that were not saved together; others refuse one that cannot be read."""
     steps = {path.name: shard.peek(path).get("steps") for path in paths}
-    known = {each for each in steps.values() if each is not None}
+    known = {each for each in steps.values() if type(each) is int}
     if len(known) > 1:
         raise CheckpointError(
             f"{paths[0].parent} has shards of different steps: {steps}",
@@ -143,8 +180,7 @@ def _check_steps(paths: Sequence[Path]) -> None:
 def _saved_ranks(folder: Path, name: str) -> int:
     """How many ranks saved."""
     pattern = re.compile(rf"{re.escape(name)}-\d{{5}}-of-(\d{{5}})\.safetensors")
-    files = folder.iterdir() if folder.is_dir() else ()
-    counts = {int(match[1]) for file in files if (match := pattern.fullmatch(file.name))}
+    counts = {int(match[1]) for file in _files(folder) if (match := pattern.fullmatch(file))}
     if len(counts) == 1:
         return counts.pop()
     found = f"shards of jobs with {sorted(counts)} ranks" if counts else "no shard"
@@ -152,6 +188,16 @@ def _saved_ranks(folder: Path, name: str) -> int:
         f"{folder} has {found} by the name {name!r}",
         cure="Give each checkpoint a folder of its own, and the one that checkpoint.save wrote to",
     )
+
+
+def _files(folder: Path) -> list[str]:
+    try:
+        return [file.name for file in folder.iterdir()]
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read, and no shard by any name in it: {error.strerror}",
+            cure="Give the folder that checkpoint.save wrote to, where all ranks can read it",
+        ) from error
 
 
 def _read_shard(path: Path, rank: int, ranks: int, framework: str) -> dict[str, Any]:
@@ -163,6 +209,7 @@ def _read_shard(path: Path, rank: int, ranks: int, framework: str) -> dict[str, 
             cure="Save on every rank, and load from a folder that holds the shards of all ranks",
         ) from error
     contents = shard.parse(data, framework, str(path))
+    check_place(contents, str(path))
     if (contents["rank"], contents["ranks"]) != (rank, ranks):
         raise CheckpointError(
             f"{path} was saved by rank {contents['rank']} of {contents['ranks']}",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from horovod_topk.checkpoint.shard import BESIDES
+from horovod_topk.checkpoint.contents import BESIDES
+from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core import reshard
 from horovod_topk.core.residual import COMMITTED
 from horovod_topk.errors import CheckpointError, StateDictError
@@ -29,12 +32,12 @@ class Job:
 
 
 def share_out(
-    shards: Iterable[StateDict], saved: int, own: StateDict, job: Job, framework: str
+    shards: Iterable[tuple[Path, StateDict]], saved: int, own: StateDict, job: Job, framework: str
 ) -> dict[str, Any]:
     """This rank's state dict.
 
     Args:
-        shards: what each rank of the other job saved; one at a time is held.
+        shards: each rank's file of the other job, and what it holds; one at a time is held.
         saved: how many they are.
         own: this rank's state dict as it is.
         job: whose ranks share what was saved.
@@ -42,18 +45,21 @@ def share_out(
 
     Raises:
         CheckpointError: the other job's gradients were reduced otherwise.
-        StateDictError: it had other tensors.
+        StateDictError: it had other tensors, or one that is not finite.
     """
     ops, wrap, unwrap = _arrays(framework)
     committed: dict[str, Any] = {}  # the same in all shards
 
     def read() -> Iterator[StateDict]:
-        for shard in shards:
-            check_reduction(shard, job.reduction)
+        for path, shard in shards:
+            with naming(path):
+                check_reduction(shard, job.reduction)
+                if job.strict:
+                    _check_tensors(shard, job)
+                fitting = _each(_without(shard, _differing(shard, job)), wrap)
+                _check_finite(fitting, ops)
             committed.update(committed_in(shard, own))
-            if job.strict:
-                _check_tensors(shard, job)
-            yield _each(_without(shard, _differing(shard, job)), wrap)
+            yield fitting
 
     total = reshard.pending(read(), saved, job.reduction, ops)
     if "velocity" in own:
@@ -96,6 +102,17 @@ def _check_tensors(shard: StateDict, job: Job) -> None:
             tensor=name,
             cure="Load the checkpoint into the model it was saved from, or pass strict=False",
         )
+
+
+def _check_finite(state: StateDict, ops: Any) -> None:
+    for part in (state, state.get("owned", {"residuals": {}})):
+        for name, e in part["residuals"].items():
+            if not math.isfinite(ops.norm(e)):
+                raise StateDictError(
+                    "the checkpoint's residual has a NaN or an infinity",
+                    tensor=name,
+                    cure="Load an older checkpoint, or pass strict=False",
+                )
 
 
 def _without(state: StateDict, names: Sequence[str]) -> StateDict:

@@ -5,8 +5,10 @@ Tensors are named `residuals/NAME`, `owned/NAME` for what a rank owns for all ra
 `velocity/NAME` for those of momentum correction. Its metadata has
 
     format   "horovod_topk"
-    sha256   of the whole file, with 64 zeros in its own place
+    sha256   of the whole file, with 64 zeros in its own place: any bit that changes is noticed
     state    the state dict without its arrays, as JSON
+
+What a digest cannot tell is checked in `contents`.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from horovod_topk.checkpoint import contents
+from horovod_topk.checkpoint.contents import BESIDES, RESIDUALS
 from horovod_topk.errors import CheckpointError
 
 FORMAT = "horovod_topk"
-RESIDUALS = "residuals"
-BESIDES = ("owned", "velocity")  # state dicts within the state dict
 _LONGEST_HEADER = 100_000_000  # bytes; as safetensors has it
 _UNKNOWN = "0" * 64
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)  # a header's
 _DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
@@ -90,7 +93,15 @@ def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
             "that it names",
             cure="Copy it again from where it was saved, or load an older checkpoint",
         )
-    return _assemble(_facts(data), _safetensors(framework).load(data))
+    try:
+        facts, tensors = _facts(data), _tensors(data)
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"{where} is no shard of a horovod_topk checkpoint, whatever signed it",
+            cure="Give the folder that checkpoint.save wrote to",
+        ) from error
+    contents.check(facts, tensors, where)
+    return _assemble(facts, _safetensors(framework).load(data))
 
 
 def peek(path: Path) -> dict[str, Any]:
@@ -98,9 +109,10 @@ def peek(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            return _facts(size.to_bytes(8, "little") + file.read(min(size, _LONGEST_HEADER)))
-    except (OSError, ValueError, KeyError, TypeError):
+            facts = _facts(size.to_bytes(8, "little") + file.read(min(size, _LONGEST_HEADER)))
+    except _UNREADABLE:
         return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _find_digest(data: bytes) -> re.Match[bytes] | None:
@@ -108,10 +120,23 @@ def _find_digest(data: bytes) -> re.Match[bytes] | None:
     return _DIGEST.search(data, 8, min(8 + int.from_bytes(data[:8], "little"), len(data)))
 
 
-def _facts(data: bytes) -> dict[str, Any]:
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    facts: dict[str, Any] = json.loads(header["__metadata__"]["state"])
-    return facts
+def _header(data: bytes) -> Any:
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def _facts(data: bytes) -> Any:
+    """The state dict without its arrays, if it is one."""
+    return json.loads(_header(data)["__metadata__"]["state"])
+
+
+def _tensors(data: bytes) -> dict[str, Any]:
+    """Dtype and shape of each array."""
+    header = _header(data)
+    return {
+        name: {"dtype": each["dtype"], "shape": each["shape"]}
+        for name, each in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _assemble(facts: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,8 +69,8 @@ def training(hvd: Any, model: Shapes, exchange: str, values: str) -> Callable[[]
     return step
 
 
-def seconds(hvd: Any, step: Callable[[], None], steps: int) -> float:
-    """The median, of the slowest rank's."""
+def seconds(hvd: Any, step: Callable[[], None], steps: int) -> list[float]:
+    """Of each step, the slowest rank's."""
     mine = []
     for turn in range(WARM_UP + steps):
         hvd.barrier()
@@ -79,7 +79,7 @@ def seconds(hvd: Any, step: Callable[[], None], steps: int) -> float:
         if turn >= WARM_UP:
             mine.append(time.perf_counter() - began)
     everyone = hvd.allgather_object(mine, name="planning.seconds")
-    return statistics.median(map(max, zip(*everyone, strict=True)))
+    return list(map(max, zip(*everyone, strict=True)))
 
 
 def main() -> None:
@@ -96,17 +96,21 @@ def main() -> None:
     hvd.init()
     nodes = nodes_of(hvd.size(), hvd.local_size())
     samples = [(asdict(sending), took) for sending, took in timed(framework, nodes)]
-    steps: dict[str, dict[str, float]] = {}
+    repeats: dict[str, dict[str, list[float]]] = {}
     for name in args.models:
-        steps[name] = {}
+        repeats[name] = {}
         for exchange, values in WAYS:
             step = training(hvd, Shapes(name), exchange, values)
-            steps[name][f"{exchange} {values}".strip()] = seconds(hvd, step, args.steps)
+            repeats[name][f"{exchange} {values}".strip()] = seconds(hvd, step, args.steps)
             del step
             gc.collect()
     if hvd.rank() == 0:
+        steps = {
+            name: {way: statistics.median(each) for way, each in ways.items()}
+            for name, ways in repeats.items()
+        }
         found = {"ranks": hvd.size(), "kernels": computed, "samples": samples, "steps": steps}
-        args.json.write_text(json.dumps(found))
+        args.json.write_text(json.dumps({**found, "repeats": repeats}))
     hvd.shutdown()
 
 

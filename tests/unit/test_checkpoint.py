@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle.backends import TENSORFLOW, TORCH, Backend
+from oracle.checkpoints import ranks, resigned, save
 from oracle.world import World
 
 from horovod_topk import checkpoint
-from horovod_topk.checkpoint import shard
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.reshard import pending
@@ -23,38 +23,6 @@ from horovod_topk.errors import CheckpointError, StateDictError, TopKError
 
 SPECS = [TensorSpec("w", (37, 30), "float32"), TensorSpec("läyer/b", (3,), "float32")]
 RANKS = 3
-
-
-class Rank:
-    """A compressor of a simulated rank as `checkpoint` sees it."""
-
-    def __init__(self, world: World, rank: int, framework: str) -> None:
-        self._compressor = world.ranks[rank]
-        self._backend = world.backend
-        self.framework, self.place = framework, (rank, world.size)
-        self.reduction, self.steps, self.active = world.plan.reduction, self._compressor.steps, True
-        self.tensors = {t.spec.name: list(t.spec.shape) for t in world.plan.tensors()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return _each(self._compressor.state_dict(), lambda array: getattr(array, "value", array))
-
-    def reset(self) -> None:
-        self._compressor.reset()
-
-    def load_state_dict(self, state: Any) -> None:
-        as_array = self._backend.array
-        self._compressor.load_state_dict(_each(state, lambda a: as_array(_numpy(a), "float32")))
-
-
-def _numpy(array: Any) -> Any:
-    return array.numpy() if hasattr(array, "numpy") else array
-
-
-def _each(state: Any, change: Any) -> dict[str, Any]:
-    changed = {**state, "residuals": {n: change(a) for n, a in state["residuals"].items()}}
-    if "owned" in state:
-        changed["owned"] = _each(state["owned"], change)
-    return changed
 
 
 def trained(
@@ -68,14 +36,6 @@ def trained(
             [{s.name: noise.normal(size=s.shape).astype("f4") for s in specs} for _ in range(size)]
         )
     return world
-
-
-def ranks(world: World, framework: str = "torch") -> list[Rank]:
-    return [Rank(world, rank, framework) for rank in range(world.size)]
-
-
-def save(world: World, folder: Path, framework: str = "torch") -> list[Path]:
-    return [checkpoint.save(folder, rank) for rank in ranks(world, framework)]
 
 
 def kept(world: World) -> list[bytes]:
@@ -203,8 +163,7 @@ def without_shapes(folder: Path) -> None:
 
 def rewrite(folder: Path, **facts: Any) -> None:
     file = folder / "topkef-00001-of-00003.safetensors"
-    state = shard.parse(file.read_bytes(), "torch", "")
-    file.write_bytes(shard.dump({**state, **facts}, "torch"))
+    file.write_bytes(resigned(file.read_bytes(), **facts))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +175,7 @@ def rewrite(folder: Path, **facts: Any) -> None:
         (of_another_job, "saved by rank 0 of 3"),
         (emptied, "no shard"),
         (of_a_later_version, "version 2"),
-        (without_shapes, "no residual for it"),
+        (without_shapes, "lack a shape"),
     ],
 )
 def test_another_shard_is_refused(tmp_path: Path, change: Any, problem: str) -> None:

@@ -62,11 +62,11 @@ class Compressed:
         ops, wire, plan = TorchOps(), Loopback(ranks), plan_of(model, config)
         ways = [make_exchange(config.exchange, Collective(wire, rank)) for rank in range(ranks)]
         self._plan = plan
-        self._compressors = [Compressor(plan, ops, TopK(ops), way, "simulated") for way in ways]
+        self.compressors = [Compressor(plan, ops, TopK(ops), way, "simulated") for way in ways]
 
     def mean(self, gradients: list[Gradients]) -> Gradients:
         """`Exchange.mean`: as Horovod's optimizer with TopKEF exchanges and commits."""
-        pairs = list(zip(self._compressors, map(self._in_buckets, gradients), strict=True))
+        pairs = list(zip(self.compressors, map(self._in_buckets, gradients), strict=True))
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
                 compressor.launch(ordinal, bucket)
@@ -81,7 +81,7 @@ class Compressed:
 
     def traffic(self) -> Traffic:
         """`Exchange.traffic`."""
-        return self._compressors[0].traffic()
+        return self.compressors[0].traffic()
 
     def _in_buckets(self, gradients: Gradients) -> dict[int, list[Tensor]]:
         return {

@@ -1,0 +1,140 @@
+"""What a shard has to hold before anything of it is believed, whoever signed it.
+
+A digest says that a file is as it was written, and not that this version of the package wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from horovod_topk.core.residual import COMMITTED, STATE_VERSION
+from horovod_topk.errors import CheckpointError
+
+RESIDUALS = "residuals"
+BESIDES = ("owned", "velocity")  # state dicts within the state dict
+_DTYPES = ("F32", "F64")  # of residuals, as safetensors calls them
+
+
+def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
+    """Refuse a file whose state dict is not one of this version.
+
+    Args:
+        facts: the state dict without its arrays.
+        tensors: dtype and shape of each array, by its name in the file.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointError: another version, or a field or tensor missing, unknown or of another kind.
+    """
+    if not isinstance(facts, dict):
+        raise _foreign(where, f"its state is a {type(facts).__name__}")
+    for state in _states(facts).values():
+        _check_version(state, where)
+    if not _is_count(facts.get(COMMITTED, 0)):
+        raise _foreign(where, f"its {COMMITTED} is {facts[COMMITTED]!r}")
+    _check_owner(facts.get("owned"), where)
+    for part, state in _states(facts).items():
+        _check_arrays(part, state, tensors, where)
+    _check_known(tensors, _states(facts), where)
+
+
+def check_place(facts: Mapping[str, Any], where: str) -> None:
+    """Refuse a shard that does not say what `checkpoint.save` says of each: whose it is, and when.
+
+    Raises:
+        CheckpointError: a field is missing or of another kind.
+    """
+    for name, is_valid in _FIELDS.items():
+        if not is_valid(facts.get(name)):
+            raise _foreign(where, f"its {name} is {facts.get(name)!r}")
+    if not facts["rank"] < facts["ranks"]:
+        raise _foreign(where, f"its rank is {facts['rank']} of {facts['ranks']}")
+
+
+def _states(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {RESIDUALS: facts, **{part: facts[part] for part in BESIDES if part in facts}}
+
+
+def _check_version(state: Any, where: str) -> None:
+    version = state.get("version") if isinstance(state, dict) else None
+    if version != STATE_VERSION:
+        raise CheckpointError(
+            f"{where} has version {version!r}, this package reads version {STATE_VERSION}",
+            cure="Load it with the version of horovod_topk that wrote it",
+        )
+
+
+def _check_owner(owned: Any, where: str) -> None:
+    if owned is None:
+        return
+    nodes, rank = owned.get("nodes"), owned.get("rank")
+    if not (_is_count(rank) and _is_count(owned.get("ranks")) and rank < owned["ranks"]):
+        raise _foreign(where, f"its shards are of rank {rank!r} of {owned.get('ranks')!r}")
+    if nodes is not None and not (_is_nodes(nodes) and any(rank in node for node in nodes)):
+        raise _foreign(where, f"its shards are of rank {rank} on nodes {nodes!r}")
+
+
+def _check_arrays(part: str, state: Any, tensors: Mapping[str, Any], where: str) -> None:
+    """Each tensor that has a shape has an array of as many elements, and no other has one."""
+    if not _is_shapes(state.get("shapes")):
+        raise _foreign(where, f"the shapes of its {part} are {state.get('shapes')!r}")
+    saved = dict(_within(part, tensors))
+    for name in sorted({*saved, *state["shapes"]}):
+        if name not in saved or name not in state["shapes"]:
+            lacks = "a shape" if name in saved else "an array"
+            raise _foreign(where, f"its {part} lack {lacks} of this tensor", tensor=name)
+        expected, found = [math.prod(state["shapes"][name])], saved[name]
+        if found["shape"] != expected or found["dtype"] not in _DTYPES:
+            raise _foreign(
+                where,
+                f"its {part} have {found['dtype']} of shape {found['shape']} for this tensor, "
+                f"{' or '.join(_DTYPES)} of {expected} were expected",
+                tensor=name,
+            )
+
+
+def _within(part: str, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, tensor in tensors.items():
+        if name.startswith(f"{part}/"):
+            yield name.removeprefix(f"{part}/"), tensor
+
+
+def _check_known(tensors: Mapping[str, Any], states: Mapping[str, Any], where: str) -> None:
+    for name in tensors:
+        if name.split("/", 1)[0] not in states:
+            raise _foreign(where, "it is of no part that this version knows", tensor=name)
+
+
+def _foreign(where: str, problem: str, tensor: str | None = None) -> CheckpointError:
+    return CheckpointError(
+        f"{where} is no shard as this version writes them: {problem}",
+        cure="Give the folder that checkpoint.save wrote to, or an older checkpoint",
+        tensor=tensor,
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_shapes(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(shape, list) and all(map(_is_count, shape)) for shape in value.values()
+    )
+
+
+def _is_nodes(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(node, list) and node and all(map(_is_count, node)) for node in value
+    )
+
+
+_FIELDS = {
+    "rank": _is_count,
+    "ranks": _is_count,
+    "steps": _is_count,
+    "reduction": lambda value: value in ("average", "sum"),
+    "tensors": _is_shapes,
+}

@@ -1,0 +1,125 @@
+"""`make bench-trouble`: a slow rank, and links that lose packets, dense Horovod beside TopKEF.
+
+Hosts are namespaces of this machine (`scripts/cluster`), one rank each; on them the digits are
+trained in every way, in turns within one job for each trouble (`trouble.runs`). Writes
+docs/results/trouble.json and from it docs/trouble.md.
+
+    sudo make bench-trouble                           # all of it: a quarter of an hour
+    sudo make bench-trouble ARGS="loss-1"             # these; others' results stay
+    make bench-trouble ARGS="--page"                  # the page alone
+
+The authors' bias: they want TopKEF to win.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import horovod
+import torch
+from tqdm import tqdm
+
+import launch
+from cluster import Cluster, ClusterError, Link
+from cluster.host import CARD, NETWORK
+from processor import cpu_model
+from trouble import report
+from trouble.runs import HOSTS, RATE, RUNS, STEPS, Run
+
+RANK = launch.ROOT / "scripts" / "trouble" / "rank.py"
+RESULTS = launch.ROOT / "docs" / "results" / "trouble.json"
+PAGE = launch.ROOT / "docs" / "trouble.md"
+GRACE_SECONDS = 240.0  # of a job, beside its training
+
+Results = dict[str, dict[str, Any]]
+
+
+def measure(run: Run, steps: int) -> dict[str, Any]:
+    """What a job found.
+
+    Raises:
+        ClusterError: it failed.
+    """
+    link, load = Link.of(RATE, run.loss), os.getloadavg()
+    with tempfile.TemporaryDirectory() as folder, Cluster(HOSTS, link) as cluster:
+        found = Path(folder) / "found.json"
+        if run.rto_min:
+            send_again_sooner(cluster, run.rto_min)
+        arguments = ["--steps", str(steps), "--slow", str(run.slow), "--json", str(found)]
+        cluster.run(
+            [
+                *("horovodrun", "--gloo", sys.executable, str(RANK), *arguments),
+                *("--limit-seconds", str(run.limit_seconds)),
+            ],
+            {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
+            limit_seconds=run.limit_seconds + GRACE_SECONDS,
+        )
+        job: dict[str, Any] = json.loads(found.read_text())
+    loads = {"before": round(load[0], 1), "after": round(os.getloadavg()[0], 1)}
+    return {**job, "planned_steps": steps, "load": loads, "machine": machine()}
+
+
+def send_again_sooner(cluster: Cluster, rto_min: str) -> None:
+    """Have TCP wait no longer than this before it sends what was lost again, between hosts.
+
+    Raises:
+        ClusterError: the kernel does not take it.
+    """
+    for host in cluster.hosts:
+        route = [NETWORK.format(number="0/24"), "dev", CARD, "src", host.address]
+        host.check(["ip", "route", "change", *route, "rto_min", rto_min])
+
+
+def python_path() -> str:
+    """What a rank imports: this package, these scripts, and the examples' models and data."""
+    return os.pathsep.join(str(launch.ROOT / each) for each in ("", "scripts", "examples"))
+
+
+def machine() -> dict[str, Any]:
+    """What a reader of the figures needs to know of it."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release().split("-")[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "horovod": horovod.__version__,
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+
+
+def main() -> int:
+    """Measure and write; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="*", help=f"of {', '.join(RUNS)} (default: all)")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--page", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    if unknown := set(args.runs) - set(RUNS):
+        parser.error(f"no such run: {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
+    results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    try:
+        for key in (bar := tqdm([] if args.page else args.runs or list(RUNS), unit="run")):
+            bar.set_postfix_str(key)
+            results |= {key: measure(RUNS[key], args.steps)}
+            RESULTS.write_text(json.dumps(results) + "\n")
+    except ClusterError as error:
+        print(f"bench-trouble: {error}", file=sys.stderr)
+        return 1
+    PAGE.write_text(report.page({key: results[key] for key in RUNS if key in results}))
+    print(f"written: {PAGE.relative_to(launch.ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

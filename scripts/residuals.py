@@ -1,0 +1,42 @@
+"""`make residuals`: norms of residuals over a training run, beside the bounds of theory (minutes).
+
+Four ranks in this one process train the digits with shards that are alike, that differ, and with a
+rank that has no data now and then; writes docs/results/residuals.json, docs/residuals.md and its
+picture.
+
+    python scripts/residuals.py [--only report]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+import launch
+from study import lock
+from study.residuals import page, records
+
+
+def main() -> int:
+    """Trains, then writes the page; the exit status is 0 or 1."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=("report",), help="a part of it")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # sums keep their order from run to run
+    try:
+        if args.only != "report":
+            with lock.alone("residuals"):
+                records.write()
+    except BlockingIOError:
+        print("another run is under way in this checkout: wait or end it", file=sys.stderr)
+        return 1
+    print(f"written: {page.write().relative_to(launch.ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

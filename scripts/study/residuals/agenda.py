@@ -1,0 +1,42 @@
+"""What is trained: the digits on four ranks, with gradients that differ more and more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from study.frontier.cells import Cell
+
+STEPS, LR, RATIO, SEED = 1000, 0.1, 0.01, 0  # the rate is the one of docs/frontier.md
+IDLE_EVERY = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """A cell of the study of docs/frontier.md, watched."""
+
+    name: str
+    title: str
+    shards: str = "equal"  # or skewed
+    exchange: str = "allgather"
+    values: str = "float32"
+    idle_every: int = 0  # the last rank has no data in every so many-th step; 0: always some
+
+    def cell(self, steps: int = STEPS) -> Cell:
+        """What to train."""
+        common = (self.exchange, self.values, RATIO, LR, steps, SEED)
+        return Cell("digits", "sgd", self.shards, *common)
+
+
+RUNS = (
+    Run("equal", "equal shards"),
+    Run("skewed", "two or three digits a rank", shards="skewed"),
+    Run("idle", f"rank 3 without data in every {IDLE_EVERY}th step", idle_every=IDLE_EVERY),
+    Run("int4-sharded", "equal shards, int4, sharded", exchange="sharded", values="int4"),
+    Run(
+        "skewed-int4-sharded",
+        "two or three digits a rank, int4, sharded",
+        shards="skewed",
+        exchange="sharded",
+        values="int4",
+    ),
+)

@@ -1,0 +1,81 @@
+"""An exchange that notes the norms of every rank's gradients and residuals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange import Traffic
+from study.frontier.exchanges import Compressed, Gradients
+from study.residuals import bounds
+
+
+@dataclass
+class Norms:
+    """Of one rank, one a step."""
+
+    gradient: list[float] = field(default_factory=list)
+    residual: list[float] = field(default_factory=list)  # after the step, of its own gradients
+    owned: list[float] = field(default_factory=list)  # of the shards it owns; 0 where it owns none
+    contraction: list[float] = field(default_factory=list)  # measured delta
+
+
+class Watched:
+    """`study.frontier.exchanges.Exchange`.
+
+    Args:
+        inner: what exchanges.
+        names: of the gradients, in their order.
+        idle_every: the last rank's gradient is zero in every so many-th step; 0: never.
+    """
+
+    def __init__(self, inner: Compressed, names: Iterable[str], idle_every: int = 0) -> None:
+        self._inner, self._names, self._idle_every = inner, list(names), idle_every
+        self._steps = 0
+        self.norms = [Norms() for _ in inner.compressors]
+
+    def mean(self, gradients: list[Gradients]) -> Gradients:
+        """`Exchange.mean`."""
+        self._steps += 1
+        if self._idle_every and self._steps % self._idle_every == 0:
+            torch._foreach_zero_(gradients[-1])
+        before = [self._note(rank, each) for rank, each in enumerate(gradients)]
+        exchanged = self._inner.mean(gradients)
+        for norms, compressor, compensated in zip(
+            self.norms, self._inner.compressors, before, strict=True
+        ):
+            residual = norm_of(_residuals(compressor, self._names))
+            norms.residual.append(residual)
+            norms.owned.append(_owned(compressor))
+            norms.contraction.append(bounds.contraction(compensated, residual))
+        return exchanged
+
+    def traffic(self) -> Traffic:
+        """`Exchange.traffic`."""
+        return self._inner.traffic()
+
+    def _note(self, rank: int, gradients: Gradients) -> float:
+        """The norm of e + g."""
+        self.norms[rank].gradient.append(norm_of(gradients))
+        residuals = _residuals(self._inner.compressors[rank], self._names)
+        return norm_of(e + g.reshape(-1) for e, g in zip(residuals, gradients, strict=True))
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Euclidean, of all together."""
+    return math.hypot(*(float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in tensors))
+
+
+def _residuals(compressor: Compressor[Tensor], names: Iterable[str]) -> list[Tensor]:
+    return [compressor.registry.residual(name) for name in names]
+
+
+def _owned(compressor: Compressor[Tensor]) -> float:
+    if compressor.owned is None:
+        return 0.0
+    return norm_of(arenas.residual for arenas in compressor.owned.all_arenas())
