@@ -137,7 +137,9 @@ def in_tensorflow(ratio: float) -> Callable[[], None]:
         return Buffer(tf.concat([payload.value, payload.value], 0))
 
     settings = Settings("average", None, Alone(twice))
-    state = OptimizerState(TopKConfig(ratio=ratio), variables, settings, Residuals(), Residuals())
+    state = OptimizerState(
+        TopKConfig(ratio=ratio), variables, settings, *(Residuals() for _ in range(3))
+    )
     collective = Collective(twice)
     state._collective = collective  # type: ignore[assignment]
     gradients = [tf.random.normal(v.shape, seed=i) for i, v in enumerate(variables)]

@@ -15,7 +15,7 @@ from horovod_topk.core.front import Front
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.elastic import Keeper
-from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.errors import ConfigError, NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.collective import HorovodTalk
 from horovod_topk.tensorflow.memory import Memory
@@ -222,6 +222,13 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         for state, residuals in zip(states, saved, strict=False):
             state.load_state_dict(residuals)
         self._waiting = list(saved[len(states) :])
+
+    def _check_take_over(self) -> None:
+        if self.takes_over:
+            raise ConfigError(
+                "momentum='optimizer' is for PyTorch alone",
+                cure="Pass momentum=0.9 here, and momentum=0.0 to SGD",
+            )
 
     @staticmethod
     def _check_scaler(scaler: object) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from torch.optim import Adam, AdamW
+from torch.optim import SGD, Adam, AdamW
 
 from horovod_topk.errors import ConfigError
 
@@ -48,6 +48,53 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
             )
 
 
+def own_momentum(optimizer: Any) -> dict[str, Any]:
+    """The settings that stand for the optimizer's momentum.
+
+    Raises:
+        ConfigError: it has none that could be corrected, or not the same in all parameter groups.
+    """
+    is_adam = isinstance(optimizer, (Adam, AdamW))
+    found = [_own(group) for group in optimizer.param_groups]
+    if None in found or (not is_adam and not isinstance(optimizer, SGD)):
+        raise ConfigError(
+            f"momentum='optimizer' was given, and {type(optimizer).__name__} has no momentum that "
+            "is known to be one that can be corrected",
+            cure="Use it with torch.optim.SGD, Adam or AdamW, or leave momentum= out",
+        )
+    if len(set(found)) > 1:
+        raise ConfigError(
+            f"momentum='optimizer' was given, and parameter groups have {found}",
+            cure="Give all parameter groups the same momentum, without dampening",
+        )
+    momentum, nesterov = found[0] or (0.0, False)
+    return {"momentum": momentum, "nesterov": nesterov}
+
+
+def take_over(optimizer: Any, momentum: float) -> None:
+    """Take it off the optimizer: at first, and where it has loaded what it was without us."""
+    for group in optimizer.param_groups:
+        own = _own(group)
+        if own is not None and own[0] == momentum:
+            _set(group, 0.0, nesterov=False)
+
+
+def _own(group: Any) -> tuple[float, bool] | None:
+    """A parameter group's momentum, and whether it is Nesterov's; None if it is another kind."""
+    if "betas" in group:
+        return float(group["betas"][0]), False
+    if "momentum" not in group or group.get("dampening"):
+        return None
+    return float(group["momentum"]), bool(group["nesterov"])
+
+
+def _set(group: Any, momentum: float, *, nesterov: bool) -> None:
+    if "betas" in group:
+        group["betas"] = (momentum, group["betas"][1])
+    else:
+        group["momentum"], group["nesterov"] = momentum, nesterov
+
+
 def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
     """Let the optimizer apply it where nothing is compressed.
 
@@ -61,10 +108,7 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
     if not momentum:
         return
     for group in optimizer.param_groups:
-        if "betas" in group:
-            group["betas"] = (momentum, group["betas"][1])
-        else:
-            group["momentum"], group["nesterov"] = momentum, nesterov
+        _set(group, momentum, nesterov=nesterov)
     name = type(optimizer).__name__
     log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
 
@@ -76,10 +120,9 @@ def advise(optimizer: Any, momentum: float) -> None:
     if any(group["betas"][0] for group in optimizer.param_groups):
         log.warning(
             "TopKEF: %s divides by the mean square of what arrives late and all at once, and "
-            "trains language models much worse than without compression; with betas=(0, %s) and "
-            "TopKEF(momentum=0.9) it hardly does",
+            "trains language models much worse than without compression; with "
+            "TopKEF(momentum='optimizer') it hardly does",
             type(optimizer).__name__,
-            optimizer.param_groups[0]["betas"][1],
         )
 
 

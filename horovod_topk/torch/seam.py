@@ -55,7 +55,12 @@ def _wrap_init(original: Method) -> Method:
             _refuse_adasum()
         original(self, *args, **kwargs)
         if compressor is not None:
-            self._topkef = OptimizerState(self, compressor.config, compressor.grad_scaler)
+            self._topkef = OptimizerState(
+                self,
+                compressor.config,
+                compressor.grad_scaler,
+                takes_over=compressor.takes_over,
+            )
             self._compression = self._topkef
             compressor.attached(self._topkef)
 

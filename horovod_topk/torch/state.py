@@ -32,7 +32,13 @@ from horovod_topk.errors import ShapeChangedError, StepBeforeSynchronizeError
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.arrival import Arrival, Slot, check_unchanged
 from horovod_topk.torch.collective import HorovodCollective
-from horovod_topk.torch.momentum import advise, check_not_twice, hand_over
+from horovod_topk.torch.momentum import (
+    advise,
+    check_not_twice,
+    hand_over,
+    own_momentum,
+    take_over,
+)
 from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preparation import Preparation
 from horovod_topk.torch.scaling import Scaler
@@ -53,7 +59,12 @@ class OptimizerState:
     framework = "torch"
 
     def __init__(
-        self, optimizer: Any, config: TopKConfig, grad_scaler: Scaler | None = None
+        self,
+        optimizer: Any,
+        config: TopKConfig,
+        grad_scaler: Scaler | None = None,
+        *,
+        takes_over: bool = False,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._names: dict[Tensor, str] = optimizer._parameter_names
@@ -74,6 +85,10 @@ class OptimizerState:
             hand_over(optimizer, config.momentum, nesterov=config.nesterov)
             return
         check_elastic(config)
+        self._takes_over = takes_over
+        if takes_over:
+            config = replace(config, **own_momentum(optimizer))
+            take_over(optimizer, config.momentum)
         check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
         advise(optimizer, config.momentum)
         plan = plan_of(optimizer, config)
@@ -279,7 +294,10 @@ class OptimizerState:
                 "exchanged",
                 cure="Call optimizer.synchronize() after backward() and before this step",
             )
-        check_not_twice(optimizer, self._compressor.plan.config.momentum)
+        momentum = self._compressor.plan.config.momentum
+        if self._takes_over:
+            take_over(optimizer, momentum)
+        check_not_twice(optimizer, momentum)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -102,7 +102,7 @@ def test_adamw_normalises_the_velocity_at_ratio_one() -> None:
 def test_adam_as_it_is_draws_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "horovod_topk"):
         Setup(optimizer=training.adamw).distributed(Setup().task(), TopKEF())
-    assert "with betas=(0, 0.999) and TopKEF(momentum=0.9)" in caplog.text
+    assert "with TopKEF(momentum='optimizer') it hardly does" in caplog.text
 
 
 def test_a_momentum_that_comes_later_is_refused() -> None:
@@ -116,3 +116,45 @@ def test_a_momentum_that_comes_later_is_refused() -> None:
         optimizer.step()
     assert_same(training.snapshot(task), before)
     TopKEF.of(optimizer).reset()
+
+
+@pytest.mark.parametrize("optimizer", [heavy_ball, training.adamw])
+def test_the_optimizers_momentum_is_taken_over(optimizer: Any) -> None:
+    """The same as naming it twice; also once it has loaded what it was before."""
+    own = {"momentum": 0.0} if optimizer is heavy_ball else {"betas": (0.0, 0.999)}
+
+    def without(parameters: Any) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = optimizer(parameters)
+        made.param_groups[0].update(own)
+        return made
+
+    named, taken = Setup(optimizer=without).task(), Setup(optimizer=optimizer).task()
+    before = Setup(optimizer=optimizer).distributed(taken, hvd.Compression.none).state_dict()
+    by_name = Setup(optimizer=without).distributed(named, corrected())
+    by_itself = Setup(optimizer=optimizer).distributed(taken, corrected(momentum="optimizer"))
+    for step in range(4):
+        if step == 2:
+            groups = by_itself.state_dict()["param_groups"], before["param_groups"]
+            assert groups[0] != groups[1]
+            by_itself.param_groups[0].update({key: groups[1][0][key] for key in own})
+        training.ordinary(named, by_name, step)
+        training.ordinary(taken, by_itself, step)
+    assert_same(training.snapshot(named), training.snapshot(taken))
+    assert all(by_itself.param_groups[0][key] == value for key, value in own.items())
+
+
+def test_a_momentum_that_cannot_be_taken_over_is_refused() -> None:
+    def dampened(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1)
+
+    for optimizer in (adagrad, dampened):
+        with pytest.raises(ConfigError, match="momentum='optimizer' was given, and"):
+            Setup(optimizer=optimizer).distributed(Setup().task(), TopKEF.compact())
+
+
+def test_compact_is_int4_with_momentum_correction() -> None:
+    compression = TopKEF.compact(min_numel=0)
+    optimizer = Setup(optimizer=heavy_ball).distributed(Setup().task(), compression)
+    config = TopKEF.of(optimizer)._compressor.plan.config
+    assert (config.values, config.ratio, config.momentum) == ("int4", 0.024, 0.9)
+    assert optimizer.param_groups[0]["momentum"] == 0.0
