@@ -44,7 +44,7 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
             been committed; None: off.
         momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
             the optimizer's own: "optimizer" takes over that of `torch.optim.SGD`, `Adam` or
-            `AdamW`, whose `momentum` or `betas[0]` is 0 then; or pass a number, and 0 there. 0: off.
+            `AdamW`, whose `momentum` or `betas[0]` is 0 then; or pass a number. 0: off.
         nesterov: whether that is Nesterov's.
         ratios: ratios of some tensors, instead of `ratio` and `gather_ratio`: a mapping, or pairs,
             of a pattern of names as in `fnmatch` ("head.*"), or a function of a tensor's name and

@@ -8,7 +8,7 @@
     state = TorchState(model=model, optimizer=optimizer, compression=topk, epoch=0)
 
 Give it the instance, not the class. Horovod's own `hvd.elastic.TorchState` takes it too; this one
-in its place also saves what a rank owes that leaves after a warning, when its host is taken out.
+also saves what a rank owes whose host is taken out after a warning, and commits when ranks meet.
 What is kept, and what is not, says `horovod_topk.elastic`.
 """
 
@@ -61,7 +61,7 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
 
 
 class TorchState(hvd_elastic.TorchState):  # type: ignore[misc]
-    """Horovod's, whose ranks share out what they owe before some of them leave.
+    """Horovod's, whose ranks share out what they owe before some leave, and commit when they meet.
 
     Args: see `hvd.elastic.TorchState`.
 
@@ -77,6 +77,15 @@ class TorchState(hvd_elastic.TorchState):  # type: ignore[misc]
                     cure="Make one, topk = TopKEF(), and give it to optimizer and state",
                 )
         super().__init__(*args, **kwargs)
+
+    def sync(self) -> None:
+        """Meet the other ranks, and commit: who has just joined has nothing else to go back to.
+
+        Without that, Horovod would go on with a joiner's untrained model if all others were lost
+        before its first commit.
+        """
+        super().sync()
+        self.save()
 
     def check_host_updates(self) -> None:
         """As Horovod's; on its interrupt, which all ranks get at once, residuals are handed over.
