@@ -174,6 +174,17 @@ def test_who_leaves_hands_over(reduction: str, joining: int, kept: bool, tmp_pat
 
 
 @reductions
+def test_eight_to_four_to_six(reduction: str) -> None:
+    job = Job(8, reduction)
+    for gone, joining in (([1, 3, 4, 7], 0), ([], 2)):
+        job.step()
+        before = job.mass()
+        job.leave(gone, joining)
+        np.testing.assert_allclose(job.mass(), before, rtol=1e-6, atol=1e-6 * abs(before).max())
+    assert len(job.ranks) == 6
+
+
+@reductions
 def test_a_failure_after_handing_over_does_not_undo_it(reduction: str) -> None:
     job = Job(4, reduction)
     job.step()
