@@ -5,7 +5,7 @@
 
 For each seed the digits are trained twice for as many steps: undisturbed by two ranks, and by up
 to three ranks of which one at a time is killed and started again by Horovod, all through the run.
-Hosts are names on this machine (`elastic_hosts`). Writes docs/results/crashes.json, docs/crashes.md.
+Hosts are names on this machine (`elastic_hosts`). Writes docs/crashes.md and its results.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ def train() -> None:
         lr = agenda.sweep(series)
         name = f"{series.workload} {series.optimizer} {stage.shards}"
         records.finish(stage.cells(lr), name)
+    for stage, series in agenda.recipe_stages():
+        records.finish(stage.cells(agenda.sweep(series)), f"recipe {stage.series.steps} steps")
 
 
 def main() -> int:

@@ -114,7 +114,11 @@ def stages() -> Iterator[Stage]:
     yield Stage(DIGITS, "equal", digits, DIGITS_SEEDS)
     yield Stage(BYTELM, "equal", equal_bytes("bytelm", (50.0,)), (0,))
     yield Stage(BYTELM, "equal", corrected(equal_bytes("bytelm", (50.0,))), (0,))
-    yield Stage(DIGITS, "equal", corrected(digits), (0,))
+    yield Stage(DIGITS, "equal", (RECIPE, PLAIN), DIGITS_SEEDS)
+    yield Stage(DIGITS, "skewed", (RECIPE, PLAIN), DIGITS_SEEDS)
+    yield Stage(BYTELM, "skewed", (RECIPE, PLAIN), BYTELM_SEEDS)
+    yield Stage(BYTELM_ADAMW, "skewed", (RECIPE, PLAIN), BYTELM_SEEDS)
+    yield Stage(DIGITS, "equal", corrected(digits), DIGITS_SEEDS)
     yield Stage(BYTELM, "equal", corrected(bytelm), BYTELM_SEEDS)
     yield Stage(DIGITS, "skewed", digits, (0,))
     yield Stage(BYTELM, "equal", bytelm, (0,))
@@ -136,12 +140,14 @@ def stages() -> Iterator[Stage]:
     yield Stage(BYTELM_ADAMW, "skewed", bytelm, BYTELM_SEEDS)
 
 
-def recipe_stages() -> Iterator[Stage]:
-    """The recipe, and what it is without momentum correction, in shorter and longer runs."""
+def recipe_stages() -> Iterator[tuple[Stage, Series]]:
+    """The recipe, and what it is without momentum correction, in shorter and longer runs.
+
+    Beside each the series whose sweep finds the learning rate.
+    """
     for seeds in ((0,), BYTELM_SEEDS):
-        for steps in RECIPE_STEPS:
-            for series in (BYTELM, BYTELM_ADAMW):
-                yield Stage(replace(series, steps=steps), "equal", (RECIPE, PLAIN), seeds)
+        for steps, series in product(RECIPE_STEPS, (BYTELM, BYTELM_ADAMW)):
+            yield Stage(replace(series, steps=steps), "equal", (RECIPE, PLAIN), seeds), series
 
 
 def way(point: Point) -> str:

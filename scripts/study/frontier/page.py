@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import launch
-from study.frontier import agenda, measured, pictures, records
+from study.frontier import agenda, measured, pictures, recipe, records
 from study.frontier.agenda import Point, Series
 from study.frontier.cells import RANKS
 from study.frontier.measured import Group, Measured
@@ -42,9 +42,10 @@ Every run is compared with a dense one of the same seed: same initial weights, s
 same order, as many steps. The learning rate is the one that suits *dense* best, by a sweep on
 validation data with other seeds ([below](#denses-learning-rates)); nothing is tuned for TopKEF. It
 rises over the first 5% of the steps and falls to zero as a cosine. SGD has momentum 0.9, AdamW
-PyTorch's defaults. "Corrected" is momentum correction, `TopKEF(momentum=0.9)` with an SGD that has
-none of its own; dense keeps SGD's. Means come with their standard errors. `make frontier` makes it
-all again; a run with a line in `docs/results/frontier-*.jsonl` is not repeated.
+PyTorch's defaults. "Corrected" is momentum correction: `TopKEF(momentum="optimizer")`, which takes
+SGD's momentum or AdamW's first one over; dense keeps them. Means come with their standard errors.
+`make frontier` makes it all again; a run with a line in `docs/results/frontier-*.jsonl` is not
+repeated.
 
 - Digits: `examples/pytorch_digits.py`, {digits_steps:,} steps, {digits_batch} examples a rank and
   step. Skewed shards are the rows sorted by label and cut into {ranks}: each rank has two or three
@@ -80,6 +81,7 @@ def write() -> Path:
     found = [group for group in groups if group.points]
     parts = [_introduction(), _machine(), _goals(found), EQUAL_BYTES]
     parts += [_equal_bytes(found, goal) for goal in sorted(agenda.GOALS, reverse=True)]
+    parts.append(recipe.section())
     parts += [WITHIN.format(**measured.TOLERANCE), _within(found)]
     parts += [*map(_section, found), SWEEPS, *map(_sweep, agenda.SERIES), _missing(groups)]
     PAGE.write_text("\n\n".join(filter(None, parts)) + "\n")
