@@ -37,6 +37,7 @@ def train() -> None:
         records.finish(stage.cells(lr), name)
     for stage, series in agenda.recipe_stages():
         records.finish(stage.cells(agenda.sweep(series)), f"recipe {stage.series.steps} steps")
+    records.finish((cell for _, cell in agenda.ablations()), "ablations")
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from horovod_topk.config import TopKConfig
 from horovod_topk.core.choice import make_exchange
 from study import results
 from study.frontier import records
+from study.frontier.ablated import FEEDBACK, MASKING, OWNERS
 from study.frontier.cells import RANKS, Cell, dense
 from study.frontier.exchanges import plan_of
 from study.frontier.loopback import Collective, Loopback
@@ -148,6 +149,24 @@ def recipe_stages() -> Iterator[tuple[Stage, Series]]:
     for seeds in ((0,), BYTELM_SEEDS):
         for steps, series in product(RECIPE_STEPS, (BYTELM, BYTELM_ADAMW)):
             yield Stage(replace(series, steps=steps), "equal", (RECIPE, PLAIN), seeds), series
+
+
+def ablations() -> Iterator[tuple[str, Cell]]:
+    """The recipe with a part less or more, and what to call that; seed 0, equal shards."""
+    for series in (BYTELM, BYTELM_ADAMW):
+        lr = chosen(series)
+        if lr is None:
+            continue
+        recipe = series.at(RECIPE, "equal", lr, 0)
+        dealt = series.at(replace(RECIPE, exchange="sharded", ratio=0.01), "equal", lr, 0)
+        early = series.steps // 5
+        yield "`TopKEF.compact()`", recipe
+        yield "without momentum correction", replace(recipe, momentum=0.0)
+        yield "without masking", replace(recipe, without=MASKING)
+        yield "without error feedback", replace(recipe, without=FEEDBACK)
+        yield f"with warm-up over {early:,} steps", replace(recipe, warmup=early)
+        yield "sharded, ratio 0.01", dealt
+        yield "the same without the owners' residual", replace(dealt, without=OWNERS)
 
 
 def way(point: Point) -> str:

@@ -25,19 +25,27 @@ class Cell:
     seed: int
     evaluate_on: str = "held-out"
     ranks: int = RANKS
-    momentum: float = 0.0  # of momentum correction, instead of SGD's
+    momentum: float = 0.0  # of momentum correction, instead of the optimizer's
+    warmup: int = 0  # steps of larger ratios
+    without: str = ""  # a part that is left out; see `study.frontier.ablated`
 
     @property
     def config(self) -> TopKConfig:
         """The settings of TopKEF."""
         return TopKConfig(
-            ratio=self.ratio, values=self.values, exchange=self.exchange, momentum=self.momentum
+            ratio=self.ratio,
+            values=self.values,
+            exchange=self.exchange,
+            momentum=self.momentum,
+            warmup=self.warmup or None,
         )
 
     @property
     def name(self) -> str:
         """For progress bars."""
         how = f"{self.exchange} {self.values} {self.ratio:g}" + " corrected" * (self.momentum > 0)
+        how += f" warm-up {self.warmup}" * (self.warmup > 0)
+        how += f" less {self.without}" * bool(self.without)
         return f"{self.workload} {self.optimizer} {self.shards} {how} seed {self.seed}"
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from study.frontier import agenda, records
 from study.frontier.agenda import PLAIN, RECIPE, Point, Series
+from study.frontier.cells import dense
 from study.markdown import OPTIMIZERS, table
 
 TEXT = """\
@@ -22,6 +23,14 @@ at most half of what it costs without, and under 1.5% at 8,000 steps.
 {table}"""
 
 
+ABLATIONS = """\
+### What each part is good for
+
+{steps:,} steps, seed 0: how many more bits a byte than dense.
+
+{table}"""
+
+
 def section() -> str:
     """Markdown; empty before there is a run."""
     rows = [row for series in (agenda.BYTELM, agenda.BYTELM_ADAMW) for row in _rows(series)]
@@ -29,7 +38,26 @@ def section() -> str:
         return ""
     header = ["optimizer", "steps", "dense", "without", "compact()", "share left", "seeds"]
     made = table(header, rows)
-    return TEXT.format(ratio=RECIPE.ratio, swept=agenda.BYTELM.steps, table=made)
+    text = TEXT.format(ratio=RECIPE.ratio, swept=agenda.BYTELM.steps, table=made)
+    return f"{text}\n\n{_ablations()}"
+
+
+def _ablations() -> str:
+    """A row a variant, a column an optimizer."""
+    known, rows = records.finished(), dict[str, list[str]]()
+    for name, cell in agenda.ablations():
+        common = (cell.workload, cell.optimizer, cell.shards, cell.lr, cell.steps, cell.seed)
+        runs = [known.get(each) for each in (cell, dense(*common))]
+        rows.setdefault(name, [name]).append(_difference(*runs))
+    header = ["", *(OPTIMIZERS[each.optimizer] for each in (agenda.BYTELM, agenda.BYTELM_ADAMW))]
+    return ABLATIONS.format(steps=agenda.BYTELM.steps, table=table(header, rows.values()))
+
+
+def _difference(run: records.Record | None, beside: records.Record | None) -> str:
+    if run is None or beside is None:
+        return "not run"
+    score, others = records.score(run), records.score(beside)
+    return "diverged" if not score or not others else f"{100 * (score / others - 1):+.2f}%"
 
 
 def _rows(series: Series) -> list[list[str]]:
@@ -49,10 +77,12 @@ def _row(series: Series, lr: float) -> list[str]:
         return math.inf if found is None else found
 
     def cost(point: Point, seed: int) -> float:
-        return 100 * (score(series.at(point, "equal", lr, seed)) / dense[seed] - 1)
+        return 100 * (score(series.at(point, "equal", lr, seed)) / plainly[seed] - 1)
 
-    dense = {seed: score(series.dense("equal", lr, seed)) for seed in series.seeds}
-    seeds = [s for s in dense if not math.isnan(cost(PLAIN, s)) and not math.isnan(cost(RECIPE, s))]
+    plainly = {seed: score(series.dense("equal", lr, seed)) for seed in series.seeds}
+    seeds = [
+        s for s in plainly if not math.isnan(cost(PLAIN, s)) and not math.isnan(cost(RECIPE, s))
+    ]
     if not seeds:
         return []
     plain, recipe = ([cost(point, seed) for seed in seeds] for point in (PLAIN, RECIPE))
@@ -60,7 +90,7 @@ def _row(series: Series, lr: float) -> list[str]:
     return [
         OPTIMIZERS[series.optimizer],
         f"{series.steps:,}",
-        f"{statistics.mean(dense[seed] for seed in seeds):.4f}",
+        f"{statistics.mean(plainly[seed] for seed in seeds):.4f}",
         _percent(plain),
         _percent(recipe),
         f"{share:.2f}" if share > 0 else "none",

@@ -14,6 +14,7 @@ import torch_harness
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from study.frontier.ablated import Ablated
 from study.frontier.cells import DENSE, Cell
 from study.frontier.exchanges import Compressed, Dense, Exchange
 from study.frontier.workloads import WORKLOADS, Workload, batches
@@ -56,6 +57,8 @@ def exchange(model: nn.Module, cell: Cell) -> Exchange:
     """The one a cell names."""
     if cell.exchange == DENSE:
         return Dense(model, cell.ranks)
+    if cell.without:
+        return Ablated(model, cell.ranks, cell.config, cell.without)
     return Compressed(model, cell.ranks, cell.config)
 
 
