@@ -108,6 +108,7 @@ class Keeper:
         if saved is None:
             state.reset()
             self.units, self._pooled, self._absorbed = 0, False, ()
+            state.resume(self.clock, 0)
             return
         state.load_state_dict(saved.state)
         self.units, self._pooled, self._absorbed = saved.units, saved.pooled, saved.absorbed

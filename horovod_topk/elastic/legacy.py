@@ -16,8 +16,11 @@ import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from horovod_topk.checkpoint import shard
+
+SUFFIX = ".safetensors"
 
 log = logging.getLogger("horovod_topk")
 
@@ -26,7 +29,7 @@ class Legacy:
     """The files of one job in a folder that all ranks can read."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+        self._folder, self._name = folder, quote(name, safe="")
 
     def write(self, job: bytes, member: bytes, contents: Mapping[str, Any], framework: str) -> None:
         """Replace a member's file, and remove those that are absorbed in it."""
@@ -39,8 +42,9 @@ class Legacy:
     def of_lost(self, job: bytes, living: Iterable[bytes], committed: int) -> list[str]:
         """Files of members that are no more, of that commit, and in nobody else's file yet."""
         prefix = f"{self._name}-{job.hex()}-"
-        files = sorted(self._folder.glob(f"{prefix}*.safetensors"))
-        facts = {file.name: shard.peek(file) for file in files}
+        files = sorted(self._folder.iterdir()) if self._folder.is_dir() else ()
+        ours = [f for f in files if f.name.startswith(prefix) and f.suffix == SUFFIX]
+        facts = {file.name: shard.peek(file) for file in ours}
         absorbed = {each for fact in facts.values() for each in fact.get("absorbed", ())}
         living_files = {self._file(job, member) for member in living}
         lost = []
@@ -63,4 +67,4 @@ class Legacy:
         return shard.parse(path.read_bytes(), framework, str(path))
 
     def _file(self, job: bytes, member: bytes) -> str:
-        return f"{self._name}-{job.hex()}-{member.hex()}.safetensors"
+        return f"{self._name}-{job.hex()}-{member.hex()}{SUFFIX}"

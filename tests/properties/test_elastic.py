@@ -45,7 +45,7 @@ class Rank:
         self.reduction, self.tensors = reduction, SHAPES
         self.residuals = {n: np.zeros(np.prod(s), "f4") for n, s in SHAPES.items()}
         self.clock: Clock = (0, None)
-        self.keeper = Keeper(lambda: [self], self, "test", commit_dir)
+        self.keeper = Keeper(lambda: [self], self, "te[s]t/1", commit_dir)
         self.keeper.save()
 
     # As a state.
