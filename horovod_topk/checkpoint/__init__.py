@@ -100,7 +100,7 @@ def load(
     try:
         source, contents = _read(Path(folder), name, state, own, strict=strict)
         with naming(source):
-            state.load_state_dict(contents if strict else _fitting(contents, own))
+            state.load_state_dict(contents if strict else parts.fitting(contents, own))
     except (CheckpointError, StateDictError) as error:
         if strict:
             raise
@@ -225,27 +225,3 @@ def _own(state: State) -> Mapping[str, Any]:
     except NotAttachedError:
         return {}
     return own if own.get("residuals") or "owned" in own else {}
-
-
-def _fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's own state dict with the residuals that fit it, and zeros for the others."""
-    fitting = {**own, **parts.committed_in(saved, own), "residuals": _residuals(saved, own)}
-    if "owned" in own:
-        same = owner_of(saved.get("owned")) == owner_of(own["owned"])
-        owned = _residuals(saved["owned"] if same else {}, own["owned"])
-        fitting["owned"] = {**own["owned"], "residuals": owned}
-    if "velocity" in own:
-        velocity = _residuals(saved.get("velocity", {}), own["velocity"])
-        fitting["velocity"] = {**own["velocity"], "residuals": velocity}
-    return fitting
-
-
-def _residuals(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    fitting = {}
-    for name, mine in own["residuals"].items():
-        same = saved.get("shapes", {}).get(name) == own["shapes"][name]
-        fits = same and name in saved["residuals"]
-        fitting[name] = saved["residuals"][name] if fits else mine - mine
-        if not fits:
-            log.warning("TopKEF: the checkpoint has nothing for %s, which starts at zero", name)
-    return fitting

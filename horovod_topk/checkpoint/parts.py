@@ -13,7 +13,7 @@ from typing import Any
 from horovod_topk.checkpoint.contents import BESIDES
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core import reshard
-from horovod_topk.core.residual import COMMITTED
+from horovod_topk.core.residual import COMMITTED, owner_of
 from horovod_topk.errors import CheckpointError, StateDictError
 
 log = logging.getLogger("horovod_topk")
@@ -140,3 +140,27 @@ def _each(state: StateDict, change: Callable[[Any], Any]) -> dict[str, Any]:
         if part in state:
             changed[part] = _each(state[part], change)
     return changed
+
+
+def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's own state dict with the residuals that fit it, and zeros for the others."""
+    fitting = {**own, **committed_in(saved, own), "residuals": _residuals(saved, own)}
+    if "owned" in own:
+        same = owner_of(saved.get("owned")) == owner_of(own["owned"])
+        owned = _residuals(saved["owned"] if same else {}, own["owned"])
+        fitting["owned"] = {**own["owned"], "residuals": owned}
+    if "velocity" in own:
+        velocity = _residuals(saved.get("velocity", {}), own["velocity"])
+        fitting["velocity"] = {**own["velocity"], "residuals": velocity}
+    return fitting
+
+
+def _residuals(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    fitting = {}
+    for name, mine in own["residuals"].items():
+        same = saved.get("shapes", {}).get(name) == own["shapes"][name]
+        fits = same and name in saved["residuals"]
+        fitting[name] = saved["residuals"][name] if fits else mine - mine
+        if not fits:
+            log.warning("TopKEF: the checkpoint has nothing for %s, which starts at zero", name)
+    return fitting

@@ -250,6 +250,20 @@ def check_kept(keeper: object | None, what: str) -> None:
         )
 
 
+def check_all_exchange(process_set: Any) -> None:
+    """Refuse an optimizer of some of the ranks, where all of them come and go together.
+
+    Raises:
+        ConfigError: it has a process set of its own.
+    """
+    if process_set.process_set_id != 0:
+        raise ConfigError(
+            f"the optimizer's gradients are exchanged in process set {process_set.process_set_id}, "
+            "and the ranks of an elastic state are all",
+            cure="Leave process_set= out, or the TopKEF out of the elastic state",
+        )
+
+
 def why_inactive(process_set: ProcessSet) -> str | None:
     """Why nothing will be compressed, if so."""
     if not process_set.included():

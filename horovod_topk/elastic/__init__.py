@@ -15,6 +15,6 @@ they meet once (`keeper.Keeper.settle`) and keep the pending mass of `horovod_to
 Source: the mean's mass as in Karimireddy et al. 2019, whose sum over ranks is what a step applies.
 """
 
-from horovod_topk.elastic.keeper import Keeper, Talk
+from horovod_topk.elastic.keeper import Keeper, Talk, free_name
 
-__all__ = ["Keeper", "Talk"]
+__all__ = ["Keeper", "Talk", "free_name"]

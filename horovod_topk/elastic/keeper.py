@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import json
 import logging
 import math
 import os
 import struct
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from horovod_topk.checkpoint import parts
 from horovod_topk.core import front
 from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.stats import Stats
@@ -22,7 +26,15 @@ from horovod_topk.errors import CheckpointError, ConfigError, StateDictError
 
 log = logging.getLogger("horovod_topk")
 
+_LIVE: weakref.WeakSet[Keeper] = weakref.WeakSet()
+
 _COUNT = struct.Struct("<I")
+
+
+def free_name(name: str | None) -> str:
+    """What to call the next keeper's collectives, given its optimizer's name if it has one."""
+    gc.collect()  # dead ones on this rank may be none on others
+    return f"topkef.elastic.{name or len(_LIVE)}"
 
 
 class Talk(Protocol):
@@ -34,6 +46,10 @@ class Talk(Protocol):
 
     def average(self, array: Any, name: str) -> Any:
         """Mean over all ranks. A collective."""
+        ...
+
+    def beside(self, array: Any, other: Any) -> Any:
+        """The array, on the device of the other one."""
         ...
 
 
@@ -57,6 +73,8 @@ class _Commit:
     units: int
     pooled: bool
     absorbed: tuple[str, ...]
+    lost: int
+    lost_norm: float
 
 
 class Keeper:
@@ -67,6 +85,7 @@ class Keeper:
         talk: among all ranks.
         name: of its collectives and files, the same on all ranks.
         commit_dir: where commits are kept for other ranks, if they are; all ranks can read it.
+        forget: drops what was loaded before there was a state, on a rank that joins.
     """
 
     def __init__(
@@ -75,8 +94,10 @@ class Keeper:
         talk: Talk,
         name: str,
         commit_dir: str | os.PathLike[str] | None = None,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
         self._states, self._talk, self._name = states, talk, name
+        self._forget = forget
         self._legacy = None if commit_dir is None else Legacy(Path(commit_dir), name)
         self._member, self._job = uuid.uuid4().bytes, bytes(16)
         self.units = 0  # how many ranks the residual is of; 0: nobody knows this one yet
@@ -85,6 +106,7 @@ class Keeper:
         self._absorbed: tuple[str, ...] = ()
         self._saved: _Commit | None = None
         self._lost, self._lost_norm = 0, 0.0
+        _LIVE.add(self)
 
     # What a state of Horovod's elastic jobs does.
 
@@ -95,23 +117,23 @@ class Keeper:
         """
         state = self._state()
         self._saved = None if state is None else self._commit(state)
-        if self._legacy is not None and state is not None and self._saved and self.units:
-            place = {"units": self.units, "clock": self._saved.clock}
-            contents = {**self._saved.state, **place, "absorbed": self._absorbed}
-            self._legacy.write(self._job, self._member, contents, state.framework)
+        if state is not None and self._saved is not None:
+            self._write(self._saved, state.framework)
 
     def restore(self) -> None:
         """Go back to the last commit. Local. What was taken on since will be again."""
         state, saved = self._state(), self._saved
         if state is None:
             return
-        if saved is None:
+        if saved is None:  # of the time before the first step: nothing was owed
             state.reset()
-            self.units, self._pooled, self._absorbed = 0, False, ()
-            state.resume(self.clock, 0)
+            state.resume(self.clock, self.units)
             return
-        state.load_state_dict(saved.state)
+        own = state.state_dict()
+        fits = own["shapes"] == saved.state["shapes"]
+        state.load_state_dict(saved.state if fits else parts.fitting(saved.state, own))
         self.units, self._pooled, self._absorbed = saved.units, saved.pooled, saved.absorbed
+        self._lost, self._lost_norm = saved.lost, saved.lost_norm
         state.resume(saved.clock, self.units)
 
     def settle(self) -> None:
@@ -122,6 +144,8 @@ class Keeper:
         if eldest.units:
             self._job = eldest.job
             self._take_on(roll)
+            if not self.units:
+                self._owe_nothing()
         else:
             self._job = eldest.member
         self.units, self._pooled, self.clock = roll.ranks, False, eldest.clock
@@ -136,8 +160,10 @@ class Keeper:
         """
         state = self._state()
         if self._legacy is not None:
-            self.save()
-        elif state is not None and self.units:
+            if state is not None:
+                self._write(current := self._commit(state), state.framework)
+                self._replace(current)
+        elif self._all_owe_alike(state) and state is not None:
             kept = state.state_dict()
             kept["residuals"] = {
                 name: self._talk.average(kept["residuals"][name], f"{self._name}.pool.{name}")
@@ -145,14 +171,41 @@ class Keeper:
             }
             state.load_state_dict(kept)
             self._pooled = True
-            if self._saved is not None and self._saved.clock == state.clock:
-                self._saved = self._commit(state)
+            self._replace(self._commit(state))
 
     def counted(self, stats: Stats) -> Stats:
         """With what was lost."""
         return replace(stats, lost_ranks=self._lost, lost_norm=self._lost_norm)
 
+    def _owe_nothing(self) -> None:
+        """What a rank that joins has loaded is the others' already."""
+        self._forget()
+        if (state := self._state()) is not None:
+            state.reset()
+
+    def _all_owe_alike(self, state: State | None) -> bool:
+        """Whether all ranks owe something for the same tensors, and can share it out."""
+        shapes = state.state_dict()["shapes"] if state is not None and self.units else {}
+        mine = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).digest()
+        alike = len(set(self._talk.gather(mine, f"{self._name}.pool"))) == 1
+        if not alike:
+            log.warning("TopKEF: ranks owe for other tensors, and do not share out what they owe")
+        return alike and bool(shapes)
+
+    def _write(self, commit: _Commit, framework: str) -> None:
+        """To `commit_dir`, if there is one, and once it is known of how many ranks it is."""
+        if self._legacy is not None and self.units:
+            place = {"units": self.units, "clock": commit.clock, "absorbed": self._absorbed}
+            self._legacy.write(self._job, self._member, {**commit.state, **place}, framework)
+
+    def _replace(self, commit: _Commit) -> None:
+        """The last commit, if it is of the same step, and so of the model's."""
+        if self._saved is not None and self._saved.clock == commit.clock:
+            self._saved = commit
+
     def _state(self) -> State | None:
+        if len(self._states()) > 1:
+            gc.collect()  # optimizers are reference cycles: a dead one may linger
         states = self._states()
         if len(states) > 1:
             raise ConfigError(
@@ -162,7 +215,8 @@ class Keeper:
         return states[0] if states and states[0].active else None
 
     def _commit(self, state: State) -> _Commit:
-        return _Commit(state.state_dict(), state.clock, self.units, self._pooled, self._absorbed)
+        place = self.units, self._pooled, self._absorbed
+        return _Commit(state.state_dict(), state.clock, *place, self._lost, self._lost_norm)
 
     def _standing(self) -> Standing:
         state = self._state()
@@ -178,7 +232,7 @@ class Keeper:
         if files:
             counts = self._talk.gather(_COUNT.pack(taken), f"{self._name}.taken")
             taken = sum(_COUNT.unpack(each)[0] for each in counts)
-        lost, eldest = max(0, roll.missing - taken), roll.eldest
+        lost, eldest = max(0, roll.missing - taken) + len(roll.astray), roll.eldest
         self._lost = eldest.lost + lost
         self._lost_norm = math.hypot(eldest.lost_norm, math.sqrt(lost) * roll.typical_norm)
         if lost:
@@ -202,13 +256,16 @@ class Keeper:
         if self._pooled:  # what some took with them, the others owe too
             factor *= self.units / len(roll.old)
         place = [roll.standings[rank].member for rank in roll.old].index(self._member)
+        if roll.old[place] in roll.astray:  # it went back to another step than the model
+            factor = 0.0
         inherited = self._read(files[place :: len(roll.old)], state)
         kept = state.state_dict()
         residuals = {name: e * factor for name, e in kept["residuals"].items()}
         for contents in inherited.values():
             share = rescaling(state.reduction, contents["units"], roll.ranks)
             for name, e in contents["residuals"].items():
-                residuals[name] = residuals[name] + share * e
+                mine = residuals[name]
+                residuals[name] = mine + share * self._talk.beside(e, mine)
         if inherited or factor != 1.0:
             state.load_state_dict({**kept, "residuals": residuals})
         self._absorbed = (*self._absorbed, *inherited)
@@ -236,7 +293,7 @@ class Keeper:
             return []
         text = b""
         if self._member == roll.eldest.member:
-            committed = self._saved.clock[0] if self._saved is not None else -1
+            committed = roll.eldest.clock[0]
             text = json.dumps(self._legacy.of_lost(self._job, roll.members, committed)).encode()
         sizes = self._talk.gather(_COUNT.pack(len(text)), f"{self._name}.size")
         longest = max(_COUNT.unpack(each)[0] for each in sizes)

@@ -68,6 +68,12 @@ class Roll:
         return 0 if eldest.pooled else max(0, eldest.units - len(self.old))
 
     @property
+    def astray(self) -> list[int]:
+        """Who was there before, and went back to another step than the eldest, and so the model."""
+        step = self.eldest.clock[0]
+        return [rank for rank in self.old if self.standings[rank].clock[0] != step]
+
+    @property
     def typical_norm(self) -> float:
         """Root mean square of the residuals' norms of those who were there before."""
         squares = [self.standings[rank].norm ** 2 for rank in self.old]

@@ -127,3 +127,8 @@ class HorovodTalk:
     def average(self, array: Any, name: str) -> Any:
         """Mean over all ranks."""
         return hvd.allreduce(array, op=hvd.Average, name=name)
+
+    def beside(self, array: Any, other: Any) -> Any:
+        """The array, on the device of the other one."""
+        with tf.device(other.device):
+            return tf.identity(array)

@@ -201,7 +201,13 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         Args:
             name: of the keeper's collectives, the same on all ranks.
         """
-        self._keeper = Keeper(self._living_states, HorovodTalk(), name, self.commit_dir)
+        self._keeper = Keeper(
+            self._living_states,
+            HorovodTalk(),
+            name,
+            commit_dir=self.commit_dir,
+            forget=lambda: self._waiting.clear(),
+        )
         for state in self._living_states():
             state.keep_with(self._keeper)
         return self._keeper

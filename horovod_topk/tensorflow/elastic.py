@@ -18,7 +18,7 @@ this one stands in its place. What is kept, and what is not, says `horovod_topk.
 from __future__ import annotations
 
 import functools
-import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -29,13 +29,14 @@ from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.tensorflow.functions import broadcast_object, broadcast_variables
 
+from horovod_topk.elastic import free_name
 from horovod_topk.errors import ConfigError
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.planning import unwrap
 
-Result = TypeVar("Result")
+log = logging.getLogger("horovod_topk")
 
-_COUNT = itertools.count()  # of compressors in elastic states, which every rank makes in one order
+Result = TypeVar("Result")
 
 
 class TensorFlowState(ObjectState):  # type: ignore[misc]  # Horovod has no annotations
@@ -57,8 +58,7 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]  # Horovod has no anno
                 cure="Make one, topk = TopKEF(), and give it to the optimizer or tape and here",
             )
         self.variables = [unwrap(variable) for variable in variables]
-        name = f"topkef.elastic.{compression.config.name or next(_COUNT)}"
-        self._keeper = compression.keep(name)
+        self._keeper = compression.keep(free_name(compression.config.name))
         self._save_variables()
         self._keeper.save()
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
@@ -111,6 +111,9 @@ def run(train: Callable[..., Result]) -> Callable[..., Result]:
         try:
             return train(state, *args, **kwargs)
         except tf.errors.UnknownError as error:
+            if "PyFunc" in error.message:  # a script's own, or a payload that is none
+                raise
+            log.warning("TopKEF takes this for a lost rank: %s", error.message)
             raise HorovodInternalError(error) from error
 
     wrapped: Callable[..., Result] = hvd_elastic.run(guarded)

@@ -16,7 +16,13 @@ from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import TopK
-from horovod_topk.core.front import check_elastic, check_kept, elastic, why_inactive
+from horovod_topk.core.front import (
+    check_all_exchange,
+    check_elastic,
+    check_kept,
+    elastic,
+    why_inactive,
+)
 from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan, TensorSpec
 from horovod_topk.core.residual import (
@@ -118,7 +124,8 @@ class OptimizerState:
     @property
     def clock(self) -> Clock:
         """Steps that were committed; in an elastic job nobody asks for a ratio."""
-        return self._before + self._steps, None
+        committed = self._rungs.committed
+        return self._before + self._steps if committed is None else committed, None
 
     def resume(self, clock: Clock, ranks: int) -> None:
         """Go on where an elastic job is; called by its keeper."""
@@ -127,9 +134,15 @@ class OptimizerState:
             self._rungs.go_on_from(clock[0])
 
     def keep_with(self, keeper: Keeper) -> None:
-        """Take part in an elastic job; called by `TopKEF`."""
+        """Take part in an elastic job; called by `TopKEF`.
+
+        Raises:
+            ConfigError: not all ranks exchange these gradients.
+        """
+        check_all_exchange(self._settings.process_set)
         self.keeper = keeper
-        self.resume(keeper.clock, keeper.units)
+        if keeper.units:
+            self.resume(keeper.clock, keeper.units)
 
     @property
     def reduction(self) -> str:

@@ -128,3 +128,7 @@ class HorovodTalk:
         """Mean over all ranks."""
         mean: Tensor = _result_of(hvd.allreduce_async(array, name=name, op=hvd.Average))
         return mean
+
+    def beside(self, array: Tensor, other: Tensor) -> Tensor:
+        """The array, on the device of the other one."""
+        return array.to(other.device)

@@ -14,17 +14,15 @@ What is kept, and what is not, says `horovod_topk.elastic`.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import horovod.torch.elastic as hvd_elastic
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
+from horovod_topk.elastic import free_name
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch.compressor import TopKEF
-
-_COUNT = itertools.count()  # of compressors in elastic states, which every rank makes in one order
 
 
 class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no annotations
@@ -32,7 +30,7 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
 
     def __init__(self, value: TopKEF) -> None:
         super().__init__(value)
-        self.keeper = value.keep(f"topkef.elastic.{value.config.name or next(_COUNT)}")
+        self.keeper = value.keep(free_name(value.config.name))
         self.save()
 
     def save(self) -> None:

@@ -16,6 +16,8 @@ from horovod_topk.errors import ConfigError
 
 log = logging.getLogger("horovod_topk")
 
+TAKEN = "topkef_momentum"  # in a parameter group, and so in checkpoints: what was taken over
+
 
 def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) -> None:
     """Refuse an optimizer that would apply a momentum of its own to corrected gradients.
@@ -44,7 +46,8 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
             raise ConfigError(
                 f"momentum={momentum} was given, and parameter group {number} of the optimizer has "
                 f"{own}={group[own]}: it would be applied twice",
-                cure=f"Pass {_off(group)} to the optimizer, or momentum=0 to TopKEF",
+                cure=f"Pass {_off(group)} to the optimizer, or momentum=0 to TopKEF; a scheduler "
+                "that sets it needs cycle_momentum=False",
             )
 
 
@@ -68,6 +71,11 @@ def own_momentum(optimizer: Any) -> dict[str, Any]:
             cure="Give all parameter groups the same momentum, without dampening",
         )
     momentum, nesterov = found[0] or (0.0, False)
+    if not momentum:
+        raise ConfigError(
+            f"momentum='optimizer' was given, and {type(optimizer).__name__} has none",
+            cure="Give it one, such as momentum=0.9 or betas=(0.9, 0.999), or leave momentum= out",
+        )
     return {"momentum": momentum, "nesterov": nesterov}
 
 
@@ -76,16 +84,40 @@ def take_over(optimizer: Any, momentum: float) -> None:
     for group in optimizer.param_groups:
         own = _own(group)
         if own is not None and own[0] == momentum:
+            group[TAKEN] = (momentum, float(own[1]))
             _set(group, 0.0, nesterov=False)
 
 
+def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) -> None:
+    """Let the optimizer have what was taken over, or set off, where nothing is compressed.
+
+    Args:
+        optimizer: maybe with the parameter groups of a checkpoint of a run that was compressed.
+        momentum: of the settings, if it is a number; nesterov: of these.
+    """
+    for group in optimizer.param_groups:
+        taken = (momentum, float(nesterov)) if momentum else group.get(TAKEN)
+        if taken and not _now(group):
+            _set(group, taken[0], nesterov=bool(taken[1]))
+
+
 def _own(group: Any) -> tuple[float, bool] | None:
-    """A parameter group's momentum, and whether it is Nesterov's; None if it is another kind."""
-    if "betas" in group:
-        return float(group["betas"][0]), False
-    if "momentum" not in group or group.get("dampening"):
+    """A parameter group's momentum, or what was taken over; whether it is Nesterov's.
+
+    Returns:
+        None, if it is of another kind.
+    """
+    if "betas" not in group and ("momentum" not in group or group.get("dampening")):
         return None
-    return float(group["momentum"]), bool(group["nesterov"])
+    if not _now(group) and TAKEN in group:
+        momentum, nesterov = group[TAKEN]
+        return float(momentum), bool(nesterov)
+    return _now(group), bool(group.get("nesterov", False))
+
+
+def _now(group: Any) -> float:
+    """What the optimizer itself applies."""
+    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
 
 def _set(group: Any, momentum: float, *, nesterov: bool) -> None:
@@ -107,8 +139,7 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
     check_not_twice(optimizer, momentum, nesterov=nesterov)
     if not momentum:
         return
-    for group in optimizer.param_groups:
-        _set(group, momentum, nesterov=nesterov)
+    give_back(optimizer, momentum, nesterov=nesterov)
     name = type(optimizer).__name__
     log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
 

@@ -23,7 +23,13 @@ from horovod_topk.core.agreement import agree
 from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor, Phase
-from horovod_topk.core.front import check_elastic, check_kept, elastic, why_inactive
+from horovod_topk.core.front import (
+    check_all_exchange,
+    check_elastic,
+    check_kept,
+    elastic,
+    why_inactive,
+)
 from horovod_topk.core.plan import Plan
 from horovod_topk.core.stats import Stats, StepCounters, describe
 from horovod_topk.elastic import Keeper
@@ -35,6 +41,7 @@ from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.momentum import (
     advise,
     check_not_twice,
+    give_back,
     hand_over,
     own_momentum,
     take_over,
@@ -83,6 +90,9 @@ class OptimizerState:
         if reason is not None:
             self._skip("*", reason)
             hand_over(optimizer, config.momentum, nesterov=config.nesterov)
+            give = partial(give_back, momentum=config.momentum, nesterov=config.nesterov)
+            give(optimizer)
+            optimizer.register_step_pre_hook(lambda it, *_: give(it))
             return
         check_elastic(config)
         self._takes_over = takes_over
@@ -193,9 +203,16 @@ class OptimizerState:
             self._compressor.clock, self._compressor.units = clock, ranks or None
 
     def keep_with(self, keeper: Keeper) -> None:
-        """Take part in an elastic job; called by `TopKEF`."""
+        """Take part in an elastic job; called by `TopKEF`.
+
+        Raises:
+            ConfigError: not all ranks exchange these gradients.
+        """
+        optimizer: Any = self._optimizer()
+        check_all_exchange(optimizer.process_set)
         self.keeper = keeper
-        self.resume(keeper.clock, keeper.units)
+        if keeper.units:
+            self.resume(keeper.clock, keeper.units)
 
     @property
     def place(self) -> tuple[int, int]:

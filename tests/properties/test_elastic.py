@@ -81,6 +81,9 @@ class Rank:
         everyone = self.room.exchange(self.rank, array.copy())
         return (np.sum(everyone, axis=0, dtype="f8") / len(everyone)).astype("f4")
 
+    def beside(self, array: Any, other: Any) -> Any:
+        return array
+
     # As a training script.
 
     def step(self, noise: np.random.Generator) -> None:
@@ -310,6 +313,81 @@ def test_going_back_before_the_first_commit_with_others() -> None:
     job.lose([])  # a failure, and nobody is lost
     job.assert_mass(0 * job.mass())
     assert {rank.stats().lost_ranks for rank in job.ranks} == {0}
+
+
+def test_what_a_joiner_has_loaded_is_the_others_already() -> None:
+    job = Job(2, "average")
+    job.step()
+    before = job.mass()
+    late = Rank(None, "average")
+    late.step(job.noise)
+    job.ranks.append(late)
+    job.settle()
+    job.assert_mass(before)
+
+
+def test_a_commit_of_fewer_tensors_is_gone_back_to() -> None:
+    job = Job(2, "average")
+    job.step()
+    job.commit()
+    before = job.ranks[0].residuals["w"].copy()
+    for rank in job.ranks:
+        assert rank.keeper._saved is not None
+        del rank.keeper._saved.state["residuals"]["b"]
+        rank.keeper._saved.state["shapes"] = {"w": SHAPES["w"]}
+    job.step()
+    job.lose([])
+    np.testing.assert_array_equal(job.ranks[0].residuals["w"], before)
+    assert not job.ranks[0].residuals["b"].any()
+
+
+def test_a_rank_that_went_back_to_another_step_is_counted_as_lost() -> None:
+    job = Job(3, "average")
+    job.step()
+    job.commit()
+    job.step()
+    for rank in job.ranks[:2]:
+        rank.keeper.save()
+    job.lose([])
+    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+    assert not job.ranks[2].owed().any()
+
+
+def test_a_loss_is_counted_once() -> None:
+    job = Job(3, "average")
+    job.step()
+    job.commit()
+    job.lose([2])
+    job.lose([])  # before the next commit
+    assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
+
+
+def test_handing_over_between_commits_leaves_the_commit(tmp_path: Path) -> None:
+    job = Job(3, "average", tmp_path)
+    job.step()
+    job.commit()
+    before = job.mass()
+    job.step()
+    job.together(lambda rank: rank.keeper.hand_over())
+    job.lose([])
+    job.assert_mass(before)
+
+
+def test_where_ranks_owe_for_other_tensors_nobody_hands_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Job(3, "average")
+    job.step()
+    before = [rank.owed() for rank in job.ranks]
+    job.ranks[1].state_dict = lambda: {  # type: ignore[method-assign]
+        "version": 1,
+        "ratio": 0.1,
+        "shapes": {},
+        "residuals": {},
+    }
+    job.together(lambda rank: rank.keeper.hand_over())
+    assert "do not share out" in caplog.text
+    np.testing.assert_array_equal(job.ranks[0].owed(), before[0])
 
 
 def test_two_optimizers_behind_one_keeper_are_refused() -> None:

@@ -65,3 +65,18 @@ def test_momentum_is_left_to_the_optimizer(caplog: pytest.LogCaptureFixture) -> 
         ours = training.trajectory(Setup(optimizer=training.plain_sgd), TopKEF(momentum=0.9))
     assert_same_history(ours, dense)
     assert "leaves momentum=0.9 to SGD" in caplog.text
+
+
+def test_a_momentum_that_was_taken_over_is_given_back() -> None:
+    """A checkpoint of a run that was compressed goes on in one process, loaded before or after."""
+    task = training.perceptron()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=task.named_parameters(),
+        compression=TopKEF.compact(),
+    )
+    saved = optimizer.state_dict()
+    saved["param_groups"][0] |= {"momentum": 0.0, "topkef_momentum": (0.8, 0.0)}
+    optimizer.load_state_dict(saved)
+    training.ordinary(task, optimizer, 0)
+    assert optimizer.param_groups[0]["momentum"] == 0.8

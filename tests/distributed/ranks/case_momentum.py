@@ -158,3 +158,22 @@ def test_compact_is_int4_with_momentum_correction() -> None:
     config = TopKEF.of(optimizer)._compressor.plan.config
     assert (config.values, config.ratio, config.momentum) == ("int4", 0.024, 0.9)
     assert optimizer.param_groups[0]["momentum"] == 0.0
+
+
+def test_a_checkpoint_brings_along_what_was_taken_over() -> None:
+    first = Setup(optimizer=heavy_ball).distributed(Setup().task(), TopKEF.compact())
+    saved = first.state_dict()
+
+    def loaded(parameters: Any) -> torch.optim.Optimizer:
+        made = heavy_ball(parameters)
+        made.load_state_dict(saved)
+        assert made.param_groups[0]["momentum"] == 0.0
+        return made
+
+    again = Setup(optimizer=loaded).distributed(Setup().task(), TopKEF.compact())
+    assert TopKEF.of(again)._compressor.plan.config.momentum == 0.9
+
+
+def test_an_optimizer_without_momentum_has_none_to_take_over() -> None:
+    with pytest.raises(ConfigError, match="SGD has none"):
+        PLAIN.distributed(PLAIN.task(), TopKEF.compact())
