@@ -34,7 +34,8 @@ def launch(controller: str, size: int, folder: Path, *names: str) -> Launch:
     "names",
     [
         ("tape", "state", "sharded", "hierarchical", "groups_ratios"),
-        ("keras", "tf_scaling", "tf_warmup", "tf_momentum"),
+        ("keras",),
+        ("tf_scaling", "tf_warmup", "tf_momentum"),
     ],
     ids="+".join,
 )
