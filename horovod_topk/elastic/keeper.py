@@ -11,7 +11,7 @@ import os
 import struct
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,8 +163,9 @@ class Keeper:
             if state is not None:
                 self._write(current := self._commit(state), state.framework)
                 self._replace(current)
-        elif self._all_owe_alike(state) and state is not None:
-            kept = state.state_dict()
+            return
+        kept = state.state_dict() if state is not None and self.units else None
+        if self._all_owe_alike(kept) and state is not None and kept is not None:
             kept["residuals"] = {
                 name: self._talk.average(kept["residuals"][name], f"{self._name}.pool.{name}")
                 for name in sorted(kept["residuals"])
@@ -183,9 +184,9 @@ class Keeper:
         if (state := self._state()) is not None:
             state.reset()
 
-    def _all_owe_alike(self, state: State | None) -> bool:
+    def _all_owe_alike(self, kept: Mapping[str, Any] | None) -> bool:
         """Whether all ranks owe something for the same tensors, and can share it out."""
-        shapes = state.state_dict()["shapes"] if state is not None and self.units else {}
+        shapes = {} if kept is None else kept["shapes"]
         mine = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).digest()
         alike = len(set(self._talk.gather(mine, f"{self._name}.pool"))) == 1
         if not alike:
@@ -258,8 +259,8 @@ class Keeper:
         place = [roll.standings[rank].member for rank in roll.old].index(self._member)
         if roll.old[place] in roll.astray:  # it went back to another step than the model
             factor = 0.0
-        inherited = self._read(files[place :: len(roll.old)], state)
         kept = state.state_dict()
+        inherited = self._read(files[place :: len(roll.old)], kept["shapes"], state.framework)
         residuals = {name: e * factor for name, e in kept["residuals"].items()}
         for contents in inherited.values():
             share = rescaling(state.reduction, contents["units"], roll.ranks)
@@ -268,17 +269,18 @@ class Keeper:
                 residuals[name] = mine + share * self._talk.beside(e, mine)
         if inherited or factor != 1.0:
             state.load_state_dict({**kept, "residuals": residuals})
-        self._absorbed = (*self._absorbed, *inherited)
+        for name, contents in inherited.items():  # whose files may be there still, too
+            self._absorbed = (*self._absorbed, name, *contents["absorbed"])
         return len(inherited)
 
-    def _read(self, files: Sequence[str], state: State) -> dict[str, Any]:
+    def _read(self, files: Sequence[str], shapes: Any, framework: str) -> dict[str, Any]:
         """Contents of files that this rank takes on; a log line for each that cannot be had."""
         found = {}
         for name in files:
             assert self._legacy is not None  # who else would have named files
             try:
-                contents = self._legacy.read(name, state.framework)
-                if contents["shapes"] != state.state_dict()["shapes"]:
+                contents = self._legacy.read(name, framework)
+                if contents["shapes"] != shapes:
                     raise StateDictError(
                         f"{name} is of other tensors", cure="Give each job a commit_dir of its own"
                     )

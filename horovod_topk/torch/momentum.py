@@ -8,6 +8,7 @@ their first moment, and its square in the place of the gradient's.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from torch.optim import SGD, Adam, AdamW
@@ -137,11 +138,12 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
         ConfigError: as `check_not_twice`.
     """
     check_not_twice(optimizer, momentum, nesterov=nesterov)
-    if not momentum:
-        return
-    give_back(optimizer, momentum, nesterov=nesterov)
-    name = type(optimizer).__name__
-    log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
+    give = partial(give_back, momentum=momentum, nesterov=nesterov)
+    give(optimizer)
+    optimizer.register_step_pre_hook(lambda it, *_: give(it))  # it may load what it was with us
+    if momentum:
+        name = type(optimizer).__name__
+        log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
 
 
 def advise(optimizer: Any, momentum: float) -> None:

@@ -41,7 +41,6 @@ from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.momentum import (
     advise,
     check_not_twice,
-    give_back,
     hand_over,
     own_momentum,
     take_over,
@@ -90,9 +89,6 @@ class OptimizerState:
         if reason is not None:
             self._skip("*", reason)
             hand_over(optimizer, config.momentum, nesterov=config.nesterov)
-            give = partial(give_back, momentum=config.momentum, nesterov=config.nesterov)
-            give(optimizer)
-            optimizer.register_step_pre_hook(lambda it, *_: give(it))
             return
         check_elastic(config)
         self._takes_over = takes_over

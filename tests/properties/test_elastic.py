@@ -246,6 +246,23 @@ def test_an_heir_lost_between_writing_and_removing_counts_once(tmp_path: Path) -
     job.assert_mass(before)
 
 
+def test_what_an_heir_had_absorbed_counts_once_for_its_heir(tmp_path: Path) -> None:
+    job = Job(4, "average", tmp_path)
+    job.step()
+    job.commit()
+    before = job.mass()
+    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    job.lose([3])
+    job.commit()
+    for file, data in files.items():  # the heir is lost before it has removed anything
+        if not file.exists():
+            file.write_bytes(data)
+    job.lose([0])
+    job.commit()
+    job.lose([2])
+    job.assert_mass(before)
+
+
 def test_without_a_folder_the_loss_is_counted() -> None:
     job = Job(4, "average")
     job.step()
