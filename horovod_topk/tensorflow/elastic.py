@@ -26,10 +26,11 @@ import horovod.tensorflow as hvd
 import horovod.tensorflow.elastic as hvd_elastic
 import tensorflow as tf
 from horovod.common.elastic import ObjectState
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.functions import broadcast_object, broadcast_variables
 
-from horovod_topk.elastic import free_name
+from horovod_topk.elastic import Keeper, free_name
+from horovod_topk.elastic.leaving import HandsOver
 from horovod_topk.errors import ConfigError
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.planning import unwrap
@@ -39,7 +40,7 @@ log = logging.getLogger("horovod_topk")
 Result = TypeVar("Result")
 
 
-class TensorFlowState(ObjectState):  # type: ignore[misc]  # Horovod has no annotations
+class TensorFlowState(HandsOver, ObjectState):  # type: ignore[misc]  # Horovod has no annotations
     """Variables, what is owed for them, and plain attributes, committed and restored together.
 
     Args:
@@ -83,17 +84,8 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]  # Horovod has no anno
         super().sync()
         self.save()
 
-    def check_host_updates(self) -> None:
-        """As Horovod's; on its interrupt, which all ranks get at once, residuals are handed over.
-
-        Raises:
-            HostsUpdatedInterrupt: hosts have been added or removed.
-        """
-        try:
-            super().check_host_updates()
-        except HostsUpdatedInterrupt:
-            self._keeper.hand_over()
-            raise HostsUpdatedInterrupt(skip_sync=False) from None
+    def _keepers(self) -> tuple[Keeper]:
+        return (self._keeper,)
 
     def _save_variables(self) -> None:
         self._values = [tf.identity(variable) for variable in self.variables]

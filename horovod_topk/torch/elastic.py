@@ -14,13 +14,14 @@ What is kept, and what is not, says `horovod_topk.elastic`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import horovod.torch.elastic as hvd_elastic
-from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
-from horovod_topk.elastic import free_name
+from horovod_topk.elastic import Keeper, free_name
+from horovod_topk.elastic.leaving import HandsOver
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch.compressor import TopKEF
 
@@ -58,7 +59,7 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
             )
 
 
-class TorchState(hvd_elastic.TorchState):  # type: ignore[misc]
+class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
     """Horovod's, whose ranks share out what they owe before some leave, and commit when they meet.
 
     Args: see `hvd.elastic.TorchState`.
@@ -85,19 +86,9 @@ class TorchState(hvd_elastic.TorchState):  # type: ignore[misc]
         super().sync()
         self.save()
 
-    def check_host_updates(self) -> None:
-        """As Horovod's; on its interrupt, which all ranks get at once, residuals are handed over.
-
-        Raises:
-            HostsUpdatedInterrupt: hosts have been added or removed.
-        """
-        try:
-            super().check_host_updates()
-        except HostsUpdatedInterrupt:
-            for handler in self._handlers.values():
-                if isinstance(handler, ResidualHandler):
-                    handler.keeper.hand_over()
-            raise HostsUpdatedInterrupt(skip_sync=False) from None
+    def _keepers(self) -> Iterator[Keeper]:
+        handlers = self._handlers.values()
+        return (each.keeper for each in handlers if isinstance(each, ResidualHandler))
 
 
 def install() -> None:

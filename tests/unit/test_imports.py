@@ -58,6 +58,11 @@ ROOMS = {
     "kernels/triton": {"torch", "triton", "horovod_topk.ops.protocol"},
     # safetensors and operations by name, for the framework at hand
     "checkpoint": {"horovod_topk.core", "horovod_topk.errors"},
+    "elastic/leaving.py": {
+        "horovod.common.elastic",
+        "horovod.common.exceptions",
+        "horovod_topk.elastic",
+    },
     "elastic": {"horovod_topk.checkpoint", "horovod_topk.core", "horovod_topk.errors"},
     "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
     "process_sets.py": {"horovod.common", "horovod_topk.core.nodes"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import training
-from horovod_topk import checkpoint
 from horovod_topk.errors import ConfigError, PlanMismatchError
 from horovod_topk.torch import TopKEF
+from resuming import assert_resumes
 from training import Setup
-from witness import assert_ranks_equal, assert_same, assert_same_history, residuals
+from witness import assert_ranks_equal, assert_same_history, residuals
 
 HEAD = ["net.3.weight", "net.3.bias"]
 RULES = {"net.3.*": "dense", lambda name, shape: shape == (33, 20): 0.3}
@@ -78,22 +78,8 @@ def test_a_run_goes_on_from_its_checkpoint(
     settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pytest.importorskip("safetensors")
-    folder = Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("ratios"))))
-    task = PLAIN.task()
-    optimizer = PLAIN.distributed(task, grouped(**settings))
-    for step in range(3):
-        training.ordinary(task, optimizer, step)
-    checkpoint.save(folder, TopKEF.of(optimizer))
-    hvd.allreduce(torch.zeros(1), name="saved")
-    again = PLAIN.task()
-    again.load_state_dict(task.state_dict())
-    resumed = PLAIN.distributed(again, grouped(name="resumed", **settings))
-    checkpoint.load(folder, TopKEF.of(resumed))
-    for step in range(3, 6):
-        training.ordinary(task, optimizer, step)
-        training.ordinary(again, resumed, step)
-    assert_ranks_equal(task.parameters())
-    assert_same(training.snapshot(task), training.snapshot(again))
+    folder = tmp_path_factory.mktemp("ratios")
+    assert_resumes(PLAIN, partial(grouped, **settings), folder)
 
 
 def test_warm_up_and_a_dense_step() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import training
-from horovod_topk import checkpoint
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch import TopKEF
+from resuming import assert_resumes
 from training import Setup
-from witness import assert_ranks_equal, assert_same
+from witness import assert_same
 
 PLAIN = Setup(optimizer=training.plain_sgd)
 
@@ -52,21 +52,8 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
 def test_ranks_end_equal_and_resume_as_if_they_had_not_stopped(
     settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = Path(hvd.broadcast_object(str(tmp_path_factory.mktemp("momentum"))))
-    task = PLAIN.task()
-    optimizer = PLAIN.distributed(task, corrected(**settings))
-    for step in range(3):
-        training.ordinary(task, optimizer, step)
-    checkpoint.save(folder, TopKEF.of(optimizer))
-    again = PLAIN.task()
-    again.load_state_dict(task.state_dict())
-    resumed = PLAIN.distributed(again, corrected(name="resumed", **settings))
-    checkpoint.load(folder, TopKEF.of(resumed))
-    for step in range(3, 6):
-        training.ordinary(task, optimizer, step)
-        training.ordinary(again, resumed, step)
-    assert_ranks_equal(task.parameters())
-    assert_same(training.snapshot(task), training.snapshot(again))
+    folder = tmp_path_factory.mktemp("momentum")
+    assert_resumes(PLAIN, partial(corrected, **settings), folder)
 
 
 def test_a_momentum_of_the_optimizer_is_refused() -> None:

@@ -1,0 +1,37 @@
+"""A run that goes on from a checkpoint, beside the one that never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import horovod.torch as hvd
+
+import training
+from horovod_topk import checkpoint
+from horovod_topk.torch import TopKEF
+from training import Setup
+from witness import assert_ranks_equal, assert_same
+
+
+def assert_resumes(setup: Setup, make: Callable[..., TopKEF], folder: Path) -> None:
+    """Three steps, a checkpoint, and three more with both: the same weights, to the bit.
+
+    setup: of both; make: their compressors, given none or other settings; folder: any rank's own.
+    """
+    folder = Path(hvd.broadcast_object(str(folder)))
+    task = setup.task()
+    optimizer = setup.distributed(task, make())
+    for step in range(3):
+        training.ordinary(task, optimizer, step)
+    checkpoint.save(folder, TopKEF.of(optimizer))
+    hvd.barrier()
+    again = setup.task()
+    again.load_state_dict(task.state_dict())
+    resumed = setup.distributed(again, make(name="resumed"))
+    checkpoint.load(folder, TopKEF.of(resumed))
+    for step in range(3, 6):
+        training.ordinary(task, optimizer, step)
+        training.ordinary(again, resumed, step)
+    assert_ranks_equal(task.parameters())
+    assert_same(training.snapshot(task), training.snapshot(again))
