@@ -267,6 +267,39 @@ def measure_exchange(selection: str) -> dict[str, float]:
     return found
 
 
+def measure(numel: int, repeats: int, grid: list[tuple[int, float]]) -> dict[str, Any]:
+    """All that the page shows; runs between two ranks come before and between the rest."""
+    exchange: dict[str, list[dict[str, float]]] = {"exact": [], "sampled": []}
+
+    def between_ranks() -> None:
+        for selection, runs in exchange.items():
+            runs.append(measure_exchange(selection))
+
+    between_ranks()
+    encoding = measure_encoding(numel, 0.01, repeats)
+    between_ranks()
+    indices = ("plain", "packed")
+    decoding = {each: measure_decoding(numel, 0.01, repeats, each) for each in indices}
+    coding = measure_coding(numel, 0.01, repeats)
+    shards = measure_shards(numel, 0.01, repeats)
+    between_ranks()
+    sizes = []
+    for each, (n, ratio) in enumerate(tqdm(grid, disable=None)):
+        sizes.append({"numel": n, "ratio": ratio, "ms": measure_encoding(n, ratio, repeats)})
+        if each == len(grid) // 2:
+            between_ranks()
+    between_ranks()
+    return {
+        "numel": numel,
+        "encoding": encoding,
+        "decoding": decoding,
+        "coding": coding,
+        "shards": shards,
+        "exchange": exchange,
+        "sizes": sizes,
+    }
+
+
 PAGE_TEMPLATE = """\
 # What selection costs
 
@@ -325,7 +358,9 @@ where `r += g` is faster than memory.
 Milliseconds a step of a ResNet-50's 161 gradients, two ranks on this machine's cores, the slower
 rank. Allowed: 1.5 times (`r += g` and a fill, both ranks at once) plus an allgather of the same
 bytes in the same number of buckets. All is measured in one run (scripts/bench_exchange.py), and
-compared turn by turn: "share of it" is the median of what a turn added to what it was allowed.
+compared turn by turn: "share of it" is the median of what a turn added to what it was allowed. The
+runs lie minutes apart, between this page's other measurements, as the bandwidth of a shared
+machine's memory does not stay the same; the other columns are medians over runs.
 """
 
 
@@ -406,8 +441,8 @@ def _cell(ms: dict[str, float]) -> str:
     return f"{ours / ms['r += g']:.2f} ({ms['torch.topk'] / ours:.0f}x)"
 
 
-def exchange_table(found: dict[str, dict[str, float]]) -> str:
-    """What an exchange adds to a step, and what it may."""
+def exchange_table(found: dict[str, list[dict[str, float]]]) -> str:
+    """What an exchange adds to a step, and what it may: medians of runs, and each run's share."""
     columns = {
         "plain": "step without",
         "topk": "step with",
@@ -416,11 +451,20 @@ def exchange_table(found: dict[str, dict[str, float]]) -> str:
         "memory": "`r += g` and fill",
         "allgather": "allgather alone",
     }
-    rows = [
-        [selection, *(f"{ms[column]:.1f}" for column in columns), f"{ms['share']:.2f}"]
-        for selection, ms in found.items()
-    ]
-    return table(["selection", *columns.values(), "share of it"], rows)
+    rows = []
+    for selection, runs in found.items():
+        medians = (statistics.median(run[column] for run in runs) for column in columns)
+        shares = [run["share"] for run in runs]
+        each = ", ".join(f"{share:.2f}" for share in shares)
+        rows.append(
+            [
+                selection,
+                *(f"{median:.1f}" for median in medians),
+                f"{statistics.median(shares):.2f}",
+                each,
+            ]
+        )
+    return table(["selection", *columns.values(), "share of it", "in each run"], rows)
 
 
 def picture(cells: list[dict[str, Any]], target: Path) -> None:
@@ -449,21 +493,7 @@ def main() -> int:
     repeats = 5 if args.quick else 15
     sizes = [n for n in SIZES if n <= 1_000_000 or not args.quick]
     grid = [(numel, ratio) for numel in sizes for ratio in RATIOS]
-    found: dict[str, Any] = {
-        "numel": args.gradients,
-        "encoding": measure_encoding(args.gradients, 0.01, repeats),
-        "decoding": {
-            indices: measure_decoding(args.gradients, 0.01, repeats, indices)
-            for indices in ("plain", "packed")
-        },
-        "coding": measure_coding(args.gradients, 0.01, repeats),
-        "shards": measure_shards(args.gradients, 0.01, repeats),
-        "exchange": {each: measure_exchange(each) for each in ("exact", "sampled")},
-        "sizes": [
-            {"numel": n, "ratio": ratio, "ms": measure_encoding(n, ratio, repeats)}
-            for n, ratio in tqdm(grid, disable=None)
-        ],
-    }
+    found = measure(args.gradients, repeats, grid)
     page = report(found)
     print(page)
     if not args.quick:

@@ -14,13 +14,16 @@ NUMEL = 5_000
 
 
 def test_kernels() -> None:
+    columns = ("plain", "topk", "exchange", "allowed", "memory", "allgather")
     found = {
         "numel": NUMEL,
         "encoding": bench_kernels.measure_encoding(NUMEL, 0.01, 3),
         "decoding": {"packed": bench_kernels.measure_decoding(NUMEL, 0.01, 3, "packed")},
         "coding": bench_kernels.measure_coding(NUMEL, 0.01, 3),
         "shards": bench_kernels.measure_shards(NUMEL, 0.01, 3),
-        "exchange": {},
+        "exchange": {
+            "exact": [dict.fromkeys(columns, 2.0) | {"share": x} for x in (0.5, 0.8, 1.1)]
+        },
         "sizes": [
             {"numel": NUMEL, "ratio": ratio, "ms": bench_kernels.measure_encoding(NUMEL, ratio, 3)}
             for ratio in bench_kernels.RATIOS
@@ -34,6 +37,7 @@ def test_kernels() -> None:
         "| packed | 8 |",
         "sign, packed",
         "8 owners",
+        "| 0.80 | 0.50, 0.80, 1.10 |",
     ):
         assert row in page
     if bench_kernels.available_isas():

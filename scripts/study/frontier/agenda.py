@@ -29,6 +29,10 @@ HALVES = ("float16", "bfloat16")
 GOALS = (50.0, 165.0)  # times fewer bytes than dense
 MOMENTUM = 0.9  # of SGD, and of momentum correction
 RECIPE_STEPS = (1000, 2000, 8000)  # besides those of the series
+SHARES = (
+    0.5,
+    2.0,
+)  # of what ranks send to an owner, it sends back so much; everywhere else as much
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Point:
     values: str
     ratio: float
     momentum: float = 0.0  # of momentum correction
+    gather_ratio: float | None = None  # what owners of shards send back; None: as `ratio`
 
 
 _CONFIG = TopKConfig()
@@ -76,7 +81,7 @@ class Series:
         """A point's run."""
         where = (point.exchange, point.values, point.ratio)
         common = (self.workload, self.optimizer, shards, *where, lr, self.steps, seed)
-        return Cell(*common, momentum=point.momentum)
+        return Cell(*common, momentum=point.momentum, gather_ratio=point.gather_ratio)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ def stages() -> Iterator[Stage]:
     yield Stage(DIGITS, "equal", corrected(digits), DIGITS_SEEDS)
     yield Stage(BYTELM, "equal", corrected(bytelm), BYTELM_SEEDS)
     yield Stage(DIGITS, "skewed", digits, (0,))
+    yield Stage(BYTELM, "equal", tuple(uneven("bytelm", 165.0, s) for s in SHARES), (0,))
     yield Stage(BYTELM, "equal", bytelm, (0,))
     yield Stage(DIGITS, "skewed", digits, DIGITS_SEEDS)
     yield Stage(DIGITS, "equal", grid, (0,))
@@ -165,6 +171,10 @@ def ablations() -> Iterator[tuple[str, Cell]]:
         yield "without masking", replace(recipe, without=MASKING)
         yield "without error feedback", replace(recipe, without=FEEDBACK)
         yield f"with warm-up over {early:,} steps", replace(recipe, warmup=early)
+        eight = largest_ratio(series.workload, "allgather", "int8", GOALS[0])
+        if eight is not None:
+            wider = series.at(replace(eight, momentum=MOMENTUM), "equal", lr, 0)
+            yield f"values of 8 bits, ratio {eight.ratio:g}: as many bytes", wider
         yield "sharded, ratio 0.01", dealt
         yield "the same without the owners' residual", replace(dealt, without=OWNERS)
 
@@ -198,10 +208,26 @@ def largest_ratio(workload: str, exchange: str, values: str, goal: float) -> Poi
 
 
 @cache
+def uneven(workload: str, goal: float, share: float) -> Point:
+    """Of `sharded`, int4, corrected: owners send back `share` of what ranks send to them."""
+    points = (
+        Point("sharded", "int4", ratio, MOMENTUM, round(share * ratio, 6))
+        for ratio in reversed(FINE_RATIOS)
+        if share * ratio <= 1
+    )
+    return next(point for point in points if reduction(workload, point) >= goal)
+
+
+@cache
 def reduction(workload: str, point: Point, ranks: int = RANKS) -> float:
     """How many times fewer bytes a rank sends than in a ring allreduce."""
-    settings = {"values": point.values, "exchange": point.exchange, "momentum": point.momentum}
-    config = TopKConfig(point.ratio, **settings)
+    config = TopKConfig(
+        point.ratio,
+        values=point.values,
+        exchange=point.exchange,
+        momentum=point.momentum,
+        gather_ratio=point.gather_ratio,
+    )
     exchange = make_exchange(point.exchange, Collective(Loopback(ranks), 0))
     traffic = exchange.traffic(plan_of(_model(workload), config))
     return traffic.dense_bytes / traffic.sent_bytes

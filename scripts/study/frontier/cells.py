@@ -28,6 +28,7 @@ class Cell:
     momentum: float = 0.0  # of momentum correction, instead of the optimizer's
     warmup: int = 0  # steps of larger ratios
     without: str = ""  # a part that is left out; see `study.frontier.ablated`
+    gather_ratio: float | None = None  # what owners of shards send back; None: as `ratio`
 
     @property
     def config(self) -> TopKConfig:
@@ -38,12 +39,14 @@ class Cell:
             exchange=self.exchange,
             momentum=self.momentum,
             warmup=self.warmup or None,
+            gather_ratio=self.gather_ratio,
         )
 
     @property
     def name(self) -> str:
         """For progress bars."""
         how = f"{self.exchange} {self.values} {self.ratio:g}" + " corrected" * (self.momentum > 0)
+        how += f" back {self.gather_ratio:g}" if self.gather_ratio else ""
         how += f" warm-up {self.warmup}" * (self.warmup > 0)
         how += f" less {self.without}" * bool(self.without)
         return f"{self.workload} {self.optimizer} {self.shards} {how} seed {self.seed}"

@@ -129,7 +129,13 @@ def _of(group: Group, each: Measured) -> str:
 
 def setting(point: Point) -> str:
     """A point in words."""
-    return f"{agenda.way(point)}, {point.values}, ratio {point.ratio:g}"
+    return f"{agenda.way(point)}, {point.values}, ratio {ratio(point)}"
+
+
+def ratio(point: Point) -> str:
+    """What ranks send, and what owners send back where that is another one."""
+    back = "" if point.gather_ratio is None else f", back {point.gather_ratio:g}"
+    return f"{point.ratio:g}{back}"
 
 
 def _goals(groups: Sequence[Group]) -> str:
@@ -207,7 +213,7 @@ def _alike(group: Group, kind: Point) -> list[Measured]:
 
 def _furthest(group: Group, points: Sequence[Measured]) -> str:
     found = measured.within(points, group.tolerance)
-    return "-" if found is None else f"{found.reduction:.0f}x, ratio {found.point.ratio:g}"
+    return "-" if found is None else f"{found.reduction:.0f}x, ratio {ratio(found.point)}"
 
 
 def _section(group: Group) -> str:
@@ -235,7 +241,7 @@ def _points(group: Group) -> str:
             [
                 f"{mark}{agenda.way(each.point)}{mark}",
                 each.point.values,
-                f"{each.point.ratio:g}",
+                ratio(each.point),
                 f"{each.sent_bytes:,}",
                 f"{each.reduction:.1f}x",
                 *(f"{other:.1f}x" for other in others),
