@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from study.frontier import agenda, measured, records
+from study.frontier import agenda, measured, patience, records
 from study.frontier.agenda import Point
 from study.frontier.cells import Cell, dense
 from study.frontier.loopback import Collective, Loopback
@@ -123,3 +123,19 @@ def test_a_finished_run_is_not_repeated(monkeypatch: Any, tmp_path: Path) -> Non
     records.finish([one, other], "second")
     assert trained == [one, other]
     assert records.score(records.finished()[other]) == 0.75
+
+
+def test_steps_to_a_score_lie_between_the_lengths_measured() -> None:
+    ends = {1000: 3.0, 2000: 2.0, 4000: 1.5}
+    assert patience.needed(ends, 3.5) == 1000
+    assert patience.needed(ends, 2.5) == pytest.approx(1000 * 2**0.5)
+    assert patience.needed(ends, 2.0) == pytest.approx(2000)
+    assert patience.needed(ends, 1.0) == math.inf
+
+
+def test_owners_send_back_a_share_of_what_they_get_at_the_bytes_asked_for() -> None:
+    point = agenda.uneven("bytelm", 165.0, 0.5)
+    assert point.gather_ratio == pytest.approx(0.5 * point.ratio)
+    assert agenda.reduction("bytelm", point) >= 165
+    even = dataclasses.replace(point, gather_ratio=None)
+    assert agenda.reduction("bytelm", even) < agenda.reduction("bytelm", point)

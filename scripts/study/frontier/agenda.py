@@ -157,6 +157,11 @@ def recipe_stages() -> Iterator[tuple[Stage, Series]]:
             yield Stage(replace(series, steps=steps), "equal", (RECIPE, PLAIN), seeds), series
 
 
+def lengths(series: Series) -> list[int]:
+    """Of the recipe's runs, in steps."""
+    return sorted({series.steps, *RECIPE_STEPS})
+
+
 def ablations() -> Iterator[tuple[str, Cell]]:
     """The recipe with a part less or more, and what to call that; seed 0, equal shards."""
     for series in (BYTELM, BYTELM_ADAMW):

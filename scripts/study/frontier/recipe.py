@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import replace
 
-from study.frontier import agenda, records
+from study.frontier import agenda, patience, records
 from study.frontier.agenda import PLAIN, RECIPE, Point, Series
 from study.frontier.cells import dense
 from study.markdown import OPTIMIZERS, table
@@ -39,7 +39,7 @@ def section() -> str:
     header = ["optimizer", "steps", "dense", "without", "compact()", "share left", "seeds"]
     made = table(header, rows)
     text = TEXT.format(ratio=RECIPE.ratio, swept=agenda.BYTELM.steps, table=made)
-    return f"{text}\n\n{_ablations()}"
+    return "\n\n".join(filter(None, [text, patience.section(), _ablations()]))
 
 
 def _ablations() -> str:
@@ -64,8 +64,9 @@ def _rows(series: Series) -> list[list[str]]:
     lr = agenda.chosen(series)
     if lr is None:
         return []
-    lengths = sorted({series.steps, *agenda.RECIPE_STEPS})
-    return [row for steps in lengths if (row := _row(replace(series, steps=steps), lr))]
+    return [
+        row for steps in agenda.lengths(series) if (row := _row(replace(series, steps=steps), lr))
+    ]
 
 
 def _row(series: Series, lr: float) -> list[str]:
