@@ -42,6 +42,22 @@ def test_alltoall_brings_each_rank_its_stretch_of_all() -> None:
     ]
 
 
+def test_ranks_of_a_group_add_up_among_themselves() -> None:
+    everyone = ranks(4)
+    groups = [(0, 1), (2, 3)]
+    team = [next(filter(None, each.split(groups))) for each in everyone]
+    handed = [torch.tensor([1.0, 2.0, 3.0]) * 10**each.rank for each in everyone]
+    pending = [
+        each.reduce_scatter(mine, [1, 2], "a") for each, mine in zip(team, handed, strict=True)
+    ]
+    assert [each.wait().tolist() for each in pending] == [
+        [11.0],
+        [22.0, 33.0],
+        [1100.0],
+        [2200.0, 3300.0],
+    ]
+
+
 def test_a_collective_that_a_rank_never_started_is_an_error() -> None:
     first, _ = ranks(2)
     pending = first.allgather(torch.zeros(1), "a")
@@ -72,6 +88,14 @@ def test_a_run_is_scored_at_even_distances_and_repeats_to_the_bit() -> None:
     first, again = train(CELL), train(CELL)
     assert first["history"]["step"] == [1, 2, 3, 4, 5]
     assert first["history"] == again["history"]
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
+def test_an_exchange_of_everything_trains_as_dense_does(exchange: str) -> None:
+    common = ("digits", "sgd", "equal")
+    whole = Cell(*common, exchange, "float32", 1.0, lr=0.1, steps=10, seed=0)
+    plainly = dense(*common, 0.1, 10, 0)
+    assert train(whole)["history"] == train(plainly)["history"]
 
 
 def test_a_run_that_diverges_ends_without_a_score() -> None:

@@ -12,16 +12,16 @@ from functools import cache, partial
 from itertools import product
 
 from horovod_topk.config import TopKConfig
-from horovod_topk.core.choice import make_exchange
 from study import results
 from study.frontier import records
 from study.frontier.ablated import FEEDBACK, MASKING, OWNERS
 from study.frontier.cells import RANKS, Cell, dense
-from study.frontier.exchanges import plan_of
-from study.frontier.loopback import Collective, Loopback
+from study.frontier.exchanges import counted_bytes, exchange_of, plan_of
+from study.frontier.loopback import Loopback
 from study.frontier.workloads import WORKLOADS
 
 EXCHANGES = ("allgather", "sharded")  # of ranks that are a node each
+NODES = "hierarchical"  # of nodes of two ranks
 RATIOS = (0.001, 0.003, 0.01, 0.03, 0.1)
 FINE_RATIOS = tuple(round(m * 10.0**e, 6) for e in (-4, -3, -2) for m in range(10, 100))
 FORMATS = ("float32", "int8", "int4", "sign")
@@ -127,6 +127,8 @@ def stages() -> Iterator[Stage]:
     yield Stage(DIGITS, "equal", corrected(digits), DIGITS_SEEDS)
     yield Stage(BYTELM, "equal", corrected(bytelm), BYTELM_SEEDS)
     yield Stage(DIGITS, "skewed", digits, (0,))
+    yield Stage(DIGITS, "equal", over_nodes("digits", (165.0,)), DIGITS_SEEDS)
+    yield Stage(BYTELM, "equal", over_nodes("bytelm", GOALS, ("int4",)), (0,))
     yield Stage(BYTELM, "equal", tuple(uneven("bytelm", 165.0, s) for s in SHARES), (0,))
     yield Stage(BYTELM, "equal", bytelm, (0,))
     yield Stage(DIGITS, "skewed", digits, DIGITS_SEEDS)
@@ -201,6 +203,14 @@ def equal_bytes(workload: str, goals: Sequence[float]) -> tuple[Point, ...]:
     return (DEFAULT, *(point for point in found if point is not None))
 
 
+def over_nodes(
+    workload: str, goals: Sequence[float], formats: Sequence[str] = FORMATS
+) -> tuple[Point, ...]:
+    """`hierarchical` at the largest ratios with which so many times fewer bytes leave a node."""
+    found = (largest_ratio(workload, NODES, values, g) for g, values in product(goals, formats))
+    return tuple(point for point in found if point is not None)
+
+
 def corrected(points: Sequence[Point]) -> tuple[Point, ...]:
     """The same with momentum correction."""
     return tuple(replace(point, momentum=MOMENTUM) for point in points)
@@ -225,7 +235,7 @@ def uneven(workload: str, goal: float, share: float) -> Point:
 
 @cache
 def reduction(workload: str, point: Point, ranks: int = RANKS) -> float:
-    """How many times fewer bytes a rank sends than in a ring allreduce."""
+    """How many times fewer bytes than in a ring allreduce; see `counted_bytes`."""
     config = TopKConfig(
         point.ratio,
         values=point.values,
@@ -233,9 +243,9 @@ def reduction(workload: str, point: Point, ranks: int = RANKS) -> float:
         momentum=point.momentum,
         gather_ratio=point.gather_ratio,
     )
-    exchange = make_exchange(point.exchange, Collective(Loopback(ranks), 0))
+    exchange = exchange_of(point.exchange, Loopback(ranks), 0)
     traffic = exchange.traffic(plan_of(_model(workload), config))
-    return traffic.dense_bytes / traffic.sent_bytes
+    return traffic.dense_bytes / counted_bytes(traffic)
 
 
 @cache

@@ -11,12 +11,15 @@ from horovod_topk.config import TopKConfig
 from horovod_topk.core.choice import make_exchange
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange import Exchange as Way
 from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
+from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import Plan, make_plan
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.planning import spec_of
 from study.frontier.loopback import Collective, Loopback
 
+LEGS = 2  # collectives of a bucket, at most, that follow its first one
 Gradients = list[Tensor]  # of one rank, in the order of the model's parameters
 
 
@@ -60,7 +63,7 @@ class Compressed:
     def __init__(self, model: nn.Module, ranks: int, config: TopKConfig) -> None:
         self._positions = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         ops, wire, plan = TorchOps(), Loopback(ranks), plan_of(model, config)
-        ways = [make_exchange(config.exchange, Collective(wire, rank)) for rank in range(ranks)]
+        ways = [exchange_of(config.exchange, wire, rank) for rank in range(ranks)]
         self._plan = plan
         self.compressors = [Compressor(plan, ops, TopK(ops), way, "simulated") for way in ways]
 
@@ -70,7 +73,7 @@ class Compressed:
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
                 compressor.launch(ordinal, bucket)
-        for compressor, _ in pairs:
+        for compressor, _ in pairs * LEGS:
             compressor.advance()
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
@@ -88,6 +91,20 @@ class Compressed:
             bucket.ordinal: [gradients[self._positions[t.spec.name]] for t in bucket.tensors]
             for bucket in self._plan.buckets
         }
+
+
+def exchange_of(kind: str, wire: Loopback, rank: int) -> Way[Tensor]:
+    """A rank's exchange by its name; `hierarchical` has nodes of two ranks."""
+    pairs = Nodes(tuple((first, first + 1) for first in range(0, wire.size, 2)))
+    return make_exchange(kind, Collective(wire, rank), pairs if kind == "hierarchical" else None)
+
+
+def counted_bytes(traffic: Traffic) -> int:
+    """Bytes that a rank sends, or, where nodes are known, that leave a node.
+
+    Compared with a ring allreduce's: where it runs from node to node, these are as many.
+    """
+    return traffic.sent_bytes if traffic.node_bytes is None else traffic.node_bytes
 
 
 def plan_of(model: nn.Module, config: TopKConfig) -> Plan:

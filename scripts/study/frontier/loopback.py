@@ -5,8 +5,9 @@ Ranks take turns in lock-step: all start a collective before the first waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class Loopback:
     size: int
     posted: dict[str, list[Tensor]] = field(default_factory=dict)  # in rank order, by collective
     arrived: dict[str, list[Tensor]] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], Loopback] = field(default_factory=dict)  # wires of some ranks
 
     def receive(self, name: str, rank: int, joined: Joined) -> Tensor:
         """What comes to a rank; the last one to ask ends the collective.
@@ -65,13 +67,25 @@ class Collective:
         """How many exchange."""
         return self.wire.size
 
-    def allgather(self, payload: Tensor, name: str) -> Pending:
+    def allgather(self, payload: Tensor, name: str, counts: Sequence[int] | None = None) -> Pending:
         """All payloads, to every rank."""
         return self._start(payload, name, _to_all)
 
     def alltoall(self, payloads: Tensor, name: str) -> Pending:
         """The p-th stretch of each, to rank p."""
         return self._start(payloads, name, _to_each)
+
+    def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> Pending:
+        """A stretch of the sum, of so many elements, to each rank."""
+        return self._start(array, name, partial(_sum_to_each, counts))
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[Collective | None]:
+        """The same among some of the ranks; None where this one is not of them."""
+        wires = [self.wire.groups.setdefault(tuple(g), Loopback(len(g))) for g in groups]
+        return [
+            Collective(wire, group.index(self.rank)) if self.rank in group else None
+            for wire, group in zip(wires, groups, strict=True)
+        ]
 
     def _start(self, payload: Tensor, name: str, joined: Joined) -> Pending:
         self.wire.posted.setdefault(name, []).append(payload)
@@ -86,3 +100,10 @@ def _to_each(payloads: list[Tensor]) -> list[Tensor]:
     ranks = len(payloads)
     dealt = torch.stack(payloads).view(ranks, ranks, -1).transpose(0, 1)
     return list(dealt.reshape(ranks, -1))
+
+
+def _sum_to_each(counts: Sequence[int], arrays: list[Tensor]) -> list[Tensor]:
+    total = arrays[0].clone()
+    for other in arrays[1:]:
+        total += other
+    return list(total.split(list(counts)))

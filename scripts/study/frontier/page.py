@@ -30,7 +30,9 @@ INTRODUCTION = """\
 What does each payload format and exchange of TopKEF cost in quality, at how many bytes? A larger
 ratio with coarser values sends as many bytes as a smaller one with finer values: this page shows
 which of them to prefer. "Fewer bytes" is `stats().reduction`: the bytes a rank sends in a ring
-allreduce of the dense gradients, over those it sends with TopKEF, all headers counted.
+allreduce of the dense gradients, over those it sends with TopKEF, all headers counted. With the
+exchange "hierarchical" two ranks share a node, and it is the bytes that leave a node: of a ring
+that runs from node to node they are as many.
 
 {ranks} ranks, simulated in one process: one model stands for all of them, as real ranks hold the
 same weights bit for bit; each has batches, gradients, residuals and a compressor of its own, and
@@ -183,7 +185,10 @@ def _equal_bytes(groups: Sequence[Group], goal: float) -> str:
 def _kinds(groups: Sequence[Group]) -> list[Point]:
     """What the points measured differ in besides their ratio, in the agenda's order."""
     known = {replace(each.point, ratio=1.0) for group in groups for each in group.points}
-    momenta, ways = (0.0, agenda.MOMENTUM), product(agenda.EXCHANGES, agenda.FORMATS)
+    momenta, ways = (
+        (0.0, agenda.MOMENTUM),
+        product((*agenda.EXCHANGES, agenda.NODES), agenda.FORMATS),
+    )
     kinds = [Point(*way, 1.0, momentum) for way, momentum in product(ways, momenta)]
     return sorted(filter(known.__contains__, kinds), key=lambda kind: kind.momentum)
 
@@ -236,7 +241,7 @@ def _points(group: Group) -> str:
     for each in group.points:
         finite = [score for score in each.scores.values() if score is not None]
         mark = "**" if each.point in best else ""
-        others = (agenda.reduction(group.series.workload, each.point, ranks) for ranks in (2, 8))
+        others = (_elsewhere(group, each.point, ranks) for ranks in (2, 8))
         rows.append(
             [
                 f"{mark}{agenda.way(each.point)}{mark}",
@@ -244,7 +249,7 @@ def _points(group: Group) -> str:
                 ratio(each.point),
                 f"{each.sent_bytes:,}",
                 f"{each.reduction:.1f}x",
-                *(f"{other:.1f}x" for other in others),
+                *others,
                 _score(column, statistics.mean(finite)) if finite else "diverged",
                 f"{mark}{difference(group, each.cost, each.error)}{mark}",
                 str(len(each.costs)),
@@ -253,6 +258,13 @@ def _points(group: Group) -> str:
     header = ["exchange", "values", "ratio", "bytes a step and rank", f"fewer bytes, P={RANKS}"]
     header += ["P=2", "P=8", SCORES[column], "less dense", "seeds"]
     return table(header, rows)
+
+
+def _elsewhere(group: Group, point: Point, ranks: int) -> str:
+    """The reduction with another number of ranks."""
+    if point.exchange == agenda.NODES and ranks == 2:
+        return "one node"
+    return f"{agenda.reduction(group.series.workload, point, ranks):.1f}x"
 
 
 def _score(column: str, value: float) -> str:

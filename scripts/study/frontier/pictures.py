@@ -24,8 +24,8 @@ COLOURS = {
     "int4": "#2e933c",
     "sign": "#d1495b",
 }
-LINES = {"allgather": "-", "sharded": "--"}
-MARKERS = {"allgather": "o", "sharded": "s"}
+LINES = {"allgather": "-", "sharded": "--", "hierarchical": ":"}
+MARKERS = {"allgather": "o", "sharded": "s", "hierarchical": "D"}
 TICKS = (0, 0.5, 1, 2, 5, 10, 20, 50, 100)
 LABELS = {"digits": "points of accuracy below dense", "bytelm": "% of bits a byte above dense"}
 

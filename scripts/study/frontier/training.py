@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from study.frontier.ablated import Ablated
 from study.frontier.cells import DENSE, Cell
-from study.frontier.exchanges import Compressed, Dense, Exchange
+from study.frontier.exchanges import Compressed, Dense, Exchange, counted_bytes
 from study.frontier.workloads import WORKLOADS, Workload, batches
 
 EVALUATIONS = 5  # of a run, evenly spaced
@@ -80,7 +80,7 @@ def train(cell: Cell) -> dict[str, Any]:
     traffic = job.exchange.traffic()
     return {
         "parameters": sum(p.numel() for p in job.model.parameters()),
-        "sent_bytes": traffic.sent_bytes,
+        "sent_bytes": counted_bytes(traffic),
         "dense_bytes": traffic.dense_bytes,
         "ms_per_step": round(1e3 * statistics.median(seconds), 2),
         "history": history,
