@@ -14,27 +14,23 @@ The authors' bias: they want TopKEF to win. All ways take turns within each run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import launch
 from cluster import Cluster, ClusterError, Link
 from horovod_topk.cli.bench.picture import draw
 from network import report
 from network.runs import HOSTS, RATES, RUNS, Run
+from runs import Results, Runs
 
 LIMIT_SECONDS = 1800.0  # a run
-RESULTS = launch.ROOT / "docs" / "results" / "network.json"
-PICTURE = RESULTS.with_suffix(".png")
+KEPT = Runs(RUNS, launch.ROOT / "docs" / "results" / "network.json", indent=1)
+PICTURE = KEPT.path.with_suffix(".png")
 PAGE = launch.ROOT / "docs" / "network.md"
-
-Results = dict[str, dict[str, Any]]
 
 
 def measure(run: Run, rounds: int) -> dict[str, Any]:
@@ -53,12 +49,6 @@ def measure(run: Run, rounds: int) -> dict[str, Any]:
         return result
 
 
-def merged(results: Results, key: str, new: dict[str, Any]) -> Results:
-    """With a run in the place of the one it repeats, in the order of RUNS."""
-    all_of_them = results | {key: new}
-    return {key: all_of_them[key] for key in RUNS if key in all_of_them}
-
-
 def publish(results: Results) -> str:
     """The page, which is written, and the picture."""
     page = report.page(results)
@@ -69,21 +59,11 @@ def publish(results: Results) -> str:
 
 def main() -> int:
     """Measure and write; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", nargs="*", help=f"of {', '.join(RUNS)} (default: all)")
+    parser = KEPT.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way")
-    parser.add_argument("--page", action="store_true", help="measure nothing")
-    args = parser.parse_args()
-    if unknown := set(args.runs) - set(RUNS):
-        parser.error(f"no such run: {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
-    results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    args = KEPT.parse(parser)
     try:
-        for key in (bar := tqdm([] if args.page else args.runs or list(RUNS), unit="run")):
-            bar.set_postfix_str(key)
-            results = merged(results, key, measure(RUNS[key], args.rounds))
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        results = KEPT.measure(args, lambda run: measure(run, args.rounds))
     except ClusterError as error:
         print(f"bench-network: {error}", file=sys.stderr)
         return 1

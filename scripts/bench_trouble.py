@@ -13,7 +13,6 @@ The authors' bias: they want TopKEF to win.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -25,21 +24,19 @@ from typing import Any
 
 import horovod
 import torch
-from tqdm import tqdm
 
 import launch
 from cluster import Cluster, ClusterError, Link
 from cluster.host import CARD, NETWORK
 from processor import cpu_model
+from runs import Runs
 from trouble import report
 from trouble.runs import HOSTS, RATE, RUNS, STEPS, Run
 
 RANK = launch.ROOT / "scripts" / "trouble" / "rank.py"
-RESULTS = launch.ROOT / "docs" / "results" / "trouble.json"
+KEPT = Runs(RUNS, launch.ROOT / "docs" / "results" / "trouble.json")
 PAGE = launch.ROOT / "docs" / "trouble.md"
 GRACE_SECONDS = 240.0  # of a job, beside its training
-
-Results = dict[str, dict[str, Any]]
 
 
 def measure(run: Run, steps: int) -> dict[str, Any]:
@@ -98,25 +95,15 @@ def machine() -> dict[str, Any]:
 
 def main() -> int:
     """Measure and write; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", nargs="*", help=f"of {', '.join(RUNS)} (default: all)")
+    parser = KEPT.parser(__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--page", action="store_true", help="measure nothing")
-    args = parser.parse_args()
-    if unknown := set(args.runs) - set(RUNS):
-        parser.error(f"no such run: {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
-    results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    args = KEPT.parse(parser)
     try:
-        for key in (bar := tqdm([] if args.page else args.runs or list(RUNS), unit="run")):
-            bar.set_postfix_str(key)
-            results |= {key: measure(RUNS[key], args.steps)}
-            RESULTS.write_text(json.dumps(results) + "\n")
+        results = KEPT.measure(args, lambda run: measure(run, args.steps))
     except ClusterError as error:
         print(f"bench-trouble: {error}", file=sys.stderr)
         return 1
-    PAGE.write_text(report.page({key: results[key] for key in RUNS if key in results}))
+    PAGE.write_text(report.page(results))
     print(f"written: {PAGE.relative_to(launch.ROOT)}")
     return 0
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from horovod_topk.cli.bench.figures import figures
 from horovod_topk.cli.bench.methods import KINDS, NONE
-from horovod_topk.cli.bench.rates import written
 from horovod_topk.cli.bench.table import heading, rows_of, times
+from horovod_topk.cost import quantities
 from network.goals import ANY, PEER, verdicts
 from network.runs import FAST, HOSTS, RATES
 from study.markdown import table
@@ -105,7 +105,7 @@ def _missing(results: Results) -> str:
     if best.cpu is None or best.bytes is None:
         return ""
     return MISSING.format(
-        rate=written(result["rate"]),
+        rate=quantities.rate(result["rate"]),
         ranks=result["ranks"],
         cores=cores,
         name=best.name,

@@ -17,7 +17,6 @@ from horovod_topk.cli.bench.figures import figures
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.methods import DEFAULT, method_of, parse_methods
 from horovod_topk.cli.bench.picture import draw
-from horovod_topk.cli.bench.rates import bits_per_second, written
 from horovod_topk.cli.bench.table import table
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.errors import TopKError
@@ -107,7 +106,7 @@ def test_a_method_that_is_none(text: str, message: str) -> None:
         (["--idle-parameters", "1", "--methods", "powersgd"], "1 with powersgd: torch's ranks"),
         (["--compute", "gpu:1"], "'gpu:1': write sleep:0.2 or cpu:0.2"),
         (["--compute", "sleep:-1"], "'sleep:-1': write sleep:0.2 or cpu:0.2"),
-        (["--rate", "fast"], "'fast' is no rate: write 100mbit"),
+        (["--rate", "fast"], "'fast' is no bandwidth: write 100mbit"),
         (["--beside", "no.json"], "--beside no.json: no such file"),
         (["--model", "no.json"], "no.json is neither one of"),
         (["--script", "no.py"], "--script no.py: no such file"),
@@ -121,16 +120,6 @@ def test_what_is_refused(
 ) -> None:
     assert cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().out
-
-
-def test_rates() -> None:
-    assert bits_per_second("2.5gbit") == 2_500_000_000
-    assert [written(each) for each in (2.5e9, 1e8, 56e3, 9)] == [
-        "2.5 Gbit/s",
-        "100 Mbit/s",
-        "56 kbit/s",
-        "9 bit/s",
-    ]
 
 
 def test_an_interface_without_an_address() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import bench_network
 from horovod_topk.cli.bench.methods import parse_methods
-from horovod_topk.cli.bench.rates import bits_per_second
+from horovod_topk.cost.quantities import bits_per_second
 from network import report
 from network.goals import ANY, COMPACT, GOALS, PLAIN
 from network.runs import FAST, FEW, METHODS, RATES, RUNS
@@ -78,6 +78,6 @@ def test_the_page_has_a_table_of_each_run(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_run_takes_the_place_of_the_one_it_repeats() -> None:
     old = {FAST: {"old": 1}, "idle": {"old": 2}}
-    new = bench_network.merged(old, RATES[0], {"new": 0})
+    new = bench_network.KEPT.merged(old, RATES[0], {"new": 0})
     assert list(new) == [RATES[0], FAST, "idle"]
-    assert bench_network.merged(new, FAST, {"new": 1})[FAST] == {"new": 1}
+    assert bench_network.KEPT.merged(new, FAST, {"new": 1})[FAST] == {"new": 1}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from horovod_topk.cli.bench.compute import Compute
 from horovod_topk.cli.bench.methods import DEFAULT, DEFAULT_OF_SCRIPT, KINDS, Method, parse_methods
-from horovod_topk.cli.bench.rates import bits_per_second
 from horovod_topk.cli.models import MODELS, specs_of
+from horovod_topk.cost.quantities import bits_per_second
 from horovod_topk.errors import TopKError
 
 SHORTHAND = "topk-int8-sharded or topk:values=int8,exchange=sharded"

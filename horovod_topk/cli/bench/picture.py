@@ -8,7 +8,7 @@ from typing import Any
 
 from horovod_topk.cli.bench.figures import Result, figures
 from horovod_topk.cli.bench.methods import NONE, TOPK
-from horovod_topk.cli.bench.rates import written
+from horovod_topk.cost import quantities
 
 
 def draw(path: Path, results: Sequence[Result]) -> None:
@@ -56,7 +56,7 @@ def _comparable(results: Sequence[Result]) -> list[Result]:
 
 
 def _label(run: Result) -> str:
-    return written(run["rate"]) if run["rate"] else "not said"
+    return quantities.rate(run["rate"]) if run["rate"] else "not said"
 
 
 def _line(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from horovod_topk.cli.bench.figures import Figures, Result, dense_of, figures
 from horovod_topk.cli.bench.methods import NONE
-from horovod_topk.cli.bench.rates import written
+from horovod_topk.cost import quantities
 
 HEAD = ("", "step, s", "exchange, s", "from", "to", "CPU, s", "faster", "card, bytes", "fewer")
 
@@ -24,7 +24,7 @@ def heading(result: Result) -> str:
         f"{result['ranks']} ranks on {result['hosts']} host{'s' * (result['hosts'] > 1)}",
     ]
     if result["rate"]:
-        parts.append(f"{written(result['rate'])} a host")
+        parts.append(f"{quantities.rate(result['rate'])} a host")
     if result["compute"]:
         parts.append(f"backward {result['compute']} s")
     if result["idle parameters"]:
