@@ -7,7 +7,7 @@ Compression).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,7 +15,7 @@ from horovod_topk.core import payload as wire
 from horovod_topk.core.plan import BucketPlan, TensorPlan
 from horovod_topk.core.residual import Arenas, as_row
 from horovod_topk.errors import PayloadError
-from horovod_topk.ops import Fused, Ops, Together
+from horovod_topk.ops import Clears, Fused, Ops, Together
 from horovod_topk.ops.coding import index_bytes, value_bytes
 
 Array = TypeVar("Array")
@@ -71,8 +71,11 @@ class Codec(Protocol[Array]):
         """Replace gradients by the scaled sum over ranks; return which tensors any rank flagged."""
         ...
 
-    def sent(self, bucket: BucketPlan, payload: Array) -> Iterator[tuple[int, Array]]:
-        """Of each gradient that a payload has a part of: its position, and the part's indices."""
+    def clear(self, bucket: BucketPlan, payload: Array, arrays: Sequence[Array]) -> None:
+        """Write zeros where a payload of this process's own has entries.
+
+        arrays: flat, one for each gradient; those that were sent whole stay as they are.
+        """
         ...
 
     def gradient_norm(
@@ -187,12 +190,18 @@ class TopK(Generic[Array]):
             self._ops.deliver(total, scale, gradient, flags[position])
         return flags
 
-    def sent(self, bucket: BucketPlan, payload: Array) -> Iterator[tuple[int, Array]]:
-        """Positions of the gradients that were not sent whole, and indices into them, ascending."""
+    def clear(self, bucket: BucketPlan, payload: Array, arrays: Sequence[Array]) -> None:
+        """Write zeros where a payload of this process's own has entries."""
+        kernel: object = self._kernel(bucket)
+        if isinstance(kernel, Clears):
+            kernel.clear(payload, arrays)
+            return
         index, _ = self._read_indices(bucket, payload)
         for position, rows in index.items():
             tensor = bucket.tensors[position]
-            yield tensor.gradient, self._natural(bucket, tensor, self._ops.row(rows, 0))
+            natural = self._natural(bucket, tensor, self._ops.row(rows, 0))
+            array = arrays[tensor.gradient]
+            self._ops.deduct(array, natural, self._ops.take(array, natural))
 
     def gradient_norm(
         self, bucket: BucketPlan, before: Array, after: Array, payload: Array

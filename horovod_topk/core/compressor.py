@@ -122,7 +122,7 @@ class Compressor(Generic[Array]):
             bucket.route.send(gradients, name)
         else:
             bucket.route.send(self.momentum.correct(bucket.plan, gradients), name)
-            self.momentum.mask(bucket.plan, bucket.route.sent())
+            self.momentum.mask(bucket.plan, bucket.route.clear)
         bucket.phase = Phase.SENT
 
     @property

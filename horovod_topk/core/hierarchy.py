@@ -177,9 +177,8 @@ class Hierarchical(Generic[Array]):
         scale = 1.0 / ranks if plan.bucket.reduction == "average" else 1.0
         return self._codec.decode(plan.result, self._in_rows(), gain * scale, targets)
 
-    def sent(self) -> Iterator[tuple[int, Array]]:
-        """`Route.sent`: all is, to the owners on this node."""
-        return iter(())
+    def clear(self, arrays: Sequence[Array]) -> None:
+        """`Route.clear`: all is sent whole, to the owners on this node."""
 
     def swap(self) -> None:
         """`Route.swap`."""

@@ -18,7 +18,7 @@ Velocities are kept, committed and rolled back as residuals are, in two arenas a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from horovod_topk.config import TopKConfig
@@ -48,33 +48,30 @@ class Correction(Generic[Array]):
 
         arenas: as residual, the velocities of the step before.
         """
-        velocity = arenas.candidate
-        self._ops.assign(velocity, arenas.residual)
-        self._accelerate(arenas.plan, velocity, gradients)
-        if self._nesterov:
-            velocity = self._ops.clone(velocity)
-            self._accelerate(arenas.plan, velocity, gradients)
-        return list(self._views(arenas.plan, velocity))
+        before, after = (self._views(arenas.plan, u) for u in (arenas.residual, arenas.candidate))
+        self._accelerate(before, gradients, after)
+        if not self._nesterov:
+            return after
+        ahead = self._views(arenas.plan, self._ops.clone(arenas.candidate))
+        self._accelerate(after, gradients, ahead)
+        return ahead
 
-    def mask(self, arenas: Arenas[Array], sent: Iterable[tuple[int, Array]]) -> None:
+    def mask(self, arenas: Arenas[Array], clear: Callable[[Sequence[Array]], None]) -> None:
         """Forget the new velocity of what was sent.
 
-        sent: a tensor's position in the bucket, and indices into it, ascending.
+        clear: writes zeros there; `Route.clear` of the way that it was sent.
         """
-        views = list(self._views(arenas.plan, arenas.candidate))
-        for position, index in sent:
-            view = views[position]
-            self._ops.deduct(view, index, self._ops.take(view, index))
+        clear(self._views(arenas.plan, arenas.candidate))
 
-    def _accelerate(self, bucket: BucketPlan, u: Array, gradients: Sequence[Array]) -> None:
-        """u becomes m u + g."""
-        self._ops.deliver(u, self._factor, u, False)
-        for view, gradient in zip(self._views(bucket, u), gradients, strict=True):
-            self._ops.compensate(view, gradient, view)
+    def _accelerate(
+        self, velocities: list[Array], gradients: Sequence[Array], out: list[Array]
+    ) -> None:
+        """out = m u + g."""
+        for u, gradient, new in zip(velocities, gradients, out, strict=True):
+            self._ops.accelerate(u, self._factor, gradient, new)
 
-    def _views(self, bucket: BucketPlan, arena: Array) -> Iterator[Array]:
-        for tensor in bucket.tensors:
-            yield self._ops.view(arena, tensor.start, tensor.stop)
+    def _views(self, bucket: BucketPlan, arena: Array) -> list[Array]:
+        return [self._ops.view(arena, tensor.start, tensor.stop) for tensor in bucket.tensors]
 
 
 class Momentum(Generic[Array]):
@@ -100,9 +97,9 @@ class Momentum(Generic[Array]):
         self._probe(bucket).take(gradients)
         return self._correction.correct(self.registry.arenas(bucket.ordinal), gradients)
 
-    def mask(self, bucket: BucketPlan, sent: Iterable[tuple[int, Array]]) -> None:
+    def mask(self, bucket: BucketPlan, clear: Callable[[Sequence[Array]], None]) -> None:
         """Forget the velocity of what was sent, as `Correction.mask`."""
-        self._correction.mask(self.registry.arenas(bucket.ordinal), sent)
+        self._correction.mask(self.registry.arenas(bucket.ordinal), clear)
 
     def unchanged(self, bucket: BucketPlan, gradients: Sequence[Array]) -> bool:
         """Whether gradients are still those that were corrected, judged by some elements."""

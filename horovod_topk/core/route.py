@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from horovod_topk.core import payload as wire
@@ -130,8 +130,11 @@ class Route(Protocol[Given]):
         """
         ...
 
-    def sent(self) -> Iterator[tuple[int, Any]]:
-        """Positions of the gradients that were not sent whole, and indices of what was sent."""
+    def clear(self, arrays: Sequence[Any]) -> None:
+        """Write zeros where an element was sent, but in those that were sent whole.
+
+        arrays: flat, one for each gradient.
+        """
         ...
 
     def swap(self) -> None:
@@ -196,9 +199,9 @@ class Direct(Generic[Array]):
         wire.check_length(received, bucket.layout.payload_bytes, ranks, bucket.ordinal)
         return self._codec.decode(bucket, self._gathered, gain * _scale(bucket, ranks), targets)
 
-    def sent(self) -> Iterator[tuple[int, Array]]:
-        """`Route.sent`."""
-        return self._codec.sent(self._bucket, self._payload)
+    def clear(self, arrays: Sequence[Array]) -> None:
+        """`Route.clear`."""
+        self._codec.clear(self._bucket, self._payload, arrays)
 
     def swap(self) -> None:
         """`Route.swap`."""
@@ -302,10 +305,10 @@ class Sharded(Generic[Array]):
         self._check(self._gathered, self._plan.gather[0])
         return self._codec.decode(self._plan.result, self._gathered, gain, targets)
 
-    def sent(self) -> Iterator[tuple[int, Array]]:
-        """`Route.sent`: to the owners."""
+    def clear(self, arrays: Sequence[Array]) -> None:
+        """`Route.clear`: where it was sent to an owner."""
         for scatter, part in zip(self._plan.scatter, self._parts, strict=True):
-            yield from self._codec.sent(scatter, part)
+            self._codec.clear(scatter, part, arrays)
 
     def swap(self) -> None:
         """`Route.swap`."""

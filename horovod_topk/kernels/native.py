@@ -75,6 +75,8 @@ def _declare(library: Library) -> None:
         "topkef_encode_shards": [address, number, *[address] * 4, ctypes.c_int],
         "topkef_unchanged": [address, address, address, address, address],
         "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
+        "topkef_clear": [address, address, address, ctypes.c_int],
+        "topkef_accelerate": [address, real, address, address, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
         getattr(library, name).argtypes = types
@@ -84,6 +86,7 @@ def _declare(library: Library) -> None:
     library.topkef_encode.restype = None
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
+    library.topkef_accelerate.restype = None
 
 
 class Bucket:
@@ -159,6 +162,10 @@ class Bucket:
             self._handle, gathered, ranks, scale, bytes(flags), gradients, threads
         )
         return None if wrong < 0 else divmod(wrong, self.tensors)
+
+    def clear(self, payload: int, arrays: Addresses, threads: int) -> bool:
+        """Write zeros where a payload has entries; False if they cannot be, and nothing is."""
+        return bool(self._library.topkef_clear(self._handle, payload, arrays, threads))
 
 
 def addresses(each: Sequence[int]) -> Addresses:

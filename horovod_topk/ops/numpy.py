@@ -49,6 +49,9 @@ class NumpyOps:
     def compensate(self, residual: Array, gradient: Array, out: Array) -> None:
         np.add(residual, gradient.reshape(-1).astype(residual.dtype), out=out)
 
+    def accelerate(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
+        np.add(velocity * velocity.dtype.type(factor), gradient.reshape(-1), out=out)
+
     def select(self, candidate: Array, k: int) -> Array:
         magnitude = np.abs(candidate)
         magnitude[np.isnan(magnitude)] = np.inf

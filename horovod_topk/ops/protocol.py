@@ -100,6 +100,18 @@ class Together(Protocol[Taken]):
         ...
 
 
+@runtime_checkable
+class Clears(Protocol[Taken]):
+    """What a `Fused` may offer too: zeros where a payload of this process's own has entries."""
+
+    def clear(self, payload: Taken, arrays: Sequence[Taken]) -> None:
+        """array[i] = 0 for every index i of its tensor; a tensor without indices stays as it is.
+
+        arrays: flat, of the residual's dtype, one for each gradient.
+        """
+        ...
+
+
 class Ops(Protocol[Array]):
     """Array verbs; see the module's docstring for the rules."""
 
@@ -133,6 +145,10 @@ class Ops(Protocol[Array]):
 
     def compensate(self, residual: Array, gradient: Array, out: Array) -> None:
         """out = residual + gradient, in the residual's dtype."""
+        ...
+
+    def accelerate(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
+        """out = factor * velocity + gradient, all of one dtype; rounded twice."""
         ...
 
     def select(self, candidate: Array, k: int) -> Array:

@@ -155,6 +155,10 @@ class TensorFlowOps:
     def compensate(self, residual: Array, gradient: Array, out: Array) -> None:
         _write(out, residual.value + tf.cast(_flat(gradient), residual.dtype))
 
+    def accelerate(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
+        kept = velocity.value * _scalar(factor, velocity.dtype)
+        _write(out, kept + _flat(gradient))
+
     def select(self, candidate: Array, k: int) -> Array:
         values, numel = candidate.value, candidate.numel
         if k == numel:
@@ -286,7 +290,7 @@ class TensorFlowOps:
             _write(out, tf.tensor_scatter_nd_add(out.value, where, tf.reshape(amounts, [-1])))
 
     def deliver(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
-        factor = tf.cast(scale, total.dtype)
+        factor = _scalar(scale, total.dtype)
         if poisoned is not False:  # NaN times anything is NaN
             factor = tf.where(poisoned, tf.constant(math.nan, total.dtype), factor)
         _write(gradient, tf.cast(total.value * factor, gradient.dtype))
@@ -362,7 +366,7 @@ class BucketOperations:
             totals = self._operations.topkef_decode(
                 gathered=gathered.value,
                 flags=flags,
-                scale=tf.cast(scale, tf.float64),
+                scale=_scalar(scale, tf.float64),
                 G=self._dtypes,
                 recipe=self._recipe,
                 threads=_threads(),
@@ -387,6 +391,11 @@ def _write(out: Array, tensor: Tensor) -> None:
         out.buffer.write(out.start, out.stop, tensor)
     else:
         out.write(0, out.numel, tensor)
+
+
+def _scalar(number: Any, dtype: Any) -> Tensor:
+    """In its dtype; `tf.cast` makes a float32 of Python's floats first."""
+    return tf.cast(number, dtype) if tf.is_tensor(number) else tf.constant(number, dtype)
 
 
 def _flat(array: Array) -> Tensor:

@@ -70,6 +70,17 @@ class TorchOps:
     def compensate(self, residual: Tensor, gradient: Tensor, out: Tensor) -> None:
         torch.add(residual, gradient.reshape(-1), out=out)
 
+    def accelerate(self, velocity: Tensor, factor: float, gradient: Tensor, out: Tensor) -> None:
+        library = native.find().library if self._use_kernels else None
+        if library is None or velocity.device.type != "cpu":
+            torch.mul(velocity, factor, out=out)
+            out.add_(gradient.reshape(-1))
+            return
+        packed = _packed(gradient)
+        places = velocity.data_ptr(), factor, packed.data_ptr(), out.data_ptr()
+        size = out.numel(), out.element_size()
+        library.topkef_accelerate(*places, *size, torch.get_num_threads())
+
     def select(self, candidate: Tensor, k: int) -> Tensor:
         magnitude = candidate.abs()
         if k == magnitude.numel():
@@ -275,6 +286,11 @@ class CpuBucket:
                 if target is not gradient:
                     gradient.copy_(target)
         return wrong
+
+    def clear(self, payload: Tensor, arrays: Sequence[Tensor]) -> None:
+        threads = torch.get_num_threads()
+        if not self._kernel.clear(payload.data_ptr(), _places_of(arrays), threads):
+            raise AssertionError("a payload of our own has indices that cannot be")
 
     def _places(self, arena: Tensor) -> native.Addresses:
         return _places_in([self], [arena])

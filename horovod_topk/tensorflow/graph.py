@@ -78,7 +78,7 @@ class Bucket:
             self.way.send(gradients, name)
         else:
             self.way.send(correction.correct(self.velocity, gradients), name)
-            correction.mask(self.velocity, self.way.sent())
+            correction.mask(self.velocity, self.way.clear)
 
 
 def step(

@@ -127,6 +127,21 @@ def test_compensate_adds_in_the_residuals_dtype(
         assert bits(backend, out) == canonical(backend, residual + gradient.astype(wide))
 
 
+@each_way
+@given(data=st.data(), dtype=st.sampled_from(WIDE), factor=st.sampled_from([0.0, 0.9, 0.1]))
+def test_velocities_are_rounded_twice(
+    backend: Backend, data: st.DataObject, dtype: str, factor: float
+) -> None:
+    gradient = data.draw(arrays(backend, dtype))
+    velocity = np.resize(data.draw(arrays(backend, dtype, min_size=1)), gradient.size)
+    out = backend.ops.zeros(gradient.size, dtype, "cpu")
+    given_ = backend.array(velocity, dtype), factor, backend.array(gradient, dtype)
+    with np.errstate(all="ignore"):
+        backend.ops.accelerate(*given_, out)
+        expected = velocity * velocity.dtype.type(factor) + gradient
+        assert bits(backend, out) == canonical(backend, expected)
+
+
 def gradients_of_any_layout(backend: Backend, dtype: str) -> list[tuple[Any, list[float]]]:
     """Gradients, and their elements in row-major order."""
     six, four = np.arange(6.0), np.arange(4.0)
@@ -806,6 +821,13 @@ def test_deliver_scales_in_the_wide_dtype_and_rounds_once(
         assert bits(backend, gradient) == canonical(
             backend, (values * np.float32(scale)).astype(dtype)
         )
+
+
+@each_way
+def test_deliver_scales_float64_by_a_float64(backend: Backend) -> None:
+    values, gradient = np.array([1.0, -3.0, 1e-9]), backend.ops.zeros(3, "float64", "cpu")
+    backend.ops.deliver(backend.array(values, "float64"), 1 / 3, gradient, False)
+    assert bits(backend, gradient) == canonical(backend, values * (1 / 3))
 
 
 @each_way

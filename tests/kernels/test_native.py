@@ -32,7 +32,7 @@ from horovod_topk.core.shards import ShardedPlan, shard
 from horovod_topk.kernels import native
 from horovod_topk.ops import coding
 from horovod_topk.ops.numpy import NumpyOps
-from horovod_topk.ops.torch import TorchOps
+from horovod_topk.ops.torch import DTYPES, TorchOps
 
 Array = NDArray[Any]
 
@@ -170,6 +170,38 @@ def test_steps_in_a_row(isa: str, values: str, dtype: str, selection: str, indic
     both = Both(bucket)
     payloads = [both.encode(normal(bucket, scale)) for scale in (1, 1.1, 0.2, 0)]
     both.decode(payloads[:3], 1 / 3)
+
+
+@pytest.mark.parametrize("indices", ["packed", "plain"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_zeros_where_entries_were_sent(isa: str, dtype: str, indices: str) -> None:
+    """In the natural order of gradients that are dealt out; what is sent whole stays."""
+    sizes = (5, 1500, 4096, 70_001, 100_000)
+    whole = bucket_of(*sizes, dtype=dtype, ratio=0.02, indices=indices, exchange="sharded")
+    for bucket in (whole, *shard(whole, 3).scatter):
+        kernel, codec = TopK(TorchOps()), TopK(NumpyOps())
+        arenas = Arenas(bucket, *(torch.zeros(bucket.numel, dtype=DTYPES[dtype]) for _ in range(2)))
+        payload = kernel.new_payload(bucket)
+        kernel.encode(arenas, [torch.from_numpy(g) for g in normal(whole)], payload)
+        found = [torch.from_numpy(g) for g in normal(whole)]
+        expected = [each.numpy().copy() for each in found]
+        kernel.clear(bucket, payload, found)
+        codec.clear(bucket, payload.numpy(), expected)
+        for one, other, tensor in zip(found, expected, whole.tensors, strict=True):
+            np.testing.assert_array_equal(one.numpy(), other)
+            assert (one == 0).any() == (tensor.index is not None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_velocities_have_the_bits_of_two_roundings(isa: str, dtype: str, threads: int) -> None:
+    assert FOUND.library is not None
+    for numel in (0, 1, 17, 300_001):
+        u, g = (RNG.standard_normal(numel).astype(dtype) for _ in range(2))
+        out = np.empty_like(u)
+        places = u.ctypes.data, 0.9, g.ctypes.data, out.ctypes.data
+        FOUND.library.topkef_accelerate(*places, numel, out.itemsize, threads)
+        np.testing.assert_array_equal(out, u * u.dtype.type(0.9) + g)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])

@@ -21,6 +21,7 @@ def test_kernels() -> None:
         "decoding": {"packed": bench_kernels.measure_decoding(NUMEL, 0.01, 3, "packed")},
         "coding": bench_kernels.measure_coding(NUMEL, 0.01, 3),
         "shards": bench_kernels.measure_shards(NUMEL, 0.01, 3),
+        "momentum": bench_kernels.measure_momentum(NUMEL, 3),
         "exchange": {
             "exact": [dict.fromkeys(columns, 2.0) | {"share": x} for x in (0.5, 0.8, 1.1)]
         },
@@ -37,6 +38,7 @@ def test_kernels() -> None:
         "| packed | 8 |",
         "sign, packed",
         "8 owners",
+        "sampled, with |",
         "| 0.80 | 0.50, 0.80, 1.10 |",
     ):
         assert row in page

@@ -32,6 +32,7 @@ constexpr int64_t SPLIT = TOPKEF_SPLIT;  // elements a thread should have at lea
 constexpr int64_t TOGETHER = TOPKEF_TOGETHER;  // elements of shards that go together
 constexpr int64_t TILE = 4096;           // elements summed at a time, within the first-level cache
 constexpr int64_t CHUNK = 64 * TILE;     // elements decoded by one task
+constexpr int64_t CACHED = 1 << 18;      // elements that may still be cached when they are read next
 constexpr int64_t HEAD = 7, EACH = 9;    // numbers of a recipe: for the bucket, for a tensor
 
 const Passes *fastest_passes() {
@@ -440,4 +441,32 @@ int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered, int6
       decode_chunk(*bucket, chunk, indices, ranks, scale, gradient);
   });
   return -1;
+}
+
+int topkef_clear(const topkef_bucket *bucket, const uint8_t *payload, void *const *arrays,
+                 int threads) {
+  const int64_t tensors = bucket->recipe.tensors;
+  const std::vector<uint8_t> flags((size_t)tensors);
+  Indices indices(*bucket, payload, 1);
+  if (indices.unpack(flags.data(), threads) >= 0) return 0;
+  parallel(tensors, threads, [&](int64_t t) {
+    const TensorRecipe &tensor = bucket->tensors[(size_t)t];
+    if (tensor.index == NONE) return;
+    bucket->passes->clear(arrays[tensor.gradient], indices.rows(t, nullptr).indices, tensor.k,
+                          bucket->recipe.dealt(tensor));
+  });
+  return 1;
+}
+
+void topkef_accelerate(const void *velocity, double factor, const void *gradient, void *out,
+                       int64_t count, int width, int threads) {
+  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
+  auto u = static_cast<const uint8_t *>(velocity), g = static_cast<const uint8_t *>(gradient);
+  auto to = static_cast<uint8_t *>(out);
+  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
+    KeepDenormals keep;
+    const int64_t at = i * CHUNK * width, n = std::min(CHUNK, count - i * CHUNK);
+    passes->accelerate(u + at, factor, g + at, to + at, n, count >= CACHED);
+    passes->fence();
+  });
 }

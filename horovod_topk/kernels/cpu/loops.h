@@ -295,6 +295,41 @@ void deliver(void *sum, double scale, void *gradient, int64_t n) {
   deliver_slowly(total + done, (R)scale, to + done, n - done);
 }
 
+template <class R>
+inline void accelerate_slowly(const R *u, R m, const R *g, R *out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) store(out, i, m * load(u, i) + load(g, i));
+}
+
+#ifndef TOPKEF_LANES
+template <class R>
+inline int64_t stream_velocity(const R *, R, const R *, R *, int64_t) {
+  return 0;
+}
+#endif
+
+template <class R>
+void accelerate(const void *velocity, double factor, const void *gradient, void *sum, int64_t n,
+                bool past_caches) {
+  auto u = static_cast<const R *>(velocity), g = static_cast<const R *>(gradient);
+  auto out = static_cast<R *>(sum);
+  const auto m = (R)factor;
+  int64_t done = past_caches ? unaligned(out, n) : 0;
+  accelerate_slowly(u, m, g, out, done);
+  if (past_caches) done += stream_velocity(u + done, m, g + done, out + done, n - done);
+  accelerate_slowly(u + done, m, g + done, out + done, n - done);
+}
+
+template <class R>
+void clear(void *array, const uint8_t *index, int64_t count, Dealt dealt) {
+  auto to = static_cast<R *>(array);
+  auto places = reinterpret_cast<const uint32_t *>(index);
+  if (dealt.parts == 1) {
+    for (int64_t i = 0; i < count; ++i) store(to, (int64_t)load(places, i), (R)0);
+  } else {
+    for (int64_t i = 0; i < count; ++i) store(to, dealt.natural((int64_t)load(places, i)), (R)0);
+  }
+}
+
 template <class R, class G>
 constexpr void fill_row(topkef::Passes *passes, int dtype) {
   passes->gather[dtype] = gather<R, G>;
@@ -317,6 +352,8 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->drop = drop<R>;
   passes->fence = fence;
   passes->spread = spread<R>;
+  passes->accelerate = accelerate<R>;
+  passes->clear = clear<R>;
   passes->pack_index[topkef::PACKED] = pack_packed;
   passes->pack_index[topkef::SHORT] = pack_plain<uint16_t>;
   passes->pack_index[topkef::LONG] = pack_plain<uint32_t>;

@@ -113,6 +113,14 @@ using Scatter = void (*)(void *total, int64_t base, int64_t count, const Rows *r
 /* gradient[0..n) = total * scale, and total = 0; other threads see the gradient after a fence. */
 using Deliver = void (*)(void *total, double scale, void *gradient, int64_t n);
 
+/* out[0..n) = factor * velocity + gradient, all of the residual's dtype; past the caches if asked:
+ * other threads see it after a fence. */
+using Accelerate = void (*)(const void *velocity, double factor, const void *gradient, void *out,
+                            int64_t n, bool past_caches);
+
+/* array[natural(index[i])] = 0, of the residual's dtype; indices of 4 bytes, of any alignment. */
+using Clear = void (*)(void *array, const uint8_t *index, int64_t count, Dealt dealt);
+
 /* After it, what was streamed past the caches is seen by all. */
 using Fence = void (*)();
 
@@ -130,6 +138,8 @@ struct Passes {
   Scatter scatter[KINDS];
   Scatter add[KINDS];          // no indices, all elements in order
   Deliver deliver[DTYPES];     // [gradient's dtype]
+  Accelerate accelerate;
+  Clear clear;
   Fence fence;
 };
 

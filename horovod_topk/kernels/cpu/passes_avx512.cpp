@@ -81,6 +81,16 @@ struct Lines {
   }
 };
 
+/* Whole cache lines of m u + g; returns how many elements were written. */
+inline int64_t stream_velocity(const float *u, float m, const float *g, float *out, int64_t n) {
+  if (!is_aligned(out)) return 0;
+  const __m512 factor = _mm512_set1_ps(m);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    _mm512_stream_ps(out + i, _mm512_add_ps(_mm512_mul_ps(factor, load16(u + i)), load16(g + i)));
+  return i;
+}
+
 /* Sixteen bits of a word at a time; what is written past the last is overwritten, or not read. */
 inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
   const __m512i sixteen = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
