@@ -44,6 +44,7 @@ inline uint64_t lanes(const R *e, const G *g, R *out, typename Real<R>::Bits lea
 inline void fence() {}
 #endif
 
+constexpr int64_t AHEAD = 16;  // entries whose places are asked of memory before it is their turn
 constexpr int64_t TURN = 512;  // elements of one stretch before it is another's turn
 static_assert(BLOCK % TURN == 0 && DEAL % TURN == 0, "turns neither part blocks nor what is dealt");
 
@@ -238,10 +239,9 @@ void sum(const void *residual, const void *gradient, int64_t at, int64_t count, 
 
 template <class R>
 void spread(void *out, const uint32_t *index, const void *left, int64_t count) {
-  constexpr int64_t ahead = 16;
   auto to = static_cast<R *>(out);
   for (int64_t i = 0; i < count; ++i) {
-    if (i + ahead < count) __builtin_prefetch(to + index[i + ahead], 1);
+    if (i + AHEAD < count) __builtin_prefetch(to + index[i + AHEAD], 1);
     store(to, index[i], static_cast<const R *>(left)[i]);
   }
 }
@@ -323,10 +323,13 @@ template <class R>
 void clear(void *array, const uint8_t *index, int64_t count, Dealt dealt) {
   auto to = static_cast<R *>(array);
   auto places = reinterpret_cast<const uint32_t *>(index);
-  if (dealt.parts == 1) {
-    for (int64_t i = 0; i < count; ++i) store(to, (int64_t)load(places, i), (R)0);
-  } else {
-    for (int64_t i = 0; i < count; ++i) store(to, dealt.natural((int64_t)load(places, i)), (R)0);
+  auto natural = [&](int64_t i) {
+    const auto place = (int64_t)load(places, i);
+    return dealt.parts == 1 ? place : dealt.natural(place);
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + AHEAD < count) __builtin_prefetch(to + natural(i + AHEAD), 1);
+    store(to, natural(i), (R)0);
   }
 }
 
