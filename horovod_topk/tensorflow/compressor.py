@@ -82,6 +82,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._check_rates()
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._keeper: Keeper | None = None
@@ -234,6 +235,13 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             raise ConfigError(
                 "momentum='optimizer' is for PyTorch alone",
                 cure="Pass momentum=0.9 here, and momentum=0.0 to SGD",
+            )
+
+    def _check_rates(self) -> None:
+        if self.config.follow_lr:
+            raise ConfigError(
+                "follow_lr=True is for PyTorch alone: a tape knows of no learning rate",
+                cure="Leave follow_lr= out",
             )
 
     @staticmethod
