@@ -61,6 +61,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
             the optimizer's own: pass momentum=0.0 to SGD, also around a tape. 0: off.
         nesterov: whether that is Nesterov's.
+        follow_lr: for PyTorch alone: True is an error here, as tapes know of no learning rate.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
         grad_scaler: for tapes alone, the `LossScaleOptimizer` (of Keras 3 or tf-keras) that scales
             the loss: residuals are then kept in unscaled units, and a change of its scale changes
