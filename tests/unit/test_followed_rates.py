@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from horovod_topk.checkpoint.parts import common_in, fitting
+from horovod_topk.checkpoint.parts import Job, common_in, fitting, share_out
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.rates import Rates
 from horovod_topk.errors import ConfigError
@@ -92,3 +93,12 @@ def test_what_another_number_of_ranks_saved_keeps_its_rates() -> None:
     assert common_in(saved, state_of()) == {}
     assert common_in(state_of(), state_of(rates={"w": 0.2})) == {}
     assert fitting(saved, state_of(rates={"w": 0.2}))["rates"] == {"w": 0.1}
+
+
+def test_other_ranks_share_what_is_owed_at_its_rates() -> None:
+    facts = {"rates": {"w": 0.1}, "reduction": "average", "tensors": {"w": [2]}}
+    shards = [(Path(str(rank)), state_of(**facts)) for rank in range(4)]
+    own = state_of(rates={"w": 0.7})
+    mine = share_out(shards, 4, own, Job(2, "average", {"w": [2]}), "torch")
+    assert mine["rates"] == {"w": 0.1}
+    assert mine["residuals"]["w"].tolist() == [1.0, 1.0]
