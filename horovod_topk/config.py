@@ -21,6 +21,7 @@ OPTIONAL: dict[str, object] = {
     "warmup": None,
     "momentum": 0.0,
     "nesterov": False,
+    "follow_lr": False,
     "ratios": None,
 }  # settings, and what leaves them off
 
@@ -47,6 +48,7 @@ class TopKConfig:
     warmup: int | Stretches | None = None  # larger ratios first, for so many steps; None: off
     momentum: float = 0.0  # of momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether that is Nesterov's
+    follow_lr: bool = False  # whether residuals are rescaled where the learning rate changes
     ratios: Rules | None = None  # of some tensors, instead of both above; None: of none
     name: str | None = None  # prefix of the collectives' names; None derives it from the plan
 
@@ -64,6 +66,7 @@ class TopKConfig:
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_nesterov(self.nesterov, self.momentum)
+        _check_follow_lr(self.follow_lr)
         object.__setattr__(self, "ratios", checked_rules(self.ratios))
         _check_name(self.name)
 
@@ -211,6 +214,14 @@ def _check_nesterov(nesterov: object, momentum: float) -> None:
         raise ConfigError(
             f"nesterov={nesterov!r} was given with momentum={momentum}",
             cure="Pass nesterov=True with a momentum above 0, or nesterov=False",
+        )
+
+
+def _check_follow_lr(follow_lr: object) -> None:
+    if type(follow_lr) is not bool:
+        raise ConfigError(
+            f"follow_lr={follow_lr!r} is neither True nor False",
+            cure="Pass follow_lr=True, and the learning rate to the optimizer",
         )
 
 

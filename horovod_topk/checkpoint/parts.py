@@ -13,6 +13,7 @@ from typing import Any
 from horovod_topk.checkpoint.contents import BESIDES
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core import reshard
+from horovod_topk.core.rates import RATES
 from horovod_topk.core.residual import COMMITTED, owner_of
 from horovod_topk.errors import CheckpointError, StateDictError
 
@@ -48,7 +49,7 @@ def share_out(
         StateDictError: it had other tensors, or one that is not finite.
     """
     ops, wrap, unwrap = _arrays(framework)
-    committed: dict[str, Any] = {}  # the same in all shards
+    common: dict[str, Any] = {}  # the same in all shards
 
     def read() -> Iterator[StateDict]:
         for path, shard in shards:
@@ -58,7 +59,7 @@ def share_out(
                     _check_tensors(shard, job)
                 fitting = _each(_without(shard, _differing(shard, job)), wrap)
                 _check_finite(fitting, ops)
-            committed.update(committed_in(shard, own))
+            common.update(common_in(shard, own))
             yield fitting
 
     total = reshard.pending(read(), saved, job.reduction, ops)
@@ -66,12 +67,15 @@ def share_out(
         log.warning("TopKEF: velocities of momentum correction start at zero")
         own = {**own, "velocity": _at_zero(own["velocity"])}
     mine = reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops)
-    return _each({**mine, **committed}, unwrap)
+    return _each({**mine, **common}, unwrap)
 
 
-def committed_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
-    """What is saved of the steps that warm-up counts, where it counts them."""
-    return {COMMITTED: saved[COMMITTED]} if COMMITTED in saved and COMMITTED in own else {}
+def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
+    """What is the same on all ranks: the steps that warm-up counts, and the rates of residuals.
+
+    Of what this rank's state dict has, where it is saved.
+    """
+    return {key: saved[key] for key in (COMMITTED, RATES) if key in saved and key in own}
 
 
 def check_reduction(shard: StateDict, reduction: str) -> None:
@@ -144,7 +148,7 @@ def _each(state: StateDict, change: Callable[[Any], Any]) -> dict[str, Any]:
 
 def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's own state dict with the residuals that fit it, and zeros for the others."""
-    fitting = {**own, **committed_in(saved, own), "residuals": _residuals(saved, own)}
+    fitting = {**own, **common_in(saved, own), "residuals": _residuals(saved, own)}
     if "owned" in own:
         same = owner_of(saved.get("owned")) == owner_of(own["owned"])
         owned = _residuals(saved["owned"] if same else {}, own["owned"])

@@ -27,6 +27,7 @@ from horovod_topk.core.codec import Codec
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.rates import RATES, Rates, rates_of
 from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.residual import (
     COMMITTED,
@@ -79,6 +80,7 @@ class Compressor(Generic[Array]):
         self.registry = ResidualRegistry(plan, ops, exchange.holders)
         self.owned = exchange.owned(plan, ops)  # residuals of what this rank owns, if it does
         self.momentum = Momentum(plan, ops) if plan.config.momentum else None
+        self.rates: Rates | None = None  # that residuals follow, if they do
         self.name = name
         self.steps = 0
         self._schedule = Schedule(plan.config)
@@ -112,6 +114,7 @@ class Compressor(Generic[Array]):
             self.rollback()
         if not self.is_under_way:
             self._fit()
+            self._follow()
             self._turn_to(self.ratio)
         bucket = self._buckets[ordinal]
         self._drain(bucket)
@@ -256,6 +259,14 @@ class Compressor(Generic[Array]):
         if units is not None and units != self.ranks:
             self.registry.scale(rescaling(self.plan.reduction, units, self.ranks))
 
+    def _follow(self) -> None:
+        """Owe the same updates at learning rates that have changed."""
+        factors = {} if self.rates is None else self.rates.turn()
+        if factors:
+            for registry in self._kept():
+                registry.rescale(factors)
+            self._forget_gradients()
+
     def _turn_to(self, ratio: float) -> None:
         """Take another rung, where there is nothing under way."""
         if ratio == self.plan.config.ratio:
@@ -280,11 +291,14 @@ class Compressor(Generic[Array]):
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's residuals, and of those of the shards it owns.
 
-        With warm-up also how many steps were committed, from which it goes on.
+        With warm-up also how many steps were committed, from which it goes on, and with `follow_lr`
+        the learning rates in whose units residuals are.
         """
         state = self.registry.state_dict()
         if self.plan.config.warmup is not None:
             state[COMMITTED] = self._committed
+        if self.rates is not None:
+            state[RATES] = dict(self.rates.units)
         if self.owned is not None:
             state["owned"] = dict(self._exchange.owner) | self.owned.state_dict()
         if self.momentum is not None:
@@ -298,7 +312,7 @@ class Compressor(Generic[Array]):
             StateDictError: a residual does not fit; nothing has changed.
         """
         check_owner(self._exchange.owner if self.owned is not None else None, state.get("owned"))
-        committed = committed_of(state, self._committed)
+        committed, rates = committed_of(state, self._committed), rates_of(state)
         check_velocity(self.momentum is not None, state)
         self.registry.check(state)
         others = dict(self._others())
@@ -306,6 +320,7 @@ class Compressor(Generic[Array]):
             registry.check(state[part])
         self.abandon()
         self._committed = committed
+        self._owe_at(rates)
         self.registry.load_state_dict(state)
         for part, registry in others.items():
             registry.load_state_dict(state[part])
@@ -315,6 +330,7 @@ class Compressor(Generic[Array]):
         """Set every residual to zero; a step under way is abandoned."""
         self.abandon()
         self.registry.reset()
+        self._owe_at({})
         for _, registry in self._others():
             registry.reset()
         self._forget_gradients()
@@ -333,18 +349,24 @@ class Compressor(Generic[Array]):
 
     def residual_norm(self) -> float:
         """Euclidean norm of all residuals. Waits for the device."""
-        registries = [self.registry] if self.owned is None else [self.registry, self.owned]
-        arenas = (a for registry in registries for a in registry.all_arenas())
+        arenas = (a for registry in self._kept() for a in registry.all_arenas())
         return math.hypot(*(self._ops.norm(a.residual) for a in arenas))
 
     def owed(self, name: str) -> float:
         """Norm of what this rank keeps of one tensor. Waits for the device."""
-        registries = [self.registry] if self.owned is None else [self.registry, self.owned]
-        return math.hypot(*(self._ops.norm(each.residual(name)) for each in registries))
+        return math.hypot(*(self._ops.norm(each.residual(name)) for each in self._kept()))
 
     def gradient_norm(self) -> float:
         """Euclidean norm of the gradients launched last. Waits for the device."""
         return math.hypot(*(self._bucket_norm(b) for b in self._buckets.values()))
+
+    def _kept(self) -> list[ResidualRegistry[Array]]:
+        """What is owed: by this rank, and by the owner it is."""
+        return [self.registry] if self.owned is None else [self.registry, self.owned]
+
+    def _owe_at(self, rates: dict[str, float]) -> None:
+        if self.rates is not None:
+            self.rates.units = rates
 
     def _others(self) -> Iterator[tuple[str, ResidualRegistry[Array]]]:
         """What is kept besides this rank's residuals, by its name in a state dict."""

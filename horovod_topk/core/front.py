@@ -87,6 +87,7 @@ class Front(abc.ABC):
         warmup: int | Sequence[tuple[int, float]] | None = TopKConfig.warmup,
         momentum: float | str = TopKConfig.momentum,
         nesterov: bool = TopKConfig.nesterov,
+        follow_lr: bool = TopKConfig.follow_lr,
         ratios: Asked | None = TopKConfig.ratios,
         name: str | None = TopKConfig.name,
         grad_scaler: Any = None,
@@ -111,6 +112,7 @@ class Front(abc.ABC):
             warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
             TopKConfig.momentum if momentum == TAKE_OVER else momentum,  # type: ignore[arg-type]
             nesterov,
+            follow_lr,
             checked_rules(ratios),
             name,
         )

@@ -103,6 +103,13 @@ class ResidualRegistry(Generic[Array]):
         for arenas in self.all_arenas():
             self._ops.assign(arenas.residual, scaled(arenas.residual, factor, self._ops))
 
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Multiply the residuals of some tensors, by name, in place."""
+        for name, factor in factors.items():
+            for piece in self._pieces.get(name, ()):
+                view = self._view(*piece)
+                self._ops.deliver(view, factor, view, False)
+
     def turn_to(self, plan: Plan) -> None:
         """Take on a plan of the same tensors in the same places; residuals stay where they are."""
         for bucket in plan.buckets:

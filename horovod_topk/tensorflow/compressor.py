@@ -61,6 +61,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
             the optimizer's own: pass momentum=0.0 to SGD, also around a tape. 0: off.
         nesterov: whether that is Nesterov's.
+        follow_lr: for PyTorch alone: True is an error here, as tapes know of no learning rate.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
         grad_scaler: for tapes alone, the `LossScaleOptimizer` (of Keras 3 or tf-keras) that scales
             the loss: residuals are then kept in unscaled units, and a change of its scale changes
@@ -82,6 +83,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._check_rates()
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._keeper: Keeper | None = None
@@ -234,6 +236,13 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             raise ConfigError(
                 "momentum='optimizer' is for PyTorch alone",
                 cure="Pass momentum=0.9 here, and momentum=0.0 to SGD",
+            )
+
+    def _check_rates(self) -> None:
+        if self.config.follow_lr:
+            raise ConfigError(
+                "follow_lr=True is for PyTorch alone: a tape knows of no learning rate",
+                cure="Leave follow_lr= out",
             )
 
     @staticmethod

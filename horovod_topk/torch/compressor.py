@@ -46,6 +46,9 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
             the optimizer's own: "optimizer" takes over that of `torch.optim.SGD`, `Adam` or
             `AdamW`, whose `momentum` or `betas[0]` is 0 then; or pass a number. 0: off.
         nesterov: whether that is Nesterov's.
+        follow_lr: multiply residuals by old / new learning rate where that of their parameter group
+            changes, so that what waits counts at the rate at which it was computed
+            (`horovod_topk.core.rates`).
         ratios: ratios of some tensors, instead of `ratio` and `gather_ratio`: a mapping, or pairs,
             of a pattern of names as in `fnmatch` ("head.*"), or a function of a tensor's name and
             shape that returns a bool, and a ratio or "dense". The first that holds wins. A pattern
@@ -68,7 +71,7 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
     Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`
-    and `warmup`.
+    and `warmup`; Zheng et al. 2019 (Blockwise Momentum SGD with Error-Feedback) for `follow_lr`.
     """
 
     framework = "torch"

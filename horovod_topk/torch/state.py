@@ -47,6 +47,7 @@ from horovod_topk.torch.momentum import (
 )
 from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preparation import Preparation
+from horovod_topk.torch.rates import followed
 from horovod_topk.torch.scaling import Scaler
 
 log = logging.getLogger("horovod_topk")
@@ -108,6 +109,7 @@ class OptimizerState:
         exchange = exchange_of(plan, ops, collective)
         name = f"{self._prefix}.{self._ordinal}"
         self._compressor = Compressor(plan, ops, TopK(ops), exchange, name)
+        self._compressor.rates = followed(optimizer, config)
         self._index(plan)
         self._skipped |= plan.sent_dense()
         log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))

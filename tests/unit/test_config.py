@@ -33,6 +33,7 @@ def test_the_defaults() -> None:
         "warmup": None,
         "momentum": 0.0,
         "nesterov": False,
+        "follow_lr": False,
         "ratios": None,
         "name": None,
     }
@@ -48,7 +49,7 @@ def test_settings_are_frozen_and_compare_by_value() -> None:
 
 def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopKConfig)]
-    optional = {"momentum": 0.5, "nesterov": True, "ratios": (("w", 1.0),)}
+    optional = {"momentum": 0.5, "nesterov": True, "follow_lr": True, "ratios": (("w", 1.0),)}
     everything = TopKConfig(clip_norm=1.0, warmup=100, **optional)
     assert list(everything.agreed()) == names
 

@@ -29,6 +29,7 @@ class Cell:
     warmup: int = 0  # steps of larger ratios
     without: str = ""  # a part that is left out; see `study.frontier.ablated`
     gather_ratio: float | None = None  # what owners of shards send back; None: as `ratio`
+    follow_lr: bool = False  # whether residuals are rescaled where the learning rate changes
 
     @property
     def config(self) -> TopKConfig:
@@ -40,6 +41,7 @@ class Cell:
             momentum=self.momentum,
             warmup=self.warmup or None,
             gather_ratio=self.gather_ratio,
+            follow_lr=self.follow_lr,
         )
 
     @property
@@ -48,6 +50,7 @@ class Cell:
         how = f"{self.exchange} {self.values} {self.ratio:g}" + " corrected" * (self.momentum > 0)
         how += f" back {self.gather_ratio:g}" if self.gather_ratio else ""
         how += f" warm-up {self.warmup}" * (self.warmup > 0)
+        how += " following" * self.follow_lr
         how += f" less {self.without}" * bool(self.without)
         return f"{self.workload} {self.optimizer} {self.shards} {how} seed {self.seed}"
 

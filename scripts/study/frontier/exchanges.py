@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from horovod_topk.core.exchange import Exchange as Way
 from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import Plan, make_plan
+from horovod_topk.core.rates import Rates
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.planning import spec_of
 from study.frontier.loopback import Collective, Loopback
@@ -66,6 +68,11 @@ class Compressed:
         ways = [exchange_of(config.exchange, wire, rank) for rank in range(ranks)]
         self._plan = plan
         self.compressors = [Compressor(plan, ops, TopK(ops), way, "simulated") for way in ways]
+
+    def follow(self, lr: Callable[[], float]) -> None:
+        """Have residuals follow what is the learning rate of all parameters."""
+        for each in self.compressors:
+            each.rates = Rates(lambda: dict.fromkeys(self._positions, lr()))
 
     def mean(self, gradients: list[Gradients]) -> Gradients:
         """`Exchange.mean`: as Horovod's optimizer with TopKEF exchanges and commits."""

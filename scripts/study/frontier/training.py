@@ -37,6 +37,8 @@ class Job:
         )
         self._optimizer = torch_harness.optimizer(settings, self.model)
         self._schedule = LambdaLR(self._optimizer, harness.warmup_cosine(cell.steps))
+        if cell.follow_lr and isinstance(self.exchange, Compressed):
+            self.exchange.follow(lambda: float(self._optimizer.param_groups[0]["lr"]))
 
     def step(self) -> None:
         """A batch on every rank, an exchange, and a step that is the same on all."""

@@ -1,0 +1,127 @@
+"""Residuals that follow the learning rates of parameter groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor
+
+import training
+from horovod_topk import checkpoint
+from horovod_topk.torch import TopKEF
+from training import Setup, Task
+from witness import assert_ranks_equal, assert_residuals, assert_same, residuals
+
+SPARSE = {"ratio": 0.05, "min_numel": 0}
+FACTORS = (0.2, 1.0, 1.0, 0.5, 0.1, 0.01)  # of a learning rate, step by step
+
+
+def groups_of(task: Any) -> Any:
+    first, *others = task.parameters()
+    return [{"params": [first], "lr": 0.05}, {"params": others, "lr": 0.2}]
+
+
+SETUP = Setup(optimizer=training.plain_sgd, parameter_groups=groups_of)
+
+
+def take(task: Task, optimizer: Any, step: int) -> None:
+    """A step at that step's rates."""
+    for group, rate in zip(optimizer.param_groups, (0.05, 0.2), strict=True):
+        group["lr"] = rate * FACTORS[step]
+    training.ordinary(task, optimizer, step)
+
+
+def mean(tensor: Tensor, name: str) -> Tensor:
+    """Over ranks, in float64."""
+    averaged: Tensor = hvd.allreduce(tensor.detach().double(), name=name)
+    return averaged
+
+
+def gap(exchange: str, *, follow_lr: bool) -> float:
+    """By how much updates and what is owed miss all gradients at their rates, at most."""
+    task = SETUP.task()
+    compression = TopKEF(**SPARSE, exchange=exchange, follow_lr=follow_lr)
+    optimizer = SETUP.distributed(task, compression)
+    begun, names = training.snapshot(task), [name for name, _ in task.named_parameters()]
+    due = [torch.zeros_like(p, dtype=torch.float64) for p in task.parameters()]
+    for step, factor in enumerate(FACTORS):
+        gradients = torch.autograd.grad(task.loss(hvd.rank(), step), list(task.parameters()))
+        for i, gradient in enumerate(gradients):
+            due[i] += (0.05 if i == 0 else 0.2) * factor * mean(gradient, f"case.{i}")
+        take(task, optimizer, step)
+    assert_ranks_equal(task.parameters())
+    owed, worst = residuals(optimizer), 0.0
+    for i, (name, p) in enumerate(zip(names, task.parameters(), strict=True)):
+        rate = (0.05 if i == 0 else 0.2) * FACTORS[-1]
+        left = rate * mean(owed[name], f"case.owed.{i}").view(p.shape)
+        missed = begun[i].double() - p.detach().double() + left - due[i]
+        worst = max(worst, float(missed.norm() / due[i].norm()))
+    return worst
+
+
+@pytest.mark.world_size(2, 3)
+def test_updates_and_what_is_owed_are_all_gradients_at_their_rates() -> None:
+    assert gap("allgather", follow_lr=True) < 1e-5
+    assert gap("allgather", follow_lr=False) > 1e-2
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_a_checkpoint_carries_the_rates(
+    exchange: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pytest.importorskip("safetensors")
+    settings = SPARSE | {"exchange": exchange, "follow_lr": True}
+    task = SETUP.task()
+    optimizer = SETUP.distributed(task, TopKEF(**settings))
+    for step in range(3):
+        take(task, optimizer, step)
+    shared = hvd.broadcast_object(str(tmp_path_factory.mktemp("checkpoint")), root_rank=0)
+    checkpoint.save(shared, TopKEF.of(optimizer))
+    hvd.allreduce(torch.zeros(1), name="saved")
+    again = SETUP.task()
+    again.load_state_dict(task.state_dict())
+    resumed = SETUP.distributed(again, TopKEF(**settings))
+    checkpoint.load(shared, TopKEF.of(resumed))
+    for step in range(3, len(FACTORS)):
+        take(task, optimizer, step)
+        take(again, resumed, step)
+    assert_same(training.snapshot(again), training.snapshot(task))
+    assert_residuals(resumed, residuals(optimizer))
+
+
+@pytest.mark.world_size(2, 3)
+def test_a_skipped_step_is_rescaled_for_once() -> None:
+    """The next step goes on from the same residuals, and from those of a run without it."""
+    task = SETUP.task()
+    optimizer = SETUP.distributed(task, TopKEF(**SPARSE, follow_lr=True))
+    take(task, optimizer, 0)
+    other = SETUP.task()
+    other.load_state_dict(task.state_dict())
+    never = SETUP.distributed(other, TopKEF(**SPARSE, follow_lr=True))
+    TopKEF.of(never).load_state_dict(TopKEF.of(optimizer).state_dict())
+    for group, rate in zip(optimizer.param_groups, (0.05, 0.2), strict=True):
+        group["lr"] = rate * FACTORS[3]
+    for _ in range(2):
+        optimizer.zero_grad()
+        task.loss(hvd.rank(), 1).backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+    take(task, optimizer, 3)
+    take(other, never, 3)
+    assert_same(training.snapshot(task), training.snapshot(other))
+    assert_residuals(optimizer, residuals(never))
+
+
+@pytest.mark.world_size(2, 3)
+def test_ranks_of_other_rates_end_a_step_together() -> None:
+    task = SETUP.task()
+    optimizer = SETUP.distributed(task, TopKEF(**SPARSE, follow_lr=True))
+    for step in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step * (1 + hvd.rank()))
+        training.ordinary(task, optimizer, step)
+    assert TopKEF.of(optimizer).stats().steps == 3

@@ -1,0 +1,238 @@
+"""Residuals that follow the learning rate: what is owed stays owed in units of updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from oracle.backends import NUMPY, TORCH, Backend, each_backend
+from oracle.world import Gradients, World, same_bits
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.rates import SMALLEST, Rates, rates_of
+from horovod_topk.core.reshard import pending
+from horovod_topk.errors import StateDictError
+
+SIZES = {"body": 3000, "head": 1300, "bias": 40}
+RANKS = 4
+EXCHANGES = ("allgather", "sharded", "hierarchical")
+SCHEDULE = tuple(0.5 * (1 + math.cos(math.pi * step / 12)) for step in range(12))
+
+
+class Followed:
+    """A job whose learning rates are what a test says they are.
+
+    body has `rates[0]`, all other tensors `rates[1]`.
+    """
+
+    def __init__(
+        self, plan: Plan, backend: Backend = TORCH, *, follows: bool = True, ranks: int = RANKS
+    ) -> None:
+        self.world = World(plan, ranks, backend)
+        self.rates = [1.0, 1.0]
+        for each in self.world.ranks if follows else ():
+            each.rates = Rates(self.now)
+
+    def now(self) -> dict[str, float]:
+        return {name: self.rates[name != "body"] for name in SIZES}
+
+    def step(self, rates: Sequence[float], gradients: list[Gradients]) -> list[Gradients]:
+        self.rates = list(rates)
+        return self.world.step(gradients)
+
+    def owed(self) -> Mapping[str, NDArray[Any]]:
+        """All residuals together, in units of what is applied."""
+        states = [each.state_dict() for each in self.world.ranks]
+        total = pending(states, self.world.size, "average", self.world.backend.ops)
+        return {name: self.world.backend.numpy(each) for name, each in total.items()}
+
+
+def plan_of(**settings: Any) -> Plan:
+    specs = [TensorSpec(name, (n,), "float32") for name, n in SIZES.items()]
+    return make_plan(specs, TopKConfig(**{"ratio": 0.02, "min_numel": 0, **settings}))
+
+
+def gradients_of(steps: int, ranks: int = RANKS) -> Iterator[list[Gradients]]:
+    random = np.random.default_rng(steps)
+    for _ in range(steps):
+        yield [
+            {name: random.standard_normal(n).astype(np.float32) for name, n in SIZES.items()}
+            for _ in range(ranks)
+        ]
+
+
+def pairs(schedule: Sequence[float]) -> list[tuple[float, float]]:
+    """Rates of two groups: the second one's are ten times as large, and change more slowly."""
+    return [(rate, 10 * math.sqrt(rate)) for rate in schedule]
+
+
+def gap(job: Followed) -> float:
+    """By how much updates and what is owed miss the sum of lr * mean gradient, at most."""
+    sums = {name: np.zeros(n) for name, n in SIZES.items()}
+    schedule = pairs(SCHEDULE)
+    for rates, gradients in zip(schedule, gradients_of(len(schedule)), strict=True):
+        (exchanged, *_) = job.step(rates, [dict(one) for one in gradients])
+        for name, rate in job.now().items():
+            mean = np.mean([one[name].astype(np.float64) for one in gradients], 0)
+            sums[name] += rate * (mean - exchanged[name])
+    return max(
+        float(abs(sums[name] - rate * job.owed()[name]).max()) / max(1.0, abs(sums[name]).max())
+        for name, rate in job.now().items()
+    )
+
+
+@each_backend
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("values", ["float32", "int8"])
+def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
+    backend: Backend, exchange: str, values: str
+) -> None:
+    plan = plan_of(exchange=exchange, values=values)
+    assert gap(Followed(plan, backend)) < 2e-5
+    assert gap(Followed(plan, backend, follows=False)) > 0.1
+
+
+@each_backend
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_where_everything_is_sent_nothing_changes(backend: Backend, exchange: str) -> None:
+    momentum = 0.0 if exchange == "hierarchical" else 0.9
+    plan = plan_of(ratio=1.0, exchange=exchange, momentum=momentum)
+    followed, plain = Followed(plan, backend), Followed(plan, backend, follows=False)
+    for rates, gradients in zip(pairs(SCHEDULE), gradients_of(len(SCHEDULE)), strict=True):
+        assert same_bits(followed.step(rates, gradients), plain.step(rates, gradients))
+
+
+def test_velocities_stay_as_they_are() -> None:
+    job = Followed(plan_of(momentum=0.9))
+    for gradients in gradients_of(3):
+        job.step((1.0, 1.0), gradients)
+    owed, velocity = first_of(job, "residuals"), first_of(job, "velocity")
+    job.rates = [0.25, 1.0]
+    (gradients,) = gradients_of(1)
+    job.world.exchange(gradients)
+    job.world.rollback()
+    assert same_bits([first_of(job, "velocity")], [velocity])
+    assert same_bits([first_of(job, "residuals")], [{**owed, "body": 4 * owed["body"]}])
+
+
+def first_of(job: Followed, part: str) -> Gradients:
+    """Of rank 0."""
+    state = job.world.ranks[0].state_dict()
+    residuals = state["residuals"] if part == "residuals" else state[part]["residuals"]
+    return {name: job.world.backend.numpy(e) for name, e in residuals.items()}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_step_that_does_not_count_is_rescaled_for_once(exchange: str) -> None:
+    """It leaves the same pair of residuals and rates, to the bit, however often it is tried."""
+    job = Followed(plan_of(exchange=exchange))
+    first, second, third = gradients_of(3)
+    job.step((1.0, 1.0), first)
+    job.rates = [0.3, 0.3]
+    seen = []
+    for spoiled in (False, True, True):
+        gradients = [{n: g * np.nan for n, g in one.items()} for one in second]
+        job.world.exchange(gradients if spoiled else second)
+        assert not any(job.world.commit()) if spoiled else job.world.rollback() is None
+        seen.append((*job.world.residuals(), *job.world.owned()))
+    assert same_bits(seen[0], seen[1])
+    assert same_bits(seen[0], seen[2])
+    never = Followed(plan_of(exchange=exchange))
+    never.step((1.0, 1.0), first)
+    assert same_bits(job.step((0.3, 0.3), third), never.step((0.3, 0.3), third))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_resumed_job_is_the_one_that_never_stopped(exchange: str) -> None:
+    plan = plan_of(exchange=exchange)
+    job, again = Followed(plan), Followed(plan)
+    steps = list(zip(pairs(SCHEDULE), gradients_of(len(SCHEDULE)), strict=True))
+    for rates, gradients in steps[:5]:
+        job.step(rates, gradients)
+    for one, other in zip(job.world.ranks, again.world.ranks, strict=True):
+        other.load_state_dict(one.state_dict())
+    for rates, gradients in steps[5:]:
+        assert same_bits(job.step(rates, gradients), again.step(rates, gradients))
+    assert same_bits(job.world.residuals(), again.world.residuals())
+
+
+def test_a_constant_rate_changes_nothing() -> None:
+    followed, plain = Followed(plan_of()), Followed(plan_of(), follows=False)
+    for gradients in gradients_of(4):
+        assert same_bits(followed.step((0.1, 0.3), gradients), plain.step((0.1, 0.3), gradients))
+    assert same_bits(followed.world.residuals(), plain.world.residuals())
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, math.nan, math.inf, SMALLEST / 2, 5e-324])
+def test_what_is_no_rate_is_not_followed(rate: float) -> None:
+    """Residuals stay in units of the last one."""
+    present = [0.4]
+    rates = Rates(lambda: {"w": present[0]})
+    assert rates.turn() == {}
+    for present[0] in (rate, rate):
+        assert rates.turn() == {}
+    assert rates.units == {"w": 0.4}
+    present[0] = 0.1
+    assert rates.turn() == {"w": 4.0}
+    assert rates.turn() == {}
+
+
+def test_a_first_rate_of_zero_is_none() -> None:
+    present = [0.0]
+    rates = Rates(lambda: {"w": present[0]})
+    assert (rates.turn(), rates.units) == ({}, {})
+    present[0] = 0.1
+    assert (rates.turn(), rates.units) == ({}, {"w": 0.1})
+
+
+def test_residuals_stay_finite_down_to_the_smallest_rate() -> None:
+    job = Followed(plan_of(), NUMPY)
+    (gradients,) = gradients_of(1)
+    rate = 10.0
+    while rate > 1e-20:
+        job.step((rate, rate), gradients)
+        rate /= 300
+    assert all(np.isfinite(e).all() for one in job.world.residuals() for e in one.values())
+    assert job.world.ranks[0].rolled_back == 0
+
+
+def test_ranks_of_other_rates_do_not_wait_for_each_other() -> None:
+    job = Followed(plan_of())
+    job.world.ranks[1].rates = Rates(lambda: dict.fromkeys(SIZES, 0.7 / (1 + job.rates[0])))
+    for rates, gradients in zip(pairs(SCHEDULE), gradients_of(len(SCHEDULE)), strict=True):
+        exchanged = job.step(rates, gradients)
+        assert same_bits(exchanged, [exchanged[0]] * RANKS)
+
+
+def test_what_is_forgotten_is_in_units_of_no_rate() -> None:
+    job = Followed(plan_of())
+    (gradients,) = gradients_of(1)
+    job.step((0.5, 0.5), gradients)
+    job.world.ranks[0].reset()
+    assert job.world.ranks[0].state_dict()["rates"] == {}
+
+
+def test_state_dicts_without_rates_are_in_units_of_the_next() -> None:
+    plain, followed = Followed(plan_of(), follows=False), Followed(plan_of())
+    first, second = gradients_of(2)
+    plain.step((0.5, 0.5), first)
+    followed.step((0.1, 0.1), second)
+    for one, other in zip(plain.world.ranks, followed.world.ranks, strict=True):
+        assert "rates" not in one.state_dict()
+        other.load_state_dict(one.state_dict())
+    assert same_bits(followed.step((0.2, 0.2), second), plain.step((0.2, 0.2), second))
+
+
+@pytest.mark.parametrize("rates", [{"body": 0.0}, {"body": math.nan}, {"body": "0.1"}, [0.1], None])
+def test_state_dicts_with_what_is_no_rate_are_refused(rates: object) -> None:
+    with pytest.raises(StateDictError, match="learning rates"):
+        rates_of({"rates": rates})
+    job = Followed(plan_of())
+    (rank, *_) = job.world.ranks
+    with pytest.raises(StateDictError):
+        rank.load_state_dict(rank.state_dict() | {"rates": rates})
