@@ -108,7 +108,7 @@ class Front(abc.ABC):
             selection,
             min_numel,
             clip_norm,
-            warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
+            warmup,  # type: ignore[arg-type]  # pairs become a tuple where they are checked
             TopKConfig.momentum if momentum == TAKE_OVER else momentum,  # type: ignore[arg-type]
             nesterov,
             checked_rules(ratios),
