@@ -28,8 +28,7 @@ def compression(args: argparse.Namespace) -> Any:
         # Imported here and not above, so that the other two run a Horovod nobody has touched.
         from horovod_topk.tensorflow import TopKEF
 
-        settings = {"ratio": args.ratio, "values": args.values, "exchange": args.exchange}
-        return TopKEF(**settings, momentum=args.momentum)
+        return TopKEF(**harness.topk_settings(args))
     return getattr(hvd.Compression, args.compression)
 
 
