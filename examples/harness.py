@@ -76,6 +76,11 @@ def topk_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in named} | {"ratios": parse_ratios(args.ratios)}
 
 
+def own_momentum(args: argparse.Namespace) -> float:
+    """The optimizer's, of AdamW its first beta: 0 where TopKEF applies it, corrected."""
+    return 0.0 if args.compression == "topk" and args.momentum > 0 else 0.9
+
+
 def threads(local_size: int) -> int:
     """OMP_NUM_THREADS, or else a rank's fair share of its machine's cores."""
     share = max(1, len(os.sched_getaffinity(0)) // local_size)
