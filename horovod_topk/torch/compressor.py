@@ -67,8 +67,8 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         ... )
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
-    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`
-    and `warmup`.
+    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`,
+    `warmup` and `momentum`.
     """
 
     framework = "torch"
