@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import horovod
 from tqdm import tqdm
 
+from horovod_topk.cli.processor import cpu_model
 from horovod_topk.cli.ratios import parse_ratios
 
 SPLITS = ("held-out", "validation")
@@ -136,13 +137,6 @@ def environment(versions: dict[str, str]) -> dict[str, Any]:
         "horovod": horovod.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def cpu_model() -> str:
-    """The processor's name, as the kernel gives it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def traffic(result: dict[str, Any]) -> str:
