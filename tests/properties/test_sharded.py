@@ -51,7 +51,7 @@ def owed(world: World) -> dict[str, NDArray[Any]]:
 
 @each_backend
 @pytest.mark.parametrize("values", ["float32", "int8", "int4", "sign"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_applied_and_owed_are_the_sum_of_all_means(
     backend: Backend, ranks: int, values: str
 ) -> None:
@@ -67,7 +67,8 @@ def test_applied_and_owed_are_the_sum_of_all_means(
     left = owed(world)
     for name in SIZES:
         np.testing.assert_allclose(applied[name] + left[name], given_[name], atol=2e-5)
-    assert all(own[name].any() for own in world.owned() for name in ("conv", "odd"))
+    owned = [own[name] for own in world.owned() for name in ("conv", "odd")]
+    assert all(e.any() for e in owned if e.size)  # eight ranks do not all own a block of "odd"
 
 
 @each_backend
