@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from horovod_topk.cli.processor import cpu_model
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.momentum import Correction
