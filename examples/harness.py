@@ -20,6 +20,9 @@ from typing import Any, TypeVar
 import horovod
 from tqdm import tqdm
 
+from horovod_topk.cli.processor import cpu_model
+from horovod_topk.cli.ratios import parse_ratios
+
 SPLITS = ("held-out", "validation")
 
 Batch = TypeVar("Batch")
@@ -40,6 +43,13 @@ def arguments(
         "--values", default="float32", help="how topk sends values, such as int8 (default: float32)"
     )
     add("--exchange", default="allgather", help="how its payloads travel (default: allgather)")
+    add(
+        "--ratios",
+        nargs="+",
+        default=(),
+        metavar="PATTERN=RATIO",
+        help="of some tensors, as in 'head.*=dense'; the first that matches wins",
+    )
     add("--momentum", type=float, default=0.0, help="of momentum correction in topk (default: off)")
     add("--optimizer", choices=("sgd", "adamw"), default=optimizer)
     add("--lr", type=float, default=lr, help="peak learning rate (default: %(default)s)")
@@ -59,6 +69,17 @@ def add_evaluation(parser: argparse.ArgumentParser, *, every: int) -> None:
         default="held-out",
         help="choose learning rates on validation, report on held-out (default: %(default)s)",
     )
+
+
+def topk_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the arguments say of TopKEF, of either framework."""
+    named = ("ratio", "values", "exchange", "momentum")
+    return {name: getattr(args, name) for name in named} | {"ratios": parse_ratios(args.ratios)}
+
+
+def own_momentum(args: argparse.Namespace) -> float:
+    """The optimizer's, of AdamW its first beta: 0 where TopKEF applies it, corrected."""
+    return 0.0 if args.compression == "topk" and args.momentum > 0 else 0.9
 
 
 def threads(local_size: int) -> int:
@@ -118,13 +139,6 @@ def environment(versions: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def cpu_model() -> str:
-    """The processor's name, as the kernel gives it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
 def traffic(result: dict[str, Any]) -> str:
     """One clause on the bytes of a run, for its summary."""
     sent, dense = result["sent_bytes"], result["dense_bytes"]
@@ -139,7 +153,8 @@ def summary(result: dict[str, Any]) -> str:
     topk = config["compression"] == "topk"
     name = config["compression"]
     if topk:
-        name = f"topk at {config['ratio']:g}, {config['values']}, {config['exchange']}"
+        ratios = " ".join(["", *config["ratios"]])
+        name = f"topk at {config['ratio']:g}{ratios}, {config['values']}, {config['exchange']}"
     scores = (
         f"{config['evaluate_on']} {column.replace('_', ' ')} {values[-1]:.4f}"
         for column, values in history.items()

@@ -28,16 +28,17 @@ def compression(args: argparse.Namespace) -> Any:
         # Imported here and not above, so that the other two run a Horovod nobody has touched.
         from horovod_topk.tensorflow import TopKEF
 
-        settings = {"ratio": args.ratio, "values": args.values, "exchange": args.exchange}
-        return TopKEF(**settings, momentum=args.momentum)
+        return TopKEF(**harness.topk_settings(args))
     return getattr(hvd.Compression, args.compression)
 
 
 def optimizer(args: argparse.Namespace, keras: Any) -> Any:
     """The optimizer the arguments name, before Horovod wraps it."""
+    momentum = harness.own_momentum(args)
     if args.optimizer == "adamw":  # with PyTorch's defaults, as in the other examples
-        return keras.optimizers.AdamW(args.lr, weight_decay=0.01, epsilon=1e-8)
-    return keras.optimizers.SGD(args.lr, momentum=0.9)
+        rest = {"weight_decay": 0.01, "epsilon": 1e-8}
+        return keras.optimizers.AdamW(args.lr, beta_1=momentum, **rest)
+    return keras.optimizers.SGD(args.lr, momentum=momentum)
 
 
 def batches(*columns: np.ndarray, batch_size: int, seed: int) -> tf.data.Dataset:

@@ -21,18 +21,16 @@ def compression(args: argparse.Namespace) -> Any:
         # Imported here and not above, so that the other two run a Horovod nobody has touched.
         from horovod_topk.torch import TopKEF
 
-        settings = {"ratio": args.ratio, "values": args.values, "exchange": args.exchange}
-        return TopKEF(**settings, momentum=args.momentum)
+        return TopKEF(**harness.topk_settings(args))
     return getattr(hvd.Compression, args.compression)
 
 
 def optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
     """The optimizer the arguments name, before Horovod wraps it."""
-    corrected = args.compression == "topk" and args.momentum > 0  # TopKEF has it then
+    momentum = harness.own_momentum(args)
     if args.optimizer == "adamw":
-        betas = (0.0 if corrected else 0.9, 0.999)
-        return AdamW(model.parameters(), lr=args.lr, betas=betas)
-    return SGD(model.parameters(), lr=args.lr, momentum=0.0 if corrected else 0.9)
+        return AdamW(model.parameters(), lr=args.lr, betas=(momentum, 0.999))
+    return SGD(model.parameters(), lr=args.lr, momentum=momentum)
 
 
 def batches(*columns: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, ...]]:

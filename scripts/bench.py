@@ -28,6 +28,7 @@ import torch
 from tqdm import tqdm
 
 from horovod_topk.cli.models import resnet50_specs
+from horovod_topk.cli.processor import cpu_model
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.compressor import Compressor
@@ -38,7 +39,6 @@ from horovod_topk.ops.torch import TorchOps
 from horovod_topk.tensorflow.planning import Settings
 from horovod_topk.tensorflow.residuals import Residuals
 from horovod_topk.tensorflow.state import OptimizerState
-from processor import cpu_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -22,24 +22,10 @@ from collections.abc import Callable
 
 import horovod.torch as hvd
 import torch
-from torch import Tensor, nn
 
 from horovod_topk.cli.models import resnet50_specs
 from horovod_topk.torch import TopKEF
-
-
-class Shapes(nn.Module):
-    """Parameters of a ResNet-50, whose gradients cost nothing but their memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shapes = [spec.shape for spec in reversed(resnet50_specs())]
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-
-    def loss(self, directions: list[Tensor]) -> Tensor:
-        """Linear: its gradients are the directions."""
-        pairs = zip(self.weights, directions, strict=True)
-        return torch.stack([(w * d).sum() for w, d in pairs]).sum()
+from shapes import Shapes
 
 
 def training_step(compression: object | None) -> tuple[Callable[[], None], object]:

@@ -28,7 +28,7 @@ import torch
 import launch
 from cluster import Cluster, ClusterError, Link
 from cluster.host import CARD, NETWORK
-from processor import cpu_model
+from horovod_topk.cli.processor import cpu_model
 from runs import Runs
 from trouble import report
 from trouble.runs import HOSTS, RATE, RUNS, STEPS, Run
@@ -56,7 +56,7 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
                 *("horovodrun", "--gloo", sys.executable, str(RANK), *arguments),
                 *("--limit-seconds", str(run.limit_seconds)),
             ],
-            {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
+            {"OMP_NUM_THREADS": "1", "PYTHONPATH": launch.python_path()},
             limit_seconds=run.limit_seconds + GRACE_SECONDS,
         )
         job: dict[str, Any] = json.loads(found.read_text())
@@ -73,11 +73,6 @@ def send_again_sooner(cluster: Cluster, rto_min: str) -> None:
     for host in cluster.hosts:
         route = [NETWORK.format(number="0/24"), "dev", CARD, "src", host.address]
         host.check(["ip", "route", "change", *route, "rto_min", rto_min])
-
-
-def python_path() -> str:
-    """What a rank imports: this package, these scripts, and the examples' models and data."""
-    return os.pathsep.join(str(launch.ROOT / each) for each in ("", "scripts", "examples"))
 
 
 def machine() -> dict[str, Any]:

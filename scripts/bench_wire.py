@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 import launch
 from cluster import Cluster, ClusterError, Link
-from processor import cpu_model
+from horovod_topk.cli.processor import cpu_model
 from wire import report
 
 RATE = "1gbit"
@@ -59,7 +59,8 @@ def measure(hosts: int, cycle: int, steps: int) -> Job:
         arguments = ["--steps", str(steps), "--json", str(found)]
         cluster.run(
             ["horovodrun", "--gloo", sys.executable, str(RANK), *arguments],
-            {"HOROVOD_CYCLE_TIME": str(cycle), "OMP_NUM_THREADS": "1"},
+            {"HOROVOD_CYCLE_TIME": str(cycle), "OMP_NUM_THREADS": "1"}
+            | {"PYTHONPATH": launch.python_path()},
             limit_seconds=LIMIT_SECONDS,
         )
         job: Job = json.loads(found.read_text())

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 
-from processor import cpu_model
+from horovod_topk.cli.processor import cpu_model
 
 # Multiples of the floor, at 25 million elements and 1%.
 TARGETS = {"avx512, sampled": 1.3, "avx512, exact": 2.3, "avx2, sampled": 1.6}

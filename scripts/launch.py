@@ -27,6 +27,11 @@ class RunFailedError(Exception):
     """A run ended badly; the message has the command, why, and the end of its output."""
 
 
+def python_path() -> str:
+    """What a rank imports: this package, these scripts, and the examples' models and data."""
+    return os.pathsep.join(str(ROOT / each) for each in ("", "scripts", "examples"))
+
+
 def command_line(script: str, arguments: Sequence[str], ranks: int) -> str:
     """What a user would type, in the repository's root."""
     return " ".join(["horovodrun", "-np", str(ranks), "--gloo", "python", script, *arguments])

@@ -32,6 +32,7 @@ from typing import Any
 import launch
 from cluster import Cluster, ClusterError, Link
 from horovod_topk.cli.models import MODELS, known_specs
+from horovod_topk.cli.processor import cpu_model
 from horovod_topk.config import TopKConfig
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost.fit import Sample, fit
@@ -42,7 +43,6 @@ from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.ways import Way, compressed, dense
 from planning import agreement
 from planning.rank import WAYS
-from processor import cpu_model
 
 GRID = [f"{hosts}:{rate}" for hosts in (2, 4, 8) for rate in ("100mbit", "300mbit", "1gbit")]
 FIT = ["3:200mbit", "6:200mbit", "3:600mbit"]
@@ -74,7 +74,7 @@ class Cell:
             arguments = ["--json", str(found), "--steps", str(steps), "--models", *models]
             cluster.run(
                 ["horovodrun", "--gloo", sys.executable, str(RANK), *arguments],
-                {"OMP_NUM_THREADS": "1"},
+                {"OMP_NUM_THREADS": "1", "PYTHONPATH": launch.python_path()},
                 limit_seconds=LIMIT_SECONDS,
             )
             job: dict[str, Any] = json.loads(found.read_text())

@@ -348,9 +348,12 @@ class Compressor(Generic[Array]):
         return planned(self.plan, self._exchange)
 
     def residual_norm(self) -> float:
-        """Euclidean norm of all residuals. Waits for the device."""
-        arenas = (a for registry in self._kept() for a in registry.all_arenas())
-        return math.hypot(*(self._ops.norm(a.residual) for a in arenas))
+        """Euclidean norm of what this rank keeps of its own gradients. Waits for the device."""
+        return self._norm_of(self.registry)
+
+    def owned_norm(self) -> float:
+        """Of what it keeps as an owner, in units of what owners add up; 0 if it is none. Waits."""
+        return 0.0 if self.owned is None else self._norm_of(self.owned)
 
     def owed(self, name: str) -> float:
         """Norm of what this rank keeps of one tensor. Waits for the device."""
@@ -374,6 +377,9 @@ class Compressor(Generic[Array]):
             yield "owned", self.owned
         if self.momentum is not None:
             yield "velocity", self.momentum.registry
+
+    def _norm_of(self, registry: ResidualRegistry[Array]) -> float:
+        return math.hypot(*(self._ops.norm(each.residual) for each in registry.all_arenas()))
 
     def _forget_gradients(self) -> None:
         for bucket in self._buckets.values():

@@ -17,6 +17,7 @@ from horovod_topk.errors import ConfigError, NotAttachedError
 from horovod_topk.ratios import Asked, checked_rules
 
 TAKE_OVER = "optimizer"  # as `momentum`: the optimizer's own, from there on corrected
+COMPACT: Mapping[str, Any] = {"ratio": 0.024, "values": "int4", "momentum": TAKE_OVER}
 
 
 class State(Protocol):
@@ -109,7 +110,7 @@ class Front(abc.ABC):
             selection,
             min_numel,
             clip_norm,
-            warmup if warmup is None or isinstance(warmup, int) else tuple(warmup),
+            warmup,  # type: ignore[arg-type]  # pairs become a tuple where they are checked
             TopKConfig.momentum if momentum == TAKE_OVER else momentum,  # type: ignore[arg-type]
             nesterov,
             follow_lr,
@@ -127,7 +128,7 @@ class Front(abc.ABC):
         Args:
             settings: of `TopKEF`, further ones or others.
         """
-        return cls(**{"ratio": 0.024, "values": "int4", "momentum": TAKE_OVER, **settings})
+        return cls(**{**COMPACT, **settings})
 
     @classmethod
     def asked(cls, compression: object) -> Self | None:

@@ -44,7 +44,8 @@ class Stats:
     dense_bytes: int = 0  # bytes a rank sends a step in the ring allreduce that this replaces
     between_bytes: int | None = None  # of `sent_bytes`, those to other nodes; None: not known
     node_bytes: int | None = None  # bytes a step that leave the busiest node, of all its ranks
-    residual_norm: float = 0.0  # Euclidean, over all tensors of this rank
+    residual_norm: float = 0.0  # Euclidean, of what this rank keeps of its own gradients
+    owned_norm: float = 0.0  # of what it keeps as an owner: of what is applied, or its node's sum
     gradient_norm: float = 0.0  # Euclidean, this rank's last gradient
     ratios: Mapping[str, float] = field(default_factory=dict)  # tensor -> its own, where it has one
     skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> why not compressed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from horovod_topk.cost.machine import Machine
@@ -82,7 +82,10 @@ def _bisect(function: Callable[[float], float], positive: float, negative: float
 
 
 def judge(table: Sequence[Row], *, overlap: bool) -> Verdict:
-    """Of `rows`: dense against the fastest of ours."""
+    """Of `rows`: dense against the fastest of ours, of which some must not be `TOO_COARSE`.
+
+    What is neither is named where it is faster than both.
+    """
 
     def taken(row: Row) -> Step:
         return row.overlapped if overlap else row.alone
@@ -91,9 +94,11 @@ def judge(table: Sequence[Row], *, overlap: bool) -> Verdict:
     ours = [row for row in table if row.way.ours and row.way.values != TOO_COARSE]
     best = min(ours, key=lambda row: taken(row).seconds)
     slow, fast = taken(dense), taken(best)
+    others = {_title(row): taken(row) for row in table[1:] if not row.way.ours}
+    besides = _besides(others, min(slow.seconds, fast.seconds))
     if fast.seconds < slow.seconds:
-        return Verdict(True, _pays(best, slow, fast) + _or_half(table[1], taken(table[1]), fast))
-    return Verdict(False, _does_not_pay(best, slow, fast))
+        return Verdict(True, _pays(best, slow, fast) + besides)
+    return Verdict(False, _does_not_pay(best, slow, fast) + besides)
 
 
 def _pays(best: Row, slow: Step, fast: Step) -> str:
@@ -105,11 +110,17 @@ def _pays(best: Row, slow: Step, fast: Step) -> str:
     )
 
 
-def _or_half(row: Row, half: Step, fast: Step) -> str:
-    """A word for Horovod's own compression where it does as well."""
-    if half.seconds > fast.seconds:
-        return ""
-    return f" Horovod's own fp16 is faster still: {milliseconds(half.seconds)} ms."
+def _besides(others: Mapping[str, Step], least: float) -> str:
+    """A word for each other compression that takes less than so many seconds."""
+    return "".join(
+        f" {name} is faster still: {milliseconds(other.seconds)} ms."
+        for name, other in others.items()
+        if other.seconds < least
+    )
+
+
+def _title(row: Row) -> str:
+    return "Horovod's own fp16" if row.way.exchange == "allreduce" else row.way.name
 
 
 def _does_not_pay(best: Row, slow: Step, fast: Step) -> str:

@@ -63,6 +63,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         nesterov: whether that is Nesterov's.
         follow_lr: for PyTorch alone: True is an error here, as tapes know of no learning rate.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
+        commit_dir: a folder that all ranks of an elastic job can read, where each commit keeps what
+            this rank owes, for another one if it is lost (`horovod_topk.tensorflow.elastic`).
         grad_scaler: for tapes alone, the `LossScaleOptimizer` (of Keras 3 or tf-keras) that scales
             the loss: residuals are then kept in unscaled units, and a change of its scale changes
             nothing that is owed. Distributed optimizers find theirs by themselves.

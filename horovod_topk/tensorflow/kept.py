@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,15 +35,11 @@ class Kept:
             chosen(route.velocities for route in routes),
         )
 
-    def owed(self) -> Iterator[Any]:
-        """What has not been sent."""
-        yield from self.residuals.values()
-        yield from self.owned.values()
-
     def reset(self) -> None:
         """Set all to zero."""
-        for variable in (*self.owed(), *self.velocities.values()):
-            variable.assign(tf.zeros_like(variable))
+        for variables in (self.residuals, self.owned, self.velocities):
+            for variable in variables.values():
+                variable.assign(tf.zeros_like(variable))
 
     def assign(self, state: Mapping[str, Any], shares: Shares) -> None:
         """Take on what a state dict has, once it is known to fit."""

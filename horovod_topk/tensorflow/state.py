@@ -111,11 +111,13 @@ class OptimizerState:
         """Totals and norms so far; call it on any rank, it is local."""
         if self._last is None or self._transport is None:
             return Stats(active=self.active, skipped=dict(self._skipped))
+        kept = self._kept()
         stats = replace(
             planned(self._last.plan, self._transport.exchange),
             steps=self._steps,
             rolled_back=self._rolled_back,
-            residual_norm=self._residual_norm(),
+            residual_norm=self._norm_of(kept.residuals),
+            owned_norm=self._norm_of(kept.owned),
             gradient_norm=self._gradient_norm,
             skipped=dict(self._skipped),
         )
@@ -432,8 +434,8 @@ class OptimizerState:
     def _specs(self) -> dict[str, TensorSpec]:
         return {spec.name: spec for route in self._routes.values() for spec in route.specs}
 
-    def _residual_norm(self) -> float:
-        return math.hypot(*(self._ops.norm(Buffer(e)) for e in self._kept().owed()))
+    def _norm_of(self, variables: Mapping[str, Any]) -> float:
+        return math.hypot(*(self._ops.norm(Buffer(each)) for each in variables.values()))
 
     def _note_skipped(self, gradients: Sequence[Any]) -> None:
         for name, gradient in zip(self._names, gradients, strict=True):

@@ -70,8 +70,9 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         ... )
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
-    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`
-    and `warmup`; Zheng et al. 2019 (Blockwise Momentum SGD with Error-Feedback) for `follow_lr`.
+    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`,
+    `warmup` and `momentum`; Zheng et al. 2019 (Blockwise Momentum SGD with Error-Feedback) for
+    `follow_lr`.
     """
 
     framework = "torch"

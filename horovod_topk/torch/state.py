@@ -146,6 +146,7 @@ class OptimizerState:
             steps=compressor.steps,
             rolled_back=compressor.rolled_back,
             residual_norm=compressor.residual_norm(),
+            owned_norm=compressor.owned_norm(),
             gradient_norm=compressor.gradient_norm(),
             skipped=dict(self._skipped),
             late=dict(self._late),

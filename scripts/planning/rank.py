@@ -1,7 +1,7 @@
 """One rank of a cell: collectives timed for the fit, and steps that the plan has to guess.
 
-    scripts/netlab --hosts 2 --rate 100mbit -- horovodrun --gloo python scripts/planning/rank.py
-        --models resnet18 --json found.json
+    scripts/netlab --hosts 2 --rate 100mbit -- env PYTHONPATH=scripts horovodrun --gloo
+        python scripts/planning/rank.py --models resnet18 --json found.json
 
 Rank 0 first times kernels alone. Then all take steps in one way after the other, and the slowest
 rank's count.
@@ -20,36 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from horovod_topk.cli.frameworks import find, launched_rank
-from horovod_topk.cli.models import MODELS, known_specs
+from horovod_topk.cli.models import MODELS
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.measure import timed
 from horovod_topk.config import TopKConfig
 from horovod_topk.cost.traffic import nodes_of
+from shapes import Shapes
 
 WAYS = (("none", ""), ("allreduce", "float32"), ("allgather", "float32"), ("sharded", "int8"))
 WARM_UP = 2  # steps: names are cached, residuals fill
 
 
-class Shapes(nn.Module):
-    """Parameters of a known model, whose gradients cost nothing but their memory."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__()
-        shapes = [spec.shape for spec in reversed(known_specs(model))]
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-        self.directions = [torch.randn(shape) for shape in shapes]
-
-    def loss(self) -> Tensor:
-        """Linear: its gradients are the directions."""
-        pairs = zip(self.weights, self.directions, strict=True)
-        return torch.stack([(w * d).sum() for w, d in pairs]).sum()
-
-
 def training(hvd: Any, model: Shapes, exchange: str, values: str) -> Callable[[], None]:
     """A step in one way."""
+    directions = [torch.randn(weight.shape) for weight in model.weights]
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-9)
     if exchange != "none":
         from horovod_topk.torch import TopKEF
@@ -63,7 +49,7 @@ def training(hvd: Any, model: Shapes, exchange: str, values: str) -> Callable[[]
 
     def step() -> None:
         optimizer.zero_grad()
-        model.loss().backward()
+        model.loss(directions).backward()
         optimizer.step()
 
     return step

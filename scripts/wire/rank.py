@@ -1,6 +1,7 @@
 """One rank, alone on its host: what its card sends in each way. Rank 0 writes what all found.
 
-    scripts/netlab --hosts 4 -- horovodrun --gloo python scripts/wire/rank.py --json found.json
+    scripts/netlab --hosts 4 -- env PYTHONPATH=scripts horovodrun --gloo
+        python scripts/wire/rank.py --json found.json
 
 Between two barriers every rank makes some steps, and afterwards does nothing for as long as the
 slowest needed: what it sends then is Horovod's own negotiation. (Longer than a few seconds it is
@@ -21,8 +22,8 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from bench_exchange import Shapes
 from horovod_topk.torch import TopKEF
+from shapes import Shapes
 from wire.card import Sent, sent
 from wire.ways import DENSE, HALF, Way, ways
 

@@ -13,7 +13,8 @@ from launcher import Launch, run
 pytestmark = pytest.mark.distributed
 
 LIMIT = 180.0  # seconds; it needs about 15 on two idle cores
-METHODS = "dense,dense-waiting,fp16,ddp,powersgd,topk,topk-int8-sharded"
+METHODS = "dense,dense-waiting,fp16,ddp,powersgd,topk,topk-int8-sharded,topk-compact"
+METHODS += ",topk:momentum=0.9"
 SHAPES = {"a": [30, 40], "b": [40], "c": [16, 16, 3, 3], "d": [10]}
 
 

@@ -20,6 +20,23 @@ CASES = Path(__file__).parent / "tensorflow_ranks"
 JOB = Path(__file__).parent / "mixed" / "job.py"
 CONTROLLERS = pytest.mark.parametrize("controller", ["gloo", "mpi"])
 
+# Each line is a launch: with all cases in one, a busy machine would not end it in time.
+TWO = [
+    ("tape", "state", "sharded", "hierarchical", "groups_ratios"),
+    ("keras",),
+    ("tf_scaling", "tf_warmup", "tf_momentum"),
+    ("checkpoint",),
+]
+MORE = [
+    (3, ("tape", "sharded", "hierarchical", "groups_ratios")),
+    (4, ("tape", "sharded", "hierarchical", "keras")),
+    (4, ("checkpoint",)),
+]
+
+
+def as_name(value: int | tuple[str, ...]) -> str:
+    return "+".join(value) if isinstance(value, tuple) else str(value)
+
 
 def launch(controller: str, size: int, folder: Path, *names: str) -> Launch:
     cases = [CASES / f"case_{name}.py" for name in names]
@@ -30,15 +47,7 @@ def launch(controller: str, size: int, folder: Path, *names: str) -> Launch:
 
 
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("tape", "state", "sharded", "hierarchical", "groups_ratios"),
-        ("keras",),
-        ("tf_scaling", "tf_warmup", "tf_momentum"),
-    ],
-    ids="+".join,
-)
+@pytest.mark.parametrize("names", TWO, ids="+".join)
 @CONTROLLERS
 def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_path: Path) -> None:
     done = launch(controller, 2, tmp_path, *names)
@@ -47,11 +56,11 @@ def test_cases_pass_on_two_ranks(controller: str, names: tuple[str, ...], tmp_pa
 
 
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize(("size", "names"), MORE, ids=as_name)
 @CONTROLLERS
-def test_cases_pass_on_more_ranks(controller: str, size: int, tmp_path: Path) -> None:
-    names = ["tape", "sharded", "hierarchical"]
-    names += ["groups_ratios"] if size == 3 else ["keras"]
+def test_cases_pass_on_more_ranks(
+    controller: str, size: int, names: tuple[str, ...], tmp_path: Path
+) -> None:
     done = launch(controller, size, tmp_path, *names)
     assert_all_passed(done, size)
     assert_clean(done)

@@ -51,7 +51,7 @@ def owed(world: World) -> dict[str, NDArray[Any]]:
 
 @each_backend
 @pytest.mark.parametrize("values", ["float32", "int8", "int4", "sign"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_applied_and_owed_are_the_sum_of_all_means(
     backend: Backend, ranks: int, values: str
 ) -> None:
@@ -67,7 +67,8 @@ def test_applied_and_owed_are_the_sum_of_all_means(
     left = owed(world)
     for name in SIZES:
         np.testing.assert_allclose(applied[name] + left[name], given_[name], atol=2e-5)
-    assert all(own[name].any() for own in world.owned() for name in ("conv", "odd"))
+    owned = [own[name] for own in world.owned() for name in ("conv", "odd")]
+    assert all(e.any() for e in owned if e.size)  # eight ranks do not all own a block of "odd"
 
 
 @each_backend
@@ -249,12 +250,25 @@ def test_ranks_that_deal_otherwise_do_not_read_each_other(monkeypatch: pytest.Mo
     assert {p.digest for p in here.gather}.isdisjoint(p.digest for p in there.gather)
 
 
+def test_norms_of_what_a_rank_keeps_and_of_what_it_owns_are_apart() -> None:
+    world = World(plan_of(ratio=0.1), 3, NUMPY)
+    world.step(some_gradients(np.random.default_rng(0), 3))
+    for compressor in world.ranks:
+        state = compressor.state_dict()
+        parts = compressor.residual_norm(), compressor.owned_norm()
+        for found, kept in zip(parts, (state, state["owned"]), strict=True):
+            flat = np.concatenate([np.ravel(e) for e in kept["residuals"].values()])
+            assert found == pytest.approx(np.linalg.norm(flat)) != 0
+
+
 def test_what_a_rank_owes_includes_what_it_owns() -> None:
     """At ratio 1 the ranks keep nothing, the owners all that they did not send back."""
     world = World(plan_of(ratio=1.0, gather_ratio=0.01), 2, NUMPY)
     world.step(some_gradients(np.random.default_rng(0), 2))
     assert not any(one["conv"].any() for one in world.residuals())
     assert all(compressor.owed("conv") > 0 for compressor in world.ranks)
+    assert all(compressor.residual_norm() == 0 for compressor in world.ranks)
+    assert all(compressor.owned_norm() > 0 for compressor in world.ranks)
     assert world.ranks[0].owed("bias") == 0
 
 

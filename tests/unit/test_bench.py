@@ -15,11 +15,12 @@ from horovod_topk.cli.bench import card, group
 from horovod_topk.cli.bench.compute import Compute
 from horovod_topk.cli.bench.figures import figures
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
-from horovod_topk.cli.bench.methods import DEFAULT, method_of, parse_methods
+from horovod_topk.cli.bench.methods import DEFAULT, SETTINGS, method_of, parse_methods
 from horovod_topk.cli.bench.picture import draw
 from horovod_topk.cli.bench.table import table
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.errors import TopKError
+from horovod_topk.torch import TopKEF
 
 SPECS = [TensorSpec("c", (7,), "float32"), TensorSpec("b", (3, 5), "float32")]
 SPECS += [TensorSpec("a", (4, 3), "float32")]
@@ -73,6 +74,28 @@ def test_settings_get_their_types() -> None:
     assert settings == {"min_numel": 0, "gather_ratio": 0.5, "exchange": "auto"}
 
 
+def test_settings_of_momentum_correction_and_clipping() -> None:
+    found = method_of("topk:momentum=0.9,nesterov=True,clip_norm=1")
+    assert found.settings == {"momentum": 0.9, "nesterov": True, "clip_norm": 1.0}
+    assert found.own_momentum == 0
+    assert method_of("topk:momentum=optimizer").own_momentum == 0.9
+
+
+def test_compact_is_that_of_topkef() -> None:
+    found = method_of("topk-compact")
+    assert TopKEF(**found.settings).config == TopKEF.compact().config
+    assert found.own_momentum == 0.9
+    assert method_of("topk-compact-sharded").settings == {**found.settings, "exchange": "sharded"}
+
+
+def test_every_setting_that_is_offered_can_be_given() -> None:
+    given = {"values": "int8", "indices": "plain", "exchange": "sharded", "selection": "sampled"}
+    given |= {"momentum": "0.9", "nesterov": "True", "ratios": "head.*=dense"}
+    for key in SETTINGS:
+        also = ",momentum=0.9" if key == "nesterov" else ""
+        assert key in method_of(f"topk:{key}={given.get(key, '1')}{also}").settings
+
+
 def test_the_default_is_one_of_each_kind() -> None:
     assert {each.kind for each in parse_methods(DEFAULT)} >= {"dense", "fp16", "ddp", "powersgd"}
 
@@ -86,6 +109,11 @@ def test_the_default_is_one_of_each_kind() -> None:
         ("topk:vlaues=int8", "Did you mean 'values'?"),
         ("topk:ratio=3", "outside (0, 1]"),
         ("topk-1.5", "outside (0, 1]"),
+        ("topk:momentum=some", "momentum=some is no number: write momentum=0.9"),
+        ("topk:nesterov=1,momentum=0.9", "nesterov=1 is no truth value: write nesterov=True"),
+        ("topk:nesterov=True,momentum=optimizer", "nesterov=True was given with momentum=0"),
+        ("topk-compact-hierarchical", "momentum=0.9 with exchange='hierarchical'"),
+        ("topk:warmup=1000", "write topk:ratio=0.25"),
         ("none", "has none: give some of"),
     ],
 )

@@ -241,6 +241,23 @@ def test_signs_are_not_recommended() -> None:
     assert "values='float32'" in found.text
 
 
+def test_the_verdict_names_what_is_faster_still() -> None:
+    ways = all_ways(SPECS, APART, TopKConfig(), rank=4, values=["float32"])
+
+    def verdict(kernels: Kernels, bandwidth: float) -> str:
+        here = replace(machine(bandwidth), kernels=kernels)
+        return judge(rows(ways, here, TRAINING, overlap=False), overlap=False).text
+
+    free = verdict(replace(KERNELS, multiply=0.0, triad=0.0), 1e8)
+    assert free.startswith("compress: ")
+    assert "PowerSGD rank 4 is faster still: " in free
+    assert "fp16" not in free
+    assert "faster still" not in verdict(replace(KERNELS, multiply=1e-8), 1e8)
+    slow = verdict(replace(KERNELS, encode=1.0, multiply=1.0), 1e8)
+    assert slow.startswith("do not compress: ")
+    assert "Horovod's own fp16 is faster still: " in slow
+
+
 # Constants
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from horovod_topk import cli
-from horovod_topk.cli.doctor import exchange, software, system
+from horovod_topk.cli.doctor import exchange, kernels, software, system
 from horovod_topk.cli.doctor.finding import Finding
 from horovod_topk.cli.doctor.rank import MARK
 from horovod_topk.cli.doctor.software import Build
@@ -74,7 +74,8 @@ def test_a_finding_has_its_cure_below_it() -> None:
 
 def test_horovod() -> None:
     assert not software.horovod("0.28.1", BOTH).cure
-    assert "0.28.1 is" in software.horovod("0.27.0", BOTH).cure
+    other = software.horovod("0.27.0", BOTH).cure
+    assert other.startswith("0.28.1 is: `make setup` builds it; pip alone does not")
     assert "make setup" in software.horovod(None, None).cure
     broken = Build(("torch",), error="undefined symbol")
     assert "cannot be used: undefined symbol" in software.horovod("0.28.1", broken).found
@@ -132,7 +133,22 @@ def test_a_host_without_an_address() -> None:
         raise OSError(name)
 
     assert "/etc/hosts" in system.host_name("lonely", fails).cure
-    assert system.host_name("here", lambda _: "10.0.0.1").found == "here, 10.0.0.1"
+    assert system.host_name("here", lambda _: "10.0.0.1") == Finding("host name", "here, 10.0.0.1")
+
+
+def test_a_host_that_others_cannot_reach_by_its_name() -> None:
+    """As Debian's /etc/hosts has it; see docs/across-nodes.md."""
+    finding = system.host_name("debian", lambda _: "127.0.1.1")
+    assert finding.found == "debian, 127.0.1.1: this host alone"
+    assert "in /etc/hosts an address that the others can reach" in finding.cure
+
+
+def test_the_status_says_whether_ranks_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "find_build", lambda: Build(()))  # without a controller
+    for module in (software, kernels, system):
+        monkeypatch.setattr(module, "findings", lambda *_: iter(()))
+    assert cli.main(["doctor"]) == 1
+    assert cli.main(["doctor", "--no-exchange"]) == 0
 
 
 def test_network_interfaces() -> None:

@@ -82,6 +82,7 @@ ROOMS = {
         "horovod.torch",
         "matplotlib",
         "horovod_topk.cli",
+        "horovod_topk.cost.quantities",
         "horovod_topk.torch",
         "horovod_topk.core",
         "horovod_topk.config",

@@ -118,6 +118,7 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--compute", "0ms"], "compute=0.0 s: give seconds above 0"),
         (["--forward", "2"], "forward=2.0: give a share from 0 to 1"),
         (["--cores", "0"], "cores=0.0: give a number that is above 0"),
+        (["--values", "sign"], "--values sign: it is never recommended"),
         (["--crowd", "4"], "--crowd 4: say with --cores how many they share"),
         (["--ratio", "3"], "ratio=3.0 lies outside (0, 1]"),
         (["--model", "no.json"], "nor a file of shapes"),

@@ -11,6 +11,7 @@ from oracle.world import World
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.front import Front, State
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.errors import ConfigError, StateDictError
@@ -42,13 +43,29 @@ def test_the_ratio_of_each_step(warmup: Any, ratio: float, expected: list[float]
     assert {1.0, ratio} <= set(schedule.rungs)
 
 
+class Passed(Front):
+    """The `TopKEF` of no framework."""
+
+    @staticmethod
+    def _check_scaler(scaler: object) -> None:
+        pass
+
+    def _living_states(self) -> list[State]:
+        return []
+
+
+def test_pairs_may_be_lists() -> None:
+    assert Passed(warmup=[[10, 0.5]]).config.warmup == ((10, 0.5),)
+
+
+@pytest.mark.parametrize("settings", [TopKConfig, Passed])
 @pytest.mark.parametrize(
     "warmup",
     [
         0,
         -5,
         True,
-        10.0,
+        1000.0,
         "1000",
         (),
         [(0, 0.5)],
@@ -61,9 +78,9 @@ def test_the_ratio_of_each_step(warmup: Any, ratio: float, expected: list[float]
         {"a": 1},
     ],
 )
-def test_what_is_no_warm_up(warmup: Any) -> None:
+def test_what_is_no_warm_up(warmup: Any, settings: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        TopKConfig(warmup=warmup)
+        settings(warmup=warmup)
     assert str(caught.value).startswith(f"warmup={warmup!r} is neither a number of steps nor")
     assert "such as warmup=1000" in str(caught.value)
 

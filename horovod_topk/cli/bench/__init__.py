@@ -17,7 +17,7 @@ from horovod_topk.cli.models import MODELS, specs_of
 from horovod_topk.cost.quantities import bits_per_second
 from horovod_topk.errors import TopKError
 
-SHORTHAND = "topk-int8-sharded or topk:values=int8,exchange=sharded"
+SHORTHAND = "topk-compact, topk-int8-sharded or topk:values=int8,exchange=sharded"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -58,7 +58,8 @@ def build(method: Method, model: GivenGradients, ordinal: int) -> Contestant:
         model: its own.
         ordinal: among all contestants; collectives of two must not share names.
     """
-    plain = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    own = method.own_momentum
+    plain = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=own)
     return BUILDERS[method.kind](method, model, plain, f"bench.{ordinal}")
 
 

@@ -6,14 +6,8 @@ import os
 import platform
 import time
 from importlib import metadata
-from pathlib import Path
 
-
-def cpu_model() -> str:
-    """The processor's name, as the kernel gives it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+from horovod_topk.cli.processor import cpu_model
 
 
 def machine() -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
 from horovod_topk.config import (
@@ -14,6 +15,7 @@ from horovod_topk.config import (
     TopKConfig,
     reject_unknown,
 )
+from horovod_topk.core.front import COMPACT, TAKE_OVER
 
 NONE, DENSE, TOPK = "none", "dense", "topk"
 KINDS = {
@@ -33,12 +35,18 @@ WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two thing
     **dict.fromkeys(SELECTIONS, "selection"),
     **{value: "indices" for value in INDICES if value != "auto"},
 }
-SETTINGS = tuple(each.name for each in fields(TopKConfig) if each.name != "name")
+UNFIT = ("name", "warmup")  # settings that make no other step to time
+SETTINGS = tuple(each.name for each in fields(TopKConfig) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,
     "gather_ratio": float,
     "min_numel": int,
+    "clip_norm": float,
+    "momentum": float,
 }
+EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # where the default is off
+TRUTH = {"True": True, "False": False}
+OPTIMIZERS_OWN = 0.9  # momentum, where TopKEF takes it over
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,16 @@ class Method:
     settings: Mapping[str, object] = field(default_factory=dict)  # of TopKEF
 
     def __post_init__(self) -> None:
-        TopKConfig(**self.settings)  # type: ignore[arg-type]  # checks them
+        settings: dict[str, Any] = dict(self.settings)
+        if self.own_momentum:
+            TopKConfig(**{**settings, "momentum": self.own_momentum})
+            del settings["momentum"]
+        TopKConfig(**settings)  # checks them
+
+    @property
+    def own_momentum(self) -> float:
+        """Momentum that the optimizer has to come with, for TopKEF to take over; 0: none."""
+        return OPTIMIZERS_OWN if self.settings.get("momentum") == TAKE_OVER else 0.0
 
 
 def parse_methods(text: str) -> list[Method]:
@@ -83,6 +100,8 @@ def _names(text: str) -> Iterator[str]:
 def method_of(name: str) -> Method:
     """One of KINDS, topk-WORD-WORD, or topk:SETTING=VALUE,...
 
+    `topk-compact` is `TopKEF.compact()`.
+
     Raises:
         ValueError: it is neither; TopKError: TopKEF does not take a setting.
     """
@@ -92,7 +111,8 @@ def method_of(name: str) -> Method:
     if head == TOPK and colon:
         return Method(name, TOPK, dict(map(_setting, tail.split(","))))
     if name.startswith(f"{TOPK}-"):
-        return Method(name, TOPK, dict(_word(word, name) for word in name.split("-")[1:]))
+        words = (_word(word, name) for word in name.split("-")[1:])
+        return Method(name, TOPK, {key: value for each in words for key, value in each.items()})
     raise ValueError(
         f"--methods: {name!r} is none of {', '.join(KINDS)}, nor as topk-int8-sharded or "
         "topk:values=int8,ratio=0.01"
@@ -101,18 +121,29 @@ def method_of(name: str) -> Method:
 
 def _setting(text: str) -> tuple[str, object]:
     key, _, value = (part.strip() for part in text.partition("="))
+    if key == "warmup":
+        raise ValueError(
+            "--methods: of a warm-up only the first steps would be timed: write topk:ratio=0.25 "
+            "for a step at that ratio"
+        )
     reject_unknown({key} - set(SETTINGS), SETTINGS)
     if key == "ratios":
         return key, parse_ratios(value.split())
+    if key == "nesterov":
+        return key, _truth(key, value)
+    if key == "momentum" and value == TAKE_OVER:
+        return key, value
     return key, _number(key, value) if key in NUMBERS else value
 
 
-def _word(word: str, name: str) -> tuple[str, object]:
+def _word(word: str, name: str) -> Mapping[str, object]:
+    if word == "compact":
+        return COMPACT
     if word in WORDS:
-        return WORDS[word], word
+        return {WORDS[word]: word}
     if word[:1].isdigit():
-        return "ratio", _number("ratio", word)
-    known = ", ".join(WORDS)
+        return {"ratio": _number("ratio", word)}
+    known = ", ".join((*WORDS, "compact"))
     raise ValueError(f"--methods: {word!r} in {name!r} is neither a ratio nor one of {known}")
 
 
@@ -125,5 +156,11 @@ def _number(key: str, value: str) -> float:
         ) from None
 
 
+def _truth(key: str, value: str) -> bool:
+    if value not in TRUTH:
+        raise ValueError(f"--methods: {key}={value} is no truth value: write {key}=True")
+    return TRUTH[value]
+
+
 def _example(key: str) -> object:
-    return getattr(TopKConfig, key) or TopKConfig.ratio
+    return EXAMPLES.get(key) or getattr(TopKConfig, key) or TopKConfig.ratio

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the findings; 1 if two ranks were started and did not exchange."""
+    """Print the findings; 1 if two ranks were to exchange and did not, or could not be started."""
     own = Finding("horovod_topk", __version__)
     build = software.find_build()
     listed = itertools.chain(software.findings(build), kernels.findings(), system.findings())

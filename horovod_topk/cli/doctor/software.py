@@ -72,7 +72,7 @@ def horovod(found: str | None, build: Build | None) -> Finding:
     if build.error:
         return Finding("Horovod", f"{found}, which cannot be used: {build.error}", cure)
     if found != TESTED:
-        return Finding("Horovod", f"{found}, not tested", f"{TESTED} is: pip install it, or try")
+        return Finding("Horovod", f"{found}, not tested", f"{TESTED} is: {cure}")
     return Finding("Horovod", found)
 
 

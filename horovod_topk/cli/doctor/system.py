@@ -43,12 +43,16 @@ def ssh(path: str | None) -> Finding:
 
 
 def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
-    """Gloo resolves the name of the host that it runs on."""
+    """Gloo resolves the name of the host that it runs on, and tells other hosts the address."""
     try:
-        return Finding("host name", f"{name}, {resolve(name)}")
+        address = resolve(name)
     except OSError:
         cure = f"add a line with its address and {name} to /etc/hosts"
         return Finding("host name", f"{name}, which has no address: Gloo needs it", cure)
+    if _is_loopback([address]):
+        cure = f"for several hosts: give {name} in /etc/hosts an address that the others can reach"
+        return Finding("host name", f"{name}, {address}: this host alone", cure)
+    return Finding("host name", f"{name}, {address}")
 
 
 def addresses() -> dict[str, list[str]] | None:

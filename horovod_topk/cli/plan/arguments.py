@@ -15,6 +15,7 @@ from horovod_topk.cost.machine import Machine, Network
 from horovod_topk.cost.quantities import bits_per_second, seconds
 from horovod_topk.cost.step import FORWARD, Training
 from horovod_topk.cost.traffic import nodes_of
+from horovod_topk.cost.verdict import TOO_COARSE
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,11 @@ def check(args: argparse.Namespace) -> Asked:
             raise ValueError(f"{option} {getattr(args, name)}: give 1 or more")
     if args.crowd is not None and args.cores is None:
         raise ValueError(f"--crowd {args.crowd}: say with --cores how many they share")
+    if set(args.values) == {TOO_COARSE}:
+        raise ValueError(
+            f"--values {TOO_COARSE}: it is never recommended, as training diverged with it "
+            f"(docs/frontier.md). Add what may be, such as --values int4 {TOO_COARSE}"
+        )
     compute = _given(seconds, "--compute", args.compute) or 0.0
     return Asked(
         model=args.model,

@@ -7,16 +7,15 @@ slowest rank counts, and least squares make constants of them (`horovod_topk.cos
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from horovod_topk.cli.frameworks import Framework, find, launched_rank
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.arguments import Asked, Place
+from horovod_topk.cli.processor import cpu_model
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.cost.fit import Sample, fit
 from horovod_topk.cost.machine import Kernels, Machine, Network
@@ -138,16 +137,6 @@ def _seconds(framework: Framework, run: Callable[[], object], size: int) -> floa
 def _origin(nodes: Nodes) -> str:
     ranks, held = sum(nodes.sizes), len(nodes.ranks)
     return (
-        f"measured with {ranks} ranks on {held} node{'s' * (held > 1)}, {_processor()}, "
+        f"measured with {ranks} ranks on {held} node{'s' * (held > 1)}, {cpu_model()}, "
         f"{time.strftime('%Y-%m-%d')}"
     )
-
-
-def _processor() -> str:
-    """As /proc has it, or Python."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())

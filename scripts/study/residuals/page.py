@@ -75,10 +75,12 @@ READING = """\
   {idle:.2f} times the one that it has with data in every step. A zero gradient needs nothing
   special, but the rank has to take part in the exchange.
 - Of int4 the least measured delta was {int4:.2g}. With owners there is a second residual, in units
-  of the mean; `stats().residual_norm` has both.
-- In a job of your own compare `stats().residual_norm` with `stats().gradient_norm`. What matters is
-  that their ratio levels off. Where it grows for as long as one looks, the ratio is too small for
-  these data: raise it, or send all that is owed with `set_ratio(1.0)`."""
+  of the mean: `stats().owned_norm`, the column "owned" above.
+- In a job of your own compare `stats().residual_norm` with `stats().gradient_norm`: both are of
+  this rank's gradients. (With `exchange="hierarchical"` owners alone keep anything, of their node's
+  sum, so that `residual_norm` is zero: compare `owned_norm`, which levels off alike.) What matters
+  is that their ratio levels off. Where it grows for as long as one looks, the ratio is too small
+  for these data: raise it, or send all that is owed with `set_ratio(1.0)`."""
 
 
 def write() -> Path:

@@ -186,7 +186,7 @@ def test_stats_say_how_it_travels_and_sets_are_used_again(placed: Placing) -> No
         assert stats.between_bytes is not None
         assert 0 < stats.between_bytes < stats.sent_bytes
         assert stats.node_bytes == 2 * stats.between_bytes
-        assert stats.residual_norm > 0
+        assert stats.owned_norm > 0 == stats.residual_norm
         assert stats.gradient_norm > 0
 
 

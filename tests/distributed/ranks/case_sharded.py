@@ -130,3 +130,6 @@ def test_stats_say_how_it_travels() -> None:
     assert (stats.exchange, stats.ranks, stats.steps) == ("sharded", 2, 1)
     assert stats.payload_bytes == 3 * stats.sent_bytes // 2  # two of three payloads are for others
     assert stats.residual_norm > 0
+    kept = TopKEF.of(optimizer).state_dict()["owned"]["residuals"].values()
+    assert stats.owned_norm == pytest.approx(float(torch.cat(list(kept)).norm()), rel=1e-5)
+    assert stats.owned_norm > 0

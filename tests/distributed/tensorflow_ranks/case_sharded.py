@@ -81,6 +81,16 @@ def test_an_infinity_leaves_all_residuals_as_they_were() -> None:
     assert all(map(np.array_equal, copies(compression.state_dict()), before))
 
 
+def test_norms_of_what_a_rank_keeps_and_of_what_it_owns_are_apart() -> None:
+    compression = sharded(values="int8")
+    Linear(SHAPES).exchange(compression, gradients(0))
+    stats, state = compression.stats(), compression.state_dict()
+    for found, part in ((stats.residual_norm, state), (stats.owned_norm, state["owned"])):
+        flat = np.concatenate([np.ravel(each) for each in part["residuals"].values()])
+        assert found == pytest.approx(np.linalg.norm(flat), rel=1e-5)
+        assert found > 0
+
+
 def copies(state: Any) -> list[Any]:
     kinds = (state["residuals"], state["owned"]["residuals"])
     return [residual.numpy() for residuals in kinds for residual in residuals.values()]
