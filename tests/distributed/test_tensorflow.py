@@ -36,6 +36,7 @@ def launch(controller: str, size: int, folder: Path, *names: str) -> Launch:
         ("tape", "state", "sharded", "hierarchical", "groups_ratios"),
         ("keras",),
         ("tf_scaling", "tf_warmup", "tf_momentum"),
+        ("tf_taking",),
     ],
     ids="+".join,
 )

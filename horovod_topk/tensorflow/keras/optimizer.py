@@ -18,7 +18,8 @@ import keras
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
-from horovod_topk.tensorflow.momentum import check_not_twice
+from horovod_topk.tensorflow.keras.taking import SavesSlots, taking
+from horovod_topk.tensorflow.momentum import told_of
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
 
@@ -59,8 +60,9 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     """
     _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step)
     compressor = TopKEF.asked(compression)
-    if compressor is not None:
-        check_not_twice(optimizer, compressor.config.momentum)
+    told = None if compressor is None else told_of(optimizer, compressor, process_set)
+    if told is not None:
+        compression = told
     elif isinstance(groups, list):
         raise UnsupportedOperationError(
             "groups= as lists: Horovod tells variables apart by names, which Keras 3 repeats",
@@ -68,7 +70,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         )
     optimizer = with_loss_scale(optimizer)
     _check_accumulation(optimizer)
-    base = type(optimizer)
+    base, taken = type(optimizer), None if told is None else told.taken
     exchange = hvd._make_allreduce_grads_fn(
         name or f"Distributed{base.__name__}",
         device_dense,
@@ -80,14 +82,21 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         groups,
         process_set=process_set,
     )
-    scaled = issubclass(base, keras.optimizers.LossScaleOptimizer)
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "_exchanger": _Exchanger(exchange),
     }
-    cls: Any = type(base.__name__, (_ExchangesScaled if scaled else _Exchanges, base), members)
-    return copied(optimizer, cls)
+    if issubclass(base, keras.optimizers.LossScaleOptimizer):
+        inner = None if taken is None else taking(optimizer.inner_optimizer, taken)
+        bases = (_ExchangesScaled, base) if inner is None else (_ExchangesScaled, SavesSlots, base)
+    else:
+        inner = None
+        bases = (_Exchanges, base if taken is None else taking(optimizer, taken))
+    distributed = copied(optimizer, type(base.__name__, bases, members), inner)
+    if isinstance(exchange, Exchange):
+        exchange.guard(distributed)
+    return distributed
 
 
 def load_model(
