@@ -35,9 +35,11 @@ def compression(args: argparse.Namespace) -> Any:
 
 def optimizer(args: argparse.Namespace, keras: Any) -> Any:
     """The optimizer the arguments name, before Horovod wraps it."""
+    corrected = args.compression == "topk" and args.momentum > 0  # TopKEF has it then
+    momentum = 0.0 if corrected else 0.9
     if args.optimizer == "adamw":  # with PyTorch's defaults, as in the other examples
-        return keras.optimizers.AdamW(args.lr, weight_decay=0.01, epsilon=1e-8)
-    return keras.optimizers.SGD(args.lr, momentum=0.9)
+        return keras.optimizers.AdamW(args.lr, weight_decay=0.01, epsilon=1e-8, beta_1=momentum)
+    return keras.optimizers.SGD(args.lr, momentum=momentum)
 
 
 def batches(*columns: np.ndarray, batch_size: int, seed: int) -> tf.data.Dataset:
