@@ -197,6 +197,11 @@ def test_what_was_saved_is_taken_on_in_place() -> None:
         one.save_own_variables(store)
         other.load_own_variables(store)
         assert int(other.iterations) == 5
+        store[str(len(store) - 1 if isinstance(other, SGD) else 2)] += 1.0
+        one.iterations.assign(0)
+        with pytest.raises(ConfigError, match="would be lost"):
+            one.load_own_variables(store)
+        assert int(one.iterations) == 0
 
 
 @pytest.mark.usefixtures("among_others")

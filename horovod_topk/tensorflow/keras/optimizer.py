@@ -19,7 +19,7 @@ from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
 from horovod_topk.tensorflow.keras.taking import SavesSlots, taking
-from horovod_topk.tensorflow.momentum import told_of
+from horovod_topk.tensorflow.momentum import Taken, told_of
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
 
@@ -47,7 +47,8 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         name: of the exchange, "Distributed" and the optimizer's class by default.
         device_dense: as Horovod has it.
         device_sparse: as Horovod has it.
-        compression: `TopKEF`, one of `hvd.Compression`, or another Horovod compressor.
+        compression: `TopKEF`, one of `hvd.Compression`, or another Horovod compressor. The momentum
+            that `TopKEF(momentum="optimizer")` takes over is taken off the copy alone.
         sparse_as_dense: exchange tf.IndexedSlices as dense tensors.
         gradient_predivide_factor: splits the averaging before and after the sum (op=Average).
         op: hvd.Average or hvd.Sum.
@@ -70,9 +71,9 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         )
     optimizer = with_loss_scale(optimizer)
     _check_accumulation(optimizer)
-    base, taken = type(optimizer), None if told is None else told.taken
+    taken = None if told is None else told.taken
     exchange = hvd._make_allreduce_grads_fn(
-        name or f"Distributed{base.__name__}",
+        name or f"Distributed{type(optimizer).__name__}",
         device_dense,
         device_sparse,
         compression,
@@ -82,21 +83,32 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         groups,
         process_set=process_set,
     )
+    cls, inner = _classes(optimizer, exchange, taken)
+    distributed = copied(optimizer, cls, inner)
+    if isinstance(exchange, Exchange):
+        exchange.guard(distributed)
+    return distributed
+
+
+def _classes(
+    optimizer: Any, exchange: Callable[..., list[Any]], taken: Taken | None
+) -> tuple[Any, Any]:
+    """That of the copy, and of what is within its loss scale if that is to have another."""
+    base, inner = type(optimizer), None
+    bases: tuple[type, ...] = (_Exchanges, base)
+    if issubclass(base, keras.optimizers.LossScaleOptimizer):
+        bases = (_ExchangesScaled, base)
+        if taken is not None:
+            bases = (_ExchangesScaled, SavesSlots, base)
+            inner = taking(optimizer.inner_optimizer, taken)
+    elif taken is not None:
+        bases = (_Exchanges, taking(optimizer, taken))
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "_exchanger": _Exchanger(exchange),
     }
-    if issubclass(base, keras.optimizers.LossScaleOptimizer):
-        inner = None if taken is None else taking(optimizer.inner_optimizer, taken)
-        bases = (_ExchangesScaled, base) if inner is None else (_ExchangesScaled, SavesSlots, base)
-    else:
-        inner = None
-        bases = (_Exchanges, base if taken is None else taking(optimizer, taken))
-    distributed = copied(optimizer, type(base.__name__, bases, members), inner)
-    if isinstance(exchange, Exchange):
-        exchange.guard(distributed)
-    return distributed
+    return type(base.__name__, bases, members), inner
 
 
 def load_model(

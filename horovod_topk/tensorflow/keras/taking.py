@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
+import keras
 
 from horovod_topk.core.own_momentum import note_taken
 from horovod_topk.errors import ConfigError
@@ -36,12 +36,16 @@ def slots_of(optimizer: Any) -> list[Any]:
 
 
 def _check_fresh(optimizer: Any, taken: Taken) -> None:
-    if any(np.any(slot.numpy()) for slot in slots_of(optimizer)):
-        raise ConfigError(
-            f"momentum='optimizer' was given, and {type(optimizer).__name__} has trained with "
-            f"{taken.setting}={taken.value}: what that has gathered would be lost",
-            cure="Pass an optimizer that has not trained yet, or leave momentum= out",
-        )
+    if any(slot.numpy().any() for slot in slots_of(optimizer)):
+        raise _would_be_lost(type(optimizer).__name__, taken)
+
+
+def _would_be_lost(kind: str, taken: Taken) -> ConfigError:
+    return ConfigError(
+        f"momentum='optimizer' was given, and {kind} has trained with {taken.setting}="
+        f"{taken.value}: what that has gathered would be lost",
+        cure="Pass an optimizer that has not trained yet, or leave momentum= out",
+    )
 
 
 class SavesSlots:
@@ -50,17 +54,22 @@ class SavesSlots:
     def save_own_variables(self, store: Any) -> None:
         """As the base class, with zeros for the momentum."""
         this: Any = self
-        slots = {id(slot) for slot in slots_of(_holder(self))}
-        places = {str(i) for i, variable in enumerate(this.variables) if id(variable) in slots}
-        super().save_own_variables(_Blanking(store, places))  # type: ignore[misc]
+        super().save_own_variables(_Blanking(store, _places(self)))  # type: ignore[misc]
         for i, variable in enumerate(_without_slots(_holder(self)), start=len(this.variables)):
-            store[str(i)] = np.zeros_like(variable.numpy())
+            store[str(i)] = _zeros(variable)
 
     def load_own_variables(self, store: Any) -> None:
-        """As the base class, without the momentum."""
+        """As the base class, without the momentum.
+
+        Raises:
+            ConfigError: that has gathered something, which would be lost; nothing has changed.
+        """
         this: Any = self
-        known = len(this.variables)
-        if len(store.keys()) == known + len(_without_slots(_holder(self))):
+        holder, known = _holder(self), len(this.variables)
+        surplus = {str(known + i) for i in range(len(_without_slots(holder)))}
+        if len(store.keys()) == known + len(surplus):
+            if any(keras.ops.any(store[place]) for place in surplus | _places(self)):
+                raise _would_be_lost(type(holder).__name__, holder._topkef_taken)
             store = {str(i): store[str(i)] for i in range(known)}
         super().load_own_variables(store)  # type: ignore[misc]
 
@@ -72,7 +81,7 @@ class _Blanking:
         self._store, self._places = store, places
 
     def __setitem__(self, place: str, value: Any) -> None:
-        self._store[place] = np.zeros_like(value) if place in self._places else value
+        self._store[place] = _zeros(value) if place in self._places else value
 
 
 class _AppliesNone(SavesSlots):
@@ -88,6 +97,17 @@ class _AppliesNone(SavesSlots):
         """As the user made it."""
         config: dict[str, Any] = super().get_config()  # type: ignore[misc]
         return config | {self._topkef_taken.setting: self._topkef_taken.value}
+
+
+def _places(optimizer: Any) -> set[str]:
+    """Where an optimizer saves the variables that it keeps its momentum in."""
+    slots = {id(slot) for slot in slots_of(_holder(optimizer))}
+    return {str(i) for i, variable in enumerate(optimizer.variables) if id(variable) in slots}
+
+
+def _zeros(like: Any) -> Any:
+    """An array to be saved."""
+    return keras.ops.convert_to_numpy(keras.ops.zeros_like(like))
 
 
 def _holder(optimizer: Any) -> Any:
