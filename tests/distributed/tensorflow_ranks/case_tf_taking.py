@@ -34,8 +34,7 @@ def pair(kind: str, optimizers: Any) -> tuple[Any, Any]:
     return of_its_own(optimizers), without(optimizers)
 
 
-@KINDS
-@BOTH
+@pytest.mark.parametrize(("library", "kind"), [(keras, "SGD"), (keras, "Adam"), (tf_keras, "Adam")])
 def test_the_optimizers_momentum_is_taken_over(library: Any, kind: str) -> None:
     """The same, to the bit, as naming it twice."""
     of_its_own, without = pair(kind, library.optimizers)
@@ -75,10 +74,10 @@ def test_older_optimizers_of_tfkeras_and_horovods_other_name() -> None:
 @pytest.mark.parametrize(("library", "kind"), [(keras, "Adam"), (tf_keras, "SGD")])
 def test_compact_learns(library: Any, kind: str) -> None:
     of_its_own, _ = pair(kind, library.optimizers)
-    model = fit(library, of_its_own, TopKEF.compact(min_numel=0), epochs=6)
+    model = fit(library, of_its_own, TopKEF.compact(min_numel=0), epochs=4)
     assert_ranks_equal(model.get_weights())
     stats = TopKEF.of(model.optimizer).stats()
-    assert (stats.momentum, stats.steps) == (0.9, 48)
+    assert (stats.momentum, stats.steps) == (0.9, 32)
     assert stats.reduction > 5
     before = compiled(library, "sgd").evaluate(*data(), verbose=0)[0]
     assert model.evaluate(*data(), verbose=0)[0] < 0.9 * before
