@@ -100,7 +100,6 @@ class Front(abc.ABC):
         self.grad_scaler = grad_scaler
         self.commit_dir = commit_dir
         self.takes_over = momentum == TAKE_OVER  # the optimizer's momentum, when it is known
-        self._check_take_over()
         self.config = TopKConfig(
             ratio,
             values,
@@ -183,9 +182,6 @@ class Front(abc.ABC):
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """As `OptimizerState.on_step`, of the one optimizer behind this instance."""
         self._only_state().on_step(callback)
-
-    def _check_take_over(self) -> None:  # noqa: B027  # fine where a framework can
-        """Refuse `momentum="optimizer"` where it cannot be; raises ConfigError."""
 
     @staticmethod
     @abc.abstractmethod

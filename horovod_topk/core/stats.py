@@ -44,6 +44,7 @@ class Stats:
     dense_bytes: int = 0  # bytes a rank sends a step in the ring allreduce that this replaces
     between_bytes: int | None = None  # of `sent_bytes`, those to other nodes; None: not known
     node_bytes: int | None = None  # bytes a step that leave the busiest node, of all its ranks
+    momentum: float = 0.0  # that is corrected, the optimizer's own if taken over; 0: none
     residual_norm: float = 0.0  # Euclidean, of what this rank keeps of its own gradients
     owned_norm: float = 0.0  # of what it keeps as an owner: of what is applied, or its node's sum
     gradient_norm: float = 0.0  # Euclidean, this rank's last gradient
@@ -83,6 +84,7 @@ def planned(plan: Plan, exchange: Exchange[Any]) -> Stats:
         nodes=exchange.nodes.sizes if exchange.nodes is not None else (),
         buckets=len(plan.buckets),
         elements=sum(bucket.numel for bucket in plan.buckets),
+        momentum=plan.config.momentum,
         ratios=plan.own_ratios(),
         **asdict(exchange.traffic(plan)),
     )

@@ -15,7 +15,7 @@ from horovod_topk.core.front import Front
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.elastic import Keeper
-from horovod_topk.errors import ConfigError, NotAttachedError, OutsideOptimizerError
+from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.collective import HorovodTalk
 from horovod_topk.tensorflow.memory import Memory
@@ -59,7 +59,10 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             on come down to `ratio`, or pairs (until, ratio), each for the steps until so many have
             been committed; None: off. Graphs get a branch for every ratio.
         momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
-            the optimizer's own: pass momentum=0.0 to SGD, also around a tape. 0: off.
+            the optimizer's own: "optimizer" takes over that of Keras' `SGD`, `Adam` or `AdamW`,
+            whose `momentum` or `beta_1` is 0 then, but for what `get_config` and saved models say;
+            or pass a number, and 0 to the optimizer, also around a tape, which does not know it.
+            0: off.
         nesterov: whether that is Nesterov's.
         follow_lr: for PyTorch alone: True is an error here, as tapes know of no learning rate.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
@@ -171,17 +174,22 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             self._asked = [ratio]
 
     def state_of(
-        self, variables: Sequence[Any], settings: Settings, memory: Memory | None
+        self,
+        variables: Sequence[Any],
+        config: TopKConfig,
+        settings: Settings,
+        memory: Memory | None,
     ) -> OptimizerState:
         """The state for a list of variables, made when first asked for; called by the seam.
 
         Args:
             variables: all of them, in order.
+            config: ours, maybe with the momentum of an optimizer.
             settings: what was asked of Horovod.
             memory: the optimizer's own, or None for a tape: these share one for equal settings.
         """
-        memory = _of_tapes.setdefault(self.config, Memory()) if memory is None else memory
-        state = memory.state_of(self.config, variables, settings)
+        memory = _of_tapes.setdefault(config, Memory()) if memory is None else memory
+        state = memory.state_of(config, variables, settings)
         if state not in self._states:
             self._states.add(state)
             if self._keeper is not None:
@@ -232,13 +240,6 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         for state, residuals in zip(states, saved, strict=False):
             state.load_state_dict(residuals)
         self._waiting = list(saved[len(states) :])
-
-    def _check_take_over(self) -> None:
-        if self.takes_over:
-            raise ConfigError(
-                "momentum='optimizer' is for PyTorch alone",
-                cure="Pass momentum=0.9 here, and momentum=0.0 to SGD",
-            )
 
     def _check_rates(self) -> None:
         if self.config.follow_lr:

@@ -2,78 +2,151 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk.config import TopKConfig
-from horovod_topk.errors import ConfigError
-from horovod_topk.tensorflow.planning import spec_of, unwrap
-from horovod_topk.tensorflow.residuals import Residuals
+from horovod_topk.core.front import why_inactive
+from horovod_topk.core.own_momentum import (
+    Own,
+    Words,
+    advise,
+    check_once,
+    none_to_correct,
+    note_taken,
+    settings_of,
+)
+from horovod_topk.tensorflow.compressor import TopKEF
+
+WORDS = Words("SGD, Adam or AdamW of Keras", "momentum=0.9 or beta_1=0.9")
+SETTINGS = {"SGD": "momentum", "Adam": "beta_1", "AdamW": "beta_1"}  # by class, of Keras' own
 
 
-def check_not_twice(optimizer: Any, momentum: float) -> None:
-    """Refuse an optimizer that would apply a momentum of its own to corrected gradients.
+@dataclass(frozen=True)
+class Taken:
+    """An optimizer's momentum that was taken over: it applies none, and is saved with it."""
+
+    setting: str  # of the optimizer: "momentum" or "beta_1"
+    value: float
+
+
+@dataclass(frozen=True)
+class Told:
+    """What goes to Horovod as `compression=` where the optimizer is known."""
+
+    compressor: TopKEF
+    config: TopKConfig  # the compressor's, with the momentum that was taken over
+    taken: Taken | None
+
+
+def told_of(optimizer: Any, compressor: TopKEF, process_set: Any) -> Told:
+    """Settings for an optimizer, and what it has to leave to them. Nothing is changed.
 
     Args:
         optimizer: of Keras 3 or tf-keras, within a loss scale or not.
-        momentum: of the correction; 0: off.
+        compressor: what the user passed.
+        process_set: the ranks that exchange.
+
+    Raises:
+        ConfigError: its momentum would be applied twice, or cannot be taken over.
+    """
+    optimizer, config = getattr(optimizer, "inner_optimizer", optimizer), compressor.config
+    if not compressor.takes_over:
+        check_not_twice(optimizer, config)
+        if hvd.is_initialized() and why_inactive(process_set) is None:
+            _advise(optimizer, config.momentum)
+        return Told(compressor, config, None)
+    kind, setting = type(optimizer).__name__, _setting_of(optimizer)
+    own = None if setting is None else _number(_present(optimizer, setting))
+    nesterov = setting == "momentum" and bool(optimizer.nesterov)
+    settings = settings_of(kind, None if own is None else (own, nesterov), WORDS)
+    config = replace(config, **settings)
+    if setting is None or why_inactive(process_set) is not None:
+        return Told(compressor, compressor.config, None)
+    return Told(compressor, config, Taken(setting, config.momentum))
+
+
+def check_not_twice(optimizer: Any, config: TopKConfig) -> None:
+    """Refuse an optimizer that would apply a momentum of its own to corrected gradients.
+
+    Args:
+        optimizer: of Keras 3 or tf-keras, within a loss scale or not; None: not known.
+        config: with the momentum that is corrected; 0: off.
 
     Raises:
         ConfigError: it has one, or is not one whose momentum can be corrected.
     """
-    if not momentum:
+    if optimizer is None or not config.momentum:
         return
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    own = getattr(optimizer, "momentum", None)
-    if own is None:
-        raise ConfigError(
-            f"momentum={momentum} was given, and {type(optimizer).__name__} has no setting "
-            "'momentum' that it could stand for",
-            cure="Use momentum correction with SGD, or leave momentum= out",
-        )
-    if callable(own) or float(own):
-        raise ConfigError(
-            f"momentum={momentum} was given, and the optimizer has momentum={own}: it would be "
-            "applied twice",
-            cure="Pass momentum=0.0 to the optimizer, or to TopKEF",
-        )
+    kind, is_adam = type(optimizer).__name__, _is_adam(optimizer)
+    setting = "beta_1" if is_adam else "momentum"
+    present = _present(optimizer, setting)
+    if present is None:
+        raise none_to_correct(config.momentum, kind, WORDS.known)
+    value = _number(present)
+    own = Own(
+        kind,
+        where="the optimizer",
+        setting=setting,
+        shown=present if value is None else value,
+        applies=value != 0.0,
+        off=f"{setting}=0.0",
+        normalises=is_adam,
+    )
+    check_once(config.momentum, config.nesterov, own)
 
 
-def alone(
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-    names: Sequence[str],
-    config: TopKConfig,
-    velocities: Residuals,
-) -> list[Any]:
-    """Gradients with their momentum, where nothing is compressed: without sparsity it is SGD's.
+def apply_none(optimizer: Any, taken: Taken) -> None:
+    """Have a new optimizer of tf-keras leave its momentum to us, but say that it has it.
 
-    Velocities stay as they are in a step with a NaN or an infinity. Sparse gradients and None do
-    not take part, as where gradients are exchanged.
+    Its configuration, and so what is saved, is as the user made it: whoever loads that takes the
+    momentum over again, or has Keras apply it.
     """
-    result = list(gradients)
-    moved = []
-    for i, (name, gradient, variable) in enumerate(zip(names, gradients, variables, strict=True)):
-        if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
-            inner = unwrap(variable)
-            velocity = velocities.of(inner, spec_of(name, gradient, inner))
-            following, result[i] = _moved(velocity, gradient, config)
-            moved.append((velocity, following))
-    finite = [tf.reduce_all(tf.math.is_finite(following)) for _, following in moved]
-
-    def commit() -> None:
-        for velocity, following in moved:
-            velocity.assign(following)
-
-    tf.cond(tf.reduce_all(finite), commit, lambda: None)
-    return result
+    note_taken(type(optimizer).__name__, taken.value)
+    if hasattr(optimizer, "_hyper"):  # of the older ones, whose SGD would keep velocities
+        optimizer._hyper[taken.setting] = 0.0
+        optimizer._momentum = False
+    else:
+        setattr(optimizer, taken.setting, 0.0)
+    get_config = optimizer.get_config
+    optimizer.get_config = lambda: get_config() | {taken.setting: taken.value}
 
 
-def _moved(velocity: Any, gradient: Any, config: TopKConfig) -> tuple[Any, Any]:
-    """The next velocity m u + g, and what is applied: that, or with `nesterov` m (m u + g) + g."""
-    flat = tf.cast(tf.reshape(gradient, [-1]), velocity.dtype)
-    following = velocity * config.momentum + flat
-    applied = following * config.momentum + flat if config.nesterov else following
-    return following, tf.reshape(tf.cast(applied, gradient.dtype), tf.shape(gradient))
+def _setting_of(optimizer: Any) -> str | None:
+    """The argument that is the momentum of an optimizer of Keras' own; None: of another kind.
+
+    A subclass may have a way of its own to update.
+    """
+    cls = type(optimizer)
+    return SETTINGS.get(cls.__name__) if _is_kerass(cls) else None
+
+
+def _is_adam(optimizer: Any) -> bool:
+    names = (cls.__name__ for cls in type(optimizer).__mro__ if _is_kerass(cls))
+    return any(SETTINGS.get(name) == "beta_1" for name in names)
+
+
+def _is_kerass(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("keras", "tf_keras")
+
+
+def _present(optimizer: Any, setting: str) -> Any:
+    """What it is now: a number, a variable or a function; None if it has no such setting."""
+    older = getattr(optimizer, "_hyper", {})  # of tf-keras, which would make variables if asked
+    return older[setting] if setting in older else getattr(optimizer, setting, None)
+
+
+def _number(value: Any) -> float | None:
+    """None for what is no number, but changes by itself."""
+    with tf.init_scope():
+        return None if callable(value) else float(value)
+
+
+def _advise(optimizer: Any, momentum: float) -> None:
+    """Warn of an Adam whose own momentum is not corrected."""
+    if not momentum and _is_adam(optimizer) and _number(_present(optimizer, "beta_1")) != 0.0:
+        advise(type(optimizer).__name__)

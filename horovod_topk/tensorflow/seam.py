@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ import horovod._keras
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from horovod_topk.config import TopKConfig
 from horovod_topk.errors import (
     ConfigError,
     StepBeforeSynchronizeError,
@@ -31,7 +33,7 @@ from horovod_topk.errors import (
 from horovod_topk.tensorflow import scaling
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.memory import Memory
-from horovod_topk.tensorflow.momentum import check_not_twice
+from horovod_topk.tensorflow.momentum import Told, apply_none, check_not_twice, told_of
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 
@@ -61,18 +63,24 @@ class Exchange:
     def __init__(
         self,
         compressor: TopKEF,
+        config: TopKConfig,
         settings: Settings,
         memory: Memory | None,
         sparse_as_dense: bool,
         stock: Function,
     ) -> None:
-        self.compressor = compressor
+        self.compressor, self.config = compressor, config
+        self._optimizer: Callable[[], Any] = lambda: None
         self.scale = scaling.scale_of(compressor.grad_scaler)
         self._memory = memory
         self.state: OptimizerState | None = None  # of the variables seen last
         self._settings = settings
         self._sparse_as_dense = sparse_as_dense
         self._stock = stock
+
+    def guard(self, optimizer: Any) -> None:
+        """Watch that an optimizer comes to no momentum of its own beside one that is corrected."""
+        self._optimizer = weakref.ref(optimizer)  # which holds this
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(
@@ -87,12 +95,16 @@ class Exchange:
             grads: one a variable: a tensor, tf.IndexedSlices (left to Horovod) or None.
             vars: the variables, in the same order.
             use_generic_names: Horovod's; names here do not depend on it.
+
+        Raises:
+            ConfigError: the optimizer has been given a momentum that would be applied twice.
         """
+        check_not_twice(self._optimizer(), self.config)
         grads, variables = list(grads), list(vars)
         if self._sparse_as_dense:
             grads = [_to_dense(gradient) for gradient in grads]
-        self.state = self.compressor.state_of(variables, self._settings, self._memory)
-        scale = self.scale() if self.state.active or self.compressor.config.momentum else None
+        self.state = self.compressor.state_of(variables, self.config, self._settings, self._memory)
+        scale = self.scale() if self.state.active or self.config.momentum else None
         if not self.state.active:
             theirs = self._by_horovod(grads, variables, use_generic_names)
             local = scaling.divided(theirs, scale, variables)
@@ -121,9 +133,10 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
     def _make_allreduce_grads_fn(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         asked = bound.arguments
-        compressor = TopKEF.asked(asked["compression"])
-        if compressor is None:
+        told = _told(asked["compression"])
+        if told is None:
             return original(*args, **kwargs)
+        compressor = told.compressor
         groups = groups_by_id(asked["groups"])
         settings = Settings(_reduction(asked["op"]), groups, asked["process_set"])
         memory = None if asked["name"] == TAPE else Memory()
@@ -132,9 +145,24 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
         sparse_as_dense = asked["sparse_as_dense"]
         asked |= {"compression": hvd.Compression.none, "groups": None}
         stock = original(*bound.args, **bound.kwargs)
-        return Exchange(compressor, settings, memory, sparse_as_dense, stock)
+        return Exchange(compressor, told.config, settings, memory, sparse_as_dense, stock)
 
     return _make_allreduce_grads_fn
+
+
+def _told(compression: Any) -> Told | None:
+    """The compressor with its settings, if it is ours."""
+    if isinstance(compression, Told):
+        return compression
+    compressor = TopKEF.asked(compression)
+    if compressor is not None and compressor.takes_over:
+        raise ConfigError(
+            "momentum='optimizer' was given to a gradient tape, or to an optimizer of "
+            "TensorFlow 1: neither tells what momentum is applied",
+            cure="Pass momentum=0.9 to TopKEF, or to TopKEF.compact, and momentum=0.0 to SGD or "
+            "beta_1=0.0 to Adam; or give it to the DistributedOptimizer of a Keras",
+        )
+    return None if compressor is None else Told(compressor, compressor.config, None)
 
 
 def _reduction(op: Any) -> str:
@@ -160,6 +188,7 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
 
     def create_distributed_optimizer(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
         asked, given = bound.arguments, bound.arguments["optimizer"]
         compressor = TopKEF.asked(asked["compression"])
         if compressor is None:
@@ -171,10 +200,13 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
                 cure="Use horovod_topk.tensorflow.keras.DistributedOptimizer, or tf-keras with "
                 "TF_USE_LEGACY_KERAS=1",
             )
-        check_not_twice(given, compressor.config.momentum)
+        told = asked["compression"] = told_of(given, compressor, asked["process_set"])
         asked["optimizer"] = given.inner_optimizer if scaling.is_scaler(given) else given
         optimizer = original(*bound.args, **bound.kwargs)
         _refuse_unexchanged(optimizer)
+        if told.taken is not None:
+            apply_none(optimizer, told.taken)
+        optimizer._allreduce_grads.guard(optimizer)
         scale = optimizer._allreduce_grads.scale = scaling.ScaleAround(optimizer)
         return scaling.around(given, optimizer, scale) if scaling.is_scaler(given) else optimizer
 

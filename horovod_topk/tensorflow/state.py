@@ -38,11 +38,11 @@ from horovod_topk.elastic import Keeper
 from horovod_topk.elastic.standing import Clock
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
+from horovod_topk.tensorflow.alone import alone
 from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.dicts import as_buffers, has_residuals, joined, without
 from horovod_topk.tensorflow.graph import Route, Transport, norm_of, step
 from horovod_topk.tensorflow.kept import Kept
-from horovod_topk.tensorflow.momentum import alone
 from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of, unwrap
 from horovod_topk.tensorflow.residuals import Residuals
 from horovod_topk.tensorflow.rungs import Rungs

@@ -13,10 +13,20 @@ from typing import Any
 
 from torch.optim import SGD, Adam, AdamW
 
+from horovod_topk.core.own_momentum import (
+    Own,
+    Words,
+    check_once,
+    none_to_correct,
+    note_taken,
+    settings_of,
+)
+from horovod_topk.core.own_momentum import advise as advise_of
 from horovod_topk.errors import ConfigError
 
 log = logging.getLogger("horovod_topk")
 
+WORDS = Words("torch.optim.SGD, Adam or AdamW", "momentum=0.9 or betas=(0.9, 0.999)")
 TAKEN = "topkef_momentum"  # in a parameter group, and so in checkpoints: what was taken over
 
 
@@ -28,28 +38,22 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
     """
     if not momentum:
         return
+    kind, is_adam = type(optimizer).__name__, isinstance(optimizer, (Adam, AdamW))
     for number, group in enumerate(optimizer.param_groups):
-        is_adam = isinstance(optimizer, (Adam, AdamW))
         if not is_adam and "momentum" not in group:
-            raise ConfigError(
-                f"momentum={momentum} was given, and {type(optimizer).__name__} has no momentum "
-                "that it is known to stand for",
-                cure="Use momentum correction with torch.optim.SGD, Adam or AdamW, or leave "
-                "momentum= out",
-            )
-        if is_adam and nesterov:
-            raise ConfigError(
-                f"nesterov=True was given, and {type(optimizer).__name__} has no such form",
-                cure="Leave nesterov= out",
-            )
-        own = "betas" if is_adam else "momentum"
-        if group["betas"][0] if is_adam else group["momentum"]:
-            raise ConfigError(
-                f"momentum={momentum} was given, and parameter group {number} of the optimizer has "
-                f"{own}={group[own]}: it would be applied twice",
-                cure=f"Pass {_off(group)} to the optimizer, or momentum=0 to TopKEF; a scheduler "
-                "that sets it needs cycle_momentum=False",
-            )
+            raise none_to_correct(momentum, kind, WORDS.known)
+        setting = "betas" if is_adam else "momentum"
+        own = Own(
+            kind,
+            where=f"parameter group {number} of the optimizer",
+            setting=setting,
+            shown=group[setting],
+            applies=bool(group["betas"][0] if is_adam else group["momentum"]),
+            off=_off(group),
+            normalises=is_adam,
+            besides="; a scheduler that sets it needs cycle_momentum=False",
+        )
+        check_once(momentum, nesterov, own)
 
 
 def own_momentum(optimizer: Any) -> dict[str, Any]:
@@ -58,26 +62,16 @@ def own_momentum(optimizer: Any) -> dict[str, Any]:
     Raises:
         ConfigError: it has none that could be corrected, or not the same in all parameter groups.
     """
-    is_adam = isinstance(optimizer, (Adam, AdamW))
+    kind, is_known = type(optimizer).__name__, isinstance(optimizer, (SGD, Adam, AdamW))
     found = [_own(group) for group in optimizer.param_groups]
-    if None in found or (not is_adam and not isinstance(optimizer, SGD)):
-        raise ConfigError(
-            f"momentum='optimizer' was given, and {type(optimizer).__name__} has no momentum that "
-            "is known to be one that can be corrected",
-            cure="Use it with torch.optim.SGD, Adam or AdamW, or leave momentum= out",
-        )
-    if len(set(found)) > 1:
+    if is_known and None not in found and len(set(found)) > 1:
         raise ConfigError(
             f"momentum='optimizer' was given, and parameter groups have {found}",
             cure="Give all parameter groups the same momentum, without dampening",
         )
-    momentum, nesterov = found[0] or (0.0, False)
-    if not momentum:
-        raise ConfigError(
-            f"momentum='optimizer' was given, and {type(optimizer).__name__} has none",
-            cure="Give it one, such as momentum=0.9 or betas=(0.9, 0.999), or leave momentum= out",
-        )
-    return {"momentum": momentum, "nesterov": nesterov}
+    settings = settings_of(kind, found[0] if is_known and None not in found else None, WORDS)
+    note_taken(kind, settings["momentum"])
+    return settings
 
 
 def take_over(optimizer: Any, momentum: float) -> None:
@@ -147,16 +141,11 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
 
 
 def advise(optimizer: Any, momentum: float) -> None:
-    """Warn where plain error feedback is known to cost much (docs/frontier.md)."""
+    """Warn of an Adam whose own momentum is not corrected."""
     if momentum or not isinstance(optimizer, (Adam, AdamW)):
         return
     if any(group["betas"][0] for group in optimizer.param_groups):
-        log.warning(
-            "TopKEF: %s divides by the mean square of what arrives late and all at once, and "
-            "trains language models much worse than without compression; with "
-            "TopKEF(momentum='optimizer') it hardly does",
-            type(optimizer).__name__,
-        )
+        advise_of(type(optimizer).__name__)
 
 
 def _off(group: Any) -> str:

@@ -26,6 +26,7 @@ TWO = [
     ("keras",),
     ("tf_scaling", "tf_warmup", "tf_momentum"),
     ("checkpoint",),
+    ("tf_taking",),
 ]
 MORE = [
     (3, ("tape", "sharded", "hierarchical", "groups_ratios")),

@@ -12,17 +12,20 @@ from typing import Any
 import keras
 
 from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.tensorflow.keras.taking import slots_of
 
 log = logging.getLogger("horovod_topk")
 
 
-def copied(optimizer: Any, cls: Any) -> Any:
+def copied(optimizer: Any, cls: Any, inner: Any = None) -> Any:
     """A copy of the given class, which shares nothing with the original.
+
+    inner: the class of what a loss scale is around, if it is to have another.
 
     Raises:
         UnsupportedOperationError: the copy has other variables than the original.
     """
-    copy = _blank(optimizer, cls)
+    copy = _blank(optimizer, cls, inner)
     _build_and_assign(copy, optimizer)
     return copy
 
@@ -36,13 +39,12 @@ def with_loss_scale(optimizer: Any) -> Any:
     return keras.optimizers.LossScaleOptimizer(copied(optimizer, type(optimizer)))
 
 
-def _blank(optimizer: Any, cls: Any) -> Any:
+def _blank(optimizer: Any, cls: Any, inner: Any = None) -> Any:
     """A copy before it is built."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        config = optimizer.get_config()
-        inner = optimizer.inner_optimizer
+        config, original = optimizer.get_config(), optimizer.inner_optimizer
         del config["inner_optimizer"]
-        return cls(_blank(inner, type(inner)), **config)
+        return cls(_blank(original, inner or type(original)), **config)
     config = _config_of(optimizer)
     copy = cls.from_config(config)
     for suffix in ("", "_pattern", "_cache"):
@@ -70,14 +72,16 @@ def _build_and_assign(copy: Any, optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None and inner.built:
         copy.build(inner._trainable_variables)
-        _assign(copy.inner_optimizer._variables, inner._variables, inner)
+        _assign(copy.inner_optimizer, inner)
     elif optimizer.built:
         copy.build(optimizer._trainable_variables)
     if inner is None or optimizer.built:
-        _assign(copy._variables, optimizer._variables, optimizer)
+        _assign(copy, optimizer)
 
 
-def _assign(mine: list[Any], theirs: list[Any], optimizer: Any) -> None:
+def _assign(copy: Any, optimizer: Any) -> None:
+    dropped = [] if slots_of(copy) else [id(slot) for slot in slots_of(optimizer)]  # taken over
+    mine, theirs = copy._variables, [v for v in optimizer._variables if id(v) not in dropped]
     if len(mine) != len(theirs):
         raise UnsupportedOperationError(
             f"a copy of this {type(optimizer).__name__} has {len(mine)} variables, the optimizer "

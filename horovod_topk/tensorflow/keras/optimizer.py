@@ -18,7 +18,8 @@ import keras
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
-from horovod_topk.tensorflow.momentum import check_not_twice
+from horovod_topk.tensorflow.keras.taking import SavesSlots, taking
+from horovod_topk.tensorflow.momentum import Taken, told_of
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
 
@@ -46,7 +47,8 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         name: of the exchange, "Distributed" and the optimizer's class by default.
         device_dense: as Horovod has it.
         device_sparse: as Horovod has it.
-        compression: `TopKEF`, one of `hvd.Compression`, or another Horovod compressor.
+        compression: `TopKEF`, one of `hvd.Compression`, or another Horovod compressor. The momentum
+            that `TopKEF(momentum="optimizer")` takes over is taken off the copy alone.
         sparse_as_dense: exchange tf.IndexedSlices as dense tensors.
         gradient_predivide_factor: splits the averaging before and after the sum (op=Average).
         op: hvd.Average or hvd.Sum.
@@ -59,8 +61,9 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     """
     _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step)
     compressor = TopKEF.asked(compression)
-    if compressor is not None:
-        check_not_twice(optimizer, compressor.config.momentum)
+    told = None if compressor is None else told_of(optimizer, compressor, process_set)
+    if told is not None:
+        compression = told
     elif isinstance(groups, list):
         raise UnsupportedOperationError(
             "groups= as lists: Horovod tells variables apart by names, which Keras 3 repeats",
@@ -68,9 +71,9 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         )
     optimizer = with_loss_scale(optimizer)
     _check_accumulation(optimizer)
-    base = type(optimizer)
+    taken = None if told is None else told.taken
     exchange = hvd._make_allreduce_grads_fn(
-        name or f"Distributed{base.__name__}",
+        name or f"Distributed{type(optimizer).__name__}",
         device_dense,
         device_sparse,
         compression,
@@ -80,14 +83,32 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         groups,
         process_set=process_set,
     )
-    scaled = issubclass(base, keras.optimizers.LossScaleOptimizer)
+    cls, inner = _classes(optimizer, exchange, taken)
+    distributed = copied(optimizer, cls, inner)
+    if isinstance(exchange, Exchange):
+        exchange.guard(distributed)
+    return distributed
+
+
+def _classes(
+    optimizer: Any, exchange: Callable[..., list[Any]], taken: Taken | None
+) -> tuple[Any, Any]:
+    """That of the copy, and of what is within its loss scale if that is to have another."""
+    base, inner = type(optimizer), None
+    bases: tuple[type, ...] = (_Exchanges, base)
+    if issubclass(base, keras.optimizers.LossScaleOptimizer):
+        bases = (_ExchangesScaled, base)
+        if taken is not None:
+            bases = (_ExchangesScaled, SavesSlots, base)
+            inner = taking(optimizer.inner_optimizer, taken)
+    elif taken is not None:
+        bases = (_Exchanges, taking(optimizer, taken))
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "_exchanger": _Exchanger(exchange),
     }
-    cls: Any = type(base.__name__, (_ExchangesScaled if scaled else _Exchanges, base), members)
-    return copied(optimizer, cls)
+    return type(base.__name__, bases, members), inner
 
 
 def load_model(

@@ -128,6 +128,7 @@ def test_the_optimizers_momentum_is_taken_over(optimizer: Any) -> None:
         training.ordinary(taken, by_itself, step)
     assert_same(training.snapshot(named), training.snapshot(taken))
     assert all(by_itself.param_groups[0][key] == value for key, value in own.items())
+    assert TopKEF.of(by_itself).stats().momentum == 0.9
 
 
 def test_a_momentum_that_cannot_be_taken_over_is_refused() -> None:

@@ -53,3 +53,12 @@ def test_momentum_is_not_lost(library: Any, nesterov: bool) -> None:
     scaled = kind.LossScaleOptimizer(library.optimizers.SGD(0.05), **settings)
     again = TopKEF(momentum=0.9, nesterov=nesterov)
     assert same(ours, fit(library, scaled, again))
+
+
+@pytest.mark.parametrize(("library", "kind"), [(keras, "Adam"), (tf_keras, "SGD")])
+def test_a_momentum_is_left_to_the_optimizer(library: Any, kind: str) -> None:
+    settings = {"momentum": 0.9} if kind == "SGD" else {}
+    two = [getattr(library.optimizers, kind)(0.01, **settings) for _ in range(2)]
+    ours = fit(library, two[0], TopKEF.compact(), epochs=1)
+    assert same(ours, fit(library, two[1], hvd.Compression.none, epochs=1))
+    assert not TopKEF.of(ours.optimizer).active

@@ -1,0 +1,104 @@
+"""An optimizer's own momentum, beside one that is corrected: never applied twice, or not at all.
+
+What is decided, and said, alike in every framework; each has a `momentum.py` that asks its own
+optimizers.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_topk.errors import ConfigError
+
+log = logging.getLogger("horovod_topk")
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a framework's users are told."""
+
+    known: str  # the optimizers whose momentum can be taken over
+    example: str  # of a momentum to give them
+
+
+@dataclass(frozen=True)
+class Own:
+    """What an optimizer applies by itself."""
+
+    kind: str  # its class
+    where: str  # "the optimizer", or which part of it
+    setting: str  # the argument that has it
+    shown: object  # what that is
+    applies: bool  # whether that is any
+    off: str  # what to pass for none
+    normalises: bool  # whether it divides by the root of a mean square, as Adam
+    besides: str = ""  # more of a cure
+
+
+def check_once(momentum: float, nesterov: bool, own: Own) -> None:
+    """Refuse a momentum of the optimizer's own beside one that is corrected.
+
+    Raises:
+        ConfigError: it has one, or `nesterov` is no form of it.
+    """
+    if own.normalises and nesterov:
+        raise ConfigError(
+            f"nesterov=True was given, and {own.kind} has no such form",
+            cure="Leave nesterov= out",
+        )
+    if own.applies:
+        raise ConfigError(
+            f"momentum={momentum} was given, and {own.where} has {own.setting}={own.shown}: it "
+            "would be applied twice",
+            cure=f"Pass {own.off} to the optimizer, or momentum=0 to TopKEF{own.besides}",
+        )
+
+
+def none_to_correct(momentum: float, kind: str, known: str) -> ConfigError:
+    """What to raise where an optimizer has nothing that momentum correction stands for."""
+    return ConfigError(
+        f"momentum={momentum} was given, and {kind} has no momentum that it is known to stand for",
+        cure=f"Use momentum correction with {known}, or leave momentum= out",
+    )
+
+
+def settings_of(kind: str, own: tuple[float, bool] | None, words: Words) -> dict[str, Any]:
+    """The settings of momentum correction that stand for an optimizer's momentum.
+
+    Args:
+        kind: its class.
+        own: its momentum, and whether that is Nesterov's; None: none that could be corrected.
+        words: of the framework.
+
+    Raises:
+        ConfigError: it has none, or none that could be corrected.
+    """
+    if own is None:
+        raise ConfigError(
+            f"momentum='optimizer' was given, and {kind} has no momentum that is known to be one "
+            "that can be corrected",
+            cure=f"Use it with {words.known}, or leave momentum= out",
+        )
+    if not own[0]:
+        raise ConfigError(
+            f"momentum='optimizer' was given, and {kind} has none",
+            cure=f"Give it one, such as {words.example}, or leave momentum= out",
+        )
+    return {"momentum": own[0], "nesterov": own[1]}
+
+
+def note_taken(kind: str, momentum: float) -> None:
+    """Say that an optimizer's momentum is taken over from here on."""
+    log.info("TopKEF takes over the momentum of %s: %g", kind, momentum)
+
+
+def advise(kind: str) -> None:
+    """Warn where plain error feedback is known to cost much (docs/frontier.md)."""
+    log.warning(
+        "TopKEF: %s divides by the mean square of what arrives late and all at once, and "
+        "trains language models much worse than without compression; with "
+        "TopKEF(momentum='optimizer') it hardly does",
+        kind,
+    )

@@ -1,0 +1,50 @@
+"""Momentum correction where nothing is compressed: in one process, whose optimizer has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_topk.config import TopKConfig
+from horovod_topk.tensorflow.planning import spec_of, unwrap
+from horovod_topk.tensorflow.residuals import Residuals
+
+
+def alone(
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    names: Sequence[str],
+    config: TopKConfig,
+    velocities: Residuals,
+) -> list[Any]:
+    """Gradients with their momentum, where nothing is compressed: without sparsity it is SGD's.
+
+    Velocities stay as they are in a step with a NaN or an infinity. Sparse gradients and None do
+    not take part, as where gradients are exchanged.
+    """
+    result = list(gradients)
+    moved = []
+    for i, (name, gradient, variable) in enumerate(zip(names, gradients, variables, strict=True)):
+        if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
+            inner = unwrap(variable)
+            velocity = velocities.of(inner, spec_of(name, gradient, inner))
+            following, result[i] = _moved(velocity, gradient, config)
+            moved.append((velocity, following))
+    finite = [tf.reduce_all(tf.math.is_finite(following)) for _, following in moved]
+
+    def commit() -> None:
+        for velocity, following in moved:
+            velocity.assign(following)
+
+    tf.cond(tf.reduce_all(finite), commit, lambda: None)
+    return result
+
+
+def _moved(velocity: Any, gradient: Any, config: TopKConfig) -> tuple[Any, Any]:
+    """The next velocity m u + g, and what is applied: that, or with `nesterov` m (m u + g) + g."""
+    flat = tf.cast(tf.reshape(gradient, [-1]), velocity.dtype)
+    following = velocity * config.momentum + flat
+    applied = following * config.momentum + flat if config.nesterov else following
+    return following, tf.reshape(tf.cast(applied, gradient.dtype), tf.shape(gradient))

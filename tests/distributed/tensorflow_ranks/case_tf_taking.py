@@ -1,0 +1,116 @@
+"""`TopKEF(momentum="optimizer")` between real ranks: as if both had been told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import pytest
+import tensorflow as tf
+import tf_keras
+from kerasses import LIBRARIES, compiled, data, fit, same
+from proof import assert_ranks_equal
+
+import horovod_topk.tensorflow.keras as hvd_keras
+from horovod_topk.tensorflow import TopKEF
+
+NAMED = {"ratio": 0.1, "min_numel": 0, "momentum": 0.9}
+TAKEN = NAMED | {"momentum": "optimizer"}
+
+Make = Callable[[Any], Any]
+PAIRS: dict[str, tuple[Make, Make]] = {
+    "SGD": (lambda k: k.SGD(0.05, momentum=0.9), lambda k: k.SGD(0.05)),
+    "Adam": (lambda k: k.Adam(0.01), lambda k: k.Adam(0.01, beta_1=0.0)),
+}  # with a momentum, and without
+KINDS = pytest.mark.parametrize("kind", PAIRS)
+BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+
+
+def pair(kind: str, optimizers: Any) -> tuple[Any, Any]:
+    of_its_own, without = PAIRS[kind]
+    return of_its_own(optimizers), without(optimizers)
+
+
+@pytest.mark.parametrize(("library", "kind"), [(keras, "SGD"), (keras, "Adam"), (tf_keras, "Adam")])
+def test_the_optimizers_momentum_is_taken_over(library: Any, kind: str) -> None:
+    """The same, to the bit, as naming it twice."""
+    of_its_own, without = pair(kind, library.optimizers)
+    taken = fit(library, of_its_own, TopKEF(**TAKEN), epochs=1)
+    assert same(taken, fit(library, without, TopKEF(**NAMED), epochs=1))
+    assert_ranks_equal(taken.get_weights())
+    stats = TopKEF.of(taken.optimizer).stats()
+    assert (stats.momentum, stats.steps) == (0.9, 8)
+
+
+@BOTH
+def test_within_a_loss_scale(library: Any) -> None:
+    kind = tf_keras.mixed_precision if library is tf_keras else keras.optimizers
+    of_its_own, without = map(kind.LossScaleOptimizer, pair("SGD", library.optimizers))
+    taken = fit(library, of_its_own, TopKEF(**TAKEN), epochs=1)
+    assert same(taken, fit(library, without, TopKEF(**NAMED), epochs=1))
+    assert_ranks_equal(taken.get_weights())
+
+
+def test_at_once_without_a_graph() -> None:
+    of_its_own, without = pair("SGD", keras.optimizers)
+    taken = fit(keras, of_its_own, TopKEF(**TAKEN), epochs=1, eager=True)
+    assert same(taken, fit(keras, without, TopKEF(**NAMED), epochs=1, eager=True))
+    assert_ranks_equal(taken.get_weights())
+
+
+def test_older_optimizers_of_tfkeras_and_horovods_other_name() -> None:
+    of_its_own, without = pair("SGD", tf_keras.optimizers.legacy)
+    named = fit(tf_keras, without, TopKEF(**NAMED), epochs=1)
+    optimizer = hvd.DistributedOptimizer(of_its_own, compression=TopKEF(**TAKEN))
+    model = compiled(tf_keras, optimizer)
+    train(model)
+    assert same(model, named)
+    assert_ranks_equal(model.get_weights())
+
+
+@pytest.mark.parametrize(("library", "kind"), [(keras, "Adam"), (tf_keras, "SGD")])
+def test_compact_learns(library: Any, kind: str) -> None:
+    of_its_own, _ = pair(kind, library.optimizers)
+    model = fit(library, of_its_own, TopKEF.compact(min_numel=0), epochs=4)
+    assert_ranks_equal(model.get_weights())
+    stats = TopKEF.of(model.optimizer).stats()
+    assert (stats.momentum, stats.steps) == (0.9, 32)
+    assert stats.reduction > 5
+    before = compiled(library, "sgd").evaluate(*data(), verbose=0)[0]
+    assert model.evaluate(*data(), verbose=0)[0] < 0.9 * before
+
+
+@KINDS
+def test_a_saved_model_goes_on_with_what_was_taken_over(kind: str, tmp_path: Path) -> None:
+    """Model, optimizer, residuals and velocities: as if it had not stopped."""
+    first, then, path = TopKEF(**TAKEN), TopKEF(**TAKEN), tmp_path / "model.keras"
+    whole = functional(pair(kind, keras.optimizers)[0], TopKEF(**TAKEN))
+    half = functional(pair(kind, keras.optimizers)[0], first)
+    train(half)
+    half.save(path)
+    owed = tf.train.Checkpoint(compression=first).save(str(tmp_path / "owed"))
+    tf.train.Checkpoint(compression=then).restore(owed)
+    again = hvd_keras.load_model(path, compression=then)
+    train(again)
+    train(whole, epochs=2)
+    assert same(again, whole)
+    assert_ranks_equal(again.get_weights())
+    assert TopKEF.of(again.optimizer).stats().momentum == 0.9
+
+
+def functional(optimizer: Any, compression: TopKEF) -> Any:
+    """A model whose variables have the same names once it is loaded; a Sequential's have not."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.layers.Input((20,))
+    model = keras.Model(inputs, keras.layers.Dense(10)(inputs))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = hvd_keras.DistributedOptimizer(optimizer, compression=compression)
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+    return model
+
+
+def train(model: Any, epochs: int = 1) -> None:
+    model.fit(*data(), batch_size=8, epochs=epochs, shuffle=False, verbose=0)
