@@ -15,7 +15,7 @@ from horovod_topk.core.front import Front
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.elastic import Keeper
-from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.errors import ConfigError, NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.collective import HorovodTalk
 from horovod_topk.tensorflow.memory import Memory
