@@ -207,8 +207,6 @@ class Compressor(Generic[Array]):
         self._check_unchanged(bucket, gradients)
         flags = bucket.route.receive(gradients if targets is None else targets, gain)
         bucket.flagged = bucket.plan.names(flags)
-        if self.momentum is not None and not bucket.flagged:
-            self.momentum.mask(bucket.plan, bucket.route.clear_late)
         bucket.phase = Phase.RECEIVED
 
     def commit(self) -> bool:

@@ -180,9 +180,6 @@ class Hierarchical(Generic[Array]):
     def clear(self, arrays: Sequence[Array]) -> None:
         """`Route.clear`: all is sent whole, to the owners on this node."""
 
-    def clear_late(self, arrays: Sequence[Array]) -> None:
-        """`Route.clear_late`: there is no velocity that could be."""
-
     def swap(self) -> None:
         """`Route.swap`."""
         if self._owned is not None:

@@ -7,8 +7,7 @@ that:
 
     correct      u' = m u + g
     compensate   a  = e + u'         with `nesterov`: e + m u' + g
-    mask         u' = 0 where a was sent, as e is, and where an owner of the sharded exchange has
-                 sent it on, who may have kept it for many steps
+    mask         u' = 0 where a was sent, as e is
 
 The optimizer itself has no momentum then: p -= lr * (what is applied). A weight decay that it adds
 to that is 1 / (1 - m) times weaker than one that passes through a momentum. Tensors that are sent
@@ -60,7 +59,7 @@ class Correction(Generic[Array]):
     def mask(self, arenas: Arenas[Array], clear: Callable[[Sequence[Array]], None]) -> None:
         """Forget the new velocity of what was sent.
 
-        clear: writes zeros there; `Route.clear` and `Route.clear_late` of the way that it was sent.
+        clear: writes zeros there; `Route.clear` of the way that it was sent.
         """
         clear(self._views(arenas.plan, arenas.candidate))
 

@@ -137,10 +137,6 @@ class Route(Protocol[Given]):
         """
         ...
 
-    def clear_late(self, arrays: Sequence[Any]) -> None:
-        """The same where something arrived that may be older than this step; not if flagged."""
-        ...
-
     def swap(self) -> None:
         """What was not sent becomes the residual."""
         ...
@@ -206,9 +202,6 @@ class Direct(Generic[Array]):
     def clear(self, arrays: Sequence[Array]) -> None:
         """`Route.clear`."""
         self._codec.clear(self._bucket, self._payload, arrays)
-
-    def clear_late(self, arrays: Sequence[Array]) -> None:
-        """`Route.clear_late`: all that arrives was sent in this step."""
 
     def swap(self) -> None:
         """`Route.swap`."""
@@ -316,10 +309,6 @@ class Sharded(Generic[Array]):
         """`Route.clear`: where it was sent to an owner."""
         for scatter, part in zip(self._plan.scatter, self._parts, strict=True):
             self._codec.clear(scatter, part, arrays)
-
-    def clear_late(self, arrays: Sequence[Array]) -> None:
-        """`Route.clear_late`: what owners sent, who may have kept it for long."""
-        self._codec.clear(self._plan.result, self._gathered, arrays)
 
     def swap(self) -> None:
         """`Route.swap`."""

@@ -118,8 +118,6 @@ def step(
     for bucket in buckets:
         bucket.way.wait()
         flags.append(bucket.way.receive(of[bucket.plan.ordinal]))
-        if bucket.velocity is not None:
-            correction.mask(bucket.velocity, bucket.way.clear_late)
     flagged: Any = tf.concat(flags, 0)
     kept = [*besides, *_left(route, buckets, transport.ops)]
     _commit_unless(tf.reduce_any(flagged), kept)
