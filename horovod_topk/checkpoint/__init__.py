@@ -115,7 +115,7 @@ def _start_at_zero(folder: Path, name: str, state: State) -> None:
     if COMMITTED not in zeros:
         return
     for contents in _whole_shards(folder, name, state.framework):
-        state.load_state_dict({**zeros, **parts.common_in(contents, zeros)})
+        state.load_state_dict(zeros | {COMMITTED: contents.get(COMMITTED, zeros[COMMITTED])})
         return
     log.warning("TopKEF: warm-up goes on from %d committed steps", zeros[COMMITTED])
 

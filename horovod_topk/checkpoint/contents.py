@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from horovod_topk.core.rates import rates_of
 from horovod_topk.core.residual import COMMITTED, STATE_VERSION
-from horovod_topk.errors import CheckpointError
+from horovod_topk.errors import CheckpointError, StateDictError
 
 RESIDUALS = "residuals"
 BESIDES = ("owned", "velocity")  # state dicts within the state dict
@@ -34,6 +35,10 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
         _check_version(state, where)
     if not _is_count(facts.get(COMMITTED, 0)):
         raise _foreign(where, f"its {COMMITTED} is {facts[COMMITTED]!r}")
+    try:
+        rates_of(facts)
+    except StateDictError as error:
+        raise _foreign(where, error.problem) from error
     _check_owner(facts.get("owned"), where)
     for part, state in _states(facts).items():
         _check_arrays(part, state, tensors, where)

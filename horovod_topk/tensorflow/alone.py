@@ -21,6 +21,9 @@ def alone(
 ) -> list[Any]:
     """Gradients with their momentum, where nothing is compressed: without sparsity it is SGD's.
 
+    With Adam, whose beta_1 is 0 then, it is what many ranks do: the mean square is of velocities.
+    To have Adam's own in one process, take its momentum over with "optimizer".
+
     Velocities stay as they are in a step with a NaN or an infinity. Sparse gradients and None do
     not take part, as where gradients are exchanged.
     """

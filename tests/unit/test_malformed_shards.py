@@ -278,6 +278,22 @@ def test_without_any_whole_shard_warm_up_stays_where_it_is(tmp_path: Path, caplo
     assert "warm-up goes on from 1 committed steps" in caplog.text
 
 
+@pytest.mark.parametrize("rates", [{"w": 0}, {"w": float("nan")}, {"w": "0.1"}, [0.1]])
+def test_rates_that_are_none_are_refused_and_given_up_with_the_residuals(
+    tmp_path: Path, rates: Any
+) -> None:
+    files = saved("sharded warm-up")(tmp_path)
+    files[1].write_bytes(resigned(files[1].read_bytes(), rates=rates))
+    job = loading("sharded warm-up", 0)
+    before = bits(job)
+    with pytest.raises(CheckpointError, match=r"no shard as this version writes .*learning rates"):
+        checkpoint.load(tmp_path, ranks(job)[1])
+    assert bits(job) == before
+    checkpoint.load(tmp_path, ranks(job)[1], strict=False)
+    assert not any(part.any() for part in job.residuals()[1].values())
+    assert job.ranks[1].state_dict()["committed"] == 3
+
+
 def test_the_state_is_json_beside_the_digest(tmp_path: Path) -> None:
     """What `resigned` changes is what a reader of the file sees."""
     data = saved("sharded int8")(tmp_path)[0].read_bytes()

@@ -35,7 +35,7 @@ WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two thing
     **dict.fromkeys(SELECTIONS, "selection"),
     **{value: "indices" for value in INDICES if value != "auto"},
 }
-UNFIT = ("name", "warmup")  # settings that make no other step to time
+UNFIT = ("name", "warmup", "follow_lr")  # settings that make no other step to time
 SETTINGS = tuple(each.name for each in fields(TopKConfig) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,
