@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,24 @@ class Encoding:
             self.gradients.next()
             self.step()
         return self
+
+
+class Corrected(Encoding):
+    """The same as `TopKEF.compact()` has it, with a velocity that is sent and masked."""
+
+    def __init__(self, gradients: Gradients, selection: str) -> None:
+        super().__init__(gradients, 0.024, selection, TorchOps(), values="int4")
+        self._correction = Correction(TopKConfig(0.024, "int4", momentum=0.9), TorchOps())
+        zeros = (torch.zeros_like(gradients.current) for _ in range(2))
+        self._velocity: Arenas[Tensor] = Arenas(self.bucket, *zeros)
+
+    def step(self) -> None:
+        """Encode and commit."""
+        sent = self._correction.correct(self._velocity, [self.gradients.current])
+        self.codec.encode(self.arenas, sent, self.payload)
+        self._correction.mask(self._velocity, partial(self.codec.clear, self.bucket, self.payload))
+        self._velocity.swap()
+        self.arenas.swap()
 
 
 @contextmanager
@@ -226,31 +245,8 @@ def measure_momentum(numel: int, repeats: int) -> dict[str, float]:
     for selection in ("exact", "sampled"):
         ours = Encoding(gradients, 0.024, selection, TorchOps(), values="int4").settle(settle)
         ways[f"{selection}, without"] = ours.step
-        ways[f"{selection}, with"] = _with_velocity(gradients, selection, settle)
+        ways[f"{selection}, with"] = Corrected(gradients, selection).settle(settle).step
     return milliseconds(ways, gradients.next, repeats)
-
-
-def _with_velocity(gradients: Gradients, selection: str, settle: int) -> Step:
-    encoding = Encoding(gradients, 0.024, selection, TorchOps(), values="int4")
-    bucket, codec, arenas, payload = (
-        encoding.bucket,
-        encoding.codec,
-        encoding.arenas,
-        encoding.payload,
-    )
-    correction = Correction(TopKConfig(0.024, "int4", momentum=0.9), TorchOps())
-    velocity = Arenas(bucket, *(torch.zeros_like(gradients.current) for _ in range(2)))
-
-    def step() -> None:
-        codec.encode(arenas, correction.correct(velocity, [gradients.current]), payload)
-        correction.mask(velocity, lambda arrays: codec.clear(bucket, payload, arrays))
-        velocity.swap()
-        arenas.swap()
-
-    for _ in range(settle):
-        gradients.next()
-        step()
-    return step
 
 
 def _for_owners(whole: Encoding, owners: int, settle: int) -> Step:

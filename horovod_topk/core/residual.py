@@ -101,7 +101,7 @@ class ResidualRegistry(Generic[Array]):
     def scale(self, factor: float) -> None:
         """Multiply every residual."""
         for arenas in self.all_arenas():
-            self._ops.assign(arenas.residual, scaled(arenas.residual, factor, self._ops))
+            self._ops.deliver(arenas.residual, factor, arenas.residual, False)
 
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiply the residuals of some tensors, by name, in place."""

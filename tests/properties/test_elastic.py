@@ -231,17 +231,22 @@ def test_an_heir_lost_before_it_commits_inherits_nothing(reduction: str, tmp_pat
     assert len(list(tmp_path.glob("*.safetensors"))) == len(job.ranks)
 
 
+def inherit_without_removing(job: Job, folder: Path) -> None:
+    """Rank 3 is lost, and its heir too, before that has removed a file."""
+    files = {file: file.read_bytes() for file in folder.iterdir()}
+    job.lose([3])
+    job.commit()
+    for file, data in files.items():
+        if not file.exists():
+            file.write_bytes(data)
+
+
 def test_an_heir_lost_between_writing_and_removing_counts_once(tmp_path: Path) -> None:
     job = Job(4, "average", tmp_path)
     job.step()
     job.commit()
     before = job.mass()
-    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    job.lose([3])
-    job.commit()
-    for file, data in files.items():  # as if nothing had been removed
-        if not file.exists():
-            file.write_bytes(data)
+    inherit_without_removing(job, tmp_path)
     job.lose([0])
     job.assert_mass(before)
 
@@ -251,12 +256,7 @@ def test_what_an_heir_had_absorbed_counts_once_for_its_heir(tmp_path: Path) -> N
     job.step()
     job.commit()
     before = job.mass()
-    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    job.lose([3])
-    job.commit()
-    for file, data in files.items():  # the heir is lost before it has removed anything
-        if not file.exists():
-            file.write_bytes(data)
+    inherit_without_removing(job, tmp_path)
     job.lose([0])
     job.commit()
     job.lose([2])

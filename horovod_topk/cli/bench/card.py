@@ -1,4 +1,4 @@
-"""What a host's network card has sent, and where it is reached.
+"""What a host's network card has sent, what it says of its link, and where it is reached.
 
 The kernel's packet scheduler counts what a cable would carry, where the card has one. The card's
 own counters are of bundles of up to 64 KiB, whose packets they give one header in all.
@@ -34,6 +34,18 @@ class Sent:
     def payload(self) -> int:
         """Bytes without the headers."""
         return self.bytes - HEADERS * self.packets
+
+
+def rate_of_card(interface: str) -> int | None:
+    """What a card says of its link; None where it says nothing, or is virtual and makes it up."""
+    card = Path(f"/sys/class/net/{interface}")
+    if not (card / "device").exists():
+        return None
+    try:
+        megabits = int((card / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return megabits * 10**6 if megabits > 0 else None
 
 
 def sent(interface: str) -> Sent:

@@ -20,7 +20,6 @@ from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.machine import machine
 from horovod_topk.cli.bench.measure import Taken, race
 from horovod_topk.cli.bench.methods import KINDS, NONE, Method
-from horovod_topk.cli.bench.rates import rate_of_card
 from horovod_topk.cli.bench.script import check, time_script
 from horovod_topk.cli.bench.table import table
 from horovod_topk.cli.models import Shape
@@ -59,7 +58,7 @@ def main(
         taken, shapes = _of_script(args, everyone, counted)
     if hvd.rank() == 0:
         found = _result(args, shapes, everyone, taken)
-        found["rate"] = rate or (rate_of_card(interface) if interface else None)
+        found["rate"] = rate or (card.rate_of_card(interface) if interface else None)
         found["counter"] = counted and card.counter(counted)
         _report(args, found)
     return 0

@@ -29,10 +29,7 @@ HALVES = ("float16", "bfloat16")
 GOALS = (50.0, 165.0)  # times fewer bytes than dense
 MOMENTUM = 0.9  # of SGD, and of momentum correction
 RECIPE_STEPS = (1000, 2000, 8000)  # besides those of the series
-SHARES = (
-    0.5,
-    2.0,
-)  # of what ranks send to an owner, it sends back so much; everywhere else as much
+SHARES = (0.5, 2.0)  # that owners send back of what each rank sends them; elsewhere as much
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.planning import spec_of
 from study.frontier.loopback import Collective, Loopback
 
-LEGS = 2  # collectives of a bucket, at most, that follow its first one
 Gradients = list[Tensor]  # of one rank, in the order of the model's parameters
 
 
@@ -80,7 +79,7 @@ class Compressed:
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
                 compressor.launch(ordinal, bucket)
-        for compressor, _ in pairs * LEGS:
+        for compressor, _ in pairs * self.compressors[0].turns:
             compressor.advance()
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():

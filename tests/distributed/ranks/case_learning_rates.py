@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 import training
-from horovod_topk import checkpoint
 from horovod_topk.torch import TopKEF
+from resuming import assert_resumes
 from training import Setup, Task
 from witness import assert_ranks_equal, assert_residuals, assert_same, residuals
 
@@ -74,23 +75,8 @@ def test_a_checkpoint_carries_the_rates(
     exchange: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pytest.importorskip("safetensors")
-    settings = SPARSE | {"exchange": exchange, "follow_lr": True}
-    task = SETUP.task()
-    optimizer = SETUP.distributed(task, TopKEF(**settings))
-    for step in range(3):
-        take(task, optimizer, step)
-    shared = hvd.broadcast_object(str(tmp_path_factory.mktemp("checkpoint")), root_rank=0)
-    checkpoint.save(shared, TopKEF.of(optimizer))
-    hvd.allreduce(torch.zeros(1), name="saved")
-    again = SETUP.task()
-    again.load_state_dict(task.state_dict())
-    resumed = SETUP.distributed(again, TopKEF(**settings))
-    checkpoint.load(shared, TopKEF.of(resumed))
-    for step in range(3, len(FACTORS)):
-        take(task, optimizer, step)
-        take(again, resumed, step)
-    assert_same(training.snapshot(again), training.snapshot(task))
-    assert_residuals(resumed, residuals(optimizer))
+    make = partial(TopKEF, **SPARSE, exchange=exchange, follow_lr=True)
+    assert_resumes(SETUP, make, tmp_path_factory.mktemp("rates"), take)
 
 
 @pytest.mark.world_size(2, 3)
@@ -106,10 +92,7 @@ def test_a_skipped_step_is_rescaled_for_once() -> None:
     for group, rate in zip(optimizer.param_groups, (0.05, 0.2), strict=True):
         group["lr"] = rate * FACTORS[3]
     for _ in range(2):
-        optimizer.zero_grad()
-        task.loss(hvd.rank(), 1).backward()
-        optimizer.synchronize()
-        optimizer.zero_grad()
+        training.thrown_away(task, optimizer, 1)
     take(task, optimizer, 3)
     take(other, never, 3)
     assert_same(training.snapshot(task), training.snapshot(other))

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 
 import training
-from horovod_topk import checkpoint
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch import TopKEF
+from resuming import assert_resumes
 from training import Setup
 from witness import (
     assert_ranks_equal,
-    assert_residuals,
-    assert_same,
     assert_same_history,
     nothing_changes,
     record,
-    residuals,
 )
 
 SPARSE = {"ratio": 0.05, "min_numel": 0}
@@ -102,28 +99,12 @@ def test_skipped_steps_do_not_count() -> None:
     task = SETUP.task()
     optimizer = SETUP.distributed(task, TopKEF(**WARM))
     for step in range(3):
-        optimizer.zero_grad()
-        task.loss(hvd.rank(), step).backward()
-        optimizer.synchronize()
-        optimizer.zero_grad()
+        training.thrown_away(task, optimizer, step)
     assert TopKEF.of(optimizer).ratio == 0.5
 
 
 @pytest.mark.world_size(2, 3)
 def test_a_checkpoint_carries_the_count(tmp_path_factory: pytest.TempPathFactory) -> None:
     pytest.importorskip("safetensors")
-    task = SETUP.task()
-    optimizer = SETUP.distributed(task, TopKEF(**WARM))
-    train(task, optimizer, range(3))
-    shared = hvd.broadcast_object(str(tmp_path_factory.mktemp("checkpoint")), root_rank=0)
-    checkpoint.save(shared, TopKEF.of(optimizer))
-    hvd.allreduce(torch.zeros(1), name="saved")
-    resumed = SETUP.task()
-    resumed.load_state_dict(task.state_dict())
-    again = SETUP.distributed(resumed, TopKEF(**WARM))
-    checkpoint.load(shared, TopKEF.of(again))
-    train(task, optimizer, range(3, 6))
-    train(resumed, again, range(3, 6))
-    assert TopKEF.of(again).ratio == 0.05
-    assert_same(training.snapshot(resumed), training.snapshot(task))
-    assert_residuals(again, residuals(optimizer))
+    resumed = assert_resumes(SETUP, partial(TopKEF, **WARM), tmp_path_factory.mktemp("count"))
+    assert TopKEF.of(resumed).ratio == 0.05

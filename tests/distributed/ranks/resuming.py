@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import horovod.torch as hvd
 
@@ -11,19 +12,25 @@ import training
 from horovod_topk import checkpoint
 from horovod_topk.torch import TopKEF
 from training import Setup
-from witness import assert_ranks_equal, assert_same
+from witness import assert_ranks_equal, assert_residuals, assert_same, residuals
 
 
-def assert_resumes(setup: Setup, make: Callable[..., TopKEF], folder: Path) -> None:
+def assert_resumes(
+    setup: Setup,
+    make: Callable[..., TopKEF],
+    folder: Path,
+    take: Callable[[Any, Any, int], None] = training.ordinary,
+) -> Any:
     """Three steps, a checkpoint, and three more with both: the same weights, to the bit.
 
-    setup: of both; make: their compressors, given none or other settings; folder: any rank's own.
+    setup: of both; make: their compressors, given none or other settings; folder: any rank's own;
+    take: a step. Returns the optimizer that went on.
     """
     folder = Path(hvd.broadcast_object(str(folder)))
     task = setup.task()
     optimizer = setup.distributed(task, make())
     for step in range(3):
-        training.ordinary(task, optimizer, step)
+        take(task, optimizer, step)
     checkpoint.save(folder, TopKEF.of(optimizer))
     hvd.barrier()
     again = setup.task()
@@ -31,7 +38,9 @@ def assert_resumes(setup: Setup, make: Callable[..., TopKEF], folder: Path) -> N
     resumed = setup.distributed(again, make(name="resumed"))
     checkpoint.load(folder, TopKEF.of(resumed))
     for step in range(3, 6):
-        training.ordinary(task, optimizer, step)
-        training.ordinary(again, resumed, step)
+        take(task, optimizer, step)
+        take(again, resumed, step)
     assert_ranks_equal(task.parameters())
     assert_same(training.snapshot(task), training.snapshot(again))
+    assert_residuals(resumed, residuals(optimizer))
+    return resumed

@@ -166,6 +166,14 @@ def ordinary(task: Task, optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
+def thrown_away(task: Any, optimizer: Any, step: int) -> None:
+    """A step whose gradients are exchanged and not applied."""
+    optimizer.zero_grad()
+    task.loss(hvd.rank(), step).backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+
+
 def with_model_zero_grad(set_to_none: bool) -> Callable[[Task, Any, int], None]:
     """As `ordinary`, clearing gradients through the model."""
 
