@@ -26,7 +26,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: help setup demo test check accuracy frontier residuals crashes bench bench-kernels bench-network bench-trouble bench-wire fuzz clean
+.PHONY: help setup demo test check accuracy frontier residuals practice crashes bench bench-kernels bench-network bench-trouble bench-wire fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -53,6 +53,9 @@ frontier: setup ## quality against bytes, for every format and exchange, on simu
 
 residuals: setup ## norms of residuals beside the bounds of theory, into docs/residuals.md (minutes)
 	"$(VENV)/bin/python" scripts/residuals.py $(ARGS)
+
+practice: setup ## clipping, loss scaling, momentum, restarts on real data, beside dense (half an hour)
+	"$(VENV)/bin/python" scripts/practice.py $(ARGS)
 
 crashes: setup ## kill a hundred ranks of elastic jobs, and account for what is lost (a quarter of an hour)
 	"$(VENV)/bin/python" scripts/crashes.py $(ARGS)

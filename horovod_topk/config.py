@@ -200,11 +200,11 @@ def _checked_momentum(momentum: object, exchange: str) -> float:
             cure="Pass the momentum that the optimizer would have, such as momentum=0.9, and 0 to "
             "the optimizer",
         )
-    if momentum and exchange in ("hierarchical", "auto"):
+    if momentum and exchange == "hierarchical":
         raise ConfigError(
             f"momentum={momentum} with exchange={exchange!r}: where gradients are added up within "
             "a node, no rank knows which of its own were sent",
-            cure="Pass exchange='allgather' or exchange='sharded'",
+            cure="Pass exchange='allgather', 'sharded' or 'auto', which takes one of these",
         )
     return float(momentum)  # type: ignore[arg-type]
 

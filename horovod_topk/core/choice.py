@@ -24,6 +24,9 @@ from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
 
+SECOND_SELECTION = (
+    "; owners select a second time, which costs accuracy: docs/frontier.md, at the same ratio"
+)
 _LOCATION = struct.Struct("<8sqq")  # a digest of `Location.host`, and the rest
 
 
@@ -77,11 +80,13 @@ def choose(
     That from whose busiest node the fewest bytes leave in a step. In the order allgather, sharded,
     hierarchical, a later one has to save a tenth of what the one before it sends, since it has
     more collectives and selects more often, or adds up densely. Hierarchical is there where there
-    are nodes, some node has more than one rank, and Horovod can add process sets.
+    are nodes, some node has more than one rank, and Horovod can add process sets; not with momentum
+    correction, which has to know what each rank sent. At the same ratio, whoever selects of what
+    others have selected leaves out more than an allgather does: the reason says so.
     """
     team: Team[Array] = Team(nodes, collective.rank, None, None)
     ways: list[Exchange[Array]] = [Allgather(collective, nodes), ShardedExchange(collective, nodes)]
-    several = len(nodes.ranks) > 1 and max(nodes.sizes) > 1
+    several = len(nodes.ranks) > 1 and max(nodes.sizes) > 1 and not plan.config.momentum
     if several and can_split:
         ways.append(HierarchicalExchange(collective, team))
     cost = {way.kind: way.traffic(plan).node_bytes or 0 for way in ways}
@@ -94,7 +99,8 @@ def choose(
     listed = ", ".join(f"{kind} {node_bytes:,}" for kind, node_bytes in cost.items())
     cure = " (hierarchical needs hvd.init(process_sets='dynamic'))"
     missing = cure if several and not can_split else ""
-    return best, f"bytes a step that leave the busiest node: {listed}{missing}"
+    price = SECOND_SELECTION if best == "sharded" else ""
+    return best, f"bytes a step that leave the busiest node: {listed}{missing}{price}"
 
 
 def _refuse(nodes: Nodes, unable: int) -> NoReturn:

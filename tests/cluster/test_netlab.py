@@ -33,15 +33,35 @@ def netlab(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         cwd=REPOSITORY,
         start_new_session=True,
     )
-    try:
-        with process:
+    with process:
+        try:
             yield process
-    finally:
-        process.kill()
+        finally:
+            process.kill()  # or a test that failed would wait for it
 
 
 def everything_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
+
+
+def sleeping(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    """Everything below, once so many of it sleep: who has said "up" may not have come to that."""
+    deadline = time.monotonic() + GRACE
+    while True:
+        below = everything_below(process)
+        found = sum(command_of(each) == ["sleep", "600"] for each in below)
+        if found == count or time.monotonic() > deadline:
+            assert found == count
+            return below
+        time.sleep(0.05)
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Nothing if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def assert_gone(processes: Sequence[psutil.Process]) -> None:
@@ -67,8 +87,7 @@ def test_interrupted_it_leaves_no_process(number: signal.Signals) -> None:
     with netlab("--hosts", 3, "--", "bash", "-c", away) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
-        below = everything_below(process)
-        assert sum(each.cmdline() == ["sleep", "600"] for each in below) == 3
+        below = sleeping(process, 3)
         process.send_signal(number)
         status = process.wait(GRACE)
     assert status == (-signal.SIGKILL if number == signal.SIGKILL else 130)

@@ -87,7 +87,21 @@ def test_no_other_would_save_a_tenth(sizes: tuple[int, ...], numel: int, ratio: 
 def test_without_process_sets_it_does_without_nodes() -> None:
     kind, because = chosen(plan_of(), (4, 4), can_split=False)
     assert kind == "sharded"
-    assert because.endswith("(hierarchical needs hvd.init(process_sets='dynamic'))")
+    assert "(hierarchical needs hvd.init(process_sets='dynamic'))" in because
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((4, 4), "sharded"), ((2, 1), "allgather")])
+def test_momentum_correction_leaves_two_to_choose_from(
+    sizes: tuple[int, ...], expected: str
+) -> None:
+    kind, because = chosen(plan_of(momentum=0.9), sizes)
+    assert kind == expected
+    assert "hierarchical" not in because
+
+
+def test_the_reason_names_what_a_second_selection_costs() -> None:
+    assert "docs/frontier.md" in chosen(plan_of(), (1,) * 8)[1]
+    assert "docs/frontier.md" not in chosen(plan_of(), (1, 1))[1]
 
 
 def built(

@@ -144,6 +144,16 @@ def stages() -> Iterator[Stage]:
     yield Stage(DIGITS, "skewed", grid, DIGITS_SEEDS)
     yield Stage(DIGITS_ADAMW, "equal", grid, DIGITS_SEEDS)
     yield Stage(BYTELM_ADAMW, "skewed", bytelm, BYTELM_SEEDS)
+    yield from one_ratio_stages()
+
+
+def one_ratio_stages() -> Iterator[Stage]:
+    """Every exchange at the same ratio, which is what `exchange="auto"` chooses among."""
+    plain = tuple(Point(exchange, "int4", DEFAULT.ratio) for exchange in (*EXCHANGES, NODES))
+    both = (*plain, *corrected(plain[: len(EXCHANGES)]))
+    yield Stage(DIGITS, "equal", both, DIGITS_SEEDS)
+    yield Stage(BYTELM, "equal", both, (0,))
+    yield Stage(BYTELM_ADAMW, "equal", corrected(plain[: len(EXCHANGES)]), (0,))
 
 
 def recipe_stages() -> Iterator[tuple[Stage, Series]]:

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import launch
-from study.frontier import agenda, measured, pictures, recipe, records
+from study.frontier import agenda, measured, one_ratio, pictures, recipe, records
 from study.frontier.agenda import Point, Series
 from study.frontier.cells import RANKS
 from study.frontier.measured import Group, Measured
@@ -83,7 +83,7 @@ def write() -> Path:
     found = [group for group in groups if group.points]
     parts = [_introduction(), _machine(), _goals(found), EQUAL_BYTES]
     parts += [_equal_bytes(found, goal) for goal in sorted(agenda.GOALS, reverse=True)]
-    parts.append(recipe.section())
+    parts += [one_ratio.section(found, _of), recipe.section()]
     parts += [WITHIN.format(**measured.TOLERANCE), _within(found)]
     parts += [*map(_section, found), SWEEPS, *map(_sweep, agenda.SERIES), _missing(groups)]
     PAGE.write_text("\n\n".join(filter(None, parts)) + "\n")

@@ -258,6 +258,20 @@ def test_auto_takes_what_sends_least(placed: Placing) -> None:
 
 
 @pytest.mark.world_size(4)
+def test_auto_with_momentum_correction_does_without_nodes(placed: Placing) -> None:
+    placed(usual_nodes())
+    setup = Setup(build=training.Branches)
+    task = setup.task()
+    optimizer = setup.distributed(task, hierarchical(exchange="auto", momentum=0.9))
+    for step in range(3):
+        training.ordinary(task, optimizer, step)
+    assert_ranks_equal(task.parameters())
+    stats = TopKEF.of(optimizer).stats()
+    assert stats.exchange in ("allgather", "sharded")
+    assert "hierarchical" not in stats.because
+
+
+@pytest.mark.world_size(4)
 def test_process_sets_that_are_there_are_used(placed: Placing) -> None:
     """Horovod refuses a second one of the same ranks."""
     mine = hvd.add_process_set([0, 3])

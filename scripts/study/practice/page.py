@@ -1,0 +1,188 @@
+"""docs/practice.md and its picture, made from docs/results/practice.jsonl and nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # no display is needed to write a file
+from matplotlib import pyplot as plt
+
+import launch
+from study.markdown import spread, table
+from study.practice import agenda, records
+from study.practice.agenda import RATIOS, SEEDS, WAYS, Trial, Way
+from study.practice.records import Record
+
+PAGE = launch.ROOT / "docs" / "practice.md"
+PICTURE = launch.ROOT / "docs" / "results" / "practice.png"
+TOLERANCE = 0.5  # points of accuracy
+
+TEXT = """\
+# Training as people do it
+
+<!-- Written by `make practice` from docs/results/. Change scripts/study/practice instead. -->
+
+What clipping, spikes, half precision, loss scaling, momentum, skewed data and restarts make of
+TopKEF, each beside dense gradients with the same. The digits (`examples/pytorch_digits.py`'s
+network), {steps:,} steps, {ranks} real ranks on Gloo, {batch} examples a rank and step; learning
+rate {sgd:g}, of AdamW {adamw:g}: dense's best, from the sweeps of [frontier.md](frontier.md),
+nothing is tuned for TopKEF. Held-out accuracy, means and standard errors of {seeds} seeds; "cost"
+is dense's accuracy less TopKEF's, in points, paired by seed. All ranks ended every run with the
+same weights, to the bit, or the run would have failed.
+
+{machine}. Command: `make practice`.
+
+{table}
+
+{verdict}
+
+![What each costs](results/practice.png)
+
+- Spikes: in every {spike_every}th step the last rank's loss is {spike:g} times as large.
+- Clipped after the exchange: `optimizer.synchronize()`, `clip_grad_norm_(..., {norm:g})`,
+  `optimizer.skip_synchronize()`. `clip_norm` clips on each rank before gradients enter the
+  residual, and has dense clipped after the exchange beside it.
+- Restarted: model, optimizer, schedule and residuals are saved at step {restart}, made anew, and
+  loaded. {restarted} of {restarts} runs ended with the weights of the run that was not ended, to
+  the bit.
+- float16 has PyTorch's `GradScaler`, a growth each 100 steps instead of 2,000: of its runs
+  {overflowed} of {halves} had steps that overflowed, {overflows} in all, which all ranks skip.
+- Skewed: each of the two ranks has five or six of the ten digits.
+- A rank without data takes part with a loss of zero.
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A way at one ratio."""
+
+    way: Way
+    ratio: float
+    dense: list[float]  # accuracy in percent, seed by seed
+    costs: list[float]  # points, seed by seed
+    reduction: float
+
+    @property
+    def cost(self) -> float:
+        """The mean over seeds."""
+        return statistics.mean(self.costs)
+
+
+def lines(known: dict[Trial, Record]) -> list[Line]:
+    """Those of which every seed is finished."""
+    found = []
+    for name, way in WAYS.items():
+        for ratio in RATIOS:
+            pairs = [(Trial(way.dense, None, s), Trial(name, ratio, s)) for s in SEEDS]
+            if all(trial in known for pair in pairs for trial in pair):
+                found.append(_line(way, ratio, [(known[a], known[b]) for a, b in pairs]))
+    return found
+
+
+def _line(way: Way, ratio: float, pairs: list[tuple[Record, Record]]) -> Line:
+    dense = [100 * a["accuracy"] for a, _ in pairs]
+    costs = [100 * (a["accuracy"] - b["accuracy"]) for a, b in pairs]
+    first = pairs[0][1]
+    return Line(way, ratio, dense, costs, first["dense_bytes"] / first["sent_bytes"])
+
+
+def write() -> Path:
+    """Writes the page and the picture."""
+    known = records.read()
+    found = lines(known)
+    _draw(found)
+    rates = {trial.loop.optimizer: record["lr"] for trial, record in known.items()}
+    again = [trial for trial in known if trial.way and trial.way.restart]
+    same = sum(_same(known, trial) for trial in again)
+    scaled = [r for trial, r in known.items() if trial.way and trial.loop.precision == "float16"]
+    PAGE.write_text(
+        TEXT.format(
+            steps=agenda.STEPS,
+            ranks=agenda.RANKS,
+            batch=agenda.BATCH_SIZE,
+            sgd=rates["sgd"],
+            adamw=rates["adamw"],
+            seeds=len(SEEDS),
+            machine=_machine(known),
+            table=_table(found),
+            verdict=_verdict(found),
+            spike_every=agenda.SPIKE_EVERY,
+            spike=agenda.SPIKE,
+            norm=agenda.NORM,
+            restart=agenda.RESTART_AT,
+            restarted=same,
+            restarts=len(again),
+            overflowed=sum(record["overflows"] > 0 for record in scaled),
+            halves=len(scaled),
+            overflows=sum(record["overflows"] for record in scaled),
+        )
+    )
+    return PAGE
+
+
+def _same(known: dict[Trial, Record], trial: Trial) -> bool:
+    """Whether a restarted run ended as the one that was not."""
+    whole = known[Trial("plain", trial.ratio, trial.seed)]
+    return bool(whole["weights"] == known[trial]["weights"])
+
+
+def _machine(known: dict[Trial, Record]) -> str:
+    last = list(known.values())[-1]["environment"]
+    return (
+        f"{len(known)} runs on {last['cpu']}, {last['cores']} shared cores, Python "
+        f"{last['python']}, PyTorch {last['torch']}, Horovod {last['horovod']}, {last['date']}"
+    )
+
+
+def _table(found: list[Line]) -> str:
+    header = ["", "dense"]
+    header += [word for r in RATIOS for word in (f"cost at {r:g}", "fewer bytes")]
+    rows = ([line for line in found if line.way is way] for way in WAYS.values())
+    return table(header, (_row(row) for row in rows if len(row) == len(RATIOS)))
+
+
+def _row(row: list[Line]) -> list[str]:
+    """A way's, at all ratios."""
+    cells = [row[0].way.title, f"{statistics.mean(row[0].dense):.2f}%"]
+    for line in row:
+        cells += [spread(line.costs, "+"), f"{line.reduction:.0f}x"]
+    return cells
+
+
+def _verdict(found: list[Line]) -> str:
+    """What is within the tolerance and what is not."""
+    sentences = []
+    for ratio in RATIOS:
+        of_this = [line for line in found if line.ratio == ratio]
+        beyond = [f"{line.way.title} ({line.cost:+.2f})" for line in of_this]
+        beyond = [b for b, line in zip(beyond, of_this, strict=True) if line.cost > TOLERANCE]
+        good = f"{len(of_this) - len(beyond)} of {len(of_this)} cost {TOLERANCE:g} points or less"
+        more = f"; more: {'; '.join(beyond)}" if beyond else ""
+        sentences.append(f"At ratio {ratio:g}, {good}{more}.")
+    return " ".join(sentences)
+
+
+def _draw(found: list[Line]) -> None:
+    figure, axes = plt.subplots(figsize=(7.5, 6), dpi=110)
+    ways = list(WAYS.values())
+    for shift, ratio in zip((-0.15, 0.15), RATIOS, strict=True):
+        of_this = [line for line in found if line.ratio == ratio]
+        errors = [statistics.stdev(line.costs) / len(line.costs) ** 0.5 for line in of_this]
+        places = [ways.index(line.way) + shift for line in of_this]
+        costs = [line.cost for line in of_this]
+        axes.errorbar(costs, places, xerr=errors, fmt="o", capsize=3, label=f"ratio {ratio:g}")
+    axes.axvline(0, color="#444444", linewidth=0.8)
+    axes.axvline(TOLERANCE, color="#444444", linewidth=0.8, linestyle="--")
+    axes.set_yticks(range(len(ways)), [way.title.replace("`", "") for way in ways], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"points of accuracy less than dense (dashed: {TOLERANCE:g})")
+    axes.legend(frameon=False)
+    axes.grid(axis="x", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(PICTURE)
+    plt.close(figure)
