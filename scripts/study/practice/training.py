@@ -157,7 +157,7 @@ def _common_folder() -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         own = hvd.rank() == 0
         made = stack.enter_context(tempfile.TemporaryDirectory()) if own else None
-        yield hvd.broadcast_object(made, root_rank=0)
+        yield hvd.broadcast_object(made, name="folder")  # without one, named by type
 
 
 @torch.no_grad()

@@ -262,7 +262,7 @@ def test_auto_with_momentum_correction_does_without_nodes(placed: Placing) -> No
     placed(usual_nodes())
     setup = Setup(build=training.Branches)
     task = setup.task()
-    optimizer = setup.distributed(task, hierarchical(exchange="auto", momentum=0.9))
+    optimizer = setup.distributed(task, hierarchical(exchange="auto", momentum="optimizer"))
     for step in range(3):
         training.ordinary(task, optimizer, step)
     assert_ranks_equal(task.parameters())
