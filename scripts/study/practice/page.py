@@ -30,7 +30,7 @@ What clipping, spikes, half precision, loss scaling, momentum, skewed data and r
 TopKEF, each beside dense gradients with the same. The digits (`examples/pytorch_digits.py`'s
 network), {steps:,} steps, {ranks} real ranks on Gloo, {batch} examples a rank and step; learning
 rate {sgd:g}, of AdamW {adamw:g}: dense's best, from the sweeps of [frontier.md](frontier.md),
-nothing is tuned for TopKEF. Held-out accuracy, means and standard errors of {seeds} seeds; "cost"
+nothing is tuned for TopKEF. Held-out accuracy, means and standard errors of {seeds}; "cost"
 is dense's accuracy less TopKEF's, in points, paired by seed. All ranks ended every run with the
 same weights, to the bit, or the run would have failed.
 
@@ -72,15 +72,23 @@ class Line:
         return statistics.mean(self.costs)
 
 
+def complete(known: dict[Trial, Record]) -> list[int]:
+    """The seeds that have every run."""
+    return [s for s in SEEDS if all(t in known for t in agenda.trials() if t.seed == s)]
+
+
 def lines(known: dict[Trial, Record]) -> list[Line]:
-    """Those of which every seed is finished."""
-    found = []
-    for name, way in WAYS.items():
-        for ratio in RATIOS:
-            pairs = [(Trial(way.dense, None, s), Trial(name, ratio, s)) for s in SEEDS]
-            if all(trial in known for pair in pairs for trial in pair):
-                found.append(_line(way, ratio, [(known[a], known[b]) for a, b in pairs]))
-    return found
+    """Every way at every ratio, over the seeds that are complete."""
+    seeds = complete(known)
+    return [
+        _line(
+            way,
+            ratio,
+            [(known[Trial(way.dense, None, s)], known[Trial(name, ratio, s)]) for s in seeds],
+        )
+        for name, way in WAYS.items()
+        for ratio in RATIOS
+    ]
 
 
 def _line(way: Way, ratio: float, pairs: list[tuple[Record, Record]]) -> Line:
@@ -91,8 +99,16 @@ def _line(way: Way, ratio: float, pairs: list[tuple[Record, Record]]) -> Line:
 
 
 def write() -> Path:
-    """Writes the page and the picture."""
-    known = records.read()
+    """Writes the page and the picture.
+
+    Raises:
+        ValueError: fewer than two seeds are complete, so that there is no standard error.
+    """
+    found_so_far = records.read()
+    seeds = complete(found_so_far)
+    if len(seeds) < 2:
+        raise ValueError(f"{len(seeds)} of {len(SEEDS)} seeds are complete: two are needed")
+    known = {trial: record for trial, record in found_so_far.items() if trial.seed in seeds}
     found = lines(known)
     _draw(found)
     rates = {trial.loop.optimizer: record["lr"] for trial, record in known.items()}
@@ -106,7 +122,7 @@ def write() -> Path:
             batch=agenda.BATCH_SIZE,
             sgd=rates["sgd"],
             adamw=rates["adamw"],
-            seeds=len(SEEDS),
+            seeds=_seeds(seeds),
             machine=_machine(known),
             table=_table(found),
             verdict=_verdict(found),
@@ -122,6 +138,11 @@ def write() -> Path:
         )
     )
     return PAGE
+
+
+def _seeds(complete: list[int]) -> str:
+    missing = len(SEEDS) - len(complete)
+    return f"{len(complete)} seeds" + (f" ({missing} more have not been run)" if missing else "")
 
 
 def _same(known: dict[Trial, Record], trial: Trial) -> bool:
@@ -142,7 +163,7 @@ def _table(found: list[Line]) -> str:
     header = ["", "dense"]
     header += [word for r in RATIOS for word in (f"cost at {r:g}", "fewer bytes")]
     rows = ([line for line in found if line.way is way] for way in WAYS.values())
-    return table(header, (_row(row) for row in rows if len(row) == len(RATIOS)))
+    return table(header, map(_row, rows))
 
 
 def _row(row: list[Line]) -> list[str]:
