@@ -54,7 +54,7 @@ frontier: setup ## quality against bytes, for every format and exchange, on simu
 residuals: setup ## norms of residuals beside the bounds of theory, into docs/residuals.md (minutes)
 	"$(VENV)/bin/python" scripts/residuals.py $(ARGS)
 
-practice: setup ## clipping, loss scaling, momentum, restarts on real data, beside dense (half an hour)
+practice: setup ## clipping, loss scaling, momentum, restarts on real data, beside dense (an hour)
 	"$(VENV)/bin/python" scripts/practice.py $(ARGS)
 
 crashes: setup ## kill a hundred ranks of elastic jobs, and account for what is lost (a quarter of an hour)
