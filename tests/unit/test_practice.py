@@ -70,6 +70,6 @@ def test_the_page_says_what_cost_more(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(page, "PAGE", tmp_path / "practice.md")
     monkeypatch.setattr(page, "PICTURE", tmp_path / "practice.png")
     text = page.write().read_text()
-    assert "of 2 seeds (3 more have not been run)" in text
+    assert "2 seeds (3 more have not been run)" in text
     assert "more: AdamW (+2.30)" in text
     assert page.PICTURE.stat().st_size > 0
