@@ -239,16 +239,22 @@ def test_a_process_set_that_others_would_have_to_add_is_an_error(placed: Placing
     hvd.remove_process_set(trio)
 
 
+def trained_by_auto(**settings: Any) -> Any:
+    """An optimizer after three steps; ranks are equal."""
+    setup = Setup(build=training.Branches)
+    task = setup.task()
+    optimizer = setup.distributed(task, hierarchical(exchange="auto", **settings))
+    for step in range(3):
+        training.ordinary(task, optimizer, step)
+    assert_ranks_equal(task.parameters())
+    return optimizer
+
+
 @pytest.mark.world_size(2, 3, 4)
 def test_auto_takes_what_sends_least(placed: Placing) -> None:
     """And says which and why; a NaN, a state and equal ranks are as with that one."""
     placed(usual_nodes())
-    setup = Setup(build=training.Branches)
-    task = setup.task()
-    optimizer = setup.distributed(task, hierarchical(exchange="auto", values="int8"))
-    for step in range(3):
-        training.ordinary(task, optimizer, step)
-    assert_ranks_equal(task.parameters())
+    optimizer = trained_by_auto(values="int8")
     stats = TopKEF.of(optimizer).stats()
     assert stats.because.startswith("bytes a step that leave the busiest node: allgather ")
     assert f"{stats.exchange} {stats.node_bytes:,}" in stats.because
@@ -260,13 +266,7 @@ def test_auto_takes_what_sends_least(placed: Placing) -> None:
 @pytest.mark.world_size(4)
 def test_auto_with_momentum_correction_does_without_nodes(placed: Placing) -> None:
     placed(usual_nodes())
-    setup = Setup(build=training.Branches)
-    task = setup.task()
-    optimizer = setup.distributed(task, hierarchical(exchange="auto", momentum="optimizer"))
-    for step in range(3):
-        training.ordinary(task, optimizer, step)
-    assert_ranks_equal(task.parameters())
-    stats = TopKEF.of(optimizer).stats()
+    stats = TopKEF.of(trained_by_auto(momentum="optimizer")).stats()
     assert stats.exchange in ("allgather", "sharded")
     assert "hierarchical" not in stats.because
 
