@@ -15,7 +15,7 @@ from horovod_topk.core.front import Front
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.elastic import Keeper
-from horovod_topk.errors import ConfigError, NotAttachedError, OutsideOptimizerError
+from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.collective import HorovodTalk
 from horovod_topk.tensorflow.memory import Memory
@@ -64,7 +64,9 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             or pass a number, and 0 to the optimizer, also around a tape, which does not know it.
             0: off.
         nesterov: whether that is Nesterov's.
-        follow_lr: for PyTorch alone: True is an error here, as tapes know of no learning rate.
+        follow_lr: multiply residuals by old / new learning rate where that of the optimizer has
+            changed since the last step (`horovod_topk.core.rates`). For distributed optimizers:
+            tapes know of no learning rate.
         name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
         commit_dir: a folder that all ranks of an elastic job can read, where each commit keeps what
             this rank owes, for another one if it is lost (`horovod_topk.tensorflow.elastic`).
@@ -88,7 +90,6 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._check_rates()
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._keeper: Keeper | None = None
@@ -240,13 +241,6 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         for state, residuals in zip(states, saved, strict=False):
             state.load_state_dict(residuals)
         self._waiting = list(saved[len(states) :])
-
-    def _check_rates(self) -> None:
-        if self.config.follow_lr:
-            raise ConfigError(
-                "follow_lr=True is for PyTorch alone: a tape knows of no learning rate",
-                cure="Leave follow_lr= out",
-            )
 
     @staticmethod
     def _check_scaler(scaler: object) -> None:

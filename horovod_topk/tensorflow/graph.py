@@ -36,6 +36,7 @@ class Route:
     residuals: Mapping[str, Any]  # tensor name -> tf.Variable; shard after shard if sharded
     owned: Mapping[str, Any]  # of this rank's shards, if it owns any
     velocities: Mapping[str, Any]  # tensor name -> tf.Variable, with momentum correction
+    units: Mapping[str, Any]  # tensor name -> tf.Variable, where residuals follow learning rates
     label: str = ""  # of the rung, if it is not the usual one
 
     @property
@@ -86,10 +87,12 @@ def step(
     gradients: Sequence[Any],
     transport: Transport,
     besides: Sequence[tuple[Any, Any]] = (),
+    owed: Route | None = None,
 ) -> tuple[list[Any], Any]:
     """Exchange gradients, in the order of `route.specs`.
 
     besides: other variables, and what they become if residuals are committed.
+    owed: the route with what its residuals are at this step, if not what they were left at.
 
     Returns:
         The exchanged gradients, and one flag a tensor, bucket by bucket: True where a rank had a
@@ -103,7 +106,7 @@ def step(
     if limit is not None:
         local = clipped(list(arrays.values()), route.plan.reduction, limit, transport.collective)
         arrays = dict(zip(arrays, local, strict=True))
-    buckets = [_bucket(route, plan, transport) for plan in route.plan.buckets]
+    buckets = [_bucket(owed or route, plan, transport) for plan in route.plan.buckets]
     if route.velocities:
         buckets = [_with_velocity(route, bucket, transport.ops) for bucket in buckets]
     correction = Correction(route.plan.config, transport.ops)

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_topk.core.rates import rates_of
 from horovod_topk.tensorflow.graph import Route
 from horovod_topk.tensorflow.shares import Shares
 
@@ -19,6 +20,7 @@ class Kept:
     residuals: Mapping[str, Any]  # shard after shard if sharded
     owned: Mapping[str, Any]  # of this rank's shards
     velocities: Mapping[str, Any]  # with momentum correction
+    units: Mapping[str, Any]  # learning rates, where residuals follow them: [1] float64
 
     @classmethod
     def of(cls, routes: Iterable[Route], names: Iterable[str]) -> Kept:
@@ -33,11 +35,12 @@ class Kept:
             chosen(route.residuals for route in routes),
             chosen(route.owned for route in routes),
             chosen(route.velocities for route in routes),
+            chosen(route.units for route in routes),
         )
 
     def reset(self) -> None:
         """Set all to zero."""
-        for variables in (self.residuals, self.owned, self.velocities):
+        for variables in (self.residuals, self.owned, self.velocities, self.units):
             for variable in variables.values():
                 variable.assign(tf.zeros_like(variable))
 
@@ -49,3 +52,6 @@ class Kept:
         for part, variables in (("owned", self.owned), ("velocity", self.velocities)):
             for name, variable in variables.items():
                 variable.assign(tf.cast(state[part]["residuals"][name], variable.dtype))
+        rates = rates_of(state)
+        for name, unit in self.units.items():
+            unit.assign([rates.get(name, 0.0)])

@@ -8,7 +8,7 @@ from typing import Any
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.tensorflow.planning import Settings, unwrap
-from horovod_topk.tensorflow.residuals import Residuals
+from horovod_topk.tensorflow.residuals import Stores
 from horovod_topk.tensorflow.state import OptimizerState
 
 
@@ -16,7 +16,7 @@ class Memory:
     """What one optimizer, or all tapes of equal settings, keep for variables that live."""
 
     def __init__(self) -> None:
-        self._kept = Residuals(), Residuals(), Residuals()  # residuals, owned, velocities
+        self._kept = Stores()
         self._states: dict[tuple[object, ...], OptimizerState] = {}
 
     def state_of(
@@ -27,7 +27,7 @@ class Memory:
         key = settings.key, tuple(map(id, inner))
         state = self._states.get(key)
         if state is None:
-            state = OptimizerState(config, variables, settings, *self._kept)
+            state = OptimizerState(config, variables, settings, self._kept)
             self._states[key] = state
             for variable in inner:
                 weakref.finalize(variable, self._states.pop, key, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -53,6 +54,16 @@ class Residuals:
                 cure="Give it gradients of one dtype throughout, or use another TopKEF(name=...)",
             )
         return residual
+
+
+@dataclass(frozen=True)
+class Stores:
+    """All that is kept for variables, each where `Residuals` finds it again."""
+
+    residuals: Residuals = field(default_factory=Residuals)
+    owned: Residuals = field(default_factory=Residuals)  # of this rank's shards
+    velocities: Residuals = field(default_factory=Residuals)
+    units: Residuals = field(default_factory=Residuals)  # learning rates, [1] float64
 
 
 def _zeros(numel: int, dtype: str, device: str) -> Any:

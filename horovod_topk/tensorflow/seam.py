@@ -35,6 +35,7 @@ from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.momentum import Told, apply_none, check_not_twice, told_of
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
+from horovod_topk.tensorflow.rates import rate_of
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 
 Function = Callable[..., Any]
@@ -99,7 +100,8 @@ class Exchange:
         Raises:
             ConfigError: the optimizer has been given a momentum that would be applied twice.
         """
-        check_not_twice(self._optimizer(), self.config)
+        optimizer = self._optimizer()
+        check_not_twice(optimizer, self.config)
         grads, variables = list(grads), list(vars)
         if self._sparse_as_dense:
             grads = [_to_dense(gradient) for gradient in grads]
@@ -111,7 +113,8 @@ class Exchange:
             return scaling.multiplied(self.state.alone(local, variables), scale)
         sparse = [g if isinstance(g, tf.IndexedSlices) else None for g in grads]
         local = scaling.divided(grads, scale, variables)
-        exchanged = scaling.multiplied(self.state.exchange(local, variables), scale)
+        rate = rate_of(optimizer) if self.config.follow_lr else None
+        exchanged = scaling.multiplied(self.state.exchange(local, variables, rate), scale)
         if all(gradient is None for gradient in sparse):
             return exchanged
         theirs = self._by_horovod(sparse, variables, use_generic_names)
@@ -155,6 +158,12 @@ def _told(compression: Any) -> Told | None:
     if isinstance(compression, Told):
         return compression
     compressor = TopKEF.asked(compression)
+    if compressor is not None and compressor.config.follow_lr:
+        raise ConfigError(
+            "follow_lr=True was given to a gradient tape, or to an optimizer of TensorFlow 1: "
+            "neither tells its learning rate",
+            cure="Give it to the DistributedOptimizer of a Keras, or leave it out",
+        )
     if compressor is not None and compressor.takes_over:
         raise ConfigError(
             "momentum='optimizer' was given to a gradient tape, or to an optimizer of "

@@ -25,6 +25,7 @@ from horovod_topk.core.front import (
 )
 from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan, TensorSpec
+from horovod_topk.core.rates import RATES, rates_of
 from horovod_topk.core.residual import (
     COMMITTED,
     check_owner,
@@ -44,7 +45,8 @@ from horovod_topk.tensorflow.dicts import as_buffers, has_residuals, joined, wit
 from horovod_topk.tensorflow.graph import Route, Transport, norm_of, step
 from horovod_topk.tensorflow.kept import Kept
 from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of, unwrap
-from horovod_topk.tensorflow.residuals import Residuals
+from horovod_topk.tensorflow.rates import noted, rescaled, turned
+from horovod_topk.tensorflow.residuals import Stores
 from horovod_topk.tensorflow.rungs import Rungs
 from horovod_topk.tensorflow.shares import Shares
 
@@ -69,9 +71,7 @@ class OptimizerState:
         config: TopKConfig,
         variables: Sequence[Any],
         settings: Settings,
-        residuals: Residuals,
-        owned: Residuals,
-        velocities: Residuals,
+        stores: Stores,
     ) -> None:
         if not tf.compat.v1.executing_eagerly_outside_functions():
             raise UnsupportedOperationError(
@@ -80,7 +80,7 @@ class OptimizerState:
             )
         self._config, self._settings = config, settings
         self._names = names_of(variables)
-        self._residuals, self._owned, self._velocities = residuals, owned, velocities
+        self._stores = stores
         self._routes: dict[tuple[TensorSpec, ...], Route] = {}
         self._functions: dict[tuple[str, float], Callable[..., list[Any]]] = {}
         self._last: Route | None = None
@@ -217,13 +217,19 @@ class OptimizerState:
         return joined(packed, (self._waiting or {}).get(part, {}))
 
     def _counted(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with the steps that warm-up counts."""
+        """A state dict with the steps that warm-up counts, and the rates that residuals follow."""
         committed = self._rungs.committed
-        return state if committed is None else state | {COMMITTED: committed}
+        if committed is not None:
+            state = state | {COMMITTED: committed}
+        if self._config.follow_lr:
+            waiting = rates_of(self._waiting or {})
+            state = state | {RATES: {**waiting, **noted(self._kept().units)}}
+        return state
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse a state dict that does not fit, once it is known what would; StateDictError."""
         committed_of(state, 0)
+        rates_of(state)
         check_velocity(bool(self._config.momentum), state)
         if self._shares is not None:
             self._check(state, list(self._specs().values()), self._shares)
@@ -273,8 +279,15 @@ class OptimizerState:
 
     # What the seam calls.
 
-    def exchange(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def exchange(
+        self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any = None
+    ) -> list[Any]:
         """Exchanged gradients, in a graph or at once; None where there is none or a sparse one.
+
+        Args:
+            gradients: one a variable.
+            variables: in the order of all calls.
+            rate: the learning rate, [] float64, if residuals follow it.
 
         Raises:
             ShapeChangedError, UnsupportedDtypeError: the gradients cannot be compressed.
@@ -289,7 +302,7 @@ class OptimizerState:
         if mine:
             dense, theirs = [gradients[i] for i in mine], [unwrap(variables[i]) for i in mine]
             route = self._route([self._names[i] for i in mine], dense, theirs)
-            for i, exchanged in zip(mine, self._run(route, dense), strict=True):
+            for i, exchanged in zip(mine, self._run(route, dense, rate), strict=True):
                 result[i] = exchanged
         return result
 
@@ -297,20 +310,20 @@ class OptimizerState:
         """Gradients as the optimizer is to have them where nothing is compressed."""
         if not self._config.momentum:
             return list(gradients)
-        return alone(gradients, variables, self._names, self._config, self._velocities)
+        return alone(gradients, variables, self._names, self._config, self._stores.velocities)
 
-    def _run(self, route: Route, gradients: list[Any]) -> list[Any]:
+    def _run(self, route: Route, gradients: list[Any], rate: Any) -> list[Any]:
         if not tf.executing_eagerly():
-            return list(self._rungs.traced(lambda ratio: self._build(route, ratio, gradients)))
+            return list(self._rungs.traced(lambda rung: self._build(route, rung, gradients, rate)))
         ratio = self._rungs.ratio
         key = route.name, ratio
         if key not in self._functions:
             self._functions[key] = tf.function(
-                lambda dense: self._build(route, ratio, dense), autograph=False
+                lambda dense, lr: self._build(route, ratio, dense, lr), autograph=False
             )
         self._ops.raised = None
         try:
-            return self._functions[key](gradients)
+            return self._functions[key](gradients, rate)
         except tf.errors.OpError:
             if self._ops.raised is not None:
                 raise self._ops.raised from None
@@ -339,7 +352,8 @@ class OptimizerState:
             kept = self._residuals_of(specs, variables, plan, shares)
             owned = self._owned_of(specs, variables, plan, shares)
             moving = self._velocities_of(specs, variables, plan)
-            route = Route(specs, plan, prefix, ordinal, kept, owned, moving)
+            units = self._units_of(specs, variables)
+            route = Route(specs, plan, prefix, ordinal, kept, owned, moving, units)
             self._take_on_waiting(route, shares)
         self._skipped |= plan.sent_dense()
         log.info("TopKEF %s: %s", route.name, plan.summary())
@@ -360,14 +374,14 @@ class OptimizerState:
     ) -> dict[str, Any]:
         """Residuals of this rank's gradients, if it keeps any."""
         pairs = zip(specs, variables, strict=True) if shares.keeps else ()
-        return {s.name: self._residuals.of(v, s, shares.order(s, plan)) for s, v in pairs}
+        return {s.name: self._stores.residuals.of(v, s, shares.order(s, plan)) for s, v in pairs}
 
     def _owned_of(
         self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan, shares: Shares
     ) -> dict[str, Any]:
         """Residuals of this rank's shards, if it owns any."""
         pairs = zip(shares.owned(specs), variables, strict=False)
-        return {s.name: self._owned.of(v, s, shares.order(s, plan)) for s, v in pairs}
+        return {s.name: self._stores.owned.of(v, s, shares.order(s, plan)) for s, v in pairs}
 
     def _velocities_of(
         self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan
@@ -376,7 +390,17 @@ class OptimizerState:
         if not self._config.momentum:
             return {}
         check_dtypes(plan)
-        return {s.name: self._velocities.of(v, s) for s, v in zip(specs, variables, strict=True)}
+        return {
+            s.name: self._stores.velocities.of(v, s) for s, v in zip(specs, variables, strict=True)
+        }
+
+    def _units_of(self, specs: Sequence[TensorSpec], variables: Sequence[Any]) -> dict[str, Any]:
+        """Learning rates in whose units residuals are, if they follow them."""
+        pairs = zip(specs, variables, strict=True) if self._config.follow_lr else ()
+        return {
+            s.name: self._stores.units.of(v, replace(s, shape=(1,), dtype="float64"))
+            for s, v in pairs
+        }
 
     def _take_on_waiting(self, route: Route, shares: Shares) -> None:
         """Give residuals what was loaded for them before they were asked for, once."""
@@ -392,13 +416,14 @@ class OptimizerState:
         rest = without(self._waiting, names)
         self._waiting = rest if has_residuals(rest) else None
 
-    def _build(self, route: Route, ratio: float, gradients: list[Any]) -> list[Any]:
+    def _build(self, route: Route, ratio: float, gradients: list[Any], rate: Any) -> list[Any]:
         """One step as a graph, and its end on the host."""
         route = route.at(ratio)
         with tf.name_scope("topkef"):
             assert self._transport is not None  # a route is made with it
-            counted = self._rungs.counted()
-            exchanged, flags = step(route, gradients, self._transport, counted)
+            besides = [*self._rungs.counted(), *turned(route, rate)]
+            owed = rescaled(route, rate)
+            exchanged, flags = step(route, gradients, self._transport, besides, owed)
             this = weakref.ref(self)  # a graph outlives the models it was made for
 
             def count(flags: Any, norm: Any) -> None:

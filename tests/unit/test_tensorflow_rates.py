@@ -1,6 +1,9 @@
-"""Learning rates, which TensorFlow's adapter does not follow."""
+"""Learning rates that residuals follow in TensorFlow."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,9 +13,72 @@ tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow")
 
 
-def test_following_them_is_refused() -> None:
+def test_a_tape_refuses_to() -> None:
+    import horovod.tensorflow as hvd
+
     from horovod_topk.tensorflow import TopKEF
 
-    with pytest.raises(ConfigError, match=r"for PyTorch alone.*Leave follow_lr= out"):
-        TopKEF(follow_lr=True)
-    assert not TopKEF(follow_lr=False).config.follow_lr
+    with pytest.raises(ConfigError, match=r"gradient tape.*Give it to the DistributedOptimizer"):
+        hvd.DistributedGradientTape(tf.GradientTape(), compression=TopKEF(follow_lr=True))
+
+
+def schedules(library: Any) -> Any:
+    """One of the library's schedules: 0.4, then 0.3, and so on."""
+    return library.optimizers.schedules.PolynomialDecay(0.4, 4, 0.0)
+
+
+@pytest.mark.parametrize("name", ["keras", "tf_keras", "legacy"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_rate_is_that_of_the_step_to_come(name: str, scaled: bool) -> None:
+    from horovod_topk.tensorflow.rates import rate_of
+
+    library: Any = pytest.importorskip("keras" if name == "keras" else "tf_keras")
+    optimizers = library.optimizers.legacy if name == "legacy" else library.optimizers
+    around = library.optimizers if name == "keras" else library.mixed_precision
+    inner = optimizers.SGD(schedules(library))
+    optimizer = around.LossScaleOptimizer(inner) if scaled else inner
+    variable, rates = tf.Variable([1.0]), []
+    for _ in range(4):
+        before = float(variable[0])
+        rates.append(float(rate_of(optimizer)))
+        inner.apply_gradients([(tf.constant([1.0]), variable)])
+        assert before - float(variable[0]) == pytest.approx(rates[-1])
+    assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1])
+
+
+def test_an_optimizer_without_a_rate_is_named() -> None:
+    from horovod_topk.tensorflow.rates import rate_of
+
+    with pytest.raises(ConfigError, match=r"SimpleNamespace has no learning_rate.*Leave follow_lr"):
+        rate_of(SimpleNamespace())
+    assert float(rate_of(SimpleNamespace(inner_optimizer=SimpleNamespace(learning_rate=0.5)))) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("unit", "rate", "owed", "then"),
+    [
+        (0.0, 0.5, 3.0, 0.5),  # nothing was noted
+        (0.5, 0.25, 6.0, 0.25),
+        (0.5, 0.5, 3.0, 0.5),
+        (0.5, 0.0, 3.0, 0.5),  # not followed, as `core.rates` has it
+        (0.5, 1e-13, 3.0, 0.5),
+        (0.5, -1.0, 3.0, 0.5),
+        (0.5, float("nan"), 3.0, 0.5),
+        (0.5, float("inf"), 3.0, 0.5),
+    ],
+)
+def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: float) -> None:
+    from horovod_topk.tensorflow.graph import Route
+    from horovod_topk.tensorflow.rates import noted, rescaled, turned
+
+    units: dict[str, Any] = {"w": tf.Variable([unit], dtype=tf.float64)}
+    kept = {"w": tf.Variable([3.0, -3.0])}
+    nothing: Any = None
+    route = Route((), nothing, "", 0, kept, {}, {}, units)
+    now = tf.constant(rate, tf.float64)
+    assert rescaled(route, now).residuals["w"].numpy().tolist() == [owed, -owed]
+    for variable, value in turned(route, now):
+        variable.assign(value)
+    assert noted(units) == {"w": then}
+    assert kept["w"].numpy().tolist() == [3.0, -3.0]
+    assert rescaled(route, None) is route

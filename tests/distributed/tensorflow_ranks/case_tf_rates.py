@@ -1,0 +1,155 @@
+"""Residuals that follow the learning rate of a Keras optimizer, between real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from kerasses import LIBRARIES, distributed, fit, same
+from proof import assert_ranks_equal
+from tapes import noise
+
+from horovod_topk import checkpoint
+from horovod_topk.tensorflow import TopKEF
+
+SPARSE: dict[str, Any] = {"ratio": 0.05, "min_numel": 0}
+SHAPES = [(60, 50), (515,)]
+BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+
+
+class Run:
+    """Variables whose gradients are given, and an optimizer with a schedule."""
+
+    def __init__(self, library: Any, compression: TopKEF, *, graph: bool = False) -> None:
+        values = (0.2, 0.05, 0.1, 0.002)
+        self.schedule = library.optimizers.schedules.PiecewiseConstantDecay([0, 2, 3], values)
+        self.variables = [tf.Variable(noise(9, i, shape)) for i, shape in enumerate(SHAPES)]
+        self.compression = compression
+        optimizer = library.optimizers.SGD(self.schedule)
+        self.optimizer = distributed(library, optimizer, compression)
+        self._is_keras_3 = library is keras
+        self._apply = tf.function(self._take) if graph else self._take
+
+    def take(self, step: int, factor: float = 1.0) -> None:
+        """A step with this rank's gradients times a factor."""
+        self._apply([tf.constant(factor * g) for g in gradients(step)])
+
+    def _take(self, given: list[Any]) -> None:
+        if not self._is_keras_3:
+            with tf.GradientTape() as tape:
+                pairs = zip(self.variables, given, strict=True)
+                loss = tf.add_n([tf.reduce_sum(v * g) for v, g in pairs])
+            given = self.optimizer.compute_gradients(loss, self.variables, tape=tape)
+            given = [gradient for gradient, _ in given]
+        self.optimizer.apply_gradients(zip(given, self.variables, strict=True))
+
+    def owed(self) -> list[Any]:
+        """What this rank keeps, in the order of the variables."""
+        state = TopKEF.of(self.optimizer)
+        return [state.residual(name).numpy() for name in state.tensors]
+
+
+def gradients(step: int) -> list[Any]:
+    return [noise(hvd.rank(), 10 * step + i, shape) for i, shape in enumerate(SHAPES)]
+
+
+def mean(arrays: Iterable[Any]) -> list[Any]:
+    """Over ranks, in float64."""
+    each = [np.asarray(array, np.float64).ravel() for array in arrays]
+    return [hvd.allreduce(array, name=f"mean.{i}").numpy() for i, array in enumerate(each)]
+
+
+def gap(run: Run) -> float:
+    """By how much updates and what is owed miss all gradients at their rates, at most."""
+    begun = [v.numpy().ravel() for v in run.variables]
+    due, rates = [0.0] * len(SHAPES), []
+    for step in range(5):
+        rates.append(float(run.schedule(step)))
+        due = [d + rates[-1] * g for d, g in zip(due, mean(gradients(step)), strict=True)]
+        run.take(step)
+    assert len(set(rates)) == 4
+    assert_ranks_equal(run.variables)
+    moved = [b - v.numpy().ravel() for b, v in zip(begun, run.variables, strict=True)]
+    left = [rates[-1] * e for e in mean(run.owed())]
+    missed = zip(moved, left, due, strict=True)
+    return max(float(np.linalg.norm(m + e - d) / np.linalg.norm(d)) for m, e, d in missed)
+
+
+@BOTH
+@pytest.mark.parametrize("graph", [False, True], ids=["at once", "in a graph"])
+def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
+    library: Any, graph: bool
+) -> None:
+    assert gap(Run(library, TopKEF(**SPARSE, follow_lr=True), graph=graph)) < 1e-5
+    assert gap(Run(library, TopKEF(**SPARSE), graph=graph)) > 1e-2
+
+
+@pytest.mark.parametrize("library", [keras])
+def test_with_warm_up_and_momentum_correction(library: Any) -> None:
+    """Every rung of a graph rescales, and where all is sent rates change nothing."""
+    more = {"warmup": 2, "momentum": 0.9}
+    followed = Run(library, TopKEF(**SPARSE, **more, follow_lr=True), graph=True)
+    for step in range(4):
+        followed.take(step)
+    assert_ranks_equal(followed.variables)
+    whole = [Run(library, TopKEF(ratio=1.0, follow_lr=f), graph=True) for f in (False, True)]
+    for run in whole:
+        for step in range(4):
+            run.take(step)
+    assert all(map(np.array_equal, *([v.numpy() for v in run.variables] for run in whole)))
+
+
+@BOTH
+def test_within_a_loss_scale(library: Any) -> None:
+    """A scale that is a power of two changes no bit."""
+    kind = tf_keras.mixed_precision if library is tf_keras else keras.optimizers
+    optimizers = library.optimizers
+    sgd = [optimizers.SGD(optimizers.schedules.CosineDecay(0.1, 16)) for _ in range(2)]
+    scaled = fit(library, kind.LossScaleOptimizer(sgd[0]), TopKEF(**SPARSE, follow_lr=True))
+    assert same(scaled, fit(library, sgd[1], TopKEF(**SPARSE, follow_lr=True)))
+    assert_ranks_equal(scaled.get_weights())
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+@pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
+def test_a_checkpoint_carries_the_rates(exchange: str, stepped: bool, tmp_path: Path) -> None:
+    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
+    first, again = (
+        Run(keras, TopKEF(**SPARSE, exchange=exchange, follow_lr=True)) for _ in range(2)
+    )
+    for step in range(3):
+        first.take(step)
+    checkpoint.save(folder, first.compression)
+    if stepped:
+        again.take(7)
+    checkpoint.load(folder, again.compression)
+    saved = first.compression.state_dict()["rates"]
+    assert set(saved.values()) == {float(np.float32(0.05))}
+    if stepped:
+        assert again.compression.state_dict()["rates"] == saved
+    for run in (first, again):
+        run.optimizer.iterations.assign(3)
+        for v, value in zip(run.variables, first.variables, strict=True):
+            v.assign(value if run is again else v)
+    for step in range(3, 5):
+        for run in (again, first):
+            run.take(step)
+    assert all(map(np.array_equal, first.owed(), again.owed()))
+    assert all(np.array_equal(v, w) for v, w in zip(first.variables, again.variables, strict=True))
+
+
+def test_a_step_that_is_skipped_changes_neither_residual_nor_rate() -> None:
+    run = Run(keras, TopKEF(**SPARSE, follow_lr=True))
+    run.take(0)
+    before, rates = run.owed(), run.compression.state_dict()["rates"]
+    run.take(1, factor=float("nan") if hvd.rank() == 0 else 1.0)
+    assert TopKEF.of(run.optimizer).stats().rolled_back == 1
+    assert all(map(np.array_equal, run.owed(), before))
+    assert run.compression.state_dict()["rates"] == rates
