@@ -51,7 +51,8 @@ def test_an_optimizer_without_a_rate_is_named() -> None:
 
     with pytest.raises(ConfigError, match=r"SimpleNamespace has no learning_rate.*Leave follow_lr"):
         rate_of(SimpleNamespace())
-    assert float(rate_of(SimpleNamespace(inner_optimizer=SimpleNamespace(learning_rate=0.5)))) == 0.5
+    inner = SimpleNamespace(learning_rate=0.5)
+    assert float(rate_of(SimpleNamespace(inner_optimizer=inner))) == 0.5
 
 
 @pytest.mark.parametrize(
