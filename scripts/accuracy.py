@@ -55,9 +55,6 @@ def main() -> int:
         if args.only != "report":
             with lock.alone("accuracy"):
                 train(args.only, args.force)
-    except BlockingIOError:
-        print("another study is under way in this checkout: wait or end it", file=sys.stderr)
-        return 1
     except launch.RunFailedError as failure:
         print(f"\n{failure}", file=sys.stderr)
         return 1
