@@ -14,6 +14,7 @@ namespace topkef {
 namespace {
 
 constexpr int64_t STREAMED = 1 << 16;   // elements from which on several streams pay
+constexpr int64_t GOING_OUT = 2 * PACE; // entries whose places second-level caches hold with ease
 constexpr int64_t AHEAD = 24;           // rows of a sample that are asked for before their turn
 constexpr int64_t SAMPLED_RANK = 32;  // below, a sample says too little to select by it
 
@@ -347,10 +348,24 @@ class TopK final : public Encoder {
     const List &list = stretches_[0].list;
     passes_->pack_index[tensor_.index](list.index, tensor_.k, tensor_.numel,
                                        payload + tensor_.index_at);
-    void *left = kind_ == FULL ? nullptr : list.value;
-    bool finite = passes_->pack[kind_](list.value, {0, tensor_.k, tensor_.k},
-                                       payload + tensor_.value_at, left);
-    if (left) passes_->spread(source.candidate, list.index, left, tensor_.k);
+    if (kind_ == FULL)
+      return passes_->pack[FULL](list.value, {0, tensor_.k, tensor_.k}, payload + tensor_.value_at,
+                                 nullptr);
+    bool finite = true;
+    for (int64_t at = 0; at < tensor_.k; at += GOING_OUT)
+      finite &= send_some(source, payload, {at, std::min(GOING_OUT, tensor_.k - at), tensor_.k});
+    return finite;
+  }
+
+  /* Memory brings what values will leave their rounding in, while they are packed. */
+  bool send_some(const Source &source, uint8_t *payload, Span span) const {
+    const List &list = stretches_[0].list;
+    const uint32_t *index = list.index + span.first;
+    R *value = static_cast<R *>(list.value) + span.first;
+    for (int64_t i = 0; i < span.count; ++i)
+      __builtin_prefetch(static_cast<const R *>(source.candidate) + index[i], 0, 2);
+    bool finite = passes_->pack[kind_](value, span, payload + tensor_.value_at, value);
+    passes_->spread(source.candidate, index, value, span.count);
     return finite;
   }
 
