@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,13 +26,16 @@ from typing import Any
 from horovod_topk.checkpoint import parts, shard
 from horovod_topk.checkpoint.contents import check_place
 from horovod_topk.checkpoint.naming import naming
-from horovod_topk.core.front import State
+from horovod_topk.core.front import ALONE, Front, State
 from horovod_topk.core.residual import COMMITTED, owner_of
 from horovod_topk.errors import CheckpointError, NotAttachedError, StateDictError
 
 log = logging.getLogger("horovod_topk")
 
 __all__ = ["load", "save"]
+
+# What this process has saved: whose each file is, and after how many steps.
+_written: dict[Path, tuple[weakref.ref[Any], int]] = {}
 
 
 def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") -> Path | None:
@@ -42,21 +46,27 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
     Args:
         folder: of this checkpoint; made if it is missing.
         state: `TopKEF.of(optimizer)`, or a `TopKEF` that has one optimizer.
-        name: the files' first word, for a job with several optimizers.
+        name: the files' first word; in a job with several optimizers each wants its own.
 
     Returns:
         The file, or None where nothing is compressed and so nothing is kept.
+
+    Raises:
+        CheckpointError: another optimizer of this job has saved as much under this name.
     """
+    state = state.behind if isinstance(state, Front) else state
     contents = state.state_dict()
     if not contents:
         log.info("TopKEF keeps no residuals here: nothing to save in %s", folder)
         return None
     rank, ranks = state.place
     path = _path(Path(folder), name, rank, ranks)
+    _check_not_anothers(path, state)
     path.parent.mkdir(parents=True, exist_ok=True)
     place = {"rank": rank, "ranks": ranks, "steps": state.steps}
     facts = {**place, "reduction": state.reduction, "tensors": state.tensors}
     shard.write(path, shard.dump({**contents, **facts}, state.framework))
+    _written[path.resolve()] = weakref.ref(state), state.steps
     return path
 
 
@@ -76,20 +86,20 @@ def load(
         strict: refuse what does not fit. If False, only after the first step, nothing is refused
             and a log line names what was lost: tensors without a fitting residual start at zero,
             and the others take on theirs. All of this rank's do where its shard is missing,
-            damaged or another one, or holds a NaN; then only the steps that warm-up counts are
-            taken on, from any shard that is whole, so that ranks keep to one ratio.
+            damaged or another one, or holds a NaN; then only what ratios follow from is taken on,
+            from any shard that is whole, so that ranks keep to one.
 
     What ranks of another run saved at the same step, under the same names and shapes, cannot be
     told from this one's: no rank knows of the others' residuals.
 
     Raises:
         CheckpointError: a shard is missing, damaged, another rank's, of another step or another
-            version; nothing has changed.
+            version, or there is one and this job has one rank; nothing has changed.
         StateDictError: residuals do not fit the optimizer; nothing has changed. In TensorFlow,
             before the first step, it is the first step that raises it.
     """
     if not state.active:
-        log.warning("TopKEF compresses nothing here, and takes on nothing from %s", folder)
+        _check_nothing_is_lost(Path(folder), name, state, strict=strict)
         return
     own = _own(state)
     if not strict and not own:
@@ -112,12 +122,42 @@ def _start_at_zero(folder: Path, name: str, state: State) -> None:
     """Forget all residuals, and count steps as the ranks do whose shards are whole."""
     state.reset()
     zeros = state.state_dict()
-    if COMMITTED not in zeros:
-        return
     for contents in _whole_shards(folder, name, state.framework):
-        state.load_state_dict(zeros | {COMMITTED: contents.get(COMMITTED, zeros[COMMITTED])})
+        state.load_state_dict(zeros | parts.common_in(contents, zeros))
         return
-    log.warning("TopKEF: warm-up goes on from %d committed steps", zeros[COMMITTED])
+    if COMMITTED in zeros:
+        log.warning("TopKEF: warm-up goes on from %d committed steps", zeros[COMMITTED])
+
+
+def _check_not_anothers(path: Path, state: State) -> None:
+    """Refuse to replace what another optimizer of this job has saved at the same step."""
+    saved, steps = _written.get(path.resolve(), (None, None))
+    other = None if saved is None or steps != state.steps else saved()
+    if other is None or other is state or not path.exists():
+        return
+    raise CheckpointError(
+        f"{path} is of another optimizer of this job, which saved it after as many steps",
+        cure="Give each optimizer a name= of its own, to save and to load",
+    )
+
+
+def _check_nothing_is_lost(folder: Path, name: str, state: State, *, strict: bool) -> None:
+    """Refuse a checkpoint of several ranks in a job of one, where nobody takes on what they owe."""
+    try:
+        alone = state.stats().skipped.get("*") == ALONE
+    except NotAttachedError:  # before a first step of TensorFlow's
+        alone = True
+    try:
+        saved = _saved_ranks(folder, name) if alone and strict else 0
+    except CheckpointError:  # one rank keeps nothing, and so saves nothing
+        saved = 0
+    if saved:
+        raise CheckpointError(
+            f"{folder} has what {saved} ranks owe, and this job's only rank compresses nothing "
+            "and would lose it",
+            cure="Start two ranks or more, or pass strict=False to go on without it",
+        )
+    log.warning("TopKEF compresses nothing here, and takes on nothing from %s", folder)
 
 
 def _whole_shards(folder: Path, name: str, framework: str) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from horovod_topk.checkpoint.contents import BESIDES
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core import reshard
 from horovod_topk.core.rates import RATES
-from horovod_topk.core.residual import COMMITTED, owner_of
+from horovod_topk.core.residual import ASKED, COMMITTED, STEPS, check_velocity, owner_of
 from horovod_topk.errors import CheckpointError, StateDictError
 
 log = logging.getLogger("horovod_topk")
@@ -57,6 +57,7 @@ def share_out(
                 check_reduction(shard, job.reduction)
                 if job.strict:
                     _check_tensors(shard, job)
+                    check_velocity("velocity" in own, shard)
                 fitting = _each(_without(shard, _differing(shard, job)), wrap)
                 _check_finite(fitting, ops)
             common.update(common_in(shard, own))
@@ -71,11 +72,12 @@ def share_out(
 
 
 def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
-    """What is the same on all ranks: the steps that warm-up counts, and the rates of residuals.
+    """What is the same on all ranks: steps, the ratio asked for, and the rates of residuals.
 
-    Of what this rank's state dict has, where it is saved.
+    Warm-up's steps and rates only if this rank's state dict has some.
     """
-    return {key: saved[key] for key in (COMMITTED, RATES) if key in saved and key in own}
+    known = [ASKED, STEPS, *({COMMITTED, RATES} & set(own))]
+    return {key: saved[key] for key in known if key in saved}
 
 
 def check_reduction(shard: StateDict, reduction: str) -> None:
@@ -153,6 +155,8 @@ def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         same = owner_of(saved.get("owned")) == owner_of(own["owned"])
         owned = _residuals(saved["owned"] if same else {}, own["owned"])
         fitting["owned"] = {**own["owned"], "residuals": owned}
+    if "velocity" in saved and "velocity" not in own:
+        log.warning("TopKEF: the checkpoint's velocities of momentum correction are of no use here")
     if "velocity" in own:
         velocity = _residuals(saved.get("velocity", {}), own["velocity"])
         fitting["velocity"] = {**own["velocity"], "residuals": velocity}

@@ -30,8 +30,10 @@ from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.rates import RATES, Rates, rates_of
 from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.residual import (
+    ASKED,
     COMMITTED,
     ResidualRegistry,
+    asked_of,
     check_owner,
     check_velocity,
     committed_of,
@@ -291,12 +293,14 @@ class Compressor(Generic[Array]):
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's residuals, and of those of the shards it owns.
 
-        With warm-up also how many steps were committed, from which it goes on, and with `follow_lr`
-        the learning rates in whose units residuals are.
+        With warm-up also how many steps were committed, from which it goes on; with `follow_lr` the
+        learning rates in whose units residuals are; and the ratio that was asked for, if one was.
         """
         state = self.registry.state_dict()
         if self.plan.config.warmup is not None:
             state[COMMITTED] = self._committed
+        if self._asked is not None:
+            state[ASKED] = self._asked
         if self.rates is not None:
             state[RATES] = dict(self.rates.units)
         if self.owned is not None:
@@ -313,13 +317,14 @@ class Compressor(Generic[Array]):
         """
         check_owner(self._exchange.owner if self.owned is not None else None, state.get("owned"))
         committed, rates = committed_of(state, self._committed), rates_of(state)
+        asked = self._schedule.rung(asked_of(state), self._asked)
         check_velocity(self.momentum is not None, state)
         self.registry.check(state)
         others = dict(self._others())
         for part, registry in others.items():
             registry.check(state[part])
         self.abandon()
-        self._committed = committed
+        self._committed, self._asked = committed, asked
         self._owe_at(rates)
         self.registry.load_state_dict(state)
         for part, registry in others.items():

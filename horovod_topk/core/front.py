@@ -16,6 +16,7 @@ from horovod_topk.core.stats import Stats, StepCounters
 from horovod_topk.errors import ConfigError, NotAttachedError
 from horovod_topk.ratios import Asked, checked_rules
 
+ALONE = "world size 1: there is nobody to exchange with"  # why nothing is compressed
 TAKE_OVER = "optimizer"  # as `momentum`: the optimizer's own, from there on corrected
 COMPACT: Mapping[str, Any] = {"ratio": 0.024, "values": "int4", "momentum": TAKE_OVER}
 
@@ -137,6 +138,15 @@ class Front(abc.ABC):
         if isinstance(compression, type) and issubclass(compression, cls):
             return compression()
         return None
+
+    @property
+    def behind(self) -> State:
+        """The state of the one optimizer behind this instance.
+
+        Raises:
+            NotAttachedError: there is none, or there are several.
+        """
+        return self._only_state()
 
     def stats(self) -> Stats:
         """As `OptimizerState.stats`, of the one optimizer behind this instance."""
@@ -268,5 +278,5 @@ def why_inactive(process_set: ProcessSet) -> str | None:
     if not process_set.included():
         return "this rank is not in the optimizer's process set"
     if process_set.size() == 1 and not elastic():
-        return "world size 1: there is nobody to exchange with"
+        return ALONE
     return None

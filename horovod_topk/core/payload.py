@@ -57,6 +57,9 @@ A reader MUST compare bytes 0 to 23 with those of its own plan and refuse the pa
 differ: two ranks with different plans would otherwise read noise. It MUST refuse indices that do
 not ascend, lie outside their tensor, or are fewer or more than k. A tensor that any rank flags MUST
 decode to NaN on every rank. Values and indices of a flagged tensor MUST be ignored.
+
+There is no checksum: transports have theirs. What a reader refuses is what could take it out of
+bounds or make ranks differ in what they read; values that were damaged on the way are values.
 """
 
 from __future__ import annotations

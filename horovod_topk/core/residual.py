@@ -20,6 +20,8 @@ Array = TypeVar("Array")
 
 STATE_VERSION = 1
 COMMITTED = "committed"  # of a state dict: steps, where the ratio depends on them
+ASKED = "asked"  # of a state dict: the ratio that `set_ratio` asked for, if it did
+STEPS = "steps"  # of a shard: how many had ended when it was saved
 OWNER = ("ranks", "rank", "nodes")  # what says whose the residuals of shards are
 
 
@@ -304,6 +306,27 @@ def committed_of(state: Mapping[str, Any], otherwise: int) -> int:
             cure="Pass what state_dict() of a TopKEF compressor returned",
         )
     return committed
+
+
+def asked_of(state: Mapping[str, Any]) -> float | None:
+    """The ratio that `set_ratio` had asked for when a state dict was made; None: none.
+
+    Raises:
+        StateDictError: it is no ratio.
+    """
+    asked = state.get(ASKED)
+    if asked is not None and not (type(asked) is float and 0 < asked <= 1):
+        raise StateDictError(
+            f"the state dict says that ratio {asked!r} was asked for, which is none in (0, 1]",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    return asked
+
+
+def steps_of(state: Mapping[str, Any], otherwise: int) -> int:
+    """How many steps had ended when `checkpoint.save` wrote a state dict, if it did."""
+    steps = state.get(STEPS, otherwise)
+    return steps if type(steps) is int else otherwise
 
 
 def owner_of(owned: Mapping[str, Any] | None) -> Mapping[str, object] | None:

@@ -11,10 +11,13 @@ that is owed and leaves residuals of zero.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.errors import ConfigError
+
+log = logging.getLogger("horovod_topk")
 
 DENSE = 1.0
 
@@ -56,6 +59,15 @@ class Schedule:
                 cure="Pass a ratio below 1 when the optimizer is built, and 'dense' for the others "
                 "in ratios=",
             )
+
+    def rung(self, saved: float | None, otherwise: float | None) -> float | None:
+        """The ratio that a checkpoint says was asked for, if it is a rung here."""
+        if saved is None:
+            return otherwise
+        if saved in self.rungs:
+            return saved
+        log.warning("TopKEF: the checkpoint's set_ratio(%s) is no ratio of this optimizer's", saved)
+        return otherwise
 
     def settings(self, ratio: float) -> TopKConfig:
         """The settings at a rung; owners send back at least as large a share.

@@ -1,4 +1,4 @@
-"""Momentum correction where nothing is compressed: in one process, whose optimizer has none."""
+"""Clipping and momentum correction where nothing is compressed: in one process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.config import TopKConfig
+from horovod_topk.ops.tensorflow import Buffer
+from horovod_topk.tensorflow.graph import clipped
 from horovod_topk.tensorflow.planning import spec_of, unwrap
 from horovod_topk.tensorflow.residuals import Residuals
+
+
+def clipped_alone(gradients: Sequence[Any], limit: float) -> list[Any]:
+    """Gradients of a norm of `limit` at most; sparse ones and None stay as they are."""
+    result = list(gradients)
+    dense = [i for i, g in enumerate(result) if tf.is_tensor(g) and not _is_sparse(g)]
+    arrays = clipped([Buffer(result[i]) for i in dense], limit) if dense else []
+    for i, array in zip(dense, arrays, strict=True):
+        result[i] = array.value
+    return result
 
 
 def alone(
@@ -30,7 +42,7 @@ def alone(
     result = list(gradients)
     moved = []
     for i, (name, gradient, variable) in enumerate(zip(names, gradients, variables, strict=True)):
-        if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices):
+        if tf.is_tensor(gradient) and not _is_sparse(gradient):
             inner = unwrap(variable)
             velocity = velocities.of(inner, spec_of(name, gradient, inner))
             following, result[i] = _moved(velocity, gradient, config)
@@ -43,6 +55,10 @@ def alone(
 
     tf.cond(tf.reduce_all(finite), commit, lambda: None)
     return result
+
+
+def _is_sparse(gradient: Any) -> bool:
+    return isinstance(gradient, tf.IndexedSlices)
 
 
 def _moved(velocity: Any, gradient: Any, config: TopKConfig) -> tuple[Any, Any]:

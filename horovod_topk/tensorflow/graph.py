@@ -104,7 +104,8 @@ def step(
     }
     limit = route.plan.config.clip_norm
     if limit is not None:
-        local = clipped(list(arrays.values()), route.plan.reduction, limit, transport.collective)
+        reduction, ranks = route.plan.reduction, transport.collective.size
+        local = clipped(list(arrays.values()), local_threshold(limit, reduction, ranks))
         arrays = dict(zip(arrays, local, strict=True))
     buckets = [_bucket(owed or route, plan, transport) for plan in route.plan.buckets]
     if route.velocities:
@@ -127,14 +128,8 @@ def step(
     return [arrays[spec.name].value for spec in route.specs], flagged
 
 
-def clipped(
-    gradients: Sequence[Array], reduction: str, limit: float, collective: Collective[Array]
-) -> list[Array]:
-    """Gradients of a norm that is no larger than this rank's share of `limit`.
-
-    What is not finite stays so, and is flagged.
-    """
-    threshold = local_threshold(limit, reduction, collective.size)
+def clipped(gradients: Sequence[Array], threshold: Any) -> list[Array]:
+    """Gradients of a norm that is no larger; what is not finite stays so, and is flagged."""
     squares = [tf.reduce_sum(tf.square(tf.cast(g.value, tf.float64))) for g in gradients]
     factor = tf.minimum(threshold / tf.sqrt(tf.add_n(squares)), 1.0)
     return [Buffer(g.value * tf.cast(factor, g.value.dtype)) for g in gradients]

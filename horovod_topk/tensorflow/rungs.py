@@ -37,13 +37,28 @@ class Rungs:
     @property
     def ratio(self) -> float:
         """That of a step that begins now."""
-        asked = int(self._asked) if self._in_traces else -1
-        return self._usual() if asked < 0 else self.schedule.rungs[asked]
+        return self._usual() if self.asked is None else self.asked
 
     @property
     def committed(self) -> int | None:
         """How many steps were committed, with those of a loaded state; None if nobody asks."""
         return None if self._config.warmup is None else int(self._committed)
+
+    @property
+    def asked(self) -> float | None:
+        """What was asked for, if anything was."""
+        asked = int(self._asked) if self._in_traces else -1
+        return None if asked < 0 else self.schedule.rungs[asked]
+
+    def go_on_at(self, saved: float | None) -> None:
+        """Ask for the ratio that a checkpoint says was asked for.
+
+        Raises:
+            ConfigError: a tf.function was traced for another one alone.
+        """
+        rung = self.schedule.rung(saved, self.asked)
+        if rung != self.asked:
+            self.ask(rung)
 
     def go_on_from(self, committed: int) -> None:
         """Set the number of committed steps."""

@@ -106,7 +106,8 @@ class Exchange:
         if self._sparse_as_dense:
             grads = [_to_dense(gradient) for gradient in grads]
         self.state = self.compressor.state_of(variables, self.config, self._settings, self._memory)
-        scale = self.scale() if self.state.active or self.config.momentum else None
+        changed = self.state.active or self.config.momentum or self.config.clip_norm is not None
+        scale = self.scale() if changed else None
         if not self.state.active:
             theirs = self._by_horovod(grads, variables, use_generic_names)
             local = scaling.divided(theirs, scale, variables)

@@ -27,19 +27,22 @@ from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan, TensorSpec
 from horovod_topk.core.rates import RATES, rates_of
 from horovod_topk.core.residual import (
+    ASKED,
     COMMITTED,
+    asked_of,
     check_owner,
     check_state,
     check_velocity,
     committed_of,
     pack_state,
+    steps_of,
 )
 from horovod_topk.core.stats import Stats, StepCounters, count_step, describe, planned
 from horovod_topk.elastic import Keeper
 from horovod_topk.elastic.standing import Clock
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
-from horovod_topk.tensorflow.alone import alone
+from horovod_topk.tensorflow.alone import alone, clipped_alone
 from horovod_topk.tensorflow.collective import HorovodCollective
 from horovod_topk.tensorflow.dicts import as_buffers, has_residuals, joined, without
 from horovod_topk.tensorflow.graph import Route, Transport, norm_of, step
@@ -89,6 +92,7 @@ class OptimizerState:
         self._waiting: Mapping[str, Any] | None = None  # loaded before the residuals were made
         self._taken = set[str]()  # names that have had theirs of it
         self._steps = self._rolled_back = 0
+        self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
         self._before = 0  # steps of an elastic job that this state has not seen, less those undone
         self._gradient_norm = 0.0
         self.created = next(_COUNT)
@@ -158,8 +162,11 @@ class OptimizerState:
 
     @property
     def steps(self) -> int:
-        """How many steps have ended, committed or rolled back: as many on every rank."""
-        return self._steps + self._rolled_back
+        """How many steps have ended, committed or rolled back, with those before a checkpoint.
+
+        As many on every rank.
+        """
+        return self._begun + self._steps + self._rolled_back
 
     @property
     def ratio(self) -> float:
@@ -217,10 +224,12 @@ class OptimizerState:
         return joined(packed, (self._waiting or {}).get(part, {}))
 
     def _counted(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with the steps that warm-up counts, and the rates that residuals follow."""
+        """A state dict with what ratios follow from, and the rates that residuals follow."""
         committed = self._rungs.committed
         if committed is not None:
             state = state | {COMMITTED: committed}
+        if self._rungs.asked is not None:
+            state = state | {ASKED: self._rungs.asked}
         if self._config.follow_lr:
             waiting = rates_of(self._waiting or {})
             state = state | {RATES: {**waiting, **noted(self._kept().units)}}
@@ -229,6 +238,7 @@ class OptimizerState:
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse a state dict that does not fit, once it is known what would; StateDictError."""
         committed_of(state, 0)
+        asked_of(state)
         rates_of(state)
         check_velocity(bool(self._config.momentum), state)
         if self._shares is not None:
@@ -251,7 +261,9 @@ class OptimizerState:
         if not self.active:
             return
         self.check_state_dict(state)
+        self._rungs.go_on_at(asked_of(state))
         self._rungs.go_on_from(committed_of(state, self._rungs.committed or 0))
+        self._begun = steps_of(state, self.steps) - (self.steps - self._begun)
         if self._shares is not None:
             self._kept().assign(state, self._shares)
         else:
@@ -308,6 +320,8 @@ class OptimizerState:
 
     def alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients as the optimizer is to have them where nothing is compressed."""
+        if self._config.clip_norm is not None:
+            gradients = clipped_alone(gradients, self._config.clip_norm)
         if not self._config.momentum:
             return list(gradients)
         return alone(gradients, variables, self._names, self._config, self._stores.velocities)

@@ -96,7 +96,7 @@ class Slot:
         gradient = self.parameter.grad
         if gradient is None or gradient is not self.exchanged.owner:
             return
-        if torch.any(gradient._values() if gradient.is_sparse else gradient):
+        if _is_nonzero(gradient):
             raise RepeatedSynchronizeError(
                 "its gradient was exchanged already and not stepped on or cleared since",
                 tensor=self.spec.name,
@@ -120,6 +120,23 @@ def check_unchanged(slots: Iterable[Slot]) -> None:
                 cure="Clip, unscale or edit gradients after optimizer.synchronize(), then step "
                 "inside optimizer.skip_synchronize()",
             )
+
+
+def any_applied(slots: Iterable[Slot]) -> bool:
+    """Whether a step has applied what was exchanged, or what a user made of it.
+
+    Not where gradients were cleared, and not where `hvd.broadcast_optimizer_state` has put zeros in
+    their place to step on.
+    """
+    exchanged = [slot for slot in slots if slot.exchanged is not None]
+    if any(s.exchanged and s.parameter.grad is s.exchanged.owner for s in exchanged):
+        return True
+    found = (slot.parameter.grad for slot in exchanged)
+    return any(_is_nonzero(gradient) for gradient in found if gradient is not None)
+
+
+def _is_nonzero(gradient: Tensor) -> bool:
+    return bool(torch.any(gradient._values() if gradient.is_sparse else gradient))
 
 
 def _overlaps(tensor: Tensor) -> bool:

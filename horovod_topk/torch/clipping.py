@@ -25,6 +25,25 @@ from horovod_topk.core.clipping import local_threshold
 _STRETCH = 1 << 16  # elements
 
 
+def clip_alone(optimizer: Any, clip_norm: float) -> None:
+    """Clip before each step where nothing is exchanged: one rank's gradients are all there are."""
+    clip = LocalClip(clip_norm, "sum")
+
+    @torch.no_grad()
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, where the step unscales
+        clip.begin(ranks=1, units=1.0 if scale is None else float(scale))
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and not p.grad.is_sparse:
+                    by_device.setdefault(p.grad.device, []).append(p.grad)
+        for gradients in by_device.values():
+            clip.clip(gradients)
+
+    optimizer.register_step_pre_hook(before_step)
+
+
 class LocalClip:
     """Of one optimizer's gradients.
 
@@ -38,10 +57,10 @@ class LocalClip:
         self._norm: dict[torch.device, float | Tensor] = {}  # so far; tensors on accelerators
         self._threshold = clip_norm
 
-    def begin(self, ranks: int) -> None:
-        """A step's first bucket is about to come."""
+    def begin(self, ranks: int, units: float = 1.0) -> None:
+        """A step's first bucket is about to come, its gradients so many times too large."""
         self._norm.clear()
-        self._threshold = local_threshold(self._clip_norm, self._reduction, ranks)
+        self._threshold = units * local_threshold(self._clip_norm, self._reduction, ranks)
 
     def clip(self, gradients: Sequence[Tensor]) -> None:
         """Scale a bucket's gradients in place; what is not finite stays so, and is flagged.

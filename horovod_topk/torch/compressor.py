@@ -114,6 +114,13 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         """Return the tensor: gradients are decoded before Horovod asks."""
         return tensor
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings: a copy, or what is unpickled elsewhere, has no optimizer yet."""
+        return {**vars(self), "_states": None, "_keeper": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _states=weakref.WeakSet())
+
     def attached(self, state: OptimizerState) -> None:
         """Remember an optimizer's state; called by the seam."""
         self._states.add(state)

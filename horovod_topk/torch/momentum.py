@@ -79,12 +79,14 @@ def take_over(optimizer: Any, momentum: float) -> None:
     for group in optimizer.param_groups:
         own = _own(group)
         if own is not None and own[0] == momentum:
+            if _now(group):
+                _note_velocities(optimizer, group)
             group[TAKEN] = (momentum, float(own[1]))
             _set(group, 0.0, nesterov=False)
 
 
 def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) -> None:
-    """Let the optimizer have what was taken over, or set off, where nothing is compressed.
+    """Let the optimizer have what was taken over, or set off, where nobody corrects it.
 
     Args:
         optimizer: maybe with the parameter groups of a checkpoint of a run that was compressed.
@@ -94,6 +96,17 @@ def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) 
         taken = (momentum, float(nesterov)) if momentum else group.get(TAKEN)
         if taken and not _now(group):
             _set(group, taken[0], nesterov=bool(taken[1]))
+            log.info("TopKEF leaves momentum=%s to %s", taken[0], type(optimizer).__name__)
+
+
+def _note_velocities(optimizer: Any, group: Any) -> None:
+    """Say so where momentum has built up that goes no further."""
+    kept = (key for p in group["params"] for key in optimizer.state.get(p, {}))
+    if {"momentum_buffer", "exp_avg"} & set(kept):
+        log.warning(
+            "TopKEF takes the momentum of %s over, and starts at zero instead of from its buffers",
+            type(optimizer).__name__,
+        )
 
 
 def _own(group: Any) -> tuple[float, bool] | None:

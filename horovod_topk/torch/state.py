@@ -31,16 +31,19 @@ from horovod_topk.core.front import (
     why_inactive,
 )
 from horovod_topk.core.plan import Plan
+from horovod_topk.core.residual import steps_of
 from horovod_topk.core.stats import Stats, StepCounters, describe
 from horovod_topk.elastic import Keeper
 from horovod_topk.elastic.standing import Clock
-from horovod_topk.errors import ShapeChangedError, StepBeforeSynchronizeError
+from horovod_topk.errors import ShapeChangedError
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch.arrival import Arrival, Slot, check_unchanged
+from horovod_topk.torch.arrival import Arrival, Slot, any_applied, check_unchanged
+from horovod_topk.torch.clipping import clip_alone
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.momentum import (
     advise,
     check_not_twice,
+    give_back,
     hand_over,
     own_momentum,
     take_over,
@@ -49,6 +52,7 @@ from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preparation import Preparation
 from horovod_topk.torch.rates import followed
 from horovod_topk.torch.scaling import Scaler
+from horovod_topk.torch.stepping import check_after, check_before
 
 log = logging.getLogger("horovod_topk")
 
@@ -83,6 +87,7 @@ class OptimizerState:
         self._buckets: dict[int, list[Slot]] = {}  # slots in the plan's order, by ordinal
         self._missing: dict[int, int] = {}  # gradients a bucket waits for, by ordinal
         self._handles = optimizer._handles
+        self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
         self.label = f"{type(optimizer).__name__} with {len(self._names)} parameters"
         reason = why_inactive(optimizer.process_set)
         self.active = reason is None
@@ -90,6 +95,8 @@ class OptimizerState:
         if reason is not None:
             self._skip("*", reason)
             hand_over(optimizer, config.momentum, nesterov=config.nesterov)
+            if config.clip_norm is not None:
+                clip_alone(optimizer, config.clip_norm)
             return
         check_elastic(config)
         self._takes_over = takes_over
@@ -167,8 +174,13 @@ class OptimizerState:
 
     @property
     def steps(self) -> int:
-        """How many steps have ended, committed or rolled back: as many on every rank."""
-        return self._compressor.steps + self._compressor.rolled_back if self.active else 0
+        """How many steps have ended, committed or rolled back, with those before a checkpoint.
+
+        As many on every rank.
+        """
+        if not self.active:
+            return 0
+        return self._begun + self._compressor.steps + self._compressor.rolled_back
 
     @property
     def ratio(self) -> float:
@@ -194,7 +206,7 @@ class OptimizerState:
     @property
     def clock(self) -> Clock:
         """What the ratio of the next step follows from: committed steps, and what was asked for."""
-        return self._compressor.clock
+        return self._compressor.clock if self.active else (0, None)
 
     def resume(self, clock: Clock, ranks: int) -> None:
         """Go on where an elastic job is, whose ranks are so many; called by its keeper."""
@@ -227,20 +239,23 @@ class OptimizerState:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on residuals that this rank saved; a step under way is rolled back.
+        """Take on residuals that this rank saved; a step under way is dropped.
+
+        After `backward()` gradients have then to be made again: call `zero_grad()` before the next.
 
         Raises:
             StateDictError: a tensor is missing, unknown or of another shape; nothing has changed.
         """
         if self.active:
             self._compressor.load_state_dict(state)
-            self._forget_step()
+            self._begun = steps_of(state, self.steps) - (self.steps - self._begun)
+            self._drop_step()
 
     def reset(self) -> None:
-        """Forget all residuals; a step under way is rolled back. Call it on every rank."""
+        """Forget all residuals; a step under way is dropped. Call it on every rank."""
         if self.active:
             self._compressor.reset()
-            self._forget_step()
+            self._drop_step()
 
     def residual(self, name: str) -> Tensor:
         """A copy of one tensor's committed residual, flat, float32 (float64 for a float64 one).
@@ -248,6 +263,8 @@ class OptimizerState:
         Raises:
             KeyError: no such tensor is compressed.
         """
+        if not self.active:
+            raise KeyError(name)
         return self._compressor.registry.residual(name).clone()
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
@@ -304,20 +321,18 @@ class OptimizerState:
         return slot.exchanged.dense
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if optimizer._handles and not optimizer._should_synchronize:
-            raise StepBeforeSynchronizeError(
-                "step() was called inside skip_synchronize() on gradients that have not been "
-                "exchanged",
-                cure="Call optimizer.synchronize() after backward() and before this step",
-            )
+        check_before(optimizer, args, kwargs)
         momentum = self._compressor.plan.config.momentum
         if self._takes_over:
             take_over(optimizer, momentum)
+        elif not momentum:
+            give_back(optimizer)
         check_not_twice(optimizer, momentum)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if any(s.exchanged and s.parameter.grad is s.exchanged.owner for s in self._slots.values()):
+        check_after(optimizer)
+        if any_applied(self._slots.values()):
             self._compressor.commit()
         else:  # what was exchanged has been thrown away: the step applied something else
             self._compressor.rollback()
@@ -371,15 +386,24 @@ class OptimizerState:
     def _forget_abandoned(self, optimizer: Any) -> None:
         """Drop a step that `optimizer.load_state_dict()` cut off: it replaces the handles."""
         if self._handles is not optimizer._handles:
-            self._handles = optimizer._handles
             self._compressor.abandon()
-            for slot in self._slots.values():
-                slot.arrival = None
-            self._missing = {ordinal: len(slots) for ordinal, slots in self._buckets.items()}
-            self._forget_step()
+            self._forget_step(optimizer)
 
-    def _forget_step(self) -> None:
-        """Let go of what a step that is over, or never will be, has left behind."""
+    def _drop_step(self) -> None:
+        """Have nothing under way, as Horovod does in `optimizer.load_state_dict()`."""
+        optimizer: Any = self._optimizer()
+        if optimizer._handles:
+            optimizer._handles = {}
+            for p in optimizer._allreduce_delay:
+                optimizer._allreduce_delay[p] = optimizer.backward_passes_per_step
+        self._forget_step(optimizer)
+
+    def _forget_step(self, optimizer: Any) -> None:
+        """Let go of what a step that never will be over has left behind."""
+        self._handles = optimizer._handles
+        for slot in self._slots.values():
+            slot.arrival = None
+        self._missing = {ordinal: len(slots) for ordinal, slots in self._buckets.items()}
         self._forget_exchanged()
         self._late_are_checked = False
 

@@ -8,6 +8,7 @@ from typing import Any
 from horovod_topk import checkpoint
 from horovod_topk.checkpoint import shard
 from horovod_topk.checkpoint.contents import BESIDES
+from horovod_topk.core.stats import Stats
 from oracle.world import World
 
 
@@ -19,7 +20,11 @@ class Rank:
         self._backend = world.backend
         self.framework, self.place = framework, (rank, world.size)
         self.reduction, self.steps, self.active = world.plan.reduction, self._compressor.steps, True
+        self.skipped: dict[str, str] = {}
         self.tensors = {t.spec.name: list(t.spec.shape) for t in world.plan.tensors()}
+
+    def stats(self) -> Stats:
+        return Stats(active=self.active, skipped=self.skipped)
 
     def state_dict(self) -> dict[str, Any]:
         return _each(self._compressor.state_dict(), lambda array: getattr(array, "value", array))

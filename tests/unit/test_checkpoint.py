@@ -17,6 +17,7 @@ from oracle.world import World
 
 from horovod_topk import checkpoint
 from horovod_topk.config import TopKConfig
+from horovod_topk.core.front import ALONE
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.reshard import pending
 from horovod_topk.errors import CheckpointError, StateDictError, TopKError
@@ -324,13 +325,73 @@ def test_without_a_readable_shard_all_residuals_start_at_zero(tmp_path: Path, ca
     assert fresh.residuals()[1]["w"].any()
 
 
-def test_an_inactive_rank_takes_on_nothing_and_says_so(tmp_path: Path, caplog: Any) -> None:
-    save(trained(TORCH, "allgather"), tmp_path)
+def inactive(reason: str) -> Any:
     rank = ranks(trained(TORCH, "allgather", steps=0))[0]
-    rank.active, rank.place = False, (0, 1)
+    rank.active, rank.place, rank.skipped = False, (0, 1), {"*": reason}
+    return rank
+
+
+def test_a_rank_that_does_not_exchange_takes_on_nothing_and_says_so(
+    tmp_path: Path, caplog: Any
+) -> None:
+    save(trained(TORCH, "allgather"), tmp_path)
     with caplog.at_level(logging.WARNING):
-        checkpoint.load(tmp_path, rank)
+        checkpoint.load(tmp_path, inactive("not in the process set"))
     assert "compresses nothing here" in caplog.text
+
+
+def test_a_job_of_one_rank_does_not_lose_what_several_owe(tmp_path: Path, caplog: Any) -> None:
+    save(trained(TORCH, "allgather"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"3 ranks owe.*Start two ranks or more, or pass str"):
+        checkpoint.load(tmp_path, inactive(ALONE))
+    with caplog.at_level(logging.WARNING):
+        checkpoint.load(tmp_path, inactive(ALONE), strict=False)
+        checkpoint.load(tmp_path / "nothing", inactive(ALONE))
+    assert caplog.text.count("compresses nothing here") == 2
+
+
+def test_another_optimizers_shard_of_the_same_step_is_not_replaced(tmp_path: Path) -> None:
+    one, other = (ranks(trained(TORCH, "allgather"))[0] for _ in range(2))
+    path = checkpoint.save(tmp_path, one)
+    checkpoint.save(tmp_path, one)  # once more
+    assert path is not None
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match=r"another optimizer of this job.*name="):
+        checkpoint.save(tmp_path, other)
+    assert path.read_bytes() == before
+    checkpoint.save(tmp_path, other, name="other")
+    other.steps += 1
+    checkpoint.save(tmp_path, other)  # of a later step, as a run that goes on elsewhere writes it
+
+
+def test_what_one_setting_of_momentum_saved_another_does_not_take_on(tmp_path: Path) -> None:
+    """Whether or not the exchange is the same."""
+    plan = make_plan(SPECS, TopKConfig(ratio=0.1, min_numel=0, momentum=0.9))
+    save(World(plan, RANKS, TORCH), tmp_path)
+    for size in (RANKS, 2):
+        plain = make_plan(SPECS, TopKConfig(ratio=0.1, min_numel=0))
+        with pytest.raises(StateDictError, match="velocities of momentum correction"):
+            checkpoint.load(tmp_path, ranks(World(plain, size, TORCH))[0])
+
+
+@pytest.mark.parametrize("size", [2, RANKS])
+def test_a_ratio_that_was_asked_for_goes_on(size: int, tmp_path: Path, caplog: Any) -> None:
+    def world(ranks: int, first: float) -> World:
+        config = TopKConfig(ratio=0.1, min_numel=0, warmup=[(1, first)])
+        return World(make_plan(SPECS, config), ranks, TORCH)
+
+    saved, resumed, others = world(RANKS, 0.5), world(size, 0.5), world(size, 0.4)
+    for each in saved.ranks:
+        each.set_ratio(0.5)
+    saved.step([{s.name: np.ones(s.shape, "f4") for s in SPECS}] * RANKS)
+    save(saved, tmp_path)
+    for rank, compressor in zip(ranks(resumed), resumed.ranks, strict=True):
+        checkpoint.load(tmp_path, rank)
+        assert compressor.ratio == 0.5
+    with caplog.at_level(logging.WARNING):
+        checkpoint.load(tmp_path, ranks(others)[0])
+    assert others.ranks[0].ratio == 0.1
+    assert "set_ratio(0.5) is no ratio" in caplog.text
 
 
 def test_an_inactive_rank_saves_nothing(tmp_path: Path) -> None:

@@ -55,25 +55,32 @@ class Way:
 
 MOMENTUM = {"momentum": "optimizer"}
 CLIPPED = {"clip_norm": NORM}
+CORRECTED = '`momentum="optimizer"`'
 WAYS: dict[str, Way] = {
     "plain": Way("SGD, momentum 0.9"),
     "restart": Way(f"ended at step {RESTART_AT}, restarted from its checkpoint", restart=True),
-    "momentum": Way('`momentum="optimizer"`', settings=MOMENTUM),
+    "momentum": Way(CORRECTED, settings=MOMENTUM),
     "nesterov": Way("Nesterov's momentum", "nesterov", "nesterov"),
-    "nesterov-momentum": Way('the same, `momentum="optimizer"`', "nesterov", "nesterov", MOMENTUM),
+    "nesterov-momentum": Way(f"Nesterov's, {CORRECTED}", "nesterov", "nesterov", MOMENTUM),
     "warmup": Way(f"`warmup={WARMUP}`", settings={"warmup": WARMUP}),
     "head": Way("`ratios={'8.*': 'dense'}`, the head", settings={"ratios": {"8.*": "dense"}}),
     "clipped": Way(f"clipped to {NORM:g} after the exchange", "clipped", "clipped"),
     "clip-norm": Way(f"`clip_norm={NORM:g}`", "plain", "clipped", CLIPPED),
+    "clip-norm-momentum": Way(
+        f"`clip_norm={NORM:g}`, {CORRECTED}", "plain", "clipped", CLIPPED | MOMENTUM
+    ),
     "spikes": Way("spikes", "spikes", "spikes"),
     "spikes-clipped": Way("spikes, clipped after", "spikes-clipped", "spikes-clipped"),
     "spikes-clip-norm": Way("spikes, `clip_norm`", "spikes", "spikes-clipped", CLIPPED),
     "bfloat16": Way("autocast to bfloat16", "bfloat16", "bfloat16"),
     "float16": Way("autocast to float16, `grad_scaler=`", "float16", "float16"),
+    "float16-momentum": Way(f"float16, {CORRECTED}", "float16", "float16", MOMENTUM),
     "skewed": Way("skewed shards", "skewed", "skewed"),
+    "skewed-momentum": Way(f"skewed shards, {CORRECTED}", "skewed", "skewed", MOMENTUM),
     "idle": Way(f"a rank without data in every {IDLE_EVERY}th step", "idle", "idle"),
+    "idle-momentum": Way(f"a rank without data, {CORRECTED}", "idle", "idle", MOMENTUM),
     "adamw": Way("AdamW", "adamw", "adamw"),
-    "adamw-momentum": Way('AdamW, `momentum="optimizer"`', "adamw", "adamw", MOMENTUM),
+    "adamw-momentum": Way(f"AdamW, {CORRECTED}", "adamw", "adamw", MOMENTUM),
 }
 
 

@@ -80,3 +80,43 @@ def test_a_momentum_that_was_taken_over_is_given_back() -> None:
     optimizer.load_state_dict(saved)
     training.ordinary(task, optimizer, 0)
     assert optimizer.param_groups[0]["momentum"] == 0.8
+
+
+def test_gradients_are_clipped_here_too() -> None:
+    """As `clip_grad_norm_` does, which is all that `clip_norm` is for one rank."""
+    setup = Setup(optimizer=training.plain_sgd)
+    runs = []
+    for compression in (TopKEF(clip_norm=0.01), hvd.Compression.none):
+        task = setup.task()
+        optimizer = setup.distributed(task, compression)
+        for step in range(3):
+            optimizer.zero_grad()
+            task.loss(0, step).backward()
+            if compression is hvd.Compression.none:
+                torch.nn.utils.clip_grad_norm_(task.parameters(), 0.01)
+            optimizer.step()
+        runs.append(training.snapshot(task))
+    for ours, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_clipping_knows_of_a_scaler_that_the_optimizer_applies_itself() -> None:
+    """Fused optimizers get scaled gradients, and the scale beside them."""
+    p = torch.nn.Parameter(torch.zeros(10))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p], lr=1.0, fused=True),
+        named_parameters=[("p", p)],
+        compression=TopKEF(clip_norm=0.5),
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale((3.0 * p).sum()).backward()
+    scaler.step(optimizer)
+    assert float(p.detach().norm()) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_what_is_not_kept_is_not_asked_for() -> None:
+    optimizer = Setup().distributed(Setup().task(), TopKEF)
+    state = TopKEF.of(optimizer)
+    with pytest.raises(KeyError, match=r"no\.such"):
+        state.residual("no.such")
+    assert state.clock == (0, None)

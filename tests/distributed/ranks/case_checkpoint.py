@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,44 @@ def test_another_rank_s_folder_is_refused_before_anything_changes(tmp_path: Path
     with pytest.raises(CheckpointError, match="cannot be read"):
         checkpoint.load(tmp_path, TopKEF.of(optimizer))
     assert_residuals(optimizer, before)
+
+
+def test_shards_of_different_steps_are_told_apart_after_a_restart(tmp_path: Path) -> None:
+    """Also where the run has been restarted in between, and counts steps anew."""
+    folder = shared(tmp_path)
+    task, first = start(SETTINGS[0])
+    for step in range(3):
+        training.ordinary(task, first, step)
+    checkpoint.save(folder, TopKEF.of(first))
+    hvd.barrier()
+    task, second = start(SETTINGS[0])
+    checkpoint.load(folder, TopKEF.of(second))
+    assert (TopKEF.of(second).steps, TopKEF.of(second).stats().steps) == (3, 0)
+    for step in range(3, 6):
+        training.ordinary(task, second, step)
+    hvd.barrier()
+    if hvd.rank() == 0:
+        checkpoint.save(folder, TopKEF.of(second))
+    hvd.barrier()
+    _, third = start(SETTINGS[0])
+    with pytest.raises(CheckpointError, match="shards of different steps"):
+        checkpoint.load(folder, TopKEF.of(third))
+    TopKEF.of(third).reset()
+
+
+def test_a_ratio_that_was_asked_for_goes_on(tmp_path: Path) -> None:
+    folder, warm = shared(tmp_path), {"warmup": [(1, 0.5)]}
+    (task, optimizer), (again, other) = start(warm), start(warm)
+    TopKEF.of(optimizer).set_ratio(0.5)
+    for step in range(3):
+        training.ordinary(task, optimizer, step)
+    checkpoint.save(folder, TopKEF.of(optimizer))
+    hvd.barrier()
+    checkpoint.load(folder, TopKEF.of(other))
+    again.load_state_dict(task.state_dict())
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    for each, of in ((task, optimizer), (again, other)):
+        training.ordinary(each, of, 3)
+    assert TopKEF.of(other).ratio == 0.5
+    assert torch.equal(bits(again.parameters()), bits(task.parameters()))
+    assert_residuals(other, residuals(optimizer))

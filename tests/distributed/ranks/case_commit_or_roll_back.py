@@ -371,3 +371,57 @@ def test_reset_forgets_residuals_and_ranks_stay_equal() -> None:
     assert TopKEF.of(optimizer).stats().residual_norm == 0
     training.ordinary(task, optimizer, WARM_STEPS)
     assert_ranks_equal(task.parameters())
+
+
+# Gradients that a user edits, and steps that are cut off.
+
+
+def halved(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad = p.grad * 0.5
+
+
+@pytest.mark.parametrize("edited", [slice(None), slice(1)], ids=["all", "one"])
+def test_gradients_that_are_replaced_after_the_exchange_are_applied(edited: slice) -> None:
+    """To the bit what the same does in place."""
+    setup, runs = Setup(), []
+    for in_place in (True, False):
+        task = setup.task()
+        optimizer = setup.distributed(task, TopKEF(**SPARSE))
+        for step in range(4):
+            exchange(task, optimizer, step)
+            for p in list(task.parameters())[edited]:
+                assert p.grad is not None
+                p.grad.mul_(0.5) if in_place else halved(p)
+            take(optimizer)
+        stats = TopKEF.of(optimizer).stats()
+        assert (stats.steps, stats.rolled_back) == (4, 0)
+        runs.append((training.snapshot(task), residuals(optimizer)))
+    assert_same(runs[0][0], runs[1][0])
+    assert torch.equal(bits(runs[0][1].values()), bits(runs[1][1].values()))
+
+
+@pytest.mark.parametrize("how", ["load", "reset"])
+def test_a_step_cut_off_after_backward_is_dropped(how: str) -> None:
+    """And the next one is as if it had not been."""
+    (task, optimizer), (other, never) = warm(), warm()
+    saved = TopKEF.of(optimizer).state_dict()
+    optimizer.zero_grad()
+    task.loss(hvd.rank(), 77).backward()
+    for state in (TopKEF.of(optimizer), TopKEF.of(never)):
+        state.load_state_dict(saved) if how == "load" else state.reset()
+    for step in range(WARM_STEPS, WARM_STEPS + 3):
+        training.ordinary(task, optimizer, step)
+        training.ordinary(other, never, step)
+    assert_same(training.snapshot(task), training.snapshot(other))
+    assert_residuals(optimizer, residuals(never))
+
+
+def test_gradients_of_a_step_that_was_cut_off_can_be_exchanged_anew() -> None:
+    task, optimizer = warm()
+    optimizer.zero_grad()
+    task.loss(hvd.rank(), WARM_STEPS).backward()
+    state = TopKEF.of(optimizer)
+    state.load_state_dict(state.state_dict())
+    optimizer.step()
+    assert_same(training.snapshot(task), training.snapshot(expected_run(WARM_STEPS + 1).task))

@@ -484,3 +484,72 @@ def test_training_works_after_a_mismatch() -> None:
     with pytest.raises(PlanMismatchError):
         Plan({"ratio": 0.1 if hvd.rank() else 0.2}).build()
     assert_still_works()
+
+
+# Gradients that Horovod would not exchange.
+
+
+def test_a_closure_whose_gradients_would_not_be_exchanged() -> None:
+    task, optimizer = warm()
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = task.loss(hvd.rank(), 7)
+        loss.backward()
+        return loss
+
+    with nothing_changes(task, optimizer):
+        for step in (optimizer.step, lambda it: optimizer.step(closure=it)):
+            with pytest.raises(StepBeforeSynchronizeError, match="before it calls the closure"):
+                step(closure)
+    with (
+        optimizer.skip_synchronize(),
+        pytest.raises(StepBeforeSynchronizeError, match="ranks differ from here on"),
+    ):
+        optimizer.step(closure)
+
+
+def test_a_closure_that_synchronizes_is_what_a_step_without_one_is() -> None:
+    (task, optimizer), (other, plain) = warm(), warm()
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = task.loss(hvd.rank(), 7)
+        loss.backward()
+        optimizer.synchronize()
+        return loss
+
+    with optimizer.skip_synchronize():
+        optimizer.step(closure)
+    training.ordinary(other, plain, 7)
+    assert torch.equal(bits(task.parameters()), bits(other.parameters()))
+    assert TopKEF.of(optimizer).stats().steps == TopKEF.of(plain).stats().steps
+
+
+@pytest.mark.parametrize("later", ["unfrozen", "added"])
+def test_a_parameter_that_is_trained_later_only(later: str) -> None:
+    setup = Setup()
+    task = setup.task()
+    last = next(p for name, p in task.named_parameters() if name == "net.3.weight")
+    if later == "unfrozen":
+        last.requires_grad_(False)
+        optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    else:
+        first = [p for p in task.parameters() if p is not last]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(first, lr=0.1),
+            named_parameters=[(n, p) for n, p in task.named_parameters() if p is not last],
+            compression=TopKEF(**SPARSE),
+        )
+    optimizer.zero_grad()
+    last.grad = None
+    if later == "unfrozen":
+        training.ordinary(task, optimizer, 0)
+        last.requires_grad_(True)
+    else:
+        optimizer.add_param_group({"params": [last], "lr": 0.1})
+    named = "'net.3.weight'" if later == "unfrozen" else r"'of shape \[.*\]'"
+    before = bits(task.parameters())
+    with pytest.raises(UnsupportedOperationError, match=f"{named}.*without being exchanged"):
+        training.ordinary(task, optimizer, 1)
+    assert torch.equal(bits(task.parameters()), before)

@@ -166,3 +166,36 @@ def test_a_checkpoint_brings_along_what_was_taken_over() -> None:
 def test_an_optimizer_without_momentum_has_none_to_take_over() -> None:
     with pytest.raises(ConfigError, match="SGD has none"):
         PLAIN.distributed(PLAIN.task(), TopKEF.compact())
+
+
+@pytest.mark.parametrize("optimizer", [heavy_ball, training.adamw])
+def test_a_momentum_that_was_taken_over_is_given_back_to_whoever_corrects_none(
+    optimizer: Any,
+) -> None:
+    saved = Setup(optimizer=optimizer).distributed(Setup().task(), TopKEF.compact()).state_dict()
+    again = Setup(optimizer=optimizer)
+    task = again.task()
+    plain = again.distributed(task, TopKEF(ratio=0.1, min_numel=0))
+    kept = dict(plain.param_groups[0])
+    plain.load_state_dict(saved)
+    training.ordinary(task, plain, 0)
+    setting = "momentum" if optimizer is heavy_ball else "betas"
+    assert plain.param_groups[0][setting] == kept[setting]
+
+
+def test_momentum_that_has_built_up_goes_no_further_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    setup = Setup(optimizer=heavy_ball)
+    task = setup.task()
+    dense = heavy_ball(task.parameters())
+    task.loss(0, 0).backward()
+    dense.step()
+    saved, new = dense.state_dict(), setup.task()
+    optimizer = setup.distributed(new, TopKEF.compact(min_numel=0))
+    with caplog.at_level("WARNING", "horovod_topk"):
+        training.ordinary(new, optimizer, 0)
+        assert "starts at zero" not in caplog.text
+        optimizer.load_state_dict(saved)
+        training.ordinary(new, optimizer, 1)
+    assert "momentum of SGD over, and starts at zero" in caplog.text

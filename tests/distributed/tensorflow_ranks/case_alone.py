@@ -62,3 +62,17 @@ def test_a_momentum_is_left_to_the_optimizer(library: Any, kind: str) -> None:
     ours = fit(library, two[0], TopKEF.compact(), epochs=1)
     assert same(ours, fit(library, two[1], hvd.Compression.none, epochs=1))
     assert not TopKEF.of(ours.optimizer).active
+
+
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+def test_gradients_are_clipped_here_too(library: Any) -> None:
+    """To the norm that the library itself clips to; also under a loss scale."""
+    optimizers = library.optimizers
+    ours = fit(library, optimizers.SGD(0.5), TopKEF(clip_norm=0.1), epochs=1)
+    theirs = optimizers.SGD(0.5, global_clipnorm=0.1)
+    expected = fit(library, theirs, hvd.Compression.none, epochs=1).get_weights()
+    for mine, other in zip(ours.get_weights(), expected, strict=True):
+        assert np.allclose(mine, other, rtol=1e-4, atol=1e-6)
+    kind = keras.optimizers if library is keras else tf_keras.mixed_precision
+    scaled = kind.LossScaleOptimizer(optimizers.SGD(0.5), initial_scale=8.0)
+    assert same(ours, fit(library, scaled, TopKEF(clip_norm=0.1), epochs=1))

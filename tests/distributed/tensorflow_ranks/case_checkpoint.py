@@ -38,3 +38,23 @@ def test_resume_is_bitwise(exchange: str, stepped: bool, tmp_path: Path) -> None
     for step in range(3, 6):
         expected = model.exchange(first, gradients(step))
         assert all(map(np.array_equal, other.exchange(second, gradients(step)), expected))
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
+def test_a_ratio_that_was_asked_for_goes_on(stepped: bool, tmp_path: Path) -> None:
+    """And so do the steps that tell shards of one time from those of another."""
+    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
+    first, second = (TopKEF(ratio=0.1, min_numel=0, warmup=[(1, 0.5)]) for _ in range(2))
+    model, other = Linear(SHAPES), Linear(SHAPES)
+    first.set_ratio(0.5)
+    for step in range(3):
+        model.exchange(first, gradients(step))
+    checkpoint.save(folder, first)
+    if stepped:
+        other.exchange(second, gradients(9))
+    checkpoint.load(folder, second)
+    expected = model.exchange(first, gradients(3))
+    assert all(map(np.array_equal, other.exchange(second, gradients(3)), expected))
+    assert second.state_dict()["asked"] == 0.5
+    assert second.steps == first.steps == 4
+    assert second.stats().steps == 1 + stepped
