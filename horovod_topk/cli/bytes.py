@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from horovod_topk.cli.models import MODELS, elements, specs_of
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
-from horovod_topk.core.choice import choose, make_exchange
-from horovod_topk.core.exchange import Collective, Traffic, ring_allreduce_bytes
+from horovod_topk.core.choice import choose
+from horovod_topk.core.exchange import Collective, ring_allreduce_bytes
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.cost.traffic import Nobody, nodes_of
+from horovod_topk.cost.traffic import Busiest, Nobody, Ranks, nodes_of
 from horovod_topk.errors import TopKError
 
 
@@ -47,8 +47,8 @@ def main(args: argparse.Namespace) -> int:
     leaving = dense if len(nodes.ranks) > 1 else 0  # a ring leaves each node once
     for values, part in (("float32", 1), ("float16", 2)):
         print(_line("allreduce", values, dense // part, leaving // part, dense))
-    for exchange, values, traffic, automatic in rows:
-        line = _line(exchange, values, traffic.sent_bytes, traffic.node_bytes or 0, dense)
+    for exchange, values, most, automatic in rows:
+        line = _line(exchange, values, most.sent_bytes, most.node_bytes, dense)
         print(f"{line}  auto" if automatic else line)
     return 0
 
@@ -62,8 +62,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def table(
     args: argparse.Namespace, specs: list[TensorSpec]
-) -> Iterator[tuple[str, str, Traffic, bool]]:
-    """Exchange, kind of values, what is sent, and whether `exchange="auto"` would take it."""
+) -> Iterator[tuple[str, str, Busiest, bool]]:
+    """Exchange, values, what a rank sends at most, and whether `exchange="auto"` would take it."""
     collective: Collective[bytes] = Nobody(args.ranks)
     nodes = nodes_of(args.ranks, args.local_size)
     plans = {values: _plan(args, specs, values) for values in VALUES}
@@ -72,9 +72,9 @@ def table(
     if max(nodes.sizes) == 1:
         kinds.remove("hierarchical")  # it would be the allgather
     for kind in kinds:
+        ranks = Ranks(kind, nodes)
         for values, plan in plans.items():
-            traffic = make_exchange(kind, collective, nodes).traffic(plan)
-            yield kind, values, traffic, taken[values] == kind
+            yield kind, values, ranks.busiest(plan), taken[values] == kind
 
 
 def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Plan:

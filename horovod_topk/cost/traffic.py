@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horovod_topk.core.choice import make_exchange
-from horovod_topk.core.exchange import Collective, Exchange, Pending
+from horovod_topk.core.exchange import Collective, Exchange, HierarchicalExchange, Pending
 from horovod_topk.core.nodes import Location, Nodes
+from horovod_topk.core.plan import WIDTH, Plan
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,62 @@ def nodes_of(ranks: int, local_size: int) -> Nodes:
     return Nodes(tuple(tuple(range(at, min(at + local_size, ranks))) for at in starts))
 
 
-def exchange_of(kind: str, nodes: Nodes) -> Exchange[bytes]:
-    """One to ask what it would send."""
-    collective: Collective[bytes] = Nobody(sum(nodes.sizes))
+def exchange_of(kind: str, nodes: Nodes, rank: int = 0) -> Exchange[bytes]:
+    """One to ask what it would send, as a rank has it."""
+    collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
     return make_exchange(kind, collective, nodes)
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """The most that any rank has to do in a step, each figure that of the rank with most of it."""
+
+    payload_bytes: int  # handed to collectives, of rank 0
+    sent_bytes: int
+    local_bytes: int  # sent to others on its node, or got from them, whichever is more
+    added_bytes: int  # to others, by an owner of shards of a node's sum
+    node_bytes: int  # that leave the busiest node
+
+
+class Ranks:
+    """All ranks that may be the busiest of an exchange: of hierarchical, those of a node each size.
+
+    A rank that owns nothing sends its whole gradient there, and an owner a part of it. Elsewhere
+    all send the same, and rank 0, whose node is one of the largest, as much within it as any.
+    """
+
+    def __init__(self, kind: str, nodes: Nodes) -> None:
+        firsts = {len(node): node for node in reversed(nodes.ranks)}
+        ranks = sorted(rank for node in firsts.values() for rank in node)
+        asked = ranks if kind == "hierarchical" else [0]
+        self._exchanges = [exchange_of(kind, nodes, rank) for rank in asked]
+        self._nodes = nodes
+
+    def busiest(self, plan: Plan) -> Busiest:
+        """Of a step."""
+        first, *_ = each = [exchange.traffic(plan) for exchange in self._exchanges]
+        shared = max(self._nodes.sizes) > 1
+        within = [one.sent_bytes - (one.between_bytes or 0) for one in each if shared]
+        got, added = zip(*(_got(exchange, plan) for exchange in self._exchanges), strict=True)
+        return Busiest(
+            first.payload_bytes,
+            max(one.sent_bytes for one in each),
+            max((*within, *got)),
+            max(added),
+            first.node_bytes or 0,
+        )
+
+
+def _got(exchange: Exchange[bytes], plan: Plan) -> tuple[int, int]:
+    """What comes to a rank of a hierarchical exchange from others on its node, and what it adds.
+
+    A shard of each of them, if it is an owner, and what every other owner has gathered.
+    """
+    if not isinstance(exchange, HierarchicalExchange) or exchange.team.size == 1:
+        return 0, 0
+    team, nodes = exchange.team, exchange.team.nodes
+    sums = [each for bucket in plan.buckets for each in exchange.mine(bucket)]
+    shard = sum(each.numel * WIDTH[each.residual_dtype] for each in sums)
+    gathered = len(nodes.ranks) * sum(exchange.dealt(each).sum_bytes for each in plan.buckets)
+    added = (team.size - 1) * shard
+    return added + (nodes.owners - (team.lane is not None)) * gathered, added

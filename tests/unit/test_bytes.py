@@ -48,6 +48,12 @@ def test_nodes_make_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 ranks on 2 nodes" in capsys.readouterr().out
 
 
+def test_the_rank_that_sends_most_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """On uneven nodes that is none of the owners, of which the first rank is one."""
+    assert cli.main(["bytes", "--ranks", "7", "--local-size", "3"]) == 0
+    assert rows(capsys.readouterr().out)["hierarchical", "int8"][0] == 103_897_232
+
+
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_a_resnet50_at_any_number_of_ranks(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
     """What the format and the exchange were made to reach, at ratio 0.01 and 0.001."""

@@ -74,9 +74,33 @@ def test_legs_of_a_hierarchical_exchange_follow_each_other() -> None:
 def test_bytes_are_those_of_traffic(kind: str, nodes: object, values: str) -> None:
     assert isinstance(nodes, type(APART))
     config = TopKConfig(values=values)
-    way = compressed(SPECS, nodes, kind, config)
-    traffic = exchange_of(kind, nodes).traffic(make_plan(SPECS, config))
-    assert (way.sent_bytes, way.node_bytes) == (traffic.sent_bytes, traffic.node_bytes)
+    way, plan = compressed(SPECS, nodes, kind, config), make_plan(SPECS, config)
+    each = [exchange_of(kind, nodes, rank).traffic(plan) for rank in range(sum(nodes.sizes))]
+    assert way.sent_bytes == max(traffic.sent_bytes for traffic in each)
+    assert {way.node_bytes} == {traffic.node_bytes for traffic in each}
+
+
+def test_uneven_nodes_have_few_owners() -> None:
+    """7 ranks on nodes of 3, 3 and 1: one owner a node, to whom the others send all they have."""
+    specs, config = [TensorSpec("w", (10_000,), "float32")], TopKConfig()
+    sending = compressed(specs, nodes_of(7, 3), "hierarchical", config).pieces[0].sending
+    exchange = exchange_of("hierarchical", nodes_of(7, 3))
+    payload = exchange.dealt(make_plan(specs, config).buckets[0]).sum_bytes
+    assert sending.sent_bytes == 40_000 + 3 * payload  # the second rank hands on what it has got
+    assert sending.added_bytes == 2 * 40_000
+    assert sending.local_bytes == 2 * 40_000  # which the owner gets
+    assert sending.network_bytes == 2 * payload
+
+
+def test_owners_of_even_nodes_by_hand() -> None:
+    """4 ranks on 2 nodes: an owner sends and gets half of 2048 elements, and hands on its half."""
+    specs, config = [TensorSpec("w", (2048,), "float32")], TopKConfig()
+    sending = compressed(specs, nodes_of(4, 2), "hierarchical", config).pieces[0].sending
+    exchange = exchange_of("hierarchical", nodes_of(4, 2))
+    payload = exchange.dealt(make_plan(specs, config).buckets[0]).sum_bytes
+    assert sending.added_bytes == 4 * 1024
+    assert sending.local_bytes == 4 * 1024 + 2 * payload
+    assert sending.sent_bytes == sending.local_bytes + payload
 
 
 def test_bytes_of_dense_and_fp16() -> None:
