@@ -17,6 +17,7 @@ from horovod_topk.cli.bench.figures import figures
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.methods import DEFAULT, SETTINGS, method_of, parse_methods
 from horovod_topk.cli.bench.picture import draw
+from horovod_topk.cli.bench.script import time_script
 from horovod_topk.cli.bench.table import table
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.errors import TopKError
@@ -148,6 +149,16 @@ def test_what_is_refused(
 ) -> None:
     assert cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", ["0", "3", "'no data'"])
+def test_a_script_that_ends_itself_too_early(code: str, tmp_path: Path) -> None:
+    """Else it would end the measurement, with its own status and without a word."""
+    path = tmp_path / "train.py"
+    path.write_text(f"import sys\nsys.exit({code})\n")
+    message = rf"ended by sys.exit\({code}\) after 0 steps of an hvd.DistributedOptimizer"
+    with pytest.raises(ValueError, match=message):
+        time_script(path, [], method_of("none"), 3, None)
 
 
 def test_an_interface_without_an_address() -> None:
