@@ -16,13 +16,14 @@ from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost import powersgd
+from horovod_topk.cost.faster import Span, faster, written
 from horovod_topk.cost.fit import Sample, fit, least_squares
 from horovod_topk.cost.machine import Kernels, Machine, Network
 from horovod_topk.cost.quantities import bits_per_second, milliseconds, rate, seconds
 from horovod_topk.cost.sending import HEADERS, Sending, ring_allreduce
 from horovod_topk.cost.step import Training, step
 from horovod_topk.cost.traffic import exchange_of, nodes_of
-from horovod_topk.cost.verdict import crossing, judge, rows
+from horovod_topk.cost.verdict import judge, rows
 from horovod_topk.cost.ways import Piece, Way, Work, all_ways, compressed, dense, half, low_rank
 
 NOTHING = Kernels(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -218,8 +219,9 @@ def test_overlap_never_costs_and_hides_no_more_than_all() -> None:
 def test_a_crossing_is_one(kind: str, overlap: bool) -> None:
     """At it both take equally long; below it ours is faster, above it dense."""
     other, plain = compressed(SPECS, APART, kind, TopKConfig()), dense(SPECS, APART)
-    at = crossing(plain, other, MACHINE, TRAINING, overlap=overlap)
-    assert 1e6 < at < 1e12
+    (span,) = faster(plain, other, MACHINE, TRAINING, overlap=overlap)
+    assert span.above == 0
+    assert 1e6 < (at := span.below) < 1e12
 
     def gain(bandwidth: float) -> float:
         there = machine(bandwidth)
@@ -235,15 +237,50 @@ def test_a_crossing_is_one(kind: str, overlap: bool) -> None:
 def test_there_may_be_no_crossing() -> None:
     plain, other = dense(SPECS, APART), compressed(SPECS, APART, "allgather", TopKConfig())
     free = replace(MACHINE, kernels=NOTHING)
-    assert crossing(plain, other, free, TRAINING, overlap=False) == math.inf
-    assert crossing(plain, plain, free, TRAINING, overlap=False) == 0.0
+    assert faster(plain, other, free, TRAINING, overlap=False) == (Span(0.0, math.inf),)
+    assert faster(plain, plain, free, TRAINING, overlap=False) == ()
+
+
+def test_fewer_messages_and_more_bytes_pay_on_fast_networks() -> None:
+    """An allgather at 0.3 among 8 sends more than dense, in a ring that is half as long."""
+    specs, config = [TensorSpec("w", (12_000,), "float32")], TopKConfig(0.3)
+    plain, other = dense(specs, APART), compressed(specs, APART, "allgather", config)
+    free = replace(machine(4e10), kernels=NOTHING)
+    (span,) = faster(plain, other, free, TRAINING, overlap=False)
+    more_bits = 8 * (1 + HEADERS) * (other.node_bytes - plain.node_bytes)
+    bandwidth = more_bits / (7 * NETWORK.latency)
+    assert (span.above, span.below) == (pytest.approx(bandwidth), math.inf)
+    table = rows([plain, other], free, TRAINING, overlap=False)
+    assert f"and pays above {rate(bandwidth)}." in judge(table, overlap=False).text
+    slow = replace(free, network=replace(NETWORK, bandwidth=bandwidth / 2))
+    table = rows([plain, other], slow, TRAINING, overlap=False)
+    assert judge(table, overlap=False).text.endswith(f"It would pay above {rate(bandwidth)}.")
+
+
+def test_bandwidths_in_words() -> None:
+    assert written([Span(0.0, 1e6), Span(1e9, math.inf)]) == "below 1 Mbit/s and above 1 Gbit/s"
+    assert str(Span(1e6, 1e9)) == "between 1 Mbit/s and 1 Gbit/s"
+    assert str(Span(0.0, math.inf)) == "at any bandwidth"
+
+
+def test_on_one_node_no_bandwidth_is_named() -> None:
+    ways = all_ways(SPECS, nodes_of(4, 4), TopKConfig(), rank=4, values=["float32"])
+    for local in (1e8, 1e14):
+        here = replace(MACHINE, network=replace(NETWORK, local_bandwidth=local))
+        table = rows(ways, here, TRAINING, overlap=True)
+        assert {row.faster for row in table} == {None}
+        text = judge(table, overlap=True).text
+        assert text.endswith("On one node nothing crosses a network card.")
+        assert "bit/s" not in text
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_verdict_flips_at_the_last_crossing(overlap: bool) -> None:
     ways = all_ways(SPECS, APART, TopKConfig(), rank=4, values=["float32", "int8"])
     last = max(
-        row.crossing for row in rows(ways, MACHINE, TRAINING, overlap=overlap) if row.way.ours
+        row.faster[-1].below
+        for row in rows(ways, MACHINE, TRAINING, overlap=overlap)
+        if row.way.ours and row.faster
     )
 
     def verdict(bandwidth: float) -> tuple[bool, str]:

@@ -74,6 +74,20 @@ def test_json_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["compress"] == (fastest < alone["seconds"])
 
 
+def test_it_may_pay_on_fast_networks_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cnn.json"
+    path.write_text('{"c1": [32, 1, 3, 3], "b1": [32], "fc": [10, 1152], "fb": [10]}')
+    arguments = ["--model", str(path), "--compute", "5ms", "--ratio", "0.3", "--values", "float32"]
+    answer = found(capsys, *arguments, "--bandwidth", "40gbit")
+    (gathered,) = (way for way in answer["ways"] if way["exchange"] == "allgather")
+    ((above, below),) = (span.values() for span in gathered["faster"])
+    assert 1e8 < above < 4e10
+    assert below is None
+    assert "and pays above " in answer["verdict"]
+
+
 def test_given_constants_take_the_place_of_measured_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
