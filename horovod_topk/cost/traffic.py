@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horovod_topk.core.choice import make_exchange
-from horovod_topk.core.exchange import Collective, Exchange, HierarchicalExchange, Pending
+from horovod_topk.core.exchange import (
+    Collective,
+    Exchange,
+    HierarchicalExchange,
+    Pending,
+    ShardedExchange,
+)
 from horovod_topk.core.nodes import Location, Nodes
-from horovod_topk.core.plan import WIDTH, Plan
+from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,15 @@ class Ranks:
             max(added),
             first.node_bytes or 0,
         )
+
+    def decoded(self, bucket: BucketPlan) -> int:
+        """Entries of a bucket that every rank decodes in the end."""
+        exchange = self._exchanges[0]
+        if isinstance(exchange, ShardedExchange):
+            return exchange.dealt(bucket).result.entries  # at `gather_ratio`
+        if isinstance(exchange, HierarchicalExchange):
+            return len(self._nodes.ranks) * exchange.dealt(bucket).result.entries
+        return exchange.ranks * bucket.entries
 
 
 def _got(exchange: Exchange[bytes], plan: Plan) -> tuple[int, int]:

@@ -121,7 +121,7 @@ def _piece(plan: Plan, bucket: BucketPlan, kind: str, ranks: Ranks, nodes: Nodes
     """A bucket by itself, of what the exchange says of a plan that has no other."""
     most = ranks.busiest(replace(plan, buckets=(bucket,)))
     collectives, rounds = _messages(kind, nodes)
-    before, after = _work(kind, bucket.numel, bucket.entries, nodes)
+    before, after = _work(kind, bucket, ranks.decoded(bucket), nodes)
     sending = Sending(
         collectives,
         rounds,
@@ -153,17 +153,16 @@ def _messages(kind: str, nodes: Nodes) -> tuple[int, int]:
     return (3 if held > 1 else 2), within + between
 
 
-def _work(kind: str, numel: int, entries: int, nodes: Nodes) -> tuple[Work, Work]:
-    """Before a bucket is sent, and afterwards.
+def _work(kind: str, bucket: BucketPlan, decoded: int, nodes: Nodes) -> tuple[Work, Work]:
+    """Before a bucket is sent, and afterwards, when every rank decodes so many entries.
 
     Sharded: an owner adds up what has come of its P-th of the elements, and selects from it.
     Hierarchical: selection is of an owner's share of its node's sum alone.
     """
-    ranks = sum(nodes.sizes)
+    numel = bucket.numel
     if kind == "allgather":
-        return Work(encoded=numel), Work(cleared=numel, decoded=ranks * entries)
+        return Work(encoded=numel), Work(cleared=numel, decoded=decoded)
     if kind == "sharded":
-        own = numel / ranks
-        return Work(encoded=numel), Work(own, numel + own, 2 * entries)
-    arrived = len(nodes.ranks) * entries
-    return Work(triads=numel), Work(numel / nodes.owners, numel, arrived)
+        own = numel / sum(nodes.sizes)
+        return Work(encoded=numel), Work(own, numel + own, bucket.entries + decoded)
+    return Work(triads=numel), Work(numel / nodes.owners, numel, decoded)
