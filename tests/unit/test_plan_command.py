@@ -13,8 +13,9 @@ import pytest
 
 from horovod_topk import cli
 from horovod_topk.cli import frameworks
-from horovod_topk.cli.plan import kernels
+from horovod_topk.cli.plan import arguments, kernels, measure
 from horovod_topk.config import VALUES, TopKConfig
+from horovod_topk.cost import machine as machines
 
 SEED = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--bandwidth", "10gbit"]
 
@@ -137,6 +138,10 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--ratio", "3"], "ratio=3.0 lies outside (0, 1]"),
         (["--model", "no.json"], "nor a file of shapes"),
         (["--machine", "no.json"], "no.json cannot be read: No such file"),
+        (
+            ["--measure", "--machine", "/absent/y.json"],
+            "--machine /absent/y.json: there is no folder /absent",
+        ),
         (["--measure"], "--measure: no ranks: run horovodrun -np 2 horovod-topk plan"),
     ],
 )
@@ -146,10 +151,28 @@ def test_what_has_no_plan(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+    for name in frameworks.RANKS:
         monkeypatch.delenv(name, raising=False)
     assert cli.main([*SEED, *arguments]) == 2
     assert message in capsys.readouterr().out
+
+
+def test_constants_stay_when_their_file_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where a disk is full when minutes of measuring are over."""
+    place = arguments.Place(machines.read(machines.REFERENCE), 2, 1)
+    monkeypatch.setattr(measure, "measure", lambda asked: place)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(machines, "write", full)
+    path = tmp_path / "y.json"
+    assert cli.main([*SEED, "--measure", "--machine", str(path)]) == 2
+    text = capsys.readouterr().out
+    assert f"--machine {path}: No space left on device. What it was to hold: " in text
+    assert '"encode": ' in text
 
 
 def test_compute_has_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
