@@ -119,8 +119,33 @@ def test_what_has_no_table(
     assert message in capsys.readouterr().out
 
 
-def test_a_file_that_has_no_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [["bytes"], ["plan", "--compute", "1s"], ["bench"]])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", 'is no JSON object such as {"weight": [3, 4]}'),
+        ("{", 'is no JSON object such as {"weight": [3, 4]}'),
+        ("{}", "has no gradients: give at least one shape that has elements"),
+        ('{"a": [3, 0]}', "has no gradients: give at least one shape that has elements"),
+        ('{"a": [Infinity]}', "has [Infinity] as the shape of 'a': give whole numbers of 0 or"),
+        ('{"a": [-3, 4], "b": [5]}', "has [-3, 4] as the shape of 'a'"),
+        ('{"a": [3.7, 2]}', "has [3.7, 2] as the shape of 'a'"),
+        ('{"a": "34"}', "has \"34\" as the shape of 'a'"),
+        ('{"a": [true, 3]}', "has [true, 3] as the shape of 'a'"),
+        ('{"a": 3}', "has 3 as the shape of 'a'"),
+    ],
+)
+def test_a_file_that_has_no_shapes(
+    command: list[str],
+    text: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = tmp_path / "shapes.json"
-    path.write_text("[1, 2]")
-    assert cli.main(["bytes", "--model", str(path)]) == 2
-    assert 'is no JSON object such as {"weight": [3, 4]}' in capsys.readouterr().out
+    path.write_text(text)
+    assert cli.main([*command, "--model", str(path)]) == 2
+    assert f"{path} {message}" in capsys.readouterr().out
+    path.write_bytes(b"\xff")
+    assert cli.main([*command, "--model", str(path)]) == 2
+    assert f"{path} is no JSON object" in capsys.readouterr().out

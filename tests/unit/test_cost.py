@@ -349,6 +349,9 @@ def test_constants_are_found_again() -> None:
     again = fit(known)
     assert again.bandwidth == 3e8
     assert (again.copy, again.goodput) == pytest.approx((2e-10, 0.9), rel=1e-3)
+    faster_than_said = [replace(sample, bandwidth=sample.bandwidth / 2) for sample in known]
+    more = fit(faster_than_said)
+    assert (more.bandwidth, more.goodput) == (pytest.approx(2 * 0.9 * 1.5e8, rel=1e-3), 1.0)
     single = fit([sample for sample in known if sample.bandwidth == 1e8])
     assert single.copy == 0  # which one bandwidth cannot tell from the rest
     assert single.goodput < 0.9
@@ -378,8 +381,17 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("network", "latency", -1.0, "latency=-1.0: give a number that is 0 or more"),
         ("kernels", "encode", "fast", "encode='fast'"),
         (None, "cores", 0.0, "cores=0.0: give a number that is above 0"),
-        (None, "crowd", 0, "crowd=0: at least 1 rank"),
-        ("kernels", "speed", 1.0, "holds no machine"),
+        ("network", "bandwidth", None, "bandwidth=None: give a number that is above 0"),
+        ("network", "bandwidth", "fast", "bandwidth='fast': give a number that is above 0"),
+        ("network", "goodput", 5, "goodput=5: give a number that is above 0 and 1 at most"),
+        ("kernels", "encode", None, "encode=None: give a number that is 0 or more"),
+        ("kernels", "encode", True, "encode=True: give a number that is 0 or more"),
+        ("kernels", "encode", math.inf, "encode=inf: give a number that is 0 or more"),
+        (None, "cores", True, "cores=True: give a number that is above 0"),
+        (None, "crowd", 0, "crowd=0: a whole number of ranks shares the cores, 1 or more"),
+        (None, "crowd", 2.5, "crowd=2.5: a whole number of ranks"),
+        (None, "crowd", True, "crowd=True: a whole number of ranks"),
+        ("kernels", "speed", 1.0, "unexpected keyword"),
     ],
 )
 def test_machines_that_are_none(
@@ -390,11 +402,12 @@ def test_machines_that_are_none(
     found = json.loads(path.read_text())
     (found if part is None else found[part])[field] = value
     path.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"machine\.json holds no machine \(.*{message}"):
         machines.read(path)
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="holds no machine"):
-        machines.read(path)
+    for other in (b"[]", b"\xff{}", b"{"):
+        path.write_bytes(other)
+        with pytest.raises(ValueError, match=r"machine\.json holds no machine"):
+            machines.read(path)
     with pytest.raises(ValueError, match="cannot be read"):
         machines.read(tmp_path / "absent.json")
 
