@@ -91,6 +91,7 @@ def test_compact_is_that_of_topkef() -> None:
     assert TopKEF(**found.settings).config == TopKEF.compact().config
     assert found.own_momentum == 0.9
     assert method_of("topk-compact-sharded").settings == {**found.settings, "exchange": "sharded"}
+    assert method_of("topk-0.1-compact").settings == {**found.settings, "ratio": 0.1}
 
 
 def test_every_setting_that_is_offered_can_be_given() -> None:
@@ -119,6 +120,9 @@ def test_the_default_is_one_of_each_kind() -> None:
         ("topk:nesterov=True,momentum=optimizer", "nesterov=True was given with momentum=0"),
         ("topk-compact-hierarchical", "momentum=0.9 with exchange='hierarchical'"),
         ("topk:warmup=1000", "write topk:ratio=0.25"),
+        ("topk-0.001-int8-int4", "'topk-0.001-int8-int4' has two of values, int8 and int4"),
+        ("topk:ratio=0.1,ratio=0.2", "has two of ratio, 0.1 and 0.2: leave one out"),
+        ("topk-compact-0.1-0.2", "has two of ratio, 0.1 and 0.2: leave one out"),
         ("none", "has none: give some of"),
     ],
 )
