@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from horovod_topk.cli.models import MODELS, elements, specs_of
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
-from horovod_topk.core.choice import choose
-from horovod_topk.core.exchange import Collective, ring_allreduce_bytes
+from horovod_topk.core.choice import fewest
+from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.cost.traffic import Busiest, Nobody, Ranks, nodes_of
+from horovod_topk.cost.traffic import Busiest, Ranks, nodes_of
 from horovod_topk.errors import TopKError
 
 
@@ -64,17 +64,17 @@ def table(
     args: argparse.Namespace, specs: list[TensorSpec]
 ) -> Iterator[tuple[str, str, Busiest, bool]]:
     """Exchange, values, what a rank sends at most, and whether `exchange="auto"` would take it."""
-    collective: Collective[bytes] = Nobody(args.ranks)
     nodes = nodes_of(args.ranks, args.local_size)
-    plans = {values: _plan(args, specs, values) for values in VALUES}
-    taken = {v: choose(plan, collective, nodes, can_split=True)[0] for v, plan in plans.items()}
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
     if max(nodes.sizes) == 1:
         kinds.remove("hierarchical")  # it would be the allgather
+    plans = {values: _plan(args, specs, values) for values in VALUES}
+    ranks = {kind: Ranks(kind, nodes) for kind in kinds}
+    found = {v: {k: ranks[k].busiest(plan) for k in kinds} for v, plan in plans.items()}
+    taken = {v: fewest({k: most.node_bytes for k, most in of.items()}) for v, of in found.items()}
     for kind in kinds:
-        ranks = Ranks(kind, nodes)
-        for values, plan in plans.items():
-            yield kind, values, ranks.busiest(plan), taken[values] == kind
+        for values in VALUES:
+            yield kind, values, found[values][kind], taken[values] == kind
 
 
 def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Plan:

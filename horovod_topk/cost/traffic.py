@@ -13,8 +13,10 @@ from horovod_topk.core.exchange import (
     Pending,
     ShardedExchange,
 )
+from horovod_topk.core.hierarchy import Team
 from horovod_topk.core.nodes import Location, Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
+from horovod_topk.core.shards import NodePlan
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,15 @@ def exchange_of(kind: str, nodes: Nodes, rank: int = 0) -> Exchange[bytes]:
     return make_exchange(kind, collective, nodes)
 
 
+class _AsRank(HierarchicalExchange[bytes]):
+    """As a rank has it, of plans that all ranks share: dealing out takes longer than counting."""
+
+    def __init__(self, nodes: Nodes, rank: int, plans: dict[bytes, NodePlan]) -> None:
+        collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
+        super().__init__(collective, Team.of(collective, nodes))
+        self._plans = plans
+
+
 @dataclass(frozen=True)
 class Busiest:
     """The most that any rank has to do in a step, each figure that of the rank with most of it."""
@@ -81,11 +92,12 @@ class Ranks:
     """
 
     def __init__(self, kind: str, nodes: Nodes) -> None:
-        firsts = {len(node): node for node in reversed(nodes.ranks)}
-        ranks = sorted(rank for node in firsts.values() for rank in node)
-        asked = ranks if kind == "hierarchical" else [0]
-        self._exchanges = [exchange_of(kind, nodes, rank) for rank in asked]
-        self._nodes = nodes
+        self._nodes, self._exchanges = nodes, [exchange_of(kind, nodes)]
+        if kind == "hierarchical":
+            firsts = {len(node): node for node in reversed(nodes.ranks)}
+            ranks = sorted(rank for node in firsts.values() for rank in node)
+            plans: dict[bytes, NodePlan] = {}
+            self._exchanges = [_AsRank(nodes, rank, plans) for rank in ranks]
 
     def busiest(self, plan: Plan) -> Busiest:
         """Of a step."""
@@ -105,9 +117,10 @@ class Ranks:
         """Entries of a bucket that every rank decodes in the end."""
         exchange = self._exchanges[0]
         if isinstance(exchange, ShardedExchange):
-            return exchange.dealt(bucket).result.entries  # at `gather_ratio`
+            return sum(each.entries for each in exchange.dealt(bucket).back)  # at `gather_ratio`
         if isinstance(exchange, HierarchicalExchange):
-            return len(self._nodes.ranks) * exchange.dealt(bucket).result.entries
+            sums = exchange.dealt(bucket).sums
+            return len(self._nodes.ranks) * sum(each.entries for each in sums)
         return exchange.ranks * bucket.entries
 
 

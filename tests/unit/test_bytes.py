@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from horovod_topk import cli
-from horovod_topk.config import VALUES
+from horovod_topk.cli.models import known_specs
+from horovod_topk.config import VALUES, TopKConfig
+from horovod_topk.core import exchange
+from horovod_topk.core.plan import BucketPlan, make_plan
 
 
 def rows(text: str) -> dict[tuple[str, str], tuple[int, float]]:
@@ -52,6 +56,24 @@ def test_the_rank_that_sends_most_is_listed(capsys: pytest.CaptureFixture[str]) 
     """On uneven nodes that is none of the owners, of which the first rank is one."""
     assert cli.main(["bytes", "--ranks", "7", "--local-size", "3"]) == 0
     assert rows(capsys.readouterr().out)["hierarchical", "int8"][0] == 103_897_232
+
+
+def test_buckets_are_dealt_out_once_for_each_kind_of_values(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes long where there are many ranks, and was done for each rank and each question."""
+    dealt = []
+    for name in ("shard", "shard_sums"):
+        deal = getattr(exchange, name)
+
+        def count(bucket: BucketPlan, parts: Any, deal: Any = deal) -> Any:
+            dealt.append((deal.__name__, bucket.values))
+            return deal(bucket, parts)
+
+        monkeypatch.setattr(exchange, name, count)
+    assert cli.main(["bytes", "--model", "resnet18", "--ranks", "6", "--local-size", "3"]) == 0
+    buckets = len(make_plan(known_specs("resnet18"), TopKConfig()).buckets)
+    assert len(dealt) == 2 * len(VALUES) * buckets
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))
