@@ -81,6 +81,7 @@ def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Pla
     config = TopKConfig(
         args.ratio,
         values=values,
+        exchange="auto",  # of no one exchange, as all are listed
         gather_ratio=args.gather_ratio,
         min_numel=args.min_numel,
         ratios=parse_ratios(args.ratios),

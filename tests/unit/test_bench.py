@@ -96,9 +96,10 @@ def test_compact_is_that_of_topkef() -> None:
 
 def test_every_setting_that_is_offered_can_be_given() -> None:
     given = {"values": "int8", "indices": "plain", "exchange": "sharded", "selection": "sampled"}
+    needed = {"nesterov": ",momentum=0.9", "gather_ratio": ",exchange=sharded"}
     given |= {"momentum": "0.9", "nesterov": "True", "ratios": "head.*=dense"}
     for key in SETTINGS:
-        also = ",momentum=0.9" if key == "nesterov" else ""
+        also = needed.get(key, "")
         assert key in method_of(f"topk:{key}={given.get(key, '1')}{also}").settings
 
 

@@ -129,7 +129,9 @@ def test_work_by_hand() -> None:
     sharded = compressed(specs, nodes_of(4, 1), "sharded", config).pieces[0]
     back = 3 * 26 + 24  # of shards of 2,560 and 2,320, each rounded up
     assert sharded.after == Work(2_500, 12_500, 100 + back)
-    less = compressed(specs, nodes_of(4, 1), "sharded", replace(config, gather_ratio=0.001))
+    less = compressed(
+        specs, nodes_of(4, 1), "sharded", replace(config, exchange="sharded", gather_ratio=0.001)
+    )
     assert less.pieces[0].after == Work(2_500, 12_500, 100 + 4 * 3)
 
 

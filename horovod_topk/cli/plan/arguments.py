@@ -123,6 +123,7 @@ def check(args: argparse.Namespace) -> Asked:
         nodes=nodes_of(args.ranks, args.local_size),
         config=TopKConfig(
             args.ratio,
+            exchange="auto",  # of no one exchange, as all are listed
             gather_ratio=args.gather_ratio,
             selection=args.selection,
             min_numel=args.min_numel,
