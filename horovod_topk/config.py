@@ -60,6 +60,7 @@ class TopKConfig:
         _check_choice("values", self.values, VALUES)
         _check_choice("indices", self.indices, INDICES)
         _check_choice("exchange", self.exchange, EXCHANGES)
+        _check_gather_ratio(self.gather_ratio, self.exchange)
         _check_choice("selection", self.selection, SELECTIONS)
         _check_min_numel(self.min_numel)
         object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
@@ -145,6 +146,15 @@ def _check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None
         raise ConfigError(
             f"{setting}={value!r} is not available in this version",
             cure=f"{hint}Pass one of {', '.join(map(repr, choices))}",
+        )
+
+
+def _check_gather_ratio(gather_ratio: float | None, exchange: str) -> None:
+    if gather_ratio is not None and exchange not in ("sharded", "auto"):
+        raise ConfigError(
+            f"gather_ratio={gather_ratio} was given with exchange={exchange!r}, in which no owner "
+            "selects what it sends back",
+            cure="Pass gather_ratio with exchange='sharded' or 'auto', or leave it out",
         )
 
 

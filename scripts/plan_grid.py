@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -207,6 +208,11 @@ def main() -> int:
     return 0
 
 
+def percentile(ascending: Sequence[float], share: float) -> float:
+    """By nearest rank: the least that so large a share of all does not exceed."""
+    return ascending[math.ceil(share * len(ascending)) - 1]
+
+
 def report(rows: Sequence[dict[str, Any]]) -> None:
     """Print steps, errors and verdicts."""
     for row in rows:
@@ -217,7 +223,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['error']:8.0%}" + ("" if spread is None else f", repeats within {spread:.0%}")
         )
     errors = sorted(row["error"] for row in rows)
-    tenth = errors[min(len(errors) - 1, round(0.9 * (len(errors) - 1)))]
+    tenth = percentile(errors, 0.9)
     print(f"median error {statistics.median(errors):.0%}, 90th percentile {tenth:.0%}")
     print(agreement.markdown(rows))
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from horovod_topk.cli.models import MODELS, elements, specs_of
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
-from horovod_topk.core.choice import choose, make_exchange
-from horovod_topk.core.exchange import Collective, Traffic, ring_allreduce_bytes
+from horovod_topk.core.choice import fewest
+from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.cost.traffic import Nobody, nodes_of
+from horovod_topk.cost.traffic import Busiest, Ranks, nodes_of
 from horovod_topk.errors import TopKError
 
 
@@ -47,8 +47,8 @@ def main(args: argparse.Namespace) -> int:
     leaving = dense if len(nodes.ranks) > 1 else 0  # a ring leaves each node once
     for values, part in (("float32", 1), ("float16", 2)):
         print(_line("allreduce", values, dense // part, leaving // part, dense))
-    for exchange, values, traffic, automatic in rows:
-        line = _line(exchange, values, traffic.sent_bytes, traffic.node_bytes or 0, dense)
+    for exchange, values, most, automatic in rows:
+        line = _line(exchange, values, most.sent_bytes, most.node_bytes, dense)
         print(f"{line}  auto" if automatic else line)
     return 0
 
@@ -62,25 +62,26 @@ def _check(args: argparse.Namespace) -> None:
 
 def table(
     args: argparse.Namespace, specs: list[TensorSpec]
-) -> Iterator[tuple[str, str, Traffic, bool]]:
-    """Exchange, kind of values, what is sent, and whether `exchange="auto"` would take it."""
-    collective: Collective[bytes] = Nobody(args.ranks)
+) -> Iterator[tuple[str, str, Busiest, bool]]:
+    """Exchange, values, what a rank sends at most, and whether `exchange="auto"` would take it."""
     nodes = nodes_of(args.ranks, args.local_size)
-    plans = {values: _plan(args, specs, values) for values in VALUES}
-    taken = {v: choose(plan, collective, nodes, can_split=True)[0] for v, plan in plans.items()}
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
     if max(nodes.sizes) == 1:
         kinds.remove("hierarchical")  # it would be the allgather
+    plans = {values: _plan(args, specs, values) for values in VALUES}
+    ranks = {kind: Ranks(kind, nodes) for kind in kinds}
+    found = {v: {k: ranks[k].busiest(plan) for k in kinds} for v, plan in plans.items()}
+    taken = {v: fewest({k: most.node_bytes for k, most in of.items()}) for v, of in found.items()}
     for kind in kinds:
-        for values, plan in plans.items():
-            traffic = make_exchange(kind, collective, nodes).traffic(plan)
-            yield kind, values, traffic, taken[values] == kind
+        for values in VALUES:
+            yield kind, values, found[values][kind], taken[values] == kind
 
 
 def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Plan:
     config = TopKConfig(
         args.ratio,
         values=values,
+        exchange="auto",  # of no one exchange, as all are listed
         gather_ratio=args.gather_ratio,
         min_numel=args.min_numel,
         ratios=parse_ratios(args.ratios),

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from horovod_topk.ops.protocol import Ops
 
-RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # set by launchers
+RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # set by launchers
 
 
 class Framework(Protocol):

@@ -129,11 +129,28 @@ def specs_of(model: str) -> list[TensorSpec]:
         raise ValueError(f"{model} is neither one of {', '.join(MODELS)} nor a file of shapes")
     try:
         shapes = json.loads(path.read_text())
-        return [
-            TensorSpec(name, tuple(map(int, shape)), "float32") for name, shape in shapes.items()
+        specs = [
+            TensorSpec(name, _shape(model, name, shape), "float32")
+            for name, shape in shapes.items()
         ]
-    except (ValueError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise ValueError(f"{model} cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise ValueError(f'{model} is no JSON object such as {{"weight": [3, 4]}}') from error
+    if not elements(specs):
+        raise ValueError(f"{model} has no gradients: give at least one shape that has elements")
+    return specs
+
+
+def _shape(model: str, name: str, given: object) -> Shape:
+    """Of what JSON says; `bool` is an `int` to Python, and a text a list of digits."""
+    sizes = given if isinstance(given, list) else [None]
+    if all(type(size) is int and size >= 0 for size in sizes):
+        return tuple(sizes)
+    raise ValueError(
+        f"{model} has {json.dumps(given)} as the shape of {name!r}: give whole numbers of 0 or "
+        "more, as in [3, 4]"
+    )
 
 
 def elements(specs: list[TensorSpec]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from horovod_topk.core.agreement import gather_bytes
@@ -90,10 +90,7 @@ def choose(
     if several and can_split:
         ways.append(HierarchicalExchange(collective, team))
     cost = {way.kind: way.traffic(plan).node_bytes or 0 for way in ways}
-    best = ways[0].kind
-    for kind, node_bytes in cost.items():
-        if 10 * node_bytes < 9 * cost[best]:
-            best = kind
+    best = fewest(cost)
     if len(nodes.ranks) == 1:
         return best, "one node: nothing travels between nodes"
     listed = ", ".join(f"{kind} {node_bytes:,}" for kind, node_bytes in cost.items())
@@ -101,6 +98,15 @@ def choose(
     missing = cure if several and not can_split else ""
     price = SECOND_SELECTION if best == "sharded" else ""
     return best, f"bytes a step that leave the busiest node: {listed}{missing}{price}"
+
+
+def fewest(cost: Mapping[str, int]) -> str:
+    """The kind of exchange that `choose` takes, given bytes by kind in its order."""
+    best, *others = cost
+    for kind in others:
+        if 10 * cost[kind] < 9 * cost[best]:
+            best = kind
+    return best
 
 
 def _refuse(nodes: Nodes, unable: int) -> NoReturn:

@@ -263,7 +263,7 @@ class ShardedExchange(_Over[Array]):
         others, dealt = self.ranks - 1, [self.dealt(bucket) for bucket in plan.buckets]
         there = sum(each.scatter_bytes for each in dealt)
         back = sum(each.gather_bytes for each in dealt)
-        mine = [leg for each in dealt for leg in (*each.scatter, each.gather[self.rank])]
+        mine = [leg for each in dealt for leg in (*each.scatter, each.back[self.rank])]
         entries = sum(each.entries for each in mine)
 
         def between(rank: int) -> int:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core import payload
@@ -46,9 +47,22 @@ class ShardedPlan:
 
     bucket: BucketPlan  # what it replaces
     scatter: tuple[BucketPlan, ...]  # to each owner, read from the gradients as they are
-    arrive: tuple[BucketPlan, ...]  # the same payloads, read into packed shards
-    gather: tuple[BucketPlan, ...]  # from each owner, written from packed shards
-    result: BucketPlan  # all of `gather` behind each other, read into the gradients
+    back: tuple[BucketPlan, ...]  # from each owner, as its part of the gradients
+
+    @cached_property
+    def arrive(self) -> tuple[BucketPlan, ...]:
+        """Payloads of `scatter`, read into packed shards."""
+        return tuple(map(_packed, self.scatter))
+
+    @cached_property
+    def gather(self) -> tuple[BucketPlan, ...]:
+        """Payloads of `back`, written from packed shards."""
+        return tuple(map(_packed, self.back))
+
+    @cached_property
+    def result(self) -> BucketPlan:
+        """All of `back` behind each other, read into the gradients."""
+        return _joined(self.back)
 
     @property
     def scatter_bytes(self) -> int:
@@ -58,7 +72,7 @@ class ShardedPlan:
     @property
     def gather_bytes(self) -> int:
         """Bytes of one payload from one owner."""
-        return self.gather[0].layout.payload_bytes
+        return self.back[0].layout.payload_bytes
 
 
 @dataclass(frozen=True)
@@ -90,9 +104,8 @@ def shard_numel(numel: int, parts: int, first: int) -> int:
 def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
     """Deal a bucket out to `parts` owners."""
     scatter = _leg(bucket, parts, "scatter", bucket.config.ratio)
-    gather = _leg(bucket, parts, "gather", bucket.config.ratio_back)
-    arrive, packed = (tuple(_packed(each) for each in leg) for leg in (scatter, gather))
-    return ShardedPlan(bucket, scatter, arrive, packed, _joined(gather))
+    back = _leg(bucket, parts, "gather", bucket.config.ratio_back)
+    return ShardedPlan(bucket, scatter, back)
 
 
 def shard_sums(bucket: BucketPlan, nodes: Nodes) -> NodePlan:

@@ -43,8 +43,10 @@ def fit(samples: Sequence[Sample]) -> Network:
     overhead, latency, bits, copy, add = least_squares(rows, [1.0] * len(rows))
     if bits == 0:
         raise ValueError("these samples do not tell the bandwidth: time larger messages")
-    if given:
-        return Network(max(given), latency, overhead, 1 / bits, copy, add)
+    if given:  # more than a card was said to have is what it has
+        reached = 1 / bits
+        bandwidth = max(given) * max(1.0, reached)
+        return Network(bandwidth, latency, overhead, min(1.0, reached), copy, add)
     return Network(1 / bits, latency, overhead, 1.0, copy, add)
 
 

@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 REFERENCE = Path(__file__).with_name("reference.json")
 
@@ -54,8 +54,10 @@ class Machine:
             for field in fields(part):
                 _check(field.name, getattr(part, field.name))
         _check("cores", self.cores)
-        if self.crowd is not None and self.crowd < 1:
-            raise ValueError(f"crowd={self.crowd}: at least 1 rank shares the cores")
+        if self.crowd is not None and (type(self.crowd) is not int or self.crowd < 1):
+            raise ValueError(
+                f"crowd={self.crowd!r}: a whole number of ranks shares the cores, 1 or more"
+            )
 
     def slowdown(self, ranks_per_node: int) -> float:
         """How many times longer a rank computes, since others do on the same cores."""
@@ -65,16 +67,28 @@ class Machine:
 
 
 POSITIVE = ("bandwidth", "goodput", "local_bandwidth", "cores")
+OPTIONAL = ("local_bandwidth", "cores")
+SHARES = ("goodput",)
 
 
-def _check(name: str, value: float | None) -> None:
-    least = "above 0" if name in POSITIVE else "0 or more"
-    if value is None:
+def _check(name: str, value: object) -> None:
+    if value is None and name in OPTIONAL:
         return
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name}={value!r}: give a number that is {least}")
-    if name in POSITIVE and value == 0:
-        raise ValueError(f"{name}={value!r}: give a number that is {least}")
+    limit = "above 0" if name in POSITIVE else "0 or more"
+    limit += " and 1 at most" if name in SHARES else ""
+    if not _is_number(value) or not _fits(name, value):
+        raise ValueError(f"{name}={value!r}: give a number that is {limit}")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """`bool` is an `int` to Python."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value)
+
+
+def _fits(name: str, value: float) -> bool:
+    return (value > 0 if name in POSITIVE else value >= 0) and (value <= 1 or name not in SHARES)
 
 
 def write(machine: Machine, path: Path) -> None:
@@ -94,7 +108,7 @@ def read(path: Path) -> Machine:
         return Machine(network, kernels, **found)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{path} holds no machine ({error}): let `horovod-topk plan --measure` write it"
         ) from error

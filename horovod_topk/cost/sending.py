@@ -25,7 +25,7 @@ class Sending:
     collectives: int
     rounds: int  # messages that wait for one another, negotiation included
     network_bytes: int  # that leave the busiest node
-    local_bytes: int  # that a rank sends to others on its node
+    local_bytes: int  # that a rank sends to others on its node, or gets from them
     sent_bytes: int  # that a rank sends altogether
     added_bytes: int = 0  # that a rank adds to others
     ring: bool = True  # bytes within a node and between nodes travel at the same time

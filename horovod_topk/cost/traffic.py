@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horovod_topk.core.choice import make_exchange
-from horovod_topk.core.exchange import Collective, Exchange, Pending
+from horovod_topk.core.exchange import (
+    Collective,
+    Exchange,
+    HierarchicalExchange,
+    Pending,
+    ShardedExchange,
+)
+from horovod_topk.core.hierarchy import Team
 from horovod_topk.core.nodes import Location, Nodes
+from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
+from horovod_topk.core.shards import NodePlan
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,82 @@ def nodes_of(ranks: int, local_size: int) -> Nodes:
     return Nodes(tuple(tuple(range(at, min(at + local_size, ranks))) for at in starts))
 
 
-def exchange_of(kind: str, nodes: Nodes) -> Exchange[bytes]:
-    """One to ask what it would send."""
-    collective: Collective[bytes] = Nobody(sum(nodes.sizes))
+def exchange_of(kind: str, nodes: Nodes, rank: int = 0) -> Exchange[bytes]:
+    """One to ask what it would send, as a rank has it."""
+    collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
     return make_exchange(kind, collective, nodes)
+
+
+class _AsRank(HierarchicalExchange[bytes]):
+    """As a rank has it, of plans that all ranks share: dealing out takes longer than counting."""
+
+    def __init__(self, nodes: Nodes, rank: int, plans: dict[bytes, NodePlan]) -> None:
+        collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
+        super().__init__(collective, Team.of(collective, nodes))
+        self._plans = plans
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """The most that any rank has to do in a step, each figure that of the rank with most of it."""
+
+    payload_bytes: int  # handed to collectives, of rank 0
+    sent_bytes: int
+    local_bytes: int  # sent to others on its node, or got from them, whichever is more
+    added_bytes: int  # to others, by an owner of shards of a node's sum
+    node_bytes: int  # that leave the busiest node
+
+
+class Ranks:
+    """All ranks that may be the busiest of an exchange: of hierarchical, those of a node each size.
+
+    A rank that owns nothing sends its whole gradient there, and an owner a part of it. Elsewhere
+    all send the same, and rank 0, whose node is one of the largest, as much within it as any.
+    """
+
+    def __init__(self, kind: str, nodes: Nodes) -> None:
+        self._nodes, self._exchanges = nodes, [exchange_of(kind, nodes)]
+        if kind == "hierarchical":
+            firsts = {len(node): node for node in reversed(nodes.ranks)}
+            ranks = sorted(rank for node in firsts.values() for rank in node)
+            plans: dict[bytes, NodePlan] = {}
+            self._exchanges = [_AsRank(nodes, rank, plans) for rank in ranks]
+
+    def busiest(self, plan: Plan) -> Busiest:
+        """Of a step."""
+        first, *_ = each = [exchange.traffic(plan) for exchange in self._exchanges]
+        shared = max(self._nodes.sizes) > 1
+        within = [one.sent_bytes - (one.between_bytes or 0) for one in each if shared]
+        got, added = zip(*(_got(exchange, plan) for exchange in self._exchanges), strict=True)
+        return Busiest(
+            first.payload_bytes,
+            max(one.sent_bytes for one in each),
+            max((*within, *got)),
+            max(added),
+            first.node_bytes or 0,
+        )
+
+    def decoded(self, bucket: BucketPlan) -> int:
+        """Entries of a bucket that every rank decodes in the end."""
+        exchange = self._exchanges[0]
+        if isinstance(exchange, ShardedExchange):
+            return sum(each.entries for each in exchange.dealt(bucket).back)  # at `gather_ratio`
+        if isinstance(exchange, HierarchicalExchange):
+            sums = exchange.dealt(bucket).sums
+            return len(self._nodes.ranks) * sum(each.entries for each in sums)
+        return exchange.ranks * bucket.entries
+
+
+def _got(exchange: Exchange[bytes], plan: Plan) -> tuple[int, int]:
+    """What comes to a rank of a hierarchical exchange from others on its node, and what it adds.
+
+    A shard of each of them, if it is an owner, and what every other owner has gathered.
+    """
+    if not isinstance(exchange, HierarchicalExchange) or exchange.team.size == 1:
+        return 0, 0
+    team, nodes = exchange.team, exchange.team.nodes
+    sums = [each for bucket in plan.buckets for each in exchange.mine(bucket)]
+    shard = sum(each.numel * WIDTH[each.residual_dtype] for each in sums)
+    gathered = len(nodes.ranks) * sum(exchange.dealt(each).sum_bytes for each in plan.buckets)
+    added = (team.size - 1) * shard
+    return added + (nodes.owners - (team.lane is not None)) * gathered, added

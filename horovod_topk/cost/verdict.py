@@ -1,19 +1,17 @@
-"""Whether compression pays, and up to which bandwidth."""
+"""Whether compression pays, and at which bandwidths."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from horovod_topk.cost.faster import Span, faster, written
 from horovod_topk.cost.machine import Machine
-from horovod_topk.cost.quantities import milliseconds, rate
+from horovod_topk.cost.quantities import milliseconds
 from horovod_topk.cost.step import Step, Training, step
 from horovod_topk.cost.ways import Way
 
-SLOWEST, FASTEST = 1e4, 1e14  # bit/s, between which ways are compared
 TOO_COARSE = "sign"  # values with which training diverged, docs/frontier.md: not recommended
-PRECISE = 1e-9  # of a logarithm of bits a second
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Row:
     way: Way
     alone: Step  # without overlap
     overlapped: Step
-    crossing: float  # bit/s above which dense is as fast; 0: it always is, inf: it never is
+    faster: tuple[Span, ...] | None  # than dense; None: no bandwidth counts, on one node
 
 
 @dataclass(frozen=True)
@@ -39,46 +37,16 @@ def rows(ways: Sequence[Way], machine: Machine, training: Training, *, overlap: 
 
     overlap: whether steps with overlap are compared, or those without.
     """
+    between = ways[0].node_bytes > 0
     return [
         Row(
             way,
             step(way, machine, training, overlap=False),
             step(way, machine, training, overlap=True),
-            crossing(ways[0], way, machine, training, overlap=overlap),
+            faster(ways[0], way, machine, training, overlap=overlap) if between else None,
         )
         for way in ways
     ]
-
-
-def crossing(
-    dense: Way, other: Way, machine: Machine, training: Training, *, overlap: bool
-) -> float:
-    """The bandwidth at which two ways take equally long: below it `other` is faster.
-
-    0 where `dense` is never slower, infinity where it always is (within `SLOWEST` to `FASTEST`).
-    """
-
-    def gain(bandwidth: float) -> float:
-        there = replace(machine, network=replace(machine.network, bandwidth=bandwidth))
-        slow, fast = (step(w, there, training, overlap=overlap) for w in (dense, other))
-        return slow.seconds - fast.seconds
-
-    if gain(SLOWEST) <= 0:
-        return 0.0
-    if gain(FASTEST) > 0:
-        return math.inf
-    return math.exp(_bisect(lambda x: gain(math.exp(x)), math.log(SLOWEST), math.log(FASTEST)))
-
-
-def _bisect(function: Callable[[float], float], positive: float, negative: float) -> float:
-    """Where a function's sign changes between two arguments."""
-    while abs(negative - positive) > PRECISE:
-        middle = (positive + negative) / 2
-        if function(middle) > 0:
-            positive = middle
-        else:
-            negative = middle
-    return (positive + negative) / 2
 
 
 def judge(table: Sequence[Row], *, overlap: bool) -> Verdict:
@@ -102,12 +70,16 @@ def judge(table: Sequence[Row], *, overlap: bool) -> Verdict:
 
 
 def _pays(best: Row, slow: Step, fast: Step) -> str:
-    until = "at any bandwidth" if math.isinf(best.crossing) else f"below {rate(best.crossing)}"
+    where = "" if best.faster is None else f", and pays {written(best.faster)}"
     return (
         f"compress: exchange={best.way.exchange!r}, values={best.way.values!r} makes a step "
         f"{slow.seconds / fast.seconds:.2f} times faster than dense ({milliseconds(slow.seconds)} "
-        f"to {milliseconds(fast.seconds)} ms), and pays {until}."
+        f"to {milliseconds(fast.seconds)} ms){where}.{_within(best)}"
     )
+
+
+def _within(best: Row) -> str:
+    return "" if best.faster is not None else " On one node nothing crosses a network card."
 
 
 def _besides(others: Mapping[str, Step], least: float) -> str:
@@ -134,8 +106,8 @@ def _does_not_pay(best: Row, slow: Step, fast: Step) -> str:
             f"it sends in {milliseconds(fast.exchange)} ms what takes dense "
             f"{milliseconds(slow.exchange)}, and computes {milliseconds(spent)} ms for it"
         )
-    where = f" It would pay below {rate(best.crossing)}." if best.crossing else ""
+    where = f" It would pay {written(best.faster)}." if best.faster else ""
     return (
         f"do not compress: dense takes {milliseconds(slow.seconds)} ms a step, the fastest of ours "
-        f"({best.way.name}) {milliseconds(fast.seconds)}: {reason}.{where}"
+        f"({best.way.name}) {milliseconds(fast.seconds)}: {reason}.{where}{_within(best)}"
     )

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
-from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.cost import powersgd
 from horovod_topk.cost.sending import Sending, negotiation, ring_allreduce
-from horovod_topk.cost.traffic import exchange_of
+from horovod_topk.cost.traffic import Ranks
 
 FLOAT, HALF = 4, 2  # bytes
 
@@ -86,20 +85,17 @@ def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Way:
         sending = ring_allreduce(FLOAT * factors.elements, nodes)
         three = replace(sending, collectives=3, rounds=3 * sending.rounds)
         pieces.append(Piece(bucket.numel, before, three, Work()))
-    return _summed("PowerSGD", f"rank {rank}", pieces)
+    sent = sum(piece.sending.sent_bytes for piece in pieces)
+    leaving = sum(piece.sending.network_bytes for piece in pieces)
+    return Way("PowerSGD", f"rank {rank}", tuple(pieces), sent, leaving)
 
 
 def compressed(specs: Sequence[TensorSpec], nodes: Nodes, kind: str, config: TopKConfig) -> Way:
-    """One of ours; bytes are the exchange's own `Traffic`."""
-    plan, exchange = make_plan(specs, config), exchange_of(kind, nodes)
-    pieces = [_piece(plan, position, exchange, nodes) for position in range(len(plan.buckets))]
-    return _summed(kind, config.values, pieces, ours=True)
-
-
-def _summed(exchange: str, values: str, pieces: Sequence[Piece], *, ours: bool = False) -> Way:
-    sent = sum(piece.sending.sent_bytes for piece in pieces)
-    leaving = sum(piece.sending.network_bytes for piece in pieces)
-    return Way(exchange, values, tuple(pieces), sent, leaving, ours)
+    """One of ours; bytes are the exchange's own `Traffic`, of the rank with most of them."""
+    plan, ranks = make_plan(specs, config), Ranks(kind, nodes)
+    pieces = tuple(_piece(plan, bucket, kind, ranks, nodes) for bucket in plan.buckets)
+    whole = ranks.busiest(plan)  # of one rank; of two buckets two ranks may send most
+    return Way(kind, config.values, pieces, whole.sent_bytes, whole.node_bytes, ours=True)
 
 
 def all_ways(
@@ -121,20 +117,21 @@ def all_ways(
     return ways
 
 
-def _piece(plan: Plan, position: int, exchange: Exchange[bytes], nodes: Nodes) -> Piece:
+def _piece(plan: Plan, bucket: BucketPlan, kind: str, ranks: Ranks, nodes: Nodes) -> Piece:
     """A bucket by itself, of what the exchange says of a plan that has no other."""
-    bucket = plan.buckets[position]
-    traffic = exchange.traffic(replace(plan, buckets=(bucket,)))
-    between, network = traffic.between_bytes or 0, traffic.node_bytes or 0
-    collectives, rounds = _messages(exchange.kind, nodes)
-    before, after = _work(exchange.kind, bucket.numel, bucket.entries, nodes)
-    shared, hierarchical = max(nodes.sizes) > 1, exchange.kind == "hierarchical"
-    local = traffic.sent_bytes - between if shared else 0
-    added = bucket.dense_bytes * (nodes.owners - 1) // nodes.owners if hierarchical else 0
+    most = ranks.busiest(replace(plan, buckets=(bucket,)))
+    collectives, rounds = _messages(kind, nodes)
+    before, after = _work(kind, bucket, ranks.decoded(bucket), nodes)
     sending = Sending(
-        collectives, rounds, network, local, traffic.sent_bytes, added, ring=not hierarchical
+        collectives,
+        rounds,
+        most.node_bytes,
+        most.local_bytes,
+        most.sent_bytes,
+        most.added_bytes,
+        ring=kind != "hierarchical",
     )
-    gathered = exchange.ranks * traffic.payload_bytes if exchange.kind == "allgather" else None
+    gathered = sum(nodes.sizes) * most.payload_bytes if kind == "allgather" else None
     return Piece(bucket.numel, before, sending, after, gathered)
 
 
@@ -156,17 +153,16 @@ def _messages(kind: str, nodes: Nodes) -> tuple[int, int]:
     return (3 if held > 1 else 2), within + between
 
 
-def _work(kind: str, numel: int, entries: int, nodes: Nodes) -> tuple[Work, Work]:
-    """Before a bucket is sent, and afterwards.
+def _work(kind: str, bucket: BucketPlan, decoded: int, nodes: Nodes) -> tuple[Work, Work]:
+    """Before a bucket is sent, and afterwards, when every rank decodes so many entries.
 
     Sharded: an owner adds up what has come of its P-th of the elements, and selects from it.
     Hierarchical: selection is of an owner's share of its node's sum alone.
     """
-    ranks = sum(nodes.sizes)
+    numel = bucket.numel
     if kind == "allgather":
-        return Work(encoded=numel), Work(cleared=numel, decoded=ranks * entries)
+        return Work(encoded=numel), Work(cleared=numel, decoded=decoded)
     if kind == "sharded":
-        own = numel / ranks
-        return Work(encoded=numel), Work(own, numel + own, 2 * entries)
-    arrived = len(nodes.ranks) * entries
-    return Work(triads=numel), Work(numel / nodes.owners, numel, arrived)
+        own = numel / sum(nodes.sizes)
+        return Work(encoded=numel), Work(own, numel + own, bucket.entries + decoded)
+    return Work(triads=numel), Work(numel / nodes.owners, numel, decoded)

@@ -12,6 +12,8 @@ the entropy of k places among n it has less than 0.6 bits an index.
 
 from __future__ import annotations
 
+import functools
+
 VALUE_BITS = {
     "float64": 64,
     "float32": 32,
@@ -41,6 +43,7 @@ def value_bytes(kind: str, count: int) -> int:
     return SCALE_BYTES * scales(kind, count) + -(-count * VALUE_BITS[kind] // 8)
 
 
+@functools.lru_cache(maxsize=1 << 16)  # shards of a model come in few sizes
 def low_bits(numel: int, k: int) -> int:
     """Lower bits of a packed index that are kept as they are: what makes the code shortest."""
     return min(range(_MOST_LOW_BITS + 1), key=lambda low: k * low + ((numel - k) >> low))

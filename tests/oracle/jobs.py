@@ -78,12 +78,14 @@ def jobs(
         )
     )
     specs = tuple(TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(kinds))
+    exchange = draw(st.sampled_from(list(exchanges)))
+    backs = gather_ratios if exchange in ("sharded", "auto") else [None]  # others have none
     config = TopKConfig(
         ratio=draw(st.sampled_from(list(ratios))),
         values=draw(st.sampled_from(list(values))),
         indices=draw(st.sampled_from(["packed", "plain"])),
-        exchange=draw(st.sampled_from(list(exchanges))),
-        gather_ratio=draw(st.sampled_from(list(gather_ratios))),
+        exchange=exchange,
+        gather_ratio=draw(st.sampled_from(list(backs))),
         min_numel=draw(st.sampled_from(MIN_NUMEL)),
         selection=draw(st.sampled_from(["exact", "sampled"])),
     )

@@ -194,8 +194,8 @@ def test_a_mismatch_names_the_tensor(ours: Any, theirs: Any, here: str, there: s
 
 
 def test_a_mismatch_of_what_owners_send_back() -> None:
-    plans = plan_of({"w": 0.01}, gather_ratio=0.1), plan_of(gather_ratio=0.1)
-    first, _ = answers(*plans)
+    back = {"exchange": "sharded", "gather_ratio": 0.1}
+    first, _ = answers(plan_of({"w": 0.01}, **back), plan_of(**back))
     expected = 'ratios: ["w", 0.01, 0.1] on rank 1, ["w", 0.01] on rank 0'
     assert expected in str(first.exception())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,16 @@ import pytest
 import torch
 
 from horovod_topk import cli
-from horovod_topk.cli.bench import card, group
+from horovod_topk.cli.bench import card, group, run
 from horovod_topk.cli.bench.compute import Compute
-from horovod_topk.cli.bench.figures import figures
+from horovod_topk.cli.bench.figures import figures, read_result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.methods import DEFAULT, SETTINGS, method_of, parse_methods
 from horovod_topk.cli.bench.picture import draw
+from horovod_topk.cli.bench.script import time_script
 from horovod_topk.cli.bench.table import table
+from horovod_topk.cli.files import check_writable
+from horovod_topk.cli.frameworks import RANKS
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.errors import TopKError
 from horovod_topk.torch import TopKEF
@@ -86,13 +91,15 @@ def test_compact_is_that_of_topkef() -> None:
     assert TopKEF(**found.settings).config == TopKEF.compact().config
     assert found.own_momentum == 0.9
     assert method_of("topk-compact-sharded").settings == {**found.settings, "exchange": "sharded"}
+    assert method_of("topk-0.1-compact").settings == {**found.settings, "ratio": 0.1}
 
 
 def test_every_setting_that_is_offered_can_be_given() -> None:
     given = {"values": "int8", "indices": "plain", "exchange": "sharded", "selection": "sampled"}
+    needed = {"nesterov": ",momentum=0.9", "gather_ratio": ",exchange=sharded"}
     given |= {"momentum": "0.9", "nesterov": "True", "ratios": "head.*=dense"}
     for key in SETTINGS:
-        also = ",momentum=0.9" if key == "nesterov" else ""
+        also = needed.get(key, "")
         assert key in method_of(f"topk:{key}={given.get(key, '1')}{also}").settings
 
 
@@ -114,6 +121,9 @@ def test_the_default_is_one_of_each_kind() -> None:
         ("topk:nesterov=True,momentum=optimizer", "nesterov=True was given with momentum=0"),
         ("topk-compact-hierarchical", "momentum=0.9 with exchange='hierarchical'"),
         ("topk:warmup=1000", "write topk:ratio=0.25"),
+        ("topk-0.001-int8-int4", "'topk-0.001-int8-int4' has two of values, int8 and int4"),
+        ("topk:ratio=0.1,ratio=0.2", "has two of ratio, 0.1 and 0.2: leave one out"),
+        ("topk-compact-0.1-0.2", "has two of ratio, 0.1 and 0.2: leave one out"),
         ("none", "has none: give some of"),
     ],
 )
@@ -141,13 +151,81 @@ def test_a_method_that_is_none(text: str, message: str) -> None:
         (["--script", __file__, "--idle-parameters", "1"], "leave out --compute and --idle"),
         (["--script", __file__, "--methods", "ddp"], "ddp is no compression of hvd."),
         (["--", "--epochs", "3"], "--epochs 3: arguments of what? Give --script as well"),
+        (["--json", "/absent/x.json"], "--json /absent/x.json: there is no folder /absent"),
+        (["--json", "/tmp"], "--json /tmp: that is a folder. Name a file in it"),
+        (["--picture", "/absent/x.png"], "--picture /absent/x.png: there is no folder /absent"),
+        ([], "no launcher has started it, and so there are no ranks: run it as `horovodrun -np 2"),
     ],
 )
 def test_what_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
     assert cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", "{}", '{"methods": []}', '{"methods": [1]}', "no JSON", b"\xff".decode("latin1")],
+)
+def test_earlier_results_are_read_before_anything_is_measured(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "earlier.json"
+    path.write_text(text, encoding="latin1")
+    assert cli.main(["bench", "--beside", str(path)]) == 2
+    assert f"--beside {path} holds no results" in capsys.readouterr().out
+    found = result(method("none", 0.1))
+    path.write_text(json.dumps(found))
+    assert read_result(path) == json.loads(json.dumps(found))
+    del found["rate"]
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="holds no results, as it lacks rate"):
+        read_result(path)
+
+
+def test_other_ranks_need_no_files(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On other hosts folders may be missing."""
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    check_writable("--json", Path("/absent/x.json"))
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    with pytest.raises(ValueError, match="there is no folder"):
+        check_writable("--json", Path("/absent/x.json"))
+
+
+def test_results_stay_when_their_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = argparse.Namespace(json=tmp_path / "gone" / "x.json", picture=None)
+    with pytest.raises(ValueError, match=r"x\.json: No such file .* The results are above"):
+        run._report(args, result(method("none", 0.1), method("dense", 0.2)), [])
+    assert "dense" in capsys.readouterr().out
+
+
+def test_hosts_may_have_different_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks on one and a fourth on another, as its first rank sees them."""
+    counts = {"size": 4, "local_size": 3, "cross_size": 2}
+    fake = {name: lambda count=count: count for name, count in counts.items()}
+    monkeypatch.setattr(run, "hvd", types.SimpleNamespace(**fake))
+    args = argparse.Namespace(model="m", script=None, compute=None, idle_parameters=0)
+    assert run._result(args, [], [], {})["hosts"] == 2
+
+
+@pytest.mark.parametrize("code", ["0", "3", "'no data'"])
+def test_a_script_that_ends_itself_too_early(code: str, tmp_path: Path) -> None:
+    """Else it would end the measurement, with its own status and without a word."""
+    path = tmp_path / "train.py"
+    path.write_text(f"import sys\nsys.exit({code})\n")
+    message = rf"ended by sys.exit\({code}\) after 0 steps of an hvd.DistributedOptimizer"
+    with pytest.raises(ValueError, match=message):
+        time_script(path, [], method_of("none"), 3, None)
 
 
 def test_an_interface_without_an_address() -> None:

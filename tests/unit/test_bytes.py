@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from horovod_topk import cli
-from horovod_topk.config import VALUES
+from horovod_topk.cli.models import known_specs
+from horovod_topk.config import VALUES, TopKConfig
+from horovod_topk.core import exchange
+from horovod_topk.core.plan import BucketPlan, make_plan
 
 
 def rows(text: str) -> dict[tuple[str, str], tuple[int, float]]:
@@ -46,6 +50,30 @@ def test_nodes_make_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert taken(capsys.readouterr().out) == {"allgather"}
     cli.main(["bytes", "--ranks", "3", "--local-size", "2"])
     assert "3 ranks on 2 nodes" in capsys.readouterr().out
+
+
+def test_the_rank_that_sends_most_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """On uneven nodes that is none of the owners, of which the first rank is one."""
+    assert cli.main(["bytes", "--ranks", "7", "--local-size", "3"]) == 0
+    assert rows(capsys.readouterr().out)["hierarchical", "int8"][0] == 103_897_232
+
+
+def test_buckets_are_dealt_out_once_for_each_kind_of_values(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes long where there are many ranks, and was done for each rank and each question."""
+    dealt = []
+    for name in ("shard", "shard_sums"):
+        deal = getattr(exchange, name)
+
+        def count(bucket: BucketPlan, parts: Any, deal: Any = deal) -> Any:
+            dealt.append((deal.__name__, bucket.values))
+            return deal(bucket, parts)
+
+        monkeypatch.setattr(exchange, name, count)
+    assert cli.main(["bytes", "--model", "resnet18", "--ranks", "6", "--local-size", "3"]) == 0
+    buckets = len(make_plan(known_specs("resnet18"), TopKConfig()).buckets)
+    assert len(dealt) == 2 * len(VALUES) * buckets
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))
@@ -113,8 +141,33 @@ def test_what_has_no_table(
     assert message in capsys.readouterr().out
 
 
-def test_a_file_that_has_no_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [["bytes"], ["plan", "--compute", "1s"], ["bench"]])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", 'is no JSON object such as {"weight": [3, 4]}'),
+        ("{", 'is no JSON object such as {"weight": [3, 4]}'),
+        ("{}", "has no gradients: give at least one shape that has elements"),
+        ('{"a": [3, 0]}', "has no gradients: give at least one shape that has elements"),
+        ('{"a": [Infinity]}', "has [Infinity] as the shape of 'a': give whole numbers of 0 or"),
+        ('{"a": [-3, 4], "b": [5]}', "has [-3, 4] as the shape of 'a'"),
+        ('{"a": [3.7, 2]}', "has [3.7, 2] as the shape of 'a'"),
+        ('{"a": "34"}', "has \"34\" as the shape of 'a'"),
+        ('{"a": [true, 3]}', "has [true, 3] as the shape of 'a'"),
+        ('{"a": 3}', "has 3 as the shape of 'a'"),
+    ],
+)
+def test_a_file_that_has_no_shapes(
+    command: list[str],
+    text: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = tmp_path / "shapes.json"
-    path.write_text("[1, 2]")
-    assert cli.main(["bytes", "--model", str(path)]) == 2
-    assert 'is no JSON object such as {"weight": [3, 4]}' in capsys.readouterr().out
+    path.write_text(text)
+    assert cli.main([*command, "--model", str(path)]) == 2
+    assert f"{path} {message}" in capsys.readouterr().out
+    path.write_bytes(b"\xff")
+    assert cli.main([*command, "--model", str(path)]) == 2
+    assert f"{path} is no JSON object" in capsys.readouterr().out

@@ -88,6 +88,15 @@ def test_ratios_that_are_no_numbers(ratio: object) -> None:
     assert refusal(ratio=ratio) == f"ratio={ratio!r} is not a number. {cure}."
 
 
+@pytest.mark.parametrize("exchange", ["allgather", "hierarchical"])
+def test_a_ratio_back_needs_owners_who_select(exchange: str) -> None:
+    message = refusal(exchange=exchange, gather_ratio=0.1)
+    assert message.startswith(f"gather_ratio=0.1 was given with exchange={exchange!r}, in which no")
+    assert "Pass gather_ratio with exchange='sharded' or 'auto', or leave it out" in message
+    for other in ("sharded", "auto"):
+        assert TopKConfig(exchange=other, gather_ratio=0.1).ratio_back == 0.1
+
+
 KINDS = "'float32', 'float16', 'bfloat16', 'int8', 'int4', 'sign'"
 
 

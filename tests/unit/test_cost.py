@@ -16,13 +16,14 @@ from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost import powersgd
+from horovod_topk.cost.faster import Span, faster, written
 from horovod_topk.cost.fit import Sample, fit, least_squares
 from horovod_topk.cost.machine import Kernels, Machine, Network
 from horovod_topk.cost.quantities import bits_per_second, milliseconds, rate, seconds
 from horovod_topk.cost.sending import HEADERS, Sending, ring_allreduce
 from horovod_topk.cost.step import Training, step
 from horovod_topk.cost.traffic import exchange_of, nodes_of
-from horovod_topk.cost.verdict import crossing, judge, rows
+from horovod_topk.cost.verdict import judge, rows
 from horovod_topk.cost.ways import Piece, Way, Work, all_ways, compressed, dense, half, low_rank
 
 NOTHING = Kernels(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -74,9 +75,33 @@ def test_legs_of_a_hierarchical_exchange_follow_each_other() -> None:
 def test_bytes_are_those_of_traffic(kind: str, nodes: object, values: str) -> None:
     assert isinstance(nodes, type(APART))
     config = TopKConfig(values=values)
-    way = compressed(SPECS, nodes, kind, config)
-    traffic = exchange_of(kind, nodes).traffic(make_plan(SPECS, config))
-    assert (way.sent_bytes, way.node_bytes) == (traffic.sent_bytes, traffic.node_bytes)
+    way, plan = compressed(SPECS, nodes, kind, config), make_plan(SPECS, config)
+    each = [exchange_of(kind, nodes, rank).traffic(plan) for rank in range(sum(nodes.sizes))]
+    assert way.sent_bytes == max(traffic.sent_bytes for traffic in each)
+    assert {way.node_bytes} == {traffic.node_bytes for traffic in each}
+
+
+def test_uneven_nodes_have_few_owners() -> None:
+    """7 ranks on nodes of 3, 3 and 1: one owner a node, to whom the others send all they have."""
+    specs, config = [TensorSpec("w", (10_000,), "float32")], TopKConfig()
+    sending = compressed(specs, nodes_of(7, 3), "hierarchical", config).pieces[0].sending
+    exchange = exchange_of("hierarchical", nodes_of(7, 3))
+    payload = exchange.dealt(make_plan(specs, config).buckets[0]).sum_bytes
+    assert sending.sent_bytes == 40_000 + 3 * payload  # the second rank hands on what it has got
+    assert sending.added_bytes == 2 * 40_000
+    assert sending.local_bytes == 2 * 40_000  # which the owner gets
+    assert sending.network_bytes == 2 * payload
+
+
+def test_owners_of_even_nodes_by_hand() -> None:
+    """4 ranks on 2 nodes: an owner sends and gets half of 2048 elements, and hands on its half."""
+    specs, config = [TensorSpec("w", (2048,), "float32")], TopKConfig()
+    sending = compressed(specs, nodes_of(4, 2), "hierarchical", config).pieces[0].sending
+    exchange = exchange_of("hierarchical", nodes_of(4, 2))
+    payload = exchange.dealt(make_plan(specs, config).buckets[0]).sum_bytes
+    assert sending.added_bytes == 4 * 1024
+    assert sending.local_bytes == 4 * 1024 + 2 * payload
+    assert sending.sent_bytes == sending.local_bytes + payload
 
 
 def test_bytes_of_dense_and_fp16() -> None:
@@ -102,7 +127,12 @@ def test_work_by_hand() -> None:
     gather = compressed(specs, nodes_of(4, 1), "allgather", config).pieces[0]
     assert (gather.before, gather.after) == (Work(encoded=10_000), Work(0, 10_000, 400))
     sharded = compressed(specs, nodes_of(4, 1), "sharded", config).pieces[0]
-    assert sharded.after == Work(2_500, 12_500, 200)
+    back = 3 * 26 + 24  # of shards of 2,560 and 2,320, each rounded up
+    assert sharded.after == Work(2_500, 12_500, 100 + back)
+    less = compressed(
+        specs, nodes_of(4, 1), "sharded", replace(config, exchange="sharded", gather_ratio=0.001)
+    )
+    assert less.pieces[0].after == Work(2_500, 12_500, 100 + 4 * 3)
 
 
 def test_powersgd_by_hand() -> None:
@@ -194,8 +224,9 @@ def test_overlap_never_costs_and_hides_no_more_than_all() -> None:
 def test_a_crossing_is_one(kind: str, overlap: bool) -> None:
     """At it both take equally long; below it ours is faster, above it dense."""
     other, plain = compressed(SPECS, APART, kind, TopKConfig()), dense(SPECS, APART)
-    at = crossing(plain, other, MACHINE, TRAINING, overlap=overlap)
-    assert 1e6 < at < 1e12
+    (span,) = faster(plain, other, MACHINE, TRAINING, overlap=overlap)
+    assert span.above == 0
+    assert 1e6 < (at := span.below) < 1e12
 
     def gain(bandwidth: float) -> float:
         there = machine(bandwidth)
@@ -211,15 +242,50 @@ def test_a_crossing_is_one(kind: str, overlap: bool) -> None:
 def test_there_may_be_no_crossing() -> None:
     plain, other = dense(SPECS, APART), compressed(SPECS, APART, "allgather", TopKConfig())
     free = replace(MACHINE, kernels=NOTHING)
-    assert crossing(plain, other, free, TRAINING, overlap=False) == math.inf
-    assert crossing(plain, plain, free, TRAINING, overlap=False) == 0.0
+    assert faster(plain, other, free, TRAINING, overlap=False) == (Span(0.0, math.inf),)
+    assert faster(plain, plain, free, TRAINING, overlap=False) == ()
+
+
+def test_fewer_messages_and_more_bytes_pay_on_fast_networks() -> None:
+    """An allgather at 0.3 among 8 sends more than dense, in a ring that is half as long."""
+    specs, config = [TensorSpec("w", (12_000,), "float32")], TopKConfig(0.3)
+    plain, other = dense(specs, APART), compressed(specs, APART, "allgather", config)
+    free = replace(machine(4e10), kernels=NOTHING)
+    (span,) = faster(plain, other, free, TRAINING, overlap=False)
+    more_bits = 8 * (1 + HEADERS) * (other.node_bytes - plain.node_bytes)
+    bandwidth = more_bits / (7 * NETWORK.latency)
+    assert (span.above, span.below) == (pytest.approx(bandwidth), math.inf)
+    table = rows([plain, other], free, TRAINING, overlap=False)
+    assert f"and pays above {rate(bandwidth)}." in judge(table, overlap=False).text
+    slow = replace(free, network=replace(NETWORK, bandwidth=bandwidth / 2))
+    table = rows([plain, other], slow, TRAINING, overlap=False)
+    assert judge(table, overlap=False).text.endswith(f"It would pay above {rate(bandwidth)}.")
+
+
+def test_bandwidths_in_words() -> None:
+    assert written([Span(0.0, 1e6), Span(1e9, math.inf)]) == "below 1 Mbit/s and above 1 Gbit/s"
+    assert str(Span(1e6, 1e9)) == "between 1 Mbit/s and 1 Gbit/s"
+    assert str(Span(0.0, math.inf)) == "at any bandwidth"
+
+
+def test_on_one_node_no_bandwidth_is_named() -> None:
+    ways = all_ways(SPECS, nodes_of(4, 4), TopKConfig(), rank=4, values=["float32"])
+    for local in (1e8, 1e14):
+        here = replace(MACHINE, network=replace(NETWORK, local_bandwidth=local))
+        table = rows(ways, here, TRAINING, overlap=True)
+        assert {row.faster for row in table} == {None}
+        text = judge(table, overlap=True).text
+        assert text.endswith("On one node nothing crosses a network card.")
+        assert "bit/s" not in text
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_verdict_flips_at_the_last_crossing(overlap: bool) -> None:
     ways = all_ways(SPECS, APART, TopKConfig(), rank=4, values=["float32", "int8"])
     last = max(
-        row.crossing for row in rows(ways, MACHINE, TRAINING, overlap=overlap) if row.way.ours
+        row.faster[-1].below
+        for row in rows(ways, MACHINE, TRAINING, overlap=overlap)
+        if row.way.ours and row.faster
     )
 
     def verdict(bandwidth: float) -> tuple[bool, str]:
@@ -285,6 +351,9 @@ def test_constants_are_found_again() -> None:
     again = fit(known)
     assert again.bandwidth == 3e8
     assert (again.copy, again.goodput) == pytest.approx((2e-10, 0.9), rel=1e-3)
+    faster_than_said = [replace(sample, bandwidth=sample.bandwidth / 2) for sample in known]
+    more = fit(faster_than_said)
+    assert (more.bandwidth, more.goodput) == (pytest.approx(2 * 0.9 * 1.5e8, rel=1e-3), 1.0)
     single = fit([sample for sample in known if sample.bandwidth == 1e8])
     assert single.copy == 0  # which one bandwidth cannot tell from the rest
     assert single.goodput < 0.9
@@ -314,8 +383,17 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("network", "latency", -1.0, "latency=-1.0: give a number that is 0 or more"),
         ("kernels", "encode", "fast", "encode='fast'"),
         (None, "cores", 0.0, "cores=0.0: give a number that is above 0"),
-        (None, "crowd", 0, "crowd=0: at least 1 rank"),
-        ("kernels", "speed", 1.0, "holds no machine"),
+        ("network", "bandwidth", None, "bandwidth=None: give a number that is above 0"),
+        ("network", "bandwidth", "fast", "bandwidth='fast': give a number that is above 0"),
+        ("network", "goodput", 5, "goodput=5: give a number that is above 0 and 1 at most"),
+        ("kernels", "encode", None, "encode=None: give a number that is 0 or more"),
+        ("kernels", "encode", True, "encode=True: give a number that is 0 or more"),
+        ("kernels", "encode", math.inf, "encode=inf: give a number that is 0 or more"),
+        (None, "cores", True, "cores=True: give a number that is above 0"),
+        (None, "crowd", 0, "crowd=0: a whole number of ranks shares the cores, 1 or more"),
+        (None, "crowd", 2.5, "crowd=2.5: a whole number of ranks"),
+        (None, "crowd", True, "crowd=True: a whole number of ranks"),
+        ("kernels", "speed", 1.0, "unexpected keyword"),
     ],
 )
 def test_machines_that_are_none(
@@ -326,11 +404,12 @@ def test_machines_that_are_none(
     found = json.loads(path.read_text())
     (found if part is None else found[part])[field] = value
     path.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"machine\.json holds no machine \(.*{message}"):
         machines.read(path)
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="holds no machine"):
-        machines.read(path)
+    for other in (b"[]", b"\xff{}", b"{"):
+        path.write_bytes(other)
+        with pytest.raises(ValueError, match=r"machine\.json holds no machine"):
+            machines.read(path)
     with pytest.raises(ValueError, match="cannot be read"):
         machines.read(tmp_path / "absent.json")
 

@@ -100,8 +100,8 @@ def test_without_rules_nothing_changes() -> None:
 
 def test_rules_that_change_nothing_are_off() -> None:
     assert plan_of({"*": 0.01}) == plan_of()
-    back = plan_of({"head.*": 0.01}, gather_ratio=0.05)
-    assert back.digest != plan_of(gather_ratio=0.05).digest
+    other = {"exchange": "sharded", "gather_ratio": 0.05}
+    assert plan_of({"head.*": 0.01}, **other).digest != plan_of(**other).digest
 
 
 def test_buckets_of_other_ratios_have_other_digests() -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from horovod_topk import cli
 from horovod_topk.cli import frameworks
-from horovod_topk.cli.plan import kernels
+from horovod_topk.cli.plan import arguments, kernels, measure
 from horovod_topk.config import VALUES, TopKConfig
+from horovod_topk.cost import machine as machines
 
 SEED = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--bandwidth", "10gbit"]
 
@@ -37,7 +38,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hierarchical" not in text
 
 
-@pytest.mark.parametrize("local_size", [1, 4])
+@pytest.mark.parametrize("local_size", [1, 3, 4])
 def test_bytes_are_those_of_the_command_bytes(
     local_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,7 +55,7 @@ def test_bytes_are_those_of_the_command_bytes(
         for way in ways
         if way["exchange"] != "PowerSGD"
     }
-    # `bytes` prints the first rank's; of dense, the whole model's
+    # of the rank with most of them; of dense, the whole model's
     assert planned == listed
     assert len(ways) == 3 + len(VALUES) * (2 if local_size == 1 else 3)
 
@@ -72,6 +73,20 @@ def test_json_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
         way["alone"]["seconds"] for way in answer["ways"] if way["exchange"] in "allgather sharded"
     )
     assert answer["compress"] == (fastest < alone["seconds"])
+
+
+def test_it_may_pay_on_fast_networks_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cnn.json"
+    path.write_text('{"c1": [32, 1, 3, 3], "b1": [32], "fc": [10, 1152], "fb": [10]}')
+    arguments = ["--model", str(path), "--compute", "5ms", "--ratio", "0.3", "--values", "float32"]
+    answer = found(capsys, *arguments, "--bandwidth", "40gbit")
+    (gathered,) = (way for way in answer["ways"] if way["exchange"] == "allgather")
+    ((above, below),) = (span.values() for span in gathered["faster"])
+    assert 1e8 < above < 4e10
+    assert below is None
+    assert "and pays above " in answer["verdict"]
 
 
 def test_given_constants_take_the_place_of_measured_ones(
@@ -123,6 +138,10 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--ratio", "3"], "ratio=3.0 lies outside (0, 1]"),
         (["--model", "no.json"], "nor a file of shapes"),
         (["--machine", "no.json"], "no.json cannot be read: No such file"),
+        (
+            ["--measure", "--machine", "/absent/y.json"],
+            "--machine /absent/y.json: there is no folder /absent",
+        ),
         (["--measure"], "--measure: no ranks: run horovodrun -np 2 horovod-topk plan"),
     ],
 )
@@ -132,10 +151,28 @@ def test_what_has_no_plan(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+    for name in frameworks.RANKS:
         monkeypatch.delenv(name, raising=False)
     assert cli.main([*SEED, *arguments]) == 2
     assert message in capsys.readouterr().out
+
+
+def test_constants_stay_when_their_file_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where a disk is full when minutes of measuring are over."""
+    place = arguments.Place(machines.read(machines.REFERENCE), 2, 1)
+    monkeypatch.setattr(measure, "measure", lambda asked: place)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(machines, "write", full)
+    path = tmp_path / "y.json"
+    assert cli.main([*SEED, "--measure", "--machine", str(path)]) == 2
+    text = capsys.readouterr().out
+    assert f"--machine {path}: No space left on device. What it was to hold: " in text
+    assert '"encode": ' in text
 
 
 def test_compute_has_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,13 @@ def test_recorded_cells() -> None:
     assert first.measured.startswith("sharded")
 
 
+def test_a_percentile_is_one_of_what_was_measured() -> None:
+    """Of six errors the fifth is exceeded by a sixth of all, which is more than a tenth."""
+    assert plan_grid.percentile([9, 10, 10, 16, 31, 69], 0.9) == 69
+    assert plan_grid.percentile(list(range(1, 11)), 0.9) == 9
+    assert plan_grid.percentile([5], 0.9) == 5
+
+
 def test_a_verdict_is_whether_the_fastest_of_ours_beats_dense() -> None:
     pays, wrong, noise = (agreement.verdicts(cell)[0] for cell in (PAYS, WRONG, NOISE))
     assert (pays.agrees, wrong.agrees, noise.agrees) == (True, False, False)

@@ -98,7 +98,7 @@ def test_settings_with_warm_up_are_hashable_and_compare_by_value() -> None:
 
 
 def test_settings_of_a_rung() -> None:
-    config = TopKConfig(0.01, values="int8", gather_ratio=0.05, warmup=100)
+    config = TopKConfig(0.01, values="int8", exchange="sharded", gather_ratio=0.05, warmup=100)
     schedule = Schedule(config)
     assert schedule.settings(0.01) is config
     warm, dense = schedule.settings(0.25), schedule.settings(1.0)

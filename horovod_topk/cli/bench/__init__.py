@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from horovod_topk.cli.bench.compute import Compute
+from horovod_topk.cli.bench.figures import read_result
 from horovod_topk.cli.bench.methods import DEFAULT, DEFAULT_OF_SCRIPT, KINDS, Method, parse_methods
+from horovod_topk.cli.files import check_picture, check_writable, prints
 from horovod_topk.cli.models import MODELS, specs_of
 from horovod_topk.cost.quantities import bits_per_second
 from horovod_topk.errors import TopKError
@@ -46,8 +48,9 @@ def main(args: argparse.Namespace) -> int:
         rate = None if args.rate is None else bits_per_second(args.rate)
         _check(args)
         _check_idle(args, methods)
+        beside = [read_result(path) for path in args.beside] if prints() else []
         run = importlib.import_module("horovod_topk.cli.bench.run")  # loads PyTorch and Horovod
-        status: int = run.main(args, specs, methods, compute, rate)
+        status: int = run.main(args, specs, methods, compute, rate, beside)
     except (ValueError, TopKError) as error:
         print(f"horovod-topk bench: {error}")
         return 2
@@ -87,9 +90,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"{' '.join(args.arguments)}: arguments of what? Give --script as well")
     if args.script is not None:
         _check_script(args)
-    for path in args.beside:
-        if not path.is_file():
-            raise ValueError(f"--beside {path}: no such file. Give files that --json has written")
+    if args.json is not None:
+        check_writable("--json", args.json)
+    if args.picture is not None:
+        check_picture(args.picture)
 
 
 def _check_script(args: argparse.Namespace) -> None:

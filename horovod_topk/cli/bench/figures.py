@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from horovod_topk.cli.bench.methods import DENSE, NONE
 
 Result = dict[str, Any]  # of a run, as --json writes it
+COMPARED = ("model", "ranks", "hosts", "compute", "rate")  # of two runs in one picture
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,36 @@ class Figures:
         if other is None or not self.bytes or other.bytes is None:
             return None
         return other.bytes / self.bytes
+
+
+def read_result(path: Path) -> Result:
+    """Of a file that --json has written.
+
+    Raises:
+        ValueError: there is none, or it holds something else.
+    """
+    try:
+        found: Result = json.loads(path.read_text())
+        figures(found)
+        missing = [name for name in COMPARED if name not in found]
+    except OSError as error:
+        raise ValueError(
+            f"--beside {path}: {_reason(error)}. Give files that --json has written"
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError, statistics.StatisticsError) as error:
+        raise ValueError(
+            f"--beside {path} holds no results ({error!r}): give files that --json has written"
+        ) from error
+    if missing:
+        raise ValueError(
+            f"--beside {path} holds no results, as it lacks {', '.join(missing)}: give files that "
+            "--json has written"
+        )
+    return found
+
+
+def _reason(error: OSError) -> str:
+    return "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
 
 
 def figures(result: Result) -> dict[str, Figures]:

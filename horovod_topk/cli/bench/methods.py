@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -109,14 +109,28 @@ def method_of(name: str) -> Method:
         return Method(name, name)
     head, colon, tail = name.partition(":")
     if head == TOPK and colon:
-        return Method(name, TOPK, dict(map(_setting, tail.split(","))))
+        return Method(name, TOPK, _once(name, map(_setting, tail.split(","))))
     if name.startswith(f"{TOPK}-"):
-        words = (_word(word, name) for word in name.split("-")[1:])
-        return Method(name, TOPK, {key: value for each in words for key, value in each.items()})
+        words = [word for word in name.split("-")[1:] if word != "compact"]
+        settings = _once(name, (pair for word in words for pair in _word(word, name).items()))
+        compact = COMPACT if "compact" in name.split("-") else {}
+        return Method(name, TOPK, {**compact, **settings})
     raise ValueError(
         f"--methods: {name!r} is none of {', '.join(KINDS)}, nor as topk-int8-sharded or "
         "topk:values=int8,ratio=0.01"
     )
+
+
+def _once(name: str, pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """Settings; one that comes twice would be measured under the name of both."""
+    settings: dict[str, object] = {}
+    for key, value in pairs:
+        if key in settings:
+            raise ValueError(
+                f"--methods: {name!r} has two of {key}, {settings[key]} and {value}: leave one out"
+            )
+        settings[key] = value
+    return settings
 
 
 def _setting(text: str) -> tuple[str, object]:
@@ -137,8 +151,6 @@ def _setting(text: str) -> tuple[str, object]:
 
 
 def _word(word: str, name: str) -> Mapping[str, object]:
-    if word == "compact":
-        return COMPACT
     if word in WORDS:
         return {WORDS[word]: word}
     if word[:1].isdigit():

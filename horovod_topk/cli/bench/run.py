@@ -7,7 +7,8 @@ import contextlib
 import gc
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import horovod.torch as hvd
 import torch
@@ -22,8 +23,11 @@ from horovod_topk.cli.bench.measure import Taken, race
 from horovod_topk.cli.bench.methods import KINDS, NONE, Method
 from horovod_topk.cli.bench.script import check, time_script
 from horovod_topk.cli.bench.table import table
+from horovod_topk.cli.frameworks import launched_rank
 from horovod_topk.cli.models import Shape
 from horovod_topk.core.plan import TensorSpec
+
+CURE = "run it as `horovodrun -np 2 horovod-topk bench`, or more"
 
 
 def main(
@@ -32,21 +36,22 @@ def main(
     methods: Sequence[Method],
     compute: Compute | None,
     rate: int | None,
+    beside: Sequence[Result] = (),
 ) -> int:
     """Measure, on every rank; the exit status.
 
     Raises:
-        ValueError: there are too few ranks, their network card is not known, or a script cannot
-            be timed as was asked.
+        ValueError: no launcher has started it, there are too few ranks, their network card is not
+            known, a script cannot be timed as was asked, or a file cannot be written.
     """
     if args.script is not None:
         check(methods)
+    if launched_rank() is None:  # MPI would end this process, with a page about its own matters
+        raise ValueError(f"no launcher has started it, and so there are no ranks: {CURE}")
     torch.set_num_threads(1)
     hvd.init()
     if hvd.size() < 2:
-        raise ValueError(
-            "1 rank exchanges nothing: run it as `horovodrun -np 2 horovod-topk bench`, or more"
-        )
+        raise ValueError(f"1 rank exchanges nothing: {CURE}")
     everyone = [Method(NONE, NONE), *methods]
     interface = group.interface_named(args.interface)
     alone = hvd.size() == hvd.local_size()  # on one host, where packets leave no card
@@ -60,7 +65,7 @@ def main(
         found = _result(args, shapes, everyone, taken)
         found["rate"] = rate or (card.rate_of_card(interface) if interface else None)
         found["counter"] = counted and card.counter(counted)
-        _report(args, found)
+        _report(args, found, beside)
     return 0
 
 
@@ -111,7 +116,7 @@ def _result(
         "elements": sum(math.prod(shape) for shape in shapes),
         "tensors": len(shapes),
         "ranks": hvd.size(),
-        "hosts": hvd.size() // hvd.local_size(),
+        "hosts": hvd.cross_size(),  # with a first rank as this one is; hosts may be uneven
         "compute": args.compute,
         "idle parameters": args.idle_parameters,
         "methods": [
@@ -129,11 +134,22 @@ def _result(
     }
 
 
-def _report(args: argparse.Namespace, result: Result) -> None:
+def _report(args: argparse.Namespace, result: Result, beside: Sequence[Result]) -> None:
     print(table(result))
     if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        _write("--json", args.json, lambda: _keep(args.json, result))
     if args.picture is not None:
         from horovod_topk.cli.bench.picture import draw
 
-        draw(args.picture, [*(json.loads(path.read_text()) for path in args.beside), result])
+        _write("--picture", args.picture, lambda: draw(args.picture, [*beside, result]))
+
+
+def _keep(path: Path, result: Result) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _write(option: str, path: Path, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}. The results are above") from error

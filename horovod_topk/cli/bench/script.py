@@ -106,15 +106,27 @@ def time_script(
         ValueError: it ended too early, or never made a distributed optimizer.
     """
     watch = Watch(rounds, interface)
-    with _compressed(method, watch), _called(path, arguments), contextlib.suppress(_Enough):
-        runpy.run_path(str(path), run_name="__main__")
+    with _compressed(method, watch), _called(path, arguments):
+        how = _run(path)
     gc.collect()
     if len(watch.ends) < WARM_UP + rounds:
         raise ValueError(
-            f"--script {path} ended after {len(watch.ends)} steps of an hvd.DistributedOptimizer, "
-            f"of which it takes {WARM_UP + rounds}: lower --rounds, or let it train longer"
+            f"--script {path} ended{how} after {len(watch.ends)} steps of an "
+            f"hvd.DistributedOptimizer, of which it takes {WARM_UP + rounds}: lower --rounds, or "
+            "let it train longer"
         )
     return taken(watch.costs(), watch.octets), watch.shapes
+
+
+def _run(path: Path) -> str:
+    """Until it has made enough steps, or ends; how it ended, where it said so itself."""
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except _Enough:
+        pass
+    except SystemExit as ended:  # would end this process, which has nothing to report yet
+        return f" by sys.exit({ended.code!r})"
+    return ""
 
 
 @contextlib.contextmanager

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
+from horovod_topk.cli.files import check_picture, check_writable
 from horovod_topk.cli.plan import arguments, measure, picture, table
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost.machine import Machine
@@ -31,17 +33,31 @@ def main(args: argparse.Namespace) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     asked = arguments.check(args)
+    if args.picture:
+        check_picture(Path(args.picture))
     if args.measure:
+        if args.machine:
+            check_writable("--machine", Path(args.machine))
         place = measure.measure(asked)
         if place is None:  # another rank prints
             return 0
         asked, machine = asked.on(place), place.machine
         if args.machine:
-            machines.write(machine, Path(args.machine))
+            _keep(machine, Path(args.machine))
     else:
         machine = asked.machine(machines.read(Path(args.machine or machines.REFERENCE)))
     _print(args, asked, machine)
     return 0
+
+
+def _keep(machine: Machine, path: Path) -> None:
+    try:
+        machines.write(machine, path)
+    except OSError as error:
+        raise ValueError(
+            f"--machine {path}: {error.strerror}. What it was to hold: "
+            f"{json.dumps(asdict(machine))}"
+        ) from error
 
 
 def _print(args: argparse.Namespace, asked: arguments.Asked, machine: Machine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from horovod_topk.cli.models import MODELS, specs_of
@@ -119,10 +119,11 @@ def check(args: argparse.Namespace) -> Asked:
     compute = _given(seconds, "--compute", args.compute) or 0.0
     return Asked(
         model=args.model,
-        specs=_specs(args.model),
+        specs=tuple(specs_of(args.model)),
         nodes=nodes_of(args.ranks, args.local_size),
         config=TopKConfig(
             args.ratio,
+            exchange="auto",  # of no one exchange, as all are listed
             gather_ratio=args.gather_ratio,
             selection=args.selection,
             min_numel=args.min_numel,
@@ -139,13 +140,6 @@ def check(args: argparse.Namespace) -> Asked:
         cores=args.cores,
         crowd=args.crowd,
     )
-
-
-def _specs(model: str) -> tuple[TensorSpec, ...]:
-    specs: Sequence[TensorSpec] = specs_of(model)
-    if not sum(spec.numel for spec in specs):
-        raise ValueError(f"{model} has no gradients: give at least one shape")
-    return tuple(specs)
 
 
 def _given(read: Callable[[str], float], option: str, text: str | None) -> float | None:

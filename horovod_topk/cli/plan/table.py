@@ -8,13 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from horovod_topk.cli.plan.arguments import Asked
+from horovod_topk.cost.faster import Span, written
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.quantities import milliseconds, rate
 from horovod_topk.cost.step import Step
 from horovod_topk.cost.verdict import Row, Verdict
 
 HEAD = ("exchange", "values", "leave a node", "exchange", "kernels", "step", "efficiency")
-OVERLAPPED = ("step", "efficiency", "hidden", "dense as fast at")
+OVERLAPPED = ("step", "efficiency", "hidden", "faster than dense")
 
 
 def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict) -> Iterator[str]:
@@ -39,7 +40,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
     )
     yield f"constants: {machine.origin}"
     yield ""
-    yield f"{'':<41}{'nothing overlaps, ms':>38}  {'backward overlaps, ms':>47}"
+    yield f"{'':<41}{'nothing overlaps, ms':>38}  {'backward overlaps, ms':>49}"
     yield _columns(*HEAD, *OVERLAPPED)
     for row in rows:
         yield _columns(
@@ -51,14 +52,14 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
             *_step(row.alone),
             *_step(row.overlapped),
             f"{row.overlapped.hidden:.0%}",
-            _crossing(row) if row is not rows[0] else "",
+            _faster(row) if row is not rows[0] else "",
         )
     yield ""
     yield verdict.text
 
 
 def _columns(exchange: str, values: str, *rest: str) -> str:
-    widths = (14, 11, 10, 8, 12, 9, 12, 8, 18)
+    widths = (14, 11, 10, 8, 12, 9, 12, 8, 20)
     columns = "".join(f"{text:>{width}}" for text, width in zip(rest, widths, strict=True))
     return f"{exchange:<14}{values:<10}{columns}".rstrip()
 
@@ -67,16 +68,20 @@ def _step(step: Step) -> tuple[str, str]:
     return milliseconds(step.seconds), f"{step.efficiency:.1%}"
 
 
-def _crossing(row: Row) -> str:
-    if row.crossing == 0:
-        return "always"
-    return "never" if math.isinf(row.crossing) else rate(row.crossing)
+def _faster(row: Row) -> str:
+    if row.faster is None:
+        return "no card counts"
+    return written(row.faster) or "never"
 
 
 def as_json(
     asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict
 ) -> dict[str, Any]:
-    """The same in SI units: seconds, bytes, bits a second. A crossing of null: never."""
+    """The same in SI units: seconds, bytes, bits a second.
+
+    Bandwidths at which a way is faster than dense come in pairs, "below" null where there is no
+    limit; null in their place: all is on one node.
+    """
     return {
         "model": asked.model,
         "ranks": sum(asked.nodes.sizes),
@@ -93,7 +98,7 @@ def as_json(
                 "node_bytes": row.way.node_bytes,
                 "alone": _figures(row.alone),
                 "overlapped": _figures(row.overlapped),
-                "crossing": None if math.isinf(row.crossing) else row.crossing,
+                "faster": None if row.faster is None else list(map(_span, row.faster)),
             }
             for row in rows
         ],
@@ -101,6 +106,10 @@ def as_json(
         "compress": verdict.compress,
         "verdict": verdict.text,
     }
+
+
+def _span(span: Span) -> dict[str, float | None]:
+    return {"above": span.above, "below": None if math.isinf(span.below) else span.below}
 
 
 def _figures(step: Step) -> dict[str, float]:

@@ -1,0 +1,37 @@
+"""Files that a command will write, looked at before it measures anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from horovod_topk.cli.frameworks import launched_rank
+
+
+def prints() -> bool:
+    """Whether this rank reports; files need to be there, and to be writable, on its host alone."""
+    return launched_rank() in (None, 0)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """That a file can be written, if this rank will write it.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not prints():
+        return
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}. Make it beforehand")
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: that is a folder. Name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option} {path}: it cannot be written. Name one elsewhere")
+
+
+def check_picture(path: Path) -> None:
+    """That it can be drawn and written, as `check_writable`."""
+    check_writable("--picture", path)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--picture needs matplotlib: pip install matplotlib")

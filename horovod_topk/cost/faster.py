@@ -1,0 +1,79 @@
+"""At which bandwidths a way is faster than dense.
+
+Mostly below one, as fewer bytes count the more the slower a network is. But a way may have fewer
+messages and more bytes, or more of both hidden: then it is above one, or between two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from horovod_topk.cost.machine import Machine
+from horovod_topk.cost.quantities import rate
+from horovod_topk.cost.step import Training, step
+from horovod_topk.cost.ways import Way
+
+DECADES = [10.0**power for power in range(4, 15)]  # bit/s, at which ways are compared first
+PRECISE = 1e-9  # of a logarithm of bits a second
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bandwidths, in bit/s."""
+
+    above: float  # 0: however slow, within `DECADES`
+    below: float  # infinity: however fast
+
+    def __str__(self) -> str:
+        if math.isinf(self.below):
+            return f"above {rate(self.above)}" if self.above else "at any bandwidth"
+        if self.above:
+            return f"between {rate(self.above)} and {rate(self.below)}"
+        return f"below {rate(self.below)}"
+
+
+def written(spans: Iterable[Span]) -> str:
+    """As a sentence has them."""
+    return " and ".join(map(str, spans))
+
+
+def faster(
+    dense: Way, other: Way, machine: Machine, training: Training, *, overlap: bool
+) -> tuple[Span, ...]:
+    """Bandwidths at which `other` takes less than `dense`, ascending; none: it never does."""
+
+    def gain(bandwidth: float) -> float:
+        there = replace(machine, network=replace(machine.network, bandwidth=bandwidth))
+        slow, fast = (step(w, there, training, overlap=overlap) for w in (dense, other))
+        return slow.seconds - fast.seconds
+
+    return tuple(_spans(gain, sorted({*DECADES, machine.network.bandwidth})))
+
+
+def _spans(gain: Callable[[float], float], places: list[float]) -> Iterator[Span]:
+    """Where a gain is above 0; its sign changes once at most between two places."""
+    gains = [gain(place) > 0 for place in places]
+    above = 0.0
+    pairs = itertools.pairwise(zip(places, gains, strict=True))
+    for (left, before), (right, after) in pairs:
+        if after and not before:
+            above = _change(gain, right, left)
+        elif before and not after:
+            yield Span(above, _change(gain, left, right))
+    if gains[-1]:
+        yield Span(above, math.inf)
+
+
+def _change(gain: Callable[[float], float], positive: float, negative: float) -> float:
+    """Where a gain's sign changes between two bandwidths."""
+    more, less = math.log(positive), math.log(negative)
+    while abs(less - more) > PRECISE:
+        middle = (more + less) / 2
+        if gain(math.exp(middle)) > 0:
+            more = middle
+        else:
+            less = middle
+    return math.exp((more + less) / 2)
