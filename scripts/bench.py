@@ -37,7 +37,7 @@ from horovod_topk.core.plan import make_plan
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.tensorflow.planning import Settings
-from horovod_topk.tensorflow.residuals import Residuals
+from horovod_topk.tensorflow.residuals import Stores
 from horovod_topk.tensorflow.state import OptimizerState
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,9 +137,7 @@ def in_tensorflow(ratio: float) -> Callable[[], None]:
         return Buffer(tf.concat([payload.value, payload.value], 0))
 
     settings = Settings("average", None, Alone(twice))
-    state = OptimizerState(
-        TopKConfig(ratio=ratio), variables, settings, *(Residuals() for _ in range(3))
-    )
+    state = OptimizerState(TopKConfig(ratio=ratio), variables, settings, Stores())
     collective = Collective(twice)
     state._collective = collective  # type: ignore[assignment]
     gradients = [tf.random.normal(v.shape, seed=i) for i, v in enumerate(variables)]

@@ -27,6 +27,7 @@ TWO = [
     ("tf_scaling", "tf_warmup", "tf_momentum"),
     ("checkpoint",),
     ("tf_taking",),
+    ("tf_rates",),
 ]
 MORE = [
     (3, ("tape", "sharded", "hierarchical", "groups_ratios")),
@@ -36,7 +37,7 @@ MORE = [
 
 
 # About files and optimizers, which know of no controller.
-OVER_GLOO_ALONE = [("checkpoint",), ("tf_taking",)]
+OVER_GLOO_ALONE = [("checkpoint",), ("tf_taking",), ("tf_rates",)]
 RUNS = [
     (controller, size, names)
     for controller in ("gloo", "mpi")

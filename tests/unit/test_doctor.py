@@ -128,6 +128,19 @@ def test_launchers() -> None:
     assert not system.ssh("/usr/bin/ssh").cure
 
 
+@pytest.mark.parametrize(
+    ("wheel", "environment", "cured"),
+    [(True, {}, True), (True, {"OPAL_PREFIX": "/venv"}, False), (False, {}, False)],
+)
+def test_the_wheel_of_open_mpi_is_told_where_it_is(
+    wheel: bool, environment: dict[str, str], cured: bool
+) -> None:
+    path = "/venv/bin/mpirun"
+    found = system.mpirun(path, lambda _: "Open MPI", wheel=wheel, environment=environment)
+    assert ("export OPAL_PREFIX=/venv, as" in found.cure) == cured
+    assert bool(found.cure) == cured
+
+
 def test_a_host_without_an_address() -> None:
     def fails(name: str) -> str:
         raise OSError(name)

