@@ -18,6 +18,7 @@ from horovod_topk.ratios import Asked, checked_rules
 
 ALONE = "world size 1: there is nobody to exchange with"  # why nothing is compressed
 TAKE_OVER = "optimizer"  # as `momentum`: the optimizer's own, from there on corrected
+_SETTINGS = ("config", "takes_over", "grad_scaler", "commit_dir")
 COMPACT: Mapping[str, Any] = {"ratio": 0.024, "values": "int4", "momentum": TAKE_OVER}
 
 
@@ -118,6 +119,14 @@ class Front(abc.ABC):
             name,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings: a copy, or what is unpickled elsewhere, has no optimizer yet."""
+        return {setting: getattr(self, setting) for setting in _SETTINGS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
     @classmethod
     def compact(cls, **settings: Any) -> Self:
         """What measured best at about 50 times fewer bytes: the optimizer's momentum, corrected.
@@ -192,6 +201,10 @@ class Front(abc.ABC):
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """As `OptimizerState.on_step`, of the one optimizer behind this instance."""
         self._only_state().on_step(callback)
+
+    @abc.abstractmethod
+    def _begin(self) -> None:
+        """Have no optimizer, and nothing asked for."""
 
     @staticmethod
     @abc.abstractmethod

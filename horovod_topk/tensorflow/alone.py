@@ -12,12 +12,13 @@ from horovod_topk.ops.tensorflow import Buffer
 from horovod_topk.tensorflow.graph import clipped
 from horovod_topk.tensorflow.planning import spec_of, unwrap
 from horovod_topk.tensorflow.residuals import Residuals
+from horovod_topk.tensorflow.scaling import is_dense
 
 
 def clipped_alone(gradients: Sequence[Any], limit: float) -> list[Any]:
     """Gradients of a norm of `limit` at most; sparse ones and None stay as they are."""
     result = list(gradients)
-    dense = [i for i, g in enumerate(result) if tf.is_tensor(g) and not _is_sparse(g)]
+    dense = [i for i, g in enumerate(result) if is_dense(g)]
     arrays = clipped([Buffer(result[i]) for i in dense], limit) if dense else []
     for i, array in zip(dense, arrays, strict=True):
         result[i] = array.value
@@ -42,7 +43,7 @@ def alone(
     result = list(gradients)
     moved = []
     for i, (name, gradient, variable) in enumerate(zip(names, gradients, variables, strict=True)):
-        if tf.is_tensor(gradient) and not _is_sparse(gradient):
+        if is_dense(gradient):
             inner = unwrap(variable)
             velocity = velocities.of(inner, spec_of(name, gradient, inner))
             following, result[i] = _moved(velocity, gradient, config)
@@ -55,10 +56,6 @@ def alone(
 
     tf.cond(tf.reduce_all(finite), commit, lambda: None)
     return result
-
-
-def _is_sparse(gradient: Any) -> bool:
-    return isinstance(gradient, tf.IndexedSlices)
 
 
 def _moved(velocity: Any, gradient: Any, config: TopKConfig) -> tuple[Any, Any]:

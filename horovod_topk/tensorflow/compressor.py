@@ -93,20 +93,11 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing has been asked yet."""
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._keeper: Keeper | None = None
         self._asked: list[float | None] = []  # by set_ratio, before there was a state to ask
         self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The settings: a copy, or what is unpickled elsewhere, has no residuals yet."""
-        return {"settings": {k: v for k, v in vars(self).items() if k in _SETTINGS}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state["settings"])
-        self._begin()
 
     @staticmethod
     def of(optimizer: Any) -> OptimizerState:
@@ -261,8 +252,6 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
     def _living_states(self) -> list[OptimizerState]:
         return sorted(self._states, key=lambda state: state.created)
 
-
-_SETTINGS = ("config", "takes_over", "grad_scaler", "commit_dir")
 
 # What tapes keep: they come and go, and so may the compressors they are given.
 _of_tapes: dict[TopKConfig, Memory] = {}

@@ -37,7 +37,8 @@ class Rungs:
     @property
     def ratio(self) -> float:
         """That of a step that begins now."""
-        return self._usual() if self.asked is None else self.asked
+        asked = self.asked
+        return self._usual() if asked is None else asked
 
     @property
     def committed(self) -> int | None:

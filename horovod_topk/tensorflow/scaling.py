@@ -117,7 +117,7 @@ def divided(gradients: Sequence[Any], scale: Any, variables: Sequence[Any]) -> l
     if scale is None:
         return list(gradients)
     for gradient, variable in zip(gradients, variables, strict=True):
-        if _is_dense(gradient) and gradient.dtype == tf.float16:
+        if is_dense(gradient) and gradient.dtype == tf.float16:
             raise UnsupportedDtypeError(
                 "float16 gradients cannot be taken out of a loss scale's units",
                 tensor=variable.name,
@@ -132,8 +132,9 @@ def multiplied(gradients: Sequence[Any], scale: Any) -> list[Any]:
 
 
 def _times(gradient: Any, factor: Any) -> Any:
-    return gradient * tf.cast(factor, gradient.dtype) if _is_dense(gradient) else gradient
+    return gradient * tf.cast(factor, gradient.dtype) if is_dense(gradient) else gradient
 
 
-def _is_dense(gradient: Any) -> bool:
+def is_dense(gradient: Any) -> bool:
+    """Whether it is a gradient that is compressed: neither None nor tf.IndexedSlices."""
     return tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices)

@@ -51,6 +51,7 @@ from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_o
 from horovod_topk.tensorflow.rates import noted, rescaled, turned
 from horovod_topk.tensorflow.residuals import Stores
 from horovod_topk.tensorflow.rungs import Rungs
+from horovod_topk.tensorflow.scaling import is_dense
 from horovod_topk.tensorflow.shares import Shares
 
 log = logging.getLogger("horovod_topk")
@@ -263,7 +264,7 @@ class OptimizerState:
         self.check_state_dict(state)
         self._rungs.go_on_at(asked_of(state))
         self._rungs.go_on_from(committed_of(state, self._rungs.committed or 0))
-        self._begun = steps_of(state, self.steps) - (self.steps - self._begun)
+        self._begun += steps_of(state, self.steps) - self.steps
         if self._shares is not None:
             self._kept().assign(state, self._shares)
         else:
@@ -307,8 +308,7 @@ class OptimizerState:
             PayloadError: another rank's bytes are no payload. While a tf.function runs, TensorFlow
                 hands on the text of this one alone, in an error of its own.
         """
-        mine = [i for i, gradient in enumerate(gradients) if tf.is_tensor(gradient)]
-        mine = [i for i in mine if not isinstance(gradients[i], tf.IndexedSlices)]
+        mine = [i for i, gradient in enumerate(gradients) if is_dense(gradient)]
         self._note_skipped(gradients)
         result: list[Any] = [None] * len(gradients)
         if mine:

@@ -79,6 +79,9 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._begin()
+
+    def _begin(self) -> None:
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
         self._keeper: Keeper | None = None
 
@@ -113,13 +116,6 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
     def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:
         """Return the tensor: gradients are decoded before Horovod asks."""
         return tensor
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The settings: a copy, or what is unpickled elsewhere, has no optimizer yet."""
-        return {**vars(self), "_states": None, "_keeper": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _states=weakref.WeakSet())
 
     def attached(self, state: OptimizerState) -> None:
         """Remember an optimizer's state; called by the seam."""

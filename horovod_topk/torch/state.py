@@ -248,7 +248,7 @@ class OptimizerState:
         """
         if self.active:
             self._compressor.load_state_dict(state)
-            self._begun = steps_of(state, self.steps) - (self.steps - self._begun)
+            self._begun += steps_of(state, self.steps) - self.steps
             self._drop_step()
 
     def reset(self) -> None:

