@@ -202,8 +202,7 @@ class Front(abc.ABC):
         """As `OptimizerState.on_step`, of the one optimizer behind this instance."""
         self._only_state().on_step(callback)
 
-    @abc.abstractmethod
-    def _begin(self) -> None:
+    def _begin(self) -> None:  # noqa: B027  # there may be nothing to begin with
         """Have no optimizer, and nothing asked for."""
 
     @staticmethod
