@@ -1,8 +1,8 @@
 """`make bench-wire`: the bytes that leave a host's network card, for a ResNet-50's gradients.
 
-Hosts are namespaces of this machine (`scripts/cluster`), one rank each, on links of 1 Gbit/s. All
-ways of exchanging take turns in one job for each number of hosts and cycle time (`wire.rank`).
-Writes docs/results/wire.json and from it docs/wire.md.
+Hosts are namespaces of this machine (`scripts/cluster`), on links of 1 Gbit/s. All ways of
+exchanging take turns in one job for each number of hosts, cycle time and ranks a host
+(`wire.rank`). Writes docs/results/wire.json and from it docs/wire.md.
 
     sudo make bench-wire                               # all of it: half an hour on two cores
     sudo make bench-wire ARGS="--hosts 2 4 --keep"     # these; other jobs' results stay
@@ -24,6 +24,9 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ RATE = "1gbit"
 HOSTS = range(2, 9)
 QUIET, DEFAULT = 50, 1  # milliseconds a cycle
 DEFAULT_HOSTS = (2, 4, 8)  # those measured at Horovod's default cycle too
+SHARED_HOSTS = (2, 4)  # and those measured with several ranks each too
+SLOTS = 2  # these many
 LIMIT_SECONDS = 1200.0  # a job
 RANK = launch.ROOT / "scripts" / "wire" / "rank.py"
 RESULTS = launch.ROOT / "docs" / "results" / "wire.json"
@@ -48,23 +53,48 @@ PAGE = launch.ROOT / "docs" / "wire.md"
 Job = dict[str, Any]
 
 
-def measure(hosts: int, cycle: int, steps: int) -> Job:
+@dataclass(frozen=True)
+class Setting:
+    """What makes a job another one."""
+
+    hosts: int
+    cycle: int = QUIET
+    slots: int = 1  # ranks a host
+
+    @property
+    def name(self) -> str:
+        """For progress bars."""
+        return f"{self.hosts} hosts x {self.slots}, cycle {self.cycle} ms"
+
+
+def settings(hosts: Sequence[int], cycles: Sequence[int]) -> Iterator[Setting]:
+    """Those of so many hosts and such cycles that are measured."""
+    for count, cycle in product(hosts, cycles):
+        if cycle == QUIET or count in DEFAULT_HOSTS:
+            yield Setting(count, cycle)
+    for count in hosts:
+        if count in SHARED_HOSTS and QUIET in cycles:
+            yield Setting(count, slots=SLOTS)
+
+
+def measure(setting: Setting, steps: int) -> Job:
     """One job: what every card sent in each way.
 
     Raises:
         ClusterError: it failed.
     """
-    with tempfile.TemporaryDirectory() as folder, Cluster(hosts, Link.of(RATE)) as cluster:
+    room = Cluster(setting.hosts, Link.of(RATE), slots=setting.slots)
+    with tempfile.TemporaryDirectory() as folder, room as cluster:
         found = Path(folder) / "found.json"
         arguments = ["--steps", str(steps), "--json", str(found)]
         cluster.run(
             ["horovodrun", "--gloo", sys.executable, str(RANK), *arguments],
-            {"HOROVOD_CYCLE_TIME": str(cycle), "OMP_NUM_THREADS": "1"}
-            | {"PYTHONPATH": launch.python_path()},
+            {"HOROVOD_CYCLE_TIME": str(setting.cycle), "HOROVOD_TIMELINE": "DYNAMIC"}
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": launch.python_path()},
             limit_seconds=LIMIT_SECONDS,
         )
         job: Job = json.loads(found.read_text())
-    return {"cycle": cycle, **job, "machine": machine()}
+    return {"cycle": setting.cycle, **job, "machine": machine()}
 
 
 def machine() -> dict[str, Any]:
@@ -84,9 +114,12 @@ def machine() -> dict[str, Any]:
 
 def merged(jobs: list[Job], new: Job) -> list[Job]:
     """With a job in the place of the one it repeats."""
-    key = new["ranks"], new["cycle"]
-    kept = [job for job in jobs if (job["ranks"], job["cycle"]) != key]
-    return sorted([*kept, new], key=lambda job: (-job["cycle"], job["ranks"]))
+
+    def key(job: Job) -> tuple[int, int, int]:
+        return job["slots"], -job["cycle"], job["ranks"]
+
+    kept = [job for job in jobs if key(job) != key(new)]
+    return sorted([*kept, new], key=key)
 
 
 def main() -> int:
@@ -101,12 +134,10 @@ def main() -> int:
     args = parser.parse_args()
     keep = args.keep or not args.hosts
     jobs: list[Job] = json.loads(RESULTS.read_text()) if keep and RESULTS.exists() else []
-    wanted = [(hosts, cycle) for hosts in args.hosts for cycle in args.cycles]
-    wanted = [job for job in wanted if job[1] == QUIET or job[0] in DEFAULT_HOSTS]
     try:
-        for hosts, cycle in (bar := tqdm(wanted, unit="job")):
-            bar.set_postfix_str(f"{hosts} hosts, cycle {cycle} ms")
-            jobs = merged(jobs, measure(hosts, cycle, args.steps))
+        for setting in (bar := tqdm(list(settings(args.hosts, args.cycles)), unit="job")):
+            bar.set_postfix_str(setting.name)
+            jobs = merged(jobs, measure(setting, args.steps))
             RESULTS.write_text(json.dumps(jobs, indent=1) + "\n")
     except ClusterError as error:
         print(f"bench-wire: {error}", file=sys.stderr)

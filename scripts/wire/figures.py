@@ -16,26 +16,19 @@ class Figures:
     """Of one way in one job, in bytes a step and host."""
 
     seconds: float  # a step, with the machine as busy as it was
+    cycles: float  # of Horovod, in which its ranks talk
     card: float  # left the card, with all headers
     idle: float  # leaves it in the same time when nothing is exchanged, with all headers
+    talk: float  # leaves it in as many cycles in which nothing is exchanged, with all headers
     payload: float  # `card` without headers
-    idle_payload: float  # `idle` without headers
+    talk_payload: float  # `talk` without headers
     stats: float | None  # what `TopKEF.stats()` says is sent
 
     @property
-    def carried(self) -> tuple[float, float]:
-        """Against stats(): what the packets carry, as if idle talk went on all the time, and all.
-
-        While ranks exchange they talk less than when idle, so that the truth lies between.
-        """
-        assert self.stats is not None
-        return (self.payload - self.idle_payload) / self.stats, self.payload / self.stats
-
-    @property
     def disagreement(self) -> float:
-        """How far stats() is outside of that, as a share of itself."""
-        least, most = self.carried
-        return max(0.0, least - 1) or min(0.0, most - 1)
+        """How much more the packets carry than `stats()` says, as a share of that."""
+        assert self.stats is not None
+        return (self.payload - self.talk_payload) / self.stats - 1
 
 
 def figures(job: Job) -> dict[str, Figures]:
@@ -49,9 +42,9 @@ def reductions(found: dict[str, Figures]) -> dict[str, float]:
 
 
 def reductions_of_exchanges(found: dict[str, Figures]) -> dict[str, float]:
-    """The same with idle talk taken off both."""
-    dense = found[DENSE].card - found[DENSE].idle
-    return {name: dense / (each.card - each.idle) for name, each in found.items()}
+    """The same with the talk of as many cycles taken off both."""
+    dense = found[DENSE].card - found[DENSE].talk
+    return {name: dense / (each.card - each.talk) for name, each in found.items()}
 
 
 def _mean(hosts: list[dict[str, Any]]) -> Figures:
@@ -61,6 +54,6 @@ def _mean(hosts: list[dict[str, Any]]) -> Figures:
     stats = None if hosts[0]["stats"] is None else mean("stats")
     return Figures(
         max(host["seconds"] for host in hosts),
-        *map(mean, ("bytes", "idle_bytes", "payload", "idle_payload")),
+        *map(mean, ("cycles", "bytes", "idle_bytes", "talk_bytes", "payload", "talk_payload")),
         stats,
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from study.markdown import table
 from wire.card import HEADERS
 from wire.figures import Figures, figures, reductions
 from wire.goals import ByHosts, verdicts
-from wire.ways import ways
 
 Job = dict[str, Any]
 
@@ -19,27 +18,26 @@ PAGE = """\
 <!-- Written by `make bench-wire` from docs/results/wire.json. Change scripts/wire/ instead. -->
 
 What leaves a host's network card in a step, for a ResNet-50's gradients (161 tensors, 25,557,032
-float32): {hosts} hosts, one rank each, Horovod on Gloo. The hosts are network namespaces of one
-machine, on links of 1 Gbit/s (`scripts/netlab`). Means over the hosts of {steps} steps; the
-kernel's packet scheduler counts, between two barriers.
+float32): {hosts} hosts, one rank each unless it says otherwise, Horovod on Gloo. The hosts are
+network namespaces of one machine, on links of 1 Gbit/s (`scripts/netlab`). Means over the hosts of
+{steps} steps; the kernel's packet scheduler counts, between two barriers.
 
 - *on the card*: bytes of all packets with their Ethernet, IP and TCP headers, {headers} a packet,
   acknowledgements and Horovod's negotiation included. On a cable each packet is 24 bytes longer.
-- *idle*: what the same job sends when it does nothing for as long as a step took. Horovod's ranks
-  talk once a cycle, whatever they exchange: by default every millisecond. The first tables are at a
-  cycle of {quiet} ms (`HOROVOD_CYCLE_TIME`), where less of that is left; the last at the default.
-  The longer a step takes, the more of it: these steps took as long as a busy machine made them.
+- *cycles*: Horovod's ranks talk once a cycle, whatever they exchange: by default every
+  millisecond. The first tables are at a cycle of {quiet} ms (`HOROVOD_CYCLE_TIME`), where less of
+  that is left; the last at the default. A cycle that exchanges something lasts longer. The cycles
+  of a step are counted in Horovod's timeline.
+- *idle*: what the same job sends when it does nothing for as long as a step took; these steps took
+  as long as a busy machine made them. *talk*: what it sends in as many cycles when it does nothing.
 - *fewer*: how many times fewer bytes on the card than with Horovod's dense allreduce.
-- *stats()*: the bytes that `TopKEF.of(optimizer).stats()` says a rank sends; *carried / stats()*:
-  what the packets carry, without headers, against that: with idle talk taken off, and all of it.
-  Ranks that exchange talk less than idle ones, so that the truth lies between; where idle talk
-  could be half of it, only the most is given.
+- *stats()*: the bytes that `TopKEF.of(optimizer).stats()` says leave a host; *carried / stats()*:
+  what the packets carry, without headers and without talk, against that.
 
 ## Goals
 
-At a cycle of {quiet} ms. The least of all numbers of hosts: with all that leaves the card, and
-without idle talk, which is then taken off dense as well (a little too much, so that the truth lies
-between).
+At a cycle of {quiet} ms, one rank a host. The least of all numbers of hosts: with all that leaves
+the card, and without talk, which is then taken off dense as well.
 
 {goals}
 
@@ -48,6 +46,10 @@ between).
 At a cycle of {quiet} ms, with all that leaves the card.
 
 {reduced}
+
+### Two ranks a host
+
+{shared}
 
 ## Bytes on the card
 
@@ -62,7 +64,8 @@ Machine: {cpu}, {cores} cores that other work shared, Linux {kernel}, congestion
 def page(jobs: list[Job]) -> str:
     """All of it."""
     quiet = max(job["cycle"] for job in jobs)
-    found: ByHosts = {job["ranks"]: figures(job) for job in jobs if job["cycle"] == quiet}
+    found = _by_hosts(job for job in jobs if job["cycle"] == quiet and job["slots"] == 1)
+    shared = _by_hosts(job for job in jobs if job["slots"] > 1)
     machine = jobs[-1]["machine"]
     return PAGE.format(
         hosts=f"{min(found)} to {max(found)}",
@@ -71,6 +74,7 @@ def page(jobs: list[Job]) -> str:
         quiet=quiet,
         goals=_goals(found),
         reduced=_reduced(found),
+        shared=_reduced(shared) if shared else "Not measured.",
         details="\n\n".join(_detail(job) for job in jobs),
         congestion=machine["congestion control"],
         **{key: machine[key] for key in ("cpu", "cores", "kernel", "python", "torch")},
@@ -79,32 +83,38 @@ def page(jobs: list[Job]) -> str:
     )
 
 
+def _by_hosts(jobs: Iterable[Job]) -> ByHosts:
+    return {job["ranks"] // job["slots"]: figures(job) for job in jobs}
+
+
 def _goals(found: ByHosts) -> str:
     rows = ((v.goal, v.measured, v.met) for v in verdicts(found))
     return table(("goal", "measured", "met"), rows)
 
 
 def _reduced(found: ByHosts) -> str:
-    each = {hosts: reductions(ways_) for hosts, ways_ in found.items()}
-    rows = ((way.name, *(f"{each[h][way.name]:,.1f}" for h in sorted(each))) for way in ways())
-    return table(("hosts", *map(str, sorted(each))), rows)
+    each = {hosts: reductions(of) for hosts, of in sorted(found.items())}
+    names = next(iter(each.values()))
+    rows = ((name, *(f"{of[name]:,.1f}" for of in each.values())) for name in names)
+    return table(("hosts", *map(str, each)), rows)
 
 
 def _detail(job: Job) -> str:
-    head = "", "seconds", "on the card", "of it headers", "idle", "fewer", "stats()"
-    title = f"### {job['ranks']} hosts, a cycle of {job['cycle']} ms"
-    return f"{title}\n\n{table((*head, 'carried / stats()'), _rows(figures(job)))}"
+    head = "", "seconds", "cycles", "on the card", "of it headers", "idle", "talk", "fewer"
+    title = f"### {job['ranks'] // job['slots']} hosts, a cycle of {job['cycle']} ms"
+    title += f", {job['slots']} ranks each" * (job["slots"] > 1)
+    return f"{title}\n\n{table((*head, 'stats()', 'carried / stats()'), _rows(figures(job)))}"
 
 
 def _rows(found: dict[str, Figures]) -> Iterator[tuple[str, ...]]:
     reduced = reductions(found)
     for name, each in found.items():
+        sizes = each.card, each.card - each.payload, each.idle, each.talk
         yield (
             name,
             f"{each.seconds:.2f}",
-            f"{each.card:,.0f}",
-            f"{each.card - each.payload:,.0f}",
-            f"{each.idle:,.0f}",
+            f"{each.cycles:.0f}",
+            *(f"{size:,.0f}" for size in sizes),
             f"{reduced[name]:,.1f}x",
             *_against_stats(each),
         )
@@ -113,6 +123,4 @@ def _rows(found: dict[str, Figures]) -> Iterator[tuple[str, ...]]:
 def _against_stats(each: Figures) -> tuple[str, str]:
     if each.stats is None:
         return "", ""
-    least, most = each.carried
-    told = f"{least:.2f} to {most:.2f}" if least > 0.5 else f"at most {most:.2f}"
-    return f"{each.stats:,.0f}", told
+    return f"{each.stats:,.0f}", f"{1 + each.disagreement:.3f}"

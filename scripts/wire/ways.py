@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 DENSE, HALF = "Horovod, dense", "Horovod, fp16"
 EXCHANGES = ("allgather", "sharded")
+NODES = "hierarchical"  # where a host has several ranks
 VALUES = ("float32", "int8", "int4")
 SETTINGS = ({"ratio": 0.01}, {"ratio": 0.001, "min_numel": 0})  # what TopKEF is given
 
@@ -34,11 +35,11 @@ def name_of(exchange: str, values: str, ratio: float, min_numel: int = 1024) -> 
     return f"{exchange}, {values}, {ratio:g}{suffix}"
 
 
-def ways() -> Iterator[Way]:
-    """All of them, dense first."""
+def ways(slots: int = 1) -> Iterator[Way]:
+    """All of them with so many ranks a host, dense first."""
     yield Way(DENSE, "float32")
     yield Way(HALF, "float16")
     for settings in SETTINGS:
-        for exchange in EXCHANGES:
+        for exchange in (*EXCHANGES, NODES)[: 2 + (slots > 1)]:
             for values in VALUES:
                 yield Way(exchange, values, **settings)  # type: ignore[arg-type]
