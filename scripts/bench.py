@@ -139,7 +139,7 @@ def in_tensorflow(ratio: float) -> Callable[[], None]:
     settings = Settings("average", None, Alone(twice))
     state = OptimizerState(TopKConfig(ratio=ratio), variables, settings, Stores())
     collective = Collective(twice)
-    state._collective = collective  # type: ignore[assignment]
+    state._routes._collective = collective
     gradients = [tf.random.normal(v.shape, seed=i) for i, v in enumerate(variables)]
     run = tf.function(lambda mine: state.exchange(mine, variables), autograph=False)
     return lambda: run(gradients)

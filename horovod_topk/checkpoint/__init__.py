@@ -34,7 +34,7 @@ log = logging.getLogger("horovod_topk")
 
 __all__ = ["load", "save"]
 
-# What this process has saved: whose each file is, and after how many steps.
+# What optimizers of this process have saved last: whose each file is, and after how many steps.
 _written: dict[Path, tuple[weakref.ref[Any], int]] = {}
 
 
@@ -66,7 +66,7 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
     place = {"rank": rank, "ranks": ranks, "steps": state.steps}
     facts = {**place, "reduction": state.reduction, "tensors": state.tensors}
     shard.write(path, shard.dump({**contents, **facts}, state.framework))
-    _written[path.resolve()] = weakref.ref(state), state.steps
+    _note_written(path, state)
     return path
 
 
@@ -139,6 +139,15 @@ def _check_not_anothers(path: Path, state: State) -> None:
         f"{path} is of another optimizer of this job, which saved it after as many steps",
         cure="Give each optimizer a name= of its own, to save and to load",
     )
+
+
+def _note_written(path: Path, state: State) -> None:
+    """A file is of this state; what it saved after other steps no longer matters."""
+    for known, (saved, steps) in list(_written.items()):
+        owner = saved()
+        if owner is None or (owner is state and steps != state.steps):
+            del _written[known]
+    _written[path.resolve()] = weakref.ref(state), state.steps
 
 
 def _check_nothing_is_lost(folder: Path, name: str, state: State, *, strict: bool) -> None:

@@ -13,9 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.config import TopKConfig
-from horovod_topk.core.agreement import agree
-from horovod_topk.core.choice import exchange_of
-from horovod_topk.core.codec import TopK
 from horovod_topk.core.front import (
     check_all_exchange,
     check_elastic,
@@ -23,36 +20,32 @@ from horovod_topk.core.front import (
     elastic,
     why_inactive,
 )
-from horovod_topk.core.momentum import check_dtypes
-from horovod_topk.core.plan import RESIDUAL_DTYPE, Plan, TensorSpec
+from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
 from horovod_topk.core.rates import RATES, rates_of
 from horovod_topk.core.residual import (
     ASKED,
     COMMITTED,
     asked_of,
-    check_owner,
-    check_state,
     check_velocity,
     committed_of,
     pack_state,
     steps_of,
 )
-from horovod_topk.core.stats import Stats, StepCounters, count_step, describe, planned
+from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
 from horovod_topk.elastic import Keeper
 from horovod_topk.elastic.standing import Clock
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
 from horovod_topk.tensorflow.alone import alone, clipped_alone
 from horovod_topk.tensorflow.collective import HorovodCollective
-from horovod_topk.tensorflow.dicts import as_buffers, has_residuals, joined, without
-from horovod_topk.tensorflow.graph import Route, Transport, norm_of, step
-from horovod_topk.tensorflow.kept import Kept
-from horovod_topk.tensorflow.planning import Settings, names_of, plan_of, spec_of, unwrap
+from horovod_topk.tensorflow.dicts import joined
+from horovod_topk.tensorflow.graph import Route, norm_of, step
+from horovod_topk.tensorflow.planning import Settings, names_of, spec_of, unwrap
 from horovod_topk.tensorflow.rates import noted, rescaled, turned
 from horovod_topk.tensorflow.residuals import Stores
+from horovod_topk.tensorflow.routes import Routes
 from horovod_topk.tensorflow.rungs import Rungs
 from horovod_topk.tensorflow.scaling import is_dense
-from horovod_topk.tensorflow.shares import Shares
 
 log = logging.getLogger("horovod_topk")
 
@@ -85,13 +78,10 @@ class OptimizerState:
         self._config, self._settings = config, settings
         self._names = names_of(variables)
         self._stores = stores
-        self._routes: dict[tuple[TensorSpec, ...], Route] = {}
         self._functions: dict[tuple[str, float], Callable[..., list[Any]]] = {}
         self._last: Route | None = None
         self._skipped: dict[str, str] = {}
         self._callbacks: list[Callable[[StepCounters], None]] = []
-        self._waiting: Mapping[str, Any] | None = None  # loaded before the residuals were made
-        self._taken = set[str]()  # names that have had theirs of it
         self._steps = self._rolled_back = 0
         self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
         self._before = 0  # steps of an elastic job that this state has not seen, less those undone
@@ -107,18 +97,18 @@ class OptimizerState:
         collective = HorovodCollective(settings.process_set, resizable=elastic())
         self._ops, self._collective = TensorFlowOps(), collective
         self._rungs = Rungs(config)
-        self._transport: Transport | None = None  # chosen when the first route is made
-        self._shares: Shares | None = None
+        self._routes = Routes(config, settings, self._names, stores, self._ops, collective)
 
     # What a user may ask.
 
     def stats(self) -> Stats:
         """Totals and norms so far; call it on any rank, it is local."""
-        if self._last is None or self._transport is None:
+        transport = self._routes.transport
+        if self._last is None or transport is None:
             return Stats(active=self.active, skipped=dict(self._skipped))
-        kept = self._kept()
+        kept = self._routes.kept()
         stats = replace(
-            planned(self._last.plan, self._transport.exchange),
+            planned(self._last.plan, transport.exchange),
             steps=self._steps,
             rolled_back=self._rolled_back,
             residual_norm=self._norm_of(kept.residuals),
@@ -159,7 +149,7 @@ class OptimizerState:
     @property
     def tensors(self) -> dict[str, list[int]]:
         """Shapes of the gradients that are compressed, by name, as far as they are known."""
-        return {name: list(spec.shape) for name, spec in self._specs().items()}
+        return {name: list(spec.shape) for name, spec in self._routes.specs().items()}
 
     @property
     def steps(self) -> int:
@@ -202,15 +192,15 @@ class OptimizerState:
         """
         if not self.active:
             return {}
-        shares, waiting = self._shares, self._waiting or {}
+        shares, waiting = self._routes.shares, self._routes.waiting or {}
         if shares is None:
             return self._counted(dict(waiting) or pack_state(self._config.ratio, [], {}))
-        kept = self._kept()
+        kept = self._routes.kept()
         copies = {name: shares.natural(name, e) for name, e in kept.residuals.items()}
-        specs = self._specs().values() if shares.keeps else ()
+        specs = self._routes.specs().values() if shares.keeps else ()
         state = pack_state(self._config.ratio, specs, copies)
         if shares.owner is not None:
-            own = self._packed(shares.owned(self._specs().values()), kept.owned, "owned")
+            own = self._packed(shares.owned(self._routes.specs().values()), kept.owned, "owned")
             state["owned"] = shares.owner | own
         if self._config.momentum:
             state["velocity"] = self._packed(specs, kept.velocities, "velocity")
@@ -222,7 +212,7 @@ class OptimizerState:
         """A state dict within the state dict."""
         copies = {name: tf.identity(e) for name, e in kept.items()}
         packed = pack_state(self._config.ratio, specs, copies)
-        return joined(packed, (self._waiting or {}).get(part, {}))
+        return joined(packed, (self._routes.waiting or {}).get(part, {}))
 
     def _counted(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict with what ratios follow from, and the rates that residuals follow."""
@@ -232,8 +222,8 @@ class OptimizerState:
         if self._rungs.asked is not None:
             state = state | {ASKED: self._rungs.asked}
         if self._config.follow_lr:
-            waiting = rates_of(self._waiting or {})
-            state = state | {RATES: {**waiting, **noted(self._kept().units)}}
+            waiting = rates_of(self._routes.waiting or {})
+            state = state | {RATES: {**waiting, **noted(self._routes.kept().units)}}
         return state
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -242,16 +232,8 @@ class OptimizerState:
         asked_of(state)
         rates_of(state)
         check_velocity(bool(self._config.momentum), state)
-        if self._shares is not None:
-            self._check(state, list(self._specs().values()), self._shares)
-
-    def _check(self, state: Mapping[str, Any], specs: Sequence[TensorSpec], shares: Shares) -> None:
-        check_owner(shares.owner, state.get("owned"))
-        check_state(as_buffers(state), specs if shares.keeps else (), self._ops)
-        if shares.has_owners:
-            check_state(as_buffers(state["owned"]), shares.owned(specs), self._ops)
-        if self._config.momentum:
-            check_state(as_buffers(state["velocity"]), specs, self._ops)
+        if self._routes.shares is not None:
+            self._routes.check(state, list(self._routes.specs().values()), self._routes.shares)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take on residuals that this rank saved; before the first step they are kept until then.
@@ -265,15 +247,15 @@ class OptimizerState:
         self._rungs.go_on_at(asked_of(state))
         self._rungs.go_on_from(committed_of(state, self._rungs.committed or 0))
         self._begun += steps_of(state, self.steps) - self.steps
-        if self._shares is not None:
-            self._kept().assign(state, self._shares)
+        if self._routes.shares is not None:
+            self._routes.kept().assign(state, self._routes.shares)
         else:
-            self._waiting = state
+            self._routes.waiting = state
 
     def reset(self) -> None:
         """Forget all residuals. Call it on every rank."""
-        self._waiting = None
-        self._kept().reset()
+        self._routes.waiting = None
+        self._routes.kept().reset()
 
     def residual(self, name: str) -> Any:
         """A copy of one tensor's residual, flat, float32 (float64 for a float64 one).
@@ -281,10 +263,10 @@ class OptimizerState:
         Raises:
             KeyError: no such tensor is compressed.
         """
-        spec = self._specs()[name]
-        if self._shares is None or not self._shares.keeps:
+        spec, shares = self._routes.specs()[name], self._routes.shares
+        if shares is None or not shares.keeps:
             return tf.zeros([spec.numel], RESIDUAL_DTYPE[spec.dtype])
-        return self._shares.natural(name, self._kept().residuals[name])
+        return shares.natural(name, self._routes.kept().residuals[name])
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """Call `callback` at the end of every step with counters, in the thread that runs it."""
@@ -347,97 +329,25 @@ class OptimizerState:
         """The way for these gradients; all ranks agree on it when it is first taken."""
         pairs = zip(names, gradients, variables, strict=True)
         specs = tuple(spec_of(name, gradient, variable) for name, gradient, variable in pairs)
-        if specs not in self._routes:
-            self._routes[specs] = self._new_route(specs, variables)
+        route = self._routes.get(specs)
+        if route is None:
+            if self._config.warmup is not None:
+                check_kept(self.keeper, "warmup= counts steps, of which")
+            route = self._routes.make(specs, variables)
+            self._skipped |= route.plan.sent_dense()
             _LIVE.add(self)
-        self._last = self._routes[specs]
-        return self._last
-
-    def _new_route(self, specs: tuple[TensorSpec, ...], variables: list[Any]) -> Route:
-        if self._config.warmup is not None:
-            check_kept(self.keeper, "warmup= counts steps, of which")
-        plan = plan_of(specs, variables, self._config, self._settings, self._names)
-        prefix = self._config.name or f"topkef.{plan.digest.hex()}"
-        ordinal = _free_ordinal(prefix)
-        with tf.init_scope():  # at once, also while a graph is being built
-            if not elastic():  # there, ranks that join late make theirs alone
-                ordinal = agree(plan, ordinal, self._ops, self._collective)
-            shares = self._settle(plan)
-            kept = self._residuals_of(specs, variables, plan, shares)
-            owned = self._owned_of(specs, variables, plan, shares)
-            moving = self._velocities_of(specs, variables, plan)
-            units = self._units_of(specs, variables)
-            route = Route(specs, plan, prefix, ordinal, kept, owned, moving, units)
-            self._take_on_waiting(route, shares)
-        self._skipped |= plan.sent_dense()
-        log.info("TopKEF %s: %s", route.name, plan.summary())
+        self._last = route
         return route
-
-    def _settle(self, plan: Plan) -> Shares:
-        """Choose the exchange, with all ranks, unless it is chosen."""
-        if self._transport is None or self._shares is None:
-            ops, collective = self._ops, self._collective
-            exchange = exchange_of(plan, ops, collective)
-            log.info("TopKEF: %s", describe(exchange))
-            self._transport = Transport(ops, TopK(ops), collective, exchange)
-            self._shares = Shares(exchange, ops)
-        return self._shares
-
-    def _residuals_of(
-        self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan, shares: Shares
-    ) -> dict[str, Any]:
-        """Residuals of this rank's gradients, if it keeps any."""
-        pairs = zip(specs, variables, strict=True) if shares.keeps else ()
-        return {s.name: self._stores.residuals.of(v, s, shares.order(s, plan)) for s, v in pairs}
-
-    def _owned_of(
-        self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan, shares: Shares
-    ) -> dict[str, Any]:
-        """Residuals of this rank's shards, if it owns any."""
-        pairs = zip(shares.owned(specs), variables, strict=False)
-        return {s.name: self._stores.owned.of(v, s, shares.order(s, plan)) for s, v in pairs}
-
-    def _velocities_of(
-        self, specs: Sequence[TensorSpec], variables: Sequence[Any], plan: Plan
-    ) -> dict[str, Any]:
-        """Velocities of this rank's gradients, with momentum correction."""
-        if not self._config.momentum:
-            return {}
-        check_dtypes(plan)
-        return {
-            s.name: self._stores.velocities.of(v, s) for s, v in zip(specs, variables, strict=True)
-        }
-
-    def _units_of(self, specs: Sequence[TensorSpec], variables: Sequence[Any]) -> dict[str, Any]:
-        """Learning rates in whose units residuals are, if they follow them."""
-        pairs = zip(specs, variables, strict=True) if self._config.follow_lr else ()
-        return {
-            s.name: self._stores.units.of(v, replace(s, shape=(1,), dtype="float64"))
-            for s, v in pairs
-        }
-
-    def _take_on_waiting(self, route: Route, shares: Shares) -> None:
-        """Give residuals what was loaded for them before they were asked for, once."""
-        if self._waiting is None:
-            return
-        new = [spec for spec in route.specs if spec.name not in self._taken]
-        names = {spec.name for spec in new}
-        later = {name for name in self._names if name not in names}
-        now = without(self._waiting, later)
-        self._check(now, new, shares)
-        Kept.of([route], names).assign(now, shares)
-        self._taken |= names
-        rest = without(self._waiting, names)
-        self._waiting = rest if has_residuals(rest) else None
 
     def _build(self, route: Route, ratio: float, gradients: list[Any], rate: Any) -> list[Any]:
         """One step as a graph, and its end on the host."""
         route = route.at(ratio)
+        transport = self._routes.transport
+        assert transport is not None  # a route is made with it
         with tf.name_scope("topkef"):
-            assert self._transport is not None  # a route is made with it
             besides = [*self._rungs.counted(), *turned(route, rate)]
             owed = rescaled(route, rate)
-            exchanged, flags = step(route, gradients, self._transport, besides, owed)
+            exchanged, flags = step(route, gradients, transport, besides, owed)
             this = weakref.ref(self)  # a graph outlives the models it was made for
 
             def count(flags: Any, norm: Any) -> None:
@@ -450,7 +360,8 @@ class OptimizerState:
 
     def _count(self, route: Route, flags: Any, norm: Any) -> None:
         """Note the end of a step, on the host."""
-        assert self._transport is not None
+        transport = self._routes.transport
+        assert transport is not None
         self._last, plan = route, route.plan
         flagged = [bool(flag) for flag in flags.numpy()]
         self._gradient_norm = float(norm)
@@ -460,18 +371,11 @@ class OptimizerState:
         counters = count_step(
             self._steps + self._rolled_back,
             not any(flagged),
-            self._transport.exchange.traffic(plan),
+            transport.exchange.traffic(plan),
             [name for name, flag in zip(names, flagged, strict=True) if flag],
         )
         for callback in self._callbacks:
             callback(counters)
-
-    def _kept(self) -> Kept:
-        """All variables, in the order of those whose gradients they are of."""
-        return Kept.of(self._routes.values(), self._names)
-
-    def _specs(self) -> dict[str, TensorSpec]:
-        return {spec.name: spec for route in self._routes.values() for spec in route.specs}
 
     def _norm_of(self, variables: Mapping[str, Any]) -> float:
         return math.hypot(*(self._ops.norm(Buffer(each)) for each in variables.values()))
@@ -484,9 +388,3 @@ class OptimizerState:
     def _skip(self, name: str, reason: str) -> None:
         self._skipped[name] = reason
         log.warning("TopKEF does not compress %s: %s", name, reason)
-
-
-def _free_ordinal(prefix: str) -> int:
-    """One above all of the same prefix that live."""
-    routes = (route for state in live_states() for route in state._routes.values())
-    return max((route.ordinal for route in routes if route.prefix == prefix), default=-1) + 1

@@ -30,14 +30,14 @@ from horovod_topk.core.front import (
     elastic,
     why_inactive,
 )
-from horovod_topk.core.plan import Plan
 from horovod_topk.core.residual import steps_of
 from horovod_topk.core.stats import Stats, StepCounters, describe
 from horovod_topk.elastic import Keeper
 from horovod_topk.elastic.standing import Clock
 from horovod_topk.errors import ShapeChangedError
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch.arrival import Arrival, Slot, any_applied, check_unchanged
+from horovod_topk.torch.arrival import Slot
+from horovod_topk.torch.buckets import Buckets
 from horovod_topk.torch.clipping import clip_alone
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.momentum import (
@@ -78,17 +78,13 @@ class OptimizerState:
         takes_over: bool = False,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._names: dict[Tensor, str] = optimizer._parameter_names
+        self._buckets = Buckets(optimizer._parameter_names)
         self._skipped: dict[str, str] = {}
         self._late: Counter[str] = Counter()
         self._late_are_checked = False  # in the present synchronize()
-        # Found by id, as a tensor's hash is a call into Python; slots keep parameters alive.
-        self._slots: dict[int, Slot] = {}
-        self._buckets: dict[int, list[Slot]] = {}  # slots in the plan's order, by ordinal
-        self._missing: dict[int, int] = {}  # gradients a bucket waits for, by ordinal
         self._handles = optimizer._handles
         self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
-        self.label = f"{type(optimizer).__name__} with {len(self._names)} parameters"
+        self.label = f"{type(optimizer).__name__} with {len(optimizer._parameter_names)} parameters"
         reason = why_inactive(optimizer.process_set)
         self.active = reason is None
         self.keeper: Keeper | None = None  # in an elastic job whose state has this
@@ -117,7 +113,7 @@ class OptimizerState:
         name = f"{self._prefix}.{self._ordinal}"
         self._compressor = Compressor(plan, ops, TopK(ops), exchange, name)
         self._compressor.rates = followed(optimizer, config)
-        self._index(plan)
+        self._buckets.index(plan)
         self._skipped |= plan.sent_dense()
         log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
         optimizer._groups = None  # from here on a bucket is the unit, one hook a parameter
@@ -284,7 +280,7 @@ class OptimizerState:
         Raises:
             ShapeChangedError, GradientChangedError, RepeatedSynchronizeError.
         """
-        slot = self._slots.get(id(p))
+        slot = self._buckets.slot(id(p))
         if slot is None:
             return None
         optimizer: Any = self._optimizer()
@@ -297,11 +293,10 @@ class OptimizerState:
             self._release(slot)
             return None
         if not fired and not self._late_are_checked:
-            self._check_late()
+            self._buckets.check_late(self._is_sent)
+            self._late_are_checked = True
         dense = gradient.to_dense() if is_sparse else gradient
-        slot.check_matches(dense)
-        self._missing[slot.ordinal] -= slot.arrival is None
-        slot.arrival = Arrival(gradient, dense, gradient._version, dense.data_ptr())
+        self._buckets.arrive(slot, gradient, dense)
         if not fired:
             self._late[slot.spec.name] += 1
         self._launch_if_complete(slot.ordinal)
@@ -309,16 +304,16 @@ class OptimizerState:
 
     def _collect(self, slot: Slot) -> Tensor:
         """The exchanged gradient of a parameter; the first of a bucket waits for all of it."""
-        ordinal = slot.ordinal
-        if self._compressor.phase(ordinal) is Phase.SENT:
+        if self._is_sent(slot.ordinal):
             with torch.no_grad():
-                self._finish(ordinal)
-            for each in self._buckets[ordinal]:
-                each.exchanged, each.arrival = each.arrival, None
-            self._missing[ordinal] = len(self._buckets[ordinal])
+                self._finish(slot.ordinal)
+            self._buckets.note_exchanged(slot.ordinal)
             self._late_are_checked = False
         assert slot.exchanged is not None  # its bucket is finished
         return slot.exchanged.dense
+
+    def _is_sent(self, ordinal: int) -> bool:
+        return self._compressor.phase(ordinal) is Phase.SENT
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         check_before(optimizer, args, kwargs)
@@ -332,26 +327,26 @@ class OptimizerState:
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         check_after(optimizer)
-        if any_applied(self._slots.values()):
+        if self._buckets.are_applied():
             self._compressor.commit()
         else:  # what was exchanged has been thrown away: the step applied something else
             self._compressor.rollback()
-        self._forget_exchanged()
+        self._buckets.forget_exchanged()
 
     def _launch_if_complete(self, ordinal: int) -> None:
-        if not self._missing[ordinal]:
+        if self._buckets.is_complete(ordinal):
             with torch.no_grad():
                 self._launch(ordinal)
 
     def _launch(self, ordinal: int) -> None:
         if elastic() and not self._compressor.is_under_way:
             self._meet()
-        gradients = self._gradients(ordinal)
+        gradients = self._buckets.gradients(ordinal)
         if self._preparation is not None:
             if not self._compressor.is_under_way:
                 self._preparation.begin(self._optimizer(), self._compressor.ranks)
             self._preparation.prepare(gradients)
-            for slot in self._buckets[ordinal]:
+            for slot in self._buckets.slots_of(ordinal):
                 slot.note_writing()
         self._compressor.launch(ordinal, gradients)
 
@@ -372,16 +367,10 @@ class OptimizerState:
             )
 
     def _finish(self, ordinal: int) -> None:
-        gradients, gain = self._gradients(ordinal), 1.0
+        gradients, gain = self._buckets.gradients(ordinal), 1.0
         if self._preparation is not None:
             gain = self._preparation.gain(self._optimizer())
         self._compressor.finish(ordinal, gradients, gain=gain)
-
-    def _gradients(self, ordinal: int) -> list[Tensor]:
-        """A complete bucket's gradients in the plan's order, once it is sure that none changed."""
-        slots = self._buckets[ordinal]
-        check_unchanged(slots)
-        return [slot.arrival.dense for slot in slots if slot.arrival]
 
     def _forget_abandoned(self, optimizer: Any) -> None:
         """Drop a step that `optimizer.load_state_dict()` cut off: it replaces the handles."""
@@ -401,15 +390,8 @@ class OptimizerState:
     def _forget_step(self, optimizer: Any) -> None:
         """Let go of what a step that never will be over has left behind."""
         self._handles = optimizer._handles
-        for slot in self._slots.values():
-            slot.arrival = None
-        self._missing = {ordinal: len(slots) for ordinal, slots in self._buckets.items()}
-        self._forget_exchanged()
+        self._buckets.forget()
         self._late_are_checked = False
-
-    def _forget_exchanged(self) -> None:
-        for slot in self._slots.values():
-            slot.exchanged = None
 
     def _release(self, slot: Slot) -> None:
         """Leave a parameter with sparse gradients to Horovod, before its bucket is first sent."""
@@ -422,50 +404,20 @@ class OptimizerState:
                 cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
             )
         self._compressor.rollback()
-        self._forget_exchanged()
+        self._buckets.forget_exchanged()
         plan = self._compressor.plan.without(name)
         self._compressor.replan(plan)
-        self._index(plan)
+        self._buckets.index(plan)
         self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
         if slot.ordinal in self._buckets:
             self._launch_if_complete(slot.ordinal)
 
-    def _index(self, plan: Plan) -> None:
-        """Find parameters by bucket and buckets by parameter; what has arrived stays so."""
-        by_name = {name: p for p, name in self._names.items()}
-        known, self._slots, self._buckets = self._slots, {}, {}
-        for bucket in plan.buckets:
-            own = self._buckets[bucket.ordinal] = []
-            for tensor in bucket.tensors:
-                p = by_name[tensor.spec.name]
-                slot = known.get(id(p)) or Slot(p, tensor.spec, bucket.ordinal)
-                self._slots[id(p)] = slot
-                own.append(slot)
-        self._missing = {
-            i: sum(slot.arrival is None for slot in slots) for i, slots in self._buckets.items()
-        }
-
     def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
-        slot = self._slots.get(parameter)
+        slot = self._buckets.slot(parameter)
         if slot is not None and slot.exchanged is not None:
             slot.check_not_exchanged()
             slot.exchanged = None
-
-    def _check_late(self) -> None:
-        """Refuse before `synchronize()` sends anything, as ranks visit late ones in any order."""
-        for ordinal, slots in self._buckets.items():
-            if self._compressor.phase(ordinal) is Phase.SENT:
-                continue
-            check_unchanged(slots)
-            for slot in slots:
-                if slot.arrival is not None:
-                    continue
-                slot.check_not_exchanged()
-                gradient = slot.parameter.grad
-                if gradient is None or not gradient.is_sparse:
-                    slot.check_matches(slot.parameter if gradient is None else gradient)
-        self._late_are_checked = True
 
     def _skip(self, name: str, reason: str) -> None:
         self._skipped[name] = reason

@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import horovod.torch as hvd
 
 WRITER_SECONDS = 60.0  # that Horovod's timeline may take to reach the disk
+MARGIN_SECONDS = 0.3  # in which all ranks have heard of a timeline's beginning or end
 START, ORIGIN = "CYCLE_START", "start_time_since_epoch_in_micros"
 
 
-@dataclass
 class Cycles:
-    """Rank 0's timeline of a job, which needs `HOROVOD_TIMELINE=DYNAMIC`; all ranks are in step."""
+    """Those in which a job's ranks, which are in step, do something; on every rank.
 
-    path: Path
-    starts: list[float] = field(default_factory=list)  # in seconds since the epoch
+    While it watches they say more in each: what is on the card then is no measure of other times.
+    The job needs `HOROVOD_TIMELINE=DYNAMIC`.
+    """
 
-    def watch(self) -> None:
-        """From now on. On every rank."""
-        hvd.start_timeline(str(self.path), mark_cycles=True)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts: list[float] = []  # in seconds since the epoch, by rank 0's clock
 
-    def end(self) -> None:
-        """No more. On every rank; rank 0 reads what was written.
+    def __enter__(self) -> Self:
+        hvd.barrier()
+        hvd.start_timeline(str(self._path), mark_cycles=True)
+        time.sleep(MARGIN_SECONDS)
+        return self
 
-        Raises:
-            RuntimeError: Horovod has written no timeline.
-        """
+    def __exit__(self, *_: object) -> None:
+        time.sleep(MARGIN_SECONDS)
         hvd.stop_timeline()
         if hvd.rank() == 0:
-            self.starts = starts_in(_written(self.path))
+            self._starts = starts_in(_written(self._path))
+            self._path.unlink()
 
     def between(self, began: float, ended: float) -> int:
-        """How many began between two readings of `time.time`."""
-        return sum(began <= start < ended for start in self.starts)
+        """How many began between two readings of rank 0's `time.time`; only rank 0 knows."""
+        return sum(began <= start < ended for start in self._starts)
 
 
 def starts_in(timeline: str) -> list[float]:

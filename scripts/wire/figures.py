@@ -16,19 +16,13 @@ class Figures:
     """Of one way in one job, in bytes a step and host."""
 
     seconds: float  # a step, with the machine as busy as it was
-    cycles: float  # of Horovod, in which its ranks talk
     card: float  # left the card, with all headers
+    payload: float  # the same without headers
     idle: float  # leaves it in the same time when nothing is exchanged, with all headers
-    talk: float  # leaves it in as many cycles in which nothing is exchanged, with all headers
-    payload: float  # `card` without headers
-    talk_payload: float  # `talk` without headers
     stats: float | None  # what `TopKEF.stats()` says is sent
-
-    @property
-    def disagreement(self) -> float:
-        """How much more the packets carry than `stats()` says, as a share of that."""
-        assert self.stats is not None
-        return (self.payload - self.talk_payload) / self.stats - 1
+    cycles: float | None  # of Horovod, in which its ranks talk; None: not counted
+    exchanged: float | None  # of what left the card in a second try, all but talk, with headers
+    carried: float | None  # the same without headers
 
 
 def figures(job: Job) -> dict[str, Figures]:
@@ -42,18 +36,17 @@ def reductions(found: dict[str, Figures]) -> dict[str, float]:
 
 
 def reductions_of_exchanges(found: dict[str, Figures]) -> dict[str, float]:
-    """The same with the talk of as many cycles taken off both."""
-    dense = found[DENSE].card - found[DENSE].talk
-    return {name: dense / (each.card - each.talk) for name, each in found.items()}
+    """The same of what is exchanged alone, where that was told from talk."""
+    each = {name: figures.exchanged for name, figures in found.items()}
+    dense = each[DENSE]
+    return {name: dense / bytes_ for name, bytes_ in each.items() if dense and bytes_}
 
 
 def _mean(hosts: list[dict[str, Any]]) -> Figures:
-    def mean(key: str) -> float:
-        return statistics.fmean(host[key] for host in hosts)
+    def mean(key: str) -> float | None:
+        each = [host.get(key) for host in hosts]
+        return None if None in each else statistics.fmean(each)  # type: ignore[arg-type]
 
-    stats = None if hosts[0]["stats"] is None else mean("stats")
-    return Figures(
-        max(host["seconds"] for host in hosts),
-        *map(mean, ("cycles", "bytes", "idle_bytes", "talk_bytes", "payload", "talk_payload")),
-        stats,
-    )
+    names = "bytes", "payload", "idle_bytes", "stats", "cycles", "exchanged_bytes"
+    seconds = max(host["seconds"] for host in hosts)
+    return Figures(seconds, *map(mean, (*names, "exchanged_payload")))  # type: ignore[arg-type]

@@ -1,12 +1,13 @@
 """One rank: what its host's card sends in each way. Rank 0 writes what all found.
 
     scripts/netlab --hosts 4 -- env PYTHONPATH=scripts HOROVOD_TIMELINE=DYNAMIC horovodrun --gloo
-        python scripts/wire/rank.py --json found.json
+        python scripts/wire/rank.py --json found.json --count-cycles
 
 Between two barriers every rank makes some steps, and afterwards does nothing for as long as the
 slowest needed: what it sends then is Horovod's own negotiation. (Longer than a few seconds it is
 not watched doing nothing: the rest is reckoned at the same rate.) A cycle that exchanges something
-lasts longer than an idle one, so Horovod's cycles are counted in both.
+lasts longer than an idle one: to tell what is exchanged from talk, both are done once more while
+Horovod's cycles are counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from wire.cycles import Cycles
 from wire.ways import DENSE, HALF, Way, ways
 
 IDLE_SECONDS = 3.0  # at most
-MARGIN_SECONDS = 0.5  # before the timeline's end, lest the last cycles be cut off
 WARM_UP = 2  # steps: Horovod's cache learns the names, residuals fill
 
 
@@ -77,8 +78,11 @@ def during(action: Callable[[], None]) -> Watched:
     return Watched(sent() - before, began, time.time())
 
 
-def measure(way: Way, model: Shapes, steps: int) -> dict[str, Any]:
-    """Of one way, on this rank, per step; `windows` are of both times, for `Cycles`."""
+def measure(way: Way, model: Shapes, steps: int, timeline: Path | None) -> dict[str, Any]:
+    """Of one way, on this host, per step.
+
+    timeline: where Horovod may write one; without it cycles are not counted.
+    """
     step, optimizer = training(way, model)
     for _ in range(WARM_UP):
         step()
@@ -89,18 +93,37 @@ def measure(way: Way, model: Shapes, steps: int) -> dict[str, Any]:
 
     active = during(several)
     longest = float(hvd.allreduce(torch.tensor(active.seconds), op=hvd.Max, name="longest"))
-    idle = during(lambda: time.sleep(min(longest, IDLE_SECONDS)))
-    share = longest / idle.seconds / steps
-    return {
+    pause = partial(time.sleep, min(longest, IDLE_SECONDS))
+    idle = during(pause)
+    found = {
         "seconds": longest / steps,
         "packets": active.sent.packets / steps,
         "bytes": active.sent.bytes / steps,
         "payload": active.sent.payload / steps,
-        "idle_bytes": idle.sent.bytes * share,
-        "idle_payload": idle.sent.payload * share,
+        "idle_bytes": idle.sent.bytes * longest / idle.seconds / steps,
         "stats": _leaves_host(way, optimizer),
-        "windows": [(each.began, each.ended) for each in (active, idle)],
-        "watched": [idle.sent.bytes, idle.sent.payload],
+    }
+    return found if timeline is None else found | counted(several, pause, steps, timeline)
+
+
+def counted(
+    several: Callable[[], None], pause: Callable[[], None], steps: int, timeline: Path
+) -> dict[str, float]:
+    """What packets carry beyond talk, and in how many cycles: per step."""
+    with Cycles(timeline) as cycles:
+        active, idle = during(several), during(pause)
+    counts = [cycles.between(each.began, each.ended) for each in (active, idle)]
+    counts = hvd.broadcast_object(counts, name="cycles")
+    return beyond_talk(active.sent, idle.sent, counts, steps)
+
+
+def beyond_talk(active: Sent, idle: Sent, cycles: Sequence[int], steps: int) -> dict[str, float]:
+    """What is sent if no more is said in a cycle than in an idle one; `cycles` are of both."""
+    share = cycles[0] / cycles[1]
+    return {
+        "cycles": cycles[0] / steps,
+        "exchanged_bytes": (active.bytes - share * idle.bytes) / steps,
+        "exchanged_payload": (active.payload - share * idle.payload) / steps,
     }
 
 
@@ -113,29 +136,14 @@ def _leaves_host(way: Way, optimizer: Any) -> int | None:
     return known
 
 
-def talk(host: dict[str, Any], cycles: Sequence[int], steps: int) -> dict[str, float]:
-    """What a host says in a step's cycles if no more is said in them than in idle ones."""
-    active, idle = cycles
-    said, payload = (each / idle * active / steps for each in host["watched"])
-    return {"cycles": active / steps, "talk_bytes": said, "talk_payload": payload}
-
-
-def all_ways(steps: int, cycles: Cycles) -> Iterator[dict[str, Any]]:
+def all_ways(steps: int, timeline: Path | None) -> Iterator[dict[str, Any]]:
     """One after the other: together their residuals would not fit in memory."""
     model = Shapes()
-    cycles.watch()
-    measured = []
     for way in ways(hvd.local_size()):
-        measured.append((way, hvd.allgather_object(measure(way, model, steps), name="found")))
+        found = measure(way, model, steps, timeline)
+        hosts = hvd.allgather_object(found, name="found")
+        yield {"way": way.name, **asdict(way), "hosts": hosts}
         gc.collect()
-    time.sleep(MARGIN_SECONDS)
-    cycles.end()
-    if hvd.rank() > 0:
-        return
-    for way, hosts in measured:
-        counts = [cycles.between(*window) for window in hosts[0]["windows"]]  # by rank 0's clock
-        told = [host | talk(host, counts, steps) for host in hosts]
-        yield {"way": way.name, **asdict(way), "hosts": told}
 
 
 def main() -> None:
@@ -143,15 +151,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--count-cycles", action="store_true", help="of Horovod, in its timeline")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    hvd.init(process_sets="dynamic")
-    cycles = Cycles(args.json.with_suffix(".timeline"))
+    hvd.init()
+    timeline = args.json.with_suffix(".timeline") if args.count_cycles else None
     found = {
         "ranks": hvd.size(),
         "slots": hvd.local_size(),
         "steps": args.steps,
-        "ways": list(all_ways(args.steps, cycles)),
+        "ways": list(all_ways(args.steps, timeline)),
     }
     if hvd.rank() == 0:
         args.json.write_text(json.dumps(found))

@@ -24,20 +24,25 @@ network namespaces of one machine, on links of 1 Gbit/s (`scripts/netlab`). Mean
 
 - *on the card*: bytes of all packets with their Ethernet, IP and TCP headers, {headers} a packet,
   acknowledgements and Horovod's negotiation included. On a cable each packet is 24 bytes longer.
-- *cycles*: Horovod's ranks talk once a cycle, whatever they exchange: by default every
-  millisecond. The first tables are at a cycle of {quiet} ms (`HOROVOD_CYCLE_TIME`), where less of
-  that is left; the last at the default. A cycle that exchanges something lasts longer. The cycles
-  of a step are counted in Horovod's timeline.
 - *idle*: what the same job sends when it does nothing for as long as a step took; these steps took
-  as long as a busy machine made them. *talk*: what it sends in as many cycles when it does nothing.
+  as long as a busy machine made them. Horovod's ranks talk once a cycle, whatever they exchange: by
+  default every millisecond. The first tables are at a cycle of {quiet} ms (`HOROVOD_CYCLE_TIME`),
+  where less of that is left; the last at the default.
 - *fewer*: how many times fewer bytes on the card than with Horovod's dense allreduce.
+- *cycles*: a cycle that exchanges something lasts longer than an idle one, so that *idle* is more
+  than what was said meanwhile. Steps and idleness are tried once more while Horovod's timeline
+  counts cycles (which makes them say more, so that this is no measure of *on the card*). What an
+  idle cycle says, times the cycles of a step, is *talk*; *exchanged* is what is left of the bytes
+  on the card then, headers included.
 - *stats()*: the bytes that `TopKEF.of(optimizer).stats()` says leave a host; *carried / stats()*:
-  what the packets carry, without headers and without talk, against that.
+  what is exchanged, without headers, against that. Beyond a byte a byte there is a step's framing,
+  whatever is sent: Horovod's requests and responses for its collectives. A line through an
+  exchange's formats and ratios tells the two apart.
 
 ## Goals
 
 At a cycle of {quiet} ms, one rank a host. The least of all numbers of hosts: with all that leaves
-the card, and without talk, which is then taken off dense as well.
+the card, and of what is exchanged, without talk, which is then taken off dense as well.
 
 {goals}
 
@@ -100,27 +105,25 @@ def _reduced(found: ByHosts) -> str:
 
 
 def _detail(job: Job) -> str:
-    head = "", "seconds", "cycles", "on the card", "of it headers", "idle", "talk", "fewer"
+    head = "", "seconds", "on the card", "of it headers", "idle", "fewer"
+    counted = "cycles", "exchanged", "stats()", "carried / stats()"
     title = f"### {job['ranks'] // job['slots']} hosts, a cycle of {job['cycle']} ms"
     title += f", {job['slots']} ranks each" * (job["slots"] > 1)
-    return f"{title}\n\n{table((*head, 'stats()', 'carried / stats()'), _rows(figures(job)))}"
+    return f"{title}\n\n{table((*head, *counted), _rows(figures(job)))}"
 
 
 def _rows(found: dict[str, Figures]) -> Iterator[tuple[str, ...]]:
     reduced = reductions(found)
     for name, each in found.items():
-        sizes = each.card, each.card - each.payload, each.idle, each.talk
         yield (
             name,
             f"{each.seconds:.2f}",
-            f"{each.cycles:.0f}",
-            *(f"{size:,.0f}" for size in sizes),
+            *map(_whole, (each.card, each.card - each.payload, each.idle)),
             f"{reduced[name]:,.1f}x",
-            *_against_stats(each),
+            *map(_whole, (each.cycles, each.exchanged, each.stats)),
+            f"{each.carried / each.stats:.3f}" if each.carried and each.stats else "",
         )
 
 
-def _against_stats(each: Figures) -> tuple[str, str]:
-    if each.stats is None:
-        return "", ""
-    return f"{each.stats:,.0f}", f"{1 + each.disagreement:.3f}"
+def _whole(number: float | None) -> str:
+    return "" if number is None else f"{number:,.0f}"

@@ -364,6 +364,17 @@ def test_another_optimizers_shard_of_the_same_step_is_not_replaced(tmp_path: Pat
     checkpoint.save(tmp_path, other)  # of a later step, as a run that goes on elsewhere writes it
 
 
+def test_a_long_run_remembers_its_last_files_alone(tmp_path: Path) -> None:
+    (state,) = ranks(trained(TORCH, "allgather"))[:1]
+    for step in range(5):
+        state.steps = step
+        checkpoint.save(tmp_path / str(step), state)
+        checkpoint.save(tmp_path / str(step), state, name="besides")
+    known = [path for path in checkpoint._written if path.is_relative_to(tmp_path)]
+    assert {path.parent.name for path in known} == {"4"}
+    assert len(known) == 2
+
+
 def test_what_one_setting_of_momentum_saved_another_does_not_take_on(tmp_path: Path) -> None:
     """Whether or not the exchange is the same."""
     plan = make_plan(SPECS, TopKConfig(ratio=0.1, min_numel=0, momentum=0.9))

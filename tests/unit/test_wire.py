@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from wire import report
 from wire.card import Sent
-from wire.cycles import Cycles, starts_in
+from wire.cycles import starts_in
 from wire.figures import figures, reductions
 from wire.goals import INT8, NO, WITHOUT, YES, verdicts
-from wire.rank import talk
+from wire.rank import beyond_talk
 from wire.ways import DENSE, ways
 
 DENSE_BYTES = 2_000_000.0
 
 
-def job(ranks: int, times_fewer: float, stats_error: float = 0.0) -> dict[str, Any]:
+def job(ranks: int, times_fewer: float) -> dict[str, Any]:
     """Results in which every way but dense sends so many times fewer bytes."""
     return {
         "ranks": ranks,
         "slots": 1,
         "cycle": 50,
         "steps": 3,
-        "ways": [way(each.name, times_fewer, stats_error) for each in ways()],
+        "ways": [way(each.name, times_fewer, 0.9 - 0.01 * n) for n, each in enumerate(ways())],
         "machine": dict.fromkeys(
             ("cpu", "cores", "kernel", "congestion control", "python", "torch", "horovod", "date"),
             "some",
@@ -33,18 +32,18 @@ def job(ranks: int, times_fewer: float, stats_error: float = 0.0) -> dict[str, A
     }
 
 
-def way(name: str, times_fewer: float, stats_error: float) -> dict[str, Any]:
-    """Of its bytes a tenth is headers, and of the rest some is talk."""
+def way(name: str, times_fewer: float, carried: float) -> dict[str, Any]:
+    """Of its bytes five percent are headers, a share is carried, and the rest is talk."""
     card = DENSE_BYTES if name == DENSE else DENSE_BYTES / times_fewer
     host = {
         "seconds": 1.0,
         "bytes": card,
-        "cycles": 20,
         "idle_bytes": 0.2 * card,
-        "talk_bytes": 0.1 * card,
-        "payload": 0.9 * card,
-        "talk_payload": 0.06 * card,
-        "stats": None if name == DENSE else 0.84 * card / (1 + stats_error),
+        "payload": 0.95 * card,
+        "cycles": 20,
+        "exchanged_bytes": 0.9 * card,
+        "exchanged_payload": carried * card,
+        "stats": None if name == DENSE else carried * card,
     }
     return {"way": name, "hosts": [host, host]}
 
@@ -58,9 +57,8 @@ def test_all_that_leaves_the_card_counts() -> None:
 
 
 def test_what_is_carried_is_all_without_headers_and_talk() -> None:
-    assert figures(job(2, 200))[INT8].disagreement == pytest.approx(0)
-    assert figures(job(2, 200, 0.2))[INT8].disagreement == pytest.approx(0.2)
-    assert figures(job(2, 200, -0.2))[INT8].disagreement == pytest.approx(-0.2)
+    found = figures(job(2, 200))[INT8]
+    assert found.carried == pytest.approx(found.stats)
 
 
 def test_goals_are_met_by_every_number_of_hosts_or_not_at_all() -> None:
@@ -77,7 +75,7 @@ def test_a_goal_met_without_talk_alone_is_called_that() -> None:
     for way in talkative["ways"]:
         if way["way"] == INT8:
             for host in way["hosts"]:
-                host |= {"bytes": DENSE_BYTES / 150, "talk_bytes": 0.2 * DENSE_BYTES / 150}
+                host |= {"bytes": DENSE_BYTES / 150, "exchanged_bytes": 0.8 * DENSE_BYTES / 150}
     first = next(verdicts({2: figures(talkative)}))
     assert first.met == WITHOUT
     assert first.measured == "150x (2 hosts), without talk 169x (2 hosts)"
@@ -85,9 +83,16 @@ def test_a_goal_met_without_talk_alone_is_called_that() -> None:
 
 @pytest.mark.parametrize(("error", "met"), [(0.04, YES), (0.06, NO), (-0.06, NO)])
 def test_a_card_that_contradicts_stats_is_reported(error: float, met: str) -> None:
-    (last,) = [v for v in verdicts({2: figures(job(2, 1500, error))}) if "stats()" in v.goal]
+    """However many bytes of framing there are."""
+    off = job(2, 1500)
+    for number, way in enumerate(off["ways"]):
+        for host in way["hosts"]:
+            host["stats"] = 1000.0 * (1 + number)
+            host["exchanged_payload"] = 500 + (1 + error) * host["stats"]
+    (last,) = [v for v in verdicts({2: figures(off)}) if "stats()" in v.goal]
     assert last.met == met
-    assert last.measured.startswith(f"at worst {error:+.1%}: ")
+    assert last.measured.startswith(f"at worst {error:+.1%} (")
+    assert "plus at most 500 bytes a step" in last.measured
 
 
 def test_cycles_are_counted_in_a_timeline() -> None:
@@ -97,15 +102,29 @@ def test_cycles_are_counted_in_a_timeline() -> None:
     {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "allreduce.x"}},
     {"ph": "i", "name": "CYCLE_START", "ts": 500000, "s": "g"},{"ph": "E", "ts": 600000, "pid": 1},
     {"ph": "i", "name": "CYCLE_START", "ts": 1000000, "s": "g"}]"""
-    cycles = Cycles(Path("unused"), starts_in(timeline))
-    assert cycles.starts == [5.5, 6.0]
-    assert cycles.between(5.0, 6.0) == 1
-    assert cycles.between(5.0, 6.5) == 2
+    assert starts_in(timeline) == [5.5, 6.0]
 
 
 def test_talk_is_that_of_as_many_idle_cycles() -> None:
-    told = talk({"watched": [1000, 400]}, cycles=(30, 20), steps=2)
-    assert told == {"cycles": 15, "talk_bytes": 750, "talk_payload": 300}
+    told = beyond_talk(Sent(100, 10_000), Sent(10, 1_000), cycles=(30, 20), steps=2)
+    assert told["cycles"] == 15
+    assert told["exchanged_bytes"] == (10_000 - 1.5 * 1_000) / 2
+    assert told["exchanged_payload"] == told["exchanged_bytes"] - 66 * (100 - 1.5 * 10) / 2
+
+
+def test_without_cycles_nothing_is_told_from_talk() -> None:
+    """As at Horovod's default cycle."""
+    plain = job(2, 200)
+    for way in plain["ways"]:
+        for host in way["hosts"]:
+            for key in ("cycles", "exchanged_bytes", "exchanged_payload"):
+                host.pop(key, None)
+    assert figures(plain)[INT8].carried is None
+    untold = next(
+        line for line in report.page([plain]).splitlines() if line.startswith(f"| {INT8} | 1.00")
+    )
+    assert untold.endswith(" |  |")
+    assert "x |  |  | " in untold
 
 
 def test_nodes_are_exchanged_between_where_there_are_some() -> None:

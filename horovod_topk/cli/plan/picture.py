@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from horovod_topk.cli.plan.arguments import Asked
 from horovod_topk.cost.machine import Machine
@@ -23,9 +21,13 @@ def draw(path: Path, asked: Asked, machine: Machine, ways: Sequence[Way]) -> Non
     """Write a picture, as a file of the kind that its name ends in.
 
     Raises:
-        ValueError: matplotlib is not installed, or cannot write it.
+        ValueError: matplotlib cannot write it.
     """
-    pyplot = _pyplot()
+    import matplotlib as mpl  # an extra: `check_picture` has found it
+
+    mpl.use("Agg")  # no display is needed to write a file
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
     shown = [way for way in ways if not way.ours or way.values in SHOWN]
     for position, way in enumerate(shown):
@@ -50,11 +52,3 @@ def draw(path: Path, asked: Asked, machine: Machine, ways: Sequence[Way]) -> Non
 def _seconds(way: Way, machine: Machine, asked: Asked, bandwidth: float) -> float:
     there = replace(machine, network=replace(machine.network, bandwidth=bandwidth))
     return step(way, there, asked.training, overlap=asked.overlap).seconds
-
-
-def _pyplot() -> Any:
-    try:
-        importlib.import_module("matplotlib").use("Agg")  # no display is needed to write a file
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise ValueError("--picture needs matplotlib: pip install matplotlib") from error
