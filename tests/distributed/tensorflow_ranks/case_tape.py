@@ -150,7 +150,8 @@ def test_a_smaller_batch_is_a_second_trace_and_no_third() -> None:
     kept = set()
     for position in range(15):
         run(*batch(position, batch_size(position)))
-        kept |= {id(e) for e in TopKEF._living_states(compression)[0]._routes.kept().residuals.values()}
+        (state,) = TopKEF._living_states(compression)
+        kept |= {id(e) for e in state._routes.kept().residuals.values()}
     assert traces == [8, 6]
     assert len(kept) == len(model.variables)
     assert compression.stats().steps == 15
