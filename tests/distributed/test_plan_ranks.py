@@ -39,6 +39,18 @@ def test_constants_are_measured_and_kept(controller: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(LIMIT + 60)
+def test_uneven_hosts_are_planned_as_they_are(tmp_path: Path) -> None:
+    """Rank 0 is alone on its host, and others are not."""
+    arguments = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--measure"]
+    ranks = ["horovodrun", "-np", "3", "-H", "127.0.0.1:1,localhost:2", "--gloo", *COMMAND]
+    launch = run([*ranks, *arguments], tmp_path, LIMIT, {})
+    assert launch.returncode == 0, launch.output
+    assert_clean(launch)
+    assert "measured with 3 ranks on 2 nodes" in launch.output
+    assert "hierarchical  float32" in launch.output
+
+
+@pytest.mark.timeout(LIMIT + 60)
 def test_two_ranks_exchange_for_the_doctor(tmp_path: Path) -> None:
     launch = run([*COMMAND, "doctor"], tmp_path, LIMIT, {})
     assert launch.returncode == 0, launch.output

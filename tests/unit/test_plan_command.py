@@ -15,6 +15,7 @@ from horovod_topk import cli
 from horovod_topk.cli import frameworks
 from horovod_topk.cli.plan import arguments, kernels, measure
 from horovod_topk.config import VALUES, TopKConfig
+from horovod_topk.core.nodes import Nodes
 from horovod_topk.cost import machine as machines
 
 SEED = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--bandwidth", "10gbit"]
@@ -161,7 +162,7 @@ def test_constants_stay_when_their_file_cannot_be_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As where a disk is full when minutes of measuring are over."""
-    place = arguments.Place(machines.read(machines.REFERENCE), 2, 1)
+    place = arguments.Place(machines.read(machines.REFERENCE), Nodes(((0,), (1,))))
     monkeypatch.setattr(measure, "measure", lambda asked: place)
 
     def full(*_: object) -> None:

@@ -23,8 +23,7 @@ class Place:
     """Where a measurement ran, and what it found."""
 
     machine: Machine
-    ranks: int
-    local_size: int
+    nodes: Nodes
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,8 @@ class Asked:
 
     def on(self, place: Place) -> Asked:
         """The same question of the ranks that measured."""
-        training = replace(self.training, ranks_per_node=place.local_size)
-        nodes = nodes_of(place.ranks, place.local_size)
-        return replace(self, nodes=nodes, training=training)
+        training = replace(self.training, ranks_per_node=max(place.nodes.sizes))
+        return replace(self, nodes=place.nodes, training=training)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,11 +16,10 @@ from horovod_topk.cli.frameworks import Framework, find, launched_rank
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.arguments import Asked, Place
 from horovod_topk.cli.processor import cpu_model
-from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.nodes import Nodes, nodes_of
 from horovod_topk.cost.fit import Sample, fit
 from horovod_topk.cost.machine import Kernels, Machine, Network
 from horovod_topk.cost.sending import Sending, negotiation, ring_allreduce
-from horovod_topk.cost.traffic import nodes_of
 
 FLOAT = 4  # bytes
 ALLREDUCED = (1, 2**14, 2**17, 2**20, 2**22)  # float32: 4 bytes to 16 MiB
@@ -61,16 +60,18 @@ def measure(asked: Asked) -> Place | None:
 def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> Place | None:
     """computed: on rank 0 alone."""
     hvd = framework.hvd
-    ranks, local_size = hvd.size(), hvd.local_size()
-    if ranks < 2:
+    if hvd.size() < 2:
         raise CannotMeasureError("--measure: 1 rank: give horovodrun -np 2 or more")
-    nodes = nodes_of(ranks, local_size)
+    from horovod_topk.process_sets import location  # it needs Horovod
+
+    here = location(hvd.rank(), hvd.local_rank())
+    nodes = nodes_of(hvd.allgather_object(here, name="topkef.plan.nodes"))
     samples = list(timed(framework, nodes))
     if computed is None:
         return None
-    here = Machine(_unknown(), computed, asked.cores, asked.crowd, _origin(nodes))
-    network = _network(samples, nodes, here.slowdown(local_size), asked)
-    return Place(replace(here, network=network), ranks, local_size)
+    found = Machine(_unknown(), computed, asked.cores, asked.crowd, _origin(nodes))
+    network = _network(samples, nodes, found.slowdown(max(nodes.sizes)), asked)
+    return Place(replace(found, network=network), nodes)
 
 
 def _network(
