@@ -88,6 +88,15 @@ ROOMS = {
         "horovod_topk.config",
         "horovod_topk.errors",
     },
+    "cli/plan": {
+        "matplotlib",
+        "horovod_topk.cli",
+        "horovod_topk.cost",
+        "horovod_topk.process_sets",
+        "horovod_topk.core",
+        "horovod_topk.config",
+        "horovod_topk.errors",
+    },
     "torch": {
         "torch",
         "horovod.torch",
