@@ -125,6 +125,7 @@ def point(reduction: float, *costs: float) -> Measured:
 def test_the_frontier_leaves_out_what_another_point_beats() -> None:
     cheap, beaten, best = point(100, 3.0), point(50, 4.0), point(20, 1.0)
     assert measured.frontier([beaten, best, cheap]) == [best, cheap]
+    assert measured.frontier([best, point(200, 0.1, math.inf)]) == [best]
 
 
 def test_the_furthest_point_within_a_tolerance() -> None:

@@ -62,9 +62,13 @@ def groups() -> list[Group]:
 
 
 def frontier(points: Iterable[Measured]) -> list[Measured]:
-    """The points that no other one beats in both bytes and cost, by increasing reduction."""
+    """The points that no other one beats in both bytes and cost, by increasing reduction.
+
+    None of them diverged.
+    """
     best: list[Measured] = []
-    for each in sorted(points, key=lambda each: (-each.reduction, each.cost)):
+    trained = (each for each in points if math.isfinite(each.cost))
+    for each in sorted(trained, key=lambda each: (-each.reduction, each.cost)):
         if not best or each.cost < best[-1].cost:
             best.append(each)
     return best[::-1]

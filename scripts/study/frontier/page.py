@@ -240,12 +240,19 @@ def _section(group: Group) -> str:
     return "\n\n".join([f"## {_name(group)}", opening, pictures.link(group), _points(group)])
 
 
+def _ended(column: str, scores: Sequence[float | None]) -> str:
+    """The mean of all, or how many diverged."""
+    finite = [score for score in scores if score is not None]
+    if len(finite) == len(scores):
+        return _score(column, statistics.mean(finite))
+    return f"{len(scores) - len(finite)} of {len(scores)} diverged"
+
+
 def _points(group: Group) -> str:
     best = {each.point for each in measured.frontier(group.points)}
     column = WORKLOADS[group.series.workload].column
     rows = []
     for each in group.points:
-        finite = [score for score in each.scores.values() if score is not None]
         mark = "**" if each.point in best else ""
         others = (_elsewhere(group, each.point, ranks) for ranks in (2, 8))
         rows.append(
@@ -256,7 +263,7 @@ def _points(group: Group) -> str:
                 f"{each.sent_bytes:,}",
                 f"{each.reduction:.1f}x",
                 *others,
-                _score(column, statistics.mean(finite)) if finite else "diverged",
+                _ended(column, list(each.scores.values())),
                 f"{mark}{difference(group, each.cost, each.error)}{mark}",
                 str(len(each.costs)),
             ]
