@@ -67,10 +67,15 @@ class Setting:
         return f"{self.hosts} hosts x {self.slots}, cycle {self.cycle} ms"
 
     @property
+    def counts_cycles(self) -> bool:
+        """Whether what is exchanged is told from talk."""
+        return self.cycle == QUIET
+
+    @property
     def environment(self) -> dict[str, str]:
         """Of Horovod; process sets cost talk in every cycle, and only nodes need them."""
         common = {"HOROVOD_CYCLE_TIME": str(self.cycle)}
-        if self.cycle == QUIET:
+        if self.counts_cycles:
             common |= {"HOROVOD_TIMELINE": "DYNAMIC"}
         return common | {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if self.slots > 1 else common
 
@@ -95,7 +100,7 @@ def measure(setting: Setting, steps: int) -> Job:
     with tempfile.TemporaryDirectory() as folder, room as cluster:
         found = Path(folder) / "found.json"
         arguments = ["--steps", str(steps), "--json", str(found)]
-        arguments += ["--count-cycles"] * (setting.cycle == QUIET)
+        arguments += ["--count-cycles"] * setting.counts_cycles
         cluster.run(
             ["horovodrun", "--gloo", sys.executable, str(RANK), *arguments],
             setting.environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": launch.python_path()},

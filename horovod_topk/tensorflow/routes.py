@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,8 +28,6 @@ from horovod_topk.tensorflow.residuals import Residuals, Stores
 from horovod_topk.tensorflow.shares import Shares
 
 log = logging.getLogger("horovod_topk")
-
-_LIVE: weakref.WeakSet[Routes] = weakref.WeakSet()
 
 Specs = tuple[TensorSpec, ...]
 
@@ -78,8 +75,10 @@ class Routes:
         """All variables, in the order of those whose gradients they are of."""
         return Kept.of(self, self._names)
 
-    def make(self, specs: Specs, variables: Sequence[Any]) -> Route:
+    def make(self, specs: Specs, variables: Sequence[Any], live: Iterable[Route]) -> Route:
         """A new one, on which all ranks agree; it takes on what was loaded for its residuals.
+
+        live: all routes of this process, whose names it must not have.
 
         Raises:
             PlanMismatchError: ranks disagree on what they exchange.
@@ -87,7 +86,7 @@ class Routes:
         """
         plan = plan_of(specs, variables, self._config, self._settings, self._names)
         prefix = self._config.name or f"topkef.{plan.digest.hex()}"
-        ordinal = _free_ordinal(prefix)
+        ordinal = _free_ordinal(prefix, live)
         with tf.init_scope():  # at once, also while a graph is being built
             if not elastic():  # there, ranks that join late make theirs alone
                 ordinal = agree(plan, ordinal, self._ops, self._collective)
@@ -98,7 +97,6 @@ class Routes:
             self._take_on_waiting(route, shares)
         log.info("TopKEF %s: %s", route.name, plan.summary())
         self._made[specs] = route
-        _LIVE.add(self)
         return route
 
     def check(self, state: Mapping[str, Any], specs: Sequence[TensorSpec], shares: Shares) -> None:
@@ -161,7 +159,6 @@ def _rate_of(spec: TensorSpec) -> TensorSpec:
     return replace(spec, shape=(1,), dtype="float64")
 
 
-def _free_ordinal(prefix: str) -> int:
+def _free_ordinal(prefix: str, live: Iterable[Route]) -> int:
     """One above all of the same prefix that live."""
-    live = (route for routes in _LIVE for route in routes)
     return max((route.ordinal for route in live if route.prefix == prefix), default=-1) + 1

@@ -333,7 +333,8 @@ class OptimizerState:
         if route is None:
             if self._config.warmup is not None:
                 check_kept(self.keeper, "warmup= counts steps, of which")
-            route = self._routes.make(specs, variables)
+            live = [route for state in live_states() for route in state._routes]
+            route = self._routes.make(specs, variables, live)
             self._skipped |= route.plan.sent_dense()
             _LIVE.add(self)
         self._last = route

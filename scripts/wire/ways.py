@@ -39,7 +39,8 @@ def ways(slots: int = 1) -> Iterator[Way]:
     """All of them with so many ranks a host, dense first."""
     yield Way(DENSE, "float32")
     yield Way(HALF, "float16")
+    exchanges = EXCHANGES if slots == 1 else (*EXCHANGES, NODES)
     for settings in SETTINGS:
-        for exchange in (*EXCHANGES, NODES)[: 2 + (slots > 1)]:
+        for exchange in exchanges:
             for values in VALUES:
                 yield Way(exchange, values, **settings)  # type: ignore[arg-type]
