@@ -11,6 +11,7 @@ from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
 from horovod_topk.core.choice import fewest
 from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.cost.quantities import count
 from horovod_topk.cost.traffic import Busiest, Ranks, nodes_of
 from horovod_topk.errors import TopKError
 
@@ -39,8 +40,9 @@ def main(args: argparse.Namespace) -> int:
         return 2
     dense = ring_allreduce_bytes(4 * elements(specs), args.ranks)
     nodes = nodes_of(args.ranks, args.local_size)
-    print(f"{elements(specs):,} float32 in {len(specs)} tensors, {args.ranks} ranks on ", end="")
-    print(f"{len(nodes.ranks)} nodes, ratio {args.ratio:g}", end="")
+    print(f"{elements(specs):,} float32 in {count(len(specs), 'tensor')}, ", end="")
+    print(f"{count(args.ranks, 'rank')} on {count(len(nodes.ranks), 'node')}", end="")
+    print(f", ratio {args.ratio:g}", end="")
     print(f"{''.join(f', {each}' for each in args.ratios)}: bytes a step")
     print(f"{'exchange':<14}{'values':<10}{'a rank sends':>14}{'leave a node':>14}", end="")
     print(f"{'of dense':>11}{'of fp16':>10}")

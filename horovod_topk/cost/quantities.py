@@ -1,4 +1,4 @@
-"""Bits a second and seconds, as people write and read them."""
+"""Bits a second, seconds and counts, as people write and read them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def seconds(text: str) -> float:
     if found is None:
         raise ValueError(f"{text!r} is no time: write 62.5ms, 50us or 1.2s")
     return float(found[1]) * TIMES[found[2]]
+
+
+def count(number: int, noun: str) -> str:
+    """As "1 node" or "1,000 nodes"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def milliseconds(seconds: float) -> str:

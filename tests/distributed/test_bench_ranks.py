@@ -103,3 +103,19 @@ def test_one_rank_is_told_to_be_more(tmp_path: Path) -> None:
     launch = run([*command, "bench", "--model", "resnet18"], tmp_path, 90.0, {})
     assert launch.returncode not in (0, None)
     assert "1 rank exchanges nothing: run it as `horovodrun -np 2" in launch.output
+
+
+@pytest.mark.timeout(120)
+def test_results_of_something_else_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    """A picture shows one model: not one more line after minutes of measurement."""
+    shapes, earlier = tmp_path / "shapes.json", tmp_path / "earlier.json"
+    shapes.write_text(json.dumps(SHAPES))
+    lacks = dict.fromkeys(("elements", "tensors", "hosts", "idle parameters", "rate", "counter"))
+    others = {"model": "resnet18", "ranks": 2, "compute": None, "methods": [], "machine": {}}
+    earlier.write_text(json.dumps(lacks | others))
+    command = ["horovodrun", "-np", "2", "--gloo", sys.executable, "-m", "horovod_topk.cli"]
+    command += ["bench", "--model", str(shapes), "--beside", str(earlier)]
+    launch = run([*command, "--picture", str(tmp_path / "out.png")], tmp_path, 90.0, {})
+    assert launch.returncode not in (0, None)
+    assert "one picture of runs that differ in more than bandwidth" in launch.output
+    assert "step, s" not in launch.output and not launch.left

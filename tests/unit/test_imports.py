@@ -77,10 +77,11 @@ ROOMS = {
         "horovod_topk.ratios",
         "horovod_topk.errors",
     },
+    "cli/canvas.py": {"matplotlib"},
     "cli/bench": {
         "torch",
         "horovod.torch",
-        "matplotlib",
+        "matplotlib.axes",  # what a hint names
         "horovod_topk.cli",
         "horovod_topk.cost.quantities",
         "horovod_topk.torch",
@@ -89,7 +90,7 @@ ROOMS = {
         "horovod_topk.errors",
     },
     "cli/plan": {
-        "matplotlib",
+        "matplotlib.axes",
         "horovod_topk.cli",
         "horovod_topk.cost",
         "horovod_topk.process_sets",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from horovod_topk.cli.bench.figures import Result, figures
 from horovod_topk.cli.bench.methods import NONE, TOPK
+from horovod_topk.cli.canvas import canvas
 from horovod_topk.cost import quantities
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw(path: Path, results: Sequence[Result]) -> None:
@@ -16,15 +20,14 @@ def draw(path: Path, results: Sequence[Result]) -> None:
 
     Raises:
         ModuleNotFoundError: Matplotlib is not installed.
-        ValueError: the runs are not of one model and number of ranks.
+        ValueError: the runs differ in more than bandwidth; see `check_comparable`.
     """
-    import matplotlib as mpl
+    check_comparable(results)
+    with canvas(path, width=8.5) as axes:
+        _fill(axes, sorted(results, key=lambda run: run["rate"] or float("inf")))
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
 
-    runs = _comparable(results)
-    figure, axes = plt.subplots(figsize=(8.5, 5), dpi=150)
+def _fill(axes: Axes, runs: Sequence[Result]) -> None:
     for name in dict.fromkeys(name for run in runs for name in figures(run) if name != NONE):
         places, heights, low, high = _line(name, runs)
         style: dict[str, Any] = {"linestyle": "-" if name.startswith(TOPK) else "--"}
@@ -38,21 +41,23 @@ def draw(path: Path, results: Sequence[Result]) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
 
 
-def _comparable(results: Sequence[Result]) -> list[Result]:
-    """In order of bandwidth."""
+def check_comparable(results: Iterable[Mapping[str, Any]]) -> None:
+    """That one picture can show them.
+
+    Args:
+        results: of each, what was run; no figures are needed.
+
+    Raises:
+        ValueError: they are not of one model, number of ranks and compute.
+    """
     kinds = {(run["model"], run["ranks"], run["compute"]) for run in results}
     if len(kinds) > 1:
         raise ValueError(
             f"one picture of runs that differ in more than bandwidth: {sorted(map(str, kinds))}. "
             "Draw those of one model, number of ranks and --compute"
         )
-    return sorted(results, key=lambda run: run["rate"] or float("inf"))
 
 
 def _label(run: Result) -> str:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -21,6 +22,7 @@ from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.machine import machine
 from horovod_topk.cli.bench.measure import Taken, race
 from horovod_topk.cli.bench.methods import KINDS, NONE, Method
+from horovod_topk.cli.bench.picture import check_comparable, draw
 from horovod_topk.cli.bench.script import check, time_script
 from horovod_topk.cli.bench.table import table
 from horovod_topk.cli.frameworks import launched_rank
@@ -42,7 +44,8 @@ def main(
 
     Raises:
         ValueError: no launcher has started it, there are too few ranks, their network card is not
-            known, a script cannot be timed as was asked, or a file cannot be written.
+            known, a script cannot be timed as was asked, a file cannot be written, or results to be
+            drawn beside these are of something else.
     """
     if args.script is not None:
         check(methods)
@@ -52,6 +55,7 @@ def main(
     hvd.init()
     if hvd.size() < 2:
         raise ValueError(f"1 rank exchanges nothing: {CURE}")
+    check_comparable([*beside, _asked(args)])
     everyone = [Method(NONE, NONE), *methods]
     interface = group.interface_named(args.interface)
     alone = hvd.size() == hvd.local_size()  # on one host, where packets leave no card
@@ -104,6 +108,15 @@ def _of_script(
     return taken, shapes
 
 
+def _asked(args: argparse.Namespace) -> dict[str, Any]:
+    """What is known before anything is measured."""
+    return {
+        "model": args.model if args.script is None else args.script.name,
+        "ranks": hvd.size(),
+        "compute": args.compute,
+    }
+
+
 def _result(
     args: argparse.Namespace,
     shapes: Sequence[Shape],
@@ -112,12 +125,10 @@ def _result(
 ) -> Result:
     """As it is written to a file."""
     return {
-        "model": args.model if args.script is None else args.script.name,
+        **_asked(args),
         "elements": sum(math.prod(shape) for shape in shapes),
         "tensors": len(shapes),
-        "ranks": hvd.size(),
         "hosts": hvd.cross_size(),  # with a first rank as this one is; hosts may be uneven
-        "compute": args.compute,
         "idle parameters": args.idle_parameters,
         "methods": [
             {
@@ -139,8 +150,6 @@ def _report(args: argparse.Namespace, result: Result, beside: Sequence[Result]) 
     if args.json is not None:
         _write("--json", args.json, lambda: _keep(args.json, result))
     if args.picture is not None:
-        from horovod_topk.cli.bench.picture import draw
-
         _write("--picture", args.picture, lambda: draw(args.picture, [*beside, result]))
 
 

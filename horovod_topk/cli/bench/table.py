@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from horovod_topk.cli.bench.figures import Figures, Result, dense_of, figures
 from horovod_topk.cli.bench.methods import NONE
-from horovod_topk.cost import quantities
+from horovod_topk.cost.quantities import count, rate
 
 HEAD = ("", "step, s", "exchange, s", "from", "to", "CPU, s", "faster", "card, bytes", "fewer")
 
@@ -19,12 +19,13 @@ def table(result: Result) -> str:
 
 def heading(result: Result) -> str:
     """What was run."""
+    tensors = count(result["tensors"], "tensor")
     parts = [
-        f"{result['model']}: {result['elements']:,} float32 in {result['tensors']} tensors",
-        f"{result['ranks']} ranks on {result['hosts']} host{'s' * (result['hosts'] > 1)}",
+        f"{result['model']}: {result['elements']:,} float32 in {tensors}",
+        f"{count(result['ranks'], 'rank')} on {count(result['hosts'], 'host')}",
     ]
     if result["rate"]:
-        parts.append(f"{quantities.rate(result['rate'])} a host")
+        parts.append(f"{rate(result['rate'])} a host")
     if result["compute"]:
         parts.append(f"backward {result['compute']} s")
     if result["idle parameters"]:

@@ -19,6 +19,7 @@ from horovod_topk.cli.processor import cpu_model
 from horovod_topk.core.nodes import Nodes, nodes_of
 from horovod_topk.cost.fit import Sample, fit
 from horovod_topk.cost.machine import Kernels, Machine, Network
+from horovod_topk.cost.quantities import count
 from horovod_topk.cost.sending import Sending, negotiation, ring_allreduce
 
 FLOAT = 4  # bytes
@@ -136,8 +137,5 @@ def _seconds(framework: Framework, run: Callable[[], object], size: int) -> floa
 
 
 def _origin(nodes: Nodes) -> str:
-    ranks, held = sum(nodes.sizes), len(nodes.ranks)
-    return (
-        f"measured with {ranks} ranks on {held} node{'s' * (held > 1)}, {cpu_model()}, "
-        f"{time.strftime('%Y-%m-%d')}"
-    )
+    where = f"{count(sum(nodes.sizes), 'rank')} on {count(len(nodes.ranks), 'node')}"
+    return f"measured with {where}, {cpu_model()}, {time.strftime('%Y-%m-%d')}"

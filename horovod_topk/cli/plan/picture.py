@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from horovod_topk.cli.canvas import canvas
 from horovod_topk.cli.plan.arguments import Asked
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.quantities import milliseconds
 from horovod_topk.cost.step import step
 from horovod_topk.cost.ways import Way
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 BANDWIDTHS = [10 ** (7 + i / 20) for i in range(81)]  # bit/s, 10 Mbit/s to 100 Gbit/s
 COLOURS = ("#444444", "#999999", "#c98f00", "#d1495b", "#1f77b4", "#2e933c")
@@ -23,12 +28,14 @@ def draw(path: Path, asked: Asked, machine: Machine, ways: Sequence[Way]) -> Non
     Raises:
         ValueError: matplotlib cannot write it.
     """
-    import matplotlib as mpl  # an extra: `check_picture` has found it
+    try:
+        with canvas(path, width=8) as axes:
+            _fill(axes, asked, machine, ways)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--picture {path}: {error}") from error
 
-    mpl.use("Agg")  # no display is needed to write a file
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
+def _fill(axes: Axes, asked: Asked, machine: Machine, ways: Sequence[Way]) -> None:
     shown = [way for way in ways if not way.ours or way.values in SHOWN]
     for position, way in enumerate(shown):
         style = ("-", "--", ":")[position // len(COLOURS) % 3]
@@ -40,13 +47,6 @@ def draw(path: Path, asked: Asked, machine: Machine, ways: Sequence[Way]) -> Non
     compute = milliseconds(asked.training.compute)
     axes.set_title(f"{asked.model}, {sum(asked.nodes.sizes)} ranks, {compute} ms of compute")
     axes.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--picture {path}: {error}") from error
-    finally:
-        pyplot.close(figure)
 
 
 def _seconds(way: Way, machine: Machine, asked: Asked, bandwidth: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from horovod_topk.cli.plan.arguments import Asked
 from horovod_topk.cost.faster import Span, written
 from horovod_topk.cost.machine import Machine
-from horovod_topk.cost.quantities import milliseconds, rate
+from horovod_topk.cost.quantities import count, milliseconds, rate
 from horovod_topk.cost.step import Step
 from horovod_topk.cost.verdict import Row, Verdict
 
@@ -20,11 +20,12 @@ OVERLAPPED = ("step", "efficiency", "hidden", "faster than dense")
 
 def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict) -> Iterator[str]:
     """A head, a table in milliseconds, and the verdict."""
-    elements, ranks = sum(spec.numel for spec in asked.specs), sum(asked.nodes.sizes)
+    elements = sum(spec.numel for spec in asked.specs)
+    ranks, nodes = count(sum(asked.nodes.sizes), "rank"), count(len(asked.nodes.ranks), "node")
     network, kernels = machine.network, machine.kernels
     yield (
-        f"{asked.model}: {elements:,} float32 in {len(asked.specs)} tensors, {ranks} ranks on "
-        f"{len(asked.nodes.ranks)} nodes, ratio {asked.config.ratio:g}"
+        f"{asked.model}: {elements:,} float32 in {count(len(asked.specs), 'tensor')}, "
+        f"{ranks} on {nodes}, ratio {asked.config.ratio:g}"
         + "".join(f", {pattern}={ratio:g}" for pattern, ratio in asked.config.ratios or ())
     )
     yield (

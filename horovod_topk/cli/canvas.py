@@ -1,0 +1,39 @@
+"""One pair of axes that becomes a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@contextmanager
+def canvas(path: Path, width: float) -> Iterator[Axes]:
+    """Axes to draw on; a picture, as a file of the kind that its name ends in, when that is done.
+
+    Args:
+        path: its folder is made.
+        width: inches; it is 5 high.
+
+    Raises:
+        ModuleNotFoundError: Matplotlib, an extra, is not installed.
+        OSError: the file cannot be written.
+        ValueError: Matplotlib writes no files of this kind.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no display is needed to write a file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(width, 5), dpi=150)
+    try:
+        yield axes
+        figure.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    finally:
+        pyplot.close(figure)
