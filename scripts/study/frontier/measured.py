@@ -29,6 +29,10 @@ class Group:
         """What a setting may cost."""
         return TOLERANCE[self.series.workload]
 
+    def find(self, point: Point) -> Measured | None:
+        """What its finished runs say; None if there are none."""
+        return next((each for each in self.points if each.point == point), None)
+
 
 @dataclass(frozen=True)
 class Measured:

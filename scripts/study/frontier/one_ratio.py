@@ -47,5 +47,5 @@ def section(groups: Sequence[Group], shown: Callable[[Group, Measured], str]) ->
 
 
 def _cell(group: Group, point: Point, shown: Callable[[Group, Measured], str]) -> str:
-    found = next((each for each in group.points if each.point == point), None)
+    found = group.find(point)
     return "not run" if found is None else f"{shown(group, found)}, {found.reduction:.0f}x"

@@ -144,7 +144,7 @@ def _goals(groups: Sequence[Group]) -> str:
     """For each group the defaults, and for each goal the best point of at least that reduction."""
     rows = []
     for group in groups:
-        for default in (each for each in group.points if each.point == agenda.DEFAULT):
+        if default := group.find(agenda.DEFAULT):
             rows.append([_name(group), "the defaults", *_judged(group, default)])
         for goal in (goal for goal in agenda.GOALS if _is_asked(group, goal)):
             reached = [each for each in group.points if each.reduction >= goal]
@@ -204,7 +204,7 @@ def _cell(group: Group, kind: Point, goal: float) -> str:
     if point is None:
         return "out of reach"
     point = replace(point, momentum=kind.momentum)
-    found = next((each for each in group.points if each.point == point), None)
+    found = group.find(point)
     return "not run" if found is None else f"{_of(group, found)}, ratio {point.ratio:g}"
 
 
