@@ -148,6 +148,9 @@ def stages() -> Iterator[Stage]:
     yield Stage(DIGITS, "equal", grid_of(HALVES, RATIOS), DIGITS_SEEDS[:2])
     yield Stage(DIGITS, "equal", grid_of(HALVES, (DEFAULT.ratio,)), DIGITS_SEEDS)
     yield Stage(BYTELM_ADAMW, "equal", equal_bytes("bytelm", (50.0,)), (0,))
+    recommended = (RECIPE, *corrected([point for point in digits if point.values == "int4"]))
+    yield Stage(DIGITS_ADAMW, "skewed", recommended, DIGITS_SEEDS)
+    yield Stage(DIGITS_ADAMW, "equal", recommended, DIGITS_SEEDS)
     yield from one_ratio_stages()
 
 

@@ -141,11 +141,12 @@ def ratio(point: Point) -> str:
 
 
 def _goals(groups: Sequence[Group]) -> str:
-    """For each group the defaults, and for each goal the best point of at least that reduction."""
+    """What users take unasked or by name, and the best point of at least each goal's reduction."""
     rows = []
     for group in groups:
-        if default := group.find(agenda.DEFAULT):
-            rows.append([_name(group), "the defaults", *_judged(group, default)])
+        for name, point in (("the defaults", agenda.DEFAULT), ("`compact()`", agenda.RECIPE)):
+            if found := group.find(point):
+                rows.append([_name(group), name, *_judged(group, found)])
         for goal in (goal for goal in agenda.GOALS if _is_asked(group, goal)):
             reached = [each for each in group.points if each.reduction >= goal]
             if reached:
