@@ -22,6 +22,9 @@ from tqdm import tqdm
 
 from horovod_topk.cli.processor import cpu_model
 from horovod_topk.cli.ratios import parse_ratios
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.front import COMPACT, TAKE_OVER
+from horovod_topk.errors import TopKError
 
 SPLITS = ("held-out", "validation")
 
@@ -37,11 +40,14 @@ def arguments(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--compression", choices=("none", "fp16", "topk"), default="none", help="of gradients")
-    add("--ratio", type=float, default=0.01, help="part of the gradient that topk sends")
     add(
-        "--values", default="float32", help="how topk sends values, such as int8 (default: float32)"
+        "--compression",
+        choices=("none", "fp16", "topk", "compact"),
+        default="none",
+        help="of gradients; compact is topk with the settings of TopKEF.compact()",
     )
+    add("--ratio", type=float, default=TopKConfig.ratio, help="part of the gradient topk sends")
+    add("--values", default=TopKConfig.values, help="how, such as int8 (default: %(default)s)")
     add("--exchange", default="allgather", help="how its payloads travel (default: allgather)")
     add(
         "--ratios",
@@ -50,11 +56,16 @@ def arguments(
         metavar="PATTERN=RATIO",
         help="of some tensors, as in 'head.*=dense'; the first that matches wins",
     )
-    add("--momentum", type=float, default=0.0, help="of momentum correction in topk (default: off)")
+    add(
+        "--momentum",
+        type=momentum,
+        default=TopKConfig.momentum,
+        help="of momentum correction in topk, or 'optimizer' to take over its own (default: off)",
+    )
     add("--optimizer", choices=("sgd", "adamw"), default=optimizer)
     add("--lr", type=float, default=lr, help="peak learning rate (default: %(default)s)")
-    add("--batch-size", type=int, default=batch_size, help="per rank (default: %(default)s)")
-    add("--steps", type=int, default=steps, help="default: %(default)s")
+    add("--batch-size", type=positive, default=batch_size, help="per rank (default: %(default)s)")
+    add("--steps", type=positive, default=steps, help="default: %(default)s")
     add("--seed", type=int, default=0, help="of the initial weights and of the order of batches")
     add("--json", type=Path, metavar="PATH", help="write the run's history here")
     return parser
@@ -62,13 +73,50 @@ def arguments(
 
 def add_evaluation(parser: argparse.ArgumentParser, *, every: int) -> None:
     """Adds the arguments of the examples that train on real data."""
-    parser.add_argument("--evaluate-every", type=int, default=every, metavar="STEPS")
+    parser.add_argument("--evaluate-every", type=positive, default=every, metavar="STEPS")
     parser.add_argument(
         "--evaluate-on",
         choices=SPLITS,
         default="held-out",
         help="choose learning rates on validation, report on held-out (default: %(default)s)",
     )
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What was given, after a look at what TopKEF would refuse; usage and the reason, if it does.
+
+    `compact` is spelt out, as topk with what it stands for where nothing else was given.
+    """
+    args = parser.parse_args()
+    if args.compression == "compact":
+        args.compression = "topk"
+        for name, value in COMPACT.items():
+            if getattr(args, name) == parser.get_default(name):
+                setattr(args, name, value)
+    if args.compression == "topk":
+        settings = vars(args) | {"momentum": 0.9 if args.momentum else 0.0}
+        try:
+            TopKConfig(**topk_settings(argparse.Namespace(**settings)))
+        except (ValueError, TopKError) as error:
+            parser.error(str(error))
+    return args
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
+    return int(text)
+
+
+def momentum(text: str) -> float | str:
+    """A number, or the word that takes over the optimizer's."""
+    return text if text == TAKE_OVER else float(text)
+
+
+def process_sets(args: argparse.Namespace) -> str | None:
+    """What `hvd.init` is told: an exchange over nodes needs process sets, and others none."""
+    return "dynamic" if args.exchange in ("hierarchical", "auto") else None
 
 
 def topk_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,7 +127,8 @@ def topk_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def own_momentum(args: argparse.Namespace) -> float:
     """The optimizer's, of AdamW its first beta: 0 where TopKEF applies it, corrected."""
-    return 0.0 if args.compression == "topk" and args.momentum > 0 else 0.9
+    corrected = args.compression == "topk" and args.momentum not in (0, TAKE_OVER)
+    return 0.0 if corrected else 0.9
 
 
 def threads(local_size: int) -> int:

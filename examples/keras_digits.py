@@ -43,9 +43,9 @@ def digits_cnn() -> keras.Model:
 def main() -> None:
     parser = harness.arguments(__doc__, steps=600, batch_size=32, lr=0.05)
     harness.add_evaluation(parser, every=20)
-    args = parser.parse_args()
+    args = harness.parse(parser)
 
-    hvd.init()
+    hvd.init(process_sets=harness.process_sets(args))
     tensorflow_harness.use_cpu()
     keras.utils.set_random_seed(args.seed)
 

@@ -105,9 +105,9 @@ def main() -> None:
     harness.add_evaluation(parser, every=100)
     parser.add_argument("--data", type=Path, default=source_files.STANDARD_LIBRARY, metavar="DIR")
     parser.add_argument("--suffix", default=".py", help="of the files to read (default: .py)")
-    args = parser.parse_args()
+    args = harness.parse(parser)
 
-    hvd.init()
+    hvd.init(process_sets=harness.process_sets(args))
     torch.set_num_threads(harness.threads(hvd.local_size()))
     torch.manual_seed(args.seed)
 

@@ -48,9 +48,9 @@ def digits(split: str) -> tuple[Tensor, Tensor]:
 def main() -> None:
     parser = harness.arguments(__doc__, steps=600, batch_size=32, lr=0.05)
     harness.add_evaluation(parser, every=20)
-    args = parser.parse_args()
+    args = harness.parse(parser)
 
-    hvd.init()
+    hvd.init(process_sets=harness.process_sets(args))
     torch.set_num_threads(harness.threads(hvd.local_size()))
     torch.manual_seed(args.seed)
 

@@ -77,9 +77,9 @@ def snippets(split: str, per_package: int) -> tuple[Tensor, Tensor]:
 def main() -> None:
     parser = harness.arguments(__doc__, steps=1000, batch_size=16, lr=0.05)
     harness.add_evaluation(parser, every=50)
-    args = parser.parse_args()
+    args = harness.parse(parser)
 
-    hvd.init()
+    hvd.init(process_sets=harness.process_sets(args))
     torch.set_num_threads(harness.threads(hvd.local_size()))
     torch.manual_seed(args.seed)
 

@@ -100,12 +100,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--warmup-steps", type=int, default=5, help="not timed")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    return parser.parse_args()
+    return harness.parse(parser)
 
 
 def main() -> None:
     args = parse()
-    hvd.init()
+    hvd.init(process_sets=harness.process_sets(args))
     torch.set_num_threads(harness.threads(hvd.local_size()))
     torch.manual_seed(args.seed)
     device = torch.device(args.device, hvd.local_rank() if args.device == "cuda" else 0)

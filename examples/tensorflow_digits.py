@@ -52,9 +52,11 @@ def glorot(shape: tuple[int, ...]) -> tf.Tensor:
 def main() -> None:
     parser = harness.arguments(__doc__, steps=600, batch_size=32, lr=0.05)
     harness.add_evaluation(parser, every=20)
-    args = parser.parse_args()
+    args = harness.parse(parser)
+    if args.momentum == "optimizer":  # a tape knows of no optimizer whose momentum it could take
+        args.momentum = 0.9
 
-    hvd.init()
+    hvd.init(process_sets=harness.process_sets(args))
     tensorflow_harness.use_cpu()
     tf.random.set_seed(args.seed)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import sys
 from collections.abc import Sequence
 
 from horovod_topk import __version__
@@ -34,4 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bench": bench.main,
         "plan": plan.main,
     }
-    return mains[args.command](args)
+    try:
+        status = mains[args.command](args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has what he wanted, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        return 128 + signal.SIGPIPE
+    return status

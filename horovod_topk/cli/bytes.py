@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 
 from horovod_topk.cli.models import MODELS, elements, specs_of
+from horovod_topk.cli.options import announce
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
 from horovod_topk.core.choice import fewest
@@ -34,9 +36,10 @@ def main(args: argparse.Namespace) -> int:
     try:
         specs = specs_of(args.model)
         _check(args)
+        announce(args.ranks)
         rows = list(table(args, specs))
     except (ValueError, TopKError) as error:
-        print(f"horovod-topk bytes: {error}")
+        print(f"horovod-topk bytes: {error}", file=sys.stderr)
         return 2
     dense = ring_allreduce_bytes(4 * elements(specs), args.ranks)
     nodes = nodes_of(args.ranks, args.local_size)

@@ -11,6 +11,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+def kinds() -> set[str]:
+    """Kinds of files that Matplotlib writes, by the ends of their names.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    return set(FigureCanvasBase.get_supported_filetypes())
+
+
 @contextmanager
 def canvas(path: Path, width: float) -> Iterator[Axes]:
     """Axes to draw on; a picture, as a file of the kind that its name ends in, when that is done.

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+from horovod_topk.cli import canvas
 from horovod_topk.cli.frameworks import launched_rank
 
 
@@ -32,6 +33,11 @@ def check_writable(option: str, path: Path) -> None:
 
 def check_picture(path: Path) -> None:
     """That it can be drawn and written, as `check_writable`."""
+    if not prints():
+        return
     check_writable("--picture", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--picture needs matplotlib: pip install matplotlib")
+    known = canvas.kinds()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ValueError(f"--picture {path}: end its name in one of {', '.join(sorted(known))}")

@@ -128,15 +128,12 @@ def specs_of(model: str) -> list[TensorSpec]:
     if not path.is_file():
         raise ValueError(f"{model} is neither one of {', '.join(MODELS)} nor a file of shapes")
     try:
-        shapes = json.loads(path.read_text())
-        specs = [
-            TensorSpec(name, _shape(model, name, shape), "float32")
-            for name, shape in shapes.items()
-        ]
+        shapes = json.loads(path.read_text()).items()
     except OSError as error:
         raise ValueError(f"{model} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f'{model} is no JSON object such as {{"weight": [3, 4]}}') from error
+    specs = [TensorSpec(name, _shape(model, name, shape), "float32") for name, shape in shapes]
     if not elements(specs):
         raise ValueError(f"{model} has no gradients: give at least one shape that has elements")
     return specs

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 REFERENCE = Path(__file__).with_name("reference.json")
+NO_MACHINE = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def read(path: Path) -> Machine:
         return Machine(network, kernels, **found)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+    except NO_MACHINE as error:
         raise ValueError(
             f"{path} holds no machine ({error}): let `horovod-topk plan --measure` write it"
         ) from error

@@ -11,7 +11,9 @@ from horovod_topk.cost.quantities import milliseconds
 from horovod_topk.cost.step import Step, Training, step
 from horovod_topk.cost.ways import Way
 
-TOO_COARSE = "sign"  # values with which training diverged, docs/frontier.md: not recommended
+TOO_COARSE = "sign"  # training diverged, or with momentum correction lost 12%: docs/frontier.md
+SECOND = " Owners' second selection costs accuracy: docs/frontier.md."
+UNCHECKED = " (by formulas that no measurement has confirmed)"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ def _pays(best: Row, slow: Step, fast: Step) -> str:
     return (
         f"compress: exchange={best.way.exchange!r}, values={best.way.values!r} makes a step "
         f"{slow.seconds / fast.seconds:.2f} times faster than dense ({milliseconds(slow.seconds)} "
-        f"to {milliseconds(fast.seconds)} ms){where}.{_within(best)}"
+        f"to {milliseconds(fast.seconds)} ms){where}."
+        + _within(best)
+        + (SECOND if best.way.exchange == "sharded" else "")
     )
 
 
@@ -85,7 +89,7 @@ def _within(best: Row) -> str:
 def _besides(others: Mapping[str, Step], least: float) -> str:
     """A word for each other compression that takes less than so many seconds."""
     return "".join(
-        f" {name} is faster still: {milliseconds(other.seconds)} ms."
+        f" {name} is faster still: {milliseconds(other.seconds)} ms{UNCHECKED}."
         for name, other in others.items()
         if other.seconds < least
     )

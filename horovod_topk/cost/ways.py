@@ -13,6 +13,7 @@ from horovod_topk.cost.sending import Sending, negotiation, ring_allreduce
 from horovod_topk.cost.traffic import Ranks
 
 FLOAT, HALF = 4, 2  # bytes
+CORRECTION = 1.6  # triads an element that momentum correction takes: docs/kernels.md
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ def all_ways(
     """Dense, fp16, PowerSGD of a rank, and each of our exchanges with each kind of values."""
     ways = [dense(specs, nodes), half(specs, nodes), low_rank(specs, nodes, rank)]
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
-    if max(nodes.sizes) == 1:
-        kinds.remove("hierarchical")  # it would be the allgather
+    if max(nodes.sizes) == 1 or config.momentum:  # it would be the allgather, or is refused
+        kinds.remove("hierarchical")
     listed = list(values)
     for kind in kinds:
         ways += [compressed(specs, nodes, kind, replace(config, values=each)) for each in listed]
@@ -160,9 +161,10 @@ def _work(kind: str, bucket: BucketPlan, decoded: int, nodes: Nodes) -> tuple[Wo
     Hierarchical: selection is of an owner's share of its node's sum alone.
     """
     numel = bucket.numel
+    selection = Work(encoded=numel, triads=CORRECTION * numel if bucket.config.momentum else 0)
     if kind == "allgather":
-        return Work(encoded=numel), Work(cleared=numel, decoded=decoded)
+        return selection, Work(cleared=numel, decoded=decoded)
     if kind == "sharded":
         own = numel / sum(nodes.sizes)
-        return Work(encoded=numel), Work(own, numel + own, bucket.entries + decoded)
+        return selection, Work(own, numel + own, bucket.entries + decoded)
     return Work(triads=numel), Work(numel / nodes.owners, numel, decoded)

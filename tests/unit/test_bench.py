@@ -124,7 +124,7 @@ def test_the_default_is_one_of_each_kind() -> None:
         ("topk-0.001-int8-int4", "'topk-0.001-int8-int4' has two of values, int8 and int4"),
         ("topk:ratio=0.1,ratio=0.2", "has two of ratio, 0.1 and 0.2: leave one out"),
         ("topk-compact-0.1-0.2", "has two of ratio, 0.1 and 0.2: leave one out"),
-        ("none", "has none: give some of"),
+        ("none", "names nothing to compare with"),
     ],
 )
 def test_a_method_that_is_none(text: str, message: str) -> None:
@@ -144,7 +144,7 @@ def test_a_method_that_is_none(text: str, message: str) -> None:
         (["--idle-parameters", "1", "--methods", "powersgd"], "1 with powersgd: torch's ranks"),
         (["--compute", "gpu:1"], "'gpu:1': write sleep:0.2 or cpu:0.2"),
         (["--compute", "sleep:-1"], "'sleep:-1': write sleep:0.2 or cpu:0.2"),
-        (["--rate", "fast"], "'fast' is no bandwidth: write 100mbit"),
+        (["--rate", "fast"], "--rate 'fast' is no bandwidth: write 100mbit"),
         (["--beside", "no.json"], "--beside no.json: no such file"),
         (["--model", "no.json"], "no.json is neither one of"),
         (["--script", "no.py"], "--script no.py: no such file"),
@@ -166,12 +166,20 @@ def test_what_is_refused(
     for name in RANKS:
         monkeypatch.delenv(name, raising=False)
     assert cli.main(["bench", *arguments]) == 2
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[1]", "{}", '{"methods": []}', '{"methods": [1]}', "no JSON", b"\xff".decode("latin1")],
+    [
+        "[" * 100_000,
+        "[1]",
+        "{}",
+        '{"methods": []}',
+        '{"methods": [1]}',
+        "no JSON",
+        b"\xff".decode("latin1"),
+    ],
 )
 def test_earlier_results_are_read_before_anything_is_measured(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -179,7 +187,7 @@ def test_earlier_results_are_read_before_anything_is_measured(
     path = tmp_path / "earlier.json"
     path.write_text(text, encoding="latin1")
     assert cli.main(["bench", "--beside", str(path)]) == 2
-    assert f"--beside {path} holds no results" in capsys.readouterr().out
+    assert f"--beside {path} holds no results" in capsys.readouterr().err
     found = result(method("none", 0.1))
     path.write_text(json.dumps(found))
     assert read_result(path) == json.loads(json.dumps(found))
@@ -305,6 +313,34 @@ def test_one_host_has_no_bytes() -> None:
     text = table(result(method("none", 0.1), method("dense", 0.2)) | {"counter": None, "hosts": 1})
     assert text.startswith("resnet18: 1,000,000 float32 in 3 tensors, 4 ranks on 1 host, 1 Gbit/s")
     assert "ranks share one host" in text
+
+
+def test_hosts_whose_card_nobody_names_have_no_bytes() -> None:
+    text = table(result(method("none", 0.1), method("dense", 0.2)) | {"counter": None})
+    assert "share one host" not in text
+    assert "pass it as --interface eth0" in text
+
+
+@pytest.mark.parametrize(
+    ("nccl", "named"),
+    [("lo", "lo"), ("=lo,eth9", "lo"), ("^docker", None), ("absent", None), (None, None)],
+)
+def test_over_mpi_the_card_is_the_one_that_nccl_is_told(
+    nccl: str | None, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    if nccl is not None:
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
+    monkeypatch.setattr(group, "hvd", types.SimpleNamespace(size=lambda: 4, local_size=lambda: 1))
+    assert group.interface_named(None) == named
+    assert group.interface_named("eth1") == "eth1"
+
+
+def test_an_exchange_over_nodes_has_its_process_sets() -> None:
+    assert run.process_sets(parse_methods("dense,topk-sharded")) is None
+    assert run.process_sets(parse_methods("dense,topk-hierarchical")) == "dynamic"
+    assert run.process_sets(parse_methods("topk:exchange=auto")) == "dynamic"
 
 
 # The picture

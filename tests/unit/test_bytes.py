@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +141,7 @@ def test_what_has_no_table(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bytes", *arguments]) == 2
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["bytes"], ["plan", "--compute", "1s"], ["bench"]])
@@ -167,7 +170,35 @@ def test_a_file_that_has_no_shapes(
     path = tmp_path / "shapes.json"
     path.write_text(text)
     assert cli.main([*command, "--model", str(path)]) == 2
-    assert f"{path} {message}" in capsys.readouterr().out
-    path.write_bytes(b"\xff")
+    assert f"{path} {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"[" * 100_000, b'{"a": [1%s]}' % (b"0" * 5000)])
+@pytest.mark.parametrize("command", [["bytes"], ["plan", "--compute", "1s"], ["bench"]])
+def test_a_file_that_is_no_json(
+    command: list[str], text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "shapes.json"
+    path.write_bytes(text)
     assert cli.main([*command, "--model", str(path)]) == 2
-    assert f"{path} is no JSON object" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert f"{path} is no JSON object" in captured.err
+    assert not captured.out
+
+
+def test_who_reads_one_line_gets_one_line() -> None:
+    command = [sys.executable, "-m", "horovod_topk.cli", "bytes", "--model", "resnet18"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_many_ranks_take_time_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ["--model", "resnet18", "--ratios", "*=dense"]
+    assert cli.main(["bytes", *path, "--ranks", "65"]) == 0
+    assert "65 owners" in capsys.readouterr().err
+    assert cli.main(["bytes", *path, "--ranks", "2"]) == 0
+    assert not capsys.readouterr().err

@@ -50,3 +50,51 @@ def test_momentum_is_applied_once(harness: Any, name: str) -> None:
     assert harness.compression(corrected).config.momentum == 0.9
     corrected.compression = "none"
     assert momentum_of(harness, corrected) == 0.9
+
+
+def parsed(harness: Any, monkeypatch: pytest.MonkeyPatch, *given: str) -> Any:
+    parser = harness.harness.arguments(None, steps=1, batch_size=1, lr=0.1)
+    monkeypatch.setattr("sys.argv", ["train.py", *given])
+    return harness.harness.parse(parser)
+
+
+def test_compact_is_that_of_topkef(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parsed(harness, monkeypatch, "--compression", "compact")
+    found = harness.compression(args)
+    assert found.takes_over
+    assert found.config == type(found).compact().config
+    assert momentum_of(harness, args) == 0.9  # until it is taken over
+    args = parsed(harness, monkeypatch, "--compression", "compact", "--ratio", "0.1")
+    assert (args.ratio, args.values) == (0.1, "int4")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--steps", "0"], "--steps: '0': give a whole number above 0"),
+        (["--batch-size", "-3"], "--batch-size: '-3': give a whole number above 0"),
+        (["--compression", "topk", "--ratio", "0"], "ratio=0.0 lies outside (0, 1]"),
+        (["--compression", "topk", "--values", "int5"], "values='int5' is not available"),
+        (["--compression", "topk", "--ratios", "fc"], "--ratios fc: write PATTERN=RATIO"),
+        (["--compression", "compact", "--exchange", "hierarchical"], "exchange='hierarchical'"),
+    ],
+)
+def test_what_an_example_refuses(
+    harness: Any,
+    given: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(harness, monkeypatch, *given)
+    assert message in capsys.readouterr().err
+
+
+def test_an_exchange_over_nodes_has_its_process_sets(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = "--compression", "topk", "--exchange"
+    args = parsed(harness, monkeypatch, *given, "hierarchical")
+    assert harness.harness.process_sets(args) == "dynamic"
+    assert harness.harness.process_sets(parsed(harness, monkeypatch, *given, "sharded")) is None

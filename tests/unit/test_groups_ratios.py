@@ -287,7 +287,7 @@ def test_rules_that_the_command_refuses(
 ) -> None:
     more = ["--compute", "10ms"] if command == "plan" else []
     assert cli.main([command, *more, "--ratios", rule]) == 2
-    assert f"horovod-topk {command}: {message}" in capsys.readouterr().out
+    assert f"horovod-topk {command}: {message}" in capsys.readouterr().err
 
 
 def test_a_plan_says_its_ratios(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,39 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SEED, "--picture", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     assert cli.main([*SEED, "--picture", str(tmp_path / "absent" / "plan.png")]) == 2
-    assert "--picture" in capsys.readouterr().out
+    assert "--picture" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["plan.foo", "plan"])
+def test_a_picture_of_no_kind(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / name
+    assert cli.main([*SEED, "--picture", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert f"--picture {path}: end its name in one of " in captured.err
+    assert "png" in captured.err
+    assert not captured.out
+
+
+def test_momentum_correction_takes_time_and_no_process_sets(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nodes = ("--ranks", "8", "--local-size", "4", "--values", "int4")
+    plain, corrected = found(capsys, *nodes), found(capsys, *nodes, "--momentum")
+    assert {way["exchange"] for way in plain["ways"]} - {
+        way["exchange"] for way in corrected["ways"]
+    } == {"hierarchical"}
+    for way in corrected["ways"]:
+        (before,) = [
+            each
+            for each in plain["ways"]
+            if (each["exchange"], each["values"]) == (way["exchange"], way["values"])
+        ]
+        ours = way["exchange"] in ("allgather", "sharded")
+        assert (way["alone"]["kernels"] > before["alone"]["kernels"]) == ours
+        assert way["alone"]["exchange"] == before["alone"]["exchange"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +187,7 @@ def test_what_has_no_plan(
     for name in frameworks.RANKS:
         monkeypatch.delenv(name, raising=False)
     assert cli.main([*SEED, *arguments]) == 2
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
 
 
 def test_constants_stay_when_their_file_cannot_be_written(
@@ -171,7 +203,7 @@ def test_constants_stay_when_their_file_cannot_be_written(
     monkeypatch.setattr(machines, "write", full)
     path = tmp_path / "y.json"
     assert cli.main([*SEED, "--measure", "--machine", str(path)]) == 2
-    text = capsys.readouterr().out
+    text = capsys.readouterr().err
     assert f"--machine {path}: No space left on device. What it was to hold: " in text
     assert '"encode": ' in text
 

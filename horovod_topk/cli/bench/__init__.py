@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from horovod_topk.cli.bench.figures import read_result
 from horovod_topk.cli.bench.methods import DEFAULT, DEFAULT_OF_SCRIPT, KINDS, Method, parse_methods
 from horovod_topk.cli.files import check_picture, check_writable, prints
 from horovod_topk.cli.models import MODELS, specs_of
+from horovod_topk.cli.options import given
 from horovod_topk.cost.quantities import bits_per_second
 from horovod_topk.errors import TopKError
 
@@ -45,19 +47,18 @@ def main(args: argparse.Namespace) -> int:
     try:
         specs, methods = specs_of(args.model), parse_methods(args.methods or _usual(args))
         compute = None if args.compute is None else Compute.of(args.compute)
-        rate = None if args.rate is None else bits_per_second(args.rate)
+        rate = given(bits_per_second, "--rate", args.rate)
         _check(args)
         _check_idle(args, methods)
         beside = [read_result(path) for path in args.beside] if prints() else []
         run = importlib.import_module("horovod_topk.cli.bench.run")  # loads PyTorch and Horovod
         status: int = run.main(args, specs, methods, compute, rate, beside)
     except (ValueError, TopKError) as error:
-        print(f"horovod-topk bench: {error}")
+        print(f"horovod-topk bench: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        print(
-            f"horovod-topk bench: {error}. Install what is missing, as README.md says under Install"
-        )
+        cure = "Install what is missing, as README.md says under Install"
+        print(f"horovod-topk bench: {error}. {cure}", file=sys.stderr)
         return 2
     return status
 

@@ -54,7 +54,7 @@ def read_result(path: Path) -> Result:
         raise ValueError(
             f"--beside {path}: {_reason(error)}. Give files that --json has written"
         ) from error
-    except (ValueError, TypeError, KeyError, AttributeError, statistics.StatisticsError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"--beside {path} holds no results ({error!r}): give files that --json has written"
         ) from error

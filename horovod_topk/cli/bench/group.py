@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 
 import horovod.torch as hvd
@@ -16,9 +17,18 @@ TCPStore = dist.TCPStore  # type: ignore[attr-defined]  # public, and not declar
 
 
 def interface_named(chosen: str | None) -> str | None:
-    """The card that ranks talk over: chosen, or Horovod's; None where nobody says."""
-    found = chosen or os.environ.get("HOROVOD_GLOO_IFACE")
+    """The card that ranks talk over: chosen, or the launcher's; None where nobody says."""
+    found = chosen or os.environ.get("HOROVOD_GLOO_IFACE") or _of_nccl()
     return LOOPBACK if found is None and hvd.size() == hvd.local_size() else found
+
+
+def _of_nccl() -> str | None:
+    """The first card that NCCL may use: over MPI, horovodrun names those of all hosts there alone.
+
+    A user may have written a prefix of names there, or, behind ^, what not to use.
+    """
+    first = os.environ.get("NCCL_SOCKET_IFNAME", "").split(",")[0].removeprefix("=")
+    return first if first in {name for _, name in socket.if_nameindex()} else None
 
 
 def require(interface: str | None) -> str:

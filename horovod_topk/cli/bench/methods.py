@@ -79,7 +79,11 @@ def parse_methods(text: str) -> list[Method]:
     methods = {name: method_of(name) for name in _names(text)}
     methods.pop(NONE, None)  # is always measured
     if not methods:
-        raise ValueError(f"--methods {text!r} has none: give some of {', '.join(KINDS)}")
+        others = ", ".join(kind for kind in KINDS if kind != NONE)
+        raise ValueError(
+            f"--methods {text!r} names nothing to compare with a step without exchange: give some "
+            f"of {others}"
+        )
     return list(methods.values())
 
 

@@ -52,7 +52,7 @@ def main(
     if launched_rank() is None:  # MPI would end this process, with a page about its own matters
         raise ValueError(f"no launcher has started it, and so there are no ranks: {CURE}")
     torch.set_num_threads(1)
-    hvd.init()
+    hvd.init(process_sets=process_sets(methods))
     if hvd.size() < 2:
         raise ValueError(f"1 rank exchanges nothing: {CURE}")
     check_comparable([*beside, _asked(args)])
@@ -71,6 +71,12 @@ def main(
         found["counter"] = counted and card.counter(counted)
         _report(args, found, beside)
     return 0
+
+
+def process_sets(methods: Sequence[Method]) -> str | None:
+    """What they need of Horovod, where ranks say more to each other with it."""
+    kinds = {method.settings.get("exchange") for method in methods}
+    return "dynamic" if kinds & {"hierarchical", "auto"} else None
 
 
 def _of_shapes(

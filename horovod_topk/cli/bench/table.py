@@ -67,8 +67,10 @@ def notes(result: Result) -> Iterator[str]:
         f"Medians of {rounds} rounds, of the slowest rank; exchange: beyond the step without one "
         "in the same round; CPU: a rank's seconds of a core beyond it."
     )
-    if result["counter"] is None:
+    if result["hosts"] == 1:
         yield "No bytes: ranks share one host, so that nothing leaves a card."
+    elif result["counter"] is None:
+        yield "No bytes: nobody has named the network card: pass it as --interface eth0."
     else:
         yield (
             f"Bytes a host and step by the {result['counter']}, with headers and Horovod's idle "

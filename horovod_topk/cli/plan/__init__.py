@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from horovod_topk.cli.files import check_picture, check_writable
+from horovod_topk.cli.options import announce
 from horovod_topk.cli.plan import arguments, measure, picture, table
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost.machine import Machine
@@ -27,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         return _main(args)
     except (ValueError, TopKError, measure.CannotMeasureError) as error:
-        print(f"horovod-topk plan: {error}")
+        print(f"horovod-topk plan: {error}", file=sys.stderr)
         return 2
 
 
@@ -61,6 +63,7 @@ def _keep(machine: Machine, path: Path) -> None:
 
 
 def _print(args: argparse.Namespace, asked: arguments.Asked, machine: Machine) -> None:
+    announce(sum(asked.nodes.sizes))
     ways = all_ways(asked.specs, asked.nodes, asked.config, rank=asked.rank, values=asked.values)
     found = rows(ways, machine, asked.training, overlap=asked.overlap)
     verdict = judge(found, overlap=asked.overlap)

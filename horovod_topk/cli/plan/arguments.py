@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from horovod_topk.cli.models import MODELS, specs_of
+from horovod_topk.cli.options import given
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import SELECTIONS, VALUES, TopKConfig
 from horovod_topk.core.nodes import Nodes
@@ -16,6 +16,8 @@ from horovod_topk.cost.quantities import bits_per_second, seconds
 from horovod_topk.cost.step import FORWARD, Training
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.verdict import TOO_COARSE
+
+MOMENTUM = 0.9  # any takes as long
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ratios(parser)
     add("--gather-ratio", type=float, default=None, help="sent back by owners; default: the ratio")
     add("--min-numel", type=int, default=TopKConfig.min_numel)
+    add("--momentum", action="store_true", help="momentum is corrected, as by TopKEF.compact()")
     add("--selection", choices=SELECTIONS, default="exact", help="that --measure times")
     add("--values", nargs="+", choices=VALUES, default=VALUES, help="default: all")
     add("--powersgd", type=int, default=4, metavar="RANK", help="default: rank %(default)s")
@@ -111,10 +114,10 @@ def check(args: argparse.Namespace) -> Asked:
         raise ValueError(f"--crowd {args.crowd}: say with --cores how many they share")
     if set(args.values) == {TOO_COARSE}:
         raise ValueError(
-            f"--values {TOO_COARSE}: it is never recommended, as training diverged with it "
-            f"(docs/frontier.md). Add what may be, such as --values int4 {TOO_COARSE}"
+            f"--values {TOO_COARSE}: it is never recommended, as training lost much with it or "
+            f"diverged (docs/frontier.md). Add what may be, such as --values int4 {TOO_COARSE}"
         )
-    compute = _given(seconds, "--compute", args.compute) or 0.0
+    compute = given(seconds, "--compute", args.compute) or 0.0
     return Asked(
         model=args.model,
         specs=tuple(specs_of(args.model)),
@@ -125,25 +128,17 @@ def check(args: argparse.Namespace) -> Asked:
             gather_ratio=args.gather_ratio,
             selection=args.selection,
             min_numel=args.min_numel,
+            momentum=MOMENTUM if args.momentum else TopKConfig.momentum,
             ratios=parse_ratios(args.ratios),
         ),
         training=Training(compute, args.forward, args.local_size),
         rank=args.powersgd,
         values=tuple(args.values),
         overlap=not args.no_overlap,
-        bandwidth=_given(bits_per_second, "--bandwidth", args.bandwidth),
-        latency=_given(seconds, "--latency", args.latency),
-        overhead=_given(seconds, "--overhead", args.overhead),
-        local_bandwidth=_given(bits_per_second, "--local-bandwidth", args.local_bandwidth),
+        bandwidth=given(bits_per_second, "--bandwidth", args.bandwidth),
+        latency=given(seconds, "--latency", args.latency),
+        overhead=given(seconds, "--overhead", args.overhead),
+        local_bandwidth=given(bits_per_second, "--local-bandwidth", args.local_bandwidth),
         cores=args.cores,
         crowd=args.crowd,
     )
-
-
-def _given(read: Callable[[str], float], option: str, text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        return read(text)
-    except ValueError as error:
-        raise ValueError(f"{option} {error}") from error

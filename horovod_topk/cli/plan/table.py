@@ -27,6 +27,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
         f"{asked.model}: {elements:,} float32 in {count(len(asked.specs), 'tensor')}, "
         f"{ranks} on {nodes}, ratio {asked.config.ratio:g}"
         + "".join(f", {pattern}={ratio:g}" for pattern, ratio in asked.config.ratios or ())
+        + (", momentum corrected" if asked.config.momentum else "")
     )
     yield (
         f"{milliseconds(asked.training.compute)} ms of compute a step; network "
@@ -89,6 +90,7 @@ def as_json(
         "nodes": len(asked.nodes.ranks),
         "ratio": asked.config.ratio,
         "ratios": {str(pattern): ratio for pattern, ratio in asked.config.ratios or ()},
+        "momentum corrected": asked.config.momentum > 0,
         "machine": asdict(machine),
         "training": asdict(asked.training),
         "ways": [
