@@ -300,6 +300,9 @@ def test_the_mpi_job_is_one() -> None:
     assert arguments[: 3 + len(flags)] == ["mpirun", "-np", str(ranks), *flags]
     assert (ROOT / arguments[arguments.index("python") + 1]).is_file()
     assert container(workers)["args"] == ["sshd"]
+    assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
+    probed = container(workers)["readinessProbe"]["tcpSocket"]["port"]
+    assert f"Port {probed}" in (FOLDER / "sshd_config").read_text().splitlines()
 
 
 @pytest.mark.parametrize("role", ["Launcher", "Worker"])
