@@ -52,8 +52,10 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
         The file, or None where nothing is compressed and so nothing is kept.
 
     Raises:
-        CheckpointError: another optimizer of this job has saved as much under this name.
+        CheckpointError: another optimizer of this job has saved as much under this name, or it is
+            no name for a file.
     """
+    _check_name(name)
     state = state.behind if isinstance(state, Front) else state
     contents = state.state_dict()
     if not contents:
@@ -98,6 +100,7 @@ def load(
         StateDictError: residuals do not fit the optimizer; nothing has changed. In TensorFlow,
             before the first step, it is the first step that raises it.
     """
+    _check_name(name)
     if not state.active:
         _check_nothing_is_lost(Path(folder), name, state, strict=strict)
         return
@@ -116,6 +119,14 @@ def load(
             raise
         log.warning("TopKEF starts with all residuals at zero: %s", error)
         _start_at_zero(Path(folder), name, state)
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[^/\\\0]+", name):
+        raise CheckpointError(
+            f"name={name!r} does not begin the name of a file",
+            cure="Pass a word without slashes; folders belong into the first argument",
+        )
 
 
 def _start_at_zero(folder: Path, name: str, state: State) -> None:

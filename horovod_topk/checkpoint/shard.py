@@ -18,7 +18,7 @@ import importlib
 import json
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,15 +57,15 @@ def dump(state: Mapping[str, Any], framework: str) -> bytes:
 
 def write(path: Path, data: bytes) -> None:
     """Write a file so that a crash leaves the old one or the new one."""
-    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with draft.open("xb") as file:  # whoever the user's umask lets may read it
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(draft).replace(path)
+        draft.replace(path)
     except BaseException:
-        Path(draft).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
 
 

@@ -50,10 +50,20 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
 def gather_bytes(
     data: bytes, name: str, ops: Ops[Array], collective: Collective[Array]
 ) -> list[bytes]:
-    """Host bytes of equal length from every rank. A collective."""
+    """Host bytes of equal length from every rank. A collective.
+
+    Raises:
+        PlanMismatchError: on every rank, when lengths differ, as between versions of this package.
+    """
     array = ops.zeros(len(data), "uint8", "cpu")
     ops.store_bytes(array, 0, data)
     gathered = ops.to_host(collective.allgather(array, name).wait())
+    if len(gathered) != len(data) * collective.size:
+        raise PlanMismatchError(
+            f"{collective.size} ranks sent {len(gathered)} bytes for their agreement, this one "
+            f"(rank {collective.rank}) {len(data)} of them: they do not describe the same things",
+            cure="Install one version of horovod_topk for all ranks",
+        )
     return [gathered[r * len(data) : (r + 1) * len(data)] for r in range(collective.size)]
 
 

@@ -34,6 +34,7 @@ from horovod_topk.core.residual import (
     COMMITTED,
     ResidualRegistry,
     asked_of,
+    check_origin,
     check_owner,
     check_velocity,
     committed_of,
@@ -315,6 +316,7 @@ class Compressor(Generic[Array]):
         Raises:
             StateDictError: a residual does not fit; nothing has changed.
         """
+        check_origin(state, [tensor.spec for tensor in self.plan.tensors()], self.plan.reduction)
         check_owner(self._exchange.owner if self.owned is not None else None, state.get("owned"))
         committed, rates = committed_of(state, self._committed), rates_of(state)
         asked = self._schedule.rung(asked_of(state), self._asked)

@@ -19,9 +19,12 @@ from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import ResidualRegistry
 from horovod_topk.core.route import Collective, Direct, Pending, Route, Sharded
 from horovod_topk.core.shards import NodePlan, ShardedPlan, shard, shard_sums
+from horovod_topk.errors import TensorTooLargeError
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
+
+LARGEST_SPLIT = 2**31 - 1  # Horovod's splits are of 32 bits
 
 __all__ = [
     "Allgather",
@@ -228,7 +231,9 @@ class ShardedExchange(_Over[Array]):
     def dealt(self, bucket: BucketPlan) -> ShardedPlan:
         """A bucket as it is dealt out."""
         if bucket.digest not in self._plans:
-            self._plans[bucket.digest] = shard(bucket, self.ranks)
+            dealt = shard(bucket, self.ranks)
+            _check_split(bucket, dealt.scatter[0].layout.payload_bytes, "bytes")
+            self._plans[bucket.digest] = dealt
         return self._plans[bucket.digest]
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
@@ -299,7 +304,9 @@ class HierarchicalExchange(_Over[Array]):
     def dealt(self, bucket: BucketPlan) -> NodePlan:
         """A bucket as it is dealt out."""
         if bucket.digest not in self._plans:
-            self._plans[bucket.digest] = shard_sums(bucket, self.team.nodes)
+            dealt = shard_sums(bucket, self.team.nodes)
+            _check_split(bucket, max(each.numel for each in dealt.sums), "elements")
+            self._plans[bucket.digest] = dealt
         return self._plans[bucket.digest]
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
@@ -359,3 +366,18 @@ def _dense_bytes(plans: Iterable[BucketPlan]) -> int:
 def ring_allreduce_bytes(dense_bytes: int, ranks: int) -> int:
     """Bytes a rank sends in a ring allreduce: 2 (P - 1) / P of the data (Patarasuk, Yuan 2009)."""
     return 2 * (ranks - 1) * dense_bytes // ranks
+
+
+def _check_split(bucket: BucketPlan, size: int, unit: str) -> None:
+    """Refuse what an alltoall or a reduce-scatter cannot deal out.
+
+    Raises:
+        TensorTooLargeError: it is.
+    """
+    if size > LARGEST_SPLIT:
+        largest = max(bucket.tensors, key=lambda tensor: tensor.spec.numel).spec
+        raise TensorTooLargeError(
+            f"each owner gets {size} {unit} of its bucket, at most {LARGEST_SPLIT} can be sent",
+            tensor=largest.name,
+            cure="Split the parameter, start more ranks, or pass exchange='allgather'",
+        )

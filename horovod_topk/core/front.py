@@ -102,6 +102,12 @@ class Front(abc.ABC):
         self.grad_scaler = grad_scaler
         self.commit_dir = commit_dir
         self.takes_over = momentum == TAKE_OVER  # the optimizer's momentum, when it is known
+        if self.takes_over and nesterov:
+            raise ConfigError(
+                f"nesterov={nesterov!r} was given with momentum={TAKE_OVER!r}, which takes over "
+                "whether the optimizer's is Nesterov's as well",
+                cure="Leave nesterov= out, and set it in the optimizer",
+            )
         self.config = TopKConfig(
             ratio,
             values,

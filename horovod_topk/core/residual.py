@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from horovod_topk.core.plan import BucketPlan, Plan, TensorPlan, TensorSpec
+from horovod_topk.core.plan import RESIDUAL_DTYPE, BucketPlan, Plan, TensorPlan, TensorSpec
 from horovod_topk.errors import StateDictError
 from horovod_topk.ops import Ops
 
@@ -263,18 +263,54 @@ def _check_tensor(spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any]) -> 
             tensor=name,
             cure="Load the state into the model it was saved from, or call reset()",
         )
-    if not math.isfinite(ops.norm(state["residuals"][name])):
+    residual = state["residuals"][name]
+    received = ops.numel(residual)
+    if received != spec.numel or len(residual.shape) != 1:
         raise StateDictError(
-            "the state dict's residual has a NaN or an infinity",
+            f"the state dict's residual has {received} elements and the shape "
+            f"{list(residual.shape)}, the gradient {spec.numel}, of which a flat one is kept",
+            tensor=name,
+            cure="Load the state into the model it was saved from, or call reset()",
+        )
+    if not math.isfinite(ops.norm(_as_kept(residual, spec, ops))):
+        raise StateDictError(
+            f"the state dict's residual has a NaN or an infinity, or becomes one in "
+            f"{RESIDUAL_DTYPE[spec.dtype]}",
             tensor=name,
             cure="Load an earlier state, or call reset()",
         )
-    received = ops.numel(state["residuals"][name])
-    if received != spec.numel:
+
+
+def _as_kept(residual: Any, spec: TensorSpec, ops: Ops[Any]) -> Any:
+    """A copy in the dtype that it would have."""
+    copy = ops.zeros(spec.numel, RESIDUAL_DTYPE[spec.dtype], "cpu")
+    ops.assign(copy, residual)
+    return copy
+
+
+def check_origin(state: Mapping[str, Any], specs: Iterable[TensorSpec], reduction: str) -> None:
+    """Refuse what `checkpoint.save` noted to be of other units or of other shapes.
+
+    Shapes of what a rank owns for its node are those of its parts, of which tensors of different
+    shapes may have equal ones.
+
+    Raises:
+        StateDictError: it is.
+    """
+    for spec in specs:
+        saved, shape = state.get("tensors", {}).get(spec.name), list(spec.shape)
+        if saved is not None and list(saved) != shape:
+            raise StateDictError(
+                f"the state dict is of the shape {list(saved)}, the gradient's is {shape}",
+                tensor=spec.name,
+                cure="Load the state into the model it was saved from, or call reset()",
+            )
+    saved = state.get("reduction", reduction)
+    if saved != reduction:
         raise StateDictError(
-            f"the state dict's residual has {received} elements, the gradient {spec.numel}",
-            tensor=name,
-            cure="Load the state into the model it was saved from, or call reset()",
+            f"the state dict is of gradients reduced to their {saved}, these are reduced to their "
+            f"{reduction}",
+            cure="Pass the same op= as when it was saved",
         )
 
 

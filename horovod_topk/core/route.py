@@ -291,6 +291,8 @@ class Sharded(Generic[Array]):
             self._pending.wait()
         if self._scattered is not None:
             self._scattered.wait()
+            if self._unwanted is not None:
+                self._unwanted.wait()  # all ranks sent it before what has just arrived
             self._flag_all()
             self._unwanted = self._gather()
         self._scattered = self._pending = None

@@ -51,14 +51,25 @@ class Schedule:
                 cure="Pass one of them, or list it in warmup= when the optimizer is built: ranks "
                 "agree on all ratios there",
             )
-        smaller = [name for name, own in self._config.own.items() if own < ratio]
-        if ratio == DENSE == self._config.ratio and smaller:
+        withheld = self._withheld()
+        if ratio == DENSE == self._config.ratio and withheld:
             raise ConfigError(
-                f"ratio 1.0 is this optimizer's own, at which {smaller[0]!r} sends "
-                f"{self._config.own[smaller[0]]} of its elements: no step sends all",
-                cure="Pass a ratio below 1 when the optimizer is built, and 'dense' for the others "
-                "in ratios=",
+                f"ratio 1.0 is this optimizer's own, at which {withheld}: no step sends all",
+                cure="Pass a ratio below 1 when the optimizer is built: the others are dense with "
+                "ratios={'*': 'dense'}",
             )
+
+    def _withheld(self) -> str:
+        """What the usual settings keep back at any ratio; nothing of it: empty."""
+        config = self._config
+        for name, own in config.own.items():
+            if own < DENSE:
+                return f"{name!r} sends {own} of its elements"
+        if config.values != "float32":
+            return f"values={config.values!r} are rounded"
+        if config.ratio_back < DENSE:
+            return f"owners send back {config.ratio_back} of the elements"
+        return ""
 
     def rung(self, saved: float | None, otherwise: float | None) -> float | None:
         """The ratio that a checkpoint says was asked for, if it is a rung here."""

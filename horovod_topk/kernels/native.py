@@ -23,6 +23,11 @@ LIBRARY = Path(__file__).parent / "libtopkef.so"
 TENSORFLOW_LIBRARY = LIBRARY.with_name("libtopkef_tensorflow.so")
 CURE = "`python -m horovod_topk.kernels.compile` compiles them"
 
+CHOICES = {
+    "HOROVOD_TOPK_NATIVE": ("1", "0"),
+    "HOROVOD_TOPK_ISA": ("avx512", "avx2", "portable"),
+}
+
 Library = ctypes.CDLL
 Addresses = ctypes.Array[ctypes.c_void_p]
 
@@ -38,12 +43,23 @@ class Found:
 @functools.cache
 def find() -> Found:
     """Load the library, once; a line in the log says which path is in use."""
+    _warn_of_unknown()
     found = _load()
     if found.library is None:
         log.warning("TopKEF compresses on the CPU by framework operations: %s", found.description)
     else:
         log.info("TopKEF compresses on the CPU by its own kernels (%s)", found.description)
     return found
+
+
+def _warn_of_unknown() -> None:
+    """A misspelt choice of kernels would choose nothing, without a word."""
+    for variable, known in CHOICES.items():
+        asked = os.environ.get(variable, known[0])
+        if asked not in known:
+            log.warning(
+                "TopKEF: %s=%s means nothing: use one of %s", variable, asked, ", ".join(known)
+            )
 
 
 def _load() -> Found:

@@ -58,6 +58,23 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+@pytest.mark.parametrize(
+    ("variable", "asked", "heard"),
+    [
+        ("HOROVOD_TOPK_ISA", "AVX2", True),
+        ("HOROVOD_TOPK_ISA", "avx2", False),
+        ("HOROVOD_TOPK_NATIVE", "false", True),
+        ("HOROVOD_TOPK_NATIVE", "0", False),
+    ],
+)
+def test_a_choice_that_means_nothing_is_warned_of(
+    variable: str, asked: str, heard: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setenv(variable, asked)
+    native._warn_of_unknown()
+    assert (f"{variable}={asked} means nothing: use one of" in caplog.text) == heard
+
+
 class Both:
     """One bucket, encoded and decoded by the kernels and by the oracle's verbs in step."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -91,6 +92,18 @@ def test_a_tensor_more_is_a_mismatch_of_names() -> None:
     messages = [str(answer.exception()) for answer in proposals([AGREED, shorter])]
     assert messages[0].startswith("ranks disagree on names: 1 entries on rank 1, 2 entries")
     assert messages[1].startswith("ranks disagree on names: 2 entries on rank 0, 1 entries")
+
+
+def test_other_fields_are_a_mismatch_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between versions of this package."""
+    older = copy.copy(AGREED)
+    fields = AGREED.fields()
+    fewer = {name: fields[name] for name in list(fields)[:-1]}
+    usual = Plan.fields
+    monkeypatch.setattr(Plan, "fields", lambda self: fewer if self is older else usual(self))
+    for answer in proposals([AGREED, older, AGREED]):
+        assert isinstance(answer.exception(), PlanMismatchError)
+        assert "Install one version of horovod_topk" in str(answer.exception())
 
 
 @given(mine=jobs(ranks=st.just(2)), theirs=jobs(ranks=st.just(2)))

@@ -77,6 +77,24 @@ def test_a_file_holds_no_code_and_says_what_it_is(tmp_path: Path) -> None:
     assert facts["shapes"] == {"w": [37, 30], "läyer/b": [3]}
 
 
+def test_whoever_may_read_the_users_files_may_read_a_shard(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        (path, *_) = save(trained(TORCH, "allgather"), tmp_path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("name", ["job/gen", "", "a\\b", "/tmp/x"])
+def test_a_name_that_begins_no_file_is_refused(name: str, tmp_path: Path) -> None:
+    rank = ranks(trained(TORCH, "allgather"))[0]
+    for action in (checkpoint.save, checkpoint.load):
+        with pytest.raises(CheckpointError, match="does not begin the name of a file"):
+            action(tmp_path, rank, name=name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: Any) -> None:
     world = trained(TORCH, "allgather")
     before = [file.read_bytes() for file in save(world, tmp_path)]
@@ -300,6 +318,19 @@ def test_another_reduction_is_refused(tmp_path: Path, size: int) -> None:
     before = kept(fresh)
     with pytest.raises(CheckpointError, match="average, these are reduced to their sum"):
         checkpoint.load(tmp_path, rank)
+    assert kept(fresh) == before
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
+def test_another_shape_is_refused(exchange: str, tmp_path: Path) -> None:
+    """With as many elements; owners of a node's sums keep them flat."""
+    save(trained(TORCH, exchange), tmp_path)
+    turned = [TensorSpec("w", (30, 37), "float32"), SPECS[1]]
+    fresh = trained(TORCH, exchange, steps=1, specs=turned)
+    before = kept(fresh)
+    for rank in ranks(fresh):
+        with pytest.raises(StateDictError, match=r"'w': .*\[37, 30\]"):
+            checkpoint.load(tmp_path, rank)
     assert kept(fresh) == before
 
 

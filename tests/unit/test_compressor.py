@@ -201,3 +201,35 @@ def test_replan_waits_for_collectives_that_nobody_will_read() -> None:
     job.launch([_alike(0)])
     job.ranks[0].replan(job.plan.without("b"))
     assert job.network.awaited[0] == ["job.0.0"]
+
+
+def test_abandoned_steps_leave_no_collective_behind() -> None:
+    """Each is waited for before its name is used again."""
+    config = TopKConfig(0.1, min_numel=0, exchange="sharded")
+    job = World(make_plan([TensorSpec("a", (300,), "float32")], config), 2, NUMPY)
+    gradients = [{"a": np.arange(300, dtype=np.float32) + rank} for rank in range(2)]
+    for _ in range(3):
+        job.launch(gradients)
+        for one in job.ranks:
+            one.abandon()
+    job.step(gradients)
+    for rank in range(2):
+        started = sorted(message.name for message in job.network.sent[rank])
+        assert len(started) == 8
+        assert sorted(job.network.awaited[rank]) == started
+
+
+def test_a_state_of_other_units_or_shapes_is_refused() -> None:
+    """Owners of a node's sums keep their parts flat, in which another shape does not show."""
+    config = TopKConfig(0.1, min_numel=0, exchange="hierarchical")
+    plans = {
+        (shape, reduction): make_plan([TensorSpec("a", shape, "float32")], config, reduction)
+        for shape, reduction in (((20, 15), "average"), ((15, 20), "average"), ((20, 15), "sum"))
+    }
+    one, turned, summed = (World(plan, 2, NUMPY).ranks[0] for plan in plans.values())
+    noted = one.state_dict() | {"tensors": {"a": [20, 15]}, "reduction": "average"}
+    one.load_state_dict(noted)
+    with pytest.raises(StateDictError, match=r"'a': .*\[20, 15\], the gradient's is \[15, 20\]"):
+        turned.load_state_dict(noted)
+    with pytest.raises(StateDictError, match=r"reduced to their average, these .* to their sum"):
+        summed.load_state_dict(noted)

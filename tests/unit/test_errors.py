@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 
 import pytest
 
 from horovod_topk import errors
-from horovod_topk.errors import TopKError
+from horovod_topk.errors import ConfigError, TopKError
 
 SUBCLASSES = [
     value for value in vars(errors).values() if isinstance(value, type) and value is not TopKError
@@ -45,3 +46,14 @@ def test_messages_name_the_tensor_the_problem_and_the_cure() -> None:
     error = TopKError("7 is above 1", cure="Pass 0.7", tensor="conv.bias")
     assert str(error) == "tensor 'conv.bias': 7 is above 1. Pass 0.7."
     assert str(TopKError("7 is above 1", cure="Pass 0.7")) == "7 is above 1. Pass 0.7."
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_nesterovs_is_the_optimizers_where_its_momentum_is_taken_over(framework: str) -> None:
+    pytest.importorskip(f"horovod.{framework}")
+    topk = importlib.import_module(f"horovod_topk.{framework}").TopKEF
+    with pytest.raises(ConfigError, match="takes over whether the optimizer's is Nesterov's"):
+        topk(momentum="optimizer", nesterov=True)
+    with pytest.raises(ConfigError, match="takes over"):
+        topk.compact(nesterov=True)
+    assert topk.compact(nesterov=True, momentum=0.9).config.nesterov

@@ -16,6 +16,7 @@ from horovod_topk.config import TopKConfig
 from horovod_topk.core import plan as planning
 from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.plan import Plan, TensorSpec, entries, make_plan
+from horovod_topk.cost.traffic import exchange_of, nodes_of
 from horovod_topk.errors import (
     ConfigError,
     DuplicateNameError,
@@ -377,3 +378,16 @@ def test_a_resnet50_sends_forty_times_less_on_two_ranks() -> None:
     assert (sum(1 for _ in plan.tensors()), elements) == (161, 25_557_032)
     payload = sum(bucket.layout.payload_bytes for bucket in plan.buckets)
     assert ring_allreduce_bytes(4 * elements, ranks=2) / payload >= 40
+
+
+@pytest.mark.parametrize(
+    ("exchange", "ratio"), [("sharded", 1.0), ("sharded", 0.5), ("hierarchical", 0.01)]
+)
+def test_what_no_collective_can_deal_out_is_refused(exchange: str, ratio: float) -> None:
+    """Horovod's splits have 32 bits: of an alltoall they count bytes, of a sum elements."""
+    plan = make_plan([TensorSpec("table", (2**31, 2), "float32")], TopKConfig(ratio))
+    kind = exchange_of(exchange, nodes_of(4, 2))
+    with pytest.raises(
+        TensorTooLargeError, match=r"'table': each owner gets .* at most 2147483647"
+    ):
+        kind.traffic(plan)

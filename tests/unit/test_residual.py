@@ -104,6 +104,10 @@ def with_a_residual_that_would_be_repeated(state: dict[str, Any]) -> None:
     state["residuals"]["c"] = state["residuals"]["c"][:1]
 
 
+def with_a_residual_that_is_not_flat(state: dict[str, Any]) -> None:
+    state["residuals"]["c"] = state["residuals"]["c"].reshape(2, 2)
+
+
 REFUSED = {
     without_c: r"tensor 'c': the state dict has no residual",
     without_shape_of_c: r"tensor 'c': the state dict has no residual",
@@ -113,6 +117,7 @@ REFUSED = {
     without_residuals: r"the state dict lacks residuals",
     with_a_shorter_residual: r"tensor 'c': .*3 elements.*4",
     with_a_residual_that_would_be_repeated: r"tensor 'c': .*1 elements.*4",
+    with_a_residual_that_is_not_flat: r"tensor 'c': .*4 elements and the shape \[2, 2\]",
 }
 
 
@@ -127,6 +132,21 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(backend: Backend, spoil:
     with pytest.raises(StateDictError, match=REFUSED[spoil]):
         registry.load_state_dict(state)
     assert contents(backend, registry) == FILLED
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@each_backend
+def test_a_residual_that_would_become_infinite_is_refused(backend: Backend) -> None:
+    """As one of a float64 model in one of float32."""
+    registry = filled(backend)
+    state = registry.state_dict()
+    state["residuals"]["a"] = backend.array(np.full(6, 1e39), "float64")
+    with pytest.raises(StateDictError, match=r"'a': .* or becomes one in float32"):
+        registry.load_state_dict(state)
+    assert contents(backend, registry) == FILLED
+    state["residuals"]["a"] = backend.array(np.full(6, 1e38), "float64")
+    registry.load_state_dict(state)
+    assert contents(backend, registry, "a") == {"a": [float(np.float32(1e38))] * 6}
 
 
 @each_backend

@@ -123,6 +123,24 @@ def test_a_ratio_that_is_no_rung_is_refused() -> None:
     assert one.ratio == 0.5
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"values": "int4"}, "values='int4' are rounded"),
+        ({"exchange": "sharded", "gather_ratio": 0.1}, "owners send back 0.1 of the elements"),
+        ({"ratios": (("w", 0.1),)}, "'w' sends 0.1 of its elements"),
+    ],
+)
+def test_a_dense_step_that_would_not_send_all_is_refused(settings: Any, why: str) -> None:
+    plan = make_plan([TensorSpec("w", (50,), "float32")], TopKConfig(1.0, min_numel=0, **settings))
+    one = World(plan, 2, NUMPY).ranks[0]
+    with pytest.raises(ConfigError, match=f"ratio 1.0 is this optimizer's own, at which {why}"):
+        one.set_ratio(1.0)
+    one.set_ratio(None)
+    plan = make_plan([TensorSpec("w", (50,), "float32")], TopKConfig(0.5, min_numel=0, **settings))
+    World(plan, 2, NUMPY).ranks[0].set_ratio(1.0)
+
+
 def test_plans_differ_where_warm_up_does() -> None:
     digests = {compressor(warmup=w).plan.digest for w in (None, 5, 6, [(5, 0.25)])}
     assert len(digests) == 4
