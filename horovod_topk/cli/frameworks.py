@@ -25,6 +25,10 @@ class Framework(Protocol):
         """A random one, as `ops` takes it."""
         ...
 
+    def barrier(self) -> None:
+        """Until all ranks are here."""
+        ...
+
     def allreduce(self, elements: int, name: str) -> Callable[[], None]:
         """A named one of float32; blocks."""
         ...
@@ -54,6 +58,10 @@ class Torch:
     def gradient(self, numel: int) -> Any:
         """A random one."""
         return self._torch.randn(numel)
+
+    def barrier(self) -> None:
+        """Horovod's own."""
+        self.hvd.barrier()
 
     def allreduce(self, elements: int, name: str) -> Callable[[], None]:
         """In place."""
@@ -89,6 +97,10 @@ class TensorFlow:
     def gradient(self, numel: int) -> Any:
         """A random one."""
         return self._module.Buffer(self._tf.random.normal([numel]))
+
+    def barrier(self) -> None:
+        """An allreduce of one element: Horovod has no barrier for TensorFlow."""
+        self.allreduce(1, "topkef.barrier")()
 
     def allreduce(self, elements: int, name: str) -> Callable[[], None]:
         """Into a new tensor."""

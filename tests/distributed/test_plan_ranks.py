@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from launcher import run
+from launcher import REPOSITORY, run
 from test_launch import assert_clean
 
 pytestmark = pytest.mark.distributed
 
 LIMIT = 240.0  # seconds; a quarter of a minute on idle cores
 COMMAND = [sys.executable, "-m", "horovod_topk.cli"]
+WITHOUT_TORCH = Path(__file__).parent / "without_torch"
+ON_TENSORFLOW = ["env", f"PYTHONPATH={WITHOUT_TORCH}{os.pathsep}{REPOSITORY}"]
 
 
 @pytest.mark.timeout(LIMIT + 60)
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
-def test_constants_are_measured_and_kept(controller: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("controller", "before"),
+    [("gloo", []), ("mpi", []), ("gloo", ON_TENSORFLOW)],
+    ids=["torch-gloo", "torch-mpi", "tensorflow-gloo"],
+)
+def test_constants_are_measured_and_kept(
+    controller: str, before: list[str], tmp_path: Path
+) -> None:
     """One rank prints; what it found can be planned with afterwards."""
     kept = tmp_path / "machine.json"
     arguments = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--machine", str(kept)]
     ranks = ["horovodrun", "-np", "2", f"--{controller}", *COMMAND, *arguments, "--measure"]
-    launch = run(ranks, tmp_path, LIMIT, {})
+    launch = run([*before, *ranks], tmp_path, LIMIT, {})
     assert launch.returncode == 0, launch.output
     assert_clean(launch)
     assert launch.output.count("compress: ") == 1

@@ -126,7 +126,7 @@ def gathered(size: int, nodes: Nodes) -> Sending:
 def _seconds(framework: Framework, run: Callable[[], object], size: int) -> float:
     repeats, mine = LARGE_REPEATS if size > LARGE else REPEATS, []
     for repeat in range(WARM_UP + repeats):
-        framework.hvd.barrier()
+        framework.barrier()
         began = time.perf_counter()
         run()
         if repeat >= WARM_UP:
