@@ -30,6 +30,7 @@ from horovod_topk.core.front import (
     elastic,
     why_inactive,
 )
+from horovod_topk.core.own_momentum import note_taken
 from horovod_topk.core.residual import steps_of
 from horovod_topk.core.stats import Stats, StepCounters, describe
 from horovod_topk.elastic import Keeper
@@ -89,17 +90,16 @@ class OptimizerState:
         self.active = reason is None
         self.keeper: Keeper | None = None  # in an elastic job whose state has this
         if reason is not None:
+            check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+            self._config = config
             self._skip("*", reason)
-            hand_over(optimizer, config.momentum, nesterov=config.nesterov)
-            if config.clip_norm is not None:
-                clip_alone(optimizer, config.clip_norm)
             return
         check_elastic(config)
         self._takes_over = takes_over
-        if takes_over:
+        if takes_over:  # in `begin`
             config = replace(config, **own_momentum(optimizer))
-            take_over(optimizer, config.momentum)
-        check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+        else:
+            check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
         advise(optimizer, config.momentum)
         plan = plan_of(optimizer, config)
         self._preparation = Preparation.of(grad_scaler, plan)
@@ -116,7 +116,35 @@ class OptimizerState:
         self._buckets.index(plan)
         self._skipped |= plan.sent_dense()
         log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
-        optimizer._groups = None  # from here on a bucket is the unit, one hook a parameter
+
+    def begin(self, register_hooks: Callable[[], None] | None) -> None:
+        """Take part in the optimizer's steps, now that nothing can be refused any more.
+
+        register_hooks: Horovod's own way to put its hooks on parameters, where it exchanges.
+        """
+        optimizer: Any = self._optimizer()
+        if self.active:
+            optimizer._groups = None  # from here on a bucket is the unit, one hook a parameter
+        if register_hooks is not None:
+            register_hooks()
+        if self.active:
+            self._watch(optimizer)
+        else:
+            self._leave(optimizer)
+
+    def _leave(self, optimizer: Any) -> None:
+        """Have an optimizer that exchanges nothing do by itself what is asked for all the same."""
+        config = self._config
+        hand_over(optimizer, config.momentum, nesterov=config.nesterov)
+        if config.clip_norm is not None:
+            clip_alone(optimizer, config.clip_norm)
+
+    def _watch(self, optimizer: Any) -> None:
+        """Be told of what gradients are added to, and of steps; take the momentum over."""
+        momentum = self._compressor.plan.config.momentum
+        if self._takes_over:
+            take_over(optimizer, momentum)
+            note_taken(type(optimizer).__name__, momentum)
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         for p, accumulation in zip(trained, optimizer._grad_accs, strict=True):
             accumulation.register_prehook(partial(self._before_accumulation, id(p)))

@@ -44,10 +44,11 @@ def test_state_is_empty_and_loads() -> None:
     TopKEF.of(optimizer).on_step(lambda counters: pytest.fail("no step is exchanged"))
 
 
-def test_adasum_is_refused_here_too() -> None:
+@pytest.mark.parametrize("op", ["Adasum", "Max", "Min", "Product"])
+def test_other_operations_are_refused_here_too(op: str) -> None:
     task = Setup().task()
-    with pytest.raises(UnsupportedOperationError, match="Adasum"):
-        Setup(options={"op": hvd.Adasum}).distributed(task, TopKEF)
+    with pytest.raises(UnsupportedOperationError, match=rf"op=hvd\.{op} "):
+        Setup(options={"op": getattr(hvd, op)}).distributed(task, TopKEF)
 
 
 def test_join_is_not_refused() -> None:
