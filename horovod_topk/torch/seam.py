@@ -6,6 +6,7 @@ call, so methods wrapped here once reach every optimizer built afterwards. Wrapp
     _DistributedOptimizer.__init__                  attach a state when compression is TopKEF, and
                                                     have no hooks on parameters before it stands
     _DistributedOptimizer._allreduce_grad_async     hand a ready gradient to that state
+    _DistributedOptimizer.synchronize               let it see all gradients before any is exchanged
     _DistributedAdasumOptimizer.__init__            refuse TopKEF before a parameter has changed
     horovod.torch.join                              refuse it while a TopKEF optimizer lives
 
@@ -29,17 +30,19 @@ from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.torch.compressor import TopKEF
 from horovod_topk.torch.planning import reduction_of
 from horovod_topk.torch.state import OptimizerState, live_states
+from horovod_topk.torch.stepping import check_all_are_known
 
 Method = Callable[..., Any]
 
 
 def install() -> None:
-    """Wrap the four functions, once."""
+    """Wrap the five functions, once."""
     if hasattr(_DistributedOptimizer.__init__, "_topkef"):
         return
     for owner, attribute, wrapper in (
         (_DistributedOptimizer, "__init__", _wrap_init),
         (_DistributedOptimizer, "_allreduce_grad_async", _wrap_allreduce_grad_async),
+        (_DistributedOptimizer, "synchronize", _wrap_synchronize),
         (_DistributedAdasumOptimizer, "__init__", _wrap_adasum_init),
         (hvd, "join", _wrap_join),
     ):
@@ -94,6 +97,16 @@ def _wrap_allreduce_grad_async(original: Method) -> Method:
         return original(self, p) if collect is None else (collect, None)
 
     return _allreduce_grad_async
+
+
+def _wrap_synchronize(original: Method) -> Method:
+    def synchronize(self: Any) -> None:
+        state: OptimizerState | None = getattr(self, "_topkef", None)
+        if state is not None and state.active:
+            check_all_are_known(self)
+        original(self)
+
+    return synchronize
 
 
 def _wrap_adasum_init(original: Method) -> Method:

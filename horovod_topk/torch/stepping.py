@@ -35,6 +35,7 @@ def check_before(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
                 "exchanged",
                 cure="Call optimizer.synchronize() after backward() and before this step",
             )
+        check_all_are_known(optimizer)
         return
     if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
         raise StepBeforeSynchronizeError(
@@ -42,7 +43,7 @@ def check_before(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
             "that the closure makes unexchanged",
             cure=_CURE,
         )
-    _check_all_are_known(optimizer)
+    check_all_are_known(optimizer)
 
 
 def check_after(optimizer: Any) -> None:
@@ -59,8 +60,12 @@ def check_after(optimizer: Any) -> None:
         )
 
 
-def _check_all_are_known(optimizer: Any) -> None:
-    """Horovod has hooks for parameters that were trainable when the optimizer was built."""
+def check_all_are_known(optimizer: Any) -> None:
+    """Horovod has hooks for parameters that were trainable when the optimizer was built.
+
+    Raises:
+        UnsupportedOperationError: another one has a gradient.
+    """
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad and p.grad is not None and p not in optimizer._requires_update:

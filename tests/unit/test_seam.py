@@ -1,6 +1,6 @@
 """The canary: fails loudly when Horovod changes under the seam, or the seam touches more.
 
-`horovod_topk/torch/seam.py` wraps four functions of Horovod and `state.py` relies on private
+`horovod_topk/torch/seam.py` wraps five functions of Horovod and `state.py` relies on private
 fields that those and their neighbours keep. Their source is compared with 0.28.1's, as parsed, so
 neither comments nor layout matter.
 """
@@ -15,6 +15,7 @@ from oracle.canary import HOROVOD, Function, functions, inspect_import
 SEAM = {
     "horovod.torch.optimizer._DistributedOptimizer.__init__",
     "horovod.torch.optimizer._DistributedOptimizer._allreduce_grad_async",
+    "horovod.torch.optimizer._DistributedOptimizer.synchronize",
     "horovod.torch.optimizer._DistributedAdasumOptimizer.__init__",
     "horovod.torch.join",
 }
@@ -28,6 +29,7 @@ SIGNATURES = {
     "_DistributedOptimizer._allreduce_grad_async": "self, p",
     "_DistributedOptimizer.load_state_dict": "self, *args, **kwargs",
     "_DistributedOptimizer.step": "self, closure=None",
+    "_DistributedOptimizer.synchronize": "self",
     "_DistributedAdasumOptimizer.__init__": (
         "self, params, named_parameters, compression, backward_passes_per_step=1"
     ),
