@@ -37,7 +37,7 @@ from horovod_topk.elastic import Keeper
 from horovod_topk.elastic.standing import Clock
 from horovod_topk.errors import ShapeChangedError
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch.arrival import Slot
+from horovod_topk.torch.arrival import Slot, sparse_beside
 from horovod_topk.torch.buckets import Buckets
 from horovod_topk.torch.clipping import clip_alone
 from horovod_topk.torch.collective import HorovodCollective
@@ -306,7 +306,7 @@ class OptimizerState:
             path has to take this gradient.
 
         Raises:
-            ShapeChangedError, GradientChangedError, RepeatedSynchronizeError.
+            ShapeChangedError, GradientChangedError, RepeatedSynchronizeError, ConfigError.
         """
         slot = self._buckets.slot(id(p))
         if slot is None:
@@ -317,12 +317,13 @@ class OptimizerState:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         gradient, is_sparse = p.grad, p.grad.is_sparse
+        if not fired and not self._late_are_checked:
+            self._buckets.check_late(self._is_sent)
+            self._check_late_sparse(optimizer)
+            self._late_are_checked = True
         if is_sparse and not optimizer.sparse_as_dense:
             self._release(slot)
             return None
-        if not fired and not self._late_are_checked:
-            self._buckets.check_late(self._is_sent)
-            self._late_are_checked = True
         dense = gradient.to_dense() if is_sparse else gradient
         self._buckets.arrive(slot, gradient, dense)
         if not fired:
@@ -423,14 +424,8 @@ class OptimizerState:
 
     def _release(self, slot: Slot) -> None:
         """Leave a parameter with sparse gradients to Horovod, before its bucket is first sent."""
+        self._check_may_leave(slot)
         name = slot.spec.name
-        norm = self._compressor.owed(name)
-        if norm > 0.0:
-            raise ShapeChangedError(
-                f"its gradient became sparse, and a residual of norm {norm:.3g} would be lost",
-                tensor=name,
-                cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
-            )
         self._compressor.rollback()
         self._buckets.forget_exchanged()
         plan = self._compressor.plan.without(name)
@@ -439,6 +434,32 @@ class OptimizerState:
         self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
         if slot.ordinal in self._buckets:
             self._launch_if_complete(slot.ordinal)
+
+    def _check_late_sparse(self, optimizer: Any) -> None:
+        """Refuse before `synchronize()` sends anything; see `Buckets.check_late`."""
+        if not optimizer.sparse_as_dense:
+            for slot in self._buckets.late_sparse():
+                self._check_may_leave(slot)
+
+    def _check_may_leave(self, slot: Slot) -> None:
+        """Refuse a sparse gradient where Horovod's path would do less to it than was asked for.
+
+        Raises:
+            ConfigError: settings change gradients before they are exchanged.
+            ShapeChangedError: its residual is not zero.
+        """
+        name, config = slot.spec.name, self._compressor.plan.config
+        if config.momentum:
+            raise sparse_beside(f"momentum={config.momentum}", name)
+        if config.clip_norm is not None:
+            raise sparse_beside(f"clip_norm={config.clip_norm}", name)
+        norm = self._compressor.owed(name)
+        if norm > 0.0:
+            raise ShapeChangedError(
+                f"its gradient became sparse, and a residual of norm {norm:.3g} would be lost",
+                tensor=name,
+                cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
+            )
 
     def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""

@@ -178,6 +178,49 @@ def test_gradient_became_sparse_over_a_residual() -> None:
         task.loss(hvd.rank(), 1).backward()
 
 
+CHANGED = {"momentum": {"momentum": 0.9}, "clip_norm": {"clip_norm": 0.5}}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at_once", "late"])
+@pytest.mark.parametrize("setting", CHANGED)
+def test_sparse_gradient_that_would_not_be_changed_as_asked(
+    setting: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Horovod's own path knows neither momentum correction nor clipping on each rank."""
+    options = {"backward_passes_per_step": 2} if late else {}
+    setup = Setup(
+        build=training.Embedded,
+        optimizer=training.plain_sgd,
+        options=options,
+        groups=lambda task: [[p] for p in task.parameters()],
+    )
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**SPARSE, **CHANGED[setting]))
+    recording = record(monkeypatch)
+    message = says("'embedding.weight'", f"sparse, and {setting}=", "sparse_as_dense=True")
+    with nothing_changes(task, optimizer), pytest.raises(ConfigError, match=message):
+        task.loss(hvd.rank(), 1).backward()
+        assert late
+        optimizer.synchronize()
+    assert not late or recording.names == []
+
+
+@pytest.mark.parametrize("setting", CHANGED)
+def test_the_cure_for_a_sparse_gradient(setting: str) -> None:
+    """Trains as the same with a layer whose gradients are dense."""
+    runs = []
+    for options in ({"sparse_as_dense": True}, {}):
+        setup = Setup(build=training.Embedded, optimizer=training.plain_sgd, options=options)
+        task = setup.task()
+        task.embedding.sparse = bool(options)
+        optimizer = setup.distributed(task, TopKEF(**SPARSE, **CHANGED[setting]))
+        for step in range(3):
+            training.ordinary(task, optimizer, step)
+        runs.append(training.snapshot(task))
+    for ours, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 class Idle(Task):
     """Many parameters, of which one takes part."""
 
