@@ -53,7 +53,12 @@ from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preparation import Preparation
 from horovod_topk.torch.rates import followed
 from horovod_topk.torch.scaling import Scaler
-from horovod_topk.torch.stepping import check_after, check_before
+from horovod_topk.torch.stepping import (
+    check_after,
+    check_before,
+    check_evaluates_once,
+    with_one_exchange,
+)
 
 log = logging.getLogger("horovod_topk")
 
@@ -84,6 +89,7 @@ class OptimizerState:
         self._late: Counter[str] = Counter()
         self._late_are_checked = False  # in the present synchronize()
         self._handles = optimizer._handles
+        self._exchanges = 0  # of buckets
         self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
         self.label = f"{type(optimizer).__name__} with {len(optimizer._parameter_names)} parameters"
         reason = why_inactive(optimizer.process_set)
@@ -95,6 +101,7 @@ class OptimizerState:
             self._skip("*", reason)
             return
         check_elastic(config)
+        check_evaluates_once(optimizer)
         self._takes_over = takes_over
         if takes_over:  # in `begin`
             config = replace(config, **own_momentum(optimizer))
@@ -337,6 +344,7 @@ class OptimizerState:
             with torch.no_grad():
                 self._finish(slot.ordinal)
             self._buckets.note_exchanged(slot.ordinal)
+            self._exchanges += 1
             self._late_are_checked = False
         assert slot.exchanged is not None  # its bucket is finished
         return slot.exchanged.dense
@@ -344,7 +352,8 @@ class OptimizerState:
     def _is_sent(self, ordinal: int) -> bool:
         return self._compressor.phase(ordinal) is Phase.SENT
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns what the step is given instead."""
         check_before(optimizer, args, kwargs)
         momentum = self._compressor.plan.config.momentum
         if self._takes_over:
@@ -352,6 +361,7 @@ class OptimizerState:
         elif not momentum:
             give_back(optimizer)
         check_not_twice(optimizer, momentum)
+        return with_one_exchange(args, kwargs, lambda: self._exchanges)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

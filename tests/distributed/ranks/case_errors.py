@@ -569,6 +569,94 @@ def test_a_closure_that_synchronizes_is_what_a_step_without_one_is() -> None:
     assert TopKEF.of(optimizer).stats().steps == TopKEF.of(plain).stats().steps
 
 
+class Extragradient(torch.optim.Optimizer):
+    """Evaluates its closure so many times a step, and moves by each gradient or by the last."""
+
+    def __init__(self, parameters: Any, times: int = 2, each: bool = True) -> None:
+        super().__init__(parameters, {"times": times, "each": each})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        for group in self.param_groups:
+            for left in reversed(range(group["times"])):
+                with torch.enable_grad():
+                    loss = closure()
+                for p in group["params"]:
+                    p.sub_(p.grad, alpha=0.05 if group["each"] or not left else 0.0)
+        return loss
+
+
+def closure_of(task: Task, optimizer: Any, step: int, *, passes: int = 1) -> Callable[[], Any]:
+    """One that exchanges in every so many evaluations."""
+    done = []
+
+    def closure() -> Any:
+        done.append(len(done))
+        if len(done) % passes == 1 % passes:
+            optimizer.zero_grad()
+        loss = task.loss(hvd.rank(), step + len(done))
+        loss.backward()
+        if len(done) % passes == 0:
+            optimizer.synchronize()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_closure_that_exchanges_is_evaluated_once_a_step(by_name: bool) -> None:
+    """Parameters have moved by then, but residuals are those of before, and the next step works."""
+    setup = Setup(optimizer=Extragradient)
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    closure = closure_of(task, optimizer, 7)
+    with (
+        optimizer.skip_synchronize(),
+        pytest.raises(UnsupportedOperationError, match=says("once more", "Compression.none")),
+    ):
+        optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    optimizer.param_groups[0]["times"] = 1
+    for step in range(2):
+        with optimizer.skip_synchronize():
+            optimizer.step(closure_of(task, optimizer, step))
+    stats = TopKEF.of(optimizer).stats()
+    assert (stats.steps, stats.rolled_back) == (2, 1)
+    assert_ranks_equal(task.parameters())
+
+
+def test_a_closure_is_evaluated_again_before_it_exchanges() -> None:
+    """Two passes, of which the second exchanges: one exchange a step."""
+    setup = Setup(
+        optimizer=lambda parameters: Extragradient(parameters, each=False),
+        options={"backward_passes_per_step": 2},
+    )
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    closure = closure_of(task, optimizer, 0, passes=2)
+    for _ in range(2):
+        with optimizer.skip_synchronize():
+            optimizer.step(closure)
+    assert TopKEF.of(optimizer).stats().steps == 2
+    assert_ranks_equal(task.parameters())
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_iter": 2}, {"max_iter": 1, "line_search_fn": "strong_wolfe"}], ids=str
+)
+def test_lbfgs_that_needs_several_gradients(settings: dict[str, Any]) -> None:
+    task = Setup().task()
+    with pytest.raises(UnsupportedOperationError, match=says("LBFGS has max_iter=", "max_iter=1")):
+        Setup(optimizer=lambda p: torch.optim.LBFGS(p, **settings)).distributed(task, TopKEF)
+    setup = Setup(optimizer=lambda p: torch.optim.LBFGS(p, lr=0.05, max_iter=1))
+    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    for step in range(2):
+        with optimizer.skip_synchronize():
+            optimizer.step(closure_of(task, optimizer, step))
+    assert TopKEF.of(optimizer).stats().steps == 2
+    assert_ranks_equal(task.parameters())
+
+
 def exchanged_only(task: Task, optimizer: Any, step: int) -> None:
     """A step up to where users clip."""
     optimizer.zero_grad()
