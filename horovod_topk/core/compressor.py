@@ -242,7 +242,7 @@ class Compressor(Generic[Array]):
         self.rollback()
 
     def replan(self, plan: Plan) -> None:
-        """Take on a plan with fewer tensors; residuals of these are kept, those of others are zero."""
+        """Take on a plan with fewer tensors; their residuals are kept, and others' have to be 0."""
         for bucket in self._buckets.values():
             if bucket.plan not in plan.buckets:
                 self._drain(bucket)

@@ -71,7 +71,9 @@ def test_a_dense_one_trains(refused: str) -> None:
     optimizer = HEAVY.distributed(task, hvd.Compression.none)
     for step in range(3):
         training.ordinary(task, optimizer, step)
-    assert_same(training.snapshot(task), training.trajectory(HEAVY, hvd.Compression.none, 3)[-1])
+    by_itself = training.trajectory(HEAVY, hvd.Compression.none, 3)[-1]
+    assert_ranks_equal(task.parameters())
+    torch.testing.assert_close(training.snapshot(task), by_itself)  # Horovod adds up in any order
     assert raised.value.cure
 
 
@@ -98,6 +100,29 @@ def test_the_users_optimizer_keeps_its_momentum(refused: str) -> None:
     with pytest.raises(error):
         hvd.DistributedOptimizer(own, named_parameters=task.named_parameters(), compression=make())
     assert own.param_groups[0] == before
+
+
+@pytest.mark.world_size(3)
+def test_horovods_hooks_stay_where_nothing_is_compressed() -> None:
+    """In a process set of one rank there is nobody to exchange with; Horovod has hooks there."""
+    process_set = hvd.add_process_set([0])
+    task = HEAVY.task()
+    if hvd.rank() == 0:
+        setup = Setup(optimizer=heavy_ball, options={"process_set": process_set, "groups": 2})
+        optimizer = setup.distributed(task, TopKEF(clip_norm=1e6))
+        assert not TopKEF.of(optimizer).active
+        assert len(optimizer._grad_accs) == len(list(task.parameters()))
+        for step in range(3):
+            training.ordinary(task, optimizer, step)
+        plain = HEAVY.task()
+        by_hand = heavy_ball(plain.parameters())
+        for step in range(3):
+            by_hand.zero_grad()
+            plain.loss(0, step).backward()
+            by_hand.step()
+        assert_same(training.snapshot(task), training.snapshot(plain))
+    hvd.barrier()
+    hvd.remove_process_set(process_set)
 
 
 @pytest.mark.parametrize("op", ["Adasum", "Max", "Min", "Product"])
