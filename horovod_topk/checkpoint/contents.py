@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from horovod_topk.core.rates import rates_of
-from horovod_topk.core.residual import COMMITTED, STATE_VERSION, asked_of
+from horovod_topk.core.residual import COMMITTED, STATE_VERSION, asked_of, released_of
 from horovod_topk.errors import CheckpointError, StateDictError
 
 RESIDUALS = "residuals"
@@ -38,6 +38,8 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
     try:
         rates_of(facts)
         asked_of(facts)
+        for state in _states(facts).values():
+            released_of(state)
     except StateDictError as error:
         raise _foreign(where, error.problem) from error
     _check_owner(facts.get("owned"), where)

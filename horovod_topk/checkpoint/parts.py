@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,15 @@ from horovod_topk.checkpoint.contents import BESIDES
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core import reshard
 from horovod_topk.core.rates import RATES
-from horovod_topk.core.residual import ASKED, COMMITTED, STEPS, check_velocity, owner_of
+from horovod_topk.core.residual import (
+    ASKED,
+    COMMITTED,
+    STEPS,
+    check_nothing_is_owed,
+    check_velocity,
+    owner_of,
+    released_of,
+)
 from horovod_topk.errors import CheckpointError, StateDictError
 
 log = logging.getLogger("horovod_topk")
@@ -46,17 +54,22 @@ def share_out(
 
     Raises:
         CheckpointError: the other job's gradients were reduced otherwise.
-        StateDictError: it had other tensors, or one that is not finite.
+        StateDictError: it had other tensors, or one that is not finite, or is owed for one that has
+            no residual any more.
     """
     ops, wrap, unwrap = _arrays(framework)
     common: dict[str, Any] = {}  # the same in all shards
+    gone: set[str] = set()  # tensors that the other job did not compress any more
 
     def read() -> Iterator[StateDict]:
         for path, shard in shards:
             with naming(path):
                 check_reduction(shard, job.reduction)
                 if job.strict:
-                    _check_tensors(shard, job)
+                    gone.update(released_of(shard) - set(shard["tensors"]))
+                    _check_tensors(shard, job, gone | released_of(own))
+                    for part in _each_part(_each(shard, wrap)):
+                        check_nothing_is_owed(part["residuals"], released_of(own), ops)
                     check_velocity("velocity" in own, shard)
                 fitting = _each(_without(shard, _differing(shard, job)), wrap)
                 _check_finite(fitting, ops)
@@ -64,6 +77,8 @@ def share_out(
             yield fitting
 
     total = reshard.pending(read(), saved, job.reduction, ops)
+    for name in gone & set(job.tensors):  # and so owed nothing for
+        total.setdefault(name, ops.zeros(math.prod(job.tensors[name]), "float64", "cpu"))
     if "velocity" in own:
         log.warning("TopKEF: velocities of momentum correction start at zero")
         own = {**own, "velocity": _at_zero(own["velocity"])}
@@ -100,8 +115,10 @@ def _differing(shard: StateDict, job: Job) -> list[str]:
     return [name for name in names if shard["tensors"].get(name) != job.tensors.get(name)]
 
 
-def _check_tensors(shard: StateDict, job: Job) -> None:
+def _check_tensors(shard: StateDict, job: Job, released: Collection[str]) -> None:
     for name in _differing(shard, job):
+        if name in released:
+            continue
         raise StateDictError(
             f"the checkpoint's shape is {shard['tensors'].get(name)}, the gradient's "
             f"{job.tensors.get(name)}",
@@ -111,7 +128,7 @@ def _check_tensors(shard: StateDict, job: Job) -> None:
 
 
 def _check_finite(state: StateDict, ops: Any) -> None:
-    for part in (state, state.get("owned", {"residuals": {}})):
+    for part in _each_part(state):
         for name, e in part["residuals"].items():
             if not math.isfinite(ops.norm(e)):
                 raise StateDictError(
@@ -119,6 +136,13 @@ def _check_finite(state: StateDict, ops: Any) -> None:
                     tensor=name,
                     cure="Load an older checkpoint, or pass strict=False",
                 )
+
+
+def _each_part(state: StateDict) -> Iterator[StateDict]:
+    """What is owed: by a rank, and by the owner it is."""
+    yield state
+    if "owned" in state:
+        yield state["owned"]
 
 
 def _without(state: StateDict, names: Sequence[str]) -> StateDict:

@@ -243,7 +243,7 @@ class Compressor(Generic[Array]):
         self.rollback()
 
     def replan(self, plan: Plan) -> None:
-        """Take on a plan with fewer tensors; residuals of the others are kept."""
+        """Take on a plan with fewer tensors; their residuals are kept, and others' have to be 0."""
         for bucket in self._buckets.values():
             if bucket.plan not in plan.buckets:
                 self._drain(bucket)
@@ -295,7 +295,8 @@ class Compressor(Generic[Array]):
         """Copies of this rank's residuals, and of those of the shards it owns.
 
         With warm-up also how many steps were committed, from which it goes on; with `follow_lr` the
-        learning rates in whose units residuals are; and the ratio that was asked for, if one was.
+        learning rates in whose units residuals are; the ratio that was asked for, if one was; and
+        the tensors that have left the plan, for which nothing is owed.
         """
         state = self.registry.state_dict()
         if self.plan.config.warmup is not None:

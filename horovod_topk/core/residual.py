@@ -8,7 +8,7 @@ candidate. e itself is never written, so a roll-back is exact to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +21,7 @@ Array = TypeVar("Array")
 STATE_VERSION = 1
 COMMITTED = "committed"  # of a state dict: steps, where the ratio depends on them
 ASKED = "asked"  # of a state dict: the ratio that `set_ratio` asked for, if it did
+RELEASED = "released"  # of a state dict: tensors that left the plan, and so have no residual
 STEPS = "steps"  # of a shard: how many had ended when it was saved
 OWNER = ("ranks", "rank", "nodes")  # what says whose the residuals of shards are
 
@@ -60,6 +61,7 @@ class ResidualRegistry(Generic[Array]):
         self._ops, self._holders = ops, holders
         self._arenas: dict[int, list[Arenas[Array]]] = {}
         self._pieces: dict[str, list[Piece[Array]]] = {}
+        self._released: set[str] = set()  # tensors that have left the plan, and owed nothing
         self._take_on(plan)
 
     def arenas(self, ordinal: int) -> Arenas[Array]:
@@ -122,8 +124,12 @@ class ResidualRegistry(Generic[Array]):
         self._find(plan)
 
     def replan(self, plan: Plan) -> None:
-        """Take on a plan whose tensors are a subset of the present one's, keeping residuals."""
+        """Take on a plan whose tensors are a subset of the present one's, keeping residuals.
+
+        Those of the others are zero: see to it before.
+        """
         kept = [tensor.spec.name for tensor in plan.tensors()]
+        self._released |= set(self._whole) - set(kept)
         before = {name: self._ops.clone(self.residual(name)) for name in kept}
         self._take_on(plan)
         for name in kept:
@@ -132,21 +138,36 @@ class ResidualRegistry(Generic[Array]):
     def state_dict(self) -> dict[str, Any]:
         """Copies of what is kept, flat, with what is needed to refuse a wrong one."""
         copies = {spec.name: self._ops.clone(self.residual(spec.name)) for spec in self._specs()}
-        return pack_state(self._plan.config.ratio, self._specs(), copies)
+        state = pack_state(self._plan.config.ratio, self._specs(), copies)
+        return state | {RELEASED: sorted(self._released)} if self._released else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy residuals in; nothing changes unless every one of them fits.
 
         Raises:
-            StateDictError: another version, or a tensor missing, unknown or of another shape.
+            StateDictError: as `check`.
         """
         self.check(state)
         for spec in self._specs():
-            self._assign(spec.name, state["residuals"][spec.name])
+            if spec.name in state["residuals"]:
+                self._assign(spec.name, state["residuals"][spec.name])
+            else:
+                self._clear(spec.name)
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state dict that does not fit; raises StateDictError."""
-        check_state(state, self._specs(), self._ops)
+        """Refuse a state dict that does not fit.
+
+        A tensor that had left the plan when it was saved has no residual in it, and owes nothing;
+        for one that has left the plan here, it may have a residual of zeros.
+
+        Raises:
+            StateDictError: another version, or a tensor missing, unknown or of another shape, or
+                one that has left the plan here and is owed something there.
+        """
+        gone = released_of(state) - set(state.get("residuals", ()))
+        specs = [spec for spec in self._specs() if spec.name not in gone]
+        check_state(state, specs, self._ops, self._released)
+        check_nothing_is_owed(state["residuals"], self._released, self._ops)
 
     def _take_on(self, plan: Plan) -> None:
         known = {arenas.plan.digest: arenas for arenas in self.all_arenas()}
@@ -171,6 +192,11 @@ class ResidualRegistry(Generic[Array]):
     def _allocate(self, plan: BucketPlan) -> Arenas[Array]:
         size = (plan.numel, plan.residual_dtype, plan.device)
         return Arenas(plan, self._ops.zeros(*size), self._ops.zeros(*size))
+
+    def _clear(self, name: str) -> None:
+        for arenas, tensor in self._pieces[name]:
+            size = (tensor.numel, arenas.plan.residual_dtype, arenas.plan.device)
+            self._ops.assign(self._view(arenas, tensor), self._ops.zeros(*size))
 
     def _assign(self, name: str, source: Array) -> None:
         pieces = self._pieces[name]
@@ -219,8 +245,19 @@ def pack_state(
     }
 
 
-def check_state(state: Mapping[str, Any], specs: Iterable[TensorSpec], ops: Ops[Any]) -> None:
+def check_state(
+    state: Mapping[str, Any],
+    specs: Iterable[TensorSpec],
+    ops: Ops[Any],
+    besides: Collection[str] = (),
+) -> None:
     """Refuse a state dict that is not one of these tensors.
+
+    Args:
+        state: any.
+        specs: the tensors.
+        ops: of the arrays.
+        besides: names that it may have, too.
 
     Raises:
         StateDictError: another version, or a tensor missing, unknown or of another shape.
@@ -241,7 +278,7 @@ def check_state(state: Mapping[str, Any], specs: Iterable[TensorSpec], ops: Ops[
         _check_tensor(spec, state, ops)
         known.add(spec.name)
     for name in state["residuals"]:
-        if name not in known:
+        if name not in known and name not in besides:
             raise StateDictError(
                 "the state dict has a residual for it, the optimizer has no such tensor",
                 tensor=name,
@@ -312,6 +349,45 @@ def check_origin(state: Mapping[str, Any], specs: Iterable[TensorSpec], reductio
             f"{reduction}",
             cure="Pass the same op= as when it was saved",
         )
+
+
+def check_nothing_is_owed(
+    residuals: Mapping[str, Any], released: Iterable[str], ops: Ops[Any]
+) -> None:
+    """Refuse residuals of tensors that keep none here.
+
+    Args:
+        residuals: by name.
+        released: the tensors that have left the plan.
+        ops: of the arrays.
+
+    Raises:
+        StateDictError: one is not zero, and would be lost.
+    """
+    for name in sorted({*released} & {*residuals}):
+        norm = ops.norm(residuals[name])
+        if norm != 0.0:
+            raise StateDictError(
+                f"its gradient is sparse, and not compressed here: the state dict's residual of "
+                f"norm {norm:.3g} would be lost",
+                tensor=name,
+                cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer, as when it was saved",
+            )
+
+
+def released_of(state: Mapping[str, Any]) -> set[str]:
+    """The tensors that had left the plan when a state dict was made.
+
+    Raises:
+        StateDictError: these are no names.
+    """
+    released = state.get(RELEASED, [])
+    if not (isinstance(released, list) and all(isinstance(name, str) for name in released)):
+        raise StateDictError(
+            f"the state dict says that {released!r} were released, which is no list of names",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    return set(released)
 
 
 def check_velocity(kept: bool, state: Mapping[str, Any]) -> None:

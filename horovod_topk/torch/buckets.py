@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from horovod_topk.core.plan import Plan
-from horovod_topk.torch.arrival import Arrival, Slot, any_applied, check_unchanged
+from horovod_topk.torch.arrival import Arrival, Slot, any_applied, check_unchanged, is_sparse
 
 
 class Buckets:
@@ -94,6 +94,11 @@ class Buckets:
             for slot in slots:
                 if slot.arrival is None:
                     _check_comes(slot)
+
+    def late_sparse(self) -> list[Slot]:
+        """Those whose gradient is sparse and has not arrived."""
+        missing = (slot for slot in self._slots.values() if slot.arrival is None)
+        return [slot for slot in missing if is_sparse(slot.parameter.grad)]
 
     def are_applied(self) -> bool:
         """Whether the optimizer has stepped on what was exchanged; see `any_applied`."""

@@ -21,12 +21,17 @@ import torch
 from torch import Tensor
 
 from horovod_topk.core.clipping import local_threshold
+from horovod_topk.torch.arrival import sparse_beside
 
 _STRETCH = 1 << 16  # elements
 
 
 def clip_alone(optimizer: Any, clip_norm: float) -> None:
-    """Clip before each step where nothing is exchanged: one rank's gradients are all there are."""
+    """Clip before each step where nothing is exchanged: one rank's gradients are all there are.
+
+    Sparse ones as their dense copies would be with `sparse_as_dense`, and else not at all: the step
+    is a ConfigError then, as it is with more ranks.
+    """
     clip = LocalClip(clip_norm, "sum")
 
     @torch.no_grad()
@@ -34,14 +39,29 @@ def clip_alone(optimizer: Any, clip_norm: float) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, where the step unscales
         clip.begin(ranks=1, units=1.0 if scale is None else float(scale))
         by_device: dict[torch.device, list[Tensor]] = {}
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and not p.grad.is_sparse:
-                    by_device.setdefault(p.grad.device, []).append(p.grad)
+        for gradient in _values_alone(optimizer, clip_norm):
+            by_device.setdefault(gradient.device, []).append(gradient)
         for gradients in by_device.values():
             clip.clip(gradients)
 
     optimizer.register_step_pre_hook(before_step)
+
+
+def _values_alone(optimizer: Any, clip_norm: float) -> list[Tensor]:
+    """What of all gradients is not zero by its form, to be written to.
+
+    Raises:
+        ConfigError: one is sparse, and was not asked to be taken for dense.
+    """
+    found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for p in found:
+        if p.grad.is_sparse and not optimizer.sparse_as_dense:
+            name = optimizer._parameter_names.get(p, f"of shape {list(p.shape)}")
+            raise sparse_beside(f"clip_norm={clip_norm}", name)
+    for p in found:
+        if p.grad.is_sparse:
+            p.grad = p.grad.coalesce()  # else the norm is not of sums
+    return [p.grad._values() if p.grad.is_sparse else p.grad for p in found]
 
 
 class LocalClip:

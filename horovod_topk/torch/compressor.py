@@ -118,10 +118,14 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
         return tensor
 
     def attached(self, state: OptimizerState) -> None:
-        """Remember an optimizer's state; called by the seam."""
-        self._states.add(state)
+        """Remember an optimizer's state; called by the seam.
+
+        Raises:
+            ConfigError: an elastic job's state keeps what is owed, and not all ranks exchange.
+        """
         if self._keeper is not None:
             state.keep_with(self._keeper)
+        self._states.add(state)
 
     def keep(self, name: str) -> Keeper:
         """Keep what is owed through an elastic job; called by `horovod_topk.torch.elastic`.

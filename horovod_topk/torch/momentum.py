@@ -18,7 +18,6 @@ from horovod_topk.core.own_momentum import (
     Words,
     check_once,
     none_to_correct,
-    note_taken,
     settings_of,
 )
 from horovod_topk.core.own_momentum import advise as advise_of
@@ -69,9 +68,7 @@ def own_momentum(optimizer: Any) -> dict[str, Any]:
             f"momentum='optimizer' was given, and parameter groups have {found}",
             cure="Give all parameter groups the same momentum, without dampening",
         )
-    settings = settings_of(kind, found[0] if is_known and None not in found else None, WORDS)
-    note_taken(kind, settings["momentum"])
-    return settings
+    return settings_of(kind, found[0] if is_known and None not in found else None, WORDS)
 
 
 def take_over(optimizer: Any, momentum: float) -> None:

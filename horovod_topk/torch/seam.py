@@ -3,8 +3,10 @@
 `hvd.DistributedOptimizer` builds a class from `dict(_DistributedOptimizer.__dict__)` at every
 call, so methods wrapped here once reach every optimizer built afterwards. Wrapped are:
 
-    _DistributedOptimizer.__init__                  attach a state when compression is TopKEF
+    _DistributedOptimizer.__init__                  attach a state when compression is TopKEF, and
+                                                    have no hooks on parameters before it stands
     _DistributedOptimizer._allreduce_grad_async     hand a ready gradient to that state
+    _DistributedOptimizer.synchronize               let it see all gradients before any is exchanged
     _DistributedAdasumOptimizer.__init__            refuse TopKEF before a parameter has changed
     horovod.torch.join                              refuse it while a TopKEF optimizer lives
 
@@ -26,18 +28,21 @@ from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOpt
 
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.torch.compressor import TopKEF
+from horovod_topk.torch.planning import reduction_of
 from horovod_topk.torch.state import OptimizerState, live_states
+from horovod_topk.torch.stepping import check_all_are_known
 
 Method = Callable[..., Any]
 
 
 def install() -> None:
-    """Wrap the four functions, once."""
+    """Wrap the five functions, once."""
     if hasattr(_DistributedOptimizer.__init__, "_topkef"):
         return
     for owner, attribute, wrapper in (
         (_DistributedOptimizer, "__init__", _wrap_init),
         (_DistributedOptimizer, "_allreduce_grad_async", _wrap_allreduce_grad_async),
+        (_DistributedOptimizer, "synchronize", _wrap_synchronize),
         (_DistributedAdasumOptimizer, "__init__", _wrap_adasum_init),
         (hvd, "join", _wrap_join),
     ):
@@ -51,20 +56,38 @@ def _wrap_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         compressor = TopKEF.asked(arguments["compression"])
-        if compressor is not None and arguments.get("op") == hvd.Adasum:
-            _refuse_adasum()
-        original(self, *args, **kwargs)
-        if compressor is not None:
-            self._topkef = OptimizerState(
-                self,
-                compressor.config,
-                compressor.grad_scaler,
-                takes_over=compressor.takes_over,
-            )
-            self._compression = self._topkef
-            compressor.attached(self._topkef)
+        if compressor is None:
+            original(self, *args, **kwargs)
+            return
+        if "op" in arguments:
+            reduction_of(arguments["op"])
+        exchanges = _without_hooks(self, lambda: original(self, *args, **kwargs))
+        state = OptimizerState(
+            self, compressor.config, compressor.grad_scaler, takes_over=compressor.takes_over
+        )
+        compressor.attached(state)
+        self._topkef = self._compression = state
+        state.begin(self._register_hooks if exchanges else None)
 
     return __init__
+
+
+def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
+    """Call Horovod's constructor, but leave parameters as they are.
+
+    Hooks stay on parameters as long as these live, and would have the optimizer that was refused
+    take the gradients of every later one.
+
+    Returns:
+        Whether Horovod wanted its hooks.
+    """
+    asked: list[bool] = []
+    optimizer._register_hooks = lambda: asked.append(True)
+    try:
+        construct()
+    finally:
+        del optimizer._register_hooks
+    return bool(asked)
 
 
 def _wrap_allreduce_grad_async(original: Method) -> Method:
@@ -76,11 +99,21 @@ def _wrap_allreduce_grad_async(original: Method) -> Method:
     return _allreduce_grad_async
 
 
+def _wrap_synchronize(original: Method) -> Method:
+    def synchronize(self: Any) -> None:
+        state: OptimizerState | None = getattr(self, "_topkef", None)
+        if state is not None and state.active:
+            check_all_are_known(self)
+        original(self)
+
+    return synchronize
+
+
 def _wrap_adasum_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         if TopKEF.asked(arguments["compression"]) is not None:
-            _refuse_adasum()
+            reduction_of(hvd.Adasum)
         original(self, *args, **kwargs)
 
     return __init__
@@ -101,10 +134,3 @@ def _wrap_join(original: Method) -> Method:
         return original(*args, **kwargs)
 
     return join
-
-
-def _refuse_adasum() -> None:
-    raise UnsupportedOperationError(
-        "op=Adasum combines dense gradients pairwise, which sparse payloads cannot express",
-        cure="Use op=hvd.Average or op=hvd.Sum with TopKEF, or Adasum with Compression.none",
-    )

@@ -30,13 +30,14 @@ from horovod_topk.core.front import (
     elastic,
     why_inactive,
 )
+from horovod_topk.core.own_momentum import note_taken
 from horovod_topk.core.residual import steps_of
 from horovod_topk.core.stats import Stats, StepCounters, describe
 from horovod_topk.elastic import Keeper
 from horovod_topk.elastic.standing import Clock
 from horovod_topk.errors import ShapeChangedError
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch.arrival import Slot
+from horovod_topk.torch.arrival import Slot, sparse_beside
 from horovod_topk.torch.buckets import Buckets
 from horovod_topk.torch.clipping import clip_alone
 from horovod_topk.torch.collective import HorovodCollective
@@ -52,7 +53,12 @@ from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preparation import Preparation
 from horovod_topk.torch.rates import followed
 from horovod_topk.torch.scaling import Scaler
-from horovod_topk.torch.stepping import check_after, check_before
+from horovod_topk.torch.stepping import (
+    check_after,
+    check_before,
+    check_evaluates_once,
+    with_one_exchange,
+)
 
 log = logging.getLogger("horovod_topk")
 
@@ -83,23 +89,24 @@ class OptimizerState:
         self._late: Counter[str] = Counter()
         self._late_are_checked = False  # in the present synchronize()
         self._handles = optimizer._handles
+        self._exchanges = 0  # of buckets
         self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
         self.label = f"{type(optimizer).__name__} with {len(optimizer._parameter_names)} parameters"
         reason = why_inactive(optimizer.process_set)
         self.active = reason is None
         self.keeper: Keeper | None = None  # in an elastic job whose state has this
         if reason is not None:
+            check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+            self._config = config
             self._skip("*", reason)
-            hand_over(optimizer, config.momentum, nesterov=config.nesterov)
-            if config.clip_norm is not None:
-                clip_alone(optimizer, config.clip_norm)
             return
         check_elastic(config)
+        check_evaluates_once(optimizer)
         self._takes_over = takes_over
-        if takes_over:
+        if takes_over:  # in `begin`
             config = replace(config, **own_momentum(optimizer))
-            take_over(optimizer, config.momentum)
-        check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+        else:
+            check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
         advise(optimizer, config.momentum)
         plan = plan_of(optimizer, config)
         self._preparation = Preparation.of(grad_scaler, plan)
@@ -116,7 +123,35 @@ class OptimizerState:
         self._buckets.index(plan)
         self._skipped |= plan.sent_dense()
         log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
-        optimizer._groups = None  # from here on a bucket is the unit, one hook a parameter
+
+    def begin(self, register_hooks: Callable[[], None] | None) -> None:
+        """Take part in the optimizer's steps, now that nothing can be refused any more.
+
+        register_hooks: Horovod's own way to put its hooks on parameters, where it exchanges.
+        """
+        optimizer: Any = self._optimizer()
+        if self.active:
+            optimizer._groups = None  # from here on a bucket is the unit, one hook a parameter
+        if register_hooks is not None:
+            register_hooks()
+        if self.active:
+            self._watch(optimizer)
+        else:
+            self._leave(optimizer)
+
+    def _leave(self, optimizer: Any) -> None:
+        """Have an optimizer that exchanges nothing do by itself what is asked for all the same."""
+        config = self._config
+        hand_over(optimizer, config.momentum, nesterov=config.nesterov)
+        if config.clip_norm is not None:
+            clip_alone(optimizer, config.clip_norm)
+
+    def _watch(self, optimizer: Any) -> None:
+        """Be told of what gradients are added to, and of steps; take the momentum over."""
+        momentum = self._compressor.plan.config.momentum
+        if self._takes_over:
+            take_over(optimizer, momentum)
+            note_taken(type(optimizer).__name__, momentum)
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         for p, accumulation in zip(trained, optimizer._grad_accs, strict=True):
             accumulation.register_prehook(partial(self._before_accumulation, id(p)))
@@ -278,7 +313,7 @@ class OptimizerState:
             path has to take this gradient.
 
         Raises:
-            ShapeChangedError, GradientChangedError, RepeatedSynchronizeError.
+            ShapeChangedError, GradientChangedError, RepeatedSynchronizeError, ConfigError.
         """
         slot = self._buckets.slot(id(p))
         if slot is None:
@@ -289,12 +324,13 @@ class OptimizerState:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         gradient, is_sparse = p.grad, p.grad.is_sparse
+        if not fired and not self._late_are_checked:
+            self._buckets.check_late(self._is_sent)
+            self._check_late_sparse(optimizer)
+            self._late_are_checked = True
         if is_sparse and not optimizer.sparse_as_dense:
             self._release(slot)
             return None
-        if not fired and not self._late_are_checked:
-            self._buckets.check_late(self._is_sent)
-            self._late_are_checked = True
         dense = gradient.to_dense() if is_sparse else gradient
         self._buckets.arrive(slot, gradient, dense)
         if not fired:
@@ -308,6 +344,7 @@ class OptimizerState:
             with torch.no_grad():
                 self._finish(slot.ordinal)
             self._buckets.note_exchanged(slot.ordinal)
+            self._exchanges += 1
             self._late_are_checked = False
         assert slot.exchanged is not None  # its bucket is finished
         return slot.exchanged.dense
@@ -315,7 +352,8 @@ class OptimizerState:
     def _is_sent(self, ordinal: int) -> bool:
         return self._compressor.phase(ordinal) is Phase.SENT
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns what the step is given instead."""
         check_before(optimizer, args, kwargs)
         momentum = self._compressor.plan.config.momentum
         if self._takes_over:
@@ -323,6 +361,7 @@ class OptimizerState:
         elif not momentum:
             give_back(optimizer)
         check_not_twice(optimizer, momentum)
+        return with_one_exchange(args, kwargs, lambda: self._exchanges)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -395,14 +434,8 @@ class OptimizerState:
 
     def _release(self, slot: Slot) -> None:
         """Leave a parameter with sparse gradients to Horovod, before its bucket is first sent."""
+        self._check_may_leave(slot)
         name = slot.spec.name
-        norm = self._compressor.owed(name)
-        if norm > 0.0:
-            raise ShapeChangedError(
-                f"its gradient became sparse, and a residual of norm {norm:.3g} would be lost",
-                tensor=name,
-                cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
-            )
         self._compressor.rollback()
         self._buckets.forget_exchanged()
         plan = self._compressor.plan.without(name)
@@ -411,6 +444,32 @@ class OptimizerState:
         self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
         if slot.ordinal in self._buckets:
             self._launch_if_complete(slot.ordinal)
+
+    def _check_late_sparse(self, optimizer: Any) -> None:
+        """Refuse before `synchronize()` sends anything; see `Buckets.check_late`."""
+        if not optimizer.sparse_as_dense:
+            for slot in self._buckets.late_sparse():
+                self._check_may_leave(slot)
+
+    def _check_may_leave(self, slot: Slot) -> None:
+        """Refuse a sparse gradient where Horovod's path would do less to it than was asked for.
+
+        Raises:
+            ConfigError: settings change gradients before they are exchanged.
+            ShapeChangedError: its residual is not zero.
+        """
+        name, config = slot.spec.name, self._compressor.plan.config
+        if config.momentum:
+            raise sparse_beside(f"momentum={config.momentum}", name)
+        if config.clip_norm is not None:
+            raise sparse_beside(f"clip_norm={config.clip_norm}", name)
+        norm = self._compressor.owed(name)
+        if norm > 0.0:
+            raise ShapeChangedError(
+                f"its gradient became sparse, and a residual of norm {norm:.3g} would be lost",
+                tensor=name,
+                cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
+            )
 
     def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""

@@ -287,6 +287,54 @@ def test_other_shapes_are_refused_with_other_ranks_too(
     assert kept(fresh) == before
 
 
+def released(world: World) -> World:
+    """One whose last tensor has left the plan, as it does at its first sparse gradient."""
+    for compressor in world.ranks:
+        compressor.replan(compressor.plan.without("läyer/b"))
+    world.plan = world.ranks[0].plan
+    return world
+
+
+def spared(exchange: str, steps: int, size: int = RANKS, *, keeps: bool) -> World:
+    """Ranks that owe for one of two tensors; the other has left the plan, or is kept."""
+    config = TopKConfig(ratio=0.1, min_numel=0, exchange=exchange)
+    world = World(make_plan(SPECS, config), size, TORCH)
+    noise = np.random.default_rng(steps)
+    for _ in range(steps):
+        weights = [{"w": noise.normal(size=(37, 30)).astype("f4")} for _ in range(size)]
+        world.step([{**each, "läyer/b": np.zeros(3, "f4")} for each in weights])
+    return world if keeps else released(world)
+
+
+@pytest.mark.parametrize("size", [RANKS, 2])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
+def test_a_tensor_that_is_not_compressed_any_more(
+    tmp_path: Path, exchange: str, keeps: bool, size: int
+) -> None:
+    """Whichever of the two runs has given it up, on as many ranks or on others."""
+    old = spared(exchange, 3, keeps=keeps)
+    new = spared(exchange, 1, size, keeps=not keeps)
+    save(old, tmp_path)
+    for rank in ranks(new):
+        checkpoint.load(tmp_path, rank)
+    kept, found = owed(old), owed(new)
+    np.testing.assert_allclose(found["w"], kept["w"], rtol=1e-6, atol=1e-6)
+    assert all(not mass["läyer/b"].any() for mass in (kept, found) if "läyer/b" in mass)
+
+
+@pytest.mark.parametrize("size", [RANKS, 2])
+@pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
+def test_what_is_owed_for_it_is_not_lost(tmp_path: Path, exchange: str, size: int) -> None:
+    save(trained(TORCH, exchange), tmp_path)
+    new = spared(exchange, 1, size, keeps=False)
+    before = kept(new)
+    with pytest.raises(StateDictError, match=r"'läyer/b'.*would be lost"):
+        for rank in ranks(new):
+            checkpoint.load(tmp_path, rank)
+    assert kept(new) == before
+
+
 def test_one_damaged_shard_of_another_job_is_enough(tmp_path: Path) -> None:
     files = save(trained(TORCH, "allgather"), tmp_path)
     files[2].write_bytes(files[2].read_bytes()[:-1])

@@ -144,7 +144,13 @@ def with_a_nan(file: Path, draw: random.Random) -> str:
 def lacking_something(file: Path, draw: random.Random) -> str:
     """As another version might write it: signed, but not what this one reads."""
     change = draw.choice(
-        [{"rank": None}, {"tensors": []}, {"reduction": 3}, {"shapes": {"w": [4]}}]
+        [
+            {"rank": None},
+            {"tensors": []},
+            {"reduction": 3},
+            {"shapes": {"w": [4]}},
+            {"released": "w"},
+        ]
     )
     file.write_bytes(resigned(file.read_bytes(), **change))
     return "no shard as this version writes them"

@@ -168,6 +168,72 @@ def test_replan_keeps_the_residuals_of_those_that_stay(backend: Backend, gone: s
         registry.residual(gone)
 
 
+def without(backend: Backend, gone: str) -> ResidualRegistry[Any]:
+    """One that owes nothing for a tensor, which then leaves the plan."""
+    registry = filled(backend)
+    registry.residual(gone)[...] = 0
+    registry.replan(PLAN.without(gone))
+    return registry
+
+
+@each_backend
+@pytest.mark.parametrize("gone", ["a", "b", "c"])
+def test_what_was_saved_without_a_tensor_owes_nothing_for_it(backend: Backend, gone: str) -> None:
+    """A registry that still has it takes that on; so does one that has let go of it, too."""
+    state = without(backend, gone).state_dict()
+    assert state["released"] == [gone]
+    registry = filled(backend)
+    registry.load_state_dict(state)
+    zeros = {gone: [0.0] * len(FILLED[gone])}
+    assert contents(backend, registry) == FILLED | zeros
+    again = without(backend, gone)
+    again.reset()
+    again.load_state_dict(state)
+    kept = "abc".replace(gone, "")
+    assert contents(backend, again, kept) == {name: FILLED[name] for name in kept}
+
+
+@each_backend
+def test_no_other_tensor_may_be_missing(backend: Backend) -> None:
+    state = without(backend, "b").state_dict()
+    for spoil in (without_c, without_shape_of_c):
+        registry, spoiled = filled(backend), dict(state)
+        spoiled |= {key: dict(state[key]) for key in ("residuals", "shapes")}
+        spoil(spoiled)
+        with pytest.raises(StateDictError, match="tensor 'c': the state dict has no residual"):
+            registry.load_state_dict(spoiled)
+        assert contents(backend, registry) == FILLED
+    del state["released"]
+    with pytest.raises(StateDictError, match="tensor 'b': the state dict has no residual"):
+        registry.load_state_dict(state)
+
+
+@each_backend
+@pytest.mark.parametrize("owed", [0.0, 1e-30, float("nan")])
+def test_a_tensor_that_left_the_plan_may_be_owed_nothing(backend: Backend, owed: float) -> None:
+    state = filled(backend).state_dict()
+    state["residuals"]["a"][...] = 0
+    state["residuals"]["a"][2:3] = owed
+    state["residuals"]["c"][...] = 1
+    registry = without(backend, "a")
+    if owed == 0.0:
+        registry.load_state_dict(state)
+        assert contents(backend, registry, "bc") == {"b": [7.0], "c": [1.0] * 4}
+        return
+    with pytest.raises(StateDictError, match=r"tensor 'a': .*lost.*sparse_as_dense=True"):
+        registry.load_state_dict(state)
+    assert contents(backend, registry, "bc") == {"b": [7.0], "c": FILLED["c"]}
+
+
+@each_backend
+@pytest.mark.parametrize("released", ["b", ["b", 3], {"b": 1}, 7])
+def test_what_was_released_is_a_list_of_names(backend: Backend, released: Any) -> None:
+    registry = filled(backend)
+    state = registry.state_dict() | {"released": released}
+    with pytest.raises(StateDictError, match="which is no list of names"):
+        registry.load_state_dict(state)
+
+
 @each_backend
 def test_replan_lets_go_of_a_bucket_that_is_gone(backend: Backend) -> None:
     registry = filled(backend)

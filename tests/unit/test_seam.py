@@ -1,6 +1,6 @@
 """The canary: fails loudly when Horovod changes under the seam, or the seam touches more.
 
-`horovod_topk/torch/seam.py` wraps four functions of Horovod and `state.py` relies on private
+`horovod_topk/torch/seam.py` wraps five functions of Horovod and `state.py` relies on private
 fields that those and their neighbours keep. Their source is compared with 0.28.1's, as parsed, so
 neither comments nor layout matter.
 """
@@ -15,6 +15,7 @@ from oracle.canary import HOROVOD, Function, functions, inspect_import
 SEAM = {
     "horovod.torch.optimizer._DistributedOptimizer.__init__",
     "horovod.torch.optimizer._DistributedOptimizer._allreduce_grad_async",
+    "horovod.torch.optimizer._DistributedOptimizer.synchronize",
     "horovod.torch.optimizer._DistributedAdasumOptimizer.__init__",
     "horovod.torch.join",
 }
@@ -28,6 +29,7 @@ SIGNATURES = {
     "_DistributedOptimizer._allreduce_grad_async": "self, p",
     "_DistributedOptimizer.load_state_dict": "self, *args, **kwargs",
     "_DistributedOptimizer.step": "self, closure=None",
+    "_DistributedOptimizer.synchronize": "self",
     "_DistributedAdasumOptimizer.__init__": (
         "self, params, named_parameters, compression, backward_passes_per_step=1"
     ),
@@ -45,13 +47,14 @@ SIGNATURES = {
 RELIED_ON = {
     "_DistributedOptimizer.__init__": (
         "sets _parameter_names, op, gradient_predivide_factor, sparse_as_dense, process_set, "
-        "_groups, _p_to_group and _handles, and calls _register_hooks last"
+        "_groups and _handles, and calls _register_hooks last, by which only parameters change"
     ),
     "_DistributedOptimizer.load_state_dict": "replaces _handles, which drops a step under way",
     "_DistributedOptimizer.find_duplicates": "refuses duplicate names before our plan is made",
     "_DistributedOptimizer.set_backward_passes_per_step": "resets _allreduce_delay",
     "_DistributedOptimizer._register_hooks": (
-        "fills _p_to_group and _group_counts, one hook a parameter that requires a gradient"
+        "fills _grad_accs and _requires_update, one hook a parameter that requires a gradient, "
+        "once _groups is None; of a number of groups it makes split_list, as we do"
     ),
     "_DistributedOptimizer._allreduce_grad_async": (
         "takes one parameter and returns (handle or callable, ctx); we answer for ours"
@@ -100,9 +103,10 @@ KEPT_BY_INIT = (
     "_allreduce_delay",
     "_compression",
     "_groups",
+    "_grad_accs",
     "_handles",
-    "_p_to_group",
     "_parameter_names",
+    "_requires_update",
     "_should_synchronize",
     "op",
     "process_set",

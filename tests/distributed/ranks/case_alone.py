@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import horovod.torch as hvd
 import pytest
 import torch
 
 import training
-from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.torch import TopKEF
 from training import Setup
-from witness import assert_same_history
+from witness import assert_same, assert_same_history
 
 pytestmark = pytest.mark.world_size(1)
 
@@ -44,10 +45,11 @@ def test_state_is_empty_and_loads() -> None:
     TopKEF.of(optimizer).on_step(lambda counters: pytest.fail("no step is exchanged"))
 
 
-def test_adasum_is_refused_here_too() -> None:
+@pytest.mark.parametrize("op", ["Adasum", "Max", "Min", "Product"])
+def test_other_operations_are_refused_here_too(op: str) -> None:
     task = Setup().task()
-    with pytest.raises(UnsupportedOperationError, match="Adasum"):
-        Setup(options={"op": hvd.Adasum}).distributed(task, TopKEF)
+    with pytest.raises(UnsupportedOperationError, match=rf"op=hvd\.{op} "):
+        Setup(options={"op": getattr(hvd, op)}).distributed(task, TopKEF)
 
 
 def test_join_is_not_refused() -> None:
@@ -98,6 +100,49 @@ def test_gradients_are_clipped_here_too() -> None:
         runs.append(training.snapshot(task))
     for ours, theirs in zip(*runs, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_sparse_gradients_are_clipped_as_dense_ones(sparse: bool) -> None:
+    """A token that occurs twice counts as the sum."""
+    p = torch.nn.Embedding(5, 2, sparse=sparse)
+    torch.nn.init.zeros_(p.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(p.parameters(), lr=1.0),
+        named_parameters=p.named_parameters(),
+        compression=TopKEF(clip_norm=0.5),
+        sparse_as_dense=True,
+    )
+    p(torch.tensor([3, 1, 3])).sum().backward()
+    optimizer.step()
+    expected = torch.tensor([0.0, 1, 0, 2, 0])[:, None].expand(5, 2) * 0.5 / 10**0.5
+    torch.testing.assert_close(p.weight.detach(), -expected)
+
+
+def test_a_sparse_gradient_is_not_left_unclipped_here_either() -> None:
+    setup = Setup(build=training.Embedded, optimizer=training.plain_sgd)
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(clip_norm=0.01))
+    before = training.snapshot(task)
+    task.loss(0, 0).backward()
+    kept = [p.grad.to_dense() for p in task.parameters() if p.grad is not None]
+    message = r"'embedding.weight'.*sparse, and clip_norm=0\.01.*sparse_as_dense=True"
+    with pytest.raises(ConfigError, match=message):
+        optimizer.step()
+    assert_same(training.snapshot(task), before)
+    assert_same([p.grad.to_dense() for p in task.parameters() if p.grad is not None], kept)
+
+
+def test_momentum_reaches_sparse_gradients_here() -> None:
+    """It is the optimizer's own, and so no error."""
+    runs = []
+    for make, compression in (
+        (training.plain_sgd, TopKEF(momentum=0.9)),
+        (partial(torch.optim.SGD, lr=0.05, momentum=0.9), hvd.Compression.none),
+    ):
+        setup = Setup(build=training.Embedded, optimizer=make)
+        runs.append(training.trajectory(setup, compression, 4))
+    assert_same_history(*runs)
 
 
 def test_clipping_knows_of_a_scaler_that_the_optimizer_applies_itself() -> None:

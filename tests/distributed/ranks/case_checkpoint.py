@@ -61,6 +61,34 @@ def test_resume_is_bitwise(settings: Any, tmp_path: Path) -> None:
     assert_residuals(other, residuals(optimizer))
 
 
+def embedded() -> tuple[Any, Any]:
+    setup = Setup(build=training.Embedded, optimizer=training.plain_sgd)
+    task = setup.task()
+    return task, setup.distributed(task, TopKEF(ratio=0.1, min_numel=0))
+
+
+@pytest.mark.parametrize("before", ["the first step", "the others"])
+def test_sparse_gradients_leave_the_checkpoint_loadable(before: str, tmp_path: Path) -> None:
+    """Theirs is Horovod's path from the first one on, also where that comes after the load."""
+    folder, (task, optimizer) = shared(tmp_path), embedded()
+    if before == "the others":
+        for step in range(2):
+            training.ordinary(task, optimizer, step)
+    checkpoint.save(folder, TopKEF.of(optimizer))
+    hvd.barrier()
+    again, other = embedded()
+    if before == "the first step":
+        training.ordinary(again, other, 9)
+    again.load_state_dict(task.state_dict())
+    checkpoint.load(folder, TopKEF.of(other))
+    for step in range(2, 4):
+        training.ordinary(task, optimizer, step)
+        training.ordinary(again, other, step)
+    assert torch.equal(bits(again.parameters()), bits(task.parameters()))
+    assert_residuals(other, residuals(optimizer))
+    assert_ranks_equal(again.parameters())
+
+
 def test_another_rank_s_folder_is_refused_before_anything_changes(tmp_path: Path) -> None:
     """Folders that are not shared: each rank finds its own shard only if it saved it there."""
     task, optimizer = start(SETTINGS[0])

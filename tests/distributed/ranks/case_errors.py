@@ -178,6 +178,49 @@ def test_gradient_became_sparse_over_a_residual() -> None:
         task.loss(hvd.rank(), 1).backward()
 
 
+CHANGED = {"momentum": {"momentum": 0.9}, "clip_norm": {"clip_norm": 0.5}}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at_once", "late"])
+@pytest.mark.parametrize("setting", CHANGED)
+def test_sparse_gradient_that_would_not_be_changed_as_asked(
+    setting: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Horovod's own path knows neither momentum correction nor clipping on each rank."""
+    options = {"backward_passes_per_step": 2} if late else {}
+    setup = Setup(
+        build=training.Embedded,
+        optimizer=training.plain_sgd,
+        options=options,
+        groups=lambda task: [[p] for p in task.parameters()],
+    )
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**SPARSE, **CHANGED[setting]))
+    recording = record(monkeypatch)
+    message = says("'embedding.weight'", f"sparse, and {setting}=", "sparse_as_dense=True")
+    with nothing_changes(task, optimizer), pytest.raises(ConfigError, match=message):
+        task.loss(hvd.rank(), 1).backward()
+        assert late
+        optimizer.synchronize()
+    assert not late or recording.names == []
+
+
+@pytest.mark.parametrize("setting", CHANGED)
+def test_the_cure_for_a_sparse_gradient(setting: str) -> None:
+    """Trains as the same with a layer whose gradients are dense."""
+    runs = []
+    for options in ({"sparse_as_dense": True}, {}):
+        setup = Setup(build=training.Embedded, optimizer=training.plain_sgd, options=options)
+        task = setup.task()
+        task.embedding.sparse = bool(options)
+        optimizer = setup.distributed(task, TopKEF(**SPARSE, **CHANGED[setting]))
+        for step in range(3):
+            training.ordinary(task, optimizer, step)
+        runs.append(training.snapshot(task))
+    for ours, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 class Idle(Task):
     """Many parameters, of which one takes part."""
 
@@ -526,8 +569,121 @@ def test_a_closure_that_synchronizes_is_what_a_step_without_one_is() -> None:
     assert TopKEF.of(optimizer).stats().steps == TopKEF.of(plain).stats().steps
 
 
+class Extragradient(torch.optim.Optimizer):
+    """Evaluates its closure so many times a step, and moves by each gradient or by the last."""
+
+    def __init__(self, parameters: Any, times: int = 2, each: bool = True) -> None:
+        super().__init__(parameters, {"times": times, "each": each})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        for group in self.param_groups:
+            for left in reversed(range(group["times"])):
+                with torch.enable_grad():
+                    loss = closure()
+                for p in group["params"]:
+                    p.sub_(p.grad, alpha=0.05 if group["each"] or not left else 0.0)
+        return loss
+
+
+def closure_of(task: Task, optimizer: Any, step: int, *, passes: int = 1) -> Callable[[], Any]:
+    """One that exchanges in every so many evaluations."""
+    done = []
+
+    def closure() -> Any:
+        done.append(len(done))
+        if len(done) % passes == 1 % passes:
+            optimizer.zero_grad()
+        loss = task.loss(hvd.rank(), step + len(done))
+        loss.backward()
+        if len(done) % passes == 0:
+            optimizer.synchronize()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_closure_that_exchanges_is_evaluated_once_a_step(by_name: bool) -> None:
+    """Parameters have moved by then, but residuals are those of before, and the next step works."""
+    setup = Setup(optimizer=Extragradient)
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    closure = closure_of(task, optimizer, 7)
+    with (
+        optimizer.skip_synchronize(),
+        pytest.raises(UnsupportedOperationError, match=says("once more", "Compression.none")),
+    ):
+        optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    optimizer.param_groups[0]["times"] = 1
+    for step in range(2):
+        with optimizer.skip_synchronize():
+            optimizer.step(closure_of(task, optimizer, step))
+    stats = TopKEF.of(optimizer).stats()
+    assert (stats.steps, stats.rolled_back) == (2, 1)
+    assert_ranks_equal(task.parameters())
+
+
+def test_a_closure_is_evaluated_again_before_it_exchanges() -> None:
+    """Two passes, of which the second exchanges: one exchange a step."""
+    setup = Setup(
+        optimizer=lambda parameters: Extragradient(parameters, each=False),
+        options={"backward_passes_per_step": 2},
+    )
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    closure = closure_of(task, optimizer, 0, passes=2)
+    for _ in range(2):
+        with optimizer.skip_synchronize():
+            optimizer.step(closure)
+    assert TopKEF.of(optimizer).stats().steps == 2
+    assert_ranks_equal(task.parameters())
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_iter": 2}, {"max_iter": 1, "line_search_fn": "strong_wolfe"}], ids=str
+)
+def test_lbfgs_that_needs_several_gradients(settings: dict[str, Any]) -> None:
+    task = Setup().task()
+    with pytest.raises(UnsupportedOperationError, match=says("LBFGS has max_iter=", "max_iter=1")):
+        Setup(optimizer=lambda p: torch.optim.LBFGS(p, **settings)).distributed(task, TopKEF)
+    setup = Setup(optimizer=lambda p: torch.optim.LBFGS(p, lr=0.05, max_iter=1))
+    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    for step in range(2):
+        with optimizer.skip_synchronize():
+            optimizer.step(closure_of(task, optimizer, step))
+    assert TopKEF.of(optimizer).stats().steps == 2
+    assert_ranks_equal(task.parameters())
+
+
+def exchanged_only(task: Task, optimizer: Any, step: int) -> None:
+    """A step up to where users clip."""
+    optimizer.zero_grad()
+    task.loss(hvd.rank(), step).backward()
+    optimizer.synchronize()
+
+
+def made_between(task: Task, optimizer: Any, step: int) -> None:
+    """Gradients of a later parameter that are made after the others were exchanged."""
+    later = [p for p in task.parameters() if p not in optimizer._requires_update]
+    optimizer.zero_grad()
+    for p in later:
+        p.requires_grad_(False)
+    task.loss(hvd.rank(), step).backward()
+    optimizer.synchronize()
+    for p in later:
+        p.requires_grad_(True)
+        p.grad = torch.ones_like(p)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+@pytest.mark.parametrize("take", [training.ordinary, exchanged_only, made_between])
 @pytest.mark.parametrize("later", ["unfrozen", "added"])
-def test_a_parameter_that_is_trained_later_only(later: str) -> None:
+def test_a_parameter_that_is_trained_later_only(
+    later: str, take: Callable[[Task, Any, int], None]
+) -> None:
     setup = Setup()
     task = setup.task()
     last = next(p for name, p in task.named_parameters() if name == "net.3.weight")
@@ -549,7 +705,8 @@ def test_a_parameter_that_is_trained_later_only(later: str) -> None:
     else:
         optimizer.add_param_group({"params": [last], "lr": 0.1})
     named = "'net.3.weight'" if later == "unfrozen" else r"'of shape \[.*\]'"
-    before = bits(task.parameters())
-    with pytest.raises(UnsupportedOperationError, match=f"{named}.*without being exchanged"):
-        training.ordinary(task, optimizer, 1)
-    assert torch.equal(bits(task.parameters()), before)
+    with (
+        nothing_changes(task, optimizer),
+        pytest.raises(UnsupportedOperationError, match=f"{named}.*without being exchanged"),
+    ):
+        take(task, optimizer, 1)
