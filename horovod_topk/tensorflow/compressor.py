@@ -51,6 +51,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
         clip_norm: clip each rank's gradients before they are added to the residual, so that the
             norm of what is applied is about this at most, as `horovod_topk.core.clipping` says.
+            Sparse gradients (tf.IndexedSlices) are an error with it and with `momentum`, unless
+            `sparse_as_dense=True` is given beside `compression=`.
         ratios: ratios of some tensors, instead of `ratio` and `gather_ratio`: a mapping, or pairs,
             of a pattern of names as in `fnmatch` ("head.*"), or a function of a tensor's name and
             shape that returns a bool, and a ratio or "dense". The first that holds wins. A pattern

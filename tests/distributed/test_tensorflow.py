@@ -28,6 +28,7 @@ TWO = [
     ("checkpoint",),
     ("tf_taking",),
     ("tf_rates",),
+    ("tf_sparse",),
 ]
 MORE = [
     (3, ("tape", "sharded", "hierarchical", "groups_ratios")),
@@ -37,7 +38,7 @@ MORE = [
 
 
 # About files and optimizers, which know of no controller.
-OVER_GLOO_ALONE = [("checkpoint",), ("tf_taking",), ("tf_rates",)]
+OVER_GLOO_ALONE = [("checkpoint",), ("tf_taking",), ("tf_rates",), ("tf_sparse",)]
 RUNS = [
     (controller, size, names)
     for controller in ("gloo", "mpi")
