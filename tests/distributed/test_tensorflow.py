@@ -28,7 +28,7 @@ TWO = [
     ("checkpoint",),
     ("tf_taking",),
     ("tf_rates",),
-    ("tf_sparse",),
+    ("tf_sparse", "tf_lives"),
 ]
 MORE = [
     (3, ("tape", "sharded", "hierarchical", "groups_ratios")),
@@ -38,7 +38,7 @@ MORE = [
 
 
 # About files and optimizers, which know of no controller.
-OVER_GLOO_ALONE = [("checkpoint",), ("tf_taking",), ("tf_rates",), ("tf_sparse",)]
+OVER_GLOO_ALONE = [("checkpoint",), ("tf_taking",), ("tf_rates",), ("tf_sparse", "tf_lives")]
 RUNS = [
     (controller, size, names)
     for controller in ("gloo", "mpi")
