@@ -25,12 +25,9 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk.config import TopKConfig
-from horovod_topk.errors import (
-    ConfigError,
-    StepBeforeSynchronizeError,
-    UnsupportedOperationError,
-)
+from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.tensorflow import scaling
+from horovod_topk.tensorflow.applying import refuse_unexchanged
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.momentum import Told, apply_none, check_not_twice, told_of
@@ -212,7 +209,7 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         told = asked["compression"] = told_of(given, compressor, asked["process_set"])
         asked["optimizer"] = given.inner_optimizer if scaling.is_scaler(given) else given
         optimizer = original(*bound.args, **bound.kwargs)
-        _refuse_unexchanged(optimizer)
+        refuse_unexchanged(optimizer)
         if told.taken is not None:
             apply_none(optimizer, told.taken)
         optimizer._allreduce_grads.guard(optimizer)
@@ -220,27 +217,6 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         return scaling.around(given, optimizer, scale) if scaling.is_scaler(given) else optimizer
 
     return create_distributed_optimizer
-
-
-def _refuse_unexchanged(optimizer: Any) -> None:
-    """Have tf-keras' `apply_gradients` refuse gradients if none has ever been exchanged.
-
-    Horovod exchanges in `compute_gradients`, which `fit` and `minimize` call, and a loop of one's
-    own may not.
-    """
-    apply_gradients = optimizer.apply_gradients
-
-    @functools.wraps(apply_gradients)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if not optimizer._aggregated_gradients:
-            raise StepBeforeSynchronizeError(
-                "apply_gradients() was given gradients that have not been exchanged",
-                cure="Take them from optimizer.compute_gradients(loss, variables, tape=tape), or "
-                "from hvd.DistributedGradientTape and give them to an undistributed optimizer",
-            )
-        return apply_gradients(*args, **kwargs)
-
-    optimizer.apply_gradients = checked
 
 
 def _is_keras_3(optimizer: Any) -> bool:

@@ -17,11 +17,7 @@ from kerasses import LIBRARIES, Words, compiled, data, distributed, fit, same
 from proof import assert_ranks_equal, ranks_equal
 
 import horovod_topk.tensorflow.keras as hvd_keras
-from horovod_topk.errors import (
-    NotAttachedError,
-    StepBeforeSynchronizeError,
-    UnsupportedOperationError,
-)
+from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
 from horovod_topk.tensorflow import TopKEF
 
 EVERYTHING = {"ratio": 1.0, "min_numel": 0}
@@ -387,14 +383,6 @@ class Stubborn(keras.optimizers.SGD):
 def test_an_optimizer_that_goes_around_the_exchange_is_refused() -> None:
     with pytest.raises(UnsupportedOperationError, match="a way of its own"):
         fit(keras, Stubborn(0.1), hvd.Compression.none)
-
-
-def test_tfkeras_refuses_gradients_that_were_never_exchanged() -> None:
-    model = compiled(tf_keras, "sgd")
-    optimizer = distributed(tf_keras, tf_keras.optimizers.SGD(0.1), TopKEF)
-    gradients = [tf.ones(v.shape) for v in model.trainable_variables]
-    with pytest.raises(StepBeforeSynchronizeError, match="compute_gradients"):
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
 
 def test_lists_of_groups_are_refused_with_horovods_compressors() -> None:
