@@ -19,7 +19,7 @@ from horovod_topk.elastic import Keeper
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.collective import HorovodTalk
-from horovod_topk.tensorflow.memory import Memory
+from horovod_topk.tensorflow.memory import Memory, memory_of_tapes
 from horovod_topk.tensorflow.planning import Settings
 from horovod_topk.tensorflow.scaling import check_scaler, is_scaler
 from horovod_topk.tensorflow.state import OptimizerState
@@ -196,8 +196,12 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             config: ours, maybe with the momentum of an optimizer.
             settings: what was asked of Horovod.
             memory: the optimizer's own, or None for a tape: these share one for equal settings.
+
+        Raises:
+            ConfigError: it cannot be told whether settings of a tape are those of the step before.
         """
-        memory = _of_tapes.setdefault(config, Memory()) if memory is None else memory
+        if memory is None:
+            memory = memory_of_tapes(config, variables, settings)
         state = memory.state_of(config, variables, settings)
         if state not in self._states:
             self._states[state] = weakref.ref(memory)
@@ -268,7 +272,3 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         if self._states:
             gc.collect()
         return self._living_states()
-
-
-# What tapes keep: they come and go, and so may the compressors they are given.
-_of_tapes: dict[TopKConfig, Memory] = {}
