@@ -62,11 +62,36 @@ class Predicate:
     def __hash__(self) -> int:
         return hash(self._key)
 
+    def may_be(self, other: object) -> bool:
+        """Whether both are of the same code, and refer to what cannot be compared."""
+        if not isinstance(other, Predicate):
+            return False
+        kinds = [
+            getattr(each.function, "__code__", type(each.function))
+            for each in (self, other)
+            if each._key == id(each.function)
+        ]
+        return len(kinds) == 2 and kinds[0] == kinds[1]
+
     def __repr__(self) -> str:
         return f"predicate {getattr(self.function, '__qualname__', repr(self.function))}"
 
 
 Rules = tuple[tuple[str | Predicate, float], ...]
+
+
+def made_again(rules: Rules | None, before: Rules | None) -> Predicate | None:
+    """The predicate by which rules differ from earlier ones, if they may be the same, made again.
+
+    None: they are equal, or differ in what can be compared.
+    """
+    if rules is None or before is None or len(rules) != len(before):
+        return None
+    pairs = [(new, old) for (new, _), (old, _) in zip(rules, before, strict=True) if new != old]
+    ratios = [[ratio for _, ratio in each] for each in (rules, before)]
+    doubtful = [new for new, old in pairs if isinstance(new, Predicate) and new.may_be(old)]
+    alike = ratios[0] == ratios[1] and len(doubtful) == len(pairs)
+    return doubtful[0] if alike and doubtful else None
 
 
 def checked_ratio(ratio: object, name: str = "ratio") -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from horovod_topk.elastic import Keeper
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.collective import HorovodTalk
-from horovod_topk.tensorflow.memory import Memory
+from horovod_topk.tensorflow.memory import Memory, memory_of_tapes
 from horovod_topk.tensorflow.planning import Settings
 from horovod_topk.tensorflow.scaling import check_scaler, is_scaler
 from horovod_topk.tensorflow.state import OptimizerState
@@ -28,9 +29,9 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
     """Top-K gradient sparsification with error feedback.
 
     Give an instance or the class (defaults) to `hvd.DistributedGradientTape(compression=...)` or
-    `hvd.DistributedOptimizer(compression=...)`. An optimizer has residuals of its own. Those of
-    tapes belong to the settings and the variables, and live as long as these: tapes and traces, and
-    instances with equal settings, may come and go.
+    `hvd.DistributedOptimizer(compression=...)`. An optimizer has residuals of its own, which end
+    with it. Those of tapes belong to the settings and the variables, and live as long as these:
+    tapes and traces, and instances with equal settings, may come and go.
 
     It can be saved: `tf.train.Checkpoint(model=model, compression=compression)`, one a rank.
 
@@ -51,6 +52,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
         clip_norm: clip each rank's gradients before they are added to the residual, so that the
             norm of what is applied is about this at most, as `horovod_topk.core.clipping` says.
+            Sparse gradients (tf.IndexedSlices) are an error with it and with `momentum`, unless
+            `sparse_as_dense=True` is given beside `compression=`.
         ratios: ratios of some tensors, instead of `ratio` and `gather_ratio`: a mapping, or pairs,
             of a pattern of names as in `fnmatch` ("head.*"), or a function of a tensor's name and
             shape that returns a bool, and a ratio or "dense". The first that holds wins. A pattern
@@ -93,7 +96,9 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         self._begin()
 
     def _begin(self) -> None:
-        self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
+        # With what holds each: an optimizer's memory, which ends with it, or that of tapes.
+        self._states: weakref.WeakKeyDictionary[OptimizerState, weakref.ref[Memory]]
+        self._states = weakref.WeakKeyDictionary()
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._keeper: Keeper | None = None
         self._asked: list[float | None] = []  # by set_ratio, before there was a state to ask
@@ -145,30 +150,30 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
     @property
     def active(self) -> bool:
         """As `OptimizerState.active`; before the first step whether there are other processes."""
-        return super().active if len(self._states) else bool(hvd.size() > 1)
+        return super().active if self._living_states() else bool(hvd.size() > 1)
 
     @property
     def place(self) -> tuple[int, int]:
         """As `OptimizerState.place`; before the first step this process among all."""
-        return super().place if len(self._states) else (hvd.rank(), hvd.size())
+        return super().place if self._living_states() else (hvd.rank(), hvd.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `OptimizerState.load_state_dict`; before the first step it is kept until then."""
-        if len(self._states):
+        if self._found_states():
             super().load_state_dict(state)
         else:
             self._waiting = [state]
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """As `OptimizerState.on_step`; before the first step it is kept until then."""
-        if len(self._states):
+        if self._found_states():
             super().on_step(callback)
         else:
             self._callbacks.append(callback)
 
     def set_ratio(self, ratio: float | None) -> None:
         """As `OptimizerState.set_ratio`; before the first step it is kept until then."""
-        if len(self._states):
+        if self._found_states():
             state = self._only_state()
             assert isinstance(state, OptimizerState)
             state.set_ratio(ratio)
@@ -191,11 +196,15 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             config: ours, maybe with the momentum of an optimizer.
             settings: what was asked of Horovod.
             memory: the optimizer's own, or None for a tape: these share one for equal settings.
+
+        Raises:
+            ConfigError: it cannot be told whether settings of a tape are those of the step before.
         """
-        memory = _of_tapes.setdefault(config, Memory()) if memory is None else memory
+        if memory is None:
+            memory = memory_of_tapes(config, variables, settings)
         state = memory.state_of(config, variables, settings)
         if state not in self._states:
-            self._states.add(state)
+            self._states[state] = weakref.ref(memory)
             if self._keeper is not None:
                 with tf.init_scope():
                     state.keep_with(self._keeper)
@@ -230,7 +239,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     def serialize(self) -> bytes:
         """All residuals as bytes, for tf.train.Checkpoint."""
-        return archive.pack([*(s.state_dict() for s in self._living_states()), *self._waiting])
+        return archive.pack([*(s.state_dict() for s in self._found_states()), *self._waiting])
 
     def deserialize(self, data: bytes) -> None:
         """Take on residuals from a tf.train.Checkpoint; states yet to come take theirs then.
@@ -238,7 +247,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         Raises:
             StateDictError: a residual does not fit; nothing has changed.
         """
-        saved, states = archive.unpack(data), self._living_states()
+        saved, states = archive.unpack(data), self._found_states()
         for state, residuals in zip(states, saved, strict=False):
             state.check_state_dict(residuals)
         for state, residuals in zip(states, saved, strict=False):
@@ -250,8 +259,16 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         check_scaler(scaler)
 
     def _living_states(self) -> list[OptimizerState]:
-        return sorted(self._states, key=lambda state: state.created)
+        """Those whose optimizer lives, or for tapes whose variables do.
 
+        One whose optimizer has gone may be held by a user who asked for it.
+        """
+        pairs = [(state, memory()) for state, memory in self._states.items()]
+        living = [state for state, memory in pairs if memory is not None and state in memory]
+        return sorted(living, key=lambda state: state.created)
 
-# What tapes keep: they come and go, and so may the compressors they are given.
-_of_tapes: dict[TopKConfig, Memory] = {}
+    def _found_states(self) -> list[OptimizerState]:
+        """Those alone that live in truth: optimizers are reference cycles, and may linger."""
+        if self._states:
+            gc.collect()
+        return self._living_states()

@@ -2,33 +2,84 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from horovod_topk.config import TopKConfig
+from horovod_topk.errors import ConfigError
+from horovod_topk.ratios import made_again
 from horovod_topk.tensorflow.planning import Settings, unwrap
-from horovod_topk.tensorflow.residuals import Stores
+from horovod_topk.tensorflow.residuals import Stores, watched
 from horovod_topk.tensorflow.state import OptimizerState
+
+Key = tuple[object, ...]
 
 
 class Memory:
-    """What one optimizer, or all tapes of equal settings, keep for variables that live."""
+    """What one optimizer, or all tapes of equal settings, keep for variables that live.
+
+    An optimizer's ends with it; nothing else may hold one.
+    """
 
     def __init__(self) -> None:
         self._kept = Stores()
-        self._states: dict[tuple[object, ...], OptimizerState] = {}
+        self._states: dict[Key, tuple[OptimizerState, list[object]]] = {}
+
+    def __contains__(self, state: OptimizerState) -> bool:
+        """Whether a state is still asked for here: its variables live."""
+        return any(each is state for each, _ in self._states.values())
+
+    def keeps(self, variables: Sequence[Any], settings: Settings) -> bool:
+        """Whether there is a state for a list of variables."""
+        return _key_of(variables, settings) in self._states
+
+    def forget(self, key: Key) -> None:
+        """End the state of variables of which one is no more."""
+        self._states.pop(key, None)
 
     def state_of(
         self, config: TopKConfig, variables: Sequence[Any], settings: Settings
     ) -> OptimizerState:
         """The state for a list of variables; it ends with the first of them."""
-        inner = [unwrap(variable) for variable in variables]
-        key = settings.key, tuple(map(id, inner))
-        state = self._states.get(key)
-        if state is None:
+        key = _key_of(variables, settings)
+        if key not in self._states:
             state = OptimizerState(config, variables, settings, self._kept)
-            self._states[key] = state
-            for variable in inner:
-                weakref.finalize(variable, self._states.pop, key, None)
-        return state
+            watches = [watched(unwrap(variable), self, key) for variable in variables]
+            self._states[key] = state, watches
+        return self._states[key][0]
+
+
+# What tapes keep: they come and go, and so may the compressors they are given.
+_of_tapes: dict[TopKConfig, Memory] = {}
+
+
+def memory_of_tapes(config: TopKConfig, variables: Sequence[Any], settings: Settings) -> Memory:
+    """What all tapes of equal settings share.
+
+    Raises:
+        ConfigError: settings with a predicate were made again, and it cannot be told that they are
+            the same: what is owed would be forgotten in each step.
+    """
+    memory = _of_tapes.get(config)
+    if memory is None:
+        for other, kept in _of_tapes.items():
+            if kept.keeps(variables, settings):
+                _check_not_made_again(config, other)
+        memory = _of_tapes[config] = Memory()
+    return memory
+
+
+def _check_not_made_again(config: TopKConfig, before: TopKConfig) -> None:
+    predicate = made_again(config.ratios, before.ratios)
+    if predicate is not None and replace(config, ratios=before.ratios) == before:
+        raise ConfigError(
+            f"ratios: {predicate} was made again for variables that have a residual, and refers to "
+            "what cannot be compared, such as a list: what is owed would be forgotten each time",
+            cure="Build TopKEF(...) once, before the first step, or have the predicate refer to a "
+            "tuple or frozenset instead",
+        )
+
+
+def _key_of(variables: Sequence[Any], settings: Settings) -> Key:
+    return settings.key, tuple(id(unwrap(variable)) for variable in variables)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -15,12 +15,48 @@ from horovod_topk.errors import ShapeChangedError
 from horovod_topk.tensorflow.planning import unwrap
 
 
+class Forgets(Protocol):
+    """What keeps something for variables."""
+
+    def forget(self, key: Any) -> None:
+        """Keep it no longer."""
+        ...
+
+
+def watched(variable: Any, owner: Forgets, key: object) -> object:
+    """Has `owner` forget a key when a variable ends, as long as it keeps what this returns.
+
+    Neither keeps the other alive: what an optimizer keeps ends with the optimizer, also where its
+    model lives on and is given another one.
+    """
+    this = weakref.ref(owner)
+
+    def forget(_: object) -> None:
+        living = this()
+        if living is not None:
+            living.forget(key)
+
+    return weakref.ref(variable, forget)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A residual."""
+
+    residual: Any
+    dealt: object
+    watch: object  # ends it with its variable
+
+
 class Residuals:
-    """One flat residual for each variable it is asked about, as long as that variable lives."""
+    """One flat residual for each variable it is asked about, as long as both of them live."""
 
     def __init__(self) -> None:
-        self._of: dict[int, Any] = {}
-        self._dealt: dict[int, object] = {}
+        self._of: dict[int, _Kept] = {}
+
+    def forget(self, key: int) -> None:
+        """End the residual of a variable that is no more."""
+        self._of.pop(key, None)
 
     def of(self, variable: Any, spec: TensorSpec, dealt: object = None) -> Any:
         """A variable's residual, zeros at first: [n], float32 (float64 for float64 gradients).
@@ -32,28 +68,26 @@ class Residuals:
                 otherwise.
         """
         variable, dtype = unwrap(variable), RESIDUAL_DTYPE[spec.dtype]
-        residual = self._of.get(id(variable))
-        if residual is None:
+        key = id(variable)
+        if key not in self._of:
             residual = apart(_zeros, spec.numel, dtype, variable.device)
-            self._of[id(variable)] = residual
-            self._dealt[id(variable)] = dealt
-            weakref.finalize(variable, self._of.pop, id(variable), None)
-            weakref.finalize(variable, self._dealt.pop, id(variable), None)
-        if self._dealt[id(variable)] != dealt:
+            self._of[key] = _Kept(residual, dealt, watched(variable, self, key))
+        kept = self._of[key]
+        if kept.dealt != dealt:
             raise ShapeChangedError(
-                f"its residual is dealt out as {self._dealt[id(variable)]}, these gradients as "
-                f"{dealt} (name, ranks, this rank, reduction)",
+                f"its residual is dealt out as {kept.dealt}, these gradients as {dealt} (name, "
+                "ranks, this rank, reduction)",
                 tensor=spec.name,
                 cure="Give variables that are in several lists, process sets or reductions names "
                 "of their own, or each its own TopKEF(name=...)",
             )
-        if residual.dtype != dtype:
+        if kept.residual.dtype != dtype:
             raise ShapeChangedError(
-                f"its gradient is {spec.dtype}, its residual {residual.dtype.name}",
+                f"its gradient is {spec.dtype}, its residual {kept.residual.dtype.name}",
                 tensor=spec.name,
                 cure="Give it gradients of one dtype throughout, or use another TopKEF(name=...)",
             )
-        return residual
+        return kept.residual
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,15 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk.config import TopKConfig
-from horovod_topk.errors import (
-    ConfigError,
-    StepBeforeSynchronizeError,
-    UnsupportedOperationError,
-)
+from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.tensorflow import scaling
+from horovod_topk.tensorflow.applying import refuse_unexchanged
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.momentum import Told, apply_none, check_not_twice, told_of
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
 from horovod_topk.tensorflow.rates import rate_of
+from horovod_topk.tensorflow.sparse import check_none_left_out, is_sparse, to_dense
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 
 Function = Callable[..., Any]
@@ -98,13 +96,15 @@ class Exchange:
             use_generic_names: Horovod's; names here do not depend on it.
 
         Raises:
-            ConfigError: the optimizer has been given a momentum that would be applied twice.
+            ConfigError: the optimizer has been given a momentum that would be applied twice, or a
+                sparse gradient would go without one, or unclipped.
         """
         optimizer = self._optimizer()
         check_not_twice(optimizer, self.config)
         grads, variables = list(grads), list(vars)
         if self._sparse_as_dense:
-            grads = [_to_dense(gradient) for gradient in grads]
+            grads = [to_dense(gradient) for gradient in grads]
+        check_none_left_out(grads, variables, self.config)
         self.state = self.compressor.state_of(variables, self.config, self._settings, self._memory)
         changed = self.state.active or self.config.momentum or self.config.clip_norm is not None
         scale = self.scale() if changed else None
@@ -112,7 +112,7 @@ class Exchange:
             theirs = self._by_horovod(grads, variables, use_generic_names)
             local = scaling.divided(theirs, scale, variables)
             return scaling.multiplied(self.state.alone(local, variables), scale)
-        sparse = [g if isinstance(g, tf.IndexedSlices) else None for g in grads]
+        sparse = [g if is_sparse(g) else None for g in grads]
         local = scaling.divided(grads, scale, variables)
         rate = rate_of(optimizer) if self.config.follow_lr else None
         exchanged = scaling.multiplied(self.state.exchange(local, variables, rate), scale)
@@ -125,10 +125,6 @@ class Exchange:
         self, gradients: list[Any], variables: list[Any], use_generic_names: bool
     ) -> list[Any]:
         return list(self._stock(gradients, [unwrap(v) for v in variables], use_generic_names))
-
-
-def _to_dense(gradient: Any) -> Any:
-    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
@@ -213,7 +209,7 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         told = asked["compression"] = told_of(given, compressor, asked["process_set"])
         asked["optimizer"] = given.inner_optimizer if scaling.is_scaler(given) else given
         optimizer = original(*bound.args, **bound.kwargs)
-        _refuse_unexchanged(optimizer)
+        refuse_unexchanged(optimizer)
         if told.taken is not None:
             apply_none(optimizer, told.taken)
         optimizer._allreduce_grads.guard(optimizer)
@@ -221,27 +217,6 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         return scaling.around(given, optimizer, scale) if scaling.is_scaler(given) else optimizer
 
     return create_distributed_optimizer
-
-
-def _refuse_unexchanged(optimizer: Any) -> None:
-    """Have tf-keras' `apply_gradients` refuse gradients if none has ever been exchanged.
-
-    Horovod exchanges in `compute_gradients`, which `fit` and `minimize` call, and a loop of one's
-    own may not.
-    """
-    apply_gradients = optimizer.apply_gradients
-
-    @functools.wraps(apply_gradients)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if not optimizer._aggregated_gradients:
-            raise StepBeforeSynchronizeError(
-                "apply_gradients() was given gradients that have not been exchanged",
-                cure="Take them from optimizer.compute_gradients(loss, variables, tape=tape), or "
-                "from hvd.DistributedGradientTape and give them to an undistributed optimizer",
-            )
-        return apply_gradients(*args, **kwargs)
-
-    optimizer.apply_gradients = checked
 
 
 def _is_keras_3(optimizer: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import math
@@ -79,6 +80,7 @@ class OptimizerState:
         self._names = names_of(variables)
         self._stores = stores
         self._functions: dict[tuple[str, float], Callable[..., list[Any]]] = {}
+        self._built: dict[str, Route] = {}  # those that graphs have, by name
         self._last: Route | None = None
         self._skipped: dict[str, str] = {}
         self._callbacks: list[Callable[[StepCounters], None]] = []
@@ -333,6 +335,8 @@ class OptimizerState:
         if route is None:
             if self._config.warmup is not None:
                 check_kept(self.keeper, "warmup= counts steps, of which")
+            if elastic():
+                gc.collect()  # a rank that joins has no dead optimizers to tell its names from
             live = [route for state in live_states() for route in state._routes]
             route = self._routes.make(specs, variables, live)
             self._skipped |= route.plan.sent_dense()
@@ -349,12 +353,14 @@ class OptimizerState:
             besides = [*self._rungs.counted(), *turned(route, rate)]
             owed = rescaled(route, rate)
             exchanged, flags = step(route, gradients, transport, besides, owed)
-            this = weakref.ref(self)  # a graph outlives the models it was made for
+            self._built[route.name] = route
+            # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
+            this, name = weakref.ref(self), route.name
 
             def count(flags: Any, norm: Any) -> None:
                 state = this()
                 if state is not None:
-                    state._count(route, flags, norm)
+                    state._count(state._built[name], flags, norm)
 
             tf.py_function(count, [flags, norm_of(gradients)], [])
             return exchanged

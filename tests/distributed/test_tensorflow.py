@@ -28,6 +28,8 @@ TWO = [
     ("checkpoint",),
     ("tf_taking",),
     ("tf_rates",),
+    ("tf_sparse",),
+    ("tf_lives", "tf_applying"),
 ]
 MORE = [
     (3, ("tape", "sharded", "hierarchical", "groups_ratios")),
@@ -37,7 +39,13 @@ MORE = [
 
 
 # About files and optimizers, which know of no controller.
-OVER_GLOO_ALONE = [("checkpoint",), ("tf_taking",), ("tf_rates",)]
+OVER_GLOO_ALONE = [
+    ("checkpoint",),
+    ("tf_taking",),
+    ("tf_rates",),
+    ("tf_sparse",),
+    ("tf_lives", "tf_applying"),
+]
 RUNS = [
     (controller, size, names)
     for controller in ("gloo", "mpi")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.shards import shard, shard_sums
 from horovod_topk.errors import ConfigError
-from horovod_topk.ratios import Predicate, checked_rules
+from horovod_topk.ratios import Predicate, checked_rules, made_again
 
 EMBEDDING = TensorSpec("embedding.weight", (200, 100), "float32")
 BODY = TensorSpec("body.0.weight", (100, 100), "float32")
@@ -242,15 +244,42 @@ def longer(than: int) -> Callable[[str, tuple[int, ...]], bool]:
     return lambda name, shape: len(shape) > than
 
 
-def test_functions_that_may_differ_do() -> None:
-    def listed(names: list[str]) -> Callable[[str, tuple[int, ...]], bool]:
-        return lambda name, shape: name in names
+def listed(names: list[str]) -> Callable[[str, tuple[int, ...]], bool]:
+    return lambda name, shape: name in names
 
+
+def test_functions_that_may_differ_do() -> None:
     names = ["a"]
     assert Predicate(listed(names)) != Predicate(listed(names))
     same = listed(names)
     assert Predicate(same) == Predicate(same) != "a"
     assert hash(Predicate(same)) == hash(Predicate(same))
+
+
+@pytest.mark.parametrize(
+    ("again", "found"),
+    [
+        ([(listed(["a"]), 0.5), ("b*", 0.1)], True),
+        ([(listed(["c"]), 0.5), ("b*", 0.1)], True),  # that cannot be told, either
+        ([(listed(["a"]), 0.4), ("b*", 0.1)], False),
+        ([(listed(["a"]), 0.5), ("c*", 0.1)], False),
+        ([(listed(["a"]), 0.5)], False),
+        ([(longer(2), 0.5), ("b*", 0.1)], False),
+        ([(partial(operator.contains, ["a"]), 0.5), ("b*", 0.1)], False),
+        (None, False),
+    ],
+)
+def test_rules_made_again_are_recognised(again: Any, found: bool) -> None:
+    before = checked_rules([(listed(["a"]), 0.5), ("b*", 0.1)])
+    rules = checked_rules(again)
+    assert made_again(before, before) is None
+    assert made_again(rules, before) is (rules[0][0] if rules and found else None)
+
+
+def test_objects_made_again_are_recognised_too() -> None:
+    one, other = (checked_rules({partial(operator.contains, ["a"]): 0.5}) for _ in range(2))
+    assert one is not None
+    assert made_again(one, other) is one[0][0]
 
 
 # The command

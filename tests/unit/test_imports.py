@@ -120,6 +120,7 @@ ROOMS = {
         "horovod_topk.process_sets",
         "horovod_topk.core",
         "horovod_topk.ops.tensorflow",
+        "horovod_topk.ratios",
         "horovod_topk.config",
         "horovod_topk.errors",
     },

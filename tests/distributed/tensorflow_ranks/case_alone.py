@@ -10,10 +10,11 @@ import keras
 import numpy as np
 import pytest
 import tf_keras
-from kerasses import LIBRARIES, fit, same
+from kerasses import LIBRARIES, Words, distributed, fit, same
 from proof import assert_same_history
 from tapes import train
 
+from horovod_topk.errors import ConfigError
 from horovod_topk.tensorflow import TopKEF
 
 pytestmark = pytest.mark.world_size(1)
@@ -76,3 +77,33 @@ def test_gradients_are_clipped_here_too(library: Any) -> None:
     kind = keras.optimizers if library is keras else tf_keras.mixed_precision
     scaled = kind.LossScaleOptimizer(optimizers.SGD(0.5), initial_scale=8.0)
     assert same(ours, fit(library, scaled, TopKEF(clip_norm=0.1), epochs=1))
+
+
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+@pytest.mark.parametrize("setting", ["momentum", "clip_norm"])
+def test_a_sparse_gradient_is_not_left_out(library: Any, setting: str) -> None:
+    """Refused where it would be; as dense it is what the library itself makes of a dense one."""
+    theirs = {"momentum": 0.9} if setting == "momentum" else {"global_clipnorm": 0.1}
+    ours = {"momentum": 0.9} if setting == "momentum" else {"clip_norm": 0.1}
+    sgd = library.optimizers.SGD
+    words = Words(library, distributed(library, sgd(0.5), TopKEF(**ours)))
+    with pytest.raises(ConfigError, match="sparse_as_dense=True"):
+        words.fit()
+    as_dense = [
+        distributed(library, optimizer, compression, sparse_as_dense=True)
+        for optimizer, compression in (
+            (sgd(0.5), TopKEF(**ours)),
+            (sgd(0.5, **theirs), hvd.Compression.none),
+        )
+    ]
+    weights = [Words(library, optimizer).fit().weights() for optimizer in as_dense]
+    for mine, other in zip(*weights, strict=True):
+        assert np.allclose(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+def test_a_momentum_that_stays_the_optimizers_is_that_of_sparse_gradients_too(library: Any) -> None:
+    sgd = [library.optimizers.SGD(0.5, momentum=0.9) for _ in range(2)]
+    ours = Words(library, distributed(library, sgd[0], TopKEF.compact())).fit().weights()
+    expected = Words(library, sgd[1]).fit().weights()
+    assert all(np.allclose(a, b) for a, b in zip(ours, expected, strict=True))

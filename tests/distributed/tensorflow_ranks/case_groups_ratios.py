@@ -93,6 +93,24 @@ def test_a_compressor_made_anew_in_each_step_keeps_what_is_owed() -> None:
     assert anew.stats().steps == 3
 
 
+@WAYS
+def test_one_that_cannot_be_known_again_is_refused_when_it_would_forget(graph: bool) -> None:
+    """Nothing but the names of a list has changed, if they have."""
+
+    def anew(names: list[str], **other: Any) -> TopKEF:
+        return grouped(ratios={lambda name, _: name in names: 0.3}, **other)
+
+    model, first = Linear(SHAPES), anew(["v"])
+    for step in range(2):  # one that is made once is one
+        model.exchange(first, gradients(hvd.rank(), step), graph=graph)
+    with pytest.raises(ConfigError, match=r"Build TopKEF.* once"):
+        model.exchange(anew(["v"]), gradients(hvd.rank(), 2), graph=graph)
+    model.exchange(first, gradients(hvd.rank(), 2), graph=graph)
+    assert first.stats().steps == 3
+    for other in (Linear(SHAPES), anew(["v"])), (model, anew(["v"], values="int8")):
+        other[0].exchange(other[1], gradients(hvd.rank(), 3), graph=graph)
+
+
 def rule(dimensions: int) -> Any:
     return lambda name, shape: len(shape) == dimensions
 

@@ -13,15 +13,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from kerasses import LIBRARIES, compiled, data, distributed, fit, same
+from kerasses import LIBRARIES, Words, compiled, data, distributed, fit, same
 from proof import assert_ranks_equal, ranks_equal
 
 import horovod_topk.tensorflow.keras as hvd_keras
-from horovod_topk.errors import (
-    NotAttachedError,
-    StepBeforeSynchronizeError,
-    UnsupportedOperationError,
-)
+from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
 from horovod_topk.tensorflow import TopKEF
 
 EVERYTHING = {"ratio": 1.0, "min_numel": 0}
@@ -130,20 +126,9 @@ def test_embeddings(library: Any, sparse_as_dense: bool) -> None:
 
 
 def embedded(library: Any, compression: Any, sparse_as_dense: bool) -> list[Any]:
-    library.utils.set_random_seed(0)
-    layers = library.layers
-    model = library.Sequential(
-        [layers.Input((4,)), layers.Embedding(50, 8), layers.Flatten(), layers.Dense(3)]
-    )
-    optimizer = distributed(
-        library, library.optimizers.SGD(0.1), compression, sparse_as_dense=sparse_as_dense
-    )
-    options = {} if library is tf_keras else {"jit_compile": False}
-    model.compile(optimizer=optimizer, loss="mse", **options)
-    random = np.random.default_rng(hvd.rank())
-    tokens, targets = random.integers(0, 50, (40, 4)), random.standard_normal((40, 3))
-    model.fit(tokens, targets, batch_size=8, epochs=2, verbose=0, shuffle=False)
-    return list(model.get_weights())
+    optimizer = library.optimizers.SGD(0.1)
+    way = distributed(library, optimizer, compression, sparse_as_dense=sparse_as_dense)
+    return Words(library, way).fit().weights()
 
 
 def test_tfkeras_aggregates_locally() -> None:
@@ -398,14 +383,6 @@ class Stubborn(keras.optimizers.SGD):
 def test_an_optimizer_that_goes_around_the_exchange_is_refused() -> None:
     with pytest.raises(UnsupportedOperationError, match="a way of its own"):
         fit(keras, Stubborn(0.1), hvd.Compression.none)
-
-
-def test_tfkeras_refuses_gradients_that_were_never_exchanged() -> None:
-    model = compiled(tf_keras, "sgd")
-    optimizer = distributed(tf_keras, tf_keras.optimizers.SGD(0.1), TopKEF)
-    gradients = [tf.ones(v.shape) for v in model.trainable_variables]
-    with pytest.raises(StepBeforeSynchronizeError, match="compute_gradients"):
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
 
 def test_lists_of_groups_are_refused_with_horovods_compressors() -> None:

@@ -26,7 +26,7 @@ from horovod_topk.errors import (
     UnsupportedOperationError,
 )
 from horovod_topk.tensorflow import TopKEF
-from horovod_topk.tensorflow.compressor import _of_tapes
+from horovod_topk.tensorflow.memory import _of_tapes
 from horovod_topk.tensorflow.state import live_states
 
 SPARSE = {"ratio": 0.1, "min_numel": 0}

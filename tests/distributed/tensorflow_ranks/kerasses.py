@@ -81,4 +81,36 @@ def same(one: Any, other: Any) -> bool:
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
+class Words:
+    """A model with an embedding, whose gradient is sparse, to be trained by an optimizer.
+
+    Args:
+        library: Keras 3 or tf-keras.
+        optimizer: distributed already.
+    """
+
+    def __init__(self, library: Any, optimizer: Any) -> None:
+        library.utils.set_random_seed(0)
+        layers = library.layers
+        self.model = library.Sequential(
+            [layers.Input((4,)), layers.Embedding(50, 8), layers.Flatten(), layers.Dense(3)]
+        )
+        options = {} if library is tf_keras else {"jit_compile": False}
+        self.model.compile(optimizer=optimizer, loss="mse", **options)
+
+    def fit(self, epochs: int = 2, batches: int = 5) -> Words:
+        """Train on this rank's data."""
+        random = np.random.default_rng(hvd.rank())
+        tokens, targets = random.integers(0, 50, (40, 4)), random.standard_normal((40, 3))
+        count = 8 * batches
+        self.model.fit(
+            tokens[:count], targets[:count], batch_size=8, epochs=epochs, verbose=0, shuffle=False
+        )
+        return self
+
+    def weights(self) -> list[Any]:
+        """Copies."""
+        return list(self.model.get_weights())
+
+
 LIBRARIES = {"Keras 3": keras, "tf-keras": tf_keras}

@@ -1,0 +1,105 @@
+"""Embeddings, whose gradients are sparse, where momentum is corrected or gradients are clipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from kerasses import LIBRARIES, Words, distributed
+from proof import assert_ranks_equal
+
+from horovod_topk.errors import ConfigError
+from horovod_topk.tensorflow import TopKEF
+
+BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+LOST: dict[str, tuple[dict[str, Any], str]] = {
+    "momentum": ({"momentum": 0.9}, "momentum of 0.9"),
+    "optimizer": ({"momentum": "optimizer"}, "momentum of 0.9"),
+    "clip_norm": ({"clip_norm": 0.1}, "clip_norm=0.1"),
+}
+SETTINGS = pytest.mark.parametrize("setting", LOST)
+
+
+def sgd(library: Any, setting: str, **own: Any) -> Any:
+    """Of the momentum that a setting of TopKEF leaves to it."""
+    return library.optimizers.SGD(0.05, momentum=0.9 if setting == "optimizer" else 0.0, **own)
+
+
+@BOTH
+@SETTINGS
+def test_it_is_refused_before_anything_has_changed(library: Any, setting: str) -> None:
+    given, lost = LOST[setting]
+    words = Words(library, distributed(library, sgd(library, setting), TopKEF(**given)))
+    before = words.weights()
+    with pytest.raises(ConfigError, match="sparse_as_dense=True") as caught:
+        words.fit()
+    assert "embedding" in (caught.value.tensor or "")
+    assert lost in str(caught.value)
+    assert all(map(np.array_equal, words.weights(), before))
+
+
+@pytest.mark.parametrize("setting", ["momentum", "clip_norm"])
+def test_a_tape_refuses_it_too(setting: str) -> None:
+    table = tf.Variable(tf.ones([9, 4]), name="table")
+    with pytest.raises(ConfigError, match=r"'table'.*sparse_as_dense=True"):
+        exchanged(table, TopKEF(**LOST[setting][0]))
+    exchanged(table, TopKEF())  # and where nothing is lost, it takes Horovod's way
+
+
+def exchanged(table: Any, compression: TopKEF, **options: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(table, [hvd.rank(), 5]) * 3.0)
+    tape = hvd.DistributedGradientTape(tape, compression=compression, **options)
+    return tape.gradient(loss, [table])[0]
+
+
+def test_a_tapes_momentum_as_dense() -> None:
+    """Three equal gradients g are g, 1.9 g and 2.71 g with momentum."""
+    table, compression = tf.Variable(tf.ones([9, 4])), TopKEF(ratio=1.0, momentum=0.9)
+    steps = [exchanged(table, compression, sparse_as_dense=True).numpy() for _ in range(3)]
+    expected = np.zeros((9, 4), np.float32)
+    expected[: hvd.size()], expected[5] = 3 / hvd.size(), 3
+    for factor, each in zip((1, 1.9, 2.71), steps, strict=True):
+        assert np.allclose(each, factor * expected)
+
+
+@BOTH
+@pytest.mark.parametrize("setting", ["momentum", "optimizer"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "loss scale"])
+def test_as_dense_it_has_its_momentum(library: Any, setting: str, scaled: bool) -> None:
+    """Where all is sent, what SGD itself makes of dense gradients; without momentum it is not."""
+
+    def trained(compression: Any, optimizer: Any) -> list[Any]:
+        if scaled:
+            kind = keras.optimizers if library is keras else tf_keras.mixed_precision
+            optimizer = kind.LossScaleOptimizer(optimizer, initial_scale=8.0)
+        way = distributed(library, optimizer, compression, sparse_as_dense=True)
+        return Words(library, way).fit().weights()
+
+    ours = trained(TopKEF(ratio=1.0, **LOST[setting][0]), sgd(library, setting))
+    assert_ranks_equal(ours)
+    dense = [
+        Words(library, distributed(library, optimizer, hvd.Compression.none)).fit().weights()
+        for optimizer in (library.optimizers.SGD(0.05, momentum=m) for m in (0.9, 0.0))
+    ]
+    for mine, theirs in zip(ours, dense[0], strict=True):
+        assert np.allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(ours[0], dense[1][0], rtol=1e-2, atol=1e-3)
+
+
+@BOTH
+def test_as_dense_it_is_clipped(library: Any) -> None:
+    """With the others, to a norm of 0.1 on each rank of which the mean is taken."""
+    compression = TopKEF(ratio=1.0, clip_norm=0.1)
+    way = distributed(library, sgd(library, "clip_norm"), compression, sparse_as_dense=True)
+    words = Words(library, way)
+    before = words.weights()
+    after = words.fit(epochs=1, batches=1).weights()
+    moved = np.sqrt(sum(np.square(a - b).sum() for a, b in zip(after, before, strict=True)))
+    assert 0 < moved <= 0.05 * 0.1 * 1.001
+    assert np.abs(after[0] - before[0]).max() > 0
