@@ -254,7 +254,7 @@ class TopK(Generic[Array]):
 
         sound: by position of the tensor, whether each rank's indices were.
         """
-        layout, headers = bucket.layout, bucket.headers
+        layout, headers, positions = bucket.layout, bucket.headers, list(sound)
 
         def check(heads: list[bytes], answers: list[list[bool]]) -> list[bool]:
             flagged = set[int]()
@@ -263,7 +263,7 @@ class TopK(Generic[Array]):
                 wire.check_header(head, header, rank, bucket.ordinal)
                 flags = head[layout.flags_at : layout.flags_at + layout.flags_bytes]
                 flagged.update(wire.flagged(flags, len(bucket.gradients)))
-            for position, answer in zip(sound, answers, strict=True):
+            for position, answer in zip(positions, answers, strict=True):
                 if not all(answer) and bucket.tensors[position].gradient not in flagged:
                     raise self._wrong_indices(bucket, position, answer.index(False))
             return [position in flagged for position in range(len(bucket.gradients))]

@@ -16,7 +16,7 @@ from horovod_topk.core.codec import TopK
 from horovod_topk.core.front import elastic
 from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.plan import Plan, TensorSpec
-from horovod_topk.core.residual import check_owner, check_state
+from horovod_topk.core.residual import check_origin, check_owner, check_state
 from horovod_topk.core.route import Collective
 from horovod_topk.core.stats import describe
 from horovod_topk.ops.tensorflow import Array, TensorFlowOps
@@ -101,6 +101,7 @@ class Routes:
 
     def check(self, state: Mapping[str, Any], specs: Sequence[TensorSpec], shares: Shares) -> None:
         """Refuse a state dict that does not fit these tensors; StateDictError."""
+        check_origin(state, specs, self._settings.reduction)
         check_owner(shares.owner, state.get("owned"))
         check_state(as_buffers(state), specs if shares.keeps else (), self._ops)
         if shares.has_owners:

@@ -11,6 +11,7 @@ import pytest
 from tapes import Linear, noise
 
 from horovod_topk import checkpoint
+from horovod_topk.errors import StateDictError
 from horovod_topk.tensorflow import TopKEF
 
 SHAPES = [(60, 50), (7,), (515,)]
@@ -58,3 +59,12 @@ def test_a_ratio_that_was_asked_for_goes_on(stepped: bool, tmp_path: Path) -> No
     assert second.state_dict()["asked"] == 0.5
     assert second.steps == first.steps == 4
     assert second.stats().steps == 1 + stepped
+
+
+def test_residuals_in_other_units_are_refused_by_the_first_step(tmp_path: Path) -> None:
+    """Before it nobody knows what the gradients will be reduced to."""
+    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
+    first, second = (TopKEF(ratio=0.1, min_numel=0) for _ in range(2))
+    _, other = resumed(folder, first, second, stepped=False)
+    with pytest.raises(StateDictError, match=r"reduced to their average, these .* to their sum"):
+        other.exchange(second, gradients(3), op=hvd.Sum)
