@@ -38,8 +38,10 @@ MORE = [
 ]
 
 
-# About files and optimizers, which know of no controller.
+# About files and optimizers, which know of no controller (Keras over MPI: with four ranks, above).
 OVER_GLOO_ALONE = [
+    ("keras",),
+    ("tf_scaling", "tf_warmup", "tf_momentum"),
     ("checkpoint",),
     ("tf_taking",),
     ("tf_rates",),

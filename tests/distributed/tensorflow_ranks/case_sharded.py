@@ -82,8 +82,8 @@ def test_an_infinity_leaves_all_residuals_as_they_were() -> None:
 
 
 def test_norms_of_what_a_rank_keeps_and_of_what_it_owns_are_apart() -> None:
-    compression = sharded(values="int8")
-    Linear(SHAPES).exchange(compression, gradients(0))
+    compression, model = sharded(values="int8"), Linear(SHAPES)
+    model.exchange(compression, gradients(0))
     stats, state = compression.stats(), compression.state_dict()
     for found, part in ((stats.residual_norm, state), (stats.owned_norm, state["owned"])):
         flat = np.concatenate([np.ravel(each) for each in part["residuals"].values()])
