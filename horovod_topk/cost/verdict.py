@@ -11,7 +11,7 @@ from horovod_topk.cost.quantities import milliseconds
 from horovod_topk.cost.step import Step, Training, step
 from horovod_topk.cost.ways import Way
 
-TOO_COARSE = "sign"  # training diverged, or with momentum correction lost 12%: docs/frontier.md
+TOO_COARSE = "sign"  # training diverged, or, corrected, lost 12% with a seed: docs/frontier.md
 SECOND = " Owners' second selection costs accuracy: docs/frontier.md."
 UNCHECKED = " (by formulas that no measurement has confirmed)"
 
