@@ -94,7 +94,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             if getattr(args, name) == parser.get_default(name):
                 setattr(args, name, value)
     if args.compression == "topk":
-        settings = vars(args) | {"momentum": 0.9 if args.momentum else 0.0}
+        known = 0.9 if args.momentum == TAKE_OVER else args.momentum  # any that is valid
+        settings = vars(args) | {"momentum": known}
         try:
             TopKConfig(**topk_settings(argparse.Namespace(**settings)))
         except (ValueError, TopKError) as error:

@@ -65,13 +65,14 @@ def share_out(
         for path, shard in shards:
             with naming(path):
                 check_reduction(shard, job.reduction)
+                wrapped = _each(shard, wrap)
                 if job.strict:
                     gone.update(released_of(shard) - set(shard["tensors"]))
                     _check_tensors(shard, job, gone | released_of(own))
-                    for part in _each_part(_each(shard, wrap)):
+                    for part in _each_part(wrapped):
                         check_nothing_is_owed(part["residuals"], released_of(own), ops)
                     check_velocity("velocity" in own, shard)
-                fitting = _each(_without(shard, _differing(shard, job)), wrap)
+                fitting = _without(wrapped, _differing(shard, job))
                 _check_finite(fitting, ops)
             common.update(common_in(shard, own))
             yield fitting

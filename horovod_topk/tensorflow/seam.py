@@ -25,6 +25,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk.config import TopKConfig
+from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.tensorflow import scaling
 from horovod_topk.tensorflow.applying import refuse_unexchanged
@@ -138,7 +139,7 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
             return original(*args, **kwargs)
         compressor = told.compressor
         groups = groups_by_id(asked["groups"])
-        settings = Settings(_reduction(asked["op"]), groups, asked["process_set"])
+        settings = Settings(reduction_of(asked["op"], hvd), groups, asked["process_set"])
         memory = None if asked["name"] == TAPE else Memory()
         if memory is not None and compressor.grad_scaler is not None:
             _refuse_scaler()
@@ -169,17 +170,6 @@ def _told(compression: Any) -> Told | None:
             "beta_1=0.0 to Adam; or give it to the DistributedOptimizer of a Keras",
         )
     return None if compressor is None else Told(compressor, compressor.config, None)
-
-
-def _reduction(op: Any) -> str:
-    reductions = {hvd.Average: "average", hvd.Sum: "sum"}
-    if op not in reductions:
-        raise UnsupportedOperationError(
-            f"op={op} combines dense gradients in a way that sparse payloads cannot express",
-            cure="Use op=hvd.Average or op=hvd.Sum with TopKEF, or another op with "
-            "Compression.none",
-        )
-    return reductions[op]
 
 
 def _refuse_scaler() -> None:

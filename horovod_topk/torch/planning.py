@@ -14,9 +14,7 @@ from torch import Tensor
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.errors import UnsupportedOperationError
-
-_REDUCTIONS = {hvd.Average: "average", hvd.Sum: "sum"}
+from horovod_topk.core.reductions import reduction_of
 
 
 def plan_of(optimizer: Any, config: TopKConfig) -> Plan:
@@ -25,30 +23,9 @@ def plan_of(optimizer: Any, config: TopKConfig) -> Plan:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     specs = {p: spec_of(names[p], p) for p in reversed(parameters) if p.requires_grad}
     groups = [[specs[p] for p in group if p in specs] for group in _asked_groups(optimizer)]
-    reduction = reduction_of(optimizer.op)
+    reduction = reduction_of(optimizer.op, hvd)
     asked = [group for group in groups if group]
     return make_plan(list(specs.values()), config, reduction, asked, names.values())
-
-
-def reduction_of(op: object) -> str:
-    """What `op=` makes of gradients over ranks: "average" or "sum".
-
-    Raises:
-        UnsupportedOperationError: something else.
-    """
-    if op not in _REDUCTIONS:
-        raise UnsupportedOperationError(
-            f"op={_name(op)} combines dense gradients in a way that sparse payloads cannot express",
-            cure="Use op=hvd.Average or op=hvd.Sum with TopKEF, or another op with "
-            "Compression.none",
-        )
-    return _REDUCTIONS[op]
-
-
-def _name(op: object) -> str:
-    """Horovod's operations are numbers."""
-    names = ("Adasum", "Min", "Max", "Product")
-    return next((f"hvd.{name}" for name in names if op == getattr(hvd, name, None)), repr(op))
 
 
 def _asked_groups(optimizer: Any) -> Iterator[Sequence[Tensor]]:

@@ -26,9 +26,9 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
 
+from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.torch.compressor import TopKEF
-from horovod_topk.torch.planning import reduction_of
 from horovod_topk.torch.state import OptimizerState, live_states
 from horovod_topk.torch.stepping import check_all_are_known
 
@@ -60,7 +60,7 @@ def _wrap_init(original: Method) -> Method:
             original(self, *args, **kwargs)
             return
         if "op" in arguments:
-            reduction_of(arguments["op"])
+            reduction_of(arguments["op"], hvd)
         exchanges = _without_hooks(self, lambda: original(self, *args, **kwargs))
         state = OptimizerState(
             self, compressor.config, compressor.grad_scaler, takes_over=compressor.takes_over
@@ -113,7 +113,7 @@ def _wrap_adasum_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         if TopKEF.asked(arguments["compression"]) is not None:
-            reduction_of(hvd.Adasum)
+            reduction_of(hvd.Adasum, hvd)
         original(self, *args, **kwargs)
 
     return __init__

@@ -93,21 +93,21 @@ def _framework(found: dict[str, Any]) -> str:
 
 
 def _sweep(task: Task) -> str:
-    scores, chosen = results.sweep_scores(task), results.chosen(task)
+    chosen = results.chosen(task)
     title = f"{task.title}, {OPTIMIZERS[task.optimizer]}, {task.sweep_steps:,} steps"
     unit = task.column.replace("_", " ")
     rows = [
-        [f"**{lr:g}**" if lr == chosen else f"{lr:g}", *_of_seeds(task, lr)]
-        for lr in sorted({*scores, *trials.LADDER})
-        if results.load(trials.sweep(task, lr))
+        [f"**{lr:g}**" if lr == chosen else f"{lr:g}", *_of_seeds(task, runs)]
+        for lr in trials.LADDER
+        if (runs := results.load(trials.sweep(task, lr)))
     ]
     header = ["learning rate", *(f"seed {seed}" for seed in task.sweep_seeds)]
     return f"### {title}: {unit}\n\n{table(header, rows)}"
 
 
-def _of_seeds(task: Task, lr: float) -> list[str]:
+def _of_seeds(task: Task, runs: list[Result]) -> list[str]:
     """Final scores; of a rate that the grid left out again, of some seeds alone."""
-    found = {run["config"]["seed"]: run for run in results.load(trials.sweep(task, lr))}
+    found = {run["config"]["seed"]: run for run in runs}
     return [
         score(task, results.final_score(task, found[seed])) if seed in found else "-"
         for seed in task.sweep_seeds

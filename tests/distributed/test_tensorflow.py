@@ -21,39 +21,24 @@ JOB = Path(__file__).parent / "mixed" / "job.py"
 CONTROLLERS = pytest.mark.parametrize("controller", ["gloo", "mpi"])
 
 # Each line is a launch: with all cases in one, a busy machine would not end it in time.
-TWO = [
-    ("tape", "state", "sharded", "hierarchical", "groups_ratios"),
-    ("keras",),
-    ("tf_scaling", "tf_warmup", "tf_momentum"),
-    ("checkpoint",),
-    ("tf_taking",),
-    ("tf_rates",),
-    ("tf_sparse",),
-    ("tf_lives", "tf_applying"),
-]
-MORE = [
+OVER_BOTH = [
+    (2, ("tape", "state", "sharded", "hierarchical", "groups_ratios")),
     (3, ("tape", "sharded", "hierarchical", "groups_ratios")),
     (4, ("tape", "sharded", "hierarchical", "keras")),
-    (4, ("checkpoint",)),
 ]
-
-
-# About files and optimizers, which know of no controller (Keras over MPI: with four ranks, above).
+# About files and optimizers, which know of no controller.
 OVER_GLOO_ALONE = [
-    ("keras",),
-    ("tf_scaling", "tf_warmup", "tf_momentum"),
-    ("checkpoint",),
-    ("tf_taking",),
-    ("tf_rates",),
-    ("tf_sparse",),
-    ("tf_lives", "tf_applying"),
+    (2, ("keras",)),
+    (2, ("tf_scaling", "tf_warmup", "tf_momentum")),
+    (2, ("checkpoint",)),
+    (4, ("checkpoint",)),
+    (2, ("tf_taking",)),
+    (2, ("tf_rates",)),
+    (2, ("tf_sparse",)),
+    (2, ("tf_lives", "tf_applying")),
 ]
-RUNS = [
-    (controller, size, names)
-    for controller in ("gloo", "mpi")
-    for size, names in [*((2, names) for names in TWO), *MORE]
-    if controller == "gloo" or names not in OVER_GLOO_ALONE
-]
+RUNS = [("gloo", *each) for each in [*OVER_BOTH, *OVER_GLOO_ALONE]]
+RUNS += [("mpi", *each) for each in OVER_BOTH]
 
 
 def as_name(value: int | tuple[str, ...]) -> str:
