@@ -26,9 +26,8 @@ def sizes_for(case: Path) -> set[int]:
 
 
 def test_every_case_of_tensorflow_is_launched(launches: Any) -> None:
-    listed = [("alone", 1)] + [(name, 2) for names in launches.TWO for name in names]
-    listed += [(name, size) for size, names in launches.MORE for name in names]
+    listed = {(name, size) for _, size, names in launches.RUNS for name in names} | {("alone", 1)}
     cases = DISTRIBUTED / "tensorflow_ranks"
     wanted = {(f.stem[len("case_") :], n) for f in cases.glob("case_*.py") for n in sizes_for(f)}
-    assert wanted <= set(listed)
+    assert wanted <= listed
     assert {name for name, _ in listed} == {name for name, _ in wanted}
