@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from http.client import HTTPConnection
 
 import horovod.torch as hvd
 import pytest
@@ -54,6 +55,8 @@ def test_without_process_sets_the_cure_is_named() -> None:
 def test_process_sets_are_made_anew_after_a_shutdown() -> None:
     """Horovod forgets them; the last case of this launch."""
     gc.collect()  # the optimizers of the cases before
+    if hvd.rank() == 0:
+        forget_addresses()
     hvd.barrier()
     hvd.shutdown()
     hvd.init(process_sets="dynamic")
@@ -62,3 +65,28 @@ def test_process_sets_are_made_anew_after_a_shutdown() -> None:
     training.ordinary(task, optimizer, 0)
     assert_ranks_equal(task.parameters())
     assert TopKEF.of(optimizer).stats().nodes == (2, 2)
+
+
+def forget_addresses() -> None:
+    """Have the launcher forget where ranks listen: the next `hvd.init` would connect to that.
+
+    It forgets the addresses of a scope once each of its ranks has said that it is connected; but
+    then also what ranks said of every other scope (`finished_list.clear()` in Horovod's
+    runner/http/http_server.py), so that a scope which ends between is never forgotten.
+    """
+    for scope in ("global", "local_localhost", "local_127.0.0.1", "cross_0", "cross_1"):
+        mark = f"/{scope}/mark"
+        assert _ask("PUT", mark) == 200
+        while _ask("GET", mark) == 200:
+            _ask("DELETE", mark)
+
+
+def _ask(method: str, path: str) -> int:
+    """The launcher's answer to a request."""
+    host, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{part}"] for part in ("ADDR", "PORT"))
+    connection = HTTPConnection(host, int(port), timeout=10)
+    try:
+        connection.request(method, path, body=b"")
+        return connection.getresponse().status
+    finally:
+        connection.close()
