@@ -26,7 +26,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: help setup demo test check accuracy frontier residuals practice crashes bench bench-kernels bench-network bench-trouble bench-wire fuzz clean
+.PHONY: help setup demo test check accuracy frontier residuals practice crashes bench bench-kernels bench-network plan-grid bench-trouble bench-wire fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -68,6 +68,9 @@ bench-kernels: setup ## time selection against r += g and torch.topk; tables and
 
 bench-network: setup ## time a step against bandwidth, beside Horovod and torch DDP (root; half an hour)
 	"$(VENV)/bin/python" scripts/bench_network.py $(ARGS)
+
+plan-grid: setup ## what `horovod-topk plan` says, against measured steps (root; an hour and a half)
+	"$(VENV)/bin/python" scripts/plan_grid.py $(ARGS)
 
 bench-trouble: setup ## a slow rank and lost packets, dense beside TopKEF (root; a quarter of an hour)
 	"$(VENV)/bin/python" scripts/bench_trouble.py $(ARGS)

@@ -15,20 +15,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import horovod
-import torch
-
 import launch
 from cluster import Cluster, ClusterError, Link
 from cluster.host import CARD, NETWORK
-from horovod_topk.cli.processor import cpu_model
+from horovod_topk.cli.bench.machine import machine
 from runs import Runs
 from trouble import report
 from trouble.runs import HOSTS, RATE, RUNS, STEPS, Run
@@ -60,8 +56,9 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
             limit_seconds=run.limit_seconds + GRACE_SECONDS,
         )
         job: dict[str, Any] = json.loads(found.read_text())
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     loads = {"before": round(load[0], 1), "after": round(os.getloadavg()[0], 1)}
-    return {**job, "planned_steps": steps, "load": loads, "machine": machine()}
+    return {**job, "planned_steps": steps, "load": loads, "machine": machine() | {"date": date}}
 
 
 def send_again_sooner(cluster: Cluster, rto_min: str) -> None:
@@ -73,19 +70,6 @@ def send_again_sooner(cluster: Cluster, rto_min: str) -> None:
     for host in cluster.hosts:
         route = [NETWORK.format(number="0/24"), "dev", CARD, "src", host.address]
         host.check(["ip", "route", "change", *route, "rto_min", rto_min])
-
-
-def machine() -> dict[str, Any]:
-    """What a reader of the figures needs to know of it."""
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release().split("-")[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "horovod": horovod.__version__,
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-    }
 
 
 def main() -> int:

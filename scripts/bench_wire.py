@@ -19,24 +19,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import horovod
-import torch
 from tqdm import tqdm
 
 import launch
 from cluster import Cluster, ClusterError, Link
-from horovod_topk.cli.processor import cpu_model
+from horovod_topk.cli.bench.machine import machine
 from wire import report
 
 RATE = "1gbit"
@@ -107,22 +102,9 @@ def measure(setting: Setting, steps: int) -> Job:
             limit_seconds=LIMIT_SECONDS,
         )
         job: Job = json.loads(found.read_text())
-    return {"cycle": setting.cycle, **job, "machine": machine()}
-
-
-def machine() -> dict[str, Any]:
-    """What a reader of the figures needs to know of it."""
-    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release().split("-")[0],
-        "congestion control": congestion,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "horovod": horovod.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    there = machine() | {"congestion control": control, "cycle": setting.cycle}
+    return {"cycle": setting.cycle, **job, "machine": there}
 
 
 def merged(jobs: list[Job], new: Job) -> list[Job]:

@@ -35,7 +35,9 @@ class Runs(Generic[Run]):
         parser = argparse.ArgumentParser(description=description, formatter_class=form)
         names = ", ".join(self.named)
         parser.add_argument("runs", nargs="*", help=f"of {names} (default: all)")
-        parser.add_argument("--page", action="store_true", help="measure nothing")
+        less = parser.add_mutually_exclusive_group()
+        less.add_argument("--missing", action="store_true", help="measure what has no results yet")
+        less.add_argument("--page", action="store_true", help="measure nothing")
         return parser
 
     def parse(self, parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -52,6 +54,8 @@ class Runs(Generic[Run]):
         """The results, those asked for measured anew; each is written when it is there."""
         results = self._in_order(json.loads(self.path.read_text()) if self.path.exists() else {})
         wanted = [] if args.page else args.runs or list(self.named)
+        if args.missing:
+            wanted = [key for key in wanted if key not in results]
         for key in (bar := tqdm(wanted, unit="run")):
             bar.set_postfix_str(key)
             results = self.merged(results, key, measure(self.named[key]))

@@ -1,10 +1,10 @@
-"""One rank of a cell: collectives timed for the fit, and steps that the plan has to guess.
+"""One rank of a cell: collectives timed for the fit, or steps that the plan has to guess.
 
     scripts/netlab --hosts 2 --rate 100mbit -- env PYTHONPATH=scripts horovodrun --gloo
-        python scripts/planning/rank.py --models resnet18 --json found.json
+        python scripts/planning/rank.py --model resnet18 --json found.json
 
-Rank 0 first times kernels alone. Then all take steps in one way after the other, and the slowest
-rank's count.
+To fit on: rank 0 times kernels alone, then all time collectives. To guess: all take steps in one
+way after the other. The slowest rank's time counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,28 +19,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from horovod_topk.cli.frameworks import find, launched_rank
+from horovod_topk.cli.frameworks import Framework, find, launched_rank
 from horovod_topk.cli.models import MODELS
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.measure import timed
 from horovod_topk.config import TopKConfig
 from horovod_topk.cost.traffic import nodes_of
+from planning.grid import LEAST, MOST
+from planning.ways import DENSE, NONE, WAYS, Exchange
 from shapes import Shapes
 
-WAYS = (("none", ""), ("allreduce", "float32"), ("allgather", "float32"), ("sharded", "int8"))
-WARM_UP = 2  # steps: names are cached, residuals fill
+LONG = 30.0  # seconds of repeats, after which there are no more than the least
 
 
-def training(hvd: Any, model: Shapes, exchange: str, values: str) -> Callable[[], None]:
+def training(hvd: Any, model: Shapes, way: Exchange) -> Callable[[], None]:
     """A step in one way."""
-    directions = [torch.randn(weight.shape) for weight in model.weights]
+    directions = directions_of(model, hvd.rank())
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-9)
-    if exchange != "none":
+    if way != NONE:
         from horovod_topk.torch import TopKEF
 
-        ours = exchange != "allreduce"
-        compression = TopKEF(exchange=exchange, values=values) if ours else hvd.Compression.none
+        compression = hvd.Compression.none if way == DENSE else TopKEF(**asdict(way))
         names = model.named_parameters()
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=names, compression=compression
@@ -55,48 +55,65 @@ def training(hvd: Any, model: Shapes, exchange: str, values: str) -> Callable[[]
     return step
 
 
-def seconds(hvd: Any, step: Callable[[], None], steps: int) -> list[float]:
-    """Of each step, the slowest rank's."""
-    mine = []
-    for turn in range(WARM_UP + steps):
+def directions_of(model: Shapes, rank: int) -> list[Tensor]:
+    """Gradients of this rank's own; all are parts of one array, as hosts here share a memory."""
+    most = max(weight.numel() for weight in model.weights)
+    noise = torch.randn(most, generator=torch.Generator().manual_seed(rank))
+    return [noise[: weight.numel()].view_as(weight) for weight in model.weights]
+
+
+def repeated(hvd: Any, step: Callable[[], None], warm_up: int) -> list[float]:
+    """Seconds of each step on the slowest rank; all ranks take as many steps."""
+    for _ in range(warm_up):
+        step()
+    taken: list[float] = []
+    while len(taken) < LEAST or (len(taken) < MOST and sum(taken) < LONG):
         hvd.barrier()
         began = time.perf_counter()
         step()
-        if turn >= WARM_UP:
-            mine.append(time.perf_counter() - began)
-    everyone = hvd.allgather_object(mine, name="planning.seconds")
-    return list(map(max, zip(*everyone, strict=True)))
+        mine = time.perf_counter() - began
+        taken.append(max(hvd.allgather_object(mine, name="planning.seconds")))
+    return taken
+
+
+def steps(hvd: Any, name: str) -> dict[str, list[float]]:
+    """In every way."""
+    found = {}
+    for way in WAYS:
+        ours = way not in (NONE, DENSE)
+        step = training(hvd, Shapes(name), way)
+        # names are cached in the first step; of ours, residuals fill as well
+        found[way.name] = repeated(hvd, step, warm_up=1 + ours)
+        del step
+        gc.collect()
+    return found
+
+
+def samples(framework: Framework) -> list[tuple[dict[str, Any], float]]:
+    """What collectives were sent and how long they took."""
+    nodes = nodes_of(framework.hvd.size(), framework.hvd.local_size())
+    return [(asdict(sending), took) for sending, took in timed(framework, nodes)]
 
 
 def main() -> None:
     """Measure; rank 0 writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=[])
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--model", choices=MODELS, help="whose steps; none: collectives alone")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     framework = find()
     assert framework is not None, "Horovod serves no framework: horovod-topk doctor says why"
-    computed = asdict(kernels.measure(framework, TopKConfig())) if launched_rank() == 0 else None
+    found: dict[str, Any] = {}
+    if args.model is None and launched_rank() == 0:
+        found["kernels"] = asdict(kernels.measure(framework, TopKConfig()))
     hvd = framework.hvd
     hvd.init()
-    nodes = nodes_of(hvd.size(), hvd.local_size())
-    samples = [(asdict(sending), took) for sending, took in timed(framework, nodes)]
-    repeats: dict[str, dict[str, list[float]]] = {}
-    for name in args.models:
-        repeats[name] = {}
-        for exchange, values in WAYS:
-            step = training(hvd, Shapes(name), exchange, values)
-            repeats[name][f"{exchange} {values}".strip()] = seconds(hvd, step, args.steps)
-            del step
-            gc.collect()
+    if args.model is None:
+        found["samples"] = samples(framework)
+    else:
+        found["repeats"] = steps(hvd, args.model)
     if hvd.rank() == 0:
-        steps = {
-            name: {way: statistics.median(each) for way, each in ways.items()}
-            for name, ways in repeats.items()
-        }
-        found = {"ranks": hvd.size(), "kernels": computed, "samples": samples, "steps": steps}
-        args.json.write_text(json.dumps({**found, "repeats": repeats}))
+        args.json.write_text(json.dumps(found))
     hvd.shutdown()
 
 

@@ -1,63 +1,109 @@
-"""The plan's verdicts against measured ones, on cells that were recorded and on invented ones."""
+"""The plan against measured steps: on invented cells, where what is right is known."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import launch
 import plan_grid
-from planning import agreement
+from horovod_topk.cli.plan.measure import gathered
+from horovod_topk.cost.machine import Kernels, Machine, Network
+from horovod_topk.cost.sending import ring_allreduce
+from horovod_topk.cost.traffic import nodes_of
+from planning import agreement, report
+from planning.grid import CELLS, FITTED, GUESSED, Cell
+from planning.guesses import Row, guesses, machine_of, rows
+from planning.ways import NONE, WAYS
+from runs import Runs
 
-RECORDED = json.loads((launch.ROOT / "docs" / "results" / "plan-cells.json").read_text())
+CELL = Cell(2, "1gbit", "resnet18")
+NETWORK = Network(1e9, latency=2e-4, overhead=1.5e-3, goodput=0.9, copy=2e-10, add=3e-10)
+KERNELS = Kernels(encode=4e-10, clear=1e-10, decode=2e-9, multiply=5e-10, triad=3e-10)
+MACHINE = Machine(NETWORK, KERNELS, cores=2.0)
+VERSIONS = {"python": "3.11", "torch": "2", "horovod": "0.28"}
+THERE = {"cpu": "a processor", "cores": 2, **VERSIONS, "date": "2026-11-22"}
 
 
-def rows(*ways: tuple[str, float, float, list[float]], hosts: int = 2) -> list[dict[str, Any]]:
-    """Of one cell: way, planned and measured seconds, repeats."""
-    cell = {"hosts": hosts, "rate": 10**9, "model": "resnet18", "error": 0.0}
-    return [
-        {**cell, "way": way, "planned": planned, "measured": measured, "repeats": repeats}
-        for way, planned, measured, repeats in ways
-    ]
+def fitted(cell: Cell) -> dict[str, Any]:
+    """What ranks would find on a network of which `NETWORK` is the truth."""
+    nodes, slow = nodes_of(cell.hosts, 1), max(1.0, cell.hosts / 2)
+    network = replace(NETWORK, bandwidth={"200mbit": 2e8, "600mbit": 6e8}[cell.rate])
+    sent = [ring_allreduce(size, nodes) for size in (4, 100_000, 10_000_000)]
+    sent += [gathered(size, nodes) for size in (64, 100_000, 4_000_000)]
+    samples = [(asdict(each), each.seconds(network, slow)) for each in sent]
+    return {"kernels": asdict(KERNELS), "samples": samples, "machine": THERE}
 
 
-PAYS = rows(
-    ("allreduce float32", 2.0, 3.0, [2.9, 3.0, 3.1]),
-    ("allgather float32", 1.0, 1.5, [1.4, 1.5, 1.6]),
+def guessed(cell: Cell, factor: float = 1.0) -> dict[str, Any]:
+    """Steps that take so many times as long as planned."""
+    empty = {NONE.name: [0.1], **{way.name: [1.0] for way in WAYS[1:]}}
+    planned = guesses(MACHINE, cell, {"repeats": empty})
+    found = {
+        row.way: [factor * row.planned * noise for noise in (0.9, 1.0, 1.1)] for row in planned
+    }
+    return {"repeats": {NONE.name: [0.1], **found}, "machine": THERE}
+
+
+JOBS = {cell.name: fitted(cell) for cell in FITTED}
+
+
+def of_a_cell(*ways: tuple[str, float, list[float]], cell: Cell = CELL) -> list[Row]:
+    """Way, planned seconds, repeats."""
+    return [Row(cell, way, planned, tuple(repeats)) for way, planned, repeats in ways]
+
+
+PAYS = of_a_cell(
+    ("allreduce float32", 2.0, [2.9, 3.0, 3.1]), ("allgather float32", 1.0, [1.4, 1.5, 1.6])
 )
-WRONG = rows(
-    ("allreduce float32", 2.0, 1.0, [0.9, 1.0, 1.1]), ("sharded int8", 1.0, 2.0, [1.9, 2.0, 2.2])
+WRONG = of_a_cell(
+    ("allreduce float32", 2.0, [0.9, 1.0, 1.1]), ("sharded int8", 1.0, [1.9, 2.0, 2.2])
 )
-NOISE = rows(
-    ("allreduce float32", 2.0, 1.0, [0.5, 1.0, 2.0]),
-    ("sharded int8", 1.0, 1.1, [1.0, 1.1, 1.2]),
-    ("allgather float32", 1.5, 1.05, [1.0, 1.05, 1.2]),
-    hosts=4,
+NOISE = of_a_cell(
+    ("allreduce float32", 2.0, [0.5, 1.0, 2.0]),
+    ("sharded int8", 1.0, [1.0, 1.1, 1.2]),
+    ("allgather float32", 1.5, [1.0, 1.05, 1.2]),
+    cell=replace(CELL, hosts=4),
 )
 
 
-def test_recorded_cells() -> None:
-    machine = plan_grid.machine_of(RECORDED["fit"])
-    found = [row for job in RECORDED["guess"] for row in plan_grid.guesses(machine, job)]
-    for row, before in zip(found, RECORDED["rows"], strict=True):
-        assert row["way"] == before["way"]
-        assert row["measured"] == before["measured"]
-    first, second = agreement.verdicts(found)
-    assert (first.hosts, first.rate, first.model) == (2, 100_000_000, "resnet18")
-    assert first.agrees
-    assert second.agrees
-    assert first.measured_gain == pytest.approx(4.7370 / 0.2530, rel=1e-3)
-    assert first.measured.startswith("sharded")
+def test_no_cell_is_both_fitted_on_and_guessed() -> None:
+    assert not {(each.hosts, each.rate) for each in FITTED} & {
+        (each.hosts, each.rate) for each in GUESSED
+    }
+    assert len(GUESSED) == len(set(GUESSED)) == 3 * 3 * 4
+    assert len(CELLS) == len(FITTED) + len(GUESSED)
+
+
+def test_constants_come_from_the_cells_to_fit_on() -> None:
+    machine = machine_of([JOBS[cell.name] for cell in FITTED])
+    for name in ("latency", "overhead", "goodput", "copy", "add"):
+        assert getattr(machine.network, name) == pytest.approx(getattr(NETWORK, name), rel=1e-3)
+    assert (machine.kernels, machine.cores) == (KERNELS, 2.0)
+
+
+@pytest.mark.parametrize("cell", [CELL, Cell(8, "100mbit", "resnet50")])
+def test_steps_as_planned_have_no_error_and_others_have(cell: Cell) -> None:
+    right = rows({**JOBS, cell.name: guessed(cell)})
+    assert [row.way for row in right] == [way.name for way in WAYS[1:]]
+    assert max(row.error for row in right) < 1e-3
+    twice = rows({**JOBS, cell.name: guessed(cell, factor=2.0)})
+    assert [row.error for row in twice] == pytest.approx([0.5] * 3, rel=1e-3)
+    assert twice[0].spread == pytest.approx(0.2)
+
+
+def test_nothing_is_guessed_before_constants_are_there() -> None:
+    lacking = {name: job for name, job in JOBS.items() if name != FITTED[0].name}
+    assert rows({**lacking, CELL.name: guessed(CELL)}) == []
 
 
 def test_a_percentile_is_one_of_what_was_measured() -> None:
     """Of six errors the fifth is exceeded by a sixth of all, which is more than a tenth."""
-    assert plan_grid.percentile([9, 10, 10, 16, 31, 69], 0.9) == 69
-    assert plan_grid.percentile(list(range(1, 11)), 0.9) == 9
-    assert plan_grid.percentile([5], 0.9) == 5
+    assert report.percentile([9, 10, 10, 16, 31, 69], 0.9) == 69
+    assert report.percentile(list(range(1, 11)), 0.9) == 9
+    assert report.percentile([5], 0.9) == 5
 
 
 def test_a_verdict_is_whether_the_fastest_of_ours_beats_dense() -> None:
@@ -70,38 +116,29 @@ def test_a_verdict_is_whether_the_fastest_of_ours_beats_dense() -> None:
 
 
 def test_totals_count_cells_and_clear_ones() -> None:
-    found = agreement.summary([*PAYS, *NOISE])
-    assert (found["cells"], found["agree"], found["same_way"]) == (2, 1, 1)
-    assert (found["clear"], found["agree_of_clear"]) == (1, 1)
-    assert found["largest_spread"] == pytest.approx(1.5)
+    text = agreement.section([*PAYS, *NOISE]).replace("\n", " ")
+    assert "in 1 of 2 cells (50%" in text
+    assert "tell dense and ours apart in 1 cells, and in 1 of these" in text
+    assert "over 150% in the worst" in agreement.noise([*PAYS, *NOISE])
 
 
-def test_without_repeats_nothing_is_said_of_noise() -> None:
-    bare = [{key: each for key, each in row.items() if key != "repeats"} for row in PAYS]
-    (verdict,) = agreement.verdicts(bare)
-    assert verdict.clear is None
-    assert agreement.summary(bare)["median_spread"] is None
-    assert "Repeats were not kept" in agreement.markdown(bare)
-
-
-def test_every_cell_has_a_line_and_the_page_its_place(tmp_path: Path) -> None:
-    page = tmp_path / "plan.md"
-    page.write_text(f"before\n{plan_grid.BEGIN}\nold\n{plan_grid.END}\nafter\n")
-    plan_grid.publish([*PAYS, *NOISE], page)
+def test_a_page_of_some_cells_and_of_none(tmp_path: Path) -> None:
+    page = tmp_path / "plan-grid.md"
+    (tmp_path / "results").mkdir()
+    report.write({**JOBS, CELL.name: guessed(CELL)}, page)
     text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert "old" not in text
-    assert text.count("| 2 | 1000 | resnet18 | 2.00 | 2.00 | agrees | yes |") == 1
-    assert "no, within noise" in text
-    assert "in 1 of 2 cells" in text.replace("\n", " ")
-    plan_grid.publish([*PAYS, *NOISE], page)
-    assert page.read_text() == text
+    assert "4 of 39 cells, 2026-11-22." in text
+    assert "90.0% of a link arrives, 0.200 ms a message, 1.50 ms a collective" in text
+    assert text.count("| 2 | 1gbit | resnet18 |") == 1 + 3
+    assert (tmp_path / report.PICTURE).stat().st_size > 10_000
+    report.write({}, page)
+    assert page.read_text().count("Not measured yet.") == 2
 
 
-def test_what_is_kept_can_be_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "grid.json"
-    plan_grid.write(path, RECORDED["fit"], RECORDED["guess"], [*PAYS, *NOISE])
-    kept = json.loads(path.read_text())
-    assert [each["agrees"] for each in kept["verdicts"]] == [True, False]
-    assert kept["summary"]["cells"] == 2
+def test_cells_without_results_alone_are_measured(tmp_path: Path) -> None:
+    kept = Runs({"a": 1, "b": 2, "c": 3}, tmp_path / "kept.json")
+    asked = kept.parser("a test").parse_args
+    assert kept.measure(asked(["b"]), lambda run: {"found": run}) == {"b": {"found": 2}}
+    found = kept.measure(asked(["--missing"]), lambda run: {"found": -run})
+    assert found == {"a": {"found": -1}, "b": {"found": 2}, "c": {"found": -3}}
+    assert plan_grid.KEPT.named == CELLS

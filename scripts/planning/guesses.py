@@ -1,0 +1,101 @@
+"""What the plan says of cells, from constants of other cells, beside what was measured there."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from cluster import Link
+from horovod_topk.cli.models import known_specs
+from horovod_topk.config import TopKConfig
+from horovod_topk.core.nodes import Nodes
+from horovod_topk.cost.fit import Sample, fit
+from horovod_topk.cost.machine import Kernels, Machine
+from horovod_topk.cost.sending import Sending
+from horovod_topk.cost.step import Training, step
+from horovod_topk.cost.traffic import nodes_of
+from horovod_topk.cost.ways import Way, compressed, dense
+from planning.grid import FITTED, GUESSED, Cell
+from planning.ways import DENSE, NONE, WAYS, Exchange
+
+Job = dict[str, Any]  # what a cell's ranks found, and where
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step in one way on one cell."""
+
+    cell: Cell
+    way: str
+    planned: float  # seconds, as the others
+    repeats: tuple[float, ...]
+
+    @property
+    def measured(self) -> float:
+        """The median."""
+        return statistics.median(self.repeats)
+
+    @property
+    def error(self) -> float:
+        """Of the plan, as a share of what was measured."""
+        return abs(self.planned - self.measured) / self.measured
+
+    @property
+    def spread(self) -> float:
+        """The noise floor: from the fastest repeat to the slowest, over their median."""
+        return (max(self.repeats) - min(self.repeats)) / self.measured
+
+
+def rows(jobs: Mapping[str, Job]) -> list[Row]:
+    """Of all cells that were measured, once all of those to fit on were; else of none."""
+    if any(cell.name not in jobs for cell in FITTED):
+        return []
+    machine = machine_of([jobs[cell.name] for cell in FITTED])
+    measured = [cell for cell in GUESSED if cell.name in jobs]
+    return [row for cell in measured for row in guesses(machine, cell, jobs[cell.name])]
+
+
+def machine_of(jobs: Sequence[Job]) -> Machine:
+    """Constants of what was measured on the cells to fit on."""
+    cores = float(jobs[0]["machine"]["cores"])
+    samples = [
+        Sample(Sending(**sending), took, max(1.0, cell.hosts / cores), _rate(cell))
+        for cell, job in zip(FITTED, jobs, strict=True)
+        for sending, took in job["samples"]
+    ]
+    each = [Kernels(**job["kernels"]) for job in jobs]
+    names = Kernels.__dataclass_fields__
+    kernels = Kernels(**{name: min(getattr(k, name) for k in each) for name in names})
+    cells = ", ".join(f"{cell.hosts} hosts at {cell.rate}" for cell in FITTED)
+    where = f"{jobs[0]['machine']['cpu']}, {time.strftime('%Y-%m-%d')}"
+    origin = f"fitted by scripts/plan_grid.py on {cells}, {where}"
+    return Machine(fit(samples), kernels, cores, origin=origin)
+
+
+def guesses(machine: Machine, cell: Cell, job: Job) -> Iterator[Row]:
+    """Of every way."""
+    assert cell.model is not None
+    nodes = nodes_of(cell.hosts, 1)
+    network = replace(machine.network, bandwidth=_rate(cell))
+    there = replace(machine, network=network, crowd=cell.hosts)
+    training = Training(statistics.median(job["repeats"][NONE.name]))
+    for exchange in WAYS[1:]:
+        way = _way(cell.model, exchange, nodes)
+        planned = step(way, there, training, overlap=True).seconds
+        yield Row(cell, exchange.name, planned, tuple(job["repeats"][exchange.name]))
+
+
+def _rate(cell: Cell) -> float:
+    rate = Link.of(cell.rate).rate
+    assert rate is not None
+    return rate
+
+
+def _way(model: str, exchange: Exchange, nodes: Nodes) -> Way:
+    specs = known_specs(model)
+    if exchange == DENSE:
+        return dense(specs, nodes)
+    return compressed(specs, nodes, exchange.exchange, TopKConfig(**asdict(exchange)))
