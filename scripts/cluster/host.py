@@ -64,8 +64,8 @@ class Host:
         card = ["name", CARD, "netns", str(self.pid)]
         check([*switch, "add", self._port, "type", "veth", "peer", *card])
         check([*switch, "set", self._port, "master", BRIDGE, "up"])
-        if packets := link.packets():
-            self.check(["ip", "link", "set", CARD, *packets])
+        if bundles := link.bundles():
+            self.check(["ip", "link", "set", CARD, *bundles])
         self.check(["ip", "address", "add", f"{self.address}/24", "dev", CARD])
         self.check(["ip", "link", "set", CARD, "up"])
         if shaping := link.shaping():

@@ -11,6 +11,8 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 QUEUE_SECONDS = 0.05  # of traffic that waits for the link, before packets are dropped
 BURST_SECONDS = 0.001  # of traffic that may leave at once: the kernel's clock ticks no finer
 LEAST_BURST = 16 << 10  # bytes
+MOST_BUNDLE = 64 << 10  # bytes that the kernel hands to a card as one, of its own accord
+BUNDLE = 0.9  # of a burst: tbf counts a header of 66 bytes for each packet of a bundle
 
 
 @dataclass(frozen=True)
@@ -31,20 +33,32 @@ class Link:
         """A link of a rate such as "100mbit", "1gbit" or "2.5gbit"."""
         return cls(None if rate is None else bits_per_second(rate), loss)
 
-    def packets(self) -> list[str]:
-        """What `ip link set` takes so that what a link loses are packets of 1,514 bytes.
+    def bundles(self) -> list[str]:
+        """What `ip link set` takes for packets to come in bundles that the link can handle.
 
-        Of the bundles of up to 64 KiB that the kernel sends, it would lose forty at once.
+        The kernel sends bundles of up to 64 KiB. A lossy link would lose forty packets at once: it
+        gets them one by one. A shaped one takes apart what is larger than its burst, packet by
+        packet, and what many hosts send at 300 Mbit/s then keeps this machine's cores so busy
+        that half of it arrives.
         """
-        return ["gso_max_segs", "1"] if self.loss else []
+        if self.loss:
+            return ["gso_max_segs", "1"]
+        if self.rate is None or BUNDLE * self.burst > MOST_BUNDLE:
+            return []
+        return ["gso_max_size", f"{round(BUNDLE * self.burst)}"]
+
+    @property
+    def burst(self) -> int:
+        """Bytes that may leave at once."""
+        assert self.rate is not None
+        return max(LEAST_BURST, round(self.rate / 8 * BURST_SECONDS))
 
     def shaping(self) -> list[str]:
         """The discipline that `tc qdisc add dev ... root` takes; empty for an unshaped link."""
         if self.rate is None:
             return []
-        burst = max(LEAST_BURST, round(self.rate / 8 * BURST_SECONDS))
-        queue = burst + round(self.rate / 8 * QUEUE_SECONDS)
-        return ["tbf", "rate", f"{self.rate}bit", "burst", f"{burst}b", "limit", f"{queue}b"]
+        queue = self.burst + round(self.rate / 8 * QUEUE_SECONDS)
+        return ["tbf", "rate", f"{self.rate}bit", "burst", f"{self.burst}b", "limit", f"{queue}b"]
 
     def dropping(self) -> list[str]:
         """The rule that iptables takes; empty for a link without loss.

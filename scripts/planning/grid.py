@@ -9,7 +9,7 @@ from horovod_topk.cli.models import MODELS
 
 HOSTS = (2, 4, 8)
 RATES = ("100mbit", "300mbit", "1gbit")
-LEAST, MOST = 3, 9  # repeats of a step
+LEAST, MOST = 3, 15  # repeats of a step
 
 
 @dataclass(frozen=True)

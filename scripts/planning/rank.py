@@ -31,7 +31,7 @@ from planning.grid import LEAST, MOST
 from planning.ways import DENSE, NONE, WAYS, Exchange
 from shapes import Shapes
 
-LONG = 30.0  # seconds of repeats, after which there are no more than the least
+LONG = 15.0  # seconds of repeats, after which there are no more than the least
 
 
 def training(hvd: Any, model: Shapes, way: Exchange) -> Callable[[], None]:

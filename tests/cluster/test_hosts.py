@@ -69,6 +69,16 @@ def test_what_a_lossy_link_loses_are_single_packets() -> None:
         assert packets > 3_000_000 / 1460
 
 
+def test_a_shaped_link_takes_no_bundles_apart() -> None:
+    with Cluster(2, Link.of("300mbit")) as cluster:
+        one, two = cluster.hosts
+        before = card(two)
+        send(one, two, "stream", 3_000_000)
+        received, packets = (after - was for after, was in zip(card(two), before, strict=True))
+        assert received > 3_000_000
+        assert packets < 3_000_000 / 1460 / 4
+
+
 def card(host: Host) -> tuple[int, int]:
     """Bytes and packets that its card has received."""
     folder = Path(f"/proc/{host.pid}/root/sys/class/net/eth0/statistics")

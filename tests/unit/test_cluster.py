@@ -45,6 +45,19 @@ def test_other_rates_are_refused(rate: str) -> None:
         Link.of(rate)
 
 
+@pytest.mark.parametrize("rate", ["1mbit", "100mbit", "300mbit", "500mbit"])
+def test_a_bundle_with_its_headers_leaves_in_one_burst(rate: str) -> None:
+    link = Link.of(rate)
+    name, size = link.bundles()
+    assert name == "gso_max_size"
+    assert link.burst / 2 < int(size) * 1514 / 1448 < link.burst
+
+
+def test_a_fast_link_takes_any_bundle_and_a_lossy_one_none() -> None:
+    assert Link.of("1gbit").bundles() == Link().bundles() == []
+    assert Link.of("100mbit", loss=0.1).bundles() == ["gso_max_segs", "1"]
+
+
 def test_horovodrun_is_told_of_the_hosts() -> None:
     assert complete(["/bin/horovodrun", "--gloo", "python", "train.py"], HOSTS, 2) == [
         "/bin/horovodrun",
