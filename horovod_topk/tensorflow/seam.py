@@ -34,7 +34,7 @@ from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.momentum import Told, apply_none, check_not_twice, told_of
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
 from horovod_topk.tensorflow.rates import rate_of
-from horovod_topk.tensorflow.sparse import check_none_left_out, is_sparse, to_dense
+from horovod_topk.tensorflow.besides import check_none_left_out, is_sparse, refuse_local, to_dense
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 
 Function = Callable[..., Any]
@@ -200,6 +200,7 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         asked["optimizer"] = given.inner_optimizer if scaling.is_scaler(given) else given
         optimizer = original(*bound.args, **bound.kwargs)
         refuse_unexchanged(optimizer)
+        refuse_local(optimizer, told.config)
         if told.taken is not None:
             apply_none(optimizer, told.taken)
         optimizer._allreduce_grads.guard(optimizer)

@@ -22,19 +22,18 @@ CONTROLLERS = pytest.mark.parametrize("controller", ["gloo", "mpi"])
 
 # Each line is a launch: with all cases in one, a busy machine would not end it in time.
 OVER_BOTH = [
-    (2, ("tape", "state", "sharded", "hierarchical", "groups_ratios")),
+    (2, ("tape", "sharded", "hierarchical", "groups_ratios")),
     (3, ("tape", "sharded", "hierarchical", "groups_ratios")),
     (4, ("tape", "sharded", "hierarchical", "keras")),
 ]
-# About files and optimizers, which know of no controller.
+# About files, states and optimizers, which know of no controller.
 OVER_GLOO_ALONE = [
     (2, ("keras",)),
     (2, ("tf_scaling", "tf_warmup", "tf_momentum")),
-    (2, ("checkpoint",)),
+    (2, ("state", "checkpoint")),
     (4, ("checkpoint",)),
     (2, ("tf_taking",)),
-    (2, ("tf_rates",)),
-    (2, ("tf_sparse",)),
+    (2, ("tf_rates", "tf_sparse")),
     (2, ("tf_lives", "tf_applying")),
 ]
 RUNS = [("gloo", *each) for each in [*OVER_BOTH, *OVER_GLOO_ALONE]]

@@ -1,4 +1,4 @@
-"""Embeddings, whose gradients are sparse, where momentum is corrected or gradients are clipped."""
+"""Embeddings and local variables, where momentum is corrected or gradients are clipped."""
 
 from __future__ import annotations
 
