@@ -30,7 +30,8 @@ class Row:
 
     cell: Cell
     way: str
-    planned: float  # seconds, as the others
+    planned: float  # seconds, as the others; nothing overlaps
+    overlapped: float  # planned, with what backward hides
     repeats: tuple[float, ...]
 
     @property
@@ -41,7 +42,11 @@ class Row:
     @property
     def error(self) -> float:
         """Of the plan, as a share of what was measured."""
-        return abs(self.planned - self.measured) / self.measured
+        return self.off(self.planned)
+
+    def off(self, planned: float) -> float:
+        """How far from what was measured, as a share of it."""
+        return abs(planned - self.measured) / self.measured
 
     @property
     def spread(self) -> float:
@@ -84,8 +89,11 @@ def guesses(machine: Machine, cell: Cell, job: Job) -> Iterator[Row]:
     training = Training(statistics.median(job["repeats"][NONE.name]))
     for exchange in WAYS[1:]:
         way = _way(cell.model, exchange, nodes)
-        planned = step(way, there, training, overlap=True).seconds
-        yield Row(cell, exchange.name, planned, tuple(job["repeats"][exchange.name]))
+        planned, overlapped = (
+            step(way, there, training, overlap=overlap).seconds for overlap in (False, True)
+        )
+        repeats = tuple(job["repeats"][exchange.name])
+        yield Row(cell, exchange.name, planned, overlapped, repeats)
 
 
 def _rate(cell: Cell) -> float:
