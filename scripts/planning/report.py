@@ -107,20 +107,24 @@ def errors(found: Sequence[Row]) -> str:
     """How far the plan is off, of each way and of all; and the noise floor."""
     groups = {way.name: [row for row in found if row.way == way.name] for way in WAYS[1:]}
     lines = [
-        _errors(name, [row.error for row in each])
+        _errors(name, each, [row.planned for row in each])
         for name, each in (*groups.items(), ("all", found))
     ]
-    hidden = [row.off(row.overlapped) for row in found]
-    lines.append(_errors("all, if planned with overlap", hidden))
+    overlapped = [row.overlapped for row in found]
+    lines.append(_errors("all, if planned with overlap", found, overlapped))
     header = ["", "steps", f"median error ({MEDIAN:.0%} wanted)"]
-    header += [f"90th percentile ({TENTH:.0%} wanted)", "largest"]
+    header += [f"90th percentile ({TENTH:.0%} wanted)", "largest", "planned / measured, median"]
     return f"{table(header, lines)}\n\n{agreement.noise(found)}"
 
 
-def _errors(name: str, found: Sequence[float]) -> list[str]:
-    ascending = sorted(found)
+def _errors(name: str, found: Sequence[Row], planned: Sequence[float]) -> list[str]:
+    """planned: seconds, one a row."""
+    pairs = list(zip(found, planned, strict=True))
+    ascending = sorted(row.off(seconds) for row, seconds in pairs)
     median, tenth = statistics.median(ascending), percentile(ascending, 0.9)
-    return [name, str(len(found)), f"{median:.0%}", f"{tenth:.0%}", f"{ascending[-1]:.0%}"]
+    parts = statistics.median(seconds / row.measured for row, seconds in pairs)
+    shares = [f"{share:.0%}" for share in (median, tenth, ascending[-1])]
+    return [name, str(len(found)), *shares, f"{parts:.2f}"]
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:

@@ -130,7 +130,7 @@ def test_a_page_of_some_cells_and_of_none(tmp_path: Path) -> None:
     assert "4 of 39 cells, 2026-11-22." in text
     assert "90.0% of a link arrives, 0.200 ms a message, 1.50 ms a collective" in text
     assert text.count("| 2 | 1gbit | resnet18 |") == 1 + 3
-    assert "| all | 3 | 0% | 0% | 0% |" in text
+    assert "| all | 3 | 0% | 0% | 0% | 1.00 |" in text
     assert "| all, if planned with overlap | 3 |" in text
     assert "| all, if planned with overlap | 3 | 0% " not in text
     assert (tmp_path / report.PICTURE).stat().st_size > 10_000
