@@ -8,6 +8,7 @@ it docs/plan-grid.md.
     sudo make plan-grid                                        # all cells: an hour and a half
     sudo make plan-grid ARGS="--missing"                       # those that have no results yet
     sudo make plan-grid ARGS="2:100mbit:resnet18 3:200mbit:fit"
+    sudo make plan-grid ARGS="--ours"                          # all but dense: three quarters
     make plan-grid ARGS="--page"                               # the page alone
 
 The authors' bias: they want the plan to be right. Cells and models were given before anything was
@@ -38,8 +39,8 @@ KEPT = Runs(CELLS, launch.ROOT / "docs" / "results" / "plan-grid.json")
 PAGE = launch.ROOT / "docs" / "plan-grid.md"
 
 
-def measure(cell: Cell) -> dict[str, Any]:
-    """What a job on it found.
+def measure(cell: Cell, *options: str) -> dict[str, Any]:
+    """What a job on it found. Options are those of `planning/rank.py`.
 
     Raises:
         ClusterError: it failed.
@@ -47,7 +48,8 @@ def measure(cell: Cell) -> dict[str, Any]:
     there = machine()  # its load: before
     with tempfile.TemporaryDirectory() as folder, Cluster(cell.hosts, Link.of(cell.rate)) as hosts:
         found = Path(folder) / "found.json"
-        arguments = ["--json", str(found), *(["--model", cell.model] if cell.model else [])]
+        model = ["--model", cell.model] if cell.model else []
+        arguments = ["--json", str(found), *model, *options]
         hosts.run(
             ["horovodrun", "--gloo", sys.executable, str(RANK), *arguments],
             {"OMP_NUM_THREADS": "1", "PYTHONPATH": launch.python_path()},
@@ -57,15 +59,29 @@ def measure(cell: Cell) -> dict[str, Any]:
     return {**job, "machine": there}
 
 
+def again(cell: Cell) -> dict[str, Any]:
+    """The cell's results, of which all but the dense steps and what was fitted on are new.
+
+    Raises:
+        ClusterError: a job failed.
+    """
+    kept: dict[str, Any] = json.loads(KEPT.path.read_text())[cell.name]
+    if cell.model is None:
+        return kept
+    job = measure(cell, "--without-dense")
+    return {**job, "repeats": {**kept["repeats"], **job["repeats"]}}
+
+
 def main() -> int:
     """Measure and write; the exit status."""
     parser = KEPT.parser(__doc__)
     parser.add_argument(
         "--machine", type=Path, help="keep the constants here, of ranks with a core each"
     )
+    parser.add_argument("--ours", action="store_true", help="keep the dense steps that there are")
     args = KEPT.parse(parser)
     try:
-        jobs = KEPT.measure(args, measure)
+        jobs = KEPT.measure(args, again if args.ours else measure)
     except ClusterError as error:
         print(f"plan-grid: {error}", file=sys.stderr)
         return 1

@@ -10,6 +10,7 @@ from horovod_topk.cli.models import MODELS
 HOSTS = (2, 4, 8)
 RATES = ("100mbit", "300mbit", "1gbit")
 LEAST, MOST = 3, 15  # repeats of a step
+SETTLED = 10  # steps before them: memory is touched, residuals fill, thresholds are found
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from horovod_topk.cost.traffic import nodes_of
 from planning import agreement, report
 from planning.grid import CELLS, FITTED, GUESSED, Cell
 from planning.guesses import Row, guesses, machine_of, rows
-from planning.ways import NONE, WAYS
+from planning.ways import DENSE, NONE, WAYS
 from runs import Runs
 
 CELL = Cell(2, "1gbit", "resnet18")
@@ -145,3 +146,23 @@ def test_cells_without_results_alone_are_measured(tmp_path: Path) -> None:
     found = kept.measure(asked(["--missing"]), lambda run: {"found": -run})
     assert found == {"a": {"found": -1}, "b": {"found": 2}, "c": {"found": -3}}
     assert plan_grid.KEPT.named == CELLS
+
+
+def test_dense_steps_and_constants_outlast_what_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fit_on, *_), kept = FITTED, {**JOBS, CELL.name: guessed(CELL)}
+    path, told = tmp_path / "kept.json", []
+    path.write_text(json.dumps(kept))
+
+    def measured(cell: Cell, *options: str) -> dict[str, Any]:
+        told.append((cell, *options))
+        return {"repeats": {way.name: [7.0] for way in WAYS if way != DENSE}, "machine": {}}
+
+    monkeypatch.setattr(plan_grid, "KEPT", Runs(CELLS, path))
+    monkeypatch.setattr(plan_grid, "measure", measured)
+    assert plan_grid.again(fit_on) == json.loads(path.read_text())[fit_on.name]
+    anew = plan_grid.again(CELL)["repeats"]
+    assert told == [(CELL, "--without-dense")]
+    assert anew.pop(DENSE.name) == kept[CELL.name]["repeats"][DENSE.name]
+    assert set(map(tuple, anew.values())) == {(7.0,)}
