@@ -32,13 +32,13 @@ two of ours at ratio 0.01. The plan's constants are fitted on other cells, on co
 on the cell itself, as a user has to.
 
 A step is the slowest rank's, from a barrier to the end of the optimizer's step; the median of
-{least} to {most}, after {settled} others, of dense after one. The loss is linear, so that backward is
-a pass over memory, a third to a half of a step without exchange, and all ranks share the machine's
-cores, which carry the packets of its links as well: what is sent during backward takes cores from
-it. So the plan is that without overlap (`--no-overlap`). This was decided when 19 cells had been
-measured; the last row of errors has the plan with overlap, which takes two thirds of a step for
-backward, and has them free. What is tested is what an exchange takes, and not how much of it a
-model hides.
+{least} to {most}, after {settled} others, of dense after one. The loss is linear, so that
+backward is a pass over memory, a third to a half of a step without exchange, and all ranks share
+the machine's cores, which carry the packets of its links as well: what is sent during backward
+takes cores from it. So the plan is that without overlap (`--no-overlap`). This was decided when
+19 cells had been measured; the last row of errors has the plan with overlap, which takes two
+thirds of a step for backward, and has them free. What is tested is what an exchange takes, and
+not how much of it a model hides.
 
 Steps of dense are those of a first run, in which ours were measured after two others. Two were too
 few, since ranks, all on one machine, were still touching memory for the first time (gpt2, sharded,
