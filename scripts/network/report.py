@@ -33,7 +33,8 @@ they take turns, step by step. Even that is not free of it: where cores are shor
 emulated by the same cores, and can then carry less than their rate: each table says what they did.
 
 - *step*: the median over rounds of the seconds of one step, of the slowest rank, all beginning
-  together. *exchange*: the median of what it took beyond the step without any exchange
+  together. Ranks that have ended it sleep until all have: in Horovod's own barrier they would take
+  cores from the others. *exchange*: the median of what it took beyond the step without any exchange
   in the same round; *least* and *most* of the rounds.
 - *CPU*: seconds of a core that a rank's exchange took, all threads, waiting by spinning included
   (`-`: not measured in that run).

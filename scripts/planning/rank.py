@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horovod_topk.cli.bench.meeting import meet, most
 from horovod_topk.cli.frameworks import Framework, find, launched_rank
 from horovod_topk.cli.models import MODELS
 from horovod_topk.cli.plan import kernels
@@ -62,17 +63,16 @@ def directions_of(model: Shapes, rank: int) -> list[Tensor]:
     return [noise[: weight.numel()].view_as(weight) for weight in model.weights]
 
 
-def repeated(hvd: Any, step: Callable[[], None], warm_up: int) -> list[float]:
+def repeated(step: Callable[[], None], warm_up: int) -> list[float]:
     """Seconds of each step on the slowest rank; all ranks take as many steps."""
     for _ in range(warm_up):
         step()
     taken: list[float] = []
     while len(taken) < LEAST or (len(taken) < MOST and sum(taken) < LONG):
-        hvd.barrier()
+        meet()
         began = time.perf_counter()
         step()
-        mine = time.perf_counter() - began
-        taken.append(max(hvd.allgather_object(mine, name="planning.seconds")))
+        taken.append(most(time.perf_counter() - began))
     return taken
 
 
@@ -81,7 +81,7 @@ def steps(hvd: Any, name: str, ways: Iterable[Exchange]) -> dict[str, list[float
     found = {}
     for way in ways:
         step = training(hvd, Shapes(name), way)
-        found[way.name] = repeated(hvd, step, warm_up=1 if way == DENSE else SETTLED)
+        found[way.name] = repeated(step, warm_up=1 if way == DENSE else SETTLED)
         del step
         gc.collect()
     return found

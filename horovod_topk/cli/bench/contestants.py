@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk.cli.bench.gradients import GivenGradients
+from horovod_topk.cli.bench.meeting import rest_until_done
 from horovod_topk.cli.bench.methods import Method
 from horovod_topk.torch import TopKEF
 
@@ -21,7 +21,6 @@ LEARNING_RATE = 1e-9  # weights hardly move, whatever the gradients are
 POWERSGD_RANK = 4
 POWERSGD_START = 2  # the least it takes; the steps before are dense
 ONE_BUCKET = 1 << 20  # MiB, more than any model has
-PAUSE = 50e-6  # seconds between two looks at a collective under way
 
 
 def _nothing() -> None:
@@ -83,10 +82,9 @@ def _dense_waiting(method: Method, model: GivenGradients, plain: Plain, name: st
     optimizer = _distributed(model, plain, name, hvd.Compression.none)
 
     def wait() -> None:
-        """Horovod's own waiting takes a whole core; this one leaves it to those who need it."""
         for handle, _ in optimizer._handles.values():
-            while handle is not None and not hvd.poll(handle):
-                time.sleep(PAUSE)
+            if handle is not None:
+                rest_until_done(handle)
 
     return Contestant(model, model, optimizer, before_step=wait)
 

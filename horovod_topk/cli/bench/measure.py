@@ -12,6 +12,7 @@ import torch
 
 from horovod_topk.cli.bench.card import sent
 from horovod_topk.cli.bench.contestants import Contestant
+from horovod_topk.cli.bench.meeting import meet
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,16 @@ def race(
 
 def counted(contestant: Contestant, interface: str) -> tuple[Cost, int]:
     """A timed step, and the bytes that left this host's card."""
-    hvd.barrier()
+    meet()
     before = sent(interface)
     cost = timed(contestant)
-    hvd.barrier()  # what this rank has sent may still be on its way
+    meet()  # what this rank has sent may still be on its way
     return cost, (sent(interface) - before).bytes
 
 
 def timed(contestant: Contestant) -> Cost:
     """Of a step that all ranks begin together, on this rank."""
-    hvd.barrier()
+    meet()
     before = Cost.so_far()
     contestant.step()
     cost = Cost.so_far() - before

@@ -23,6 +23,7 @@ import horovod.torch as hvd
 
 from horovod_topk.cli.bench.card import Sent, sent
 from horovod_topk.cli.bench.measure import Cost, Taken, taken
+from horovod_topk.cli.bench.meeting import meet
 from horovod_topk.cli.bench.methods import NONE, Method
 from horovod_topk.torch import TopKEF
 
@@ -72,7 +73,7 @@ class Watch:
             self.before = sent(self.interface)
         if len(self.ends) < WARM_UP + self.rounds:
             return
-        hvd.barrier()
+        meet()
         if self.interface is not None and self.before is not None:
             self.octets = (sent(self.interface) - self.before).bytes / self.rounds
         raise _Enough

@@ -1,0 +1,25 @@
+"""How the ranks of `horovod-topk bench` wait for each other."""
+
+from __future__ import annotations
+
+import time
+
+import horovod.torch as hvd
+
+from horovod_topk.cli.bench.meeting import meet, most
+
+LATE = 0.5  # seconds
+
+
+def test_ranks_that_wait_leave_the_cores_to_the_others() -> None:
+    meet()  # its name is learnt
+    if hvd.rank() == 0:
+        time.sleep(LATE)
+    began, worked = time.perf_counter(), time.thread_time()
+    meet()
+    waited, worked = time.perf_counter() - began, time.thread_time() - worked
+    assert worked < waited / 4 + 0.05
+
+
+def test_all_ranks_hear_of_the_largest() -> None:
+    assert most(float(hvd.rank())) == hvd.size() - 1
