@@ -20,14 +20,19 @@ from horovod_topk.ops.torch import TorchOps
 _PAUSE = 50e-6  # seconds between two looks at a collective under way
 
 
-def _result_of(handle: int) -> Any:
-    """What a collective brings, once it is done.
+def rest_until_done(handle: int) -> None:
+    """Sleep until a collective is over; its result is still to be fetched.
 
     Horovod's own waiting takes a whole core, which its background thread, or another rank's, may
     need to get the collective done: with more ranks than cores each message waits for a time slice.
     """
     while not hvd.poll(handle):
         time.sleep(_PAUSE)
+
+
+def result_of(handle: int) -> Any:
+    """What a collective brings, once it is done."""
+    rest_until_done(handle)
     return hvd.synchronize(handle)
 
 
@@ -38,7 +43,7 @@ class _Handle:
     handle: int
 
     def wait(self) -> Tensor:
-        result: Any = _result_of(self.handle)
+        result: Any = result_of(self.handle)
         received: Tensor = result[0] if isinstance(result, tuple) else result
         return received
 
@@ -52,7 +57,7 @@ class _Sum:
     name: str
 
     def wait(self) -> Tensor:
-        received, counts = _result_of(self.handle)
+        received, counts = result_of(self.handle)
         check_counts(counts.tolist(), self.count, self.name)
         rows: Tensor = received.view(counts.numel(), self.count)
         for other in rows[1:]:
@@ -126,7 +131,7 @@ class HorovodTalk:
 
     def average(self, array: Tensor, name: str) -> Tensor:
         """Mean over all ranks."""
-        mean: Tensor = _result_of(hvd.allreduce_async(array, name=name, op=hvd.Average))
+        mean: Tensor = result_of(hvd.allreduce_async(array, name=name, op=hvd.Average))
         return mean
 
     def beside(self, array: Tensor, other: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.cli.bench.meeting import meet, most
 from horovod_topk.cli.frameworks import Framework, find, launched_rank
 from horovod_topk.cli.models import MODELS
 from horovod_topk.cli.plan import kernels
@@ -65,6 +64,8 @@ def directions_of(model: Shapes, rank: int) -> list[Tensor]:
 
 def repeated(step: Callable[[], None], warm_up: int) -> list[float]:
     """Seconds of each step on the slowest rank; all ranks take as many steps."""
+    from horovod_topk.cli.bench.meeting import meet, most
+
     for _ in range(warm_up):
         step()
     taken: list[float] = []

@@ -13,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk.cli.bench.gradients import GivenGradients
-from horovod_topk.cli.bench.meeting import rest_until_done
 from horovod_topk.cli.bench.methods import Method
 from horovod_topk.torch import TopKEF
+from horovod_topk.torch.collective import rest_until_done
 
 LEARNING_RATE = 1e-9  # weights hardly move, whatever the gradients are
 POWERSGD_RANK = 4

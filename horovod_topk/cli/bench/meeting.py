@@ -1,23 +1,15 @@
-"""Waiting that leaves the cores to those who work.
+"""Where ranks wait for each other, and leave the cores to those who work.
 
-Horovod's own, in `hvd.barrier()` too, takes a whole core with `sched_yield`. Ranks that have ended
-their step and wait so for the others make that step longer where there are more ranks than cores.
+In `hvd.barrier()` a rank that waits takes a whole core with `sched_yield`. Those that have ended
+their step make it longer for the others so, where there are more ranks than cores.
 """
 
 from __future__ import annotations
 
-import time
-
 import horovod.torch as hvd
 import torch
 
-PAUSE = 50e-6  # seconds between two looks at a collective under way
-
-
-def rest_until_done(handle: int) -> None:
-    """Sleep until a collective is over; its result is still to be fetched."""
-    while not hvd.poll(handle):
-        time.sleep(PAUSE)
+from horovod_topk.torch.collective import result_of
 
 
 def meet() -> None:
@@ -28,6 +20,4 @@ def meet() -> None:
 def most(value: float) -> float:
     """The largest of what the ranks give."""
     mine = torch.tensor([value], dtype=torch.float64)
-    handle = hvd.allreduce_async(mine, op=hvd.Max, name="bench.meeting")
-    rest_until_done(handle)
-    return float(hvd.synchronize(handle))
+    return float(result_of(hvd.allreduce_async(mine, op=hvd.Max, name="bench.meeting")))
