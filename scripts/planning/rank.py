@@ -1,6 +1,6 @@
 """One rank of a cell: collectives timed for the fit, or steps that the plan has to guess.
 
-    scripts/netlab --hosts 2 --rate 100mbit -- env PYTHONPATH=scripts horovodrun --gloo
+    PYTHONPATH=scripts scripts/netlab --hosts 2 --rate 100mbit -- horovodrun --gloo
         python scripts/planning/rank.py --model resnet18 --json found.json
 
 To fit on: rank 0 times kernels alone, then all time collectives. To guess: all take steps in one

@@ -1,6 +1,6 @@
 """One rank: what its host's card sends in each way. Rank 0 writes what all found.
 
-    scripts/netlab --hosts 4 -- env PYTHONPATH=scripts HOROVOD_TIMELINE=DYNAMIC horovodrun --gloo
+    PYTHONPATH=scripts HOROVOD_TIMELINE=DYNAMIC scripts/netlab --hosts 4 -- horovodrun --gloo
         python scripts/wire/rank.py --json found.json --count-cycles
 
 Between two barriers every rank makes some steps, and afterwards does nothing for as long as the
