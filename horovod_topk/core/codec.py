@@ -20,8 +20,6 @@ from horovod_topk.ops.coding import index_bytes, value_bytes
 
 Array = TypeVar("Array")
 
-PROBE = 16  # entries a tensor looked at again before its gradient is replaced
-
 
 @dataclass(frozen=True)
 class Entries(Generic[Array]):
@@ -55,10 +53,6 @@ class Codec(Protocol[Array]):
         payloads: Sequence[Array],
     ) -> None:
         """As `encode`, for all shards of a bucket."""
-        ...
-
-    def unchanged(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> bool:
-        """Whether the gradients still encode to what was sent."""
         ...
 
     def decode(
@@ -134,28 +128,6 @@ class TopK(Generic[Array]):
             return
         for each, payload in zip(arenas, payloads, strict=True):
             self.encode(each, gradients, payload)
-
-    def unchanged(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> bool:
-        """Whether e + g is still what was sent and what is left, judged by each tensor's first."""
-        ops, bucket = self._ops, arenas.plan
-        kernel = self._kernel(bucket)
-        if kernel is not None:
-            return kernel.unchanged(arenas.residual, arenas.candidate, gradients, payload)
-        count = sum(min(PROBE, tensor.k) for tensor in bucket.tensors)
-        owed = ops.zeros(count, bucket.residual_dtype, bucket.device)
-        left, at = ops.zeros(count, bucket.residual_dtype, bucket.device), 0
-        for tensor in bucket.tensors:
-            index, sent = self._read_first(bucket, tensor, payload)
-            stop = at + ops.numel(index)
-            residual = ops.take(self._slice(arenas.residual, tensor), index)
-            now = ops.view(owed, at, stop)
-            gradient = ops.take(gradients[tensor.gradient], self._natural(bucket, tensor, index))
-            ops.compensate(residual, gradient, now)
-            ops.deduct(now, None, sent)
-            candidate = self._slice(arenas.candidate, tensor)
-            ops.assign(ops.view(left, at, stop), ops.take(candidate, index))
-            at = stop
-        return ops.same(owed, left)
 
     def decode(
         self,
@@ -335,17 +307,6 @@ class TopK(Generic[Array]):
         return ops.row(
             ops.unpack_values(as_row(ops, data), count, bucket.values, bucket.residual_dtype), 0
         )
-
-    def _read_first(
-        self, bucket: BucketPlan, tensor: TensorPlan, payload: Array
-    ) -> tuple[Array, Array]:
-        """Indices and values of a tensor's first entries in one payload."""
-        ops, count = self._ops, min(PROBE, tensor.k)
-        values = ops.view(ops.row(self._read_values(bucket, tensor, payload), 0), 0, count)
-        if tensor.index is None:
-            return ops.arange(count, bucket.device), values
-        index, _ = self._read_index(bucket, tensor, tensor.index, payload)
-        return ops.view(ops.row(index, 0), 0, count), values
 
     def _kernel(self, bucket: BucketPlan) -> Fused[Array] | None:
         key = bucket.fingerprint

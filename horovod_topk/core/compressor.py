@@ -27,6 +27,7 @@ from horovod_topk.core.codec import Codec
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.probe import Probe
 from horovod_topk.core.rates import RATES, Rates, rates_of
 from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.residual import (
@@ -62,6 +63,7 @@ class Bucket(Generic[Array]):
 
     plan: BucketPlan
     route: Route[Array]
+    probe: Probe[Array]
     phase: Phase = Phase.IDLE
     flagged: tuple[str, ...] = ()
     committed_last: bool = False  # whether the last launched step was committed
@@ -81,7 +83,7 @@ class Compressor(Generic[Array]):
     ) -> None:
         self.plan = plan
         self.registry = ResidualRegistry(plan, ops, exchange.holders)
-        self.owned = exchange.owned(plan, ops)  # residuals of what this rank owns, if it does
+        self.owned = ResidualRegistry(plan, ops, exchange.owned) if exchange.parts else None
         self.momentum = Momentum(plan, ops) if plan.config.momentum else None
         self.rates: Rates | None = None  # that residuals follow, if they do
         self.name = name
@@ -124,6 +126,7 @@ class Compressor(Generic[Array]):
         bucket.committed_last, bucket.measurable = False, True
         rung = self._schedule.label(self.plan.config.ratio)
         name = f"{self.name}{rung}.{ordinal}"
+        bucket.probe.take(gradients)
         if self.momentum is None:
             bucket.route.send(gradients, name)
         else:
@@ -399,18 +402,16 @@ class Compressor(Generic[Array]):
         return bucket.route.gradient_norm(committed=bucket.committed_last)
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
-        route = self._exchange.route(plan, self.registry, self.owned, self._ops, self._codec)
-        return Bucket(plan, route)
+        residuals = self.registry.shards(plan.ordinal)
+        owned = () if self.owned is None else self.owned.shards(plan.ordinal)
+        route = self._exchange.route(plan, residuals, owned, self._ops, self._codec)
+        return Bucket(plan, route, Probe(self._ops))
 
     def _received(self) -> Iterator[Bucket[Array]]:
         return (b for b in self._buckets.values() if b.phase is Phase.RECEIVED)
 
     def _check_unchanged(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
-        if self.momentum is None:
-            unchanged = bucket.route.unchanged(gradients)
-        else:
-            unchanged = self.momentum.unchanged(bucket.plan, gradients)
-        if unchanged:
+        if bucket.probe.still(gradients):
             return
         names = ", ".join(t.spec.name for t in bucket.plan.tensors[:3])
         raise GradientChangedError(

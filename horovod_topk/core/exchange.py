@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from horovod_topk.core.codec import Codec
-from horovod_topk.core.hierarchy import Hierarchical, Probe, Team
+from horovod_topk.core.hierarchy import Hierarchical, Team
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
-from horovod_topk.core.residual import ResidualRegistry
+from horovod_topk.core.residual import Arenas
 from horovod_topk.core.route import Collective, Direct, Pending, Route, Sharded
 from horovod_topk.core.shards import NodePlan, ShardedPlan, shard, shard_sums
 from horovod_topk.errors import TensorTooLargeError
@@ -92,19 +92,38 @@ class Exchange(Protocol[Array]):
         """Plans whose arenas together hold this rank's residuals of a bucket."""
         ...
 
-    def owned(self, plan: Plan, ops: Ops[Array]) -> ResidualRegistry[Array] | None:
-        """New residuals of what this rank owns for all ranks, if the exchange has owners."""
+    @property
+    def keeps(self) -> bool:
+        """Whether a rank keeps residuals of its own gradients."""
+        ...
+
+    @property
+    def parts(self) -> int:
+        """Owners that each tensor is split among; 0: there are none."""
+        ...
+
+    @property
+    def part(self) -> int | None:
+        """Which of the owners this rank is; None: none."""
+        ...
+
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """The plan of what this rank owns of a bucket for all ranks, if it owns something."""
         ...
 
     def route(
         self,
         bucket: BucketPlan,
-        registry: ResidualRegistry[Array],
-        owned: ResidualRegistry[Array] | None,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
         ops: Ops[Array],
         codec: Codec[Array],
     ) -> Route[Array]:
-        """A bucket's way."""
+        """A bucket's way.
+
+        residuals: one for each of `holders`.
+        owned: one for each of `owned`.
+        """
         ...
 
     def traffic(self, plan: Plan) -> Traffic:
@@ -181,25 +200,27 @@ class _Over(abc.ABC, Generic[Array]):
 class Allgather(_Over[Array]):
     """Every rank sends its payload to every other; bytes grow with the number of ranks."""
 
-    kind, turns = "allgather", 0
+    kind, turns, keeps, parts, part = "allgather", 0, True, 0, None
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """The bucket itself."""
         return (bucket,)
 
-    def owned(self, plan: Plan, ops: Ops[Array]) -> None:
-        """Nobody owns anything."""
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """Nothing."""
+        return ()
 
     def route(
         self,
         bucket: BucketPlan,
-        registry: ResidualRegistry[Array],
-        owned: ResidualRegistry[Array] | None,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
         ops: Ops[Array],
         codec: Codec[Array],
     ) -> Route[Array]:
         """One allgather."""
-        return Direct(bucket, registry.arenas(bucket.ordinal), ops, codec, self._collective)
+        (arenas,) = residuals
+        return Direct(bucket, arenas, ops, codec, self._collective)
 
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step, sent in a ring from rank to rank."""
@@ -220,7 +241,7 @@ class ShardedExchange(_Over[Array]):
     rounding up and headers count.
     """
 
-    kind, turns = "sharded", 1
+    kind, turns, keeps = "sharded", 1, True
 
     def __init__(
         self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
@@ -240,28 +261,31 @@ class ShardedExchange(_Over[Array]):
         """A plan for each owner."""
         return self.dealt(bucket).scatter
 
-    def owned(self, plan: Plan, ops: Ops[Array]) -> ResidualRegistry[Array]:
-        """Residuals of the means of this rank's shards."""
-        return ResidualRegistry(plan, ops, lambda bucket: (self.dealt(bucket).gather[self.rank],))
+    @property
+    def parts(self) -> int:
+        """As many as ranks."""
+        return self.ranks
+
+    @property
+    def part(self) -> int:
+        """This rank."""
+        return self.rank
+
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """The means of this rank's shards."""
+        return (self.dealt(bucket).gather[self.rank],)
 
     def route(
         self,
         bucket: BucketPlan,
-        registry: ResidualRegistry[Array],
-        owned: ResidualRegistry[Array] | None,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
         ops: Ops[Array],
         codec: Codec[Array],
     ) -> Route[Array]:
         """One alltoall and one allgather."""
-        assert owned is not None  # as `owned` made it
-        return Sharded(
-            self.dealt(bucket),
-            registry.shards(bucket.ordinal),
-            owned.arenas(bucket.ordinal),
-            ops,
-            codec,
-            self._collective,
-        )
+        (mine,) = owned
+        return Sharded(self.dealt(bucket), residuals, mine, ops, codec, self._collective)
 
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: to each owner directly, and back in a ring from rank to rank."""
@@ -289,7 +313,7 @@ class HierarchicalExchange(_Over[Array]):
         because: `Exchange.because`.
     """
 
-    kind, turns = "hierarchical", 2
+    kind, turns, keeps = "hierarchical", 2, False
 
     def __init__(self, collective: Collective[Array], team: Team[Array], because: str = "") -> None:
         super().__init__(collective, team.nodes, because)
@@ -313,28 +337,32 @@ class HierarchicalExchange(_Over[Array]):
         """None: a rank sends all that it has to the owners on its node."""
         return ()
 
-    def mine(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """A plan for what this rank owns, if it owns something."""
+    @property
+    def parts(self) -> int:
+        """As many as the smallest node has ranks."""
+        return self.team.nodes.owners
+
+    @property
+    def part(self) -> int | None:
+        """This rank's position on its node, if it owns something."""
+        return self.team.lane
+
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """The sums of this rank's shards, if it owns any."""
         lane = self.team.lane
         return () if lane is None else (self.dealt(bucket).sums[lane],)
-
-    def owned(self, plan: Plan, ops: Ops[Array]) -> ResidualRegistry[Array]:
-        """Residuals of the sums of this rank's shards."""
-        return ResidualRegistry(plan, ops, self.mine)
 
     def route(
         self,
         bucket: BucketPlan,
-        registry: ResidualRegistry[Array],
-        owned: ResidualRegistry[Array] | None,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
         ops: Ops[Array],
         codec: Codec[Array],
     ) -> Route[Array]:
         """A dense sum within the node, an allgather between nodes, one within the node."""
-        assert owned is not None  # as `owned` made it
-        (arenas,) = owned.shards(bucket.ordinal) or (None,)
-        probe = Probe(bucket, ops)
-        return Hierarchical(self.dealt(bucket), arenas, ops, codec, self.team, probe)
+        (arenas,) = owned or (None,)
+        return Hierarchical(self.dealt(bucket), arenas, ops, codec, self.team)
 
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: to each owner on the node directly, then twice in a ring."""
@@ -354,7 +382,7 @@ class HierarchicalExchange(_Over[Array]):
         def between(rank: int) -> int:
             return (held - 1) * size if nodes.position(rank) < nodes.owners else 0
 
-        entries = sum(each.entries for bucket in plan.buckets for each in self.mine(bucket))
+        entries = sum(each.entries for bucket in plan.buckets for each in self.owned(bucket))
         return self._traffic(plan, entries, handed, sent, between)
 
 

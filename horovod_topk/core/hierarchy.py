@@ -28,15 +28,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from horovod_topk.core import payload as wire
-from horovod_topk.core.codec import PROBE, Codec
+from horovod_topk.core.codec import Codec
 from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.route import Collective, Pending
 from horovod_topk.core.shards import NodePlan, first_block
 from horovod_topk.errors import TopKError
 from horovod_topk.ops import Ops
-from horovod_topk.ops.coding import DEAL
 
 Array = TypeVar("Array")
 
@@ -89,7 +87,6 @@ class Hierarchical(Generic[Array]):
         owned: what this rank keeps of its node's sums, if it owns shards.
         ops, codec: of the arrays.
         team: with whom this rank exchanges.
-        probe: of the gradients, if `unchanged` will be asked.
     """
 
     def __init__(
@@ -99,10 +96,9 @@ class Hierarchical(Generic[Array]):
         ops: Ops[Array],
         codec: Codec[Array],
         team: Team[Array],
-        probe: Probe[Array] | None = None,
     ) -> None:
         self._plan, self._owned, self._ops, self._codec = plan, owned, ops, codec
-        self._team, self._probe = team, probe
+        self._team = team
         device = plan.bucket.device
         self._out = ops.zeros(
             sum(each.numel for each in plan.sums), plan.bucket.residual_dtype, device
@@ -128,8 +124,6 @@ class Hierarchical(Generic[Array]):
         self._name = name
         for gradient, (firsts, outs) in zip(gradients, self._dealt, strict=True):
             self._ops.deal(gradient, firsts, outs)
-        if self._probe is not None:
-            self._probe.take(gradients)
         self._reduced = self._reduce()
 
     def advance(self) -> None:
@@ -162,10 +156,6 @@ class Hierarchical(Generic[Array]):
         if self._spread is not None:
             self._spread.wait()
             self._spread = None
-
-    def unchanged(self, gradients: Sequence[Array]) -> bool:
-        """`Route.unchanged`, judged by some elements of each tensor."""
-        return self._probe is None or self._probe.still(gradients)
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
@@ -285,43 +275,3 @@ class Hierarchical(Generic[Array]):
             at = (owner * nodes + row) * size
             ops.store(ordered, position * size, ops.view(self._arrived, at, at + size))
         return ordered
-
-
-class Probe(Generic[Array]):
-    """Some elements of each gradient of a bucket, as they were when it was sent."""
-
-    def __init__(self, bucket: BucketPlan, ops: Ops[Array]) -> None:
-        self._ops = ops
-        self._index = [self._spots(t.numel, bucket.device) for t in bucket.tensors]
-        count = sum(map(ops.numel, self._index))
-        self._sent, self._now = (
-            ops.zeros(count, bucket.residual_dtype, bucket.device) for _ in range(2)
-        )
-
-    def take(self, gradients: Sequence[Array]) -> None:
-        """Remember them."""
-        self._read(gradients, self._sent)
-
-    def still(self, gradients: Sequence[Array]) -> bool:
-        """Whether they are as they were. Waits for the device."""
-        self._read(gradients, self._now)
-        return self._ops.same(self._sent, self._now)
-
-    def _read(self, gradients: Sequence[Array], out: Array) -> None:
-        ops, at = self._ops, 0
-        for gradient, index in zip(gradients, self._index, strict=True):
-            stop = at + ops.numel(index)
-            ops.assign(ops.view(out, at, stop), ops.take(gradient, index))
-            at = stop
-
-    def _spots(self, numel: int, device: str) -> Array:
-        """Where to look: at the beginning of four blocks."""
-        ops, blocks = self._ops, -(-numel // DEAL)
-        starts = sorted({position * blocks // 4 for position in range(4)}) if numel else []
-        counts = [min(PROBE, numel - start * DEAL) for start in starts]
-        index, at = ops.zeros(sum(counts), "int64", device), 0
-        for start, count in zip(starts, counts, strict=True):
-            here = ops.spot(ops.arange(count, device), 1, start)
-            ops.assign(ops.view(index, at, at + count), here)
-            at += count
-        return index

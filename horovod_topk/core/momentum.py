@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from horovod_topk.config import TopKConfig
-from horovod_topk.core.hierarchy import Probe
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, ResidualRegistry
 from horovod_topk.errors import UnsupportedDtypeError
@@ -90,29 +89,18 @@ class Momentum(Generic[Array]):
         self._correction = Correction(plan.config, ops)
         self._ops = ops
         self.registry = ResidualRegistry(plan, ops)
-        self._probes: dict[bytes, Probe[Array]] = {}  # by their bucket's digest
 
     def correct(self, bucket: BucketPlan, gradients: Sequence[Array]) -> list[Array]:
         """The new velocities, flat, to be sent in place of the gradients."""
-        self._probe(bucket).take(gradients)
         return self._correction.correct(self.registry.arenas(bucket.ordinal), gradients)
 
     def mask(self, bucket: BucketPlan, clear: Callable[[Sequence[Array]], None]) -> None:
         """Forget the velocity of what was sent, as `Correction.mask`."""
         self._correction.mask(self.registry.arenas(bucket.ordinal), clear)
 
-    def unchanged(self, bucket: BucketPlan, gradients: Sequence[Array]) -> bool:
-        """Whether gradients are still those that were corrected, judged by some elements."""
-        return self._probe(bucket).still(gradients)
-
     def swap(self, bucket: BucketPlan) -> None:
         """Make the new velocities those of the next step."""
         self.registry.arenas(bucket.ordinal).swap()
-
-    def _probe(self, bucket: BucketPlan) -> Probe[Array]:
-        if bucket.digest not in self._probes:
-            self._probes[bucket.digest] = Probe(bucket, self._ops)
-        return self._probes[bucket.digest]
 
 
 def check_dtypes(plan: Plan) -> None:

@@ -112,13 +112,15 @@ def header(tensors: int, digest: bytes) -> bytes:
     return _HEADER.pack(MAGIC, VERSION, TOPK, 0, tensors, digest, 0)
 
 
-def check_length(received: int, payload_bytes: int, ranks: int, bucket: int) -> None:
+def check_length(received: int | None, payload_bytes: int, ranks: int, bucket: int) -> None:
     """Refuse a gathered buffer that is not one payload a rank.
+
+    received: bytes; None in a graph that outlives a number of ranks, as in elastic jobs.
 
     Raises:
         PayloadError: the lengths differ.
     """
-    if received != payload_bytes * ranks:
+    if received is not None and received != payload_bytes * ranks:
         raise PayloadError(
             f"bucket {bucket}: {received} bytes arrived from {ranks} ranks, the plan says "
             f"{payload_bytes} from each",

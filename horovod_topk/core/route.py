@@ -118,10 +118,6 @@ class Route(Protocol[Given]):
         """
         ...
 
-    def unchanged(self, gradients: Sequence[Given]) -> bool:
-        """Whether they are still what was sent."""
-        ...
-
     def receive(self, targets: Sequence[Given], gain: float = 1.0) -> Sequence[bool]:
         """Write `gain` times what arrived; returns which tensors any rank flagged.
 
@@ -188,16 +184,13 @@ class Direct(Generic[Array]):
                 self._pending.wait()
         self._pending = None
 
-    def unchanged(self, gradients: Sequence[Array]) -> bool:
-        """`Route.unchanged`."""
-        return self._codec.unchanged(self._arenas, gradients, self._payload)
-
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
-        ranks, bucket = self._collective.size, self._bucket
+        bucket, size = self._bucket, self._bucket.layout.payload_bytes
         received = self._ops.numel(self._gathered)
-        wire.check_length(received, bucket.layout.payload_bytes, ranks, bucket.ordinal)
-        return self._codec.decode(bucket, self._gathered, gain * _scale(bucket, ranks), targets)
+        wire.check_length(received, size, self._collective.size, bucket.ordinal)
+        scale = _scale(bucket, self._ops.rows(self._gathered, size))
+        return self._codec.decode(bucket, self._gathered, gain * scale, targets)
 
     def clear(self, arrays: Sequence[Array]) -> None:
         """`Route.clear`."""
@@ -296,11 +289,6 @@ class Sharded(Generic[Array]):
             self._flag_all()
             self._unwanted = self._gather()
         self._scattered = self._pending = None
-
-    def unchanged(self, gradients: Sequence[Array]) -> bool:
-        """`Route.unchanged`."""
-        pairs = zip(self._arenas, self._parts, strict=True)
-        return all(self._codec.unchanged(arenas, gradients, part) for arenas, part in pairs)
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""

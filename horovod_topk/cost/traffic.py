@@ -132,7 +132,7 @@ def _got(exchange: Exchange[bytes], plan: Plan) -> tuple[int, int]:
     if not isinstance(exchange, HierarchicalExchange) or exchange.team.size == 1:
         return 0, 0
     team, nodes = exchange.team, exchange.team.nodes
-    sums = [each for bucket in plan.buckets for each in exchange.mine(bucket)]
+    sums = [each for bucket in plan.buckets for each in exchange.owned(bucket)]
     shard = sum(each.numel * WIDTH[each.residual_dtype] for each in sums)
     gathered = len(nodes.ranks) * sum(exchange.dealt(each).sum_bytes for each in plan.buckets)
     added = (team.size - 1) * shard

@@ -89,7 +89,6 @@ def _declare(library: Library) -> None:
         "topkef_bucket_free": [address],
         "topkef_encode": [address, address, address, address, address, ctypes.c_int],
         "topkef_encode_shards": [address, number, *[address] * 4, ctypes.c_int],
-        "topkef_unchanged": [address, address, address, address, address],
         "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
         "topkef_clear": [address, address, address, ctypes.c_int],
         "topkef_accelerate": [address, real, address, address, number, *[ctypes.c_int] * 2],
@@ -156,13 +155,6 @@ class Bucket:
             payloads,
             threads,
         )
-
-    def unchanged(
-        self, residuals: Addresses, gradients: Addresses, candidates: Addresses, payload: int
-    ) -> bool:
-        """Whether what was sent and what is left make e + g, for the first 16 entries a tensor."""
-        call = self._library.topkef_unchanged
-        return bool(call(self._handle, residuals, gradients, candidates, payload))
 
     def decode(
         self,

@@ -129,6 +129,9 @@ class NumpyOps:
         for first, out in zip(firsts, outs, strict=True):
             out[...] = gradient.reshape(-1)[self.spot(np.arange(out.size), len(firsts), first)]
 
+    def rows(self, gathered: Array, width: int) -> int:
+        return gathered.size // width
+
     def store(self, payload: Array, at: int, part: Array) -> None:
         payload[at : at + part.size] = part
 
@@ -169,6 +172,9 @@ class NumpyOps:
 
     def fused(self, recipe: Sequence[int], device: str) -> None:
         return None
+
+    def peek(self, gradients: Sequence[Array], count: int) -> Array:
+        return np.concatenate([gradient.reshape(-1)[:count] for gradient in gradients])
 
     def same(self, left: Array, right: Array) -> bool:
         return bool(np.array_equal(left, right, equal_nan=True))

@@ -60,15 +60,6 @@ class Fused(Protocol[Taken]):
         """
         ...
 
-    def unchanged(
-        self, residual: Taken, candidate: Taken, gradients: Sequence[Taken], payload: Taken
-    ) -> bool:
-        """Whether e + g of the first 16 entries a tensor is what was sent and what is left of it.
-
-        residual, candidate: the arenas as they are after `encode`.
-        """
-        ...
-
     def decode(
         self, gathered: Taken, scale: float, flags: Sequence[bool], gradients: Sequence[Taken]
     ) -> tuple[int, int] | None:
@@ -229,6 +220,10 @@ class Ops(Protocol[Array]):
         """
         ...
 
+    def rows(self, gathered: Array, width: int) -> int:
+        """How many payloads of `width` bytes; a graph may give a number that runs with it."""
+        ...
+
     def store(self, payload: Array, at: int, part: Array) -> None:
         """Write a uint8 array from byte `at` of a payload."""
         ...
@@ -285,6 +280,13 @@ class Ops(Protocol[Array]):
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
         """A kernel for buckets of this recipe on this device, or None: the verbs will do."""
+        ...
+
+    def peek(self, gradients: Sequence[Array], count: int) -> Array:
+        """The first `count` elements of each gradient in row-major order, behind each other.
+
+        A new array, of a dtype that holds all of them exactly; a smaller gradient gives all it has.
+        """
         ...
 
     def same(self, left: Array, right: Array) -> bool:

@@ -233,6 +233,11 @@ class TensorFlowOps:
             shard = [tf.reshape(whole[:, first], [-1]), rest[first * DEAL : (first + 1) * DEAL]]
             _write(out, tf.cast(tf.concat(shard, 0), out.dtype))
 
+    def rows(self, gathered: Array, width: int) -> int:
+        known = gathered.numel is not None
+        rows: int = (gathered.numel if known else tf.size(gathered.value)) // width
+        return rows
+
     def store(self, payload: Array, at: int, part: Array) -> None:
         _write(self.view(payload, at, at + part.numel), part.value)
 
@@ -301,6 +306,10 @@ class TensorFlowOps:
         operations = find_operations()
         return None if operations is None else BucketOperations(recipe, operations)
 
+    def peek(self, gradients: Sequence[Array], count: int) -> Array:
+        firsts = [tf.reshape(gradient.value, [-1])[:count] for gradient in gradients]
+        return Buffer(tf.concat([tf.cast(first, tf.float64) for first in firsts], 0))
+
     def same(self, left: Array, right: Array) -> bool:
         a, b = left.value, right.value
         both_nan = tf.math.is_nan(a) & tf.math.is_nan(b)
@@ -350,14 +359,6 @@ class BucketOperations:
         for (start, stop), rest in zip(stretches, left, strict=True):
             _write(_stretch_of(candidate, start, stop), tf.ensure_shape(rest, [stop - start]))
         _write(payload, tf.ensure_shape(filled, [payload.numel]))
-
-    def unchanged(
-        self, residual: Array, candidate: Array, gradients: Sequence[Array], payload: Array
-    ) -> bool:
-        """Encodes once more, and compares it all; a graph never asks."""
-        again = Buffer(payload.value)
-        self.encode(residual, Buffer(tf.identity(residual.value)), gradients, again)
-        return bool(tf.reduce_all(again.value == payload.value))
 
     def decode(
         self, gathered: Array, scale: float, flags: Sequence[bool], gradients: Sequence[Array]

@@ -146,6 +146,9 @@ class TorchOps:
             out[: rounds * DEAL].view(rounds, DEAL).copy_(whole[:, first])
             out[rounds * DEAL :].copy_(rest[first * DEAL : (first + 1) * DEAL])
 
+    def rows(self, gathered: Tensor, width: int) -> int:
+        return gathered.numel() // width
+
     def store(self, payload: Tensor, at: int, part: Tensor) -> None:
         payload[at : at + part.numel()] = part
 
@@ -212,6 +215,9 @@ class TorchOps:
 
         return TritonBucket(recipe, device)
 
+    def peek(self, gradients: Sequence[Tensor], count: int) -> Tensor:
+        return torch.cat([_first(gradient, count) for gradient in gradients])
+
     def same(self, left: Tensor, right: Tensor) -> bool:
         return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
@@ -257,17 +263,6 @@ class CpuBucket:
             torch.get_num_threads(),
         )
 
-    def unchanged(
-        self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
-    ) -> bool:
-        packed = [_packed(gradient) for gradient in gradients]
-        return self._kernel.unchanged(
-            self._places(residual),
-            _places_of(packed),
-            self._places(candidate),
-            payload.data_ptr(),
-        )
-
     def decode(
         self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]
     ) -> tuple[int, int] | None:
@@ -301,6 +296,13 @@ def _places_in(kernels: Sequence[CpuBucket], arenas: Sequence[Tensor]) -> native
     pairs = zip(kernels, arenas, strict=True)
     starts = [(arena.data_ptr(), each._offsets) for each, arena in pairs]
     return native.addresses([first + offset for first, offsets in starts for offset in offsets])
+
+
+def _first(gradient: Tensor, count: int) -> Tensor:
+    """The first elements of a tensor in row-major order, flat; a view where that is possible."""
+    if gradient.is_contiguous():
+        return gradient.as_strided((min(count, gradient.numel()),), (1,))
+    return gradient.reshape(-1)[:count]
 
 
 def _packed(tensor: Tensor) -> Tensor:

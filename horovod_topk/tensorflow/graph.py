@@ -14,12 +14,11 @@ import tensorflow as tf
 
 from horovod_topk.core.clipping import local_threshold
 from horovod_topk.core.codec import Codec
-from horovod_topk.core.exchange import Exchange, HierarchicalExchange, ShardedExchange
-from horovod_topk.core.hierarchy import Hierarchical
+from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.momentum import Correction
 from horovod_topk.core.plan import BucketPlan, Plan, TensorPlan, TensorSpec
 from horovod_topk.core.residual import Arenas
-from horovod_topk.core.route import Collective, Direct, Sharded
+from horovod_topk.core.route import Collective
 from horovod_topk.core.route import Route as Way
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
@@ -70,7 +69,7 @@ class Bucket:
     plan: BucketPlan
     way: Way[Array]
     arenas: Sequence[Arenas[Array]]  # one, or one for each shard, or none: owners keep all
-    owned: Arenas[Array] | None
+    owned: Sequence[Arenas[Array]]  # one, or none
     velocity: Arenas[Array] | None = None
 
     def send(self, gradients: Sequence[Array], name: str, correction: Correction[Array]) -> None:
@@ -140,60 +139,24 @@ def norm_of(gradients: Sequence[Any]) -> Any:
     return tf.sqrt(2 * tf.add_n([tf.nn.l2_loss(tf.cast(g, tf.float32)) for g in gradients]))
 
 
-class Gathered(Direct[Array]):
-    """One allgather between as many ranks as the run has: an elastic trace outlives its size."""
-
-    def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
-        """`Route.receive`."""
-        if self._gathered.numel is not None:
-            return super().receive(targets, gain)
-        scale: Any = gain
-        if self._bucket.reduction == "average":
-            size = self._bucket.layout.payload_bytes
-            scale = gain * (1 / (tf.size(self._gathered.value) // size))
-        return self._codec.decode(self._bucket, self._gathered, scale, targets)
-
-
 def _bucket(route: Route, plan: BucketPlan, transport: Transport) -> Bucket:
-    if isinstance(transport.exchange, ShardedExchange):
-        return _sharded(route, plan, transport, transport.exchange)
-    if isinstance(transport.exchange, HierarchicalExchange):
-        return _hierarchical(route, plan, transport, transport.exchange)
-    ops, codec, collective = transport.ops, transport.codec, transport.collective
-    arenas = _arenas(plan, [route.residuals[t.spec.name] for t in plan.tensors], ops)
-    return Bucket(plan, Gathered(plan, arenas, ops, codec, collective), [arenas], None)
-
-
-def _sharded(
-    route: Route, plan: BucketPlan, transport: Transport, exchange: ShardedExchange[Array]
-) -> Bucket:
-    ops, codec, collective = transport.ops, transport.codec, transport.collective
-    dealt = exchange.dealt(plan)
-    starts = dict.fromkeys(route.residuals, 0)
-    shards = []
-    for scatter in dealt.scatter:
+    """A bucket over what variables hold: residuals lie in them shard after shard."""
+    ops, exchange = transport.ops, transport.exchange
+    starts, residuals = dict.fromkeys(route.residuals, 0), []
+    for holder in exchange.holders(plan):
         pieces = []
-        for tensor in scatter.tensors:
-            name = tensor.spec.name
-            pieces.append(route.residuals[name][starts[name] : starts[name] + tensor.numel])
-            starts[name] += tensor.numel
-        shards.append(_arenas(scatter, pieces, ops))
-    owned = _owned(route, dealt.gather[collective.rank], ops)
-    return Bucket(plan, Sharded(dealt, shards, owned, ops, codec, collective), shards, owned)
-
-
-def _hierarchical(
-    route: Route, plan: BucketPlan, transport: Transport, exchange: HierarchicalExchange[Array]
-) -> Bucket:
-    ops, codec = transport.ops, transport.codec
-    mine = exchange.mine(plan)
-    owned = _owned(route, mine[0], ops) if mine else None
-    way = Hierarchical(exchange.dealt(plan), owned, ops, codec, exchange.team)
-    return Bucket(plan, way, [], owned)
-
-
-def _owned(route: Route, plan: BucketPlan, ops: TensorFlowOps) -> Arenas[Array]:
-    return _arenas(plan, [route.owned[t.spec.name] for t in plan.tensors], ops)
+        for tensor in holder.tensors:
+            name, start = tensor.spec.name, starts[tensor.spec.name]
+            starts[name] = start + tensor.numel
+            whole = route.residuals[name]
+            pieces.append(whole if tensor.numel == whole.shape[0] else whole[start : starts[name]])
+        residuals.append(_arenas(holder, pieces, ops))
+    owned = [
+        _arenas(own, [route.owned[t.spec.name] for t in own.tensors], ops)
+        for own in exchange.owned(plan)
+    ]
+    way = exchange.route(plan, residuals, owned, ops, transport.codec)
+    return Bucket(plan, way, residuals, owned)
 
 
 def _with_velocity(route: Route, bucket: Bucket, ops: TensorFlowOps) -> Bucket:
@@ -225,8 +188,8 @@ def _left(route: Route, buckets: Sequence[Bucket], ops: TensorFlowOps) -> Iterat
             if parts:
                 whole = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
                 yield route.residuals[tensor.spec.name], whole
-            if bucket.owned is not None:
-                own = left(bucket.owned, bucket.owned.plan.tensors[position])
+            for owned in bucket.owned:
+                own = left(owned, owned.plan.tensors[position])
                 yield route.owned[tensor.spec.name], own
             if bucket.velocity is not None:
                 yield route.velocities[tensor.spec.name], left(bucket.velocity, tensor)

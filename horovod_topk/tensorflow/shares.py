@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.exchange import Exchange, HierarchicalExchange, ShardedExchange
+from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.plan import Plan, TensorSpec
 from horovod_topk.core.shards import first_block, shard_numel
 from horovod_topk.ops.tensorflow import Array, TensorFlowOps
@@ -29,15 +29,8 @@ class Shares:
 
     def __init__(self, exchange: Exchange[Array], ops: TensorFlowOps) -> None:
         self._exchange, self._ops = exchange, ops
-        self.keeps, self.has_owners = True, True
-        self._parts, self._part = exchange.ranks, None  # of them, this rank owns that one
-        if isinstance(exchange, ShardedExchange):
-            self._part = exchange.rank
-        elif isinstance(exchange, HierarchicalExchange):
-            self.keeps = False
-            self._parts, self._part = exchange.team.nodes.owners, exchange.team.lane
-        else:
-            self.has_owners = False
+        self.keeps, self.has_owners = exchange.keeps, exchange.parts > 0
+        self._parts, self._part = exchange.parts, exchange.part
 
     @property
     def owner(self) -> dict[str, object] | None:

@@ -858,6 +858,14 @@ def test_same_means_equal_values_and_nan_equal_to_nan(
 
 
 @each_way
+def test_peek_gives_the_first_elements_of_each(backend: Backend) -> None:
+    gradients = [np.arange(12, dtype="f4").reshape(3, 4), np.ones(2, "f4")]
+    arrays_of = [backend.array(gradient, "float32") for gradient in gradients]
+    found = backend.numpy(backend.ops.peek(arrays_of, 5))
+    assert found.tolist() == [0, 1, 2, 3, 4, 1, 1]
+
+
+@each_way
 @pytest.mark.parametrize(("left", "right"), [(0.0, -0.0), (math.nan, math.nan)])
 def test_zeros_of_both_signs_are_the_same_and_so_are_nans(
     backend: Backend, left: float, right: float

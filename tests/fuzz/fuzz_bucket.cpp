@@ -443,7 +443,6 @@ void run(const uint8_t *data, size_t size) {
     topkef_encode(bucket, e.data(), g.data(), left.data(), payload, threads);
     check_format(job, payload);
     check_cleared(job, bucket, payload, -1, offset, threads);
-    REQUIRE(topkef_unchanged(bucket, e.data(), g.data(), left.data(), payload));
     for (size_t t = 0; t < job.tensors.size(); ++t)
       if (job.residual_bytes == 4 && job.tensors[t].dtype == 2)
         check_laws(job, job.tensors[t], residuals[t].data(), gradients[t].data(),

@@ -406,22 +406,6 @@ void topkef_encode_shards(topkef_bucket *const *shards, int64_t count, const voi
   for (int64_t s = 0; s < count; ++s) write_flags(*shards[s], payloads[s]);
 }
 
-int topkef_unchanged(const topkef_bucket *bucket, const void *const *residuals,
-                     const void *const *gradients, void *const *candidates,
-                     const uint8_t *payload) {
-  KeepDenormals keep;
-  auto source = [&](int64_t t) {
-    return Source{residuals[t], gradients[bucket->tensors[(size_t)t].gradient], candidates[t]};
-  };
-  for (int64_t t = 0; t < bucket->recipe.tensors; ++t)
-    prefetch_probe(bucket->recipe, bucket->tensors[(size_t)t], source(t), payload);
-  for (int64_t t = 0; t < bucket->recipe.tensors; ++t)
-    if (!is_flagged(*bucket, payload, t) &&
-        !is_unchanged(bucket->recipe, bucket->tensors[(size_t)t], source(t), payload))
-      return 0;
-  return 1;
-}
-
 int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered, int64_t ranks,
                       double scale, const uint8_t *flags, void *const *gradients, int threads) {
   Indices indices(*bucket, gathered, ranks);

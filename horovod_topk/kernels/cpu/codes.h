@@ -207,19 +207,6 @@ bool pack_signs(const void *from, Span span, uint8_t *data, void *left) {
   return finite;
 }
 
-/* value i of `count`, of any kind. */
-template <class R>
-inline R read_value(int64_t kind, const uint8_t *data, int64_t count, int64_t i) {
-  switch (kind) {
-    case topkef::FULL: return Plain<R, R>(data, count).at(i);
-    case topkef::HALF: return Plain<R, Half>(data, count).at(i);
-    case topkef::BRAIN: return Plain<R, Brain>(data, count).at(i);
-    case topkef::INT8: return Multiple<R, topkef::INT8>(data, count).at(i);
-    case topkef::INT4: return Multiple<R, topkef::INT4>(data, count).at(i);
-    default: return Sign<R>(data, count).at(i);
-  }
-}
-
 }  // namespace
 
 #endif

@@ -248,28 +248,6 @@ inline bool unpack_plain(const uint8_t *data, int64_t k, int64_t n, uint32_t *to
   return !wrong;
 }
 
-/* The first `count` of k indices, which are sound. */
-inline void first_indices(int64_t kind, const uint8_t *data, int64_t k, int64_t n, int64_t count,
-                          int64_t *to) {
-  if (kind != topkef::PACKED) {
-    for (int64_t i = 0; i < count; ++i)
-      to[i] = kind == 0   ? i
-              : kind == 2 ? (int64_t)load(reinterpret_cast<const uint16_t *>(data), i)
-                          : (int64_t)load(reinterpret_cast<const uint32_t *>(data), i);
-    return;
-  }
-  Packing size(n, k);
-  const uint8_t *map = data + size.low_bytes;
-  const uint64_t mask = ((uint64_t)1 << size.low) - 1;
-  for (int64_t i = 0, bit = 0; i < count && bit < size.map_bits; ++bit) {
-    if (!(map[bit >> 3] >> (bit & 7) & 1)) continue;
-    int64_t low = i * size.low;
-    uint64_t word = word_at(data, low >> 3, size.bytes()) >> (low & 7) & mask;
-    to[i] = (int64_t)((uint64_t)(bit - i) << size.low | word) + i;
-    ++i;
-  }
-}
-
 }  // namespace
 
 #endif

@@ -384,15 +384,6 @@ class TopK final : public Encoder {
   Carried carried_;
 };
 
-template <class R>
-bool adds_up(const BucketRecipe &bucket, const TensorRecipe &tensor, const Source &source,
-             const uint8_t *payload, int64_t entry, int64_t element) {
-  R owed = load(static_cast<const R *>(source.residual), element) +
-           widened<R>(source.gradient, tensor.dtype, bucket.dealt(tensor).natural(element));
-  R sent = read_value<R>(bucket.kind, payload + tensor.value_at, tensor.k, entry);
-  return owed - sent == load(static_cast<const R *>(source.candidate), element);
-}
-
 }  // namespace
 
 std::unique_ptr<Encoder> make_encoder(const BucketRecipe &bucket, const TensorRecipe &tensor,
@@ -408,29 +399,6 @@ int64_t value_bytes(const BucketRecipe &bucket, const TensorRecipe &tensor) {
 
 int64_t index_bytes(const TensorRecipe &tensor) {
   return ::index_bytes(tensor.index, tensor.numel, tensor.k);
-}
-
-bool is_unchanged(const BucketRecipe &bucket, const TensorRecipe &tensor, const Source &source,
-                  const uint8_t *payload) {
-  auto check = bucket.residual_bytes == 8 ? adds_up<double> : adds_up<float>;
-  int64_t element[PROBE], count = std::min(PROBE, tensor.k);
-  first_indices(tensor.index, payload + tensor.index_at, tensor.k, tensor.numel, count, element);
-  for (int64_t i = 0; i < count; ++i)
-    if (!check(bucket, tensor, source, payload, i, element[i])) return false;
-  return true;
-}
-
-void prefetch_probe(const BucketRecipe &bucket, const TensorRecipe &tensor, const Source &source,
-                    const uint8_t *payload) {
-  int64_t element[PROBE], count = std::min(PROBE, tensor.k);
-  first_indices(tensor.index, payload + tensor.index_at, tensor.k, tensor.numel, count, element);
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t arena = element[i] * bucket.residual_bytes;
-    __builtin_prefetch(static_cast<const uint8_t *>(source.residual) + arena);
-    __builtin_prefetch(static_cast<const uint8_t *>(source.candidate) + arena);
-    __builtin_prefetch(static_cast<const uint8_t *>(source.gradient) +
-                       bucket.dealt(tensor).natural(element[i]) * dtype_bytes(tensor.dtype));
-  }
 }
 
 }  // namespace topkef

@@ -60,16 +60,6 @@ std::unique_ptr<Encoder> make_encoder(const BucketRecipe &bucket, const TensorRe
 int64_t value_bytes(const BucketRecipe &bucket, const TensorRecipe &tensor);
 int64_t index_bytes(const TensorRecipe &tensor);
 
-constexpr int64_t PROBE = 16;  // entries a tensor that are looked at again
-
-/* Whether the first entries of a payload and what is left of them still make e + g. */
-bool is_unchanged(const BucketRecipe &bucket, const TensorRecipe &tensor, const Source &source,
-                  const uint8_t *payload);
-
-/* Ask memory for what `is_unchanged` will read: it lies anywhere. */
-void prefetch_probe(const BucketRecipe &bucket, const TensorRecipe &tensor, const Source &source,
-                    const uint8_t *payload);
-
 }  // namespace topkef
 
 #endif

@@ -48,12 +48,6 @@ TOPKEF_API void topkef_encode_shards(topkef_bucket *const *shards, int64_t count
                                      void *const *candidates, uint8_t *const *payloads,
                                      int threads);
 
-/* 1 if, for the first 16 entries of each tensor without a flag, what `payload` has and what the
- * candidates have make residual + gradient; 0 if not. */
-TOPKEF_API int topkef_unchanged(const topkef_bucket *bucket, const void *const *residuals,
-                                const void *const *gradients, void *const *candidates,
-                                const uint8_t *payload);
-
 /* Replace gradients by `scale` times the sum over `ranks` payloads, added in their order.
  *
  * flags: a byte a tensor; where it is not 0 the gradient becomes NaN and the entries are not read.

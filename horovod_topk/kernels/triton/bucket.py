@@ -14,12 +14,10 @@ from horovod_topk.kernels.triton.gather import gather, locate
 from horovod_topk.kernels.triton.memory import Addresses, scratch
 from horovod_topk.kernels.triton.narrow import COUNTS, narrow
 from horovod_topk.kernels.triton.numbers import BINS, NOWHERE, STATS
-from horovod_topk.kernels.triton.probe import probe
 from horovod_topk.kernels.triton.scatter import scatter
 from horovod_topk.kernels.triton.stream import stream
 from horovod_topk.kernels.triton.tables import Geometry, Tables, power_of_two
 
-_PROBE_LANES = 1024
 _LOCATE_LANES = 128
 _ENTRY_LANES = 128  # entries of one rank added at once
 # Sums and products stay apart, as in the verbs: a fused multiply-add rounds once, not twice.
@@ -31,7 +29,7 @@ _MANY = {"num_warps": 16, "enable_fp_fusion": False}
 class TritonBucket:
     """`horovod_topk.ops.protocol.Fused` for torch.Tensor on one GPU.
 
-    Launches use the current stream and wait for nothing, save `unchanged`. Once they have run,
+    Launches use the current stream and wait for nothing. Once they have run,
     `encode` and `decode` can be captured in a CUDA graph. A bucket is used on one stream at a time,
     as its arenas are. What is kept from step to step, on the device, is a guess of each tensor's
     threshold: it changes how fast the next is found, never which it is.
@@ -68,19 +66,6 @@ class TritonBucket:
             runs = self._run_scratch()
             self._narrow(candidate, payload, chunks, runs)
             self._scatter(addresses, residual, candidate, payload, runs)
-
-    def unchanged(
-        self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
-    ) -> bool:
-        """Whether the first 16 entries of each tensor would be encoded as the payload has them."""
-        flat = [gradient.resolve_neg().contiguous() for gradient in gradients]
-        with _on(self._device):
-            answer = torch.zeros(1, dtype=torch.int32, device=self._device)
-            _launch(probe, (1,),
-                self._rows, self._sources.point_to(flat), residual, payload, answer,
-                self._head.tensors, HALVES=self._halves, LANES=_PROBE_LANES, **_SOME,
-            )  # fmt: skip
-            return int(answer) == 0
 
     def decode(
         self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]
