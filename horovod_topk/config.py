@@ -1,4 +1,4 @@
-"""The settings of Top-K compression: frozen, validated, equal on every rank."""
+"""The settings that all compression methods share: frozen, validated, equal on every rank."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from numbers import Real
+from typing import Any, Self
 
 from horovod_topk.errors import ConfigError, UnknownSettingError
 from horovod_topk.ratios import Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
 
-VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
-INDICES = ("auto", "packed", "plain")
 EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")
-SELECTIONS = ("exact", "sampled")
 OPTIONAL: dict[str, object] = {
     "clip_norm": None,
     "warmup": None,
@@ -29,39 +27,28 @@ OPTIONAL: dict[str, object] = {
 Stretches = tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class TopKConfig:
-    """What a user may set. Every field has a default and is checked on construction.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every compression method lets a user set; methods add fields of their own.
+
+    Every field has a default and is checked on construction.
 
     Raises:
         ConfigError: a value lies outside its range; the message gives the range.
     """
 
-    ratio: float = 0.01  # share of a tensor's elements sent a step, in (0, 1]
-    values: str = "float32"  # how values are sent; residuals take in the rounding
-    indices: str = "auto"  # how indices are sent: packed, or plain; auto: plain on accelerators
     exchange: str = "allgather"  # how payloads cross the network; auto: with the fewest bytes
-    gather_ratio: float | None = None  # share that owners send back, in (0, 1]; None: as `ratio`
-    selection: str = "exact"  # how the k largest elements are found
     min_numel: int = 1024  # elements; smaller tensors travel dense, inside their bucket's payload
     clip_norm: float | None = None  # of local gradients, in units of what is applied; None: off
     warmup: int | Stretches | None = None  # larger ratios first, for so many steps; None: off
     momentum: float = 0.0  # of momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether that is Nesterov's
     follow_lr: bool = False  # whether residuals are rescaled where the learning rate changes
-    ratios: Rules | None = None  # of some tensors, instead of both above; None: of none
+    ratios: Rules | None = None  # of some tensors, instead of the method's own; None: of none
     name: str | None = None  # prefix of the collectives' names; None derives it from the plan
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", checked_ratio(self.ratio))
-        if self.gather_ratio is not None:
-            back = checked_ratio(self.gather_ratio, "gather_ratio")
-            object.__setattr__(self, "gather_ratio", back)
-        _check_choice("values", self.values, VALUES)
-        _check_choice("indices", self.indices, INDICES)
-        _check_choice("exchange", self.exchange, EXCHANGES)
-        _check_gather_ratio(self.gather_ratio, self.exchange)
-        _check_choice("selection", self.selection, SELECTIONS)
+        check_choice("exchange", self.exchange, EXCHANGES)
         _check_min_numel(self.min_numel)
         object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
@@ -72,9 +59,14 @@ class TopKConfig:
         _check_name(self.name)
 
     @property
+    def ratio(self) -> float:
+        """Share of a tensor's elements sent a step, in (0, 1]."""
+        return 1.0
+
+    @property
     def ratio_back(self) -> float:
         """Share of a shard's elements that its owner sends to all ranks."""
-        return self.ratio if self.gather_ratio is None else self.gather_ratio
+        return self.ratio
 
     @property
     def stretches(self) -> Stretches:
@@ -88,7 +80,7 @@ class TopKConfig:
         """Ratios of tensors that have one of their own, by name, once they are resolved."""
         return {name: ratio for name, ratio in self.ratios or () if isinstance(name, Exactly)}
 
-    def resolved(self, tensors: Mapping[str, Shape], names: Collection[str]) -> TopKConfig:
+    def resolved(self, tensors: Mapping[str, Shape], names: Collection[str]) -> Self:
         """These settings with what `ratios` makes of each tensor, where it makes a difference.
 
         Args:
@@ -104,7 +96,7 @@ class TopKConfig:
         own = tuple(pair for pair in resolve(rules, tensors, names) if {pair[1]} != others)
         return replace(self, ratios=own)
 
-    def narrowed(self, names: Iterable[str]) -> TopKConfig:
+    def narrowed(self, names: Iterable[str]) -> Self:
         """Resolved settings with the ratios of some of the tensors, those of a bucket."""
         if not self.own:
             return self
@@ -139,22 +131,14 @@ def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
         )
 
 
-def _check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is none of the choices, and suggest the nearest; ConfigError."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"{setting}={value!r} is not available in this version",
             cure=f"{hint}Pass one of {', '.join(map(repr, choices))}",
-        )
-
-
-def _check_gather_ratio(gather_ratio: float | None, exchange: str) -> None:
-    if gather_ratio is not None and exchange not in ("sharded", "auto"):
-        raise ConfigError(
-            f"gather_ratio={gather_ratio} was given with exchange={exchange!r}, in which no owner "
-            "selects what it sends back",
-            cure="Pass gather_ratio with exchange='sharded' or 'auto', or leave it out",
         )
 
 
@@ -241,3 +225,11 @@ def _check_name(name: object) -> None:
             f"name={name!r} is not a non-empty string",
             cure="Pass a name that is the same on every rank and unique to this optimizer",
         )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TopKConfig":  # TEMPORARY
+        from horovod_topk.methods.topk import TopK
+
+        return TopK
+    raise AttributeError(name)

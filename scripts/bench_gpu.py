@@ -67,7 +67,7 @@ class Bench:
 
         self.bucket, self.ranks = bucket, ranks
         self.geometry = replace(suited(torch.device(DEVICE, 0)), **geometry)
-        self.new_kernel = lambda: TritonBucket(bucket.recipe, DEVICE, self.geometry)
+        self.new_kernel = lambda: TritonBucket(bucket.config.recipe(bucket), DEVICE, self.geometry)
         self.kernel = self.new_kernel()
         self.verbs = TopK(TorchOps(kernels=False))
         self.steps = [self._gradients(seed) for seed in range(ranks)]
@@ -241,7 +241,7 @@ def main() -> int:
     rows = []
     for kind in args.dtypes:
         for name, bucket in buckets(kind, args.ratio, args.selection):
-            reason = unsupported(bucket.recipe, DEVICE)
+            reason = unsupported(bucket.config.recipe(bucket), DEVICE)
             if reason:
                 sys.exit(f"bench_gpu.py cannot run: {reason}")
             bench = Bench(bucket, args.ranks, dict(args.geometry))

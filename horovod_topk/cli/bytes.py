@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from horovod_topk.cli.models import MODELS, elements, specs_of
 from horovod_topk.cli.options import announce
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
-from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
+from horovod_topk.config import EXCHANGES, TopKConfig
 from horovod_topk.core.choice import fewest
 from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.cost.quantities import count
 from horovod_topk.cost.traffic import Busiest, Ranks, nodes_of
 from horovod_topk.errors import TopKError
+from horovod_topk.methods.topk import VALUES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -109,20 +109,20 @@ class Front(abc.ABC):
                 cure="Leave nesterov= out, and set it in the optimizer",
             )
         self.config = TopKConfig(
-            ratio,
-            values,
-            indices,
-            exchange,
-            gather_ratio,
-            selection,
-            min_numel,
-            clip_norm,
-            warmup,  # type: ignore[arg-type]  # pairs become a tuple where they are checked
-            TopKConfig.momentum if momentum == TAKE_OVER else momentum,  # type: ignore[arg-type]
-            nesterov,
-            follow_lr,
-            checked_rules(ratios),
-            name,
+            ratio=ratio,
+            values=values,
+            indices=indices,
+            exchange=exchange,
+            gather_ratio=gather_ratio,
+            selection=selection,
+            min_numel=min_numel,
+            clip_norm=clip_norm,
+            warmup=warmup,  # type: ignore[arg-type]  # pairs become a tuple where they are checked
+            momentum=TopKConfig.momentum if momentum == TAKE_OVER else momentum,  # type: ignore[arg-type]
+            nesterov=nesterov,
+            follow_lr=follow_lr,
+            ratios=checked_rules(ratios),
+            name=name,
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,93 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core import payload
 from horovod_topk.core.payload import Layout
-from horovod_topk.errors import (
-    ConfigError,
-    DuplicateNameError,
-    TensorTooLargeError,
-    UnsupportedDtypeError,
-)
-from horovod_topk.ops import coding
+from horovod_topk.errors import ConfigError, DuplicateNameError, UnsupportedDtypeError
+from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Codec, Piece, TensorSpec
 
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of float32: large enough to amortise a negotiation
-RESIDUAL_DTYPE = {
-    "float16": "float32",
-    "bfloat16": "float32",
-    "float32": "float32",
-    "float64": "float64",
-}
 REDUCTIONS = ("average", "sum")
 WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
-DTYPE_CODE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # these three in recipes
-VALUE_CODE = {
-    "float32": 0,
-    "float64": 0,
-    "float16": 1,
-    "bfloat16": 2,
-    "int8": 3,
-    "int4": 4,
-    "sign": 5,
-}
-INDEX_CODE = {None: 0, "packed": 1, "int16": 2, "int32": 4}
 
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A gradient as the framework knows it."""
-
-    name: str  # unique within an optimizer, equal on all ranks
-    shape: tuple[int, ...]
-    dtype: str  # float16, bfloat16, float32 or float64
-    device: str = field(default="cpu", compare=False)  # tensors of one bucket share it
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """One tensor's share of its bucket."""
-
-    spec: TensorSpec
-    k: int  # entries sent each step
-    start: int  # first element in the bucket's arenas
-    index: str | None  # int16, int32 or packed; None: all elements are sent, in order
-    value_at: int  # byte of its first value in the payload
-    index_at: int  # byte of its first index in the payload
-    numel: int  # elements: those of the gradient, or of one shard of it
-    gradient: int  # which of the bucket's gradients it is, or is a shard of
-    first: int = 0  # first block of the shard; see `horovod_topk.core.shards`
-
-    @property
-    def stop(self) -> int:
-        """One past its last element in the bucket's arenas."""
-        return self.start + self.numel
-
-    @property
-    def recipe(self) -> tuple[int, ...]:
-        """Its part of the bucket's `recipe`."""
-        return (
-            self.numel,
-            self.k,
-            self.start,
-            INDEX_CODE[self.index],
-            self.value_at,
-            self.index_at,
-            DTYPE_CODE[self.spec.dtype],
-            self.first,
-            self.gradient,
-        )
+TensorPlan = Piece  # TEMPORARY
+__all__ = ["RESIDUAL_DTYPE", "BucketPlan", "Plan", "TensorSpec", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -102,15 +31,13 @@ class BucketPlan:
     """Tensors that are compressed together and sent as one payload."""
 
     ordinal: int  # stable position among the plan's buckets
-    tensors: tuple[TensorPlan, ...]
+    tensors: tuple[Any, ...]  # pieces: `horovod_topk.methods.protocol.Piece`, or the method's own
     residual_dtype: str
-    values: str  # kind of its values, one of `VALUE_CODE`
-    config: TopKConfig
+    config: Codec  # the method, which is its settings
     reduction: str
-    sampled: bool  # select by a sampled threshold, not exactly
     layout: Layout
     digests: tuple[bytes, ...]  # of the payloads that make one, 8 bytes each; see `headers`
-    parts: int = 1  # shards that gradients are dealt to
+    parts: int = 1  # owners that gradients are split among
     senders: tuple[int, ...] = ()  # ranks of the payloads as they are read; (): 0, 1, 2, ...
 
     @property
@@ -119,14 +46,25 @@ class BucketPlan:
         return len(self.digests)
 
     @property
-    def gradients(self) -> tuple[TensorPlan, ...]:
+    def gradients(self) -> tuple[Any, ...]:
         """A tensor for each gradient."""
         return self.tensors[: len(self.tensors) // self.writers]
 
     @property
     def numel(self) -> int:
         """Elements of its arenas."""
-        return self.tensors[-1].stop
+        stop: int = self.tensors[-1].stop
+        return stop
+
+    @property
+    def flags_at(self) -> int:
+        """Byte of the non-finite flags in a payload."""
+        return self.layout.flags_at
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one payload, as it is read."""
+        return self.layout.payload_bytes
 
     @property
     def places(self) -> list[tuple[str, int, int, int]]:
@@ -136,12 +74,13 @@ class BucketPlan:
     @property
     def device(self) -> str:
         """Where its arenas live."""
-        return self.tensors[0].spec.device
+        device: str = self.tensors[0].spec.device
+        return device
 
     @cached_property
     def entries(self) -> int:
         """Values in its payload."""
-        return sum(tensor.k for tensor in self.tensors)
+        return sum(tensor.entries for tensor in self.tensors)
 
     @cached_property
     def dense_bytes(self) -> int:
@@ -164,7 +103,7 @@ class BucketPlan:
     @cached_property
     def header(self) -> bytes:
         """The first bytes of its only payload, or of the first, equal on every rank and step."""
-        return payload.header(len(self.gradients), self.digest)
+        return payload.header(self.config.id, len(self.gradients), self.digest)
 
     @property
     def headers(self) -> tuple[bytes, ...]:
@@ -173,52 +112,40 @@ class BucketPlan:
         A digest is equal on two ranks if and only if they read each other's payloads.
         """
         count = len(self.gradients)
-        return (self.header, *(payload.header(count, each) for each in self.digests[1:]))
+        return (
+            self.header,
+            *(payload.header(self.config.id, count, each) for each in self.digests[1:]),
+        )
 
     @cached_property
     def fingerprint(self) -> bytes:
         """Tells buckets that need kernels of their own from each other."""
-        return digest([self.device, *self.recipe])
+        pieces = [asdict(tensor) for tensor in self.tensors]
+        return digest([self.device, self.parts, self.layout.payload_bytes, *self._own, pieces])
 
-    @cached_property
-    def recipe(self) -> tuple[int, ...]:
-        """What a kernel needs to know, as `horovod_topk.ops.protocol.Fused` has it."""
-        head = (
-            len(self.tensors),
-            WIDTH[self.residual_dtype],
-            VALUE_CODE[self.values],
-            self.layout.flags_at,
-            self.layout.payload_bytes,
-            int(self.sampled),
-            self.parts,
-        )
-        return head + tuple(number for tensor in self.tensors for number in tensor.recipe)
+    @property
+    def _own(self) -> list[object]:
+        """What ranks have in common that read its payloads."""
+        return [payload.VERSION, self.config.id, self.config.agreed(), self.reduction]
 
 
 @dataclass(frozen=True)
 class Plan:
     """All buckets of one optimizer, with what they were computed from."""
 
-    config: TopKConfig
+    config: Codec  # the method, which is its settings
     reduction: str  # "average" or "sum" over ranks
     buckets: tuple[BucketPlan, ...]
 
-    def tensors(self) -> Iterator[TensorPlan]:
+    def tensors(self) -> Iterator[Any]:
         """Every tensor, bucket by bucket."""
         for bucket in self.buckets:
             yield from bucket.tensors
 
     def sent_dense(self) -> dict[str, str]:
         """Tensors that travel whole inside their bucket, and why."""
-        return {t.spec.name: self._why_dense(t.spec) for t in self.tensors() if t.index is None}
-
-    def _why_dense(self, spec: TensorSpec) -> str:
-        ratio, limit = self.config.own.get(spec.name), self.config.min_numel
-        if spec.numel < limit:
-            return f"{spec.numel} elements, fewer than min_numel={limit}: sent dense"
-        if ratio is None:
-            return f"at ratio={self.config.ratio} entries cost no less: sent dense"
-        return f"at its ratio of {ratio} entries cost no less: sent dense"
+        reasons = {tensor.spec.name: self.config.why_whole(tensor) for tensor in self.tensors()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def own_ratios(self) -> dict[str, float]:
         """Ratios of the tensors that have another one than the plan's."""
@@ -250,7 +177,7 @@ class Plan:
                 kept.append(_plan_bucket(bucket.ordinal, specs, self.config, self.reduction))
         return replace(self, buckets=tuple(kept))
 
-    def under(self, config: TopKConfig) -> Plan:
+    def under(self, config: Codec) -> Plan:
         """The same tensors in the same buckets, under other settings."""
         buckets = (
             _plan_bucket(b.ordinal, [t.spec for t in b.tensors], config, self.reduction)
@@ -264,13 +191,14 @@ class Plan:
         settings = sorted(self.config.agreed().items())
         return {
             "format": [payload.VERSION],
+            "method": [type(self.config).__name__],
             "settings": [[name, each] for name, each in settings if name != "ratios"],
             "reduction": [self.reduction],
             "names": [spec.name for spec in specs],
             "shapes": [[spec.name, list(spec.shape)] for spec in specs],
             "dtypes": [[spec.name, spec.dtype] for spec in specs],
             "ratios": [[spec.name, *self._ratios_of(spec)] for spec in specs],
-            "indices": [[tensor.spec.name, tensor.index] for tensor in self.tensors()],
+            "payload": [[tensor.spec.name, *_facts(tensor)] for tensor in self.tensors()],
             "buckets": [[t.spec.name for t in bucket.tensors] for bucket in self.buckets],
         }
 
@@ -294,14 +222,9 @@ def digest(value: object) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:8]
 
 
-def entries(numel: int, ratio: float) -> int:
-    """k = ceil(ratio * numel), with the ratio read as the decimal number it was written as."""
-    return math.ceil(Fraction(repr(ratio)) * numel)
-
-
 def make_plan(
     specs: Sequence[TensorSpec],
-    config: TopKConfig,
+    config: Codec,
     reduction: str = "average",
     groups: Iterable[Sequence[TensorSpec]] | None = None,
     names: Collection[str] | None = None,
@@ -316,7 +239,8 @@ def make_plan(
         names: what patterns of `config.ratios` may match, if more than `specs`.
 
     Raises:
-        DuplicateNameError, UnsupportedDtypeError, TensorTooLargeError, ConfigError.
+        DuplicateNameError, UnsupportedDtypeError, TensorTooLargeError, ConfigError: see the
+            message.
     """
     if reduction not in REDUCTIONS:
         raise ConfigError(
@@ -379,111 +303,51 @@ def _alike(group: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 def _plan_bucket(
-    ordinal: int, specs: Sequence[TensorSpec], config: TopKConfig, reduction: str
+    ordinal: int, specs: Sequence[TensorSpec], config: Codec, reduction: str
 ) -> BucketPlan:
-    config = config.narrowed([spec.name for spec in specs])
-    values = value_kind(specs[0], config)
-    shares = [
-        Share(spec, spec.numel, position, *share(spec, spec.numel, config.ratio, config))
-        for position, spec in enumerate(specs)
-    ]
-    identities = [identity(each) for each in shares]
-    own = digest([payload.VERSION, config.agreed(), reduction, identities])
-    layout, tensors = lay_out(shares, values)
-    return BucketPlan(
-        ordinal,
-        tensors,
-        RESIDUAL_DTYPE[specs[0].dtype],
-        values,
-        config,
-        reduction,
-        config.selection == "sampled",
-        layout,
-        (own,),
-    )
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one tensor, or one shard of one, sends."""
-
-    spec: TensorSpec
-    numel: int  # elements of the shard
-    gradient: int  # position of the tensor in its bucket
-    k: int
-    index: str | None  # kind of indices; None: all elements are sent, in order
-    first: int = 0
-
-
-def value_kind(spec: TensorSpec, config: TopKConfig) -> str:
-    """How the values of a bucket are sent, given one of its tensors."""
-    return RESIDUAL_DTYPE[spec.dtype] if config.values == "float32" else config.values
-
-
-def identity(share: Share) -> list[object]:
-    """What two ranks must have in common to read a share."""
-    return [share.spec.name, list(share.spec.shape), share.spec.dtype, share.index]
-
-
-def share(spec: TensorSpec, numel: int, ratio: float, config: TopKConfig) -> tuple[int, str | None]:
-    """(k, kind of indices) for `numel` elements of a tensor; None where all cost no more.
-
-    ratio: that of tensors which have none of their own.
-    """
-    k, values = entries(numel, config.own.get(spec.name, ratio)), value_kind(spec, config)
-    index = _index_kind(spec, config)
-    cost = coding.value_bytes(values, k) + coding.index_bytes(index, numel, k)
-    if spec.numel < config.min_numel or cost >= coding.value_bytes(values, numel):
-        return numel, None
-    if spec.numel > 2**32:
-        raise TensorTooLargeError(
-            f"{spec.numel} elements are more than the {2**32} an index can address",
-            tensor=spec.name,
-            cure="Split the parameter, or leave it out of the optimizer that is compressed",
-        )
-    return k, index
-
-
-def _index_kind(spec: TensorSpec, config: TopKConfig) -> str:
-    """Packed where our kernels pack: the Triton ones do not."""
-    on_host = spec.device == "cpu" or "CPU" in spec.device or not spec.device
-    if config.indices == "packed" or (config.indices == "auto" and on_host):
-        return "packed"
-    return "int16" if spec.numel <= 2**16 else "int32"
+    parts = [Piece(spec, spec.numel, position) for position, spec in enumerate(specs)]
+    return lay_out(ordinal, parts, "direct", config, reduction)
 
 
 def lay_out(
-    shares: Sequence[Share], values: str, alignment: int = 1
-) -> tuple[Layout, tuple[TensorPlan, ...]]:
-    """A payload for shares, one after another in the arenas and in each section.
+    ordinal: int,
+    parts: Sequence[Piece],
+    leg: str,
+    config: Codec,
+    reduction: str,
+    *,
+    alignment: int = 1,
+    owners: int = 1,
+    identity: object = None,
+) -> BucketPlan:
+    """A payload for tensors or shards, one after another in the arenas and in the body.
 
-    alignment: elements; every share begins at a multiple of it in the arenas.
+    Args:
+        ordinal: of the bucket.
+        parts: what it carries; positions are set here.
+        leg: see `Codec.piece`.
+        config: the method.
+        reduction: "average" or "sum".
+        alignment: elements; every part begins at a multiple of it in the arenas.
+        owners: that its gradients are split among.
+        identity: what else ranks have in common that read it.
     """
-    sizes = dict.fromkeys(("int32", "int16", "packed"), 0)
-    for each in shares:
-        if each.index:
-            sizes[each.index] += coding.index_bytes(each.index, each.numel, each.k)
-    value_sizes = [coding.value_bytes(values, each.k) for each in shares]
-    layout = payload.layout(len(shares), sum(value_sizes), sizes)
-    index_at = {kind: layout.index_at(kind) for kind in sizes}
-    start, value_at, tensors = 0, layout.values_at, []
-    for each, size in zip(shares, value_sizes, strict=True):
-        at = index_at[each.index] if each.index else 0
-        tensors.append(
-            TensorPlan(
-                each.spec,
-                each.k,
-                start,
-                each.index,
-                value_at,
-                at,
-                each.numel,
-                each.gradient,
-                each.first,
-            )
-        )
-        start += -(-each.numel // alignment) * alignment
-        value_at += size
-        if each.index:
-            index_at[each.index] += coding.index_bytes(each.index, each.numel, each.k)
-    return layout, tuple(tensors)
+    config = config.narrowed([part.spec.name for part in parts])
+    pieces, start = [], 0
+    for part in parts:
+        pieces.append(replace(config.piece(part, leg), start=start))
+        start += -(-part.numel // alignment) * alignment
+    body_at = payload.body_at(len(pieces))
+    placed, end = config.lay_out(pieces, body_at)
+    layout = payload.layout(len(pieces), end)
+    dtype = RESIDUAL_DTYPE[parts[0].spec.dtype]
+    plan = BucketPlan(ordinal, tuple(placed), dtype, config, reduction, layout, (), owners)
+    facts = [[piece.spec.name, *_facts(piece)] for piece in placed]
+    return replace(plan, digests=(digest([*plan._own, leg, owners, identity, facts]),))
+
+
+def _facts(piece: Piece) -> list[object]:
+    """What two ranks must have in common to read a piece, its name aside."""
+    facts = asdict(piece)
+    del facts["spec"]
+    return [list(piece.spec.shape), piece.spec.dtype, *facts.values()]

@@ -23,19 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from horovod_topk.config import TopKConfig
-from horovod_topk.core import payload
 from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import (
-    BucketPlan,
-    Share,
-    TensorSpec,
-    digest,
-    identity,
-    lay_out,
-    share,
-    value_kind,
-)
+from horovod_topk.core.plan import BucketPlan, lay_out
+from horovod_topk.methods.protocol import Piece
 from horovod_topk.ops.coding import DEAL
 
 ALIGNMENT = 64  # elements; shards begin at cache lines in the arenas
@@ -102,48 +92,46 @@ def shard_numel(numel: int, parts: int, first: int) -> int:
 
 
 def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
-    """Deal a bucket out to `parts` owners."""
-    scatter = _leg(bucket, parts, "scatter", bucket.config.ratio)
-    back = _leg(bucket, parts, "gather", bucket.config.ratio_back)
+    """Split a bucket among `parts` owners."""
+    scatter, back = _leg(bucket, parts, "scatter"), _leg(bucket, parts, "gather")
     return ShardedPlan(bucket, scatter, back)
 
 
 def shard_sums(bucket: BucketPlan, nodes: Nodes) -> NodePlan:
-    """Deal a bucket out to the owners of each node."""
-    sums = _leg(bucket, nodes.owners, "sums", bucket.config.ratio)
+    """Split a bucket among the owners of each node."""
+    sums = _leg(bucket, nodes.owners, "sums")
     senders = tuple(rank for row in zip(*nodes.lanes, strict=True) for rank in row)
     result = replace(_joined(sums), senders=senders)
     return NodePlan(bucket, tuple(map(_packed, sums)), result)
 
 
-def _leg(bucket: BucketPlan, parts: int, leg: str, ratio: float) -> tuple[BucketPlan, ...]:
-    """Payloads to or from each owner, as long as the longest, for gradients that are dealt out."""
-    config, plans = bucket.config, []
-    values = value_kind(bucket.tensors[0].spec, config)
-    agreed = [payload.VERSION, config.agreed(), bucket.reduction, parts, leg]
-    for part in range(parts):
-        shares = _shares([t.spec for t in bucket.tensors], parts, part, ratio, config)
-        layout, tensors = lay_out(shares, values, ALIGNMENT)
-        own = digest([*agreed, part, _identities(shares)])
-        plans.append(replace(bucket, tensors=tensors, layout=layout, digests=(own,), parts=parts))
+def _leg(bucket: BucketPlan, parts: int, leg: str) -> tuple[BucketPlan, ...]:
+    """Payloads to or from each owner, as long as the longest, for gradients that are split."""
+    plans = [
+        lay_out(
+            bucket.ordinal,
+            _shards(bucket, parts, part),
+            leg,
+            bucket.config,
+            bucket.reduction,
+            alignment=ALIGNMENT,
+            owners=parts,
+            identity=[part, DEAL],
+        )
+        for part in range(parts)
+    ]
     most = max(plan.layout.payload_bytes for plan in plans)
     return tuple(replace(plan, layout=replace(plan.layout, payload_bytes=most)) for plan in plans)
 
 
-def _shares(
-    specs: Sequence[TensorSpec], parts: int, part: int, ratio: float, config: TopKConfig
-) -> list[Share]:
-    shares = []
-    for t, spec in enumerate(specs):
-        first = first_block(spec.name, parts, part)
-        numel = shard_numel(spec.numel, parts, first)
-        k, index = share(spec, numel, ratio, config) if numel else (0, None)
-        shares.append(Share(spec, numel, t, k, index, first))
-    return shares
-
-
-def _identities(shares: Sequence[Share]) -> list[object]:
-    return [[*identity(each), each.numel, each.k, each.first, DEAL] for each in shares]
+def _shards(bucket: BucketPlan, parts: int, part: int) -> list[Piece]:
+    """What an owner has of each tensor."""
+    shards = []
+    for position, tensor in enumerate(bucket.tensors):
+        first = first_block(tensor.spec.name, parts, part)
+        numel = shard_numel(tensor.spec.numel, parts, first)
+        shards.append(Piece(tensor.spec, numel, position, first))
+    return shards
 
 
 def _packed(plan: BucketPlan) -> BucketPlan:
@@ -163,9 +151,7 @@ def _joined(plans: Sequence[BucketPlan]) -> BucketPlan:
     """All payloads, one behind the other, as one."""
     size = plans[0].layout.payload_bytes
     tensors = tuple(
-        replace(tensor, value_at=tensor.value_at + p * size, index_at=tensor.index_at + p * size)
-        for p, plan in enumerate(plans)
-        for tensor in plan.tensors
+        tensor.moved(p * size) for p, plan in enumerate(plans) for tensor in plan.tensors
     )
     layout = replace(plans[0].layout, payload_bytes=size * len(plans))
     digests = tuple(plan.digest for plan in plans)

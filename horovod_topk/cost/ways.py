@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
+from horovod_topk.config import EXCHANGES, TopKConfig
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.cost import powersgd
 from horovod_topk.cost.sending import Sending, negotiation, ring_allreduce
 from horovod_topk.cost.traffic import Ranks
+from horovod_topk.methods.topk import VALUES
 
 FLOAT, HALF = 4, 2  # bytes
 CORRECTION = 1.6  # triads an element that momentum correction takes: docs/kernels.md

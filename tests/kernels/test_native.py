@@ -24,12 +24,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from horovod_topk.config import VALUES, TopKConfig
+from horovod_topk.config import TopKConfig
 from horovod_topk.core.codec import TopK
 from horovod_topk.core.plan import BucketPlan, TensorPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import ShardedPlan, shard
 from horovod_topk.kernels import native
+from horovod_topk.methods.topk import VALUES
 from horovod_topk.ops import coding
 from horovod_topk.ops.numpy import NumpyOps
 from horovod_topk.ops.torch import DTYPES, TorchOps
@@ -81,7 +82,7 @@ class Both:
     def __init__(self, bucket: BucketPlan, threads: int = 1) -> None:
         assert FOUND.library is not None
         self.bucket, self.threads = bucket, threads
-        self.kernel = native.Bucket(bucket.recipe, FOUND.library)
+        self.kernel = native.Bucket(bucket.config.recipe(bucket), FOUND.library)
         self.codec = TopK(NumpyOps())
         self.residual = np.zeros(bucket.numel, bucket.residual_dtype)
         self.payload = self.codec.new_payload(bucket)
@@ -104,7 +105,7 @@ class Both:
 
     def compare(self, payload: Array, candidate: Array, expected: Array) -> None:
         """Refuses a difference in flags, indices, values, or what is left of unflagged tensors."""
-        head = self.bucket.layout.values_at
+        head = self.bucket.layout.body_at
         assert payload[:head].tobytes() == self.payload[:head].tobytes()
         flags = payload[self.bucket.layout.flags_at :]
         for one, other in zip(*map(self.sections, (payload, self.payload)), strict=True):
@@ -116,7 +117,7 @@ class Both:
 
     def sections(self, payload: Array) -> list[Array]:
         """Values and indices of each tensor."""
-        kind, views = self.bucket.values, []
+        kind, views = self.bucket.config.value_kind(self.bucket.residual_dtype), []
         for t in self.bucket.tensors:
             values = payload[t.value_at : t.value_at + coding.value_bytes(kind, t.k)]
             size = coding.index_bytes(t.index, t.spec.numel, t.k)

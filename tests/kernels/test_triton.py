@@ -95,7 +95,9 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
     assert "cpu" in str(unsupported(narrow, "cpu"))
     for values in ("bfloat16", "int8", "int4", "sign"):
         (other,) = make_plan([TensorSpec("w", (5,), "float32")], TopKConfig(values=values)).buckets
-        assert "neither float32 nor float16" in str(unsupported(other.recipe, "cuda:0"))
+        assert "neither float32 nor float16" in str(
+            unsupported(other.config.recipe(other), "cuda:0")
+        )
     specs = [TensorSpec("b", (5,), "float32"), TensorSpec("w", (5000,), "float32")]
     for values in ("float32", "float16"):
         packed, plain = (
@@ -115,7 +117,7 @@ def test_tables_cover_every_element_once() -> None:
         [TensorSpec(str(i), (n,), "float32") for i, n in enumerate((5, 5000, 0, 512, 40000))],
         TopKConfig(ratio=0.05, indices="plain", min_numel=100),
     ).buckets[0]
-    tables = Tables(bucket.recipe, SMALL)
+    tables = Tables(bucket.config.recipe(bucket), SMALL)
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in tables.rows]
     for t, row in enumerate(rows):
         sizes = {"chunk": SMALL.chunk, "tile": SMALL.output, "run": tables.run}
@@ -159,7 +161,7 @@ def sending(shares: Sequence[tuple[int, int]]) -> BucketPlan:
     tensors, start, sent = [], 0, 0
     for i, (numel, k) in enumerate(shares):
         spec = TensorSpec(str(i), (numel,), "float32", DEVICE)
-        value_at, index_at = layout.values_at + 4 * sent, layout.index16_at + 2 * sent
+        value_at, index_at = layout.body_at + 4 * sent, layout.index16_at + 2 * sent
         tensors.append(TensorPlan(spec, k, start, "int16", value_at, index_at, numel, i))
         start, sent = start + numel, sent + k
     agreed = TopKConfig(), "average"
@@ -182,9 +184,13 @@ def assert_same(left: Tensor, right: Tensor) -> None:
 
 def sections(bucket: BucketPlan, payload: Tensor) -> list[Tensor]:
     """A payload as bytes, values as such, bytes."""
-    at = bucket.layout.values_at
-    stop = at + bucket.entries * WIDTH[bucket.values]
-    return [payload[:at], payload[at:stop].view(DTYPES[bucket.values]), payload[stop:]]
+    at = bucket.layout.body_at
+    stop = at + bucket.entries * WIDTH[bucket.config.value_kind(bucket.residual_dtype)]
+    return [
+        payload[:at],
+        payload[at:stop].view(DTYPES[bucket.config.value_kind(bucket.residual_dtype)]),
+        payload[stop:],
+    ]
 
 
 @dataclass
@@ -203,7 +209,7 @@ class Pair:
 
         self.bucket = bucket
         self.codec = TopK(TorchOps(kernels=False))
-        self.kernel = TritonBucket(bucket.recipe, DEVICE, geometry)
+        self.kernel = TritonBucket(bucket.config.recipe(bucket), DEVICE, geometry)
         self.guards: list[Tensor] = []
         self.verbs, self.kernels = self._side("cpu"), self._side(DEVICE)
 

@@ -10,8 +10,9 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
+from horovod_topk.config import EXCHANGES, TopKConfig
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.methods.topk import VALUES
 from oracle.world import Gradients
 
 SHAPES: tuple[tuple[int, ...], ...] = (

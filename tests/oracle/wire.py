@@ -1,4 +1,4 @@
-"""A reader of payloads, from the docstring of `horovod_topk.core.payload` and nothing else.
+"""A reader of payloads, from the docstrings of `core.payload` and `methods.topk` and nothing else.
 
 Of a plan it takes what the format leaves to it: names, sizes, k, and which tensors have indices.
 """
@@ -35,9 +35,9 @@ class Cursor:
         self._at += taken.nbytes
         return taken
 
-    def align(self) -> None:
+    def align(self, to: int = 8) -> None:
         """Step over the padding, which has to be zero."""
-        stop = (self._at + 7) // 8 * 8
+        stop = -(-self._at // to) * to
         assert not any(self._data[self._at : stop]), "padding is not zero"
         self._at = stop
 
@@ -68,7 +68,7 @@ def read(bucket: BucketPlan, data: bytes) -> Decoded:
         cursor.align()
     packed = [t for t in tensors if t.index == "packed"]
     chosen |= {t.spec.name: _packed(cursor, t.spec.numel, t.k) for t in packed}
-    cursor.align()
+    cursor.align(16)
     assert cursor.at_end, "bytes left over"
     dense = {t.spec.name: _spread(t, chosen[t.spec.name], values[t.spec.name]) for t in tensors}
     return Decoded(_flagged(tensors, flags), dense, chosen)
@@ -80,7 +80,7 @@ def _bfloat16(cursor: Cursor, count: int) -> NDArray[Any]:
 
 def _values(cursor: Cursor, bucket: BucketPlan, k: int) -> NDArray[Any]:
     """The next k values; float32 where they are sent shorter than that."""
-    kind = bucket.values
+    kind = bucket.config.value_kind(bucket.residual_dtype)
     if kind == "bfloat16":
         return _bfloat16(cursor, k)
     if kind.startswith("float"):

@@ -13,8 +13,9 @@ from oracle.backends import TORCH, Backend, each_backend
 from oracle.jobs import gradient, jobs, steps
 from oracle.world import World
 
-from horovod_topk.config import VALUES, TopKConfig
+from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.methods.topk import VALUES
 
 ALONE, GATHERED = st.just(1), ["allgather"]
 

@@ -16,8 +16,9 @@ from oracle.world import Gradients, World, same_bits
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
-from horovod_topk.core.plan import Plan, TensorSpec, entries, make_plan
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.errors import PlanMismatchError
+from horovod_topk.methods.topk import entries
 from horovod_topk.ratios import checked_rules
 
 OWN = (0.02, 0.3, "dense")

@@ -13,9 +13,10 @@ import pytest
 
 from horovod_topk import cli
 from horovod_topk.cli.models import known_specs
-from horovod_topk.config import VALUES, TopKConfig
+from horovod_topk.config import TopKConfig
 from horovod_topk.core import exchange
 from horovod_topk.core.plan import BucketPlan, make_plan
+from horovod_topk.methods.topk import VALUES
 
 
 def rows(text: str) -> dict[tuple[str, str], tuple[int, float]]:
@@ -70,7 +71,7 @@ def test_buckets_are_dealt_out_once_for_each_kind_of_values(
         deal = getattr(exchange, name)
 
         def count(bucket: BucketPlan, parts: Any, deal: Any = deal) -> Any:
-            dealt.append((deal.__name__, bucket.values))
+            dealt.append((deal.__name__, bucket.config.value_kind(bucket.residual_dtype)))
             return deal(bucket, parts)
 
         monkeypatch.setattr(exchange, name, count)

@@ -15,7 +15,7 @@ from horovod_topk.cli.models import resnet50_specs
 from horovod_topk.config import TopKConfig
 from horovod_topk.core import plan as planning
 from horovod_topk.core.exchange import ring_allreduce_bytes
-from horovod_topk.core.plan import Plan, TensorSpec, entries, make_plan
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.cost.traffic import exchange_of, nodes_of
 from horovod_topk.errors import (
     ConfigError,
@@ -23,6 +23,7 @@ from horovod_topk.errors import (
     TensorTooLargeError,
     UnsupportedDtypeError,
 )
+from horovod_topk.methods.topk import entries
 from horovod_topk.ops import coding
 
 
@@ -160,7 +161,10 @@ def test_tensors_of_no_or_one_element_travel_dense(shape: tuple[int, ...]) -> No
 )
 def test_dtypes(dtype: str, values: str, residual: str, sent: str) -> None:
     bucket = only(make_plan([spec("w", 5, dtype=dtype)], TopKConfig(values=values)))
-    assert (bucket.residual_dtype, bucket.values) == (residual, sent)
+    assert (bucket.residual_dtype, bucket.config.value_kind(bucket.residual_dtype)) == (
+        residual,
+        sent,
+    )
 
 
 # Positions
@@ -170,7 +174,8 @@ def test_dtypes(dtype: str, values: str, residual: str, sent: str) -> None:
 def test_sections_follow_one_another_without_overlap(job: Job) -> None:
     for bucket in job.plan.buckets:
         sections = [(0, 24), (bucket.layout.flags_at, bucket.layout.flags_bytes)]
-        sections += [(t.value_at, coding.value_bytes(bucket.values, t.k)) for t in bucket.tensors]
+        kind = bucket.config.value_kind(bucket.residual_dtype)
+        sections += [(t.value_at, coding.value_bytes(kind, t.k)) for t in bucket.tensors]
         for kind in ("int32", "int16", "packed"):
             sections += [
                 (t.index_at, coding.index_bytes(kind, t.spec.numel, t.k))
@@ -180,8 +185,8 @@ def test_sections_follow_one_another_without_overlap(job: Job) -> None:
         for (at, size), (following, _) in zip(
             sections, [*sections[1:], (bucket.layout.payload_bytes, 0)], strict=True
         ):
-            assert 0 <= following - (at + size) < 8
-        assert bucket.layout.values_at % 8 == bucket.layout.payload_bytes % 8 == 0
+            assert 0 <= following - (at + size) < 16
+        assert bucket.layout.body_at % 8 == bucket.layout.payload_bytes % 16 == 0
 
 
 @given(job=jobs())

@@ -14,9 +14,10 @@ import pytest
 from horovod_topk import cli
 from horovod_topk.cli import frameworks
 from horovod_topk.cli.plan import arguments, kernels, measure
-from horovod_topk.config import VALUES, TopKConfig
+from horovod_topk.config import TopKConfig
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.cost import machine as machines
+from horovod_topk.methods.topk import VALUES
 
 SEED = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--bandwidth", "10gbit"]
 

@@ -7,15 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
-from horovod_topk.config import (
-    EXCHANGES,
-    INDICES,
-    SELECTIONS,
-    VALUES,
-    TopKConfig,
-    reject_unknown,
-)
+from horovod_topk.config import EXCHANGES, TopKConfig, reject_unknown
 from horovod_topk.core.front import COMPACT, TAKE_OVER
+from horovod_topk.methods.topk import INDICES, SELECTIONS, VALUES
 
 NONE, DENSE, TOPK = "none", "dense", "topk"
 KINDS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from horovod_topk.cli.models import MODELS, specs_of
 from horovod_topk.cli.options import given
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
-from horovod_topk.config import SELECTIONS, VALUES, TopKConfig
+from horovod_topk.config import TopKConfig
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.cost.machine import Machine, Network
@@ -16,6 +16,7 @@ from horovod_topk.cost.quantities import bits_per_second, seconds
 from horovod_topk.cost.step import FORWARD, Training
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.verdict import TOO_COARSE
+from horovod_topk.methods.topk import SELECTIONS, VALUES
 
 MOMENTUM = 0.9  # any takes as long
 

@@ -1,0 +1,222 @@
+"""What a compression method is: one class in one file, which is its settings and its algorithm.
+
+There are two kinds. A `Codec` encodes each tensor of a bucket into a payload of its own; payloads
+are gathered, by any exchange, and every rank decodes them. `Rounds` fills arrays that are added up
+over ranks, once or several times, each from what the one before gave.
+
+A method imports `horovod_topk.ops`, `config` and `errors` and nothing else of this package: plans,
+steps, exchanges, adapters and commands know methods through this module alone. Its methods are
+given `ops`, the verbs of one framework (`horovod_topk.ops.protocol.Ops`), and run in each of them,
+eagerly and in graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+from horovod_topk.config import Settings
+from horovod_topk.ops import Fused, Ops
+from horovod_topk.ops.coding import value_bytes
+
+Array = TypeVar("Array")
+
+RESIDUAL_DTYPE = {
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float32": "float32",
+    "float64": "float64",
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A gradient as the framework knows it."""
+
+    name: str  # unique within an optimizer, equal on all ranks
+    shape: tuple[int, ...]
+    dtype: str  # float16, bfloat16, float32 or float64
+    device: str = field(default="cpu", compare=False)  # tensors of one bucket share it
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A gradient, or the shard of one that an owner has, and where a payload carries it.
+
+    Methods that have more to say about it than its bytes derive a class of their own.
+    """
+
+    spec: TensorSpec
+    numel: int  # elements: those of the gradient, or of its shard
+    gradient: int  # position in its bucket of the gradient that it is, or is a shard of
+    first: int = 0  # first block of the shard; see `horovod_topk.core.shards`
+    start: int = 0  # first element in the bucket's arenas
+    at: int = 0  # first byte of its data in the payload
+    whole: bool = False  # all elements travel as they are, in the residual's dtype
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the bucket's arenas."""
+        return self.start + self.numel
+
+    @property
+    def entries(self) -> int:
+        """Values it sends a step."""
+        return self.numel
+
+    @property
+    def sends_all(self) -> bool:
+        """Whether every element is sent, so that momentum masking spares it."""
+        return True
+
+    def moved(self, by: int) -> Self:
+        """The same, so many bytes further back in a payload."""
+        return replace(self, at=self.at + by)
+
+
+class Bucket(Protocol):
+    """What a method may know of the bucket that its tensors are in."""
+
+    @property
+    def tensors(self) -> Sequence[Any]:
+        """Its pieces, in order."""
+        ...
+
+    @property
+    def residual_dtype(self) -> str:
+        """float32 or float64."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where its arrays live, as the framework names it."""
+        ...
+
+    @property
+    def parts(self) -> int:
+        """Owners that its gradients are split among, whose shards the pieces are; else 1."""
+        ...
+
+    @property
+    def flags_at(self) -> int:
+        """Byte of the non-finite flags in a payload."""
+        ...
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one payload."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sent(Generic[Array]):
+    """What one piece sends: parts of the payload, and what receivers will read in them."""
+
+    parts: Sequence[tuple[int, Array]]  # (byte, uint8 data)
+    values: Array  # [k], residual dtype: what receivers read
+    index: Array | None  # ascending int64 [k]; None: all elements
+    checked: Array  # has a NaN or an infinity if and only if the piece has one
+
+
+@dataclass(frozen=True)
+class Read(Generic[Array]):
+    """What payloads have of one piece, a row a payload."""
+
+    values: Array  # [P, k], residual dtype
+    index: Array | None = None  # int64 [P, k]; None: all elements
+    sound: Array | None = None  # bool [P]: whether a writer could have written it; None: yes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(Settings):
+    """What both kinds have in common: settings (the fields), and a number in payloads."""
+
+    id: ClassVar[int]  # in the payload's header: unique, and never given to another method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec(Method):
+    """A method whose payloads are gathered and decoded; any exchange carries it.
+
+    The simplest one sends every element in another form and has `data_bytes`, `pack` and `unpack`
+    alone. One that sends some elements, or has sections of its own, overrides `piece`, `lay_out`,
+    `encode` and `decode`. A faster one offers a kernel for whole buckets besides; then these
+    methods define what the kernel does, to the bit.
+    """
+
+    # What travels: integers, equal on every rank, before any gradient is there.
+
+    def piece(self, part: Piece, leg: str) -> Piece:
+        """How a tensor or shard travels; positions are set later.
+
+        leg: "direct" (allgather), "scatter" (to owners), "gather" (back from owners) or "sums"
+            (owners of local sums to each other).
+        """
+        small = part.spec.numel < self.min_numel
+        return replace(part, whole=small or part.spec.name in self.own)
+
+    def data_bytes(self, piece: Piece) -> int:
+        """Bytes of a piece that does not travel whole."""
+        raise NotImplementedError(f"{type(self).__name__} has no data_bytes")
+
+    def lay_out(self, pieces: Sequence[Piece], at: int) -> tuple[list[Piece], int]:
+        """Pieces with their positions, from byte `at` of a payload on; then the byte behind all."""
+        placed = []
+        for piece in pieces:
+            placed.append(replace(piece, at=at))
+            at += whole_bytes(piece) if piece.whole else self.data_bytes(piece)
+        return placed, at
+
+    def why_whole(self, piece: Piece) -> str | None:
+        """Why a piece is sent whole, in one line; None: it is not."""
+        if not piece.whole:
+            return None
+        if piece.spec.numel < self.min_numel:
+            return f"{piece.spec.numel} elements, fewer than min_numel={self.min_numel}: sent dense"
+        return "its ratio is 1.0: sent dense"
+
+    # What is computed.
+
+    def pack(self, ops: Ops[Array], values: Array) -> Array:
+        """[data_bytes] uint8 for one piece's elements: [n], the residual's dtype."""
+        raise NotImplementedError(f"{type(self).__name__} has no pack")
+
+    def unpack(self, ops: Ops[Array], rows: Array, numel: int, dtype: str) -> Array:
+        """[P, numel] values of `dtype` from [P, data_bytes] bytes: what receivers read."""
+        raise NotImplementedError(f"{type(self).__name__} has no unpack")
+
+    def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
+        """What a piece sends of e + g: `values`, [n] of the residual's dtype, n > 0."""
+        dtype = bucket.residual_dtype
+        if piece.whole:
+            return Sent([(piece.at, ops.pack_values(values, dtype))], values, None, values)
+        data = self.pack(ops, values)
+        rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
+        read = ops.row(self.unpack(ops, rows, piece.numel, dtype), 0)
+        return Sent([(piece.at, data)], read, None, values)
+
+    def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
+        """What payloads behind each other have of a piece, n > 0."""
+        dtype, width = bucket.residual_dtype, bucket.payload_bytes
+        if piece.whole:
+            rows = ops.load(gathered, width, piece.at, whole_bytes(piece))
+            return Read(ops.unpack_values(rows, piece.numel, dtype, dtype))
+        rows = ops.load(gathered, width, piece.at, self.data_bytes(piece))
+        return Read(self.unpack(ops, rows, piece.numel, dtype))
+
+    def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
+        """Encodes and decodes all of a bucket at once; None: `encode` and `decode` will do."""
+        return None
+
+
+def whole_bytes(piece: Piece) -> int:
+    """Bytes of a piece that travels as it is."""
+    return value_bytes(RESIDUAL_DTYPE[piece.spec.dtype], piece.numel)

@@ -1,0 +1,284 @@
+"""Top-K: a rank sends the largest elements of each tensor, and error feedback keeps the rest.
+
+Of a tensor with n elements the k = ceil(ratio * n) largest magnitudes of e + g travel, with their
+indices; values may be rounded, and the residual keeps the rounding too. The operator contracts:
+||x - topk(x)||^2 <= (1 - k / n) ||x||^2 (Stich et al. 2018, Sparsified SGD with Memory; Karimireddy
+et al. 2019, Error Feedback Fixes SignSGD; Lin et al. 2018, Deep Gradient Compression).
+
+The body of a payload, after its flags:
+
+    values      of each tensor in turn, of one kind: float32, float16, bfloat16, int8, int4 or sign
+    int32       indices of tensors that have unsigned 32-bit ones
+    int16       indices of tensors that have unsigned 16-bit ones
+    packed      indices of tensors that have packed ones
+
+Sections begin at multiples of 8; the bytes between MUST be 0. A tensor without an index sends all
+its elements in row-major order. Any other sends k entries; its indices count row-major elements
+from 0 and MUST ascend strictly, entry i of the values belonging to entry i of the indices. A
+tensor's values begin at a byte boundary.
+
+    float32, float64        IEEE 754 binary32 or binary64
+    float16, bfloat16       binary16, or the upper half of a binary32; a value MUST saturate at the
+                            largest finite magnitude (65504, 2**128 - 2**120)
+    int8, int4              c bfloat16 scales, one for each block of 128 entries, c = ceil(k / 128);
+                            then for each entry an integer j, and the value is j times the scale of
+                            its block, exactly. int8: two's complement. int4: four bits of two's
+                            complement, entry 2i in the lower half of byte i, entry 2i + 1 in the
+                            upper. A writer MUST NOT write j = -128 or j = -8
+    sign                    bfloat16 scales for blocks of 1024; then a bit for each entry, bit i % 8
+                            of byte i / 8, set if the value is minus its block's scale, else plus
+
+Bits after a tensor's last value MUST be 0. A scale MUST be a finite number that is not negative; a
+reader MUST refuse others. How a writer chooses scales and multiples is its own affair
+(`horovod_topk.ops.protocol.Ops.pack_values` has ours): the residual keeps what it did not send.
+
+Packed indices i_0 < i_1 < ... < i_(k-1) of a tensor with n elements begin at a byte boundary. With
+x_j = i_j - j, which lies in 0 ... n - k and never descends, and the l in 0 ... 31 that makes
+k * l + floor((n - k) / 2**l) least (the lower of equals):
+
+    ceil(k * l / 8) bytes   the lower l bits of x_0, x_1, ..., the lowest bit first, without gaps
+    ceil(m / 8) bytes       a map of m = k + floor((n - k) / 2**l) bits; bit j % 8 of byte j / 8 is
+                            bit j. Bit floor(x_j / 2**l) + j is set for each j, no other
+
+Bits after either MUST be 0 (Elias 1974, Fano 1971). A reader MUST refuse indices that do not
+ascend, lie outside their tensor, or are fewer or more than k. Values and indices of a flagged
+tensor MUST be ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, ClassVar, Self, TypeVar
+
+from horovod_topk.config import check_choice
+from horovod_topk.errors import ConfigError, TensorTooLargeError
+from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Bucket, Codec, Piece, Read, Sent
+from horovod_topk.ops import Fused, Ops, coding
+from horovod_topk.ratios import checked_ratio
+
+Array = TypeVar("Array")
+
+VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
+INDICES = ("auto", "packed", "plain")
+SELECTIONS = ("exact", "sampled")
+SECTION = 8  # bytes; sections begin at multiples of it
+KINDS = (None, "int32", "int16", "packed")  # of indices, in the order of their sections
+
+# Numbers of a recipe; see `horovod_topk.ops.protocol.Fused`.
+WIDTH = {"float32": 4, "float64": 8}  # bytes of a residual
+DTYPE_CODE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
+VALUE_CODE = {
+    "float32": 0,
+    "float64": 0,
+    "float16": 1,
+    "bfloat16": 2,
+    "int8": 3,
+    "int4": 4,
+    "sign": 5,
+}
+INDEX_CODE = {None: 0, "packed": 1, "int16": 2, "int32": 4}
+
+
+@dataclass(frozen=True)
+class Entries(Piece):
+    """A tensor or shard of which k elements are sent."""
+
+    k: int = 0
+    index: str | None = None  # int16, int32 or packed; None: all elements are sent, in order
+    index_at: int = 0  # byte of its first index in the payload
+
+    @property
+    def value_at(self) -> int:
+        """Byte of its first value in the payload."""
+        return self.at
+
+    @property
+    def entries(self) -> int:
+        """Values it sends a step."""
+        return self.k
+
+    @property
+    def sends_all(self) -> bool:
+        """Whether every element is sent."""
+        return self.index is None
+
+    def moved(self, by: int) -> Self:
+        """The same, so many bytes further back in a payload."""
+        return replace(self, at=self.at + by, index_at=self.index_at + by)
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """The largest elements of each tensor, with error feedback."""
+
+    id: ClassVar[int] = 1
+
+    ratio: float = 0.01  # share of a tensor's elements sent a step, in (0, 1]
+    values: str = "float32"  # how values are sent; residuals take in the rounding
+    indices: str = "auto"  # how indices are sent: packed, or plain; auto: plain on accelerators
+    gather_ratio: float | None = None  # share that owners send back, in (0, 1]; None: as `ratio`
+    selection: str = "exact"  # how the k largest elements are found: exact, or sampled
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", checked_ratio(self.ratio))
+        if self.gather_ratio is not None:
+            back = checked_ratio(self.gather_ratio, "gather_ratio")
+            object.__setattr__(self, "gather_ratio", back)
+        check_choice("values", self.values, VALUES)
+        check_choice("indices", self.indices, INDICES)
+        check_choice("selection", self.selection, SELECTIONS)
+        super().__post_init__()
+        _check_gather_ratio(self.gather_ratio, self.exchange)
+
+    @property
+    def ratio_back(self) -> float:
+        """Share of a shard's elements that its owner sends to all ranks."""
+        return self.ratio if self.gather_ratio is None else self.gather_ratio
+
+    # What travels.
+
+    def piece(self, part: Piece, leg: str) -> Entries:
+        """`Codec.piece`: k entries and their indices, or all elements where these cost no more."""
+        k, index = part.numel, None
+        if part.numel:
+            ratio = self.ratio_back if leg == "gather" else self.ratio
+            k, index = self._chosen(part, self.own.get(part.spec.name, ratio))
+        return Entries(part.spec, part.numel, part.gradient, part.first, k=k, index=index)
+
+    def lay_out(self, pieces: Sequence[Any], at: int) -> tuple[list[Piece], int]:
+        """`Codec.lay_out`: values of all tensors, then their indices by kind."""
+        sizes = dict.fromkeys(KINDS, 0)
+        for piece in pieces:
+            sizes[None] += coding.value_bytes(self._kind_of(piece), piece.k)
+            sizes[piece.index] += coding.index_bytes(piece.index, piece.numel, piece.k)
+        position, end = dict[str | None, int](), at
+        for kind in KINDS:
+            position[kind] = end
+            end = -(-(end + sizes[kind]) // SECTION) * SECTION
+        placed: list[Piece] = []
+        for piece in pieces:
+            index_at = position[piece.index] if piece.index else 0
+            placed.append(replace(piece, at=position[None], index_at=index_at))
+            position[None] += coding.value_bytes(self._kind_of(piece), piece.k)
+            position[piece.index] += coding.index_bytes(piece.index, piece.numel, piece.k)
+        return placed, end
+
+    def why_whole(self, piece: Any) -> str | None:
+        """`Codec.why_whole`."""
+        own = self.own.get(piece.spec.name)
+        if piece.index is not None:
+            return None
+        if piece.spec.numel < self.min_numel:
+            return super().why_whole(replace(piece, whole=True))
+        if own is None:
+            return f"at ratio={self.ratio} entries cost no less: sent dense"
+        return f"at its ratio of {own} entries cost no less: sent dense"
+
+    def _chosen(self, part: Piece, ratio: float) -> tuple[int, str | None]:
+        """(k, kind of indices) of a part that has elements; None where all cost no more."""
+        k, values = entries(part.numel, ratio), self._kind_of(part)
+        index = self._index_kind(part)
+        cost = coding.value_bytes(values, k) + coding.index_bytes(index, part.numel, k)
+        whole = coding.value_bytes(values, part.numel)
+        if part.spec.numel < self.min_numel or cost >= whole:
+            return part.numel, None
+        if part.spec.numel > 2**32:
+            raise TensorTooLargeError(
+                f"{part.spec.numel} elements are more than the {2**32} an index can address",
+                tensor=part.spec.name,
+                cure="Split the parameter, or leave it out of the optimizer that is compressed",
+            )
+        return k, index
+
+    def _index_kind(self, part: Piece) -> str:
+        """Packed where our kernels pack: the Triton ones do not."""
+        device = part.spec.device
+        on_host = device == "cpu" or "CPU" in device or not device
+        if self.indices == "packed" or (self.indices == "auto" and on_host):
+            return "packed"
+        return "int16" if part.spec.numel <= 2**16 else "int32"
+
+    def _kind_of(self, piece: Piece) -> str:
+        """How the values of a piece are sent."""
+        return self.value_kind(RESIDUAL_DTYPE[piece.spec.dtype])
+
+    def value_kind(self, residual_dtype: str) -> str:
+        """How values of a bucket with residuals of a dtype are sent."""
+        return residual_dtype if self.values == "float32" else self.values
+
+    # What is computed.
+
+    def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
+        """`Codec.encode`."""
+        kind, dtype = self.value_kind(bucket.residual_dtype), bucket.residual_dtype
+        select = ops.sample if self.selection == "sampled" else ops.select
+        index = select(values, piece.k) if piece.index else None
+        chosen = values if index is None else ops.take(values, index)
+        data = ops.pack_values(chosen, kind)
+        rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
+        read = ops.row(ops.unpack_values(rows, piece.k, kind, dtype), 0)
+        parts = [(piece.at, data)]
+        if index is not None:
+            parts.append((piece.index_at, ops.pack_index(index, piece.numel, piece.index)))
+        return Sent(parts, read, index, chosen)  # NaN counts as the largest magnitude
+
+    def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
+        """`Codec.decode`."""
+        kind, width = self.value_kind(bucket.residual_dtype), bucket.payload_bytes
+        rows = ops.load(gathered, width, piece.at, coding.value_bytes(kind, piece.k))
+        values = ops.unpack_values(rows, piece.k, kind, bucket.residual_dtype)
+        if piece.index is None:
+            return Read(values)
+        size = coding.index_bytes(piece.index, piece.numel, piece.k)
+        rows = ops.load(gathered, width, piece.index_at, size)
+        index, sound = ops.unpack_index(rows, piece.k, piece.numel, piece.index)
+        return Read(values, index, sound)
+
+    def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
+        """`Codec.kernel`: what the framework has for this recipe."""
+        return ops.fused(self.recipe(bucket), bucket.device)
+
+    def recipe(self, bucket: Bucket) -> tuple[int, ...]:
+        """What a kernel needs to know, as `horovod_topk.ops.protocol.Fused` has it."""
+        head = (
+            len(bucket.tensors),
+            WIDTH[bucket.residual_dtype],
+            VALUE_CODE[self.value_kind(bucket.residual_dtype)],
+            bucket.flags_at,
+            bucket.payload_bytes,
+            int(self.selection == "sampled"),
+            bucket.parts,
+        )
+        return head + tuple(number for piece in bucket.tensors for number in _recipe(piece))
+
+
+def _recipe(piece: Entries) -> tuple[int, ...]:
+    """A piece's part of the recipe."""
+    return (
+        piece.numel,
+        piece.k,
+        piece.start,
+        INDEX_CODE[piece.index],
+        piece.at,
+        piece.index_at,
+        DTYPE_CODE[piece.spec.dtype],
+        piece.first,
+        piece.gradient,
+    )
+
+
+def entries(numel: int, ratio: float) -> int:
+    """k = ceil(ratio * numel), with the ratio read as the decimal number it was written as."""
+    return math.ceil(Fraction(repr(ratio)) * numel)
+
+
+def _check_gather_ratio(gather_ratio: float | None, exchange: str) -> None:
+    if gather_ratio is not None and exchange not in ("sharded", "auto"):
+        raise ConfigError(
+            f"gather_ratio={gather_ratio} was given with exchange={exchange!r}, in which no owner "
+            "selects what it sends back",
+            cure="Pass gather_ratio with exchange='sharded' or 'auto', or leave it out",
+        )
