@@ -93,14 +93,14 @@ class PayloadCodec(Generic[Array]):
         """
         kernel = self._kernel(bucket)
         if kernel is not None:
-            flags = self._examine(bucket, gathered, {})
+            flags = self._examine(bucket, gathered, [])
             each = flags if bucket.writers == 1 else [flags[t.gradient] for t in bucket.tensors]
             wrong = kernel.decode(gathered, scale, each, gradients)
             if wrong is not None:
                 raise self._damaged(bucket, wrong[1], wrong[0])
             return flags
         read = self._read(bucket, gathered)
-        sound = {i: each.sound for i, each in read.items() if each.sound is not None}
+        sound = [(position, fact) for position, each in read.items() for fact in each.sound]
         flags = self._examine(bucket, gathered, sound)
         totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
         for position, each in read.items():
@@ -162,13 +162,13 @@ class PayloadCodec(Generic[Array]):
         }
 
     def _examine(
-        self, bucket: BucketPlan, gathered: Array, sound: dict[int, Array]
+        self, bucket: BucketPlan, gathered: Array, sound: Sequence[tuple[int, Array]]
     ) -> Sequence[bool]:
         """Refuse foreign and damaged payloads; return which tensors any rank flagged.
 
-        sound: by position of the piece, whether each rank's data were.
+        sound: positions of pieces, and whether what each rank sent of them can be.
         """
-        layout, headers, positions = bucket.layout, bucket.headers, list(sound)
+        layout, headers = bucket.layout, bucket.headers
 
         def check(heads: list[bytes], answers: list[list[bool]]) -> list[bool]:
             flagged = set[int]()
@@ -177,12 +177,12 @@ class PayloadCodec(Generic[Array]):
                 wire.check_header(head, header, rank, bucket.ordinal)
                 flags = head[layout.flags_at : layout.flags_at + layout.flags_bytes]
                 flagged.update(wire.flagged(flags, len(bucket.gradients)))
-            for position, answer in zip(positions, answers, strict=True):
+            for (position, _), answer in zip(sound, answers, strict=True):
                 if not all(answer) and bucket.tensors[position].gradient not in flagged:
                     raise self._damaged(bucket, position, answer.index(False))
             return [position in flagged for position in range(len(bucket.gradients))]
 
-        facts, width = list(sound.values()), layout.payload_bytes // bucket.writers
+        facts, width = [fact for _, fact in sound], layout.payload_bytes // bucket.writers
         return self._ops.examine(gathered, width, layout.body_at, facts, check)
 
     @staticmethod

@@ -132,7 +132,7 @@ class Read(Generic[Array]):
 
     values: Array  # [P, k], residual dtype
     index: Array | None = None  # int64 [P, k]; None: all elements
-    sound: Array | None = None  # bool [P]: whether a writer could have written it; None: yes
+    sound: Sequence[Array] = ()  # bool [P] each: whether a writer can have written it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -230,12 +230,17 @@ class TopK(Codec):
         kind, width = self.value_kind(bucket.residual_dtype), bucket.payload_bytes
         rows = ops.load(gathered, width, piece.at, coding.value_bytes(kind, piece.k))
         values = ops.unpack_values(rows, piece.k, kind, bucket.residual_dtype)
+        sound, blocks = [], coding.scales(kind, piece.k)
+        if blocks:
+            rows = ops.load(gathered, width, piece.at, coding.SCALE_BYTES * blocks)
+            scales = ops.unpack_values(rows, blocks, "bfloat16", bucket.residual_dtype)
+            sound.append(ops.are_scales(scales))
         if piece.index is None:
-            return Read(values)
+            return Read(values, None, sound)
         size = coding.index_bytes(piece.index, piece.numel, piece.k)
         rows = ops.load(gathered, width, piece.index_at, size)
-        index, sound = ops.unpack_index(rows, piece.k, piece.numel, piece.index)
-        return Read(values, index, sound)
+        index, ascends = ops.unpack_index(rows, piece.k, piece.numel, piece.index)
+        return Read(values, index, [*sound, ascends])
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
         """`Codec.kernel`: what the framework has for this recipe."""

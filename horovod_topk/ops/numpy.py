@@ -96,6 +96,10 @@ class NumpyOps:
     def unpack_values(self, rows: Array, count: int, kind: str, dtype: str) -> Array:
         return np.array([_values(row, count, kind) for row in rows]).astype(dtype)
 
+    def are_scales(self, rows: Array) -> Array:
+        sound: Array = (np.isfinite(rows) & (rows >= 0)).all(1)
+        return sound
+
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
         if kind in _UNSIGNED:
             return index.astype(_UNSIGNED[kind]).view(np.uint8)

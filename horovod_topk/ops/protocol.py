@@ -186,6 +186,10 @@ class Ops(Protocol[Array]):
         """[P, count] values of `dtype` from [P, `coding.value_bytes`] bytes."""
         ...
 
+    def are_scales(self, rows: Array) -> Array:
+        """[P] bool: whether every number of a row, [P, c], is finite and not negative."""
+        ...
+
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
         """Ascending int64 indices into `numel` elements as bytes; see `core.payload`.
 

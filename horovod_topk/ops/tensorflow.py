@@ -205,6 +205,9 @@ class TensorFlowOps:
     def unpack_values(self, rows: Array, count: int, kind: str, dtype: str) -> Array:
         return Buffer(packing.unpack_values(rows.value, count, kind, dtype))
 
+    def are_scales(self, rows: Array) -> Array:
+        return Buffer(tf.reduce_all(tf.math.is_finite(rows.value) & (rows.value >= 0), 1))
+
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
         return Buffer(packing.pack_index(index.value, numel, kind))
 

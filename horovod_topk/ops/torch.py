@@ -119,6 +119,9 @@ class TorchOps:
     def unpack_values(self, rows: Tensor, count: int, kind: str, dtype: str) -> Tensor:
         return packing.unpack_values(rows, count, kind, DTYPES[dtype])
 
+    def are_scales(self, rows: Tensor) -> Tensor:
+        return (rows.isfinite() & (rows >= 0)).all(1)
+
     def pack_index(self, index: Tensor, numel: int, kind: str) -> Tensor:
         return packing.pack_index(index, numel, kind)
 

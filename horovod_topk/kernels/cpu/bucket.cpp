@@ -140,10 +140,6 @@ void write_flags(const topkef_bucket &bucket, uint8_t *payload) {
     if (!bucket.finite[t]) flags[t / 8] |= (uint8_t)(1u << t % 8);
 }
 
-bool is_flagged(const topkef_bucket &bucket, const uint8_t *payload, int64_t t) {
-  return payload[bucket.recipe.flags_at + t / 8] >> t % 8 & 1;
-}
-
 /* The indices of all ranks, 4 bytes each: where they lie in the payloads, or unpacked. */
 class Indices {
  public:
@@ -159,14 +155,16 @@ class Indices {
     memory_ = memory.data();
   }
 
-  /* Returns -1, or the first rank * tensors + tensor whose indices are not sound. */
+  /* Returns -1, or the first rank * tensors + tensor whose indices or scales no writer writes. */
   int64_t unpack(const uint8_t *flags, int threads) {
     const int64_t tensors = bucket_.recipe.tensors;
     std::vector<uint8_t> wrong((size_t)(tensors * ranks_));
     parallel(tensors * ranks_, threads, [&](int64_t i) {
       const TensorRecipe &tensor = bucket_.tensors[(size_t)(i % tensors)];
-      if (tensor.index == NONE || flags[i % tensors]) return;
+      if (flags[i % tensors]) return;
       const uint8_t *payload = gathered_ + i / tensors * bucket_.recipe.payload_bytes;
+      wrong[(size_t)i] = !are_scales(payload + tensor.value_at, scale_count(bucket_.recipe, tensor));
+      if (tensor.index == NONE || wrong[(size_t)i]) return;
       uint32_t *to = is_unpacked(tensor) ? own(i % tensors) + i / tensors * tensor.k : nullptr;
       wrong[(size_t)i] = !bucket_.passes->unpack_index[tensor.index](
           payload + tensor.index_at, tensor.k, tensor.numel, to);
@@ -187,6 +185,15 @@ class Indices {
   }
 
  private:
+  /* Whether each of `count` bfloat16 numbers is finite and not negative. */
+  static bool are_scales(const uint8_t *data, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint16_t bits = load(reinterpret_cast<const uint16_t *>(data), i);
+      if ((bits & 0x7F80) == 0x7F80 || bits > 0x8000) return false;
+    }
+    return true;
+  }
+
   static bool is_unpacked(const TensorRecipe &tensor) {
     return tensor.index == PACKED || tensor.index == SHORT;
   }

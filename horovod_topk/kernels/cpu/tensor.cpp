@@ -397,6 +397,10 @@ int64_t value_bytes(const BucketRecipe &bucket, const TensorRecipe &tensor) {
   return ::value_bytes(bucket.kind, tensor.k, bucket.residual_bytes);
 }
 
+int64_t scale_count(const BucketRecipe &bucket, const TensorRecipe &tensor) {
+  return ::scale_bytes(bucket.kind, tensor.k) / (int64_t)sizeof(Brain);
+}
+
 int64_t index_bytes(const TensorRecipe &tensor) {
   return ::index_bytes(tensor.index, tensor.numel, tensor.k);
 }

@@ -58,6 +58,7 @@ std::unique_ptr<Encoder> make_encoder(const BucketRecipe &bucket, const TensorRe
 
 /* Bytes of a tensor's values and of its indices. */
 int64_t value_bytes(const BucketRecipe &bucket, const TensorRecipe &tensor);
+int64_t scale_count(const BucketRecipe &bucket, const TensorRecipe &tensor);
 int64_t index_bytes(const TensorRecipe &tensor);
 
 }  // namespace topkef

@@ -338,7 +338,8 @@ void decode(void *state, TF_Context *context) {
   if (wrong < 0) return;
   std::string text = "TopKEF: rank " + std::to_string(wrong / tensors) + ", tensor " +
                      std::to_string(wrong % tensors) +
-                     ": its indices do not ascend, or lie outside the tensor";
+                     ": its indices do not ascend or lie outside the tensor, or a scale is negative or no "
+                     "number";
   tf.TF_SetStatus(status, DATA_LOSS, text.c_str());
   tf.TF_OpKernelContext_Failure(context, status);
 }

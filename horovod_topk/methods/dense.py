@@ -1,0 +1,57 @@
+"""Dense: every element of every gradient, as float32 or rounded to 16 bits.
+
+The baseline that compression has to beat, and what a compressor falls back to. Over the sharded
+exchange, its default, it is an allreduce in a fixed order: each element's owner adds up the ranks'
+values in rank order, in float32 (float64 for float64 gradients), and sends the sum or mean to all.
+Every rank ends with the same bits, run after run, which Horovod's own allreduce does not promise.
+
+A rank sends 2 (P - 1) / P times n elements of 4 or 2 bytes, as a ring allreduce does (Patarasuk and
+Yuan 2009). What rounding takes off, at the sender and at the owner, stays in their residuals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+from horovod_topk.config import check_choice
+from horovod_topk.methods.protocol import Codec, Piece
+from horovod_topk.ops import Ops, coding
+
+Array = TypeVar("Array")
+
+VALUES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Codec):
+    """All elements, in float32 or 16 bits."""
+
+    id: ClassVar[int] = 2
+
+    values: str = "float32"  # how elements are sent; float64 gradients: float64 for "float32"
+    exchange: str = "sharded"
+
+    def __post_init__(self) -> None:
+        check_choice("values", self.values, VALUES)
+        super().__post_init__()
+
+    def piece(self, part: Piece, leg: str) -> Piece:
+        """`Codec.piece`: whole, unless it is rounded."""
+        return replace(part, whole=self.values == "float32")
+
+    def data_bytes(self, piece: Piece) -> int:
+        """`Codec.data_bytes`."""
+        return coding.value_bytes(self.values, piece.numel)
+
+    def why_whole(self, piece: Piece) -> str | None:
+        """`Codec.why_whole`: none, as that is what was asked for."""
+        return None
+
+    def pack(self, ops: Ops[Array], values: Array) -> Array:
+        """`Codec.pack`."""
+        return ops.pack_values(values, self.values)
+
+    def unpack(self, ops: Ops[Array], rows: Array, numel: int, dtype: str) -> Array:
+        """`Codec.unpack`."""
+        return ops.unpack_values(rows, numel, self.values, dtype)
