@@ -13,7 +13,7 @@ from typing import Any, Self
 from horovod_topk.errors import ConfigError, UnknownSettingError
 from horovod_topk.ratios import Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
 
-EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")
+EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")  # of payloads
 OPTIONAL: dict[str, object] = {
     "clip_norm": None,
     "warmup": None,
@@ -48,7 +48,7 @@ class Settings:
     name: str | None = None  # prefix of the collectives' names; None derives it from the plan
 
     def __post_init__(self) -> None:
-        check_choice("exchange", self.exchange, EXCHANGES)
+        check_choice("exchange", self.exchange, self.exchanges)
         _check_min_numel(self.min_numel)
         object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
@@ -57,6 +57,11 @@ class Settings:
         _check_follow_lr(self.follow_lr)
         object.__setattr__(self, "ratios", checked_rules(self.ratios))
         _check_name(self.name)
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """What `exchange` may be."""
+        return EXCHANGES
 
     @property
     def ratio(self) -> float:

@@ -13,6 +13,7 @@ from horovod_topk.core.exchange import (
     Collective,
     Exchange,
     HierarchicalExchange,
+    ReduceExchange,
     ShardedExchange,
 )
 from horovod_topk.core.front import elastic
@@ -41,7 +42,7 @@ def exchange_of(plan: Plan, ops: Ops[Array], collective: Collective[Array]) -> E
     kind, because = plan.config.exchange, ""
     if kind == "auto" and elastic():  # ranks that join late construct theirs alone
         kind, because = "allgather", "the job is elastic, and an allgather has no owners"
-    if kind in ("allgather", "sharded"):
+    if kind in ("allgather", "sharded", "reduce"):
         return make_exchange(kind, collective, because=because)
     nodes = find_nodes(ops, collective)
     unable = first_unable(nodes.groups, ops, collective)
@@ -67,6 +68,8 @@ def make_exchange(
         return Allgather(collective, nodes, because)
     if kind == "sharded":
         return ShardedExchange(collective, nodes, because)
+    if kind == "reduce":
+        return ReduceExchange(collective, nodes, because)
     assert nodes is not None
     team = Team.of(collective, nodes)
     return HierarchicalExchange(collective, team, because or _reduced_to(nodes))

@@ -40,6 +40,7 @@ from horovod_topk.core.residual import (
     check_velocity,
     committed_of,
 )
+from horovod_topk.core.rounds import state_names, state_plan
 from horovod_topk.core.route import Route
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
@@ -84,6 +85,10 @@ class Compressor(Generic[Array]):
         self.plan = plan
         self.registry = ResidualRegistry(plan, ops, exchange.holders)
         self.owned = ResidualRegistry(plan, ops, exchange.owned) if exchange.parts else None
+        self.states = {  # TEMPORARY
+            name: ResidualRegistry(plan, ops, lambda bucket, name=name: (state_plan(bucket, name),))  # type: ignore[misc]
+            for name in state_names(plan.config, list(plan.tensors()))
+        }
         self.momentum = Momentum(plan, ops) if plan.config.momentum else None
         self.rates: Rates | None = None  # that residuals follow, if they do
         self.name = name
@@ -388,6 +393,7 @@ class Compressor(Generic[Array]):
             yield "owned", self.owned
         if self.momentum is not None:
             yield "velocity", self.momentum.registry
+        yield from self.states.items()
 
     def _norm_of(self, registry: ResidualRegistry[Array]) -> float:
         return math.hypot(*(self._ops.norm(each.residual) for each in registry.all_arenas()))
@@ -404,7 +410,9 @@ class Compressor(Generic[Array]):
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
         residuals = self.registry.shards(plan.ordinal)
         owned = () if self.owned is None else self.owned.shards(plan.ordinal)
-        route = self._exchange.route(plan, residuals, owned, self._ops, self._codec)
+        states = {name: each.arenas(plan.ordinal) for name, each in self.states.items()}
+        more: Any = {"states": states} if states else {}
+        route = self._exchange.route(plan, residuals, owned, self._ops, self._codec, **more)
         return Bucket(plan, route, Probe(self._ops))
 
     def _received(self) -> Iterator[Bucket[Array]]:

@@ -17,6 +17,7 @@ from horovod_topk.core.hierarchy import Hierarchical, Team
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import Arenas
+from horovod_topk.core.rounds import Reduced, round_plans
 from horovod_topk.core.route import Collective, Direct, Pending, Route, Sharded
 from horovod_topk.core.shards import NodePlan, ShardedPlan, shard, shard_sums
 from horovod_topk.errors import TensorTooLargeError
@@ -32,6 +33,7 @@ __all__ = [
     "Exchange",
     "HierarchicalExchange",
     "Pending",
+    "ReduceExchange",
     "ShardedExchange",
     "Traffic",
     "ring_allreduce_bytes",
@@ -301,6 +303,59 @@ class ShardedExchange(_Over[Array]):
             return away * there + self._is_at_an_edge(rank) * others * back
 
         payload_bytes, sent_bytes = self.ranks * there + back, others * (there + back)
+        return self._traffic(plan, entries, payload_bytes, sent_bytes, between)
+
+
+class ReduceExchange(_Over[Array]):
+    """Arrays of a method of rounds are added up at their elements' owners, round after round."""
+
+    kind, keeps, parts, part = "reduce", True, 0, None
+
+    def __init__(
+        self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
+    ) -> None:
+        super().__init__(collective, nodes, because)
+        self.turns = 1
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """The bucket itself."""
+        return (bucket,)
+
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """Nothing."""
+        return ()
+
+    def route(
+        self,
+        bucket: BucketPlan,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
+        ops: Ops[Array],
+        codec: Codec[Array],
+        states: Mapping[str, Arenas[Array]] | None = None,
+    ) -> Route[Array]:
+        """The rounds of the bucket's method."""
+        (arenas,) = residuals
+        route = Reduced(bucket, arenas, states or {}, ops, codec, self._collective)
+        self.turns = max(self.turns, 2 * route.rounds - 1)
+        return route
+
+    def _count(self, plan: Plan) -> Traffic:
+        """Bytes of a step: of each round to each owner directly, and back in a ring."""
+        entries = payload_bytes = sent_bytes = there = back = 0
+        others = self.ranks - 1
+        for bucket in plan.buckets:
+            for each in round_plans(bucket):
+                split = shard(each, self.ranks)
+                there, back = there + split.scatter_bytes, back + split.gather_bytes
+                entries += each.entries + split.gather[self.rank].entries
+        payload_bytes, sent_bytes = self.ranks * there + back, others * (there + back)
+
+        def between(rank: int) -> int:
+            assert self.nodes is not None
+            away = self.ranks - len(self.nodes.of(rank))
+            return away * there + self._is_at_an_edge(rank) * others * back
+
         return self._traffic(plan, entries, payload_bytes, sent_bytes, between)
 
 

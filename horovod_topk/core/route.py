@@ -223,6 +223,7 @@ class Sharded(Generic[Array]):
     ) -> None:
         self._plan, self._arenas, self._owned = plan, arenas, owned
         self._ops, self._codec, self._collective = ops, codec, collective
+        self.bucket = plan.bucket
         size, device = plan.scatter_bytes, plan.bucket.device
         self._out = ops.zeros(size * len(plan.scatter), "uint8", device)
         self._parts = [
@@ -235,7 +236,8 @@ class Sharded(Generic[Array]):
         self._totals = [ops.view(total, t.start, t.stop) for t in owned.plan.tensors]
         self._scattered: Pending[Array] | None = None
         self._pending: Pending[Array] | None = None
-        self._unwanted: Pending[Array] | None = None  # of a step that was forgotten
+        self._unwanted: list[Pending[Array]] = []  # of a step that was forgotten
+        self._aborted = False  # whether that is also what was sent to owners
 
     @property
     def is_under_way(self) -> bool:
@@ -244,6 +246,8 @@ class Sharded(Generic[Array]):
 
     def send(self, gradients: Sequence[Array], name: str) -> None:
         """`Route.send`."""
+        if self._aborted:
+            self._settle()
         self._codec.encode_shards(self._arenas, gradients, self._parts)
         self._name = name
         self._scattered = self._collective.alltoall(self._out, f"{name}.scatter")
@@ -254,9 +258,7 @@ class Sharded(Generic[Array]):
             return
         scattered, self._scattered = self._scattered, None
         arrived, arrive = scattered.wait(), self._plan.arrive[self._collective.rank]
-        if self._unwanted is not None:
-            self._unwanted.wait()  # it reads what is about to be written
-        self._unwanted = None
+        self._settle()
         try:
             self._check(arrived, arrive)
             scale = _scale(arrive, self._collective.size)
@@ -284,11 +286,23 @@ class Sharded(Generic[Array]):
             self._pending.wait()
         if self._scattered is not None:
             self._scattered.wait()
-            if self._unwanted is not None:
-                self._unwanted.wait()  # all ranks sent it before what has just arrived
+            self._settle()  # all ranks sent it before what has just arrived
             self._flag_all()
-            self._unwanted = self._gather()
+            self._unwanted.append(self._gather())
         self._scattered = self._pending = None
+
+    def abort(self, name: str) -> None:
+        """Take part in a step that this rank does not go on with: say that all is flagged.
+
+        Nothing is waited for here.
+        """
+        self._settle()
+        self._name, self._aborted = name, True
+        for part, scatter in zip(self._parts, self._plan.scatter, strict=True):
+            self._flag(scatter, part)
+        self._unwanted.append(self._collective.alltoall(self._out, f"{name}.scatter"))
+        self._flag_all()
+        self._unwanted.append(self._gather())
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
@@ -313,12 +327,22 @@ class Sharded(Generic[Array]):
     def _gather(self) -> Pending[Array]:
         return self._collective.allgather(self._back, f"{self._name}.gather")
 
+    def _settle(self) -> None:
+        """Wait for what reads the memory that is about to be written."""
+        for pending in self._unwanted:
+            pending.wait()
+        self._unwanted.clear()
+        self._aborted = False
+
     def _flag_all(self) -> None:
         """Say in the payload to all that every tensor is non-finite."""
-        count, layout = len(self._owned.plan.gradients), self._owned.plan.layout
-        flags = (1 << count) - 1
-        data = flags.to_bytes(layout.flags_bytes, "little")
-        self._ops.store_bytes(self._back, layout.flags_at, data)
+        self._flag(self._owned.plan, self._back)
+
+    def _flag(self, plan: BucketPlan, payload: Array) -> None:
+        layout, flags = plan.layout, (1 << len(plan.gradients)) - 1
+        self._ops.store_bytes(
+            payload, layout.flags_at, flags.to_bytes(layout.flags_bytes, "little")
+        )
 
     def _check(self, received: Array, each: BucketPlan) -> None:
         count, ordinal = self._ops.numel(received), self._plan.bucket.ordinal

@@ -13,7 +13,7 @@ eagerly and in graphs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -141,6 +141,27 @@ class Method(Settings):
 
     id: ClassVar[int]  # in the payload's header: unique, and never given to another method
 
+    def piece(self, part: Piece, leg: str) -> Piece:
+        """How a tensor or shard travels; positions are set later.
+
+        leg: "direct" (allgather), "scatter" (to owners), "gather" (back from owners) or "sums"
+            (owners of local sums to each other).
+        """
+        small = part.spec.numel < self.min_numel
+        return replace(part, whole=small or part.spec.name in self.own)
+
+    def lay_out(self, pieces: Sequence[Piece], at: int) -> tuple[list[Piece], int]:
+        """Pieces with their positions in a payload from byte `at` on, and the byte behind all."""
+        return list(pieces), at
+
+    def why_whole(self, piece: Piece) -> str | None:
+        """Why a piece is sent whole, in one line; None: it is not."""
+        if not piece.whole:
+            return None
+        if piece.spec.numel < self.min_numel:
+            return f"{piece.spec.numel} elements, fewer than min_numel={self.min_numel}: sent dense"
+        return "its ratio is 1.0: sent dense"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(Method):
@@ -152,38 +173,17 @@ class Codec(Method):
     methods define what the kernel does, to the bit.
     """
 
-    # What travels: integers, equal on every rank, before any gradient is there.
-
-    def piece(self, part: Piece, leg: str) -> Piece:
-        """How a tensor or shard travels; positions are set later.
-
-        leg: "direct" (allgather), "scatter" (to owners), "gather" (back from owners) or "sums"
-            (owners of local sums to each other).
-        """
-        small = part.spec.numel < self.min_numel
-        return replace(part, whole=small or part.spec.name in self.own)
-
     def data_bytes(self, piece: Piece) -> int:
         """Bytes of a piece that does not travel whole."""
         raise NotImplementedError(f"{type(self).__name__} has no data_bytes")
 
     def lay_out(self, pieces: Sequence[Piece], at: int) -> tuple[list[Piece], int]:
-        """Pieces with their positions, from byte `at` of a payload on; then the byte behind all."""
+        """`Method.lay_out`: one behind the other."""
         placed = []
         for piece in pieces:
             placed.append(replace(piece, at=at))
             at += whole_bytes(piece) if piece.whole else self.data_bytes(piece)
         return placed, at
-
-    def why_whole(self, piece: Piece) -> str | None:
-        """Why a piece is sent whole, in one line; None: it is not."""
-        if not piece.whole:
-            return None
-        if piece.spec.numel < self.min_numel:
-            return f"{piece.spec.numel} elements, fewer than min_numel={self.min_numel}: sent dense"
-        return "its ratio is 1.0: sent dense"
-
-    # What is computed.
 
     def pack(self, ops: Ops[Array], values: Array) -> Array:
         """[data_bytes] uint8 for one piece's elements: [n], the residual's dtype."""
@@ -215,6 +215,73 @@ class Codec(Method):
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
         """Encodes and decodes all of a bucket at once; None: `encode` and `decode` will do."""
         return None
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """An array that a method keeps for a tensor from step to step, beside the residual."""
+
+    numel: int
+    shared: bool = False  # equal on all ranks, as it follows from what all received
+
+
+@dataclass
+class Work(Generic[Array]):
+    """One tensor's step on one rank, as a method of rounds sees it. All arrays are flat.
+
+    values: e + g, [n], the residual's dtype.
+    state: what `Rounds.state` names, as the last committed step left it.
+    following: what it becomes if this step commits; what is left out stays as it is.
+    reduced: what the rounds so far gave: sums or means over ranks, equal on all of them.
+    sent: what this rank gave to each of them.
+    """
+
+    values: Array
+    state: Mapping[str, Array]
+    following: dict[str, Array] = field(default_factory=dict)
+    reduced: list[Array] = field(default_factory=list)
+    sent: list[Array] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds(Method):
+    """A method whose arrays are added up over ranks, in one round or in several that depend.
+
+    Each round's sum is in rank order, at the elements' owners, in the residual's dtype, and every
+    rank gets the same bits. Tensors take part whole. A tensor that any rank flags as non-finite
+    becomes NaN on all; its rounds run on.
+    """
+
+    rounds: ClassVar[int]
+    exchange: str = "reduce"
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """What `exchange` may be."""
+        return ("reduce",)
+
+    def state(self, piece: Piece) -> Mapping[str, StateSpec]:
+        """What is kept for a tensor beside its residual, by name; zeros at first."""
+        return {}
+
+    def elements(self, piece: Piece, i: int) -> int:
+        """How many numbers a tensor that is not whole has added up in round i; static."""
+        raise NotImplementedError(f"{type(self).__name__} has no elements")
+
+    def send(
+        self, ops: Ops[Array], bucket: Bucket, piece: Piece, i: int, work: Work[Array]
+    ) -> Array:
+        """[elements] of the residual's dtype: what is added up in round i."""
+        raise NotImplementedError(f"{type(self).__name__} has no send")
+
+    def finish(
+        self, ops: Ops[Array], bucket: Bucket, piece: Piece, work: Work[Array]
+    ) -> tuple[Array, Array]:
+        """What all ranks apply, [n], the same on each; and what of `values` this rank has sent.
+
+        The residual keeps the rest of `values`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no finish")
 
 
 def whole_bytes(piece: Piece) -> int:

@@ -125,6 +125,18 @@ class NumpyOps:
     def deduct(self, candidate: Array, index: Array | None, sent: Array) -> None:
         candidate[slice(None) if index is None else index] -= sent.astype(candidate.dtype)
 
+    def matmul(self, left: Array, right: Array, shape: tuple[int, int, int]) -> Array:
+        m, k, n = shape
+        product: Array = (left.reshape(m, k) @ right.reshape(k, n)).reshape(-1)
+        return product
+
+    def transposed(self, array: Array, rows: int) -> Array:
+        return array.reshape(rows, -1).T.reshape(-1).copy()
+
+    def divided(self, array: Array, by: Array) -> Array:
+        quotient: Array = array / by if by[0] != 0 else np.zeros_like(array)
+        return quotient
+
     def spot(self, index: Array, parts: int, first: int) -> Array:
         place: Array = (index // DEAL * parts + first) * DEAL + index % DEAL
         return place
@@ -162,6 +174,9 @@ class NumpyOps:
     ) -> list[bool]:
         heads = [head.tobytes() for head in gathered.reshape(-1, width)[:, :count]]
         return check(heads, [each.tolist() for each in sound])
+
+    def either(self, left: Sequence[bool], right: Sequence[bool]) -> Sequence[bool]:
+        return [a or b for a, b in zip(left, right, strict=True)]
 
     def accumulator(self, gradient: Array, dtype: str) -> Array:
         return np.zeros(gradient.size, dtype)

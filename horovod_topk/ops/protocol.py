@@ -209,6 +209,22 @@ class Ops(Protocol[Array]):
         """candidate[index] -= sent; index None means all elements, indices are unique."""
         ...
 
+    def matmul(self, left: Array, right: Array, shape: tuple[int, int, int]) -> Array:
+        """[m * n] of [m * k] times [k * n], flat and in row-major order, given (m, k, n).
+
+        The order of additions is the library's: bits are equal where library, processor and number
+        of threads are.
+        """
+        ...
+
+    def transposed(self, array: Array, rows: int) -> Array:
+        """A flat matrix of so many rows, transposed; flat, a new array."""
+        ...
+
+    def divided(self, array: Array, by: Array) -> Array:
+        """array / by, where `by` has one element; zeros where that is 0. A new array."""
+        ...
+
     def spot(self, index: Array, parts: int, first: int) -> Array:
         """Where elements of a shard lie: (i // 512 * parts + first) * 512 + i % 512.
 
@@ -262,6 +278,10 @@ class Ops(Protocol[Array]):
         the device. What `check` returns is for `deliver`; only an implementation that runs at once
         gives it as bools.
         """
+        ...
+
+    def either(self, left: Sequence[bool], right: Sequence[bool]) -> Sequence[bool]:
+        """Which of two answers of `examine` are true, position by position."""
         ...
 
     def accumulator(self, gradient: Array, dtype: str) -> Array:

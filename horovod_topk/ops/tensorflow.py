@@ -223,6 +223,18 @@ class TensorFlowOps:
             where = index.value[:, tf.newaxis]
             _write(candidate, tf.tensor_scatter_nd_sub(candidate.value, where, amount))
 
+    def matmul(self, left: Array, right: Array, shape: tuple[int, int, int]) -> Array:
+        m, k, n = shape
+        product = tf.matmul(tf.reshape(left.value, [m, k]), tf.reshape(right.value, [k, n]))
+        return Buffer(tf.reshape(product, [-1]))
+
+    def transposed(self, array: Array, rows: int) -> Array:
+        matrix = tf.reshape(array.value, [rows, array.numel // rows])
+        return Buffer(tf.reshape(tf.transpose(matrix), [-1]))
+
+    def divided(self, array: Array, by: Array) -> Array:
+        return Buffer(tf.math.divide_no_nan(array.value, by.value))
+
     def spot(self, index: Array, parts: int, first: int) -> Array:
         at = index.value
         return Buffer((at // DEAL * parts + first) * DEAL + at % DEAL)
@@ -285,6 +297,10 @@ class TensorFlowOps:
         flags = tf.py_function(lambda *args: tf.constant(on_host(*args)), [heads, answers], tf.bool)
         flat: Sequence[bool] = tf.reshape(flags, [-1])
         return flat
+
+    def either(self, left: Sequence[bool], right: Sequence[bool]) -> Sequence[bool]:
+        either: Sequence[bool] = tf.logical_or(left, right)
+        return either
 
     def accumulator(self, gradient: Array, dtype: str) -> Array:
         return self.zeros(gradient.numel, dtype)

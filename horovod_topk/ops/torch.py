@@ -137,6 +137,16 @@ class TorchOps:
         else:
             candidate.index_add_(0, index, sent, alpha=-1)
 
+    def matmul(self, left: Tensor, right: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        m, k, n = shape
+        return (left.view(m, k) @ right.view(k, n)).reshape(-1)
+
+    def transposed(self, array: Tensor, rows: int) -> Tensor:
+        return array.view(rows, -1).t().reshape(-1).clone()
+
+    def divided(self, array: Tensor, by: Tensor) -> Tensor:
+        return torch.where(by != 0, array / by, torch.zeros_like(array))
+
     def spot(self, index: Tensor, parts: int, first: int) -> Tensor:
         return (index // DEAL * parts + first) * DEAL + index % DEAL
 
@@ -182,6 +192,9 @@ class TorchOps:
     ) -> list[bool]:
         heads = [bytes(head) for head in gathered.view(-1, width)[:, :count].tolist()]
         return check(heads, torch.stack(list(sound)).tolist() if sound else [])
+
+    def either(self, left: Sequence[bool], right: Sequence[bool]) -> Sequence[bool]:
+        return [a or b for a, b in zip(left, right, strict=True)]
 
     def accumulator(self, gradient: Tensor, dtype: str) -> Tensor:
         if gradient.dtype == DTYPES[dtype] and gradient.is_contiguous():

@@ -1,0 +1,246 @@
+"""The reduce exchange: arrays that a method of rounds has added up over all ranks.
+
+Each round is a sharded exchange of arrays that travel whole: their elements go to their owners,
+which add them up in rank order, and the sums or means come back to all. So a round has the headers,
+digests and flags of any payload, and every rank has the same bits after it.
+
+A bucket of which every tensor is flagged ends with the round that says so: every rank sees the same
+flags. That is how a rank that fails ends a step for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.plan import BucketPlan, lay_out
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.route import Collective, Sharded
+from horovod_topk.core.shards import shard
+from horovod_topk.methods.dense import Dense
+from horovod_topk.methods.protocol import Piece, Rounds, TensorSpec, Work
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+
+
+def round_plan(bucket: BucketPlan, i: int) -> BucketPlan:
+    """What a bucket has added up in round i, as a bucket of arrays that travel whole."""
+    method, dtype = _method(bucket), bucket.residual_dtype
+    parts = []
+    for position, piece in enumerate(bucket.tensors):
+        count = _elements(method, piece, i)
+        spec = TensorSpec(piece.spec.name, (count,), dtype, piece.spec.device)
+        parts.append(Piece(spec, count, position))
+    identity = [method.id, method.agreed(), i]
+    return lay_out(bucket.ordinal, parts, "direct", Dense(), bucket.reduction, identity=identity)
+
+
+def round_plans(bucket: BucketPlan) -> list[BucketPlan]:
+    """Those of all rounds."""
+    return [round_plan(bucket, i) for i in range(_method(bucket).rounds)]
+
+
+class Reduced(Generic[Array]):
+    """`horovod_topk.core.route.Route` of one bucket: its method's rounds, one after another.
+
+    Args:
+        bucket: with a method of rounds.
+        arenas: the rank's residuals.
+        states: the method's, by name.
+        ops, codec, collective: of the arrays.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketPlan,
+        arenas: Arenas[Array],
+        states: Mapping[str, Arenas[Array]],
+        ops: Ops[Array],
+        codec: PayloadCodec[Array],
+        collective: Collective[Array],
+    ) -> None:
+        self._bucket, self._arenas, self._states = bucket, arenas, states
+        self._ops, self._method = ops, _method(bucket)
+        self._legs = [_leg(plan, ops, codec, collective) for plan in round_plans(bucket)]
+        self.rounds = len(self._legs)
+        self._round: int | None = None  # under way; None: nothing is
+        self._returning = False  # whether its sums are on their way back
+        self._ended = True  # whether they have been taken, and no round follows
+        self._flags: Sequence[bool] | None = None  # of the rounds so far
+        self._works: list[Work[Array]] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        """`Route.is_under_way`."""
+        return self._round is not None
+
+    def send(self, gradients: Sequence[Array], name: str) -> None:
+        """`Route.send`: the first round."""
+        ops, arenas = self._ops, self._arenas
+        self._name, self._flags, self._works = name, None, []
+        for piece, gradient in zip(self._bucket.tensors, gradients, strict=True):
+            values = ops.view(arenas.candidate, piece.start, piece.stop)
+            ops.compensate(ops.view(arenas.residual, piece.start, piece.stop), gradient, values)
+            self._works.append(Work(values, self._state_of(piece)))
+        self._start(0)
+
+    def advance(self) -> None:
+        """Have this round's sums sent back, or take them and start the next round."""
+        if self._round is None or self._ended:
+            return
+        leg, following = self._legs[self._round], self._round + 1
+        if not self._returning:
+            leg.advance()
+            self._returning = True
+        elif following < len(self._legs) and self._take(leg):
+            self._start(following)
+
+    def wait(self) -> None:
+        """`Route.wait`."""
+        assert self._round is not None
+        while not self._ended and (self._round + 1 < len(self._legs) or not self._returning):
+            self.advance()
+        if not self._ended:
+            self._take(self._legs[self._round])
+        self._round = None
+
+    def drain(self) -> None:
+        """`Route.drain`. Ranks that go on with the step are sent flags, which end it."""
+        if self._round is None:
+            return
+        leg, following = self._legs[self._round], self._round + 1
+        if not self._returning:
+            leg.drain()
+        elif not self._ended and self._take(leg) and following < len(self._legs):
+            self._legs[following].abort(f"{self._name}.{following}")
+        self._round = None
+
+    def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
+        """`Route.receive`."""
+        ops, flags = self._ops, self._flags
+        assert flags is not None
+        pairs = zip(self._bucket.tensors, self._works, targets, strict=True)
+        for position, (piece, work, target) in enumerate(pairs):
+            applied, sent = self._finish(piece, work)
+            ops.deliver(applied, gain, target, flags[position])
+            ops.deduct(work.values, None, sent)
+            self._follow(piece, work)
+        return flags
+
+    def clear(self, arrays: Sequence[Array]) -> None:
+        """`Route.clear`: all is sent, in some form."""
+
+    def swap(self) -> None:
+        """`Route.swap`."""
+        for arenas in (self._arenas, *self._states.values()):
+            arenas.swap()
+
+    def gradient_norm(self, *, committed: bool) -> float:
+        """`Route.gradient_norm`."""
+        return 0.0
+
+    def _start(self, i: int) -> None:
+        """Send what the method has added up in round i; NaN where a tensor was flagged before."""
+        ops, arrays = self._ops, []
+        for position, (piece, work) in enumerate(
+            zip(self._bucket.tensors, self._works, strict=True)
+        ):
+            count = _elements(self._method, piece, i)
+            array = ops.zeros(count, self._bucket.residual_dtype, self._bucket.device)
+            if count:
+                sent = work.values
+                if not piece.whole:
+                    sent = self._method.send(ops, self._bucket, piece, i, work)
+                ops.assign(array, sent)
+                if self._flags is not None:
+                    ops.deliver(ops.clone(array), 1.0, array, self._flags[position])
+            work.sent.append(array)
+            arrays.append(array)
+        self._round, self._returning, self._ended = i, False, False
+        self._legs[i].send(arrays, f"{self._name}.{i}")
+
+    def _take(self, leg: Sharded[Array]) -> bool:
+        """Take a round's sums; whether the step goes on, which it does not if all are flagged."""
+        ops, reduced = self._ops, []
+        leg.wait()
+        for tensor in leg.bucket.tensors:
+            reduced.append(ops.zeros(tensor.numel, leg.bucket.residual_dtype, leg.bucket.device))
+        flags = leg.receive(reduced)
+        self._flags = flags if self._flags is None else ops.either(self._flags, flags)
+        for work, array in zip(self._works, reduced, strict=True):
+            work.reduced.append(array)
+        if isinstance(self._flags, list) and all(self._flags):  # a graph runs on
+            self._ended = True
+        return not self._ended
+
+    def _finish(self, piece: Piece, work: Work[Array]) -> tuple[Array, Array]:
+        if piece.whole or not piece.numel:
+            return work.reduced[0], self._ops.clone(work.values)
+        if len(work.reduced) < len(self._legs):  # flagged, and given up
+            return self._ops.clone(work.values), self._ops.clone(work.values)
+        return self._method.finish(self._ops, self._bucket, piece, work)
+
+    def _state_of(self, piece: Piece) -> dict[str, Array]:
+        return {
+            name: self._ops.view(arenas.residual, *_stretch(arenas, piece))
+            for name, arenas in self._states.items()
+        }
+
+    def _follow(self, piece: Piece, work: Work[Array]) -> None:
+        """Write what the method's state becomes if the step commits."""
+        for name, arenas in self._states.items():
+            following = work.following.get(name, work.state[name])
+            self._ops.assign(self._ops.view(arenas.candidate, *_stretch(arenas, piece)), following)
+
+
+def state_plan(bucket: BucketPlan, name: str) -> BucketPlan:
+    """Where a method's state of one name lies, for every tensor of a bucket."""
+    method, parts = _method(bucket), []
+    for position, piece in enumerate(bucket.tensors):
+        state = {} if piece.whole else method.state(piece)
+        count = state[name].numel if name in state else 0
+        spec = TensorSpec(piece.spec.name, (count,), bucket.residual_dtype, piece.spec.device)
+        parts.append(Piece(spec, count, position))
+    return lay_out(
+        bucket.ordinal, parts, "direct", Dense(), bucket.reduction, identity=["state", name]
+    )
+
+
+def state_names(method: object, pieces: Sequence[Any]) -> list[str]:
+    """Names of what a method keeps beside residuals, for any of these tensors."""
+    if not isinstance(method, Rounds):
+        return []
+    return sorted({name for piece in pieces if not piece.whole for name in method.state(piece)})
+
+
+def _stretch(arenas: Arenas[Any], piece: Piece) -> tuple[int, int]:
+    tensor = arenas.plan.tensors[piece.gradient]
+    return tensor.start, tensor.stop
+
+
+def _leg(
+    plan: BucketPlan, ops: Ops[Array], codec: PayloadCodec[Array], collective: Collective[Array]
+) -> Sharded[Array]:
+    """A round's exchange; what travels whole leaves no residual, which is zero throughout."""
+    split = shard(plan, collective.size)
+    make: Callable[[BucketPlan], Arenas[Array]] = lambda each: Arenas(  # noqa: E731
+        each,
+        ops.zeros(each.numel, each.residual_dtype, each.device),
+        ops.zeros(each.numel, each.residual_dtype, each.device),
+    )
+    owned = make(split.gather[collective.rank])
+    return Sharded(split, [make(each) for each in split.scatter], owned, ops, codec, collective)
+
+
+def _elements(method: Rounds, piece: Piece, i: int) -> int:
+    if piece.whole:
+        return piece.numel if i == 0 else 0
+    return method.elements(piece, i) if piece.numel else 0
+
+
+def _method(bucket: BucketPlan) -> Rounds:
+    method: object = bucket.config
+    assert isinstance(method, Rounds)
+    return method
