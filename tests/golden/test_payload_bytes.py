@@ -1,4 +1,5 @@
-"""Payloads byte for byte, put together by hand from the docstring of `core/payload.py`.
+"""Payloads byte for byte, put together by hand from the docstrings of `core/payload.py`
+and `methods/topk.py`.
 
 A failure here means that ranks of two versions no longer understand each other: raise
 `payload.VERSION` rather than edit a number below. (A new setting changes the digest alone.)
@@ -18,7 +19,7 @@ from oracle.world import World
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core import payload
-from horovod_topk.core.codec import TopK
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.errors import PayloadError, PlanMismatchError
 
@@ -43,8 +44,13 @@ def sent(world: World, *gradients: dict[str, Any]) -> bytes:
 
 
 def header(tensors: int, digest: bytes) -> bytes:
-    magic, version, codec, reserved = b"HTKP", 1, 1, 0
-    return struct.pack("<4sBBHI8sI", magic, version, codec, reserved, tensors, digest, reserved)
+    magic, version, method, measures, reserved = b"HTKP", 2, 1, 0, 0
+    return struct.pack("<4sBBHI8sI", magic, version, method, measures, tensors, digest, reserved)
+
+
+def ended(data: bytes) -> bytes:
+    """A payload with the zeros that take its end to a multiple of 16."""
+    return data + bytes(-len(data) % 16)
 
 
 @each_framework
@@ -53,9 +59,9 @@ def test_every_byte_of_a_small_payload(backend: Backend) -> None:
     plan = small_plan("float32")
     expected = bytes.fromhex(
         "48 54 4b 50"  # magic: HTKP
-        "01 01 00 00"  # version 1, codec 1, reserved
+        "02 01 00 00"  # version 2, method 1, no measures
         "02 00 00 00"  # two tensors
-        "a0 11 44 27 8e 86 01 f0"  # digest of the plan; see the next test
+        "77 68 57 0e e5 eb 78 64"  # digest of the plan; see the next test
         "00 00 00 00"  # reserved
         "00"  # flags: nothing non-finite
         "00 00 00 00 00 00 00"  # padding to 32
@@ -66,7 +72,8 @@ def test_every_byte_of_a_small_payload(backend: Backend) -> None:
         "05"  # w: and the upper parts 0, 1 are bits 0 + 0 and 1 + 1 of 6
         "00 00 00 00 00 00"  # padding to 64
     )
-    assert sent(World(plan, 1, backend), small_gradients("float32")) == expected
+    assert len(expected) == 64
+    assert sent(World(plan, 1, backend), small_gradients("float32")) == ended(expected)
 
 
 @each_framework
@@ -80,20 +87,21 @@ def test_plain_indices(backend: Backend) -> None:
         + struct.pack("<2H", 1, 3)
         + bytes(4)  # 60 to 64
     )
-    assert sent(World(plan, 1, backend), small_gradients("float32")) == expected
+    assert sent(World(plan, 1, backend), small_gradients("float32")) == ended(expected)
 
 
 def test_the_digest_is_a_hash_of_the_buckets_plan() -> None:
     """Other languages can compute it: SHA-256 of compact JSON with sorted keys, 8 bytes."""
     text = (
-        '[1,{"exchange":"allgather","gather_ratio":null,"indices":"auto","min_numel":4,"name":null,'
-        '"ratio":0.2,'
-        '"selection":"exact","values":"float32"},"average",'
-        '[["w",[10],"float32","packed"],["b",[3],"float32",null]]]'
+        '[2,1,{"exchange":"allgather","gather_ratio":null,"indices":"auto","min_numel":4,'
+        '"name":null,"ratio":0.2,"selection":"exact","values":"float32"},"average",'
+        '"direct",1,null,'  # an allgather; not split among owners
+        '[["w",[10],"float32",10,0,0,0,32,false,2,"packed",56],'
+        '["b",[3],"float32",3,1,0,10,40,false,3,null,0]]]'
     )
     expected = hashlib.sha256(text.encode()).digest()[:8]
     assert small_plan("float32").buckets[0].digest == expected
-    assert expected.hex(" ") == "a0 11 44 27 8e 86 01 f0"
+    assert expected.hex(" ") == "77 68 57 0e e5 eb 78 64"
 
 
 @each_framework
@@ -120,7 +128,7 @@ def test_values_of_every_width(
         + bytes([0b01, 0b000101])  # as in the first test
         + bytes(6)
     )
-    assert sent(World(plan, 1, backend), small_gradients(dtype)) == expected
+    assert sent(World(plan, 1, backend), small_gradients(dtype)) == ended(expected)
 
 
 # Each kind of values: 40 elements send 4, and 3 send 3.
@@ -165,7 +173,7 @@ def kinds_plan(values: str) -> Plan:
 
 def of_each_kind(plan: Plan, values: str) -> bytes:
     sections = bytes.fromhex(KINDS[values]) + bytes.fromhex(PLACES) + bytes(5)
-    return header(2, plan.buckets[0].digest) + bytes(8) + sections
+    return ended(header(2, plan.buckets[0].digest) + bytes(8) + sections)
 
 
 @each_framework
@@ -205,7 +213,7 @@ def test_a_scale_for_each_block(
     plan = make_plan([spec], TopKConfig(ratio=1.0, values=values))
     data = sent(World(plan, 1, backend), {"w": np.array([one] * count + [two], np.float32)})
     body = bytes.fromhex(expected)
-    assert data[32:] == body + bytes(-len(body) % 8)
+    assert data[32:] == ended(body)
 
 
 @each_framework
@@ -226,7 +234,7 @@ def test_a_sampled_selection(backend: Backend) -> None:
         + struct.pack("<7000f", *g[chosen])
         + struct.pack("<7000I", *chosen)
     )
-    assert sent(World(plan, 1, backend), {"w": g}) == expected
+    assert sent(World(plan, 1, backend), {"w": g}) == ended(expected)
 
 
 @each_framework
@@ -248,7 +256,7 @@ def test_long_indices_stand_before_short_ones(backend: Backend) -> None:
         + struct.pack("<2H", 0, 65535)
         + bytes(4)  # 76 to 80
     )
-    assert sent(World(plan, 1, backend), g) == expected
+    assert sent(World(plan, 1, backend), g) == ended(expected)
 
 
 @each_framework
@@ -259,7 +267,7 @@ def test_flags_are_bits_in_the_plans_order(backend: Backend) -> None:
     bad = {0: np.nan, 7: np.inf, 8: -np.inf}
     data = sent(world, {str(i): np.array([bad.get(i, 1.0)], np.float32) for i in range(9)})
     assert data[24:32] == bytes([0b1000_0001, 0b0000_0001, 0, 0, 0, 0, 0, 0])
-    assert len(data) == 32 + 40  # nine values and padding
+    assert len(data) == 32 + 48  # nine values and padding
     received = world.finish()[0]
     assert [name for name, g in received.items() if np.isnan(g).all()] == ["0", "7", "8"]
 
@@ -299,15 +307,15 @@ def handmade(bucket: BucketPlan) -> bytes:
     """w: 0.25 at 4 and -1.5 at 9; b: 1, 2, 3."""
     values = struct.pack("<5f", 0.25, -1.5, 1, 2, 3)
     index = bytes([0b00, 0b100100])  # x = 4, 8: upper parts 2 and 4, bits 2 + 0 and 4 + 1
-    return header(2, bucket.digest) + bytes(8) + values + bytes(4) + index + bytes(6)
+    return ended(header(2, bucket.digest) + bytes(8) + values + bytes(4) + index)
 
 
 def decode(
     backend: Backend, bucket: BucketPlan, payloads: list[bytes], gradients: list[Any]
 ) -> list[str]:
-    """What `TopK.decode` makes of the sum of these payloads; returns the flagged names."""
+    """What `PayloadCodec.decode` makes of the sum of these payloads; returns the flagged names."""
     gathered = backend.array(np.frombuffer(b"".join(payloads), np.uint8), "uint8")
-    flags = TopK(backend.ops).decode(bucket, gathered, 1.0, gradients)
+    flags = PayloadCodec(backend.ops).decode(bucket, gathered, 1.0, gradients)
     return list(bucket.names(flags))
 
 
@@ -337,23 +345,23 @@ def test_another_magic_is_refused(backend: Backend) -> None:
 
 @each_framework
 def test_another_version_is_refused(backend: Backend) -> None:
-    for version in (0, 2):
-        message = f"rank 1: format version {version} .* reads version 1"
+    for version in (0, 1, 3):
+        message = f"rank 1: format version {version}, .* reads version 2"
         with pytest.raises(PayloadError, match=message):
             received(backend, 4, version)
 
 
 @each_framework
-def test_another_codec_is_refused(backend: Backend) -> None:
-    with pytest.raises(PayloadError, match=r"rank 1: format version 1 with codec 2, .* codec 1"):
+def test_another_method_is_refused(backend: Backend) -> None:
+    with pytest.raises(PayloadError, match="rank 1: method 2, this rank's is 1"):
         received(backend, 5, 2)
 
 
 @each_framework
 @pytest.mark.parametrize("at", [6, 7, 20, 23])
-def test_a_reserved_byte_is_refused(backend: Backend, at: int) -> None:
+def test_other_measures_and_reserved_bytes_are_refused(backend: Backend, at: int) -> None:
     """By name: the plans are equal, so a message about plans would lead astray."""
-    with pytest.raises(PayloadError, match=r"rank 1: .*reserved"):
+    with pytest.raises(PayloadError, match=r"rank 1: .* of measures and .* in reserved bytes"):
         received(backend, at, 1)
 
 
@@ -366,7 +374,7 @@ def test_another_number_of_tensors_is_refused(backend: Backend) -> None:
 @each_framework
 def test_another_digest_is_refused(backend: Backend) -> None:
     """The message sets the two digests side by side."""
-    with pytest.raises(PlanMismatchError, match=r"\ba01144278e8601ff\b.*\ba01144278e8601f0\b"):
+    with pytest.raises(PlanMismatchError, match=r"\b7768570ee5eb78ff\b.*\b7768570ee5eb7864\b"):
         received(backend, 19, 0xFF)
 
 
@@ -412,7 +420,7 @@ def payload_with(bucket: BucketPlan, section: str, flags: int = 0) -> bytes:
     data = header(3, bucket.digest) + bytes([flags]) + bytes(7)
     data += struct.pack("<7f", 1, 2, 1, 2, 1, 2, 3) + bytes(4)  # 60 to 64
     data += bytes.fromhex(sound) + bytes.fromhex(section)
-    return data + bytes(-len(data) % 8)
+    return ended(data)
 
 
 @each_framework
@@ -453,6 +461,34 @@ def test_sound_indices_are_not_refused(backend: Backend, indices: str, numel: in
     assert decode(backend, bucket, [data, data], gradients) == []
     w = backend.numpy(gradients[1])
     assert (w[[4, 9]].tolist(), np.count_nonzero(w)) == ([2, 4], 2)
+
+
+@each_framework
+@pytest.mark.parametrize("values", ["int8", "int4", "sign"])
+@pytest.mark.parametrize("scale", ["80 bf", "80 7f", "80 ff", "c0 7f", "80 80"])
+def test_a_scale_that_cannot_be_is_refused_by_name(
+    backend: Backend, values: str, scale: str
+) -> None:
+    """-1, the infinities, a NaN and the smallest negative normal number; before a gradient changes."""
+    plan = kinds_plan(values)
+    good = of_each_kind(plan, values)
+    bad = bytearray(good)
+    bad[32:34] = bytes.fromhex(scale)
+    gradients = [backend.array(np.full(n, 5.0), "float32") for n in (40, 3)]
+    with pytest.raises(PayloadError, match=r"tensor 'w': bucket 0, rank 1: .* a scale is negative"):
+        decode(backend, plan.buckets[0], [good, bytes(bad)], gradients)
+    assert all((backend.numpy(each) == 5).all() for each in gradients)
+
+
+@each_framework
+@pytest.mark.parametrize("values", ["int8", "int4", "sign"])
+@pytest.mark.parametrize("scale", ["00 00", "00 80", "7f 7f"])
+def test_zeros_and_the_largest_scale_are_read(backend: Backend, values: str, scale: str) -> None:
+    plan = kinds_plan(values)
+    data = bytearray(of_each_kind(plan, values))
+    data[32:34] = bytes.fromhex(scale)
+    gradients = [backend.array(np.zeros(n), "float32") for n in (40, 3)]
+    assert decode(backend, plan.buckets[0], [bytes(data)], gradients) == []
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 129, 192])

@@ -1,4 +1,6 @@
-"""A method of two dependent rounds with shared and per-rank state, for tests: rank-1 power iteration.
+"""A method of two dependent rounds with shared and per-rank state: rank-1 power iteration.
+
+For tests alone.
 
 A tensor is seen as a matrix M of 8 columns. Round 0 adds up p = M (c - q), with q of the step
 before and a constant c; round 1 adds up q' = M^T p / |p|^2, and p q'^T is applied: PowerSGD of rank
