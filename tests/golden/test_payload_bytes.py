@@ -469,7 +469,7 @@ def test_sound_indices_are_not_refused(backend: Backend, indices: str, numel: in
 def test_a_scale_that_cannot_be_is_refused_by_name(
     backend: Backend, values: str, scale: str
 ) -> None:
-    """-1, the infinities, a NaN and the smallest negative normal number; before a gradient changes."""
+    """-1, infinities, a NaN, the smallest negative normal number; before a gradient changes."""
     plan = kinds_plan(values)
     good = of_each_kind(plan, values)
     bad = bytearray(good)
