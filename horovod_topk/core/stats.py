@@ -53,6 +53,7 @@ class Stats:
     lost_ranks: int = 0  # of an elastic job, whose residuals were lost with them
     lost_norm: float = 0.0  # of these, about: as if they owed as much as the other ranks then did
     late: Mapping[str, int] = field(default_factory=dict)  # tensor -> steps it held its bucket back
+    warnings: tuple[str, ...] = ()  # what was warned of for this optimizer, as in the log
 
     @property
     def reduction(self) -> float:

@@ -88,6 +88,7 @@ class OptimizerState:
         self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
         self._before = 0  # steps of an elastic job that this state has not seen, less those undone
         self._gradient_norm = 0.0
+        self.warnings: tuple[str, ...] = ()  # about the optimizer, told by the seam
         self.created = next(_COUNT)
         self.label = f"a TopKEF state of {len(self._names)} variables"
         reason = why_inactive(settings.process_set)
@@ -107,7 +108,8 @@ class OptimizerState:
         """Totals and norms so far; call it on any rank, it is local."""
         transport = self._routes.transport
         if self._last is None or transport is None:
-            return Stats(active=self.active, skipped=dict(self._skipped))
+            skipped = dict(self._skipped)
+            return Stats(active=self.active, skipped=skipped, warnings=self.warnings)
         kept = self._routes.kept()
         stats = replace(
             planned(self._last.plan, transport.exchange),
@@ -117,6 +119,7 @@ class OptimizerState:
             owned_norm=self._norm_of(kept.owned),
             gradient_norm=self._gradient_norm,
             skipped=dict(self._skipped),
+            warnings=self.warnings,
         )
         return stats if self.keeper is None else self.keeper.counted(stats)
 

@@ -40,6 +40,7 @@ from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.arrival import Slot, sparse_beside
 from horovod_topk.torch.buckets import Buckets
 from horovod_topk.torch.clipping import clip_alone
+from horovod_topk.torch.clipping_late import LateClipping
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.momentum import (
     advise,
@@ -149,6 +150,7 @@ class OptimizerState:
     def _watch(self, optimizer: Any) -> None:
         """Be told of what gradients are added to, and of steps; take the momentum over."""
         momentum = self._compressor.plan.config.momentum
+        self._late_clipping = LateClipping(optimizer, momentum, self._buckets)
         if self._takes_over:
             take_over(optimizer, momentum)
             note_taken(type(optimizer).__name__, momentum)
@@ -188,6 +190,7 @@ class OptimizerState:
             gradient_norm=compressor.gradient_norm(),
             skipped=dict(self._skipped),
             late=dict(self._late),
+            warnings=self._late_clipping.warnings,
         )
         return stats if self.keeper is None else self.keeper.counted(stats)
 
@@ -349,6 +352,10 @@ class OptimizerState:
         assert slot.exchanged is not None  # its bucket is finished
         return slot.exchanged.dense
 
+    def synchronized(self) -> None:
+        """Note that `synchronize()` is over: from here on a user may change gradients."""
+        self._late_clipping.begin()
+
     def _is_sent(self, ordinal: int) -> bool:
         return self._compressor.phase(ordinal) is Phase.SENT
 
@@ -361,11 +368,13 @@ class OptimizerState:
         elif not momentum:
             give_back(optimizer)
         check_not_twice(optimizer, momentum)
+        self._late_clipping.check(optimizer)
         return with_one_exchange(args, kwargs, lambda: self._exchanges)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         check_after(optimizer)
+        self._late_clipping.check(optimizer)  # of a closure that has exchanged within the step
         if self._buckets.are_applied():
             self._compressor.commit()
         else:  # what was exchanged has been thrown away: the step applied something else
