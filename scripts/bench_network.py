@@ -2,7 +2,8 @@
 
 Hosts are network namespaces of this machine (`scripts/cluster`) with one rank each. They run
 `horovod-topk bench` once for each bandwidth, and at the fastest bandwidth once for each kind of
-simulated backward (`network.runs`). Writes docs/results/network.json, docs/network.md and a picture.
+simulated backward (`network.runs`). Writes docs/results/network.json, docs/network.md and a
+picture.
 
     sudo make bench-network                           # all runs: half an hour
     sudo make bench-network ARGS="1gbit --rounds 5"   # these runs; other results are kept

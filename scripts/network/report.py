@@ -52,9 +52,8 @@ Seconds that an exchange adds to a step, and how many times less TopKEF with int
 
 - **Compare with `dense-waiting` or `ddp`.** Horovod's ranks spin while they wait (`dense`, `fp16`):
   each keeps a whole core busy. There are {hosts} ranks on {cores} cores here, so a rank that spins
-  slows the others down. `dense-waiting` is Horovod's dense allreduce with ranks that sleep while they
-  wait. TopKEF's ranks sleep too. A host with cores to spare would lose less by spinning; that was
-  not measured.
+  slows the others down. `dense-waiting` is Horovod's dense allreduce with ranks that sleep while
+  they wait. TopKEF's ranks sleep too. Hosts with cores to spare were not measured.
 - **PowerSGD is limited by the CPU here**, and so is TopKEF on the fastest link: see
   [where the time goes](#where-the-time-goes).
 - **The machine was busy with other work.** Compare methods within one table, not with your own
@@ -66,9 +65,9 @@ Seconds that an exchange adds to a step, and how many times less TopKEF with int
 {kinds}
 
 `topk-plain` and the rows after it are TopKEF with the settings in their names. Values are float32
-unless the name says int8. `plain` indices take 4 bytes each; all other rows pack indices. Horovod's
-idle ranks exchange messages once a cycle ({cycle}), also while DDP's steps are timed. This slows DDP
-a little.
+unless the name says int8. `plain` indices take 4 bytes each; all other rows pack indices. Idle
+Horovod ranks exchange messages once a cycle ({cycle}), also while DDP's steps are timed. This
+slows DDP a little.
 
 ## Goals
 
