@@ -91,8 +91,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             scale changes. A distributed optimizer finds its loss scale by itself.
 
     Raises:
-        ConfigError: a setting is out of its range, or two settings cannot be combined.
-        UnknownSettingError: there is no setting of this name.
+        ConfigError, UnknownSettingError: a setting is out of its range, does not fit another one,
+            or does not exist.
 
     Example:
         >>> compression = TopKEF(ratio=0.001)

@@ -74,8 +74,8 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
             then kept without the scale, so that they stay right when the scale changes.
 
     Raises:
-        ConfigError: a setting is out of its range, or two settings cannot be combined.
-        UnknownSettingError: there is no setting of this name.
+        ConfigError, UnknownSettingError: a setting is out of its range, does not fit another one,
+            or does not exist.
 
     Example:
         >>> optimizer = hvd.DistributedOptimizer(
