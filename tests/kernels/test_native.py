@@ -171,6 +171,7 @@ def normal(bucket: BucketPlan, scale: float = 1.0) -> list[Array]:
 # Shapes, dtypes, settings.
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("selection", "indices"), [("exact", "packed"), ("sampled", "plain"), ("exact", "plain")]
 )
@@ -220,6 +221,7 @@ def test_velocities_have_the_bits_of_two_roundings(isa: str, dtype: str, threads
         np.testing.assert_array_equal(out, u * u.dtype.type(0.9) + g)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("threads", [2, 3, 8])
 @pytest.mark.parametrize("values", ["float32", "float16", "int8", "int4", "sign"])
 def test_threads_change_nothing(values: str, threads: int) -> None:
@@ -357,6 +359,7 @@ HARD = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("selection", ["exact", "sampled"])
 @pytest.mark.parametrize("kind", HARD)
 def test_hard_values(isa: str, kind: str, selection: str) -> None:
@@ -511,6 +514,7 @@ def test_memory_that_is_not_aligned(isa: str, values: str, indices: str, offset:
     assert [s.tobytes() for s in shifted] == [d.tobytes() for d in decoded]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spikes", [(0, 2**31 - 1, 2**31, 2**31 + 40)])
 @pytest.mark.parametrize("kind", ["packed", "int32"])
 def test_more_elements_than_a_signed_index_counts(spikes: tuple[int, ...], kind: str) -> None:

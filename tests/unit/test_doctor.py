@@ -49,6 +49,7 @@ def test_what_it_says_here() -> None:
     assert "two ranks exchange" not in found
 
 
+@pytest.mark.slow
 def test_what_it_says_without_kernels() -> None:
     found = lines(HOROVOD_TOPK_NATIVE="0")
     reason = "none, framework operations do the work: HOROVOD_TOPK_NATIVE=0"
