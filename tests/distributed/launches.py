@@ -14,7 +14,8 @@ training equals dense, nothing is lost, a step commits or rolls back, and what a
 | `all`  | in all launches of their file | in all launches of their file                       |
 
 `everywhere(one_in=4)` is for a test with many parameters: beside the launch that runs all of them,
-the fast tier runs one in four. A case marked `slow` is not in the fast tier at all.
+the fast tier runs one in four. A case marked `slow` is not in the fast tier at all, and of a test
+marked `one_in(4)` it has one case in four.
 
 `make test` runs tier `fast`, `make test-all` tier `all`; see tests/conftest.py. `ONCE` and
 `AFTERWARDS` spare launches that have no case in a tier; tests/unit/test_launches.py compares them
