@@ -3,8 +3,8 @@
     PYTHONPATH=scripts scripts/netlab --hosts 2 --rate 100mbit -- horovodrun --gloo
         python scripts/planning/rank.py --model resnet18 --json found.json
 
-On a cell for fitting, rank 0 times the kernels alone, then all ranks time collectives. On other cells
-all ranks make steps, one exchange after the other. The slowest rank's time counts.
+On a cell for fitting, rank 0 times the kernels alone, then all ranks time collectives. On other
+cells all ranks make steps, one exchange after the other. The slowest rank's time counts.
 """
 
 from __future__ import annotations

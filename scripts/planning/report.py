@@ -38,8 +38,8 @@ measured step times.
 - **Network**: emulated, on Gloo. The hosts are network namespaces of one machine (`scripts/netlab`)
   and share its CPU cores. No GPU.
 - **Constants**: fitted on collectives alone, on other cells:
-  {fitted}. The compute time is a
-  measured step without exchange on the same cell, as a user would measure it.
+  {fitted}. The
+  compute time is a measured step without exchange on the same cell, as a user would measure it.
 
 ## Results
 
@@ -104,7 +104,7 @@ def text(jobs: Mapping[str, Job], found: Sequence[Row]) -> str:
     """The page."""
     machine = machine_of([jobs[cell.name] for cell in FITTED]) if found else None
     return PAGE.format(
-        fitted=", ".join(f"{cell.hosts} hosts, {cell.rate}" for cell in FITTED),
+        fitted="; ".join(f"{cell.hosts} hosts at {cell.rate}" for cell in FITTED),
         least=LEAST,
         most=MOST,
         settled=SETTLED,

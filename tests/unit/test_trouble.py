@@ -44,7 +44,8 @@ def test_every_job_and_way_has_its_lines() -> None:
     for run in RUNS.values():
         assert page.count(f"| {run.title} |") == 3
     assert (
-        f"weights as in the job without trouble in {len(RUNS) - 1} of {len(RUNS) - 1} jobs" in page
+        f"same weights as in the job without trouble in {len(RUNS) - 1} of {len(RUNS) - 1} jobs"
+        in page
     )
     assert "| differ |" not in page
 
