@@ -316,7 +316,7 @@ both.kernel.encode(*places, both.payload.ctypes.data, 3)
 """
     source = f"import sys; sys.path[:0] = {sys.path!r}\n" + script.replace("NAME", __name__)
     command = f"ulimit -s {2**20} && exec {shlex.quote(sys.executable)} -c {shlex.quote(source)}"
-    done = subprocess.run(["bash", "-c", command], timeout=60, check=False)  # stacks of 1 GiB
+    done = subprocess.run(["bash", "-c", command], timeout=200, check=False)  # stacks of 1 GiB
     assert done.returncode == 0
 
 
@@ -334,7 +334,7 @@ if child:
 os._exit(0)
 """
     source = f"import sys; sys.path[:0] = {sys.path!r}\n" + script.replace("NAME", __name__)
-    done = subprocess.run([sys.executable, "-c", source], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", source], timeout=200, check=False)
     assert done.returncode == 0
 
 
@@ -478,7 +478,7 @@ def check_all_tight() -> None:
 def test_a_payload_that_ends_where_memory_ends(isa: str) -> None:
     source = f"import sys; sys.path[:0] = {sys.path!r}\nimport {__name__} as m\nm.check_all_tight()"
     command = [sys.executable, "-X", "faulthandler", "-c", source]
-    done = subprocess.run(command, timeout=100, check=False, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, timeout=200, check=False, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -32,7 +32,7 @@ def lines(*, isolated: bool = False, **variables: str) -> dict[str, str]:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": package, **variables},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         check=True,
     )
     return {line[:22].strip(): line[22:] for line in done.stdout.splitlines()}
