@@ -1,6 +1,6 @@
 """`make bench-trouble`: a slow rank, and links that lose packets, dense Horovod beside TopKEF.
 
-Hosts are network namespaces of this machine (`scripts/cluster`) with one rank each. There is one job
+Hosts are network namespaces of this machine (`scripts/cluster`) with one rank each. There is a job
 for each kind of trouble (`trouble.runs`); in it the digits are trained with every method in turns.
 Writes docs/results/trouble.json and docs/trouble.md.
 

@@ -38,8 +38,8 @@ measured step times.
 - **Network**: emulated, on Gloo. The hosts are network namespaces of one machine (`scripts/netlab`)
   and share its CPU cores. No GPU.
 - **Constants**: fitted on collectives alone, on other cells:
-  {fitted}. The
-  compute time is a measured step without exchange on the same cell, as a user would measure it.
+  {fitted}.
+  The compute time is a measured step without exchange on the same cell, as a user would measure it.
 
 ## Results
 
