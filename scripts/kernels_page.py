@@ -33,6 +33,10 @@ can cost less. One thread, medians, random gradients, no GPU.
 `r += g` (first table). Encoding, decoding two payloads and committing the step together cost 19 ms
 where `r += g` costs 7, for a ResNet-50 ([benchmarks.md](benchmarks.md)).
 
+**GPUs** have Triton kernels for float32 and float16 values, with plain indices and the allgather
+exchange. They have run in Triton's interpreter and were compiled ahead of time, never on a GPU.
+Everything else uses the framework's operations there.
+
 ## Encode {numel:,} float32 at ratio 0.01
 
 {encoding}
