@@ -25,8 +25,10 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # More arguments for the command behind a target: make test TESTS=tests/unit ARGS="-k payload"
 ARGS ?=
 TESTS ?= tests
+# Which tests: fast, all, or rest (what all adds to fast); tests/conftest.py says which these are.
+TIER ?= fast
 
-.PHONY: help setup demo test check accuracy frontier residuals practice crashes bench bench-kernels bench-network plan-grid bench-trouble bench-wire fuzz clean
+.PHONY: help setup demo test test-all check accuracy frontier residuals practice crashes bench bench-kernels bench-network plan-grid bench-trouble bench-wire fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -37,8 +39,11 @@ setup: ## create .venv with both frameworks and Horovod (minutes the first time;
 demo: setup ## train a CNN on two ranks, dense and then with TopKEF; a table and a picture
 	"$(VENV)/bin/python" scripts/demo.py $(ARGS)
 
-test: setup ## run all tests, those with real ranks among them
-	"$(VENV)/bin/python" -m pytest $(TESTS) $(ARGS)
+test: setup ## test every feature and every law, on real ranks too (8 minutes)
+	"$(VENV)/bin/python" -m pytest --tier=$(TIER) $(TESTS) $(ARGS)
+
+test-all: TIER = all
+test-all: test ## run every test: laws and features on every controller, large sizes (half an hour)
 
 check: setup ## ruff (lint, format) and mypy
 	"$(VENV)/bin/ruff" check .

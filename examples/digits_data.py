@@ -1,7 +1,7 @@
 """scikit-learn's handwritten digits (1,797 images of 8 x 8) and their split, as NumPy arrays.
 
-450 images are held out, 300 more are kept for choosing settings, the rest is to train on: the same
-ones in every framework, for every seed and every number of ranks.
+450 images are held out, 300 are kept for choosing settings, and the rest is for training. The split
+is the same in every framework, for every seed and every number of ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the examples share, whatever their framework: arguments, a schedule, the record of a run.
+"""Code that all examples share: command-line arguments, a learning rate, the record of a run.
 
-The record is a progress bar, a summary and a JSON file, all three from rank 0 alone. What needs a
-framework is in torch_harness.py and tensorflow_harness.py; this file imports neither.
+The record of a run is a progress bar, a summary and a JSON file, all from rank 0. This file imports
+no framework; torch_harness.py and tensorflow_harness.py have the code that needs one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Describe = Callable[[], dict[str, Any]]  # see `describe`
 def arguments(
     description: str | None, *, steps: int, batch_size: int, lr: float, optimizer: str = "sgd"
 ) -> argparse.ArgumentParser:
-    """A parser with the arguments of every example, at this example's defaults."""
+    """Return a parser with the arguments of every example, with this example's defaults."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,48 +44,80 @@ def arguments(
         "--compression",
         choices=("none", "fp16", "topk", "compact"),
         default="none",
-        help="of gradients; compact is topk with the settings of TopKEF.compact()",
+        help="how gradients are compressed; compact: topk with the settings of TopKEF.compact()",
     )
-    add("--ratio", type=float, default=TopKConfig.ratio, help="part of the gradient topk sends")
-    add("--values", default=TopKConfig.values, help="how, such as int8 (default: %(default)s)")
-    add("--exchange", default="allgather", help="how its payloads travel (default: allgather)")
+    add(
+        "--ratio",
+        type=float,
+        default=TopKConfig.ratio,
+        help="topk: share of each gradient's elements to send (default: %(default)s)",
+    )
+    add(
+        "--values",
+        default=TopKConfig.values,
+        help="topk: format of values, such as int8 (default: %(default)s)",
+    )
+    add("--exchange", default="allgather", help="topk: how payloads travel (default: allgather)")
     add(
         "--ratios",
         nargs="+",
         default=(),
         metavar="PATTERN=RATIO",
-        help="of some tensors, as in 'head.*=dense'; the first that matches wins",
+        help="topk: ratios for some tensors, as in 'head.*=dense'; the first match is used",
     )
     add(
         "--momentum",
         type=momentum,
         default=TopKConfig.momentum,
-        help="of momentum correction in topk, or 'optimizer' to take over its own (default: off)",
+        help="topk: momentum to correct, or 'optimizer' for the optimizer's own (default: off)",
     )
-    add("--optimizer", choices=("sgd", "adamw"), default=optimizer)
+    add(
+        "--optimizer",
+        choices=("sgd", "adamw"),
+        default=optimizer,
+        help="default: %(default)s",
+    )
     add("--lr", type=float, default=lr, help="peak learning rate (default: %(default)s)")
-    add("--batch-size", type=positive, default=batch_size, help="per rank (default: %(default)s)")
-    add("--steps", type=positive, default=steps, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of the initial weights and of the order of batches")
+    add(
+        "--batch-size",
+        type=positive,
+        default=batch_size,
+        help="examples per rank and step (default: %(default)s)",
+    )
+    add("--steps", type=positive, default=steps, help="training steps (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the initial weights and of the order of batches",
+    )
     add("--json", type=Path, metavar="PATH", help="write the run's history here")
     return parser
 
 
 def add_evaluation(parser: argparse.ArgumentParser, *, every: int) -> None:
-    """Adds the arguments of the examples that train on real data."""
-    parser.add_argument("--evaluate-every", type=positive, default=every, metavar="STEPS")
+    """Add the arguments of the examples that train on real data."""
+    parser.add_argument(
+        "--evaluate-every",
+        type=positive,
+        default=every,
+        metavar="STEPS",
+        help="steps between two evaluations (default: %(default)s)",
+    )
     parser.add_argument(
         "--evaluate-on",
         choices=SPLITS,
         default="held-out",
-        help="choose learning rates on validation, report on held-out (default: %(default)s)",
+        help="data to evaluate on; choose learning rates on validation, report results on held-out "
+        "(default: %(default)s)",
     )
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """What was given, after a look at what TopKEF would refuse; usage and the reason, if it does.
+    """Parse the command line; end with usage and the reason if TopKEF would refuse a setting.
 
-    `compact` is spelt out, as topk with what it stands for where nothing else was given.
+    `--compression compact` becomes topk with the settings of `TopKEF.compact()`, except for those
+    that were given.
     """
     args = parser.parse_args()
     if args.compression == "compact":
@@ -104,44 +136,45 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Parse a whole number above 0."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
     return int(text)
 
 
 def momentum(text: str) -> float | str:
-    """A number, or the word that takes over the optimizer's."""
+    """Parse a momentum: a number, or "optimizer" for the optimizer's own."""
     return text if text == TAKE_OVER else float(text)
 
 
 def process_sets(args: argparse.Namespace) -> str | None:
-    """What `hvd.init` is told: an exchange over nodes needs process sets, and others none."""
+    """Return `process_sets` for `hvd.init`: "dynamic" for exchanges over nodes, else None."""
     return "dynamic" if args.exchange in ("hierarchical", "auto") else None
 
 
 def topk_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the arguments say of TopKEF, of either framework."""
+    """Return the settings of TopKEF that the arguments give, for any framework."""
     named = ("ratio", "values", "exchange", "momentum")
     return {name: getattr(args, name) for name in named} | {"ratios": parse_ratios(args.ratios)}
 
 
 def own_momentum(args: argparse.Namespace) -> float:
-    """The optimizer's, of AdamW its first beta: 0 where TopKEF applies it, corrected."""
+    """Return the optimizer's momentum (AdamW: first beta); 0 if TopKEF is given it instead."""
     corrected = args.compression == "topk" and args.momentum not in (0, TAKE_OVER)
     return 0.0 if corrected else 0.9
 
 
 def threads(local_size: int) -> int:
-    """OMP_NUM_THREADS, or else a rank's fair share of its machine's cores."""
+    """Return a rank's threads: OMP_NUM_THREADS, or its share of the machine's cores."""
     share = max(1, len(os.sched_getaffinity(0)) // local_size)
     return int(os.environ.get("OMP_NUM_THREADS", share))
 
 
 def warmup_cosine(steps: int, warmup: float = 0.05) -> Callable[[int], float]:
-    """The factor of the learning rate at a step.
+    """Return a function from a step to the factor of the learning rate.
 
-    It rises linearly over the first `warmup` of the run, then falls as a cosine, to zero.
+    The factor rises linearly over the first `warmup` (a share) of the steps, then falls as a cosine
+    to zero.
     """
     rising = max(1, round(warmup * steps))
 
@@ -153,7 +186,7 @@ def warmup_cosine(steps: int, warmup: float = 0.05) -> Callable[[int], float]:
 
 
 def ring_bytes(size: int, ranks: int) -> int:
-    """Bytes a rank sends in a ring allreduce of `size` bytes: 2 (P - 1) / P times as many."""
+    """Return the bytes that a rank sends in a ring allreduce: 2 (P - 1) / P times `size`."""
     return round(2 * (ranks - 1) / ranks * size)
 
 
@@ -166,7 +199,7 @@ def describe(
     dense_bytes: int,
     versions: dict[str, str],
 ) -> dict[str, Any]:
-    """The run's settings and the bytes it sends, for its JSON file. Paths are left out."""
+    """Return the run's settings and the bytes it sends, for its JSON file, without paths."""
     settings = {key: value for key, value in vars(args).items() if key not in ("json", "data")}
     return {
         "config": settings | {"ranks": ranks},
@@ -178,7 +211,7 @@ def describe(
 
 
 def environment(versions: dict[str, str]) -> dict[str, Any]:
-    """What a reader of the figures needs to know of the machine and the software."""
+    """Return the machine, the versions and the date, for readers of the figures."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -190,7 +223,7 @@ def environment(versions: dict[str, str]) -> dict[str, Any]:
 
 
 def traffic(result: dict[str, Any]) -> str:
-    """One clause on the bytes of a run, for its summary."""
+    """Return one clause about the bytes of a run, for its summary."""
     sent, dense = result["sent_bytes"], result["dense_bytes"]
     if not sent:
         return "nothing to exchange (one rank)"
@@ -198,7 +231,7 @@ def traffic(result: dict[str, Any]) -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """One line on a finished run."""
+    """Return one line about a finished run."""
     config, history = result["config"], result["history"]
     topk = config["compression"] == "topk"
     name = config["compression"]
@@ -217,7 +250,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Writes a run's result, an entry a line, if a path was given. For rank 0 alone."""
+    """Write a run's result as JSON, one entry a line, if there is a path. For rank 0 only."""
     if path is not None:
         entries = (f'"{key}": {json.dumps(value)}' for key, value in result.items())
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,12 +258,12 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
 
 
 class Run:
-    """The record of one training run, told of each step and of each evaluation.
+    """The record of one training run. It is told of each step and of each evaluation.
 
     Args:
-        args: of the command line.
-        rank: 0 prints and writes, the others only count.
-        describe: what the JSON file says of the run beside its history; asked for at the end.
+        args: the arguments of the command line.
+        rank: this rank; rank 0 prints and writes, the others only count.
+        describe: returns the JSON file's entries beside the history; called at the end.
     """
 
     def __init__(self, args: argparse.Namespace, rank: int, describe: Describe) -> None:
@@ -242,27 +275,27 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether all steps are."""
+        """Whether all steps are done."""
         return len(self._seconds) == self._args.steps
 
     def begin_step(self) -> None:
-        """Starts the clock."""
+        """Start the clock of a step."""
         self._started = time.perf_counter()
 
     def end_step(self) -> None:
-        """Stops it, and moves the bar."""
+        """Stop the clock, and move the progress bar."""
         self._seconds.append(time.perf_counter() - self._started)
         self._bar.update()
 
     def add(self, *, loss: float, **scores: float) -> None:
-        """Notes scores on unseen data, and the training loss since they were last noted."""
+        """Record scores on unseen data, and the training loss since the last evaluation."""
         row = {"step": len(self._seconds), "loss": loss} | scores
         for column, value in row.items():
             self._history.setdefault(column, []).append(round(value, 5))
         self._bar.set_postfix({column: f"{row[column]:.4f}" for column in ("loss", *scores)})
 
     def finish(self) -> None:
-        """Prints the summary and writes the JSON file, both from rank 0."""
+        """Print the summary and write the JSON file, on rank 0."""
         self._bar.close()
         result = self._describe()
         result["seconds_per_step"] = round(statistics.median(self._seconds), 6)
@@ -273,7 +306,7 @@ class Run:
 
 
 class Loop(Run):
-    """The record of a training loop that is written out.
+    """The record of a hand-written training loop.
 
     >>> for inputs, targets in run.steps(batches):
     ...     ...                                    # forward, backward, optimizer.step()
@@ -282,8 +315,8 @@ class Loop(Run):
     >>> run.finish()
 
     Args:
-        args, rank, describe: as `Run`.
-        mean: the mean of every rank's losses.
+        args, rank, describe: as in `Run`.
+        mean: returns the mean of the losses of all ranks.
     """
 
     def __init__(
@@ -298,19 +331,19 @@ class Loop(Run):
         self._losses: list[float] = []  # of this rank, since the last evaluation
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Hands out a batch for each step of the run, and times the steps."""
+        """Yield a batch for each step of the run, and time the steps."""
         source = iter(batches)
         while not self.done:
             self.begin_step()
             yield next(source)
 
     def stepped(self, loss: float) -> bool:
-        """Notes the end of a step; true where an evaluation is due, and after the last step."""
+        """Record the end of a step; return whether an evaluation is due now."""
         self._losses.append(loss)
         self.end_step()
         return self.done or len(self._seconds) % self._args.evaluate_every == 0
 
     def evaluated(self, **scores: float) -> None:
-        """Notes scores on unseen data, and the training loss since the evaluation before."""
+        """Record scores on unseen data, and the mean training loss since the last evaluation."""
         self.add(loss=self._mean(self._losses), **scores)
         self._losses.clear()

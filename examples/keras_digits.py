@@ -2,14 +2,14 @@
 
     horovodrun -np 2 --gloo python examples/keras_digits.py --compression topk --ratio 0.01
 
-Horovod 0.28.1's own wrapper trains without synchronising under Keras 3, so that the optimizer and
-the callbacks come from horovod_topk here, with any compression or none. TopKEF is one import and
-one argument more. Written out, they are
+Under Keras 3, Horovod 0.28.1's own wrapper trains without synchronising. So the optimizer and the
+callbacks come from horovod_topk here, with any compression or none. TopKEF is one more import and
+one more argument. In short:
 
     from horovod_topk.tensorflow import TopKEF
     hvd_keras.DistributedOptimizer(optimizer, compression=TopKEF(ratio=0.01))
 
-It reports accuracy on 450 images that no rank trains on; 300 more are kept for choosing settings.
+It reports accuracy on 450 held-out images. 300 more images are kept for choosing settings.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A small GPT on the bytes of text files, by default those of Python's own standard library.
+"""A small GPT on the bytes of text files, by default the sources of Python's standard library.
 
     horovodrun -np 2 --gloo python examples/pytorch_bytelm.py --compression topk --ratio 0.01
 
-It reports bits per byte on files that no rank trains on: a fifth is held out, another fifth kept
-for choosing settings. `--data DIRECTORY --suffix .txt` takes files of your own.
+It reports bits per byte on held-out files, a fifth of all. Another fifth is kept for choosing
+settings. `--data DIRECTORY --suffix .txt` trains on files of your own.
 """
 
 from __future__ import annotations
@@ -103,8 +103,16 @@ def bits(model: nn.Module, text: Tensor) -> Tensor:
 def main() -> None:
     parser = harness.arguments(__doc__, steps=1000, batch_size=4, lr=1e-3, optimizer="adamw")
     harness.add_evaluation(parser, every=100)
-    parser.add_argument("--data", type=Path, default=source_files.STANDARD_LIBRARY, metavar="DIR")
-    parser.add_argument("--suffix", default=".py", help="of the files to read (default: .py)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=source_files.STANDARD_LIBRARY,
+        metavar="DIR",
+        help="folder with the text files (default: Python's standard library)",
+    )
+    parser.add_argument(
+        "--suffix", default=".py", help="ending of the files to read (default: .py)"
+    )
     args = harness.parse(parser)
 
     hvd.init(process_sets=harness.process_sets(args))

@@ -1,9 +1,9 @@
-"""Which package of Python's standard library do these 64 bytes come from? A small byte CNN.
+"""A small byte CNN that tells which package of Python's standard library 64 bytes come from.
 
     horovodrun -np 2 --gloo python examples/pytorch_snippets.py --compression topk --ratio 0.01
 
-Harder than it sounds: whole files are held out, so that the network has to know a package by its
-style and vocabulary. It reports accuracy on snippets of files that no rank trains on.
+It reports accuracy on snippets of held-out files. Whole files are held out, so the network has to
+recognise a package by its style and vocabulary.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Images a second of a ResNet on random images, after Horovod's benchmark of the same name.
+"""Measure the images a second of a ResNet on random images, as Horovod's benchmark of this name.
 
     horovodrun -np 2 --gloo python examples/pytorch_synthetic_benchmark.py --compression topk
     horovodrun -np 8 -H ... python examples/pytorch_synthetic_benchmark.py \
         --model resnet50 --image-size 224 --batch-size 32 --device cuda
 
-Each iteration times five steps; the figures are the mean over the iterations and a 95% interval.
-The defaults suit a CPU: a shallower network and small images. The gradients of `resnet50` have
-the shapes of the well-known model (25,557,032 parameters), whatever the images' size.
+Each iteration times five steps. The result is the mean over the iterations with a 95% interval.
+The defaults are for a CPU: a shallower network and small images. The gradients of `resnet50` have
+the shapes of ResNet-50 (25,557,032 parameters), whatever the size of the images.
 """
 
 from __future__ import annotations
@@ -96,10 +96,14 @@ def summary(rates: list[float], result: dict[str, object]) -> str:
 
 def parse() -> argparse.Namespace:
     parser = harness.arguments(__doc__, steps=50, batch_size=8, lr=0.01)
-    parser.add_argument("--model", choices=BLOCKS, default="resnet26")
-    parser.add_argument("--image-size", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--warmup-steps", type=int, default=5, help="not timed")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=BLOCKS, default="resnet26", help="default: %(default)s")
+    parser.add_argument("--image-size", type=int, default=64, help="pixels (default: %(default)s)")
+    parser.add_argument(
+        "--warmup-steps", type=int, default=5, help="steps before timing (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
+    )
     return harness.parse(parser)
 
 

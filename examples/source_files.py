@@ -1,7 +1,7 @@
-"""Text files to learn from, and their split into training, validation and held-out files.
+"""Text files for training, and their split into training, validation and held-out files.
 
-Whole files are held out, so that nothing of a file seen in training is met again in a test. The
-split is the same on every machine, for every seed and every number of ranks.
+Whole files are held out, so that no file is used both to train and to test. The split is the same
+on every machine, for every seed and every number of ranks.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     horovodrun -np 2 --gloo python examples/tensorflow_digits.py --compression topk --ratio 0.01
 
-It is the usual Horovod training script with one import and one argument more. Written out, they are
+It is an ordinary Horovod training script with one more import and one more argument. In short:
 
     from horovod_topk.tensorflow import TopKEF
-    compression = TopKEF(ratio=0.01)  # once, and outside of the step
+    compression = TopKEF(ratio=0.01)  # once, outside of the training step
     tape = hvd.DistributedGradientTape(tape, compression=compression)
 
-It reports accuracy on 450 images that no rank trains on; 300 more are kept for choosing settings.
+It reports accuracy on 450 held-out images. 300 more images are kept for choosing settings.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the TensorFlow and Keras examples share, so that each reads as an ordinary training script.
+"""Code that the TensorFlow and Keras examples share, so that each reads as an ordinary script.
 
-Keras comes as an argument, `keras` or `tf_keras`, since the examples use one or the other.
+Functions take Keras as an argument, `keras` or `tf_keras`, as the examples use one or the other.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import tensorflow as tf
 
 
 def use_cpu() -> None:
-    """Lets a rank have its share of the cores, and no GPU: the networks are too small for one."""
+    """Give this rank its share of the cores, and no GPU: the networks are too small for one."""
     tf.config.set_visible_devices([], "GPU")
     tf.config.threading.set_intra_op_parallelism_threads(harness.threads(hvd.local_size()))
 
 
 def compression(args: argparse.Namespace) -> Any:
-    """What Horovod takes as its `compression`. Called once: TopKEF keeps what it has not sent."""
+    """Return the `compression` for Horovod. Call it once: TopKEF holds the residuals."""
     if args.compression == "topk":
         # Imported here and not above, so that the other two run a Horovod nobody has touched.
         from horovod_topk.tensorflow import TopKEF
@@ -33,7 +33,7 @@ def compression(args: argparse.Namespace) -> Any:
 
 
 def optimizer(args: argparse.Namespace, keras: Any) -> Any:
-    """The optimizer the arguments name, before Horovod wraps it."""
+    """Return the optimizer that the arguments name, before Horovod wraps it."""
     momentum = harness.own_momentum(args)
     if args.optimizer == "adamw":  # with PyTorch's defaults, as in the other examples
         rest = {"weight_decay": 0.01, "epsilon": 1e-8}
@@ -42,9 +42,9 @@ def optimizer(args: argparse.Namespace, keras: Any) -> Any:
 
 
 def batches(*columns: np.ndarray, batch_size: int, seed: int) -> tf.data.Dataset:
-    """Endless batches of this rank's share of the rows, shuffled anew each epoch.
+    """Return endless batches of this rank's share of the rows, shuffled in each epoch.
 
-    The order depends on the seed and the number of ranks, and on nothing else.
+    The order depends on the seed and the number of ranks alone.
     """
     count = len(columns[0])
     share = count // hvd.size()
@@ -56,7 +56,7 @@ def batches(*columns: np.ndarray, batch_size: int, seed: int) -> tf.data.Dataset
 
 
 def share(*columns: np.ndarray) -> tuple[np.ndarray, ...]:
-    """This rank's part of the rows, to score; shares differ by a row at most."""
+    """Return this rank's part of the rows, to evaluate; parts differ by one row at most."""
     return tuple(column[hvd.rank() :: hvd.size()] for column in columns)
 
 

@@ -1,4 +1,4 @@
-"""What the PyTorch examples share, so that each reads as an ordinary Horovod training script."""
+"""Code that the PyTorch examples share, so that each reads as an ordinary Horovod script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 
 
 def compression(args: argparse.Namespace) -> Any:
-    """What `hvd.DistributedOptimizer` takes as its `compression`."""
+    """Return the `compression` for `hvd.DistributedOptimizer`."""
     if args.compression == "topk":
         # Imported here and not above, so that the other two run a Horovod nobody has touched.
         from horovod_topk.torch import TopKEF
@@ -26,7 +26,7 @@ def compression(args: argparse.Namespace) -> Any:
 
 
 def optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
-    """The optimizer the arguments name, before Horovod wraps it."""
+    """Return the optimizer that the arguments name, before Horovod wraps it."""
     momentum = harness.own_momentum(args)
     if args.optimizer == "adamw":
         return AdamW(model.parameters(), lr=args.lr, betas=(momentum, 0.999))
@@ -34,14 +34,14 @@ def optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
 
 
 def batches(*columns: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
-    """Endless batches of this rank's share of the rows, shuffled anew each epoch."""
+    """Yield batches of this rank's share of the rows for ever, shuffled in each epoch."""
     return batches_of(hvd.rank(), hvd.size(), *columns, batch_size=batch_size, seed=seed)
 
 
 def batches_of(
     rank: int, ranks: int, *columns: Tensor, batch_size: int, seed: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Those of any rank. The order depends on the arguments and on nothing else."""
+    """Yield the batches of any rank. Their order depends on the arguments alone."""
     rows = TensorDataset(*columns)
     share: DistributedSampler[Any] = DistributedSampler(
         rows, num_replicas=ranks, rank=rank, seed=seed, drop_last=True
@@ -58,7 +58,7 @@ def batches_of(
 
 @torch.no_grad()
 def mean_over_rows(score: Callable[..., Tensor], *columns: Tensor, batch_size: int = 256) -> float:
-    """The mean of `score(*columns)`, one value a row, with the rows shared out among the ranks."""
+    """Return the mean of `score(*columns)`, one value a row; each rank scores its share of rows."""
     share = [column[hvd.rank() :: hvd.size()] for column in columns]
     total = torch.zeros(2, dtype=torch.float64)
     for batch in zip(*(column.split(batch_size) for column in share), strict=True):
@@ -69,7 +69,7 @@ def mean_over_rows(score: Callable[..., Tensor], *columns: Tensor, batch_size: i
 
 
 def allreduce_bytes(model: nn.Module, compression: str) -> int:
-    """Bytes a rank sends in a ring allreduce of the gradients."""
+    """Return the bytes that a rank sends in a ring allreduce of the gradients."""
     size = sum(
         p.numel() * (2 if compression == "fp16" else p.element_size())
         for p in model.parameters()
@@ -79,7 +79,7 @@ def allreduce_bytes(model: nn.Module, compression: str) -> int:
 
 
 def sent_bytes(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes a rank sends in a step, with the compression the arguments name."""
+    """Return the bytes that a rank sends in a step, with the compression of the arguments."""
     if args.compression == "topk":
         from horovod_topk.torch import TopKEF
 
@@ -88,7 +88,7 @@ def sent_bytes(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer)
 
 
 def describe(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The run's settings and the bytes it sends, for its JSON file."""
+    """Return the run's settings and the bytes it sends, for its JSON file."""
     return harness.describe(
         args,
         ranks=hvd.size(),
@@ -100,7 +100,7 @@ def describe(args: argparse.Namespace, model: nn.Module, optimizer: Optimizer) -
 
 
 def mean_over_ranks(values: list[float]) -> float:
-    """The mean of every rank's values, as many on each."""
+    """Return the mean of all ranks' values; each rank has the same number of values."""
     return hvd.allreduce(torch.tensor(values), name="losses").mean().item()
 
 

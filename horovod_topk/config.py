@@ -21,7 +21,7 @@ OPTIONAL: dict[str, object] = {
     "nesterov": False,
     "follow_lr": False,
     "ratios": None,
-}  # settings, and what leaves them off
+}  # setting -> the value that switches it off
 
 
 Stretches = tuple[tuple[int, float], ...]
@@ -29,23 +29,21 @@ Stretches = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every compression method lets a user set; methods add fields of their own.
-
-    Every field has a default and is checked on construction.
+    """The settings that all compression methods share. All ranks need equal settings.
 
     Raises:
-        ConfigError: a value lies outside its range; the message gives the range.
+        ConfigError: a value is out of its range, or two values cannot be combined.
     """
 
-    exchange: str = "allgather"  # how payloads cross the network; auto: with the fewest bytes
-    min_numel: int = 1024  # elements; smaller tensors travel dense, inside their bucket's payload
-    clip_norm: float | None = None  # of local gradients, in units of what is applied; None: off
-    warmup: int | Stretches | None = None  # larger ratios first, for so many steps; None: off
-    momentum: float = 0.0  # of momentum correction, in [0, 1); 0: off
-    nesterov: bool = False  # whether that is Nesterov's
-    follow_lr: bool = False  # whether residuals are rescaled where the learning rate changes
-    ratios: Rules | None = None  # of some tensors, instead of the method's own; None: of none
-    name: str | None = None  # prefix of the collectives' names; None derives it from the plan
+    exchange: str = "allgather"  # how payloads travel; "auto": with the fewest bytes
+    min_numel: int = 1024  # elements; smaller tensors are sent whole, in the same payload
+    clip_norm: float | None = None  # norm of the applied gradient, at most; None: off
+    warmup: int | Stretches | None = None  # steps with larger ratios; None: off
+    momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
+    nesterov: bool = False  # whether `momentum` is Nesterov's
+    follow_lr: bool = False  # rescale residuals when the learning rate changes
+    ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
+    name: str | None = None  # prefix of the collectives' names; None: derived from the plan
 
     def __post_init__(self) -> None:
         check_choice("exchange", self.exchange, self.exchanges)
@@ -70,27 +68,27 @@ class Settings:
 
     @property
     def ratio_back(self) -> float:
-        """Share of a shard's elements that its owner sends to all ranks."""
+        """Share of a shard's elements that its owner sends back to all ranks."""
         return self.ratio
 
     @property
     def stretches(self) -> Stretches:
-        """(until, ratio): the ratios of warm-up, each until so many steps are committed."""
+        """The warm-up as pairs (until, ratio): that ratio until so many steps are committed."""
         if isinstance(self.warmup, int):
             return _exponential(self.warmup, self.ratio)
         return self.warmup or ()
 
     @cached_property
     def own(self) -> Mapping[str, float]:
-        """Ratios of tensors that have one of their own, by name, once they are resolved."""
+        """Ratios by tensor name, for tensors with a ratio of their own; empty until resolved."""
         return {name: ratio for name, ratio in self.ratios or () if isinstance(name, Exactly)}
 
     def resolved(self, tensors: Mapping[str, Shape], names: Collection[str]) -> Self:
-        """These settings with what `ratios` makes of each tensor, where it makes a difference.
+        """Return settings whose `ratios` name each tensor that has a ratio of its own.
 
         Args:
             tensors: shapes by name.
-            names: what patterns may match.
+            names: names that patterns may match.
 
         Raises:
             ConfigError: see `horovod_topk.ratios.resolve`.
@@ -102,17 +100,17 @@ class Settings:
         return replace(self, ratios=own)
 
     def narrowed(self, names: Iterable[str]) -> Self:
-        """Resolved settings with the ratios of some of the tensors, those of a bucket."""
+        """Return resolved settings with only those `ratios` that are for tensors of these names."""
         if not self.own:
             return self
         own = tuple((Exactly(name), self.own[name]) for name in names if name in self.own)
         return replace(self, ratios=own)
 
     def agreed(self) -> dict[str, object]:
-        """The settings that all ranks must share, in a fixed order.
+        """Return the settings that must be equal on all ranks, in a fixed order.
 
-        Those of `OPTIONAL` that are off are left out, so that payloads are what they are without.
-        `ratios` are resolved in the settings of a plan, the only ones that ranks compare.
+        Settings of `OPTIONAL` that are off are left out, so that digests do not change when a
+        version adds one. Ranks compare settings whose `ratios` are resolved.
         """
         return {name: value for name, value in asdict(self).items() if not self._is_off(name)}
 
@@ -121,7 +119,7 @@ class Settings:
 
 
 def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raise for the first keyword in `unknown`, suggesting the nearest of `known`.
+    """Raise an error for the first keyword in `unknown`, and suggest the nearest of `known`.
 
     Raises:
         UnknownSettingError: `unknown` is not empty.
@@ -184,7 +182,7 @@ def _checked_warmup(warmup: object) -> int | Stretches | None:
 
 
 def _exponential(steps: int, ratio: float) -> Stretches:
-    """0.25, 0.25 ** 2 and so on, as far as they are above `ratio`, for equally many steps each."""
+    """Return 0.25, 0.25 ** 2 and so on, while above `ratio`, each for the same number of steps."""
     count = 0
     while 0.25 ** (count + 1) > ratio:
         count += 1

@@ -1,19 +1,19 @@
-"""Every error this package raises: one base class, one subclass per cause.
+"""The errors that this package raises: one base class, and one subclass for each cause.
 
-Each message names the tensor (where there is one), the value met, the limit, and the cure.
-An error is raised before any residual has changed.
+A message names the tensor (if there is one), the value received, the limit, and the cure. An error
+is raised before any residual has changed.
 """
 
 from __future__ import annotations
 
 
 class TopKError(Exception):
-    """Base of all errors of this package.
+    """Base class of all errors of this package.
 
     Args:
-        problem: what was met and what was expected, without a full stop.
+        problem: what was received and what was expected, without a full stop.
         cure: what the user can do about it, without a full stop.
-        tensor: name of the tensor concerned, if one is.
+        tensor: name of the tensor; None: the error is not about one tensor.
     """
 
     ag_pass_through = True  # asks TensorFlow's AutoGraph to raise it as it is, not as its own
@@ -35,72 +35,72 @@ def _rebuild(kind: type[TopKError], problem: str, cure: str, tensor: str | None)
 
 
 class ConfigError(TopKError, ValueError):
-    """A setting lies outside its range."""
+    """A setting is out of its range, or does not fit another setting or the optimizer."""
 
 
 class UnknownSettingError(TopKError, TypeError):
-    """A keyword argument that no setting has."""
+    """A keyword argument was given that is not a setting."""
 
 
 class DuplicateNameError(TopKError, ValueError):
-    """Two tensors share a name, so they would share a residual."""
+    """Two tensors have the same name, so they would share a residual."""
 
 
 class UnsupportedDtypeError(TopKError, TypeError):
-    """A gradient whose dtype cannot be compressed."""
+    """A gradient has a dtype that cannot be compressed with these settings."""
 
 
 class TensorTooLargeError(TopKError, ValueError):
-    """A tensor with more elements than an index can address."""
+    """A tensor has more elements than an index can address."""
 
 
 class UnsupportedOperationError(TopKError, ValueError):
-    """A Horovod feature that has no meaning for sparse payloads (Adasum, join)."""
+    """A feature of Horovod or the optimizer does not work with compression (Adasum, join)."""
 
 
 class ShapeChangedError(TopKError, ValueError):
-    """A gradient's shape, dtype or device differs from its residual's."""
+    """A gradient's shape, dtype or device differs from those of its residual."""
 
 
 class OverlappingGradientError(TopKError, ValueError):
-    """A gradient whose elements share memory, as an expanded tensor's do."""
+    """A gradient's elements share memory, as in an expanded tensor, and cannot be written to."""
 
 
 class GradientChangedError(TopKError, RuntimeError):
-    """A gradient was modified after it was sent and before it was replaced."""
+    """A gradient was modified after backward() and before its exchange ended."""
 
 
 class RepeatedSynchronizeError(TopKError, RuntimeError):
-    """An exchanged gradient was about to be exchanged again."""
+    """A gradient that was already exchanged would be exchanged again."""
 
 
 class StepBeforeSynchronizeError(TopKError, RuntimeError):
-    """The optimizer would step on gradients that have not been exchanged."""
+    """The optimizer would apply gradients that have not been exchanged."""
 
 
 class NotLaunchedError(TopKError, RuntimeError):
-    """A bucket was finished that was not launched."""
+    """A bucket was to be finished that had not been sent."""
 
 
 class PlanMismatchError(TopKError, RuntimeError):
-    """Ranks disagree on what they exchange."""
+    """Ranks differ in their settings or in the tensors that they exchange."""
 
 
 class PayloadError(TopKError, RuntimeError):
-    """Bytes received are not a payload of this bucket."""
+    """Bytes that were received are not a payload of this bucket."""
 
 
 class StateDictError(TopKError, ValueError):
-    """A state dict does not fit the optimizer it is loaded into."""
+    """A state dict does not fit the optimizer that it is loaded into."""
 
 
 class NotAttachedError(TopKError, LookupError):
-    """No distributed optimizer, or more than one, stands behind a compressor."""
+    """No distributed optimizer, or more than one, uses this compressor."""
 
 
 class OutsideOptimizerError(TopKError, RuntimeError):
-    """The compressor was given to something other than a distributed optimizer."""
+    """The compressor was used outside of a distributed optimizer or gradient tape."""
 
 
 class CheckpointError(TopKError, ValueError):
-    """A shard of a checkpoint is missing, damaged, or another one."""
+    """A file of a checkpoint is missing, damaged, or belongs to another rank or step."""

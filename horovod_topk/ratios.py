@@ -1,8 +1,8 @@
-"""Ratios that some tensors have of their own: `TopKConfig.ratios`, checked and resolved.
+"""Ratios for some tensors: `TopKConfig.ratios`, checked, and resolved to tensor names.
 
-A rule is a pattern of names, or a predicate, and a ratio. Of the rules that hold for a tensor the
-first wins. A plan resolves them, so that what its ranks compare and its payloads' digests cover
-are ratios of tensors by name, whatever patterns or functions they came from.
+A rule is a pattern of tensor names, or a function of a tensor's name and shape, and a ratio. The
+first rule that matches a tensor is used. A plan resolves rules to one ratio for each tensor name:
+ranks compare those, and not patterns or functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from horovod_topk.errors import ConfigError
 
-DENSE = "dense"  # in a rule, for 1.0
+DENSE = "dense"  # means 1.0 in a rule
 
 Shape = tuple[int, ...]
 Test = Callable[[str, Shape], bool]
@@ -24,16 +24,16 @@ Asked = Mapping[Any, float | str] | Sequence[tuple[Any, float | str]]
 
 
 class Exactly(str):
-    """A tensor's whole name: a pattern without wildcards, whatever characters it has."""
+    """A pattern that matches one tensor name exactly, whatever characters it has."""
 
     __slots__ = ()
 
 
 class Predicate:
-    """A function of a tensor's name and shape that says whether a rule holds for it.
+    """A function of a tensor's name and shape that says whether a rule matches the tensor.
 
-    Equal to one of the same code, defaults and closure: settings that are written once and
-    evaluated again, in each step for example, are then equal settings.
+    Two predicates are equal if their functions have the same code, defaults and closure. So a
+    lambda that is evaluated anew in each step still makes equal settings.
     """
 
     def __init__(self, function: Test) -> None:
@@ -41,10 +41,10 @@ class Predicate:
         self._key = _key_of(function)
 
     def __call__(self, name: str, shape: Shape) -> bool:
-        """The function's answer.
+        """Return whether the rule matches a tensor of this name and shape.
 
         Raises:
-            ConfigError: it is neither True nor False.
+            ConfigError: the function returned neither True nor False.
         """
         answer = self.function(name, shape)
         if type(answer) is not bool:
@@ -63,7 +63,7 @@ class Predicate:
         return hash(self._key)
 
     def may_be(self, other: object) -> bool:
-        """Whether both are of the same code, and refer to what cannot be compared."""
+        """Whether both have the same code, and refer to values that cannot be compared."""
         if not isinstance(other, Predicate):
             return False
         kinds = [
@@ -81,9 +81,9 @@ Rules = tuple[tuple[str | Predicate, float], ...]
 
 
 def made_again(rules: Rules | None, before: Rules | None) -> Predicate | None:
-    """The predicate by which rules differ from earlier ones, if they may be the same, made again.
+    """Return a predicate that differs from an earlier one though both may be the same function.
 
-    None: they are equal, or differ in what can be compared.
+    None: the rules are equal, or differ in something that can be compared.
     """
     if rules is None or before is None or len(rules) != len(before):
         return None
@@ -95,10 +95,14 @@ def made_again(rules: Rules | None, before: Rules | None) -> Predicate | None:
 
 
 def checked_ratio(ratio: object, name: str = "ratio") -> float:
-    """A ratio in (0, 1] as a float; `name` is the setting's.
+    """Return a ratio as a float in (0, 1].
+
+    Args:
+        ratio: the value that was given.
+        name: the setting's name, for the error's message.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a number in (0, 1].
     """
     if isinstance(ratio, bool) or not isinstance(ratio, Real):
         raise ConfigError(
@@ -120,13 +124,13 @@ def checked_ratio(ratio: object, name: str = "ratio") -> float:
 
 
 def checked_rules(asked: object) -> Rules | None:
-    """Rules in the order in which they are tried; None where there are none.
+    """Return rules in the order in which they are tried; None if there are none.
 
     Args:
-        asked: a mapping, or pairs, of a pattern or a predicate and a ratio or "dense".
+        asked: a mapping or a sequence of pairs, from a pattern or a function to a ratio or "dense".
 
     Raises:
-        ConfigError: it is none, or a pattern or ratio of it is none.
+        ConfigError: it is neither, or one of its patterns or ratios is not valid.
     """
     if asked is None:
         return None
@@ -143,16 +147,17 @@ def checked_rules(asked: object) -> Rules | None:
 def resolve(
     rules: Rules, tensors: Mapping[str, Shape], names: Collection[str]
 ) -> tuple[tuple[Exactly, float], ...]:
-    """The rule that wins for each tensor, if one does.
+    """Return the names and ratios of the tensors that a rule matches.
 
     Args:
-        rules: what was asked.
+        rules: the rules, in order.
         tensors: shapes by name.
-        names: what patterns may match: more than `tensors`, where some take no part at present.
+        names: names that patterns may match: those of `tensors`, and of tensors that are not
+            compressed at present.
 
     Raises:
-        ConfigError: a pattern matches no name, or none that an earlier one does not match; or a
-            predicate said neither True nor False.
+        ConfigError: a pattern matches no name, or only names that an earlier pattern matches; or a
+            predicate returned neither True nor False.
     """
     _check_patterns([pattern for pattern, _ in rules if isinstance(pattern, str)], names)
     found = ((name, _first(rules, name, shape)) for name, shape in tensors.items())
@@ -193,7 +198,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
-    """Refuse what would change nothing: it was meant to."""
+    """Refuse a pattern that has no effect: a typing error, or a wrong order."""
     taken = set[str]()
     for pattern in patterns:
         matched = {name for name in names if _matches(pattern, name)}
@@ -214,7 +219,7 @@ def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
 
 
 def _key_of(function: Test) -> object:
-    """What is equal for functions that are the same; the function itself if in doubt."""
+    """Return a key that is equal for equal functions; the function's id if in doubt."""
     if isinstance(function, FunctionType) and not function.__kwdefaults__:
         try:
             cells = tuple(cell.cell_contents for cell in function.__closure__ or ())

@@ -1,14 +1,14 @@
-"""What an exchange costs beyond what it has to: a ResNet-50's gradients between ranks.
+"""Times an exchange of a ResNet-50's gradients between ranks, beside its floor.
 
 Run under horovodrun, by `make bench-kernels` or by hand; rank 0 prints one line of JSON:
 
     horovodrun -np 2 --gloo python scripts/bench_exchange.py [--ratio 0.01] [--repeats 30]
 
-Each step has one of three gradients, of random sign and with a norm that varies by a third, and the
-residual has settled. All ways take turns within one run, each begins with a barrier, and one thread
-a rank computes. A step is backward and the optimizer's step; `exchange` is what TopKEF adds to one.
-Its floor is one `r += g` and one zero-fill of all gradients with every rank at it, and an allgather
-of as many bytes in as many pieces.
+Each step takes one of three gradients with random signs and a norm that varies by a third, after
+the residual has settled. All methods take turns within one run. Each begins with a barrier, and one
+thread computes on each rank. A step is backward and the optimizer's step; `exchange` is the time
+that TopKEF adds to it. The floor is one `r += g` and one zero-fill of all gradients, on all ranks
+at once, and an allgather of the same bytes in the same number of pieces.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What the Triton kernels cost on a GPU: encode, and decode of eight payloads, in milliseconds.
+"""Times the Triton kernels on a GPU: encode, and decode of eight payloads, in milliseconds.
 
-Needs CUDA and Triton. Results are first compared with those of the verbs on the CPU, bit by bit.
-Then everything is timed with CUDA events, launched from Python and replayed as a CUDA graph, beside
-a copy that moves as many bytes, `torch.topk`, and the verbs on the GPU.
+Needs CUDA and Triton; it has never been run. Results are first compared with those of the
+framework's operations on the CPU, bit for bit. Then everything is timed with CUDA events,
+launched from Python and replayed as a CUDA graph. Beside it are timed a copy that moves as many
+bytes, `torch.topk`, and the framework's operations on the GPU.
 
     python scripts/bench_gpu.py [--repeats 50] [--ratio 0.01] [--ranks 8] [--geometry programs=264]
 

@@ -1,11 +1,11 @@
 """`make bench-kernels`: what selection costs, against `r += g` and `torch.topk`, in one run.
 
-One thread, no network. A step encodes one float32 tensor with error feedback: gradients are drawn
-anew each step (one of three, with a random sign and size), after enough steps for the residual to
-be what training makes of it. The floor is `residual.add_(gradient)` of the same size, and for
-decoding, filling the output with zeros and reading the payloads once. Ways take turns.
+One thread, no network. A step encodes one float32 tensor with error feedback. Each step takes one
+of three gradients with random sign and size, after enough steps for the residual to settle as in
+training. The floor is `residual.add_(gradient)` of the same size. For decoding it is filling the
+output with zeros and reading the payloads once. All rows take turns.
 
-    python scripts/bench_kernels.py [--quick] [--gradients 25000000]
+    python scripts/bench_kernels.py [--quick] [--gradients 25000000] [--page]
 
 Writes docs/kernels.md, docs/results/kernels.png and docs/results/kernels.json. The authors' bias:
 they want small ratios.
@@ -42,7 +42,7 @@ from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import shard
 from horovod_topk.kernels import native
 from horovod_topk.ops.torch import TorchOps
-from kernels_page import NO_CODING, RATIOS, picture, report
+from kernels_page import NO_CODING, RATIOS, machine, picture, report
 from launch import ROOT
 
 PAGE = ROOT / "docs" / "kernels.md"
@@ -316,6 +316,7 @@ def measure(numel: int, repeats: int, grid: list[tuple[int, float]]) -> dict[str
             between_ranks()
     between_ranks()
     return {
+        "machine": machine(),
         "numel": numel,
         "encoding": encoding,
         "decoding": decoding,
@@ -330,9 +331,14 @@ def measure(numel: int, repeats: int, grid: list[tuple[int, float]]) -> dict[str
 def main() -> int:
     """Measures, prints the page and writes it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--page", action="store_true", help="the page alone, from stored results")
     parser.add_argument("--quick", action="store_true", help="no sizes above a million, no page")
     parser.add_argument("--gradients", type=int, default=25_000_000, help="elements of the tables")
     args = parser.parse_args()
+    results = RESULTS / "kernels.json"
+    if args.page:
+        PAGE.write_text(report(json.loads(results.read_text())))
+        return 0
     torch.set_num_threads(1)
     random.seed(0)
     repeats = 5 if args.quick else 15
@@ -343,7 +349,7 @@ def main() -> int:
     print(page)
     if not args.quick:
         PAGE.write_text(page)
-        (RESULTS / "kernels.json").write_text(json.dumps(found, indent=1) + "\n")
+        results.write_text(json.dumps(found, indent=1) + "\n")
         picture(found["sizes"], RESULTS / "kernels.png")
     return 0
 

@@ -1,15 +1,15 @@
 """`make bench-network`: time a step against bandwidth, TopKEF beside Horovod and torch DDP.
 
-Hosts are namespaces of this machine (`scripts/cluster`), one rank each; on them runs
-`horovod-topk bench`, once for each bandwidth, and at the fastest once for each kind of simulated
-backward (`network.runs`). Writes docs/results/network.json, and from it docs/network.md and a
+Hosts are network namespaces of this machine (`scripts/cluster`) with one rank each. They run
+`horovod-topk bench` once for each bandwidth, and at the fastest bandwidth once for each kind of
+simulated backward (`network.runs`). Writes docs/results/network.json, docs/network.md and a
 picture.
 
-    sudo make bench-network                                     # all of it: half an hour
-    sudo make bench-network ARGS="1gbit --rounds 5"             # these; others' results stay
-    make bench-network ARGS="--page"                            # the page alone
+    sudo make bench-network                           # all runs: half an hour
+    sudo make bench-network ARGS="1gbit --rounds 5"   # these runs; other results are kept
+    make bench-network ARGS="--page"                  # the page alone, from stored results
 
-The authors' bias: they want TopKEF to win. All ways take turns within each run.
+The authors' bias: they want TopKEF to win. All methods take turns within each run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGE = launch.ROOT / "docs" / "network.md"
 
 
 def measure(run: Run, rounds: int) -> dict[str, Any]:
-    """What `horovod-topk bench` found on a cluster.
+    """The results of `horovod-topk bench` on a cluster.
 
     Raises:
         ClusterError: it failed.
@@ -50,7 +50,7 @@ def measure(run: Run, rounds: int) -> dict[str, Any]:
 
 
 def publish(results: Results) -> str:
-    """The page, which is written, and the picture."""
+    """Write the page and the picture; return the page."""
     page = report.page(results)
     draw(PICTURE, [results[rate] for rate in RATES if rate in results])
     PAGE.write_text(page)
@@ -60,7 +60,7 @@ def publish(results: Results) -> str:
 def main() -> int:
     """Measure and write; the exit status."""
     parser = KEPT.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each method")
     args = KEPT.parse(parser)
     try:
         results = KEPT.measure(args, lambda run: measure(run, args.rounds))

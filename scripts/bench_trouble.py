@@ -1,12 +1,12 @@
 """`make bench-trouble`: a slow rank, and links that lose packets, dense Horovod beside TopKEF.
 
-Hosts are namespaces of this machine (`scripts/cluster`), one rank each; on them the digits are
-trained in every way, in turns within one job for each trouble (`trouble.runs`). Writes
-docs/results/trouble.json and from it docs/trouble.md.
+Hosts are network namespaces of this machine (`scripts/cluster`) with one rank each. There is a job
+for each kind of trouble (`trouble.runs`); in it the digits are trained with every method in turns.
+Writes docs/results/trouble.json and docs/trouble.md.
 
-    sudo make bench-trouble                           # all of it: a quarter of an hour
-    sudo make bench-trouble ARGS="loss-1"             # these; others' results stay
-    make bench-trouble ARGS="--page"                  # the page alone
+    sudo make bench-trouble                           # all jobs: a quarter of an hour
+    sudo make bench-trouble ARGS="loss-1"             # this job; other results are kept
+    make bench-trouble ARGS="--page"                  # the page alone, from stored results
 
 The authors' bias: they want TopKEF to win.
 """
@@ -36,7 +36,7 @@ GRACE_SECONDS = 240.0  # of a job, beside its training
 
 
 def measure(run: Run, steps: int) -> dict[str, Any]:
-    """What a job found.
+    """Run one job.
 
     Raises:
         ClusterError: it failed.
@@ -62,7 +62,7 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
 
 
 def send_again_sooner(cluster: Cluster, rto_min: str) -> None:
-    """Have TCP wait no longer than this before it sends what was lost again, between hosts.
+    """Set TCP's least time-out before it sends a lost packet again, between the hosts.
 
     Raises:
         ClusterError: the kernel does not take it.

@@ -1,18 +1,18 @@
 """`make bench-wire`: the bytes that leave a host's network card, for a ResNet-50's gradients.
 
-Hosts are namespaces of this machine (`scripts/cluster`), on links of 1 Gbit/s. All ways of
-exchanging take turns in one job for each number of hosts, cycle time and ranks a host
-(`wire.rank`). Writes docs/results/wire.json and from it docs/wire.md.
+Hosts are network namespaces of this machine (`scripts/cluster`) with links of 1 Gbit/s. There is a
+job for each number of hosts, cycle time and number of ranks a host; all methods take turns in it
+(`wire.rank`). Writes docs/results/wire.json and docs/wire.md.
 
-    sudo make bench-wire                               # all of it: half an hour on two cores
-    sudo make bench-wire ARGS="--hosts 2 4 --keep"     # these; other jobs' results stay
-    make bench-wire ARGS="--hosts"                     # the page alone, of the results on disk
+    sudo make bench-wire                               # all jobs: half an hour on two cores
+    sudo make bench-wire ARGS="--hosts 2 4 --keep"     # these jobs; other results are kept
+    make bench-wire ARGS="--hosts"                     # the page alone, from stored results
 
-Horovod's ranks talk to each other once a cycle whether or not they exchange anything, by default
-every millisecond. At a cycle of 50 ms hardly anything of that is left on the card, so what payloads
-cost shows there; the default is measured as well.
+Horovod's ranks exchange messages once a cycle, by default every millisecond, even when idle. At a
+cycle of 50 ms few of these bytes are left, so the cost of payloads shows; the default cycle is
+measured as well.
 
-The authors' bias: they want few bytes for TopKEF. Every way is counted by the same counters.
+The authors' bias: they want few bytes for TopKEF. The same counters count every method.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from wire import report
 RATE = "1gbit"
 HOSTS = range(2, 9)
 QUIET, DEFAULT = 50, 1  # milliseconds a cycle
-DEFAULT_HOSTS = (2, 4, 8)  # those measured at Horovod's default cycle too
-SHARED_HOSTS = (2, 4)  # and those measured with several ranks each too
-SLOTS = 2  # these many
+DEFAULT_HOSTS = (2, 4, 8)  # also measured at Horovod's default cycle
+SHARED_HOSTS = (2, 4)  # also measured with several ranks each
+SLOTS = 2  # ranks a host there
 LIMIT_SECONDS = 1200.0  # a job
 RANK = launch.ROOT / "scripts" / "wire" / "rank.py"
 RESULTS = launch.ROOT / "docs" / "results" / "wire.json"
@@ -50,7 +50,7 @@ Job = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What makes a job another one."""
+    """The settings of a job."""
 
     hosts: int
     cycle: int = QUIET
@@ -63,12 +63,12 @@ class Setting:
 
     @property
     def counts_cycles(self) -> bool:
-        """Whether what is exchanged is told from talk."""
+        """Whether cycles are counted, to subtract negotiation."""
         return self.cycle == QUIET
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of Horovod; process sets cost talk in every cycle, and only nodes need them."""
+        """Horovod's; process sets add messages to every cycle, and only hierarchical needs them."""
         common = {"HOROVOD_CYCLE_TIME": str(self.cycle)}
         if self.counts_cycles:
             common |= {"HOROVOD_TIMELINE": "DYNAMIC"}
@@ -76,7 +76,7 @@ class Setting:
 
 
 def settings(hosts: Sequence[int], cycles: Sequence[int]) -> Iterator[Setting]:
-    """Those of so many hosts and such cycles that are measured."""
+    """The settings to measure, for these numbers of hosts and cycles."""
     for count, cycle in product(hosts, cycles):
         if cycle == QUIET or count in DEFAULT_HOSTS:
             yield Setting(count, cycle)
@@ -86,7 +86,7 @@ def settings(hosts: Sequence[int], cycles: Sequence[int]) -> Iterator[Setting]:
 
 
 def measure(setting: Setting, steps: int) -> Job:
-    """One job: what every card sent in each way.
+    """Run one job: bytes that each card sent with each method.
 
     Raises:
         ClusterError: it failed.
@@ -108,7 +108,7 @@ def measure(setting: Setting, steps: int) -> Job:
 
 
 def merged(jobs: list[Job], new: Job) -> list[Job]:
-    """With a job in the place of the one it repeats."""
+    """The jobs, with the new one in place of the one it repeats."""
 
     def key(job: Job) -> tuple[int, int, int]:
         return job["slots"], -job["cycle"], job["ranks"]
@@ -124,7 +124,7 @@ def main() -> int:
     )
     parser.add_argument("--hosts", type=int, nargs="*", default=list(HOSTS))
     parser.add_argument("--cycles", type=int, nargs="*", default=[QUIET, DEFAULT])
-    parser.add_argument("--steps", type=int, default=2, help="counted, of each way")
+    parser.add_argument("--steps", type=int, default=2, help="counted steps of each method")
     parser.add_argument("--keep", action="store_true", help="keep the results of other jobs")
     args = parser.parse_args()
     keep = args.keep or not args.hosts

@@ -1,4 +1,4 @@
-"""docs/kernels.md: tables and a picture of what `bench_kernels.py` measured."""
+"""Write docs/kernels.md and its picture from the measurements of `bench_kernels.py`."""
 
 from __future__ import annotations
 
@@ -18,64 +18,80 @@ from horovod_topk.cli.processor import cpu_model
 # Multiples of the floor, at 25 million elements and 1%.
 TARGETS = {"avx512, sampled": 1.3, "avx512, exact": 2.3, "avx2, sampled": 1.6}
 RATIOS = (0.1, 0.01, 0.001, 0.0001)
-NO_CODING = "float32, plain"  # values and indices as they are
+NO_CODING = "float32, plain"  # entries that are not coded
 
 PAGE_TEMPLATE = """\
 # What selection costs
 
 <!-- Written by `make bench-kernels`. Change scripts/bench_kernels.py instead of this page. -->
 
-One thread, medians. Machine: {cpu}, {cores} shared cores, Python {python}, PyTorch {torch}.
-Date: {date}. Command: `make bench-kernels`.
+This page times the CPU kernels that select and encode the largest entries of a gradient. The
+yardstick is `r += g`, the addition of a gradient to a residual of the same size: no error feedback
+can cost less. One thread, medians, random gradients, no GPU.
 
-## Encoding {numel:,} float32 at 1%
+**Encoding is only a part of a step.** With AVX kernels, encoding a gradient costs 1.3 to 1.5 times
+`r += g` (first table). Encoding, decoding two payloads and committing the step together cost 19 ms
+where `r += g` costs 7, for a ResNet-50 ([benchmarks.md](benchmarks.md)).
+
+**GPUs** have Triton kernels for float32 and float16 values, with plain indices and the allgather
+exchange. They have run in Triton's interpreter and were compiled ahead of time, never on a GPU.
+Everything else uses the framework's operations there.
+
+## Encode {numel:,} float32 at ratio 0.01
 
 {encoding}
 
-A step adds the gradient to the residual, selects, writes the payload and what is left. `r += g`
-reads two arrays and writes one of them; so does encoding, into the other arena. `exact` starts from
-the last step's threshold, `sampled` from a sample of this step's. Each step has one of three
-gradients, of random sign and with a norm that varies by a third, after 150 steps for the residual
-to settle ("framework operations": after 2). `torch.topk` is the selection alone,
-`topk(gradient.abs(), k, sorted=False)`. Ways take turns, the last two every third time.
+- *Encode*: add the gradient to the residual, select the largest entries, write the payload and the
+  new residual. Like `r += g` it reads two arrays and writes one.
+- `exact` selects exactly k entries and starts from the threshold of the step before. `sampled`
+  estimates the threshold from a sample of this step's gradient.
+- `avx512`, `avx2` and `portable` are the native kernels for different processors. `framework
+  operations` is the same in PyTorch calls. `torch.topk` is the selection alone:
+  `topk(gradient.abs(), k, sorted=False)`.
+- Each step takes one of three gradients with random signs and a norm that varies by a third.
+  Before, 150 steps let the residual settle ("framework operations": 2). All rows take turns; the
+  last two run every third time.
 
-## Decoding into as many
+## Decode into a gradient of the same size
 
 {decoding}
 
 The floor fills the output with zeros and reads the payloads once. Packed payloads are a third
-shorter, so that their floor is lower, and have to be unpacked.
+shorter, so their floor is lower, but they must be unpacked.
 
-## Writing and reading entries
+## Cost of value and index formats
 
 {coding}
 
-Sampled selection, and two payloads decoded. "Coding" is what a row costs beyond entries that are
-written as they are, in parts of the time that encoding those takes.
+Sampled selection; two payloads are decoded. *Coding* is the time of a row beyond plain float32
+entries, as a share of the time of encoding those.
 
-## Encoding for owners
+## Encode for several owners
 
 {shards}
 
-The sharded exchange sends each owner the largest of its own elements: as many selections as owners,
-in one pass over the gradient. Sampled selection, float32, packed.
+The sharded exchange sends each owner the largest entries of the owner's elements. It selects as
+many times as there are owners, in one pass over the gradient. Sampled selection, float32 values,
+packed indices.
 
 ## Momentum correction
 
 {momentum}
 
-One tensor of as many elements, values of 4 bits at ratio 0.024, as `TopKEF.compact()` has it,
-without and with momentum correction: a velocity is kept up, sent in place of the gradient, and
-masked where it was sent.
+One tensor of the same size, int4 values at ratio 0.024 as in `TopKEF.compact()`, with and without
+momentum correction. Momentum correction keeps a velocity, sends it in place of the gradient, and
+sets its sent entries to zero.
 
 ## Sizes and ratios
 
-Multiples of `r += g` for the fastest kernels, exact; in brackets, how many times faster than
-`torch.topk`. Residuals had 150 steps (37 at 100 million elements) and settle in about 1 / ratio:
-those below 0.01 still grow, as in a run's first steps. Small tensors lie in the processor's caches,
-where `r += g` is faster than memory.
+The fastest exact kernel as a multiple of `r += g`. In brackets: how many times faster than
+`torch.topk`.
 
 {sizes}
+
+Residuals had 150 steps to settle (37 at 100 million elements) and need about 1 / ratio steps. So at
+ratios below 0.01 they still grew, as in the first steps of a run. Small tensors fit in the
+processor's caches, where `r += g` is faster than in memory.
 
 ![time against size](results/kernels.png)
 
@@ -83,23 +99,35 @@ where `r += g` is faster than memory.
 
 {exchange}
 
-Milliseconds a step of a ResNet-50's 161 gradients, two ranks on this machine's cores, the slower
-rank. Allowed: 1.5 times (`r += g` and a fill, both ranks at once) plus an allgather of the same
-bytes in the same number of buckets. All is measured in one run (scripts/bench_exchange.py), and
-compared turn by turn: "share of it" is the median of what a turn added to what it was allowed. The
-runs lie minutes apart, between this page's other measurements, as the bandwidth of a shared
-machine's memory does not stay the same; the other columns are medians over runs.
+Milliseconds a step on the slower of two ranks that share this machine's cores, for a ResNet-50's
+161 gradients.
+
+- *Allowed*: 1.5 times (`r += g` and a zero-fill, on both ranks at once), plus an allgather of the
+  same bytes in the same number of buckets.
+- *Share of it*: what the exchange added, divided by what was allowed, compared turn by turn in one
+  run (scripts/bench_exchange.py); the median. The other columns are medians over runs.
+- The runs lie minutes apart, because the memory bandwidth of a shared machine changes.
+
+Machine: {cpu}, {cores} shared cores, Python {python}, PyTorch {torch}. Date: {date}. Command: `make
+bench-kernels`. The authors' bias: they want small ratios.
 """
+
+
+def machine() -> dict[str, str | int | None]:
+    """Where and when the page's figures are measured."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def report(found: dict[str, Any]) -> str:
     """The page."""
     return PAGE_TEMPLATE.format(
-        cpu=cpu_model(),
-        cores=os.cpu_count(),
-        python=platform.python_version(),
-        torch=torch.__version__,
-        date=time.strftime("%Y-%m-%d"),
+        **found["machine"],
         numel=found["numel"],
         encoding=encoding_table(found["encoding"]),
         decoding=decoding_table(found["decoding"]),
@@ -118,7 +146,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def encoding_table(found: dict[str, float]) -> str:
-    """Every way at the size that the targets name."""
+    """Every kernel at the size of the targets."""
     floor, topk = found["r += g"], found["torch.topk"]
     rows = []
     for name, ms in found.items():
@@ -129,7 +157,7 @@ def encoding_table(found: dict[str, float]) -> str:
 
 
 def decoding_table(found: dict[str, dict[str, float]]) -> str:
-    """Payloads against filling and reading."""
+    """Decoding against filling and reading."""
     rows = []
     for indices, ms in found.items():
         for ranks in (1, 2, 4, 8):
@@ -140,7 +168,7 @@ def decoding_table(found: dict[str, dict[str, float]]) -> str:
 
 
 def coding_table(found: dict[str, dict[str, float]]) -> str:
-    """What formats cost beyond selection."""
+    """The cost of formats beyond selection."""
     base, rows = found[NO_CODING], []
     for name, ms in found.items():
         more = sum(ms[each] - base[each] for each in ("encode", "decode"))
@@ -150,7 +178,7 @@ def coding_table(found: dict[str, dict[str, float]]) -> str:
 
 
 def floor_table(found: dict[str, float]) -> str:
-    """Ways, and what they cost beside the floor."""
+    """Times, also as multiples of `r += g`."""
     floor = found["r += g"]
     rows = [[name, f"{ms:.1f}", f"{ms / floor:.2f}"] for name, ms in found.items()]
     return table(["", "ms", "of `r += g`"], rows)
@@ -171,7 +199,7 @@ def _cell(ms: dict[str, float]) -> str:
 
 
 def exchange_table(found: dict[str, list[dict[str, float]]]) -> str:
-    """What an exchange adds to a step, and what it may: medians of runs, and each run's share."""
+    """The time that an exchange adds and may add: medians of runs, and each run's share."""
     columns = {
         "plain": "step without",
         "topk": "step with",

@@ -1,15 +1,15 @@
 """`make plan-grid`: `horovod-topk plan` against measured steps, constants fitted on other cells.
 
-Cells are hosts that are namespaces of this machine (`scripts/cluster`), one rank each; all share
-this machine's cores. On those to fit on collectives are timed, on the others steps: without any
-exchange (which is the plan's compute), dense, and ours. Writes docs/results/plan-grid.json and from
-it docs/plan-grid.md.
+The hosts of a cell are network namespaces of this machine (`scripts/cluster`) with one rank each.
+They share this machine's cores. On the cells for fitting, collectives are timed. On the others,
+steps are timed: without exchange (the plan's compute time), dense, and TopKEF. Writes
+docs/results/plan-grid.json and docs/plan-grid.md.
 
-    sudo make plan-grid                                        # all cells: an hour and a half
-    sudo make plan-grid ARGS="--missing"                       # those that have no results yet
+    sudo make plan-grid                                # all cells: an hour and a half
+    sudo make plan-grid ARGS="--missing"               # cells without results
     sudo make plan-grid ARGS="2:100mbit:resnet18 3:200mbit:fit"
-    sudo make plan-grid ARGS="--ours"                          # all but dense: three quarters
-    make plan-grid ARGS="--page"                               # the page alone
+    sudo make plan-grid ARGS="--ours"                  # all but dense: three quarters of an hour
+    make plan-grid ARGS="--page"                       # the page alone, from stored results
 
 The authors' bias: they want the plan to be right. Cells and models were given before anything was
 measured, and all of them are reported.
@@ -40,7 +40,7 @@ PAGE = launch.ROOT / "docs" / "plan-grid.md"
 
 
 def measure(cell: Cell, *options: str) -> dict[str, Any]:
-    """What a job on it found. Options are those of `planning/rank.py`.
+    """Run one cell's job. Options are those of `planning/rank.py`.
 
     Raises:
         ClusterError: it failed.
@@ -60,7 +60,7 @@ def measure(cell: Cell, *options: str) -> dict[str, Any]:
 
 
 def again(cell: Cell) -> dict[str, Any]:
-    """The cell's results, of which all but the dense steps and what was fitted on are new.
+    """Measure a cell again, but keep its dense steps and the cells for fitting.
 
     Raises:
         ClusterError: a job failed.
@@ -76,9 +76,9 @@ def main() -> int:
     """Measure and write; the exit status."""
     parser = KEPT.parser(__doc__)
     parser.add_argument(
-        "--machine", type=Path, help="keep the constants here, of ranks with a core each"
+        "--machine", type=Path, help="write the fitted constants here, for ranks with a core each"
     )
-    parser.add_argument("--ours", action="store_true", help="keep the dense steps that there are")
+    parser.add_argument("--ours", action="store_true", help="keep the stored dense steps")
     args = KEPT.parse(parser)
     try:
         jobs = KEPT.measure(args, again if args.ours else measure)

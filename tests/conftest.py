@@ -1,22 +1,92 @@
-"""Shared by every test. Also puts this folder on `sys.path`, so tests import from `oracle`."""
+"""Shared by every test. Also puts this folder on `sys.path`, so tests import from `oracle`.
+
+Tests are in two tiers, and `--tier` says which of them run:
+
+| `--tier` | command         | runs                                                            |
+| -------- | --------------- | --------------------------------------------------------------- |
+| `fast`   | `make test`     | every feature and every law, on fewer inputs: see the marks     |
+| `all`    | `make test-all` | every test                                                      |
+| `rest`   |                 | what `all` adds to `fast`; `.ci/run` runs it after `make test`  |
+
+A test marked `slow` is not in the fast tier. Of a test marked `one_in(5)` the fast tier runs one
+parametrisation in five. Property tests with `@examples(20)` try a third of 20 examples there.
+
+A launch of real ranks is a test in several tiers, with other cases in each of them: the table is in
+tests/distributed/launches.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from oracle.examples import load
 
 # PyTorch's optimizers load it, and its LLVM ends a process that has loaded TensorFlow's before.
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401
 
-settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, max_examples=12, database=None
-)
-settings.load_profile("repeatable")
+BEGAN = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=["fast", "rest", "all"], default="fast", help="which tests")
+    parser.addoption(
+        "--begin-within",
+        type=float,
+        metavar="SECONDS",
+        help="skip the tests that have not begun so many seconds after pytest has",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEGAN] = time.monotonic()
+    load(config.getoption("--tier"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the tier."""
+    tier, seen = config.getoption("--tier"), Counter[str]()
+    chosen, others = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        (chosen if tier in tiers_of(item, seen[function]) else others).append(item)
+        seen[function] += 1
+    config.hook.pytest_deselected(items=others)
+    items[:] = chosen
+
+
+def tiers_of(item: pytest.Item, ordinal: int) -> tuple[str, ...]:
+    """The values of `--tier` under which a test runs.
+
+    Args:
+        item: the test.
+        ordinal: where it is among the parametrisations of its function.
+    """
+    if tiers := item.get_closest_marker("tiers"):
+        return tiers.args
+    part = item.get_closest_marker("one_in")
+    if item.get_closest_marker("slow") or (part and ordinal % part.args[0]):
+        return ("rest", "all")
+    more_examples = hasattr(getattr(item, "obj", None), "hypothesis")
+    return ("fast", "rest", "all") if more_examples else ("fast", "all")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that would begin too late."""
+    limit = item.config.getoption("--begin-within")
+    if limit is not None and time.monotonic() - item.config.stash[BEGAN] > limit:
+        pytest.skip(f"no time was left for it: {item.path.name}")
+
+
+@pytest.fixture(scope="session")
+def tier(pytestconfig: pytest.Config) -> str:
+    """Which tests run: "fast", "rest" or "all"."""
+    return str(pytestconfig.getoption("--tier"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,15 +1,15 @@
-"""Checkpoints of error feedback, one file a rank, beside the ones of model and optimizer.
+"""Checkpoints of residuals, one file a rank, beside those of the model and the optimizer.
 
     from horovod_topk import checkpoint
 
     checkpoint.save(folder, TopKEF.of(optimizer))     # on every rank, after a step
     checkpoint.load(folder, TopKEF.of(optimizer))     # on every rank, before the first
 
-In TensorFlow `TopKEF.of` answers after the first step only: give `load` the `TopKEF(...)` itself.
+In TensorFlow `TopKEF.of` works after the first step only: give `load` the `TopKEF(...)` instance.
 
-What a rank has not sent yet is a part of all gradients so far: a run that goes on without it has
-lost them, and one that goes on with it is bitwise the run that never stopped. Every checkpoint
-wants a folder of its own, which all ranks can read.
+Residuals hold the parts of gradients that were not sent yet. A run that resumes without them loses
+these. A run that resumes with them is bitwise equal to a run that never stopped. Use a folder of
+its own for each checkpoint, which all ranks can read.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _written: dict[Path, tuple[weakref.ref[Any], int]] = {}
 
 
 def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") -> Path | None:
-    """Write this rank's shard. Call it on every rank, between two steps.
+    """Write this rank's residuals to a file. Call it on every rank, between two steps.
 
-    The file appears whole or not at all; one of the same name is replaced.
+    The file appears whole or not at all. A file of the same name is replaced.
 
     Args:
-        folder: of this checkpoint; made if it is missing.
-        state: `TopKEF.of(optimizer)`, or a `TopKEF` that has one optimizer.
-        name: the files' first word; in a job with several optimizers each wants its own.
+        folder: the folder of this checkpoint; created if it is missing.
+        state: `TopKEF.of(optimizer)`, or a `TopKEF` instance that one optimizer uses.
+        name: first part of the file's name. In a job with several optimizers, give each its own.
 
     Returns:
-        The file, or None where nothing is compressed and so nothing is kept.
+        The file's path; None if nothing is compressed, so that there are no residuals.
 
     Raises:
-        CheckpointError: another optimizer of this job has saved as much under this name, or it is
-            no name for a file.
+        CheckpointError: another optimizer of this job has saved at the same step under this name,
+            or the name cannot be part of a file's name.
     """
     _check_name(name)
     state = state.behind if isinstance(state, Front) else state
@@ -75,30 +75,31 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
 def load(
     folder: str | os.PathLike[str], state: State, *, name: str = "topkef", strict: bool = True
 ) -> None:
-    """Take on what `save` wrote. Call it on every rank, before the first step.
+    """Load the residuals that `save` wrote. Call it on every rank, before the first step.
 
-    Where another number of ranks saved, or with another exchange, every rank reads all shards and
-    takes its part of what they owe together, so that nothing is lost; see `core.reshard`. Only
-    velocities of momentum correction start at zero then.
+    The number of ranks and the exchange may differ from those that saved. Every rank then reads the
+    files of all ranks and takes its part of their residuals, so that no gradient is lost
+    (`horovod_topk.core.reshard`); only the velocities of momentum correction start at zero.
+
+    Files of another run with the same step, names and shapes are not recognised as such.
 
     Args:
-        folder: as given to `save`.
-        state: of an optimizer with the same parameters.
-        name: as given to `save`.
-        strict: refuse what does not fit. If False, only after the first step, nothing is refused
-            and a log line names what was lost: tensors without a fitting residual start at zero,
-            and the others take on theirs. All of this rank's do where its shard is missing,
-            damaged or another one, or holds a NaN; then only what ratios follow from is taken on,
-            from any shard that is whole, so that ranks keep to one.
-
-    What ranks of another run saved at the same step, under the same names and shapes, cannot be
-    told from this one's: no rank knows of the others' residuals.
+        folder: the folder that was given to `save`.
+        state: as for `save`, of an optimizer with the same parameters. In TensorFlow before the
+            first step: the `TopKEF` instance.
+        name: the name that was given to `save`.
+        strict: raise an error if something does not fit. False: log a warning instead, and start
+            at zero each tensor whose saved residual does not fit. If this rank's file is missing,
+            damaged or another one's, or holds a NaN, all its residuals start at zero, and only the
+            count of committed steps and the ratio are read, from any file that is whole. In
+            TensorFlow, False can be given after the first step only.
 
     Raises:
-        CheckpointError: a shard is missing, damaged, another rank's, of another step or another
-            version, or there is one and this job has one rank; nothing has changed.
-        StateDictError: residuals do not fit the optimizer; nothing has changed. In TensorFlow,
-            before the first step, it is the first step that raises it.
+        CheckpointError: a file is missing, damaged, or of another rank, step or version; or the job
+            now has one rank, which compresses nothing and would lose the residuals. Nothing has
+            changed.
+        StateDictError: residuals do not fit the optimizer; nothing has changed. In TensorFlow
+            before the first step, it is raised by the first step.
     """
     _check_name(name)
     if not state.active:

@@ -135,19 +135,26 @@ class Front(abc.ABC):
 
     @classmethod
     def compact(cls, **settings: Any) -> Self:
-        """What measured best at about 50 times fewer bytes: the optimizer's momentum, corrected.
+        """Return a compressor with the settings recommended for Adam and AdamW.
 
-        Values of 4 bits, a ratio of 0.024, and `momentum="optimizer"`; docs/frontier.md says how
-        far that is from dense.
+        They are a ratio of 0.024, values of 4 bits, and momentum correction with the optimizer's
+        own momentum (`momentum="optimizer"`). On a byte language model with four simulated ranks
+        they sent 51 times fewer bytes than dense float32; docs/frontier.md has the quality.
 
         Args:
-            settings: of `TopKEF`, further ones or others.
+            settings: keyword arguments of `TopKEF`, to add to these settings or to change them.
+
+        Raises:
+            ConfigError: a setting is out of its range, or two settings cannot be combined.
+            UnknownSettingError: there is no setting of this name.
+
+        Source: Lin et al. 2018 (Deep Gradient Compression) for momentum correction.
         """
         return cls(**{**COMPACT, **settings})
 
     @classmethod
     def asked(cls, compression: object) -> Self | None:
-        """The compressor a user passed, if it is ours: an instance, or the class with defaults."""
+        """Return the TopKEF that was passed as `compression=`; None if it is another compressor."""
         if isinstance(compression, cls):
             return compression
         if isinstance(compression, type) and issubclass(compression, cls):
@@ -156,56 +163,56 @@ class Front(abc.ABC):
 
     @property
     def behind(self) -> State:
-        """The state of the one optimizer behind this instance.
+        """The error-feedback state of the one optimizer that uses this instance.
 
         Raises:
-            NotAttachedError: there is none, or there are several.
+            NotAttachedError: no optimizer uses it, or several do.
         """
         return self._only_state()
 
     def stats(self) -> Stats:
-        """As `OptimizerState.stats`, of the one optimizer behind this instance."""
+        """Totals and norms so far, of the one optimizer that uses this instance."""
         return self._only_state().stats()
 
     @property
     def tensors(self) -> dict[str, list[int]]:
-        """As `OptimizerState.tensors`, of the one optimizer behind this instance."""
+        """Names and shapes of the compressed gradients, of the one optimizer that uses this."""
         return self._only_state().tensors
 
     @property
     def reduction(self) -> str:
-        """As `OptimizerState.reduction`, of the one optimizer behind this instance."""
+        """Whether ranks' gradients are combined by "average" or "sum"."""
         return self._only_state().reduction
 
     @property
     def active(self) -> bool:
-        """As `OptimizerState.active`, of the one optimizer behind this instance."""
+        """Whether the one optimizer that uses this instance compresses anything."""
         return self._only_state().active
 
     @property
     def steps(self) -> int:
-        """As `OptimizerState.steps`, of the one optimizer behind this instance."""
+        """Steps that have ended, of the one optimizer that uses this instance."""
         return self._only_state().steps
 
     @property
     def place(self) -> tuple[int, int]:
-        """As `OptimizerState.place`, of the one optimizer behind this instance."""
+        """This rank, and the number of ranks that exchange gradients."""
         return self._only_state().place
 
     def state_dict(self) -> dict[str, Any]:
-        """As `OptimizerState.state_dict`, of the one optimizer behind this instance."""
+        """Copies of this rank's residuals, of the one optimizer that uses this instance."""
         return self._only_state().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `OptimizerState.load_state_dict`, of the one optimizer behind this instance."""
+        """Load this rank's residuals into the one optimizer that uses this instance."""
         self._only_state().load_state_dict(state)
 
     def reset(self) -> None:
-        """As `OptimizerState.reset`, of the one optimizer behind this instance."""
+        """Set all residuals to zero, of the one optimizer that uses this instance."""
         self._only_state().reset()
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """As `OptimizerState.on_step`, of the one optimizer behind this instance."""
+        """Call `callback` at the end of every step of the one optimizer that uses this."""
         self._only_state().on_step(callback)
 
     def _begin(self) -> None:  # noqa: B027  # there may be nothing to begin with

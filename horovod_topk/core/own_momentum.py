@@ -94,6 +94,28 @@ def note_taken(kind: str, momentum: float) -> None:
     log.info("TopKEF takes over the momentum of %s: %g", kind, momentum)
 
 
+def warn_of_clipping(momentum: float, seen: str) -> str:
+    """Warn that clipping after the exchange sees velocities, and makes SGD's steps smaller.
+
+    Args:
+        momentum: the momentum that is corrected.
+        seen: what shows that gradients are clipped there, as a clause.
+
+    Returns:
+        The warning.
+    """
+    factor = 1.0 / (1.0 - momentum)
+    text = (
+        f"TopKEF corrects a momentum of {momentum:g}, and {seen}. With momentum correction the "
+        f"exchanged gradients are velocities, up to {factor:.3g} times larger than gradients: if "
+        "they are clipped to a threshold meant for gradients, the learning rate is in effect up "
+        f"to {factor:.3g} times smaller. Clip with TopKEF(clip_norm=...) instead, or use a "
+        f"threshold {factor:.3g} times larger"
+    )
+    log.warning("%s", text)
+    return text
+
+
 def advise(kind: str) -> None:
     """Warn where plain error feedback is known to cost much (docs/frontier.md)."""
     log.warning(

@@ -1,4 +1,4 @@
-"""What compression did, in numbers a user can check."""
+"""Counters and norms of compression, for users: `StepCounters` and `Stats`."""
 
 from __future__ import annotations
 
@@ -12,47 +12,52 @@ from horovod_topk.core.plan import Plan
 
 @dataclass(frozen=True)
 class StepCounters:
-    """One step, without touching a device. Handed to the callbacks of `on_step`."""
+    """Counters of one step, which `on_step` hands to its callbacks. No device is waited for."""
 
-    step: int  # steps that ended so far, this one included
-    committed: bool  # False: rolled back, the residuals are as before the step
-    selected: int  # values handed to collectives by this rank
-    payload_bytes: int  # bytes handed to collectives by this rank
-    sent_bytes: int  # bytes this rank sends for them
-    dense_bytes: int  # bytes this rank would send in a ring allreduce of the dense gradients
-    between_bytes: int | None  # of `sent_bytes`, those to other nodes; None: nodes are not known
-    node_bytes: int | None  # bytes that leave the busiest node, of all its ranks together
-    flagged: tuple[str, ...]  # tensors with a non-finite gradient on some rank
+    step: int  # steps that have ended so far, this one included
+    committed: bool  # False: rolled back, residuals are as they were before the step
+    selected: int  # gradient elements that this rank sent
+    payload_bytes: int  # bytes that this rank handed to collectives
+    sent_bytes: int  # bytes that this rank sent for them
+    dense_bytes: int  # bytes that it would have sent in a ring allreduce of dense gradients
+    between_bytes: int | None  # the part of `sent_bytes` sent to other nodes; None: not known
+    node_bytes: int | None  # bytes that left the busiest node, from all its ranks; None: not known
+    flagged: tuple[str, ...]  # names of tensors with a NaN or an infinity on some rank
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Totals and norms; see `TopKEF.stats`."""
+    """Totals, sizes and norms of one rank's compression: what `stats()` returns.
 
-    active: bool = False  # False: nothing is compressed, `skipped` says why
-    ranks: int = 1  # world size of the process set
-    exchange: str = "none"  # how payloads travel
-    because: str = ""  # why "auto" chose that, or what few nodes make of it; else empty
-    nodes: tuple[int, ...] = ()  # ranks on each node, where the exchange asks for nodes
+    Sizes "a step" are for one step at `ratio`. Norms are Euclidean, over all compressed tensors, in
+    the units of the gradients.
+    """
+
+    active: bool = False  # False: nothing is compressed, and `skipped` says why
+    ranks: int = 1  # number of ranks that exchange gradients
+    exchange: str = "none"  # how payloads travel: "allgather", "sharded" or "hierarchical"
+    because: str = ""  # why exchange="auto" chose that, or a note on the nodes; often empty
+    nodes: tuple[int, ...] = ()  # number of ranks on each node, if the exchange uses nodes
     buckets: int = 0  # payloads a step
-    steps: int = 0  # committed steps
-    rolled_back: int = 0  # steps exchanged and then not taken
-    elements: int = 0  # gradient elements of all planned tensors
-    selected: int = 0  # values sent a step and rank
-    payload_bytes: int = 0  # bytes handed to collectives a step and rank
-    sent_bytes: int = 0  # bytes a rank sends a step, to ranks of its own node too
-    dense_bytes: int = 0  # bytes a rank sends a step in the ring allreduce that this replaces
-    between_bytes: int | None = None  # of `sent_bytes`, those to other nodes; None: not known
-    node_bytes: int | None = None  # bytes a step that leave the busiest node, of all its ranks
-    momentum: float = 0.0  # that is corrected, the optimizer's own if taken over; 0: none
-    residual_norm: float = 0.0  # Euclidean, of what this rank keeps of its own gradients
-    owned_norm: float = 0.0  # of what it keeps as an owner: of what is applied, or its node's sum
-    gradient_norm: float = 0.0  # Euclidean, this rank's last gradient
-    ratios: Mapping[str, float] = field(default_factory=dict)  # tensor -> its own, where it has one
-    skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> why not compressed
-    lost_ranks: int = 0  # of an elastic job, whose residuals were lost with them
-    lost_norm: float = 0.0  # of these, about: as if they owed as much as the other ranks then did
-    late: Mapping[str, int] = field(default_factory=dict)  # tensor -> steps it held its bucket back
+    steps: int = 0  # steps that were committed
+    rolled_back: int = 0  # steps that were exchanged and not applied, such as after an overflow
+    elements: int = 0  # gradient elements of all compressed tensors
+    selected: int = 0  # elements that this rank sends a step
+    payload_bytes: int = 0  # bytes that this rank hands to collectives a step
+    sent_bytes: int = 0  # bytes that this rank sends a step, to ranks on its own node too
+    dense_bytes: int = 0  # bytes that it would send a step in a ring allreduce of dense gradients
+    between_bytes: int | None = None  # the part of `sent_bytes` sent to other nodes; None: unknown
+    node_bytes: int | None = None  # bytes a step that leave the busiest node, from all its ranks
+    momentum: float = 0.0  # the momentum that is corrected, taken over or given; 0: off
+    residual_norm: float = 0.0  # of this rank's residuals: what it has not sent yet
+    owned_norm: float = 0.0  # of the owner's residuals ("sharded" and "hierarchical")
+    gradient_norm: float = 0.0  # of this rank's gradients in the last step
+    ratios: Mapping[str, float] = field(default_factory=dict)  # tensor -> ratio of its own
+    skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> reason not to
+    lost_ranks: int = 0  # elastic jobs: ranks whose residuals were lost with them
+    lost_norm: float = 0.0  # elastic jobs: estimated norm of these residuals
+    late: Mapping[str, int] = field(default_factory=dict)  # tensor -> steps it delayed its bucket
+    warnings: tuple[str, ...] = ()  # what was warned of for this optimizer, as in the log
 
     @property
     def reduction(self) -> float:

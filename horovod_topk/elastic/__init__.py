@@ -1,16 +1,17 @@
-"""What ranks owe the model in an elastic job, where ranks are lost, leave and join.
+"""Residuals in elastic jobs, where ranks join, leave and fail.
 
-Users meet it as `hvd.elastic.TorchState(..., compression=topk)`, or better as the states of
-`horovod_topk.torch.elastic` and `horovod_topk.tensorflow.elastic`.
+For users these are the states of `horovod_topk.torch.elastic` and `horovod_topk.tensorflow.elastic`
+(Horovod's `hvd.elastic.TorchState(..., compression=topk)` works too).
 
-A commit, and the way back to it, are each rank's own affair. When a job goes on with other ranks,
-they meet once (`keeper.Keeper.settle`) and keep the pending mass of `horovod_topk.core.reshard`:
+Each rank commits and restores its own residuals. When the ranks of a job change, they meet once
+(`keeper.Keeper.settle`), so that the sum of what is still to be applied stays the same
+(`horovod_topk.core.reshard`):
 
-- who was there before multiplies its residual by P_new / P_old (op=Average; op=Sum: by 1);
-- who joins owes nothing, and learns how far the schedule of ratios has come;
-- who leaves after a warning has shared out what it owes among all;
-- what a lost rank had committed is taken on by another one, if `commit_dir` keeps it on a disk that
-  all ranks can read. Otherwise it is gone, and `Stats.lost_ranks` and `Stats.lost_norm` say so.
+- a rank that stays multiplies its residual by P_new / P_old with op=Average, and by 1 with op=Sum;
+- a rank that joins starts with a residual of zero, and is told the count of committed steps;
+- a rank that leaves after a warning first shares out its residual among all ranks;
+- the committed residual of a rank that failed is taken over by another rank, if `commit_dir` names
+  a folder that all ranks can read. Otherwise it is lost: see `Stats.lost_ranks`, `Stats.lost_norm`.
 
 Source: the mean's mass as in Karimireddy et al. 2019, whose sum over ranks is what a step applies.
 """

@@ -116,11 +116,11 @@ class TopK(Codec):
 
     id: ClassVar[int] = 1
 
-    ratio: float = 0.01  # share of a tensor's elements sent a step, in (0, 1]
-    values: str = "float32"  # how values are sent; residuals take in the rounding
-    indices: str = "auto"  # how indices are sent: packed, or plain; auto: plain on accelerators
-    gather_ratio: float | None = None  # share that owners send back, in (0, 1]; None: as `ratio`
-    selection: str = "exact"  # how the k largest elements are found: exact, or sampled
+    ratio: float = 0.01  # share of each tensor's elements that a rank sends a step, in (0, 1]
+    values: str = "float32"  # format of values; the rounding error stays in the residual
+    indices: str = "auto"  # format of indices; "auto": plain on accelerators, else packed
+    gather_ratio: float | None = None  # share that owners send back; None: as `ratio`
+    selection: str = "exact"  # how the largest elements are found
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", checked_ratio(self.ratio))

@@ -9,12 +9,18 @@
         loss = ...
     tape = hvd.DistributedGradientTape(tape, compression=compression)
 
-What has not been sent yet is kept for each variable, as long as it lives. For tf-keras there is
-`hvd.DistributedOptimizer(optimizer, compression=TopKEF)`; for Keras 3, where Horovod's own wrapper
-does not synchronise, `horovod_topk.tensorflow.keras`.
+Residuals (what has not been sent yet) belong to the variables and live as long as these. With
+tf-keras use `hvd.DistributedOptimizer(optimizer, compression=TopKEF)`. With Keras 3, where
+Horovod's own wrapper trains without synchronising, use `horovod_topk.tensorflow.keras`.
 
-Importing this package puts the seam of `horovod_topk.tensorflow.seam` into Horovod. Anything with
-another compressor behaves exactly as before.
+Importing this package wraps three functions of Horovod, in memory and not on disk. Each behaves as
+before for any other compressor. `horovod_topk.tensorflow.seam` does it:
+
+    horovod.tensorflow._make_allreduce_grads_fn
+    horovod._keras.create_distributed_optimizer
+    horovod.tensorflow.join
+
+No registry of Horovod is changed: elastic jobs use the state of `horovod_topk.tensorflow.elastic`.
 """
 
 from horovod_topk.tensorflow import seam

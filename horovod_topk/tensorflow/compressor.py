@@ -26,59 +26,73 @@ from horovod_topk.tensorflow.state import OptimizerState
 
 
 class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ignore[misc]
-    """Top-K gradient sparsification with error feedback.
+    """Top-K gradient compression with error feedback, for TensorFlow's Horovod.
 
-    Give an instance or the class (defaults) to `hvd.DistributedGradientTape(compression=...)` or
-    `hvd.DistributedOptimizer(compression=...)`. An optimizer has residuals of its own, which end
-    with it. Those of tapes belong to the settings and the variables, and live as long as these:
-    tapes and traces, and instances with equal settings, may come and go.
+    In each step a rank sends the largest elements of each gradient tensor. The rest stays on the
+    rank, as a residual, and is added to the next gradient. Pass the class (default settings) or an
+    instance as `compression=` of `hvd.DistributedGradientTape`, of `hvd.DistributedOptimizer`
+    (tf-keras) or of `horovod_topk.tensorflow.keras.DistributedOptimizer` (Keras 3).
 
-    It can be saved: `tf.train.Checkpoint(model=model, compression=compression)`, one a rank.
+    The residuals of an optimizer end with it. The residuals of tapes belong to the variables and
+    the settings: a tape may be made anew in every step, and a tf.function may be traced again. To
+    save them: `tf.train.Checkpoint(model=model, compression=compression)`, one a rank.
+
+    Gradients may be float16, bfloat16, float32 or float64, of static shape. Residuals are float32,
+    and float64 for float64 gradients. Sparse gradients (tf.IndexedSlices) are exchanged by Horovod,
+    uncompressed, unless `sparse_as_dense=True` is given beside `compression=`; with `momentum` or
+    `clip_norm` they are an error without it.
 
     Args:
-        ratio: share of a tensor's elements sent each step, in (0, 1].
-        values: how values are sent: "float32" (float64 for a float64 tensor), "float16",
-            "bfloat16", "int8", "int4" or "sign". The residual keeps the rounding; what "sign"
-            leaves is so much that training may diverge (docs/frontier.md).
-        indices: "packed", "plain" (16 or 32 bits), or "auto": packed but on accelerators.
-        exchange: how payloads travel: "allgather"; "sharded", whose bytes hardly grow with the
-            number of ranks; "hierarchical", dense within a node and sparse between nodes, which
-            needs `hvd.init(process_sets="dynamic")`; or "auto", that of these from whose busiest
-            node the fewest bytes leave.
-        gather_ratio: of "sharded", the share of its elements that the owner of a shard sends
-            back, in (0, 1]; None: as `ratio`.
-        selection: how the largest elements are found: "exact", or "sampled", by a threshold from a
-            sample, which is faster.
-        min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
+        ratio: share of each tensor's elements that a rank sends in a step, in (0, 1].
+        values: format in which values are sent: "float32" (float64 for float64 gradients),
+            "float16", "bfloat16", "int8", "int4" or "sign". The rounding error stays in the
+            residual. With "sign" it is so large that training may diverge (docs/frontier.md).
+        indices: format in which indices are sent: "packed" (compressed), "plain" (16 or 32 bits
+            each), or "auto": plain on accelerators, packed elsewhere.
+        exchange: how payloads travel between ranks: "allgather"; "sharded", in which each rank
+            adds up one shard, so that its bytes hardly grow with the number of ranks;
+            "hierarchical", dense within a node and sparse between nodes, which needs
+            `hvd.init(process_sets="dynamic")`; or "auto": the one of these that sends the fewest
+            bytes from the busiest node.
+        gather_ratio: for "sharded", the share of a shard's elements that its owner sends back, in
+            (0, 1]. None: the same as `ratio`.
+        selection: how the largest elements are found: "exact", or "sampled", which estimates a
+            threshold from a sample and is faster.
+        min_numel: tensors with fewer elements are sent whole, in the same payload.
         clip_norm: clip each rank's gradients before they are added to the residual, so that the
-            norm of what is applied is about this at most, as `horovod_topk.core.clipping` says.
-            Sparse gradients (tf.IndexedSlices) are an error with it and with `momentum`, unless
-            `sparse_as_dense=True` is given beside `compression=`.
-        ratios: ratios of some tensors, instead of `ratio` and `gather_ratio`: a mapping, or pairs,
-            of a pattern of names as in `fnmatch` ("head.*"), or a function of a tensor's name and
-            shape that returns a bool, and a ratio or "dense". The first that holds wins. A pattern
-            that matches nothing is an error; tensors below `min_numel` are dense in any case.
-        warmup: larger ratios for the first steps: a number of steps, over which 0.25, 0.0625 and so
-            on come down to `ratio`, or pairs (until, ratio), each for the steps until so many have
-            been committed; None: off. Graphs get a branch for every ratio.
-        momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
-            the optimizer's own: "optimizer" takes over that of Keras' `SGD`, `Adam` or `AdamW`,
-            whose `momentum` or `beta_1` is 0 then, but for what `get_config` and saved models say;
-            or pass a number, and 0 to the optimizer, also around a tape, which does not know it.
-            0: off.
-        nesterov: whether that is Nesterov's.
-        follow_lr: multiply residuals by old / new learning rate where that of the optimizer has
-            changed since the last step (`horovod_topk.core.rates`). For distributed optimizers:
-            tapes know of no learning rate.
-        name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
-        commit_dir: a folder that all ranks of an elastic job can read, where each commit keeps what
-            this rank owes, for another one if it is lost (`horovod_topk.tensorflow.elastic`).
-        grad_scaler: for tapes alone, the `LossScaleOptimizer` (of Keras 3 or tf-keras) that scales
-            the loss: residuals are then kept in unscaled units, and a change of its scale changes
-            nothing that is owed. Distributed optimizers find theirs by themselves.
+            norm of the applied gradient is at most about this (`horovod_topk.core.clipping`).
+            None: off.
+        ratios: a ratio for some tensors, instead of `ratio` and `gather_ratio`. A mapping or a
+            sequence of pairs. A key is a pattern of tensor names as in `fnmatch` ("head.*"), or a
+            function of a tensor's name and shape that returns a bool. A value is a ratio or
+            "dense". The first key that matches a tensor is used; a pattern that matches no tensor
+            is an error. Tensors below `min_numel` are sent whole in any case.
+        warmup: larger ratios for the first steps. A number of steps: the ratio goes down through
+            0.25, 0.0625 and so on until it reaches `ratio` after that many steps. Pairs
+            (until, ratio): that ratio until so many steps are committed. None: off.
+            A tf.function then has a branch for each ratio.
+        momentum: the momentum for momentum correction with masking (`horovod_topk.core.momentum`),
+            which replaces the optimizer's own. "optimizer": take over the momentum of Keras' `SGD`,
+            `Adam` or `AdamW`, and set its `momentum` or `beta_1` to 0; `get_config()` and saved
+            models keep the value. A number: give the optimizer a momentum of 0 yourself; a tape
+            takes a number only. 0: off. With it, exchanged gradients are velocities, up to
+            1 / (1 - momentum) times larger than gradients: clip with `clip_norm`.
+        nesterov: whether that momentum is Nesterov's.
+        follow_lr: when the optimizer's learning rate has changed since the last step, multiply
+            residuals by old rate / new rate (`horovod_topk.core.rates`). Not for tapes, which do
+            not know the learning rate.
+        name: prefix of the names of the collectives, the same on all ranks. None: derived from the
+            tensors and settings.
+        commit_dir: for elastic jobs, a folder that all ranks can read. Each commit writes this
+            rank's residuals there, so that another rank can take them over if this one is lost
+            (`horovod_topk.tensorflow.elastic`).
+        grad_scaler: for tapes only, the `LossScaleOptimizer` (of Keras 3 or tf-keras) that scales
+            the loss. Residuals are then kept without the scale, so that they stay right when the
+            scale changes. A distributed optimizer finds its loss scale by itself.
 
     Raises:
-        ConfigError, UnknownSettingError: see the message.
+        ConfigError, UnknownSettingError: a setting is out of its range, does not fit another one,
+            or does not exist.
 
     Example:
         >>> compression = TopKEF(ratio=0.001)
@@ -86,7 +100,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
     Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`, `warmup`
-    and `momentum`.
+    and `momentum`; Zheng et al. 2019 (Blockwise Momentum SGD with Error-Feedback) for `follow_lr`.
     """
 
     framework = "tensorflow"
@@ -106,7 +120,14 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     @staticmethod
     def of(optimizer: Any) -> OptimizerState:
-        """The state behind a distributed optimizer or gradient tape, also when the class was given.
+        """Return the error-feedback state of a distributed optimizer or gradient tape.
+
+        Before the first step there is none: an instance of `TopKEF` itself takes
+        `load_state_dict`, `on_step` and `set_ratio` then.
+
+        Args:
+            optimizer: what `DistributedOptimizer(..., compression=TopKEF)` or
+                `DistributedGradientTape(..., compression=TopKEF)` returned.
 
         Raises:
             NotAttachedError: it was not built with `compression=TopKEF`, or has exchanged nothing
@@ -131,7 +152,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     @staticmethod
     def compress(tensor: Any) -> NoReturn:
-        """Refuse: a tensor without a variable has no residual.
+        """Refuse to compress a single tensor: a tensor without a variable has no residual.
 
         Raises:
             OutsideOptimizerError: always.
@@ -144,35 +165,44 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
 
     @staticmethod
     def decompress(tensor: Any, ctx: object) -> Any:
-        """Return the tensor: gradients are decoded before Horovod asks."""
+        """Return the tensor as it is: gradients are decoded before Horovod calls this."""
         return tensor
 
     @property
     def active(self) -> bool:
-        """As `OptimizerState.active`; before the first step whether there are other processes."""
+        """Whether anything is compressed; before the first step, whether there are other ranks."""
         return super().active if self._living_states() else bool(hvd.size() > 1)
 
     @property
     def place(self) -> tuple[int, int]:
-        """As `OptimizerState.place`; before the first step this process among all."""
+        """This rank and the number of ranks that exchange; before the first step, of all ranks."""
         return super().place if self._living_states() else (hvd.rank(), hvd.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `OptimizerState.load_state_dict`; before the first step it is kept until then."""
+        """Load this rank's residuals, as `OptimizerState.load_state_dict`.
+
+        Before the first step the state dict is kept, and loaded in that step.
+        """
         if self._found_states():
             super().load_state_dict(state)
         else:
             self._waiting = [state]
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """As `OptimizerState.on_step`; before the first step it is kept until then."""
+        """Call `callback` at the end of every step, as `OptimizerState.on_step`.
+
+        It may be given before the first step.
+        """
         if self._found_states():
             super().on_step(callback)
         else:
             self._callbacks.append(callback)
 
     def set_ratio(self, ratio: float | None) -> None:
-        """As `OptimizerState.set_ratio`; before the first step it is kept until then."""
+        """Send another share of elements from the next step on, as `OptimizerState.set_ratio`.
+
+        It may be called before the first step.
+        """
         if self._found_states():
             state = self._only_state()
             assert isinstance(state, OptimizerState)
@@ -238,11 +268,13 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         return self._keeper
 
     def serialize(self) -> bytes:
-        """All residuals as bytes, for tf.train.Checkpoint."""
+        """Return all residuals of this rank as bytes; tf.train.Checkpoint calls this."""
         return archive.pack([*(s.state_dict() for s in self._found_states()), *self._waiting])
 
     def deserialize(self, data: bytes) -> None:
-        """Take on residuals from a tf.train.Checkpoint; states yet to come take theirs then.
+        """Load residuals from bytes; tf.train.Checkpoint calls this.
+
+        Residuals of optimizers that have not stepped yet are loaded in their first step.
 
         Raises:
             StateDictError: a residual does not fit; nothing has changed.

@@ -1,4 +1,4 @@
-"""Elastic Horovod for TensorFlow, tf-keras and Keras: a state that keeps what ranks owe.
+"""The state of elastic jobs in TensorFlow, tf-keras and Keras: variables and residuals.
 
     from horovod_topk.tensorflow import TopKEF
     from horovod_topk.tensorflow.elastic import TensorFlowState, run
@@ -10,9 +10,9 @@
     @run
     def train(state): ...
 
-Build model and optimizer before. Horovod's own `TensorFlowState` broadcasts variables when it is
-made and not when ranks meet, where TensorFlow runs eagerly: a rank that joins waits for ever, so
-this one stands in its place. What is kept, and what is not, says `horovod_topk.elastic`.
+Build the model and the optimizer first. Use this state instead of Horovod's `TensorFlowState`: in
+eager mode Horovod's broadcasts variables when it is created and not when ranks have changed, so
+that a rank that joins waits for ever. `horovod_topk.elastic` says what is kept in which case.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ Result = TypeVar("Result")
 
 
 class TensorFlowState(HandsOver, ObjectState):  # type: ignore[misc]  # Horovod has no annotations
-    """Variables, what is owed for them, and plain attributes, committed and restored together.
+    """An elastic state of variables, their residuals and plain attributes.
+
+    They are committed and restored together.
 
     Args:
-        variables: of model and optimizer, TensorFlow's or Keras'.
-        compression: the TopKEF of the gradients' exchange: the instance.
-        kwargs: plain attributes, which rank 0 gives to all when ranks meet.
+        variables: those of the model and the optimizer, TensorFlow's or Keras'.
+        compression: the TopKEF instance that exchanges the gradients.
+        kwargs: plain attributes; all ranks take rank 0's when ranks have changed.
 
     Raises:
         ConfigError: no TopKEF was given, or the class.
@@ -65,20 +67,20 @@ class TensorFlowState(HandsOver, ObjectState):  # type: ignore[misc]  # Horovod 
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
 
     def save(self) -> None:
-        """Commit."""
+        """Keep copies of variables, residuals and attributes, to go back to."""
         self._save_variables()
         self._keeper.save()
         super().save()
 
     def restore(self) -> None:
-        """Go back to the last commit."""
+        """Set variables, residuals and attributes to those of the last commit."""
         for variable, value in zip(self.variables, self._values, strict=True):
             variable.assign(value)
         self._keeper.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Meet the other ranks: take rank 0's variables and attributes, and see to what is owed."""
+        """Take rank 0's variables and attributes, rescale residuals together, and commit."""
         broadcast_variables(self.variables, root_rank=0)
         self._keeper.settle()
         super().sync()
@@ -92,10 +94,13 @@ class TensorFlowState(HandsOver, ObjectState):  # type: ignore[misc]  # Horovod 
 
 
 def run(train: Callable[..., Result]) -> Callable[..., Result]:
-    """As `hvd.elastic.run`, for a function that takes a state.
+    """Decorate a training function that takes a state, as `hvd.elastic.run` does.
 
-    A payload's exchange that fails within a graph is an error of TensorFlow; Horovod's own wrapper
-    knows it by names that differ from those of payloads.
+    When a rank fails while a tf.function exchanges payloads, TensorFlow raises an error of its own.
+    Horovod's wrapper does not recognise it for our collectives; this one does, and restores.
+
+    Args:
+        train: a function whose first argument is the state.
     """
 
     @functools.wraps(train)

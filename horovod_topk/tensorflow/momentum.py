@@ -18,10 +18,12 @@ from horovod_topk.core.own_momentum import (
     none_to_correct,
     note_taken,
     settings_of,
+    warn_of_clipping,
 )
 from horovod_topk.tensorflow.compressor import TopKEF
 
 WORDS = Words("SGD, Adam or AdamW of Keras", "momentum=0.9 or beta_1=0.9")
+CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")  # settings of every optimizer of Keras
 SETTINGS = {"SGD": "momentum", "Adam": "beta_1", "AdamW": "beta_1"}  # by class, of Keras' own
 
 
@@ -100,6 +102,27 @@ def check_not_twice(optimizer: Any, config: TopKConfig) -> None:
     check_once(config.momentum, config.nesterov, own)
 
 
+def warn_of_late_clipping(optimizer: Any, momentum: float) -> tuple[str, ...]:
+    """Warn of an SGD that clips what it is given, which is velocities.
+
+    Adam and AdamW divide by the size of what they are given, so that clipping takes nothing off
+    their steps.
+
+    Args:
+        optimizer: a distributed one of Keras 3 or tf-keras, within a loss scale or not.
+        momentum: the momentum that is corrected; 0: none.
+
+    Returns:
+        The warnings that were given: one or none.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    clips = [name for name in CLIPPING if getattr(optimizer, name, None) is not None]
+    if not (momentum and clips and _is_a(optimizer, "SGD")):
+        return ()
+    shown = ", ".join(f"{name}={getattr(optimizer, name):g}" for name in clips)
+    return (warn_of_clipping(momentum, f"{type(optimizer).__name__} has {shown}"),)
+
+
 def apply_none(optimizer: Any, taken: Taken) -> None:
     """Have a new optimizer of tf-keras leave its momentum to us, but say that it has it.
 
@@ -126,8 +149,12 @@ def _setting_of(optimizer: Any) -> str | None:
 
 
 def _is_adam(optimizer: Any) -> bool:
-    names = (cls.__name__ for cls in type(optimizer).__mro__ if _is_kerass(cls))
-    return any(SETTINGS.get(name) == "beta_1" for name in names)
+    return _is_a(optimizer, "Adam", "AdamW")
+
+
+def _is_a(optimizer: Any, *names: str) -> bool:
+    """Whether it is one of these optimizers of Keras, or derives from one."""
+    return any(cls.__name__ in names for cls in type(optimizer).__mro__ if _is_kerass(cls))
 
 
 def _is_kerass(cls: type) -> bool:

@@ -32,7 +32,13 @@ from horovod_topk.tensorflow.applying import refuse_unexchanged
 from horovod_topk.tensorflow.besides import check_none_left_out, is_sparse, refuse_local, to_dense
 from horovod_topk.tensorflow.compressor import TopKEF
 from horovod_topk.tensorflow.memory import Memory
-from horovod_topk.tensorflow.momentum import Told, apply_none, check_not_twice, told_of
+from horovod_topk.tensorflow.momentum import (
+    Told,
+    apply_none,
+    check_not_twice,
+    told_of,
+    warn_of_late_clipping,
+)
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
 from horovod_topk.tensorflow.rates import rate_of
 from horovod_topk.tensorflow.state import OptimizerState, live_states
@@ -77,10 +83,15 @@ class Exchange:
         self._settings = settings
         self._sparse_as_dense = sparse_as_dense
         self._stock = stock
+        self._warnings: tuple[str, ...] = ()  # about the optimizer
 
     def guard(self, optimizer: Any) -> None:
-        """Watch that an optimizer comes to no momentum of its own beside one that is corrected."""
+        """Watch that an optimizer comes to no momentum of its own beside one that is corrected.
+
+        If the momentum is corrected and the optimizer clips gradients, that is warned of.
+        """
         self._optimizer = weakref.ref(optimizer)  # which holds this
+        self._warnings = warn_of_late_clipping(optimizer, self.config.momentum)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(
@@ -107,6 +118,7 @@ class Exchange:
             grads = [to_dense(gradient) for gradient in grads]
         check_none_left_out(grads, variables, self.config)
         self.state = self.compressor.state_of(variables, self.config, self._settings, self._memory)
+        self.state.warnings = self._warnings
         changed = self.state.active or self.config.momentum or self.config.clip_norm is not None
         scale = self.scale() if changed else None
         if not self.state.active:

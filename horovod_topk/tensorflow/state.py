@@ -60,7 +60,7 @@ def live_states() -> list[OptimizerState]:
 
 
 class OptimizerState:
-    """What `TopKEF.of(...)` returns. One for each list of variables behind a compressor."""
+    """Error-feedback state of one list of variables, as `TopKEF.of(...)` returns it."""
 
     framework = "tensorflow"
 
@@ -88,6 +88,7 @@ class OptimizerState:
         self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
         self._before = 0  # steps of an elastic job that this state has not seen, less those undone
         self._gradient_norm = 0.0
+        self.warnings: tuple[str, ...] = ()  # about the optimizer, told by the seam
         self.created = next(_COUNT)
         self.label = f"a TopKEF state of {len(self._names)} variables"
         reason = why_inactive(settings.process_set)
@@ -104,10 +105,14 @@ class OptimizerState:
     # What a user may ask.
 
     def stats(self) -> Stats:
-        """Totals and norms so far; call it on any rank, it is local."""
+        """Return totals, sizes and norms so far, of this rank.
+
+        It is no collective: it may be called on any rank.
+        """
         transport = self._routes.transport
         if self._last is None or transport is None:
-            return Stats(active=self.active, skipped=dict(self._skipped))
+            skipped = dict(self._skipped)
+            return Stats(active=self.active, skipped=skipped, warnings=self.warnings)
         kept = self._routes.kept()
         stats = replace(
             planned(self._last.plan, transport.exchange),
@@ -117,6 +122,7 @@ class OptimizerState:
             owned_norm=self._norm_of(kept.owned),
             gradient_norm=self._gradient_norm,
             skipped=dict(self._skipped),
+            warnings=self.warnings,
         )
         return stats if self.keeper is None else self.keeper.counted(stats)
 
@@ -145,31 +151,31 @@ class OptimizerState:
 
     @property
     def reduction(self) -> str:
-        """What is applied: the "average" or the "sum" over ranks."""
+        """Whether ranks' gradients are combined by "average" or "sum"."""
         return self._settings.reduction
 
     @property
     def tensors(self) -> dict[str, list[int]]:
-        """Shapes of the gradients that are compressed, by name, as far as they are known."""
+        """Shapes of the compressed gradients by tensor name, of those seen so far."""
         return {name: list(spec.shape) for name, spec in self._routes.specs().items()}
 
     @property
     def steps(self) -> int:
-        """How many steps have ended, committed or rolled back, with those before a checkpoint.
+        """Steps that have ended, committed or rolled back, also before a checkpoint was loaded.
 
-        As many on every rank.
+        It is the same on every rank.
         """
         return self._begun + self._steps + self._rolled_back
 
     @property
     def ratio(self) -> float:
-        """Share of each tensor's elements that a step sends that begins now; see `set_ratio`."""
+        """Share of each tensor's elements that the next step sends; see `set_ratio`."""
         return self._rungs.ratio if self.active else 1.0
 
     def set_ratio(self, ratio: float | None) -> None:
-        """Send another share of elements from the next step on; None: what the settings say.
+        """Send another share of elements from the next step on; None: follow the settings.
 
-        Call it on every rank, between the same two steps. A step at 1.0 sends all that is owed, at
+        Call it on every rank, between the same two steps. A step at 1.0 sends the whole residual at
         full precision, and leaves residuals of zero.
 
         Args:
@@ -184,13 +190,13 @@ class OptimizerState:
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank, and of how many that exchange."""
+        """This rank, and the number of ranks that exchange gradients."""
         return (self._collective.rank, self._collective.size) if self.active else (0, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of this rank's residuals, flat tensors by tensor name. Empty if inactive.
+        """Return copies of this rank's residuals, flat, by tensor name; empty if inactive.
 
-        Every rank has its own: save one file a rank.
+        Every rank has residuals of its own, so save one file a rank.
         """
         if not self.active:
             return {}
@@ -238,7 +244,7 @@ class OptimizerState:
             self._routes.check(state, list(self._routes.specs().values()), self._routes.shares)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on residuals that this rank saved; before the first step they are kept until then.
+        """Load residuals that this rank saved; before the first step they are kept until then.
 
         Raises:
             StateDictError: a tensor is missing, unknown or of another shape; nothing has changed.
@@ -255,12 +261,18 @@ class OptimizerState:
             self._routes.waiting = state
 
     def reset(self) -> None:
-        """Forget all residuals. Call it on every rank."""
+        """Set all residuals to zero. Call it on every rank."""
         self._routes.waiting = None
         self._routes.kept().reset()
 
     def residual(self, name: str) -> Any:
-        """A copy of one tensor's residual, flat, float32 (float64 for a float64 one).
+        """Return a copy of one tensor's residual.
+
+        Args:
+            name: of the variable, as in `tensors`.
+
+        Returns:
+            [numel] float32, or float64 for a float64 gradient.
 
         Raises:
             KeyError: no such tensor is compressed.
@@ -271,7 +283,7 @@ class OptimizerState:
         return shares.natural(name, self._routes.kept().residuals[name])
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """Call `callback` at the end of every step with counters, in the thread that runs it."""
+        """Call `callback` with the counters of each step, at its end, in the thread of the step."""
         self._callbacks.append(callback)
 
     # What the seam calls.

@@ -7,8 +7,18 @@
         optimizer, named_parameters=model.named_parameters(), compression=TopKEF
     )
 
-Importing this package puts the seam of `horovod_topk.torch.seam` into Horovod. Optimizers with
-any other compressor behave exactly as before.
+Importing this package changes these things of Horovod, in memory and not on disk. Each behaves as
+before for any other compressor. Five functions are wrapped, by `horovod_topk.torch.seam`:
+
+    horovod.torch.optimizer._DistributedOptimizer.__init__
+    horovod.torch.optimizer._DistributedOptimizer._allreduce_grad_async
+    horovod.torch.optimizer._DistributedOptimizer.synchronize
+    horovod.torch.optimizer._DistributedAdasumOptimizer.__init__
+    horovod.torch.join
+
+and one registry gets an entry for `TopKEF`, by `horovod_topk.torch.elastic`:
+
+    horovod.torch.elastic.state._handler_registry   the types that an elastic TorchState takes
 """
 
 from horovod_topk.torch import elastic, seam

@@ -6,7 +6,7 @@ What is applied has to be what was exchanged: each check raises before anything 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from horovod_topk.ops.torch import DTYPES
 from horovod_topk.torch.planning import describe, spec_of
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Arrival:
-    """A gradient as it was when its hook fired."""
+    """A gradient as it was when its hook fired, or when it was last written to on our account."""
 
     owner: Tensor  # p.grad
     dense: Tensor  # the same, or its dense copy when sparse_as_dense
@@ -39,6 +39,10 @@ class Arrival:
             and gradient._version == self.version
             and self.dense.data_ptr() == self.address
         )
+
+    def note_writing(self) -> None:
+        """Count what has been written to the gradient so far as our own writing."""
+        self.version = self.owner._version
 
 
 class Slot:
@@ -84,7 +88,17 @@ class Slot:
     def note_writing(self) -> None:
         """What has arrived was written to on our own account."""
         if self.arrival is not None:
-            self.arrival = replace(self.arrival, version=self.arrival.owner._version)
+            self.arrival.note_writing()
+
+    def note_handed_out(self) -> None:
+        """`synchronize()` has written the exchanged gradient to the parameter's `grad`."""
+        if self.exchanged is not None:
+            self.exchanged.note_writing()
+
+    def is_changed(self) -> bool:
+        """Whether someone has changed the exchanged gradient since; clearing it does not count."""
+        gradient = self.parameter.grad
+        return not (self.exchanged is None or gradient is None or self.exchanged.is_still(gradient))
 
     def check_not_exchanged(self) -> None:
         """Refuse to send what was received: error feedback would count it twice.

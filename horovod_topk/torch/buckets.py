@@ -78,6 +78,15 @@ class Buckets:
             slot.exchanged, slot.arrival = slot.arrival, None
         self._missing[ordinal] = len(slots)
 
+    def note_handed_out(self) -> None:
+        """`synchronize()` is over: each gradient holds what was exchanged for it."""
+        for slot in self._slots.values():
+            slot.note_handed_out()
+
+    def first_changed(self) -> str | None:
+        """The name of a tensor whose exchanged gradient was changed since; None: there is none."""
+        return next((s.spec.name for s in self._slots.values() if s.is_changed()), None)
+
     def check_late(self, is_sent: Callable[[int], bool]) -> None:
         """Refuse before `synchronize()` sends anything, as ranks visit late ones in any order.
 

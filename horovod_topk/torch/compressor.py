@@ -17,50 +17,65 @@ from horovod_topk.torch.state import OptimizerState
 
 
 class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotations
-    """Top-K gradient sparsification with error feedback.
+    """Top-K gradient compression with error feedback, for PyTorch's Horovod.
 
-    Give the class (defaults) or an instance to `hvd.DistributedOptimizer(compression=...)`. Each
-    optimizer has a state of its own, also when two share one instance.
+    In each step a rank sends the largest elements of each gradient tensor. The rest stays on the
+    rank, as a residual, and is added to the next gradient. Pass the class (default settings) or an
+    instance as `hvd.DistributedOptimizer(compression=...)`. Each optimizer has a state of its own,
+    also when several share one instance; `TopKEF.of(optimizer)` returns it.
+
+    Gradients may be float16, bfloat16, float32 or float64, of any shape. Residuals are float32, and
+    float64 for float64 gradients.
 
     Args:
-        ratio: share of a tensor's elements sent each step, in (0, 1].
-        values: how values are sent: "float32" (float64 for a float64 tensor), "float16",
-            "bfloat16", "int8", "int4" or "sign". The residual keeps the rounding; what "sign"
-            leaves is so much that training may diverge (docs/frontier.md).
-        indices: "packed", "plain" (16 or 32 bits), or "auto": packed but on accelerators.
-        exchange: how payloads travel: "allgather"; "sharded", whose bytes hardly grow with the
-            number of ranks; "hierarchical", dense within a node and sparse between nodes, which
-            needs `hvd.init(process_sets="dynamic")`; or "auto", that of these from whose busiest
-            node the fewest bytes leave.
-        gather_ratio: of "sharded", the share of its elements that the owner of a shard sends
-            back, in (0, 1]; None: as `ratio`.
-        selection: how the largest elements are found: "exact", or "sampled", by a threshold from a
-            sample, which is faster.
-        min_numel: tensors with fewer elements travel dense, inside their bucket's payload.
+        ratio: share of each tensor's elements that a rank sends in a step, in (0, 1].
+        values: format in which values are sent: "float32" (float64 for float64 gradients),
+            "float16", "bfloat16", "int8", "int4" or "sign". The rounding error stays in the
+            residual. With "sign" it is so large that training may diverge (docs/frontier.md).
+        indices: format in which indices are sent: "packed" (compressed), "plain" (16 or 32 bits
+            each), or "auto": plain on accelerators, packed elsewhere.
+        exchange: how payloads travel between ranks: "allgather"; "sharded", in which each rank
+            adds up one shard, so that its bytes hardly grow with the number of ranks;
+            "hierarchical", dense within a node and sparse between nodes, which needs
+            `hvd.init(process_sets="dynamic")`; or "auto": the one of these that sends the fewest
+            bytes from the busiest node.
+        gather_ratio: for "sharded", the share of a shard's elements that its owner sends back, in
+            (0, 1]. None: the same as `ratio`.
+        selection: how the largest elements are found: "exact", or "sampled", which estimates a
+            threshold from a sample and is faster.
+        min_numel: tensors with fewer elements are sent whole, in the same payload.
         clip_norm: clip each rank's gradients before they are added to the residual, so that the
-            norm of what is applied is about this at most, as `horovod_topk.core.clipping` says.
-        warmup: larger ratios for the first steps: a number of steps, over which 0.25, 0.0625 and so
-            on come down to `ratio`, or pairs (until, ratio), each for the steps until so many have
-            been committed; None: off.
-        momentum: of momentum correction with masking (`horovod_topk.core.momentum`), instead of
-            the optimizer's own: "optimizer" takes over that of `torch.optim.SGD`, `Adam` or
-            `AdamW`, whose `momentum` or `betas[0]` is 0 then; or pass a number. 0: off.
-        nesterov: whether that is Nesterov's.
-        follow_lr: multiply residuals by old / new learning rate where that of their parameter group
-            changes, so that what waits counts at the rate at which it was computed
+            norm of the applied gradient is at most about this (`horovod_topk.core.clipping`).
+            None: off.
+        warmup: larger ratios for the first steps. A number of steps: the ratio goes down through
+            0.25, 0.0625 and so on until it reaches `ratio` after that many steps. Pairs
+            (until, ratio): that ratio until so many steps are committed. None: off.
+        momentum: the momentum for momentum correction with masking (`horovod_topk.core.momentum`),
+            which replaces the optimizer's own. "optimizer": take over the momentum of
+            `torch.optim.SGD`, `Adam` or `AdamW`, and set its `momentum` or `betas[0]` to 0. A
+            number: give the optimizer a momentum of 0 yourself. 0: off. With it, exchanged
+            gradients are velocities, up to 1 / (1 - momentum) times larger than gradients: clip
+            with `clip_norm`.
+        nesterov: whether that momentum is Nesterov's.
+        follow_lr: when the learning rate of a parameter group changes, multiply its residuals by
+            old rate / new rate, so that each gradient counts at the rate at which it was computed
             (`horovod_topk.core.rates`).
-        ratios: ratios of some tensors, instead of `ratio` and `gather_ratio`: a mapping, or pairs,
-            of a pattern of names as in `fnmatch` ("head.*"), or a function of a tensor's name and
-            shape that returns a bool, and a ratio or "dense". The first that holds wins. A pattern
-            that matches nothing is an error; tensors below `min_numel` are dense in any case.
-        name: prefix of the collectives' names, equal on all ranks; derived from the plan if None.
-        commit_dir: a folder that all ranks of an elastic job can read, where each commit keeps what
-            this rank owes, for another one if it is lost (`horovod_topk.torch.elastic`).
-        grad_scaler: the `torch.amp.GradScaler` that scales the loss, if one does: residuals are
-            then kept in unscaled units, and a change of its scale changes nothing that is owed.
+        ratios: a ratio for some tensors, instead of `ratio` and `gather_ratio`. A mapping or a
+            sequence of pairs. A key is a pattern of tensor names as in `fnmatch` ("head.*"), or a
+            function of a tensor's name and shape that returns a bool. A value is a ratio or
+            "dense". The first key that matches a tensor is used; a pattern that matches no tensor
+            is an error. Tensors below `min_numel` are sent whole in any case.
+        name: prefix of the names of the collectives, the same on all ranks. None: derived from the
+            tensors and settings.
+        commit_dir: for elastic jobs, a folder that all ranks can read. Each commit writes this
+            rank's residuals there, so that another rank can take them over if this one is lost
+            (`horovod_topk.torch.elastic`).
+        grad_scaler: the `torch.amp.GradScaler` that scales the loss, if there is one. Residuals are
+            then kept without the scale, so that they stay right when the scale changes.
 
     Raises:
-        ConfigError, UnknownSettingError: see the message.
+        ConfigError, UnknownSettingError: a setting is out of its range, does not fit another one,
+            or does not exist.
 
     Example:
         >>> optimizer = hvd.DistributedOptimizer(
@@ -87,7 +102,11 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """The state behind a distributed optimizer, also when the class was passed.
+        """Return the error-feedback state of a distributed optimizer.
+
+        Args:
+            optimizer: what `hvd.DistributedOptimizer(..., compression=TopKEF)` returned, with the
+                class or an instance.
 
         Raises:
             NotAttachedError: the optimizer was not built with `compression=TopKEF`.
@@ -102,7 +121,7 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> NoReturn:
-        """Refuse: a tensor without a name and an optimizer has no residual.
+        """Refuse to compress a single tensor: a tensor outside an optimizer has no residual.
 
         Raises:
             OutsideOptimizerError: always.
@@ -114,7 +133,7 @@ class TopKEF(Front, Compressor):  # type: ignore[misc]  # Horovod has no annotat
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:
-        """Return the tensor: gradients are decoded before Horovod asks."""
+        """Return the tensor as it is: gradients are decoded before Horovod calls this."""
         return tensor
 
     def attached(self, state: OptimizerState) -> None:

@@ -1,4 +1,4 @@
-"""Elastic Horovod: `hvd.elastic.TorchState(model=..., optimizer=..., compression=topk)`.
+"""The state of elastic jobs in PyTorch: model, optimizer and residuals.
 
     from horovod_topk.torch import TopKEF
     from horovod_topk.torch.elastic import TorchState
@@ -7,9 +7,11 @@
     optimizer = hvd.DistributedOptimizer(optimizer, ..., compression=topk)
     state = TorchState(model=model, optimizer=optimizer, compression=topk, epoch=0)
 
-Give it the instance, not the class. Horovod's own `hvd.elastic.TorchState` takes it too; this one
-also saves what a rank owes whose host is taken out after a warning, and commits when ranks meet.
-What is kept, and what is not, says `horovod_topk.elastic`.
+Pass the TopKEF instance, not the class. Horovod's own `hvd.elastic.TorchState` takes it too. This
+one also keeps the residuals of a rank whose host is removed after a warning, and commits whenever
+ranks have changed. `horovod_topk.elastic` says what is kept in which case.
+
+Importing this module adds `TopKEF` to Horovod's registry of handlers for elastic states.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from horovod_topk.torch.compressor import TopKEF
 
 
 class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no annotations
-    """Commits and restores locally: what ranks owe is not what rank 0 owes."""
+    """Commits and restores a rank's own residuals; they are not broadcast from rank 0."""
 
     def __init__(self, value: TopKEF) -> None:
         super().__init__(value)
@@ -35,15 +37,15 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
         self.save()
 
     def save(self) -> None:
-        """Commit."""
+        """Keep a copy of the residuals, to go back to."""
         self.keeper.save()
 
     def restore(self) -> None:
-        """Go back to the last commit."""
+        """Set the residuals to those of the last commit."""
         self.keeper.restore()
 
     def sync(self) -> None:
-        """Meet the other ranks, after some have come or gone."""
+        """Rescale residuals together with all ranks, after some have joined or left."""
         self.keeper.settle()
 
     def set_value(self, value: TopKEF) -> None:
@@ -60,12 +62,17 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
 
 
 class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
-    """Horovod's, whose ranks share out what they owe before some leave, and commit when they meet.
+    """An elastic state of model, optimizer and residuals, for `hvd.elastic.run`.
 
-    Args: see `hvd.elastic.TorchState`.
+    As `hvd.elastic.TorchState`. In addition, ranks that leave after a warning first share out their
+    residuals, and every rank commits when ranks have changed.
+
+    Args:
+        args: see `hvd.elastic.TorchState`.
+        kwargs: see `hvd.elastic.TorchState`; among them the `TopKEF` instance, under any name.
 
     Raises:
-        ConfigError: the class TopKEF was given, which no optimizer stands behind.
+        ConfigError: the class TopKEF was given, whose residuals cannot be found.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,10 +85,10 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def sync(self) -> None:
-        """Meet the other ranks, and commit: who has just joined has nothing else to go back to.
+        """Take rank 0's model and attributes, rescale residuals together, and commit.
 
-        Without that, Horovod would go on with a joiner's untrained model if all others were lost
-        before its first commit.
+        Without the commit, Horovod would go on with the untrained model of a rank that has joined,
+        if all others failed before its first commit.
         """
         super().sync()
         self.save()
@@ -92,7 +99,7 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Have Horovod's elastic states take a TopKEF."""
+    """Add TopKEF to the types that Horovod's elastic states have a handler for."""
     registry = get_handler_registry()
     if (TopKEF, ResidualHandler) not in registry:
         registry.append((TopKEF, ResidualHandler))

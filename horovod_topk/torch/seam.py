@@ -105,6 +105,8 @@ def _wrap_synchronize(original: Method) -> Method:
         if state is not None and state.active:
             check_all_are_known(self)
         original(self)
+        if state is not None and state.active:
+            state.synchronized()
 
     return synchronize
 

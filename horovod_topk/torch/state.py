@@ -40,6 +40,7 @@ from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.arrival import Slot, sparse_beside
 from horovod_topk.torch.buckets import Buckets
 from horovod_topk.torch.clipping import clip_alone
+from horovod_topk.torch.clipping_late import LateClipping
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.momentum import (
     advise,
@@ -71,7 +72,7 @@ def live_states() -> list[OptimizerState]:
 
 
 class OptimizerState:
-    """What `TopKEF.of(optimizer)` returns. One for each distributed optimizer."""
+    """Error-feedback state of one distributed optimizer, as `TopKEF.of(optimizer)` returns it."""
 
     framework = "torch"
 
@@ -149,6 +150,7 @@ class OptimizerState:
     def _watch(self, optimizer: Any) -> None:
         """Be told of what gradients are added to, and of steps; take the momentum over."""
         momentum = self._compressor.plan.config.momentum
+        self._late_clipping = LateClipping(optimizer, momentum, self._buckets)
         if self._takes_over:
             take_over(optimizer, momentum)
             note_taken(type(optimizer).__name__, momentum)
@@ -175,7 +177,10 @@ class OptimizerState:
 
     @torch.no_grad()
     def stats(self) -> Stats:
-        """Totals and norms so far. Waits for the device; call it on any rank, it is local."""
+        """Return totals, sizes and norms so far, of this rank.
+
+        It waits for the device. It is no collective: it may be called on any rank.
+        """
         if not self.active:
             return Stats(skipped=dict(self._skipped))
         compressor = self._compressor
@@ -188,26 +193,27 @@ class OptimizerState:
             gradient_norm=compressor.gradient_norm(),
             skipped=dict(self._skipped),
             late=dict(self._late),
+            warnings=self._late_clipping.warnings,
         )
         return stats if self.keeper is None else self.keeper.counted(stats)
 
     @property
     def reduction(self) -> str:
-        """What is applied: the "average" or the "sum" over ranks."""
+        """Whether ranks' gradients are combined by "average" or "sum"."""
         return self._compressor.plan.reduction if self.active else "average"
 
     @property
     def tensors(self) -> dict[str, list[int]]:
-        """Shapes of the gradients that are compressed, by name, as far as they are known."""
+        """Shapes of the compressed gradients, by tensor name."""
         if not self.active:
             return {}
         return {t.spec.name: list(t.spec.shape) for t in self._compressor.plan.tensors()}
 
     @property
     def steps(self) -> int:
-        """How many steps have ended, committed or rolled back, with those before a checkpoint.
+        """Steps that have ended, committed or rolled back, also before a checkpoint was loaded.
 
-        As many on every rank.
+        It is the same on every rank.
         """
         if not self.active:
             return 0
@@ -215,13 +221,13 @@ class OptimizerState:
 
     @property
     def ratio(self) -> float:
-        """Share of each tensor's elements that a step sends that begins now; see `set_ratio`."""
+        """Share of each tensor's elements that the next step sends; see `set_ratio`."""
         return self._compressor.ratio if self.active else 1.0
 
     def set_ratio(self, ratio: float | None) -> None:
-        """Send another share of elements from the next step on; None: what the settings say.
+        """Send another share of elements from the next step on; None: follow the settings.
 
-        Call it on every rank, between the same two steps. A step at 1.0 sends all that is owed, at
+        Call it on every rank, between the same two steps. A step at 1.0 sends the whole residual at
         full precision, and leaves residuals of zero.
 
         Args:
@@ -258,21 +264,21 @@ class OptimizerState:
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank, and of how many that exchange."""
+        """This rank, and the number of ranks that exchange gradients."""
         return (self._compressor.rank, self._compressor.ranks) if self.active else (0, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of this rank's committed residuals, flat, by tensor name. Empty if inactive.
+        """Return copies of this rank's committed residuals, flat, by tensor; empty if inactive.
 
-        Every rank has its own: save one file a rank.
+        Every rank has residuals of its own, so save one file a rank.
         """
         return self._compressor.state_dict() if self.active else {}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on residuals that this rank saved; a step under way is dropped.
+        """Load residuals that this rank saved; a step that has begun is dropped.
 
-        After `backward()` gradients have then to be made again: call `zero_grad()` before the next.
+        After `backward()` call `zero_grad()` and `backward()` again.
 
         Raises:
             StateDictError: a tensor is missing, unknown or of another shape; nothing has changed.
@@ -283,13 +289,19 @@ class OptimizerState:
             self._drop_step()
 
     def reset(self) -> None:
-        """Forget all residuals; a step under way is dropped. Call it on every rank."""
+        """Set all residuals to zero; a step that has begun is dropped. Call it on every rank."""
         if self.active:
             self._compressor.reset()
             self._drop_step()
 
     def residual(self, name: str) -> Tensor:
-        """A copy of one tensor's committed residual, flat, float32 (float64 for a float64 one).
+        """Return a copy of one tensor's committed residual.
+
+        Args:
+            name: of the parameter, as in `named_parameters`.
+
+        Returns:
+            [numel] float32, or float64 for a float64 gradient, on the gradient's device.
 
         Raises:
             KeyError: no such tensor is compressed.
@@ -299,7 +311,7 @@ class OptimizerState:
         return self._compressor.registry.residual(name).clone()
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """Call `callback` at the end of every step with counters; no device is waited for."""
+        """Call `callback` with the counters of each step, at its end; no device is waited for."""
         if self.active:
             self._compressor.on_step(callback)
 
@@ -349,6 +361,10 @@ class OptimizerState:
         assert slot.exchanged is not None  # its bucket is finished
         return slot.exchanged.dense
 
+    def synchronized(self) -> None:
+        """Note that `synchronize()` is over: from here on a user may change gradients."""
+        self._late_clipping.begin()
+
     def _is_sent(self, ordinal: int) -> bool:
         return self._compressor.phase(ordinal) is Phase.SENT
 
@@ -361,11 +377,13 @@ class OptimizerState:
         elif not momentum:
             give_back(optimizer)
         check_not_twice(optimizer, momentum)
+        self._late_clipping.check(optimizer)
         return with_one_exchange(args, kwargs, lambda: self._exchanges)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         check_after(optimizer)
+        self._late_clipping.check(optimizer)  # of a closure that has exchanged within the step
         if self._buckets.are_applied():
             self._compressor.commit()
         else:  # what was exchanged has been thrown away: the step applied something else

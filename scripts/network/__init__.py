@@ -1,1 +1,1 @@
-"""What `make bench-network` runs, and the page it makes of what was found."""
+"""The runs of `make bench-network` and the page about their results."""

@@ -1,85 +1,121 @@
-"""docs/network.md, from the results on disk and from nothing else."""
+"""Write docs/network.md from the stored results alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from horovod_topk.cli.bench.figures import figures
+from horovod_topk.cli.bench.figures import Figures, figures
 from horovod_topk.cli.bench.methods import KINDS, NONE
 from horovod_topk.cli.bench.table import heading, rows_of, times
 from horovod_topk.cost import quantities
-from network.goals import ANY, PEER, verdicts
+from network.goals import BASELINES, DDP, DENSE, PEER, WAITING, verdicts
 from network.runs import FAST, HOSTS, RATES
 from study.markdown import table
 
 Result = dict[str, Any]
 Results = dict[str, Result]  # key of RUNS -> what `horovod-topk bench --json` wrote
 
-HEAD = ("", "step", "exchange", "least", "most", "CPU", "less", "than PowerSGD", "card", "fewer")
+HEAD = ("", "step", "exchange", "least", "most", "CPU")
+BYTES = ("card", "fewer bytes than dense")
+OURS = "topk-int8"  # the setting that the summary shows, at every rate
+SHOWN = {
+    WAITING: "Horovod dense, sleeping",
+    DDP: "DDP dense",
+    DENSE: "Horovod dense",
+    "fp16": "Horovod fp16",
+    PEER: "DDP PowerSGD rank 4",
+    OURS: "TopKEF int8",
+}
 
 PAGE = """\
-# Time a step against bandwidth
+# Step time against bandwidth
 
 <!-- Written by `make bench-network` from docs/results/network.json; change scripts/network/ -->
 
-What exchanging a ResNet-50's gradients (161 tensors, 25,557,032 float32) adds to a step: {hosts}
-hosts, one rank each, Horovod and torch DDP on Gloo. The hosts are network namespaces of one machine
-(`scripts/netlab`) and share its {cores} cores, of which other work had its part: when the runs
-ended, so many processes had wanted a core in the last minute, these ranks among them: {loads}.
-Seconds are therefore those of a busy machine; what counts is how ways compare within a run, where
-they take turns, step by step. Even that is not free of it: where cores are short, ways that compute
-(TopKEF, and PowerSGD more so) and ways that spin take longer, and a cable does not. The links are
-emulated by the same cores, and can then carry less than their rate: each table says what they did.
+This page shows how many seconds one gradient exchange adds to a training step, with Horovod, torch
+DDP and TopKEF, at three link speeds.
 
-- *step*: the median over rounds of the seconds of one step, of the slowest rank, all beginning
-  together. Ranks that have ended it sleep until all have: in Horovod's own barrier they would take
-  cores from the others. *exchange*: the median of what it took beyond the step without any exchange
-  in the same round; *least* and *most* of the rounds.
-- *CPU*: seconds of a core that a rank's exchange took, all threads, waiting by spinning included
-  (`-`: not measured in that run).
-- *less*: how many times less exchange time than Horovod's dense allreduce; then, than PowerSGD.
-- *card*: bytes that leave a host's network card in a step, by the kernel's packet scheduler, with
-  headers, acknowledgements and Horovod's idle talk (the row `none` shows it for its time).
+- **Gradients**: synthetic, in the shapes of a ResNet-50 (161 tensors, 25,557,032 float32).
+- **Ranks**: {hosts} hosts with one rank each, on Gloo. No GPU.
+- **Network**: emulated. The hosts are network namespaces of one machine (`scripts/netlab`). They
+  share its {cores} CPU cores, which also carry the packets.
+- **TopKEF**: ratio 0.01.
 
-Gradients are log-normal mixtures of normal ones, of random sign and a norm that varies by a third;
-they cost one pass over memory, and appear in backward order.
+## Summary
 
-{kinds}
+Seconds that an exchange adds to a step, and how many times less TopKEF with int8 values takes:
 
-`topk` and what follows: ratio 0.01; `plain` indices as they are, otherwise packed; values float32
-if nothing else is said. Horovod's own waiting (`dense`, `fp16`) takes a whole core with
-`sched_yield`, where there are more ranks than cores from those that have work to do; TopKEF
-sleeps between its looks, and so does `dense-waiting`, which is otherwise Horovod's dense. Horovod's
-idle ranks talk once a cycle ({cycle}), also during DDP's steps: that slows DDP here a little.
-
-## Goals
-
-The best of the ways that a goal is about, against another in the same run.
-
-{goals}
-
-{missing}
-
-## Against bandwidth
+{summary}
 
 {picture}
 
+- **Compare with `dense-waiting` or `ddp`.** Horovod's ranks spin while they wait (`dense`, `fp16`):
+  each keeps a whole core busy. There are {hosts} ranks on {cores} cores here, so a rank that spins
+  slows the others down. `dense-waiting` is Horovod's dense allreduce with ranks that sleep while
+  they wait. TopKEF's ranks sleep too. Hosts with cores to spare were not measured.
+- **PowerSGD is limited by the CPU here**, and so is TopKEF on the fastest link: see
+  [where the time goes](#where-the-time-goes).
+- **The machine was busy with other work.** Compare methods within one table, not with your own
+  cluster: in a table, methods take turns step by step. Processes that wanted a core in the last
+  minute of each run, these ranks included: {loads}.
+
+## Methods
+
+{kinds}
+
+`topk-plain` and the rows after it are TopKEF with the settings in their names. Values are float32
+unless the name says int8. `plain` indices take 4 bytes each; all other rows pack indices. Idle
+Horovod ranks exchange messages once a cycle ({cycle}), also while DDP's steps are timed. This
+slows DDP a little.
+
+## Goals
+
+Each goal is about the best of several TopKEF settings. The best one is picked after the
+measurement, which flatters TopKEF; the summary shows one fixed setting.
+
+{goals}
+
+{missing}## All measurements
+
+- *step*: seconds of a step on the slowest rank, median over rounds. All ranks start together. A
+  rank that has finished sleeps until all have.
+- *exchange*: what the method adds to a step without exchange in the same round. Median, *least* and
+  *most* over rounds.
+- *CPU*: CPU seconds that a rank's exchange took, all threads, spinning included.
+- *times less than ...*: that method's *exchange*, divided by this row's.
+- *card*: bytes that leave a host's network card in a step, counted by the kernel's packet
+  scheduler, with headers, acknowledgements and Horovod's negotiation.
+
 {tables}
+
+Gradients are log-normal mixtures of normal values with random signs; their norm varies by a third
+from step to step. They become ready in backward's order and cost one pass over memory.
 
 Machine: {cpu}, {cores} cores, Linux {kernel}, Python {python}, PyTorch {torch}, Horovod {horovod}.
 Date: {date}. Command: `make bench-network`. The authors' bias: they want TopKEF to win.
 """
 MISSING = """\
-What is left at {rate}, of {name}: an exchange took {exchange} s, of which {ranks} ranks kept
-{cores} cores busy for {busy} s and its bytes a link for {cable} s. The rest went by while other
-work had the cores, or all waited for a message."""
-LARGE = ("dense", "dense-waiting", "ddp")  # whose time is the cable's, if it is anything's
+## Where the time goes
+
+At {rate}. *Cores busy*: CPU seconds of all {ranks} ranks, divided by {cores} cores. *Bytes on the
+link*: the bytes that leave a host, divided by the link's rate. The two can overlap. What neither
+explains is waiting, or other work on the cores.
+
+{rows}
+
+{peer}
+
+"""
+BUSY = """\
+PowerSGD's time is nearly all CPU time here: {busy} of {exchange} s. Neither PowerSGD nor TopKEF was
+measured with a core for each rank."""
+LARGE = (DENSE, WAITING, DDP)  # methods whose time the link should explain
 PICTURE = "![Exchange time a step against the bandwidth of a host's link](results/network.png)"
 
 
 def page(results: Results) -> str:
-    """All of it."""
+    """The whole page."""
     machine = next(reversed(results.values()))["machine"]
     dates = sorted({result["machine"]["date"] for result in results.values()})
     return PAGE.format(
@@ -87,7 +123,8 @@ def page(results: Results) -> str:
         loads=", ".join(f"{each['machine']['load']:.0f} ({key})" for key, each in results.items()),
         kinds=table(("name", "what"), KINDS.items()),
         cycle=f"{machine['cycle']} ms" if machine["cycle"] else "1 ms by default",
-        goals=table(("goal", "measured", "met"), _verdicts(results)),
+        summary=_summary(results),
+        goals=table(("goal", "best setting", "measured", "met"), _verdicts(results)),
         missing=_missing(results),
         picture=PICTURE,
         tables="\n\n".join(_section(key, result) for key, result in results.items()),
@@ -96,34 +133,60 @@ def page(results: Results) -> str:
     )
 
 
+def _summary(results: Results) -> str:
+    """One fixed setting beside the baselines, a line a link."""
+    header = ["link", *(f"{words} (`{name}`)" for name, words in SHOWN.items())]
+    header += [f"TopKEF: times less than `{name}`" for name in BASELINES]
+    found = {rate: figures(results[rate]) for rate in RATES if rate in results}
+    lines = (
+        [
+            quantities.rate(results[rate]["rate"]),
+            *(f"{methods[name].exchange:.2f}" for name in SHOWN),
+            *(times(methods[OURS].faster(methods[name])) for name in BASELINES),
+        ]
+        for rate, methods in found.items()
+    )
+    return table(header, lines)
+
+
 def _missing(results: Results) -> str:
-    """Where the time of the best of ours goes at the fastest rate; empty without that run."""
+    """What cores and links explain of the time at the fastest rate; empty without that run."""
     result = results.get(FAST)
     if result is None:
         return ""
     found, cores = figures(result), result["machine"]["cores"]
-    best = min((found[name] for name in ANY), key=lambda each: each.exchange)
-    if best.cpu is None or best.bytes is None:
-        return ""
+    shown = [each for name, each in found.items() if name != NONE]
+    busy = {each.name: result["ranks"] * (each.cpu or 0) / cores for each in shown}
+    rows = (
+        [
+            each.name,
+            f"{each.exchange:.2f}",
+            f"{busy[each.name]:.2f}",
+            f"{8 * (each.bytes or 0) / result['rate']:.2f}",
+        ]
+        for each in shown
+    )
+    peer = found[PEER]
+    is_busy = busy[PEER] > 0.8 * peer.exchange
     return MISSING.format(
         rate=quantities.rate(result["rate"]),
         ranks=result["ranks"],
         cores=cores,
-        name=best.name,
-        exchange=f"{best.exchange:.3f}",
-        busy=f"{result['ranks'] * best.cpu / cores:.3f}",
-        cable=f"{8 * best.bytes / result['rate']:.3f}",
+        rows=table(("", "exchange, s", "cores busy, s", "bytes on the link, s"), rows),
+        peer=BUSY.format(busy=f"{busy[PEER]:.2f}", exchange=f"{peer.exchange:.2f}")
+        if is_busy
+        else "",
     )
 
 
-def _verdicts(results: Results) -> Iterator[tuple[str, str, str]]:
+def _verdicts(results: Results) -> Iterator[tuple[str, ...]]:
     return verdicts({key: figures(result) for key, result in results.items()})
 
 
 TITLES = {
-    "sleep": "Backward that leaves the cores alone",
+    "sleep": "Backward that leaves the cores free",
     "cpu": "Backward that needs the cores",
-    "idle": "Parameters that never fire",
+    "idle": "Parameters that never get a gradient",
 }
 
 
@@ -133,22 +196,28 @@ def _section(key: str, result: Result) -> str:
     assert key in TITLES or key in RATES
     rounds = len(result["methods"][0]["seconds"])
     told = f"{heading(result)}; {rounds} rounds. {_delivered(result)}"
-    return f"### {title}\n\n{told}\n\n{table(HEAD, _rows(result))}"
+    against = _baselines(figures(result))
+    header = (*HEAD, *(f"times less than `{name}`" for name in against), *BYTES)
+    return f"### {title}\n\n{told}\n\n{table(header, _rows(result))}"
 
 
 def _delivered(result: Result) -> str:
     """What the links carried, which on a busy machine can be less than their rate."""
     if result["compute"]:  # what is sent during backward takes no time of its own
-        return "What is sent while backward goes on costs no time."
+        return "Bytes that are sent during backward add no time here."
     found = figures(result)
     sent = [found[name] for name in LARGE if name in found and found[name].exchange > 0]
     most = max((8 * (each.bytes or 0) / each.exchange for each in sent), default=0)
-    return f"The dense ways moved at most {most / 1e6:,.0f} Mbit/s beyond the step."
+    return f"The links carried at most {most / 1e6:,.0f} Mbit/s."
+
+
+def _baselines(found: dict[str, Figures]) -> list[str]:
+    return [name for name in BASELINES if name in found]
 
 
 def _rows(result: Result) -> Iterator[tuple[str, ...]]:
     found = figures(result)
-    peer = found.get(PEER)
-    for (*cells, less, card, fewer), each in zip(rows_of(result), found.values(), strict=True):
-        against = "" if each.name == NONE else times(each.faster(peer))
-        yield *cells, less, against, card, fewer
+    against = _baselines(found)
+    for (*cells, _, card, fewer), each in zip(rows_of(result), found.values(), strict=True):
+        factors = ["" if each.name == NONE else times(each.faster(found[n])) for n in against]
+        yield *cells, *factors, card, fewer

@@ -1,4 +1,4 @@
-"""Which runs there are."""
+"""The runs of `make bench-network`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ METHODS = (
     "topk-int8-sharded",
     "topk-int8-sampled",
 )
-FEW = ("dense", "fp16", "ddp", "powersgd", "topk-int8")  # where a run is about something else
+FEW = (
+    "dense",
+    "fp16",
+    "ddp",
+    "powersgd",
+    "topk-int8",
+)  # for runs about something other than bandwidth
 WITH_IDLE = ("dense", "fp16", "ddp", "topk-int8")  # torch's PowerSGD may abort there
 
 
@@ -30,11 +36,11 @@ class Run:
 
     rate: str  # of each host's link
     compute: str | None = None  # simulated backward
-    idle: int = 0  # parameters that never fire
+    idle: int = 0  # parameters that never get a gradient
 
     @property
     def arguments(self) -> list[str]:
-        """Of the command, but for where it writes."""
+        """Of the command, without the path of its results."""
         plain = self.compute is None and not self.idle
         found = ["--model", MODEL, "--rate", self.rate]
         methods = METHODS if plain else WITH_IDLE if self.idle else FEW

@@ -1,1 +1,1 @@
-"""`horovod-topk plan` against what a cluster of namespaces measures."""
+"""`horovod-topk plan` against steps that were measured on emulated hosts."""

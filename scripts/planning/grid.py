@@ -1,4 +1,4 @@
-"""Which cells there are, fixed before anything is measured."""
+"""The cells, fixed before anything is measured."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from horovod_topk.cli.models import MODELS
 HOSTS = (2, 4, 8)
 RATES = ("100mbit", "300mbit", "1gbit")
 LEAST, MOST = 3, 15  # repeats of a step
-SETTLED = 10  # steps before them: memory is touched, residuals fill, thresholds are found
+SETTLED = 10  # warm-up steps: memory is touched, residuals fill, thresholds settle
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Hosts, the rate of their links, and whose gradients they exchange."""
+    """Number of hosts, rate of their links, and the model whose gradients they exchange."""
 
     hosts: int
     rate: str
-    model: str | None = None  # None: constants are fitted there
+    model: str | None = None  # None: a cell for fitting constants
 
     @property
     def name(self) -> str:

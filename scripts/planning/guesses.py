@@ -1,4 +1,4 @@
-"""What the plan says of cells, from constants of other cells, beside what was measured there."""
+"""Planned steps of each cell, with constants fitted on other cells, beside the measured steps."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Job = dict[str, Any]  # what a cell's ranks found, and where
 
 @dataclass(frozen=True)
 class Row:
-    """A step in one way on one cell."""
+    """A step with one exchange on one cell."""
 
     cell: Cell
     way: str
-    planned: float  # seconds, as the others; nothing overlaps
-    overlapped: float  # planned, with what backward hides
+    planned: float  # seconds, without overlap
+    overlapped: float  # seconds, planned with overlap
     repeats: tuple[float, ...]
 
     @property
@@ -41,21 +41,21 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the plan, as a share of what was measured."""
+        """Of the plan without overlap, as a share of the measured time."""
         return self.off(self.planned)
 
     def off(self, planned: float) -> float:
-        """How far from what was measured, as a share of it."""
+        """Distance to the measured time, as a share of it."""
         return abs(planned - self.measured) / self.measured
 
     @property
     def spread(self) -> float:
-        """The noise floor: from the fastest repeat to the slowest, over their median."""
+        """Noise: the time from the fastest repeat to the slowest, over their median."""
         return (max(self.repeats) - min(self.repeats)) / self.measured
 
 
 def rows(jobs: Mapping[str, Job]) -> list[Row]:
-    """Of all cells that were measured, once all of those to fit on were; else of none."""
+    """Rows of all measured cells; none before all cells for fitting are measured."""
     if any(cell.name not in jobs for cell in FITTED):
         return []
     machine = machine_of([jobs[cell.name] for cell in FITTED])
@@ -64,7 +64,7 @@ def rows(jobs: Mapping[str, Job]) -> list[Row]:
 
 
 def machine_of(jobs: Sequence[Job]) -> Machine:
-    """Constants of what was measured on the cells to fit on."""
+    """Constants, fitted on the cells for fitting."""
     cores = float(jobs[0]["machine"]["cores"])
     samples = [
         Sample(Sending(**sending), took, max(1.0, cell.hosts / cores), _rate(cell))
@@ -81,7 +81,7 @@ def machine_of(jobs: Sequence[Job]) -> Machine:
 
 
 def guesses(machine: Machine, cell: Cell, job: Job) -> Iterator[Row]:
-    """Of every way."""
+    """A row for each exchange."""
     assert cell.model is not None
     nodes = nodes_of(cell.hosts, 1)
     network = replace(machine.network, bandwidth=_rate(cell))

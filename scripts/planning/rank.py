@@ -1,10 +1,10 @@
-"""One rank of a cell: collectives timed for the fit, or steps that the plan has to guess.
+"""One rank of a cell: times collectives for the fit, or steps that the plan predicts.
 
     PYTHONPATH=scripts scripts/netlab --hosts 2 --rate 100mbit -- horovodrun --gloo
         python scripts/planning/rank.py --model resnet18 --json found.json
 
-To fit on: rank 0 times kernels alone, then all time collectives. To guess: all take steps in one
-way after the other. The slowest rank's time counts.
+On a cell for fitting, rank 0 times the kernels alone, then all ranks time collectives. On other
+cells all ranks make steps, one exchange after the other. The slowest rank's time counts.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from planning.grid import LEAST, MOST, SETTLED
 from planning.ways import DENSE, NONE, WAYS, Exchange
 from shapes import Shapes
 
-LONG = 15.0  # seconds of repeats, after which there are no more than the least
+LONG = 15.0  # seconds of repeats; after them, no more than the least number
 
 
 def training(hvd: Any, model: Shapes, way: Exchange) -> Callable[[], None]:
-    """A step in one way."""
+    """A training step with one exchange."""
     directions = directions_of(model, hvd.rank())
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-9)
     if way != NONE:
@@ -56,7 +56,7 @@ def training(hvd: Any, model: Shapes, way: Exchange) -> Callable[[], None]:
 
 
 def directions_of(model: Shapes, rank: int) -> list[Tensor]:
-    """Gradients of this rank's own; all are parts of one array, as hosts here share a memory."""
+    """Gradients of this rank; all are views of one array, to save the memory that hosts share."""
     most = max(weight.numel() for weight in model.weights)
     noise = torch.randn(most, generator=torch.Generator().manual_seed(rank))
     return [noise[: weight.numel()].view_as(weight) for weight in model.weights]
@@ -78,7 +78,7 @@ def repeated(step: Callable[[], None], warm_up: int) -> list[float]:
 
 
 def steps(hvd: Any, name: str, ways: Iterable[Exchange]) -> dict[str, list[float]]:
-    """In each way; of dense, one step before, in which names are cached, has to do."""
+    """Step times of each exchange; dense has one warm-up step, in which names are cached."""
     found = {}
     for way in ways:
         step = training(hvd, Shapes(name), way)
@@ -89,7 +89,7 @@ def steps(hvd: Any, name: str, ways: Iterable[Exchange]) -> dict[str, list[float
 
 
 def samples(framework: Framework) -> list[tuple[dict[str, Any], float]]:
-    """What collectives were sent and how long they took."""
+    """The collectives and their times."""
     nodes = nodes_of(framework.hvd.size(), framework.hvd.local_size())
     return [(asdict(sending), took) for sending, took in timed(framework, nodes)]
 

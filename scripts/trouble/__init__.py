@@ -1,4 +1,4 @@
-"""Slow ranks and lost packets: what they do to step time, residuals and accuracy; docs/trouble.md.
+"""Step time, residuals and accuracy with slow ranks and lost packets; see docs/trouble.md.
 
-`runs` has what is measured, `rank` measures it on a rank, `report` writes the page.
+`runs` has the jobs, `rank` runs on each rank, `report` writes the page.
 """

@@ -1,11 +1,11 @@
-"""One rank, alone on its host: the digits trained in each way in turns; rank 0 writes it all down.
+"""One rank, alone on its host: trains the digits with each method in turns.
 
 `scripts/bench_trouble.py` starts it, with this repository, scripts/ and examples/ on PYTHONPATH.
 
-Every way has a model and an optimizer of its own and the same batches. What stands for the compute
-of a larger model is slept, so that a slow rank is slow by itself and not by what others do with the
-cores. A digest of the weights and one of the residuals every so many steps tell whether trouble
-changed any bit of them.
+Every method has its own model and optimizer, and all see the same batches. Ranks sleep in place of
+a larger model's compute, so a slow rank does not depend on how busy the cores are. Digests of the
+weights and of the residuals, every few steps, show whether trouble changed any bit. Rank 0 writes
+the results.
 """
 
 from __future__ import annotations

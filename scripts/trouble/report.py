@@ -1,4 +1,4 @@
-"""docs/trouble.md, from the results on disk and from nothing else."""
+"""Write docs/trouble.md from the stored results alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from study.markdown import table
 from trouble.runs import COMPUTE, HOSTS, PLAIN, RATE, RUNS, WAYS
 
 ORDER = """\
-- TopKEF adds payloads in the order of ranks, whenever they arrive. Horovod's dense allreduce adds
-  in an order that depends on which gradients were ready together, so that its last bits may differ
-  from run to run, without any trouble too.
-- What trouble adds to a step it adds with any exchange: the shorter the step was, the more of it is
-  waiting afterwards, and the less is left of what compression won."""
+- TopKEF adds payloads in rank order, whenever they arrive, so its result does not depend on timing.
+  Horovod's dense allreduce adds in an order that depends on which gradients were ready together.
+  Its last bits can differ from run to run, also without any trouble.
+- Trouble makes ranks wait with any exchange. The shorter a step was before, the larger is the share
+  of waiting, and the smaller is the speed-up by compression. Medians:"""
 
 Job = dict[str, Any]
 Results = dict[str, Job]
@@ -24,56 +24,67 @@ PAGE = """\
 
 <!-- Written by `make bench-trouble` from docs/results/trouble.json; see scripts/trouble. -->
 
-What a rank that is slow and a network that loses packets do to step time, residuals and accuracy,
-with Horovod's dense allreduce and with TopKEF (its defaults, and with `values="int8"`). {hosts}
-hosts of one rank each (`scripts/netlab`: namespaces of one machine) on links of {rate}; the model
-and data of `examples/pytorch_digits.py`, 283,786 parameters, Gloo. All three ways are trained in
-one job and take turns, a step each; before every step all ranks meet at a barrier. A step has
-{compute:g} ms of sleep besides, for the compute of a larger model, on the slow rank ten times as
-much.
+This page measures what one slow rank, and a network that loses packets, do to step time, weights,
+residuals and accuracy. It compares Horovod's dense allreduce with TopKEF (the defaults, and
+`values="int8"`).
 
-{machine}
+- **Model and data**: `examples/pytorch_digits.py`, 283,786 parameters.
+- **Ranks**: {hosts} hosts with one rank each, on Gloo. No GPU.
+- **Network**: emulated, {rate} a host. The hosts are network namespaces of one machine
+  (`scripts/netlab`) and share its CPU cores.
+- **Steps**: all three methods take turns, step by step, in one job. All ranks meet at a barrier
+  before each step. Each step sleeps for {compute:g} ms in place of a larger model's compute; the
+  slow rank sleeps ten times as long.
 
-## Time
-
-- *step*: of the slowest rank, from the barrier to the end of the optimizer's step.
-- *exchange*: from a rank's last gradient to its exchanged ones, on the rank that was ready last.
-- *waiting*: the same on the rank that waited longest, for others and for the network.
-- *packets sent again*: TCP segments, of all that the hosts sent in the job.
-
-{times}
-
-Medians, and in brackets nine steps of ten took no longer. The last lines are the first ones
-measured once more, later: what differs between these is noise.
-
-## Results
-
-Weights and residuals of all ranks after as many steps as the job with trouble made, compared with
-the job without, in every bit. Residual and gradient: means of the ranks' norms.
-
-{results}
-
-## What it means
+## Summary
 
 {meaning}
 
 ## What to do
 
-- **A slow rank.** All ranks wait for it, with any exchange: fewer bytes save the exchange and not
-  the wait. `HOROVOD_TIMELINE` shows who comes last; give each rank as much work, keep data loading
-  out of the step, and take the slow host out. Nothing has to be done about residuals: an exchange
-  waits for every rank's payload, so no gradient is ever late. Where a rank may hang and not only
-  lag, set `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` ([across-nodes.md](across-nodes.md)).
-- **Lost packets.** TCP sends them again, so that they cost time and nothing else; no setting of
-  TopKEF needs another value. `nstat -az TcpRetransSegs TcpOutSegs` before and after a run says what
-  a host sends again: what is more than rare between hosts of a cluster is a fault of a cable, a
-  port or a queue, and is worth more than any compression. A payload of few packets waits for TCP's
-  time-out when it loses its last one, as nothing behind it tells that it is missing: 200 ms on
-  Linux, many times what the exchange takes. Where loss cannot be helped, shorten that on every
-  host, by as much as its network answers faster (`ip route show` has the line to change):
-  `ip route change 10.77.0.0/24 dev eth0 src 10.77.0.1 rto_min 5ms`.{sooner}
-- **Either.** Compare `stats().residual_norm` with `stats().gradient_norm` as ever
-  ([residuals.md](residuals.md)): slow or lossy, they are those of a healthy cluster.
+- **A slow rank.** All ranks wait for it, with any exchange. Compression shortens the exchange, not
+  the wait. `HOROVOD_TIMELINE` shows which rank comes last. Give each rank the same amount of work,
+  keep data loading out of the step, and take a slow host out. Residuals need no attention: an
+  exchange waits for every rank's payload, so no gradient is ever late. If a rank may hang, set
+  `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` ([across-nodes.md](across-nodes.md)).
+- **Lost packets.** TCP sends them again. That costs time and nothing else; no setting of TopKEF has
+  to change. `nstat -az TcpRetransSegs TcpOutSegs`, before and after a run, shows how many packets a
+  host sends again. If it is more than a few, look for a bad cable, port or queue first: mending it
+  is worth more than compression.
+- **If loss cannot be avoided**, shorten TCP's time-out. When the last packet of a short payload is
+  lost, no later packet reveals it, and TCP waits for its time-out: 200 ms on Linux, many times
+  longer than the exchange. Set a shorter one on every host, but longer than its network takes to
+  answer. `ip route show` prints the line to change:
+
+      ip route change 10.77.0.0/24 dev eth0 src 10.77.0.1 rto_min 5ms
+{sooner}
+- **Both.** Compare `stats().residual_norm` with `stats().gradient_norm` as usual
+  ([residuals.md](residuals.md)). Slow ranks and lost packets do not change them.
+
+## Time
+
+- *step*: from the barrier to the end of the optimizer's step, on the slowest rank.
+- *exchange*: from a rank's last gradient to its exchanged gradients, on the rank that was ready
+  last.
+- *waiting*: the same on the rank that waited longest, for other ranks and for the network.
+- *packets sent again*: the share of TCP segments, over all hosts of the job.
+- *times none*: the step, divided by the step without trouble.
+
+{times}
+
+Medians; in brackets, the time that nine of ten steps did not exceed. The job without trouble was
+measured twice, at the start and later: the difference between the two is noise.
+
+## Results
+
+Weights and residuals of all ranks, compared bit for bit with the job without trouble after the same
+number of steps. *Residual* and *gradient* are means of the ranks' norms.
+
+{results}
+
+## Machine
+
+{machine}
 
 Command: `sudo make bench-trouble`. The authors' bias: they want TopKEF to win.
 """
@@ -96,10 +107,10 @@ def page(results: Results) -> str:
 def _machine(results: Results) -> str:
     first = next(iter(results.values()))["machine"]
     machine = (
-        f"{first['cpu']}, {first['cores']} cores for all hosts, which other work used as well, "
+        f"{first['cpu']}, {first['cores']} cores for all hosts and for other work, "
         f"Linux {first['kernel']}, Python {first['python']}, PyTorch {first['torch']}, Horovod "
-        f"{first['horovod']}. Where there are fewer than {_planned(results)} steps, the job was "
-        "ended after the minutes that it was given."
+        f"{first['horovod']}. A job with fewer than {_planned(results)} steps reached its "
+        "time limit."
     )
     rows = (
         [
@@ -123,7 +134,7 @@ def _steps(job: Job) -> int:
 
 
 def resent(job: Job) -> float:
-    """Share of the segments that were sent again."""
+    """Share of the TCP segments that were sent again."""
     sent = sum(host["sent"] for host in job["segments"])
     return float(sum(host["resent"] for host in job["segments"]) / sent)
 
@@ -184,7 +195,7 @@ def _result_lines(results: Results, key: str) -> Iterator[list[str]]:
 
 
 def compared(results: Results, key: str, way: str) -> tuple[str, list[Job], list[Job]]:
-    """The last step that both jobs noted, and all ranks' notes of it: with trouble, and without."""
+    """The last step that both jobs recorded, and its records: with trouble, and without."""
     marks, plain = (results[each]["ways"][way]["marks"] for each in (key, PLAIN))
     step = max(marks.keys() & plain.keys(), key=int)
     return step, marks[step], plain[step]
@@ -207,25 +218,29 @@ def _meaning(results: Results) -> Iterator[str]:
     troubled = [key for key in results if key != PLAIN]
     for way in WAYS:
         same = [is_same(*compared(results, key, way)[1:], "weights") for key in troubled]
-        yield f"- {way}: weights as in the job without trouble in {sum(same)} of {len(same)} jobs."
-    yield ORDER
-    for key in results:
-        ways = results[key]["ways"]
-        dense, ours = (_median(ways[way]["exchange"]) for way in (WAYS[0], WAYS[-1]))
-        step = _median(ways[WAYS[0]]["step"]) / _median(ways[WAYS[-1]]["step"])
         yield (
-            f"  - {RUNS[key].title}: the exchange took {1e3 * dense:.0f} ms dense and "
-            f"{1e3 * ours:.0f} ms with {WAYS[-1]}, whose step is {step:.2f} times faster."
+            f"- {way}: in {sum(same)} of {len(same)} jobs, the same weights as in the job without "
+            "trouble."
         )
+    yield f"{ORDER}\n"
+    ours = WAYS[-1]
+    header = ["trouble", "dense exchange, ms", f"{ours} exchange, ms", f"{ours}: step faster by"]
+    yield table(header, (_speed_up(results[key]["ways"], RUNS[key].title) for key in results))
+
+
+def _speed_up(methods: dict[str, Job], title: str) -> list[str]:
+    dense, ours = methods[WAYS[0]], methods[WAYS[-1]]
+    exchanges = (f"{1e3 * _median(each['exchange']):.0f}" for each in (dense, ours))
+    return [title, *exchanges, f"{_median(dense['step']) / _median(ours['step']):.2f}x"]
 
 
 def _sooner(results: Results) -> Iterator[str]:
-    """What it did to send again sooner, where that was measured."""
+    """The effect of a shorter time-out, where it was measured."""
     for key in results:
         sooner = f"{key}-soon"
         if sooner in results:
             before, after = (_median(results[k]["ways"][WAYS[-1]]["step"]) for k in (key, sooner))
             yield (
-                f" With\n  {RUNS[key].title} that took a step with {WAYS[-1]} from "
-                f"{1e3 * before:.0f} ms to {1e3 * after:.0f}."
+                f"\n  With {RUNS[key].title}, this shortened a step with {WAYS[-1]} from "
+                f"{1e3 * before:.0f} to {1e3 * after:.0f} ms."
             )

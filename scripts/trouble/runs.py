@@ -1,4 +1,4 @@
-"""Which troubles there are, and what exchanges gradients in each."""
+"""The jobs, each with one kind of trouble, and the methods that they compare."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 HOSTS = 4
 RATE = "100mbit"  # of each host's link
 STEPS = 150
-COMPUTE = 0.02  # seconds of a step that a model would compute and these ranks sleep
-MARK = 10  # steps between two looks at weights, residuals and accuracy
+COMPUTE = 0.02  # seconds that a rank sleeps in a step, in place of a model's compute
+MARK = 10  # steps between two records of weights, residuals and accuracy
 WAYS = ("dense", "TopKEF", "TopKEF int8")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One job; all ways take turns in it."""
+    """One job; all methods take turns in it."""
 
     title: str
     loss: float = 0.0  # share of the packets
-    slow: float = 1.0  # times the compute of the others, of the last rank
-    rto_min: str | None = None  # the least time that TCP waits before it sends again; 200ms
-    limit_seconds: float = 200.0  # of training; then the ranks stop together
+    slow: float = 1.0  # of the last rank: its compute, as a multiple of the others'
+    rto_min: str | None = None  # TCP's least time-out before it sends again; None: 200ms
+    limit_seconds: float = 200.0  # of training; then all ranks stop
 
 
 RUNS = {

@@ -1,4 +1,4 @@
-"""Horovod's cycles, counted: in each its ranks talk once, whether or not they exchange anything."""
+"""Count Horovod's cycles. Its ranks exchange messages once a cycle, even when they are idle."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Self
 
 import horovod.torch as hvd
 
-WRITER_SECONDS = 60.0  # that Horovod's timeline may take to reach the disk
-MARGIN_SECONDS = 0.3  # in which all ranks have heard of a timeline's beginning or end
+WRITER_SECONDS = 60.0  # limit for Horovod's timeline to reach the disk
+MARGIN_SECONDS = 0.3  # all ranks know of the timeline's start or end by then
 START, ORIGIN = "CYCLE_START", "start_time_since_epoch_in_micros"
 
 
 class Cycles:
-    """Those in which a job's ranks, which are in step, do something; on every rank.
+    """Counts the cycles of a job while its ranks run in step; used on every rank.
 
-    While it watches they say more in each: what is on the card then is no measure of other times.
+    Counting adds messages to each cycle, so bytes on the card meanwhile are higher than otherwise.
     The job needs `HOROVOD_TIMELINE=DYNAMIC`.
     """
 
@@ -39,12 +39,12 @@ class Cycles:
             self._path.unlink()
 
     def between(self, began: float, ended: float) -> int:
-        """How many began between two readings of rank 0's `time.time`; only rank 0 knows."""
+        """Number of cycles that began between two readings of rank 0's `time.time`; 0 elsewhere."""
         return sum(began <= start < ended for start in self._starts)
 
 
 def starts_in(timeline: str) -> list[float]:
-    """When the cycles of a timeline began, in seconds since the epoch."""
+    """Start of each cycle of a timeline, in seconds since the epoch."""
     events = json.loads(timeline)
     (origin,) = (e["args"][ORIGIN] for e in events if ORIGIN in e.get("args", {}))
     return [(origin + e["ts"]) / 1e6 for e in events if e.get("name") == START]

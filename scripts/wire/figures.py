@@ -1,4 +1,4 @@
-"""What a job's cards sent, per step and host: means over the hosts."""
+"""Bytes that a job's network cards sent, per step and host: means over the hosts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Job = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one way in one job, in bytes a step and host."""
+    """Of one method in one job, in bytes a step and host."""
 
-    seconds: float  # a step, with the machine as busy as it was
+    seconds: float  # a step, on a busy machine
     card: float  # left the card, with all headers
     payload: float  # the same without headers
-    idle: float  # leaves it in the same time when nothing is exchanged, with all headers
-    stats: float | None  # what `TopKEF.stats()` says is sent
-    cycles: float | None  # of Horovod, in which its ranks talk; None: not counted
-    exchanged: float | None  # of what left the card in a second try, all but talk, with headers
+    idle: float  # leave an idle job in the same time, with all headers
+    stats: float | None  # bytes that leave a host, by `TopKEF.stats()`
+    cycles: float | None  # Horovod's negotiation cycles; None: not counted
+    exchanged: float | None  # on the card without negotiation, with headers
     carried: float | None  # the same without headers
 
 
 def figures(job: Job) -> dict[str, Figures]:
-    """By the ways' names."""
+    """By the methods' names."""
     return {way["way"]: _mean(way["hosts"]) for way in job["ways"]}
 
 
@@ -36,7 +36,7 @@ def reductions(found: dict[str, Figures]) -> dict[str, float]:
 
 
 def reductions_of_exchanges(found: dict[str, Figures]) -> dict[str, float]:
-    """The same of what is exchanged alone, where that was told from talk."""
+    """The same without negotiation, where cycles were counted."""
     each = {name: figures.exchanged for name, figures in found.items()}
     dense = each[DENSE]
     return {name: dense / bytes_ for name, bytes_ in each.items() if dense and bytes_}

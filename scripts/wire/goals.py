@@ -1,4 +1,4 @@
-"""What the bytes are held against."""
+"""The goals for bytes on the card, and whether they are met."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Verdict:
     met: str
 
 
-YES, NO, WITHOUT = "yes", "**no**", "without talk"
+YES, NO, WITHOUT = "yes", "**no**", "without negotiation"
 
 
 def verdicts(found: ByHosts) -> Iterator[Verdict]:
-    """Each goal, over all numbers of hosts that were measured."""
+    """Each goal, over all numbers of hosts with results."""
     yield _reduction(found, INT8, 165)
     yield _reduction(found, INT4, 220)
     if len(found) > 1:
@@ -41,7 +41,7 @@ def verdicts(found: ByHosts) -> Iterator[Verdict]:
 
 
 def _are_counted(found: ByHosts) -> bool:
-    """Whether cycles were, by which what is exchanged can be told from talk."""
+    """Whether cycles were counted, so that negotiation can be subtracted."""
     return all(way.exchanged is not None for ways in found.values() for way in ways.values())
 
 
@@ -53,13 +53,13 @@ def _reduction(found: ByHosts, way: str, least: float) -> Verdict:
         return Verdict(goal, measured, YES if counted >= least else NO)
     each = {hosts: reductions_of_exchanges(ways)[way] for hosts, ways in found.items()}
     exchanged, where = _least(each)
-    measured += f", without talk {exchanged:,.0f}x ({where} hosts)"
+    measured += f", without negotiation {exchanged:,.0f}x ({where} hosts)"
     met = YES if counted >= least else WITHOUT if exchanged >= least else NO
     return Verdict(goal, measured, met)
 
 
 def _least(by_hosts: dict[int, float]) -> tuple[float, int]:
-    """And at how many hosts."""
+    """The least value, and its number of hosts."""
     hosts = min(by_hosts, key=lambda count: by_hosts[count])
     return by_hosts[hosts], hosts
 
@@ -72,7 +72,7 @@ def _growth(found: ByHosts, way: str, most: float) -> Verdict:
 
 
 def _agreement(found: ByHosts, most: float) -> Verdict:
-    """What a byte of `stats()` costs, and what a step does, whatever an exchange is set to."""
+    """Bytes carried for each byte of `stats()`, and the constant bytes of a step."""
     each = [
         (_line([way for name, way in ways.items() if name.startswith(exchange)]), exchange, hosts)
         for hosts, ways in found.items()
@@ -80,14 +80,14 @@ def _agreement(found: ByHosts, most: float) -> Verdict:
     ]
     (slope, _), *where = max(each, key=lambda one: abs(one[0][0] - 1))
     (_, framing), *largest = max(each, key=lambda one: one[0][1])
-    goal = f"what the packets carry, without talk, within {most:.0%} of `stats()`, plus framing"
+    goal = f"the slope of bytes carried against `stats()` is within {most:.0%} of 1"
     worst = f"at worst {slope - 1:+.1%} ({where[0]}, {where[1]} hosts)"
     most_framing = f"plus at most {framing:,.0f} bytes a step ({largest[0]}, {largest[1]} hosts)"
     return Verdict(goal, f"{worst} {most_framing}", YES if abs(slope - 1) <= most else NO)
 
 
 def _line(ways: list[Figures]) -> tuple[float, float]:
-    """Bytes carried against those of `stats()`: the slope, and what is carried for none."""
+    """Slope and intercept of the bytes carried against the bytes of `stats()`."""
     points = [(way.stats, way.carried) for way in ways if way.stats and way.carried]
     fitted = statistics.linear_regression(*zip(*points, strict=True))
     return fitted.slope, fitted.intercept

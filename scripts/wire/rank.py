@@ -1,13 +1,12 @@
-"""One rank: what its host's card sends in each way. Rank 0 writes what all found.
+"""One rank: the bytes that its host's card sends with each method. Rank 0 writes all results.
 
     PYTHONPATH=scripts HOROVOD_TIMELINE=DYNAMIC scripts/netlab --hosts 4 -- horovodrun --gloo
         python scripts/wire/rank.py --json found.json --count-cycles
 
-Between two barriers every rank makes some steps, and afterwards does nothing for as long as the
-slowest needed: what it sends then is Horovod's own negotiation. (Longer than a few seconds it is
-not watched doing nothing: the rest is reckoned at the same rate.) A cycle that exchanges something
-lasts longer than an idle one: to tell what is exchanged from talk, both are done once more while
-Horovod's cycles are counted.
+Between two barriers every rank makes some steps. Then it idles for as long as the slowest rank
+needed, and sends Horovod's negotiation alone. (It idles a few seconds at most; the rest is
+extrapolated.) A cycle with an exchange lasts longer than an idle one. To subtract negotiation, both
+are repeated while Horovod's cycles are counted.
 """
 
 from __future__ import annotations
@@ -109,16 +108,18 @@ def measure(way: Way, model: Shapes, steps: int, timeline: Path | None) -> dict[
 def counted(
     several: Callable[[], None], pause: Callable[[], None], steps: int, timeline: Path
 ) -> dict[str, float]:
-    """What packets carry beyond talk, and in how many cycles: per step."""
+    """Bytes beyond negotiation, and the number of cycles, per step."""
     with Cycles(timeline) as cycles:
         active, idle = during(several), during(pause)
     counts = [cycles.between(each.began, each.ended) for each in (active, idle)]
     counts = hvd.broadcast_object(counts, name="cycles")
-    return beyond_talk(active.sent, idle.sent, counts, steps)
+    return beyond_negotiation(active.sent, idle.sent, counts, steps)
 
 
-def beyond_talk(active: Sent, idle: Sent, cycles: Sequence[int], steps: int) -> dict[str, float]:
-    """What is sent if no more is said in a cycle than in an idle one; `cycles` are of both."""
+def beyond_negotiation(
+    active: Sent, idle: Sent, cycles: Sequence[int], steps: int
+) -> dict[str, float]:
+    """Bytes less those of as many idle cycles; `cycles` has the counts of both."""
     share = cycles[0] / cycles[1]
     return {
         "cycles": cycles[0] / steps,

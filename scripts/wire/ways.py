@@ -1,4 +1,4 @@
-"""What is compared: Horovod's own exchanges, and TopKEF's in their formats."""
+"""The methods compared: Horovod's own exchanges, and TopKEF's exchanges and value formats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SETTINGS = ({"ratio": 0.01}, {"ratio": 0.001, "min_numel": 0})  # what TopKEF is
 
 @dataclass(frozen=True)
 class Way:
-    """A way to exchange gradients."""
+    """A method to exchange gradients."""
 
     exchange: str
     values: str
@@ -23,20 +23,20 @@ class Way:
 
     @property
     def name(self) -> str:
-        """As it appears in tables and as a key in files."""
+        """As in tables and in files."""
         if self.exchange in (DENSE, HALF):
             return self.exchange
         return name_of(**asdict(self))
 
 
 def name_of(exchange: str, values: str, ratio: float, min_numel: int = 1024) -> str:
-    """A name of one of TopKEF's ways."""
+    """The name of a TopKEF setting."""
     suffix = "" if min_numel else ", min_numel=0"
     return f"{exchange}, {values}, {ratio:g}{suffix}"
 
 
 def ways(slots: int = 1) -> Iterator[Way]:
-    """All of them with so many ranks a host, dense first."""
+    """All methods for so many ranks a host, dense first."""
     yield Way(DENSE, "float32")
     yield Way(HALF, "float16")
     exchanges = EXCHANGES if slots == 1 else (*EXCHANGES, NODES)

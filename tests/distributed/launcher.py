@@ -23,13 +23,14 @@ REPOSITORY = Path(__file__).parents[2]
 WITHOUT_TENSORFLOW = Path(__file__).parent / "without_tensorflow"
 
 TAG = "HOROVOD_TOPK_TEST_LAUNCH"
-FOLDER = "HOROVOD_TOPK_TEST_FOLDER"  # where ranks write their outcomes; read by ranks/conftest.py
+FOLDER = "HOROVOD_TOPK_TEST_FOLDER"  # where ranks write their outcomes; read by meeting.py
+LAUNCHED_AS = "HOROVOD_TOPK_TEST_LAUNCHED_AS"  # tier and controller; read by meeting.py
 GRACE = 10.0  # seconds for a launch's processes to end by themselves after it, or once killed
 
 SETTINGS = {
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20",  # a collective that some rank never joins fails
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",  # a collective that some rank never joins fails
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
     "OMP_NUM_THREADS": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -71,6 +72,19 @@ class Launch:
         """Cases that passed on one rank."""
         return [o.case for o in self.outcomes if o.rank == rank and o.passed]
 
+    def assert_clean(self) -> None:
+        """No process of the launch was there after it."""
+        assert not self.immortal, self.immortal
+        assert not self.left, f"alive after the launch ended: {self.left}"
+
+    def assert_all_passed(self, size: int) -> None:
+        """Every rank passed the same cases, and at least one."""
+        assert self.returncode == 0, self.describe()
+        assert not self.failures(), self.describe()
+        passed = [self.passed_cases(rank) for rank in range(size)]
+        assert passed[0], self.describe()
+        assert all(cases == passed[0] for cases in passed), self.describe()
+
     def describe(self, most: int = 6) -> str:
         """The first failing cases in full, then the end of what the launch printed."""
         end = "killed at the time limit" if self.returncode is None else f"rc {self.returncode}"
@@ -96,20 +110,23 @@ def launch_ranks(
     arguments: Sequence[str] = (),
     settings: Mapping[str, str] | None = None,
     hosts: str | None = None,
+    tier: str = "all",
 ) -> Launch:
     """Run case files on `size` ranks, with Horovod's "gloo" or "mpi" controller.
 
     hosts: as `horovodrun -H` takes them. Gloo takes two names of this machine for two hosts.
+    tier: which of the cases; see launches.py.
     """
     horovodrun = ["horovodrun", "-np", str(size), f"--{controller}"]
     horovodrun += [] if hosts is None else ["-H", hosts]
     command = [*horovodrun, sys.executable, *_pytest(cases, arguments)]
-    return run(command, folder, limit, settings or {})
+    return run(command, folder, limit, {LAUNCHED_AS: f"{tier} {controller}", **(settings or {})})
 
 
-def launch_alone(cases: Sequence[Path], *, folder: Path, limit: float) -> Launch:
+def launch_alone(cases: Sequence[Path], *, folder: Path, limit: float, tier: str = "all") -> Launch:
     """Run case files in one process that no launcher started: world size 1."""
     alone = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    alone[LAUNCHED_AS] = f"{tier} alone"
     places = ("RANK", "LOCAL_RANK", "CROSS_RANK"), ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")
     for value, names in zip(("0", "1"), places, strict=True):
         alone |= {f"HOROVOD_{name}": value for name in names}

@@ -9,18 +9,23 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from launches import runs
+
 FOLDER = Path(os.environ["HOROVOD_TOPK_TEST_FOLDER"])
-PATIENCE = 60.0  # seconds for the others to end a case that this rank has passed
-PATIENCE_AFTER_FAILURE = 6.0  # they probably wait for this rank, inside a collective
+TIER, CONTROLLER = os.environ["HOROVOD_TOPK_TEST_LAUNCHED_AS"].split()
+PATIENCE = 150.0  # seconds for the others to end a case that this rank has passed
+PATIENCE_AFTER_FAILURE = 15.0  # they probably wait for this rank, inside a collective
 
 
 def choose(config: pytest.Config, items: list[pytest.Item], size: int) -> None:
-    """Keep the cases that are for this number of ranks."""
-    mine = [item for item in items if size in _sizes(item)]
+    """Keep the cases of this launch and tier."""
+    ordinals = _ordinals(items)
+    mine = [item for item in items if _runs(item, size, ordinals[item.nodeid])]
     chosen = {id(item) for item in mine}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     items[:] = mine
@@ -74,6 +79,25 @@ def _lines(file: Path) -> int:
         return 0
 
 
-def _sizes(item: pytest.Item) -> tuple[int, ...]:
-    mark = item.get_closest_marker("world_size")
-    return mark.args if mark else (2,)
+def _ordinals(items: list[pytest.Item]) -> dict[str, int]:
+    """Where each case is among those of the same function."""
+    seen, found = Counter[str](), {}
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        found[item.nodeid] = seen[function]
+        seen[function] += 1
+    return found
+
+
+def _runs(item: pytest.Item, size: int, ordinal: int) -> bool:
+    sizes, everywhere, part = map(item.get_closest_marker, ("world_size", "everywhere", "one_in"))
+    beside = everywhere.kwargs.get("one_in", 1) if everywhere else 1
+    skipped = part is not None and ordinal % part.args[0] > 0
+    return runs(
+        TIER,
+        CONTROLLER,
+        size,
+        sizes=sizes.args if sizes else (2,),
+        everywhere=everywhere is not None and ordinal % beside == 0,
+        slow=skipped or item.get_closest_marker("slow") is not None,
+    )

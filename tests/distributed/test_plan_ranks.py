@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from launcher import REPOSITORY, run
-from test_launch import assert_clean
 
 pytestmark = pytest.mark.distributed
 
@@ -35,14 +34,14 @@ def test_constants_are_measured_and_kept(
     ranks = ["horovodrun", "-np", "2", f"--{controller}", *COMMAND, *arguments, "--measure"]
     launch = run([*before, *ranks], tmp_path, LIMIT, {})
     assert launch.returncode == 0, launch.output
-    assert_clean(launch)
+    launch.assert_clean()
     assert launch.output.count("compress: ") == 1
     assert "2 ranks on 1 node" in launch.output
     found = json.loads(kept.read_text())
     assert 1e6 < found["network"]["bandwidth"] < 1e14
     assert 1e-11 < found["kernels"]["encode"] < 1e-6
     assert found["origin"].startswith("measured with 2 ranks on 1 node")
-    again = run([*COMMAND, *arguments, "--bandwidth", "1gbit"], tmp_path, 60.0, {})
+    again = run([*COMMAND, *arguments, "--bandwidth", "1gbit"], tmp_path, LIMIT, {})
     assert again.returncode == 0, again.output
     assert found["origin"] in again.output
 
@@ -54,7 +53,7 @@ def test_uneven_hosts_are_planned_as_they_are(tmp_path: Path) -> None:
     ranks = ["horovodrun", "-np", "3", "-H", "127.0.0.1:1,localhost:2", "--gloo", *COMMAND]
     launch = run([*ranks, *arguments], tmp_path, LIMIT, {})
     assert launch.returncode == 0, launch.output
-    assert_clean(launch)
+    launch.assert_clean()
     assert "measured with 3 ranks on 2 nodes" in launch.output
     assert "hierarchical  float32" in launch.output
 
@@ -63,5 +62,5 @@ def test_uneven_hosts_are_planned_as_they_are(tmp_path: Path) -> None:
 def test_two_ranks_exchange_for_the_doctor(tmp_path: Path) -> None:
     launch = run([*COMMAND, "doctor"], tmp_path, LIMIT, {})
     assert launch.returncode == 0, launch.output
-    assert_clean(launch)
+    launch.assert_clean()
     assert "two ranks exchange    an allgather of 64 KiB a rank in " in launch.output

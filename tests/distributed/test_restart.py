@@ -14,7 +14,7 @@ from launcher import run
 pytestmark = pytest.mark.distributed
 
 JOB = Path(__file__).parent / "restart_jobs" / "train.py"
-LIMIT = 120.0  # seconds a job; eight ranks need about 20 on two idle cores
+LIMIT = 240.0  # seconds a job; eight ranks need about 20 on two idle cores
 
 
 @pytest.mark.timeout(3 * LIMIT + 60)

@@ -21,12 +21,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"no compiler with sanitizers: {error}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # building under sanitizers takes a while on busy cores
 @pytest.mark.parametrize("isa", fuzz.ISAS)
 def test_nothing_is_found(target: Path, isa: str) -> None:
     fuzz.fuzz(target, isa, SECONDS, seed=len(isa))
 
 
+@pytest.mark.slow
 def test_the_target_can_find_something(target: Path, tmp_path: Path) -> None:
     """With memory that is one byte too short."""
     spoilt = tmp_path / "fuzz_bucket.cpp"

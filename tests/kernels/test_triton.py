@@ -38,10 +38,10 @@ SMALL = Geometry(
 KINDS = ("float32", "float16", "bfloat16")
 
 
-def run_cases(names: str, **environment: str) -> None:
+def run_cases(names: str, tier: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300"]
     done = subprocess.run(
-        [*command, "-o", f"python_functions={names}", __file__],
+        [*command, f"--tier={tier}", "-o", f"python_functions={names}", __file__],
         env={**os.environ, "TRITON_DEFAULT_FP_FUSION": "0", **environment},
         capture_output=True,
         text=True,
@@ -61,25 +61,28 @@ needs_triton = pytest.mark.skipif(triton_version() == (0,), reason="Triton is no
 
 
 @needs_triton
+@pytest.mark.tiers("fast", "rest", "all")
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(
     (0,) < triton_version() < (3, 9), reason="Triton 3.6 does not interpret under NumPy 2.4"
 )
-def test_under_the_interpreter() -> None:
-    run_cases("case_*", TRITON_INTERPRET="1", TRITON_CASES_ON="cpu")
+def test_under_the_interpreter(tier: str) -> None:
+    run_cases("case_*", tier, TRITON_INTERPRET="1", TRITON_CASES_ON="cpu")
 
 
 @needs_triton
+@pytest.mark.tiers("fast", "rest", "all")
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
-def test_on_a_gpu() -> None:
-    run_cases("case_*", TRITON_INTERPRET="0", TRITON_CASES_ON="cuda")
+def test_on_a_gpu(tier: str) -> None:
+    run_cases("case_*", tier, TRITON_INTERPRET="0", TRITON_CASES_ON="cuda")
 
 
 @needs_triton
+@pytest.mark.tiers("fast", "rest", "all")
 @pytest.mark.timeout(600)
-def test_kernels_compile_without_a_gpu() -> None:
-    run_cases("compile_*", TRITON_INTERPRET="0")
+def test_kernels_compile_without_a_gpu(tier: str) -> None:
+    run_cases("compile_*", tier, TRITON_INTERPRET="0")
 
 
 def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +266,7 @@ class Pair:
         ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("values", ["float32", "float16"])
 def case_steps(values: str) -> None:
     """Dense and sparse tensors, odd starts, all dtypes: with commits and a step rolled back."""
@@ -295,7 +299,8 @@ def specials(n: int) -> Iterator[Tensor]:
     yield torch.where(torch.arange(n) % 450 == 9, -math.nan, normal)
 
 
-@pytest.mark.parametrize(("values", "numel"), [("float32", 1200), ("float16", 600)])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("values", "numel"), [("float16", 600), ("float32", 1200)])
 def case_special_values(values: str, numel: int) -> None:
     gradients = [g.to(DEVICE) for g in specials(numel)]
     bucket = plan([g.numel() for g in gradients], ratio=0.05, values=values)
@@ -326,6 +331,7 @@ def case_large_indices_and_the_default_geometry() -> None:
     pair.decode([payload] * 2, 0.5, gradients)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("slot", [64, 8])
 def case_the_carried_bracket_changes_no_result(slot: int) -> None:
     """Neither a good guess nor nonsense, nor too little room; and a good one is used."""
@@ -446,7 +452,8 @@ def compiled(kernel: Any, warps: int, **constants: Any) -> str:
     return ptx
 
 
-@pytest.mark.parametrize("kind", [2, 3])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", [3, 2])
 def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormals survive, and sums and products are rounded apart: as the verbs have it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

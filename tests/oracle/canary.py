@@ -98,7 +98,7 @@ print(json.dumps({
 def inspect_import(seam: str, wrapped: str, *modules: str) -> dict[str, Any]:
     """What importing a seam changes among the contents of Horovod's modules."""
     command = [sys.executable, "-c", INSPECT, seam, ",".join(modules), wrapped]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

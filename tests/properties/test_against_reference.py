@@ -15,6 +15,7 @@ RATIO, STEPS = "0.07", 10
 SIZES = {"small": 15, "medium": 130, "large": 1001}  # min_numel below is 16: `small` goes dense
 
 
+@pytest.mark.one_in(3)
 @each_framework
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("values", ["float32", "float16"])

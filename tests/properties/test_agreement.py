@@ -8,9 +8,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle.backends import NUMPY, Backend, each_backend
+from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.loopback import Loopback, on_every_rank
 from oracle.world import World
@@ -113,7 +114,7 @@ def test_digests_are_equal_where_plans_are(mine: Job, theirs: Job) -> None:
     assert mine.plan.digest == ours.digest
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(data=st.data())
 def test_a_foreign_payload_is_refused_before_anything_changed(data: st.DataObject) -> None:
     """Two ranks that skipped `agree`: the payload's digest still tells them apart."""

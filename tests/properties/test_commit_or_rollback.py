@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle.backends import NUMPY, Backend, each_backend
+from oracle.examples import examples
 from oracle.jobs import NONFINITE, Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
@@ -30,7 +31,7 @@ def poison(data: st.DataObject, job: Job, gradients: list[Gradients]) -> str | N
 
 
 @each_backend
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_steps_that_do_not_count_leave_no_trace(backend: Backend, data: st.DataObject) -> None:
     """A job with skipped steps ends equal, to the bit, to one that never saw them."""

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracle.backends import TORCH, Backend, each_backend
+from oracle.examples import examples
 from oracle.jobs import gradient, jobs, steps
 from oracle.world import World
 
@@ -39,7 +40,7 @@ def assert_conserved(world: World, before: dict[str, Any], gradients: dict[str, 
 
 
 @each_backend
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_nothing_is_lost_or_invented(backend: Backend, data: st.DataObject) -> None:
     job = data.draw(jobs(ranks=ALONE, exchanges=GATHERED))

@@ -18,7 +18,7 @@ from horovod_topk.elastic.standing import Clock
 from horovod_topk.errors import ConfigError
 
 SHAPES = {"w": [30, 7], "b": [5]}
-PATIENCE = 10.0  # seconds
+PATIENCE = 60.0  # seconds
 
 
 class Room:

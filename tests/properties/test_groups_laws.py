@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle.backends import NUMPY, TORCH, Backend, each_backend
+from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.loopback import Loopback, on_every_rank
 from oracle.world import Gradients, World, same_bits
@@ -48,7 +49,7 @@ def everything(world: World) -> list[Gradients]:
 
 
 @each_backend
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_nothing_is_lost_and_k_is_each_tensors_own(backend: Backend, data: st.DataObject) -> None:
     job = data.draw(grouped(ranks=ALONE, exchanges=["allgather"], values=["float32", "int8"]))
@@ -67,7 +68,7 @@ def test_nothing_is_lost_and_k_is_each_tensors_own(backend: Backend, data: st.Da
 
 
 @each_backend
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_what_is_dense_is_as_if_it_were_small(backend: Backend, data: st.DataObject) -> None:
     """To the bit: residuals and results of a job that sends all tensors dense by their size."""
@@ -84,7 +85,7 @@ def test_what_is_dense_is_as_if_it_were_small(backend: Backend, data: st.DataObj
 
 
 @each_backend
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_tensors_do_not_mind_the_ratios_of_others(backend: Backend, data: st.DataObject) -> None:
     """Each is, to the bit, as in a job in which all have its ratio."""
@@ -106,7 +107,7 @@ def only(gradients: list[Gradients], names: list[str]) -> list[Gradients]:
 
 
 @each_backend
-@settings(max_examples=15)
+@examples(15)
 @given(data=st.data())
 def test_at_a_rung_a_tensor_sends_that_or_its_own(backend: Backend, data: st.DataObject) -> None:
     """To the bit, as settings that say so for each tensor; then it goes on as before."""
@@ -134,7 +135,7 @@ def test_at_a_rung_a_tensor_sends_that_or_its_own(backend: Backend, data: st.Dat
 
 
 @each_backend
-@settings(max_examples=15)
+@examples(15)
 @given(data=st.data())
 def test_a_dense_step_pays_all_that_is_owed(backend: Backend, data: st.DataObject) -> None:
     job = data.draw(grouped(ratios=[0.05, 0.25]))

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracle.backends import NUMPY, Backend, each_backend
+from oracle.examples import examples
 from oracle.jobs import NONFINITE, jobs, steps
 from oracle.world import Gradients, World, nodes_of_sizes, same_bits
 
@@ -62,6 +63,7 @@ def owed(world: World) -> dict[str, NDArray[Any]]:
     return total
 
 
+@pytest.mark.one_in(4)
 @each_backend
 @each_topology
 @pytest.mark.parametrize("values", ["float32", "int4", "sign"])
@@ -106,7 +108,7 @@ def topologies(draw: st.DrawFn) -> Nodes:
 
 
 @each_backend
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_every_rank_has_the_same_bits(backend: Backend, data: st.DataObject) -> None:
     nodes = data.draw(topologies())
@@ -150,6 +152,7 @@ def legs(world: World, rank: int) -> list[tuple[str, int]]:
     return expected
 
 
+@pytest.mark.one_in(4)
 @each_backend
 @each_topology
 @pytest.mark.parametrize("value", NONFINITE)

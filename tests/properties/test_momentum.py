@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracle.backends import NUMPY, TORCH, Backend, each_backend
+from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
@@ -55,7 +56,7 @@ def moved(before: NDArray[Any], gradient: NDArray[Any], factor: float) -> NDArra
 
 
 @each_backend
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_it_is_error_feedback_of_velocities(backend: Backend, data: st.DataObject) -> None:
     """Residuals, and what is applied, are to the bit those of a job with m u + g as gradients."""
@@ -85,7 +86,7 @@ def test_it_is_error_feedback_of_velocities(backend: Backend, data: st.DataObjec
 
 
 @each_backend
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_velocity_is_forgotten_where_it_was_sent_and_nowhere_else(
     backend: Backend, data: st.DataObject
@@ -107,7 +108,7 @@ def test_velocity_is_forgotten_where_it_was_sent_and_nowhere_else(
 
 
 @each_backend
-@settings(max_examples=10)
+@examples(10)
 @given(data=st.data())
 def test_a_step_that_does_not_count_leaves_velocities_as_they_were(
     backend: Backend, data: st.DataObject

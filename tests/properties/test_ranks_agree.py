@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracle import wire
 from oracle.backends import NUMPY, TORCH, Backend, each_backend
+from oracle.examples import examples
 from oracle.jobs import NONFINITE, Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
@@ -29,7 +30,7 @@ def added_in_rank_order(job: Job, tensor: TensorPlan, sent: list[wire.Decoded]) 
 
 
 @each_backend
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_every_rank_has_the_same_bits_added_in_rank_order(
     backend: Backend, data: st.DataObject

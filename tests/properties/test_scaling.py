@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle.backends import Backend, each_backend
+from oracle.examples import examples
 from oracle.jobs import jobs, steps
 from oracle.world import World, same_bits
 
 
 @each_backend
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_a_gain_scales_what_is_delivered_and_nothing_else(
     backend: Backend, data: st.DataObject

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle.backends import NUMPY, Backend, each_backend
+from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
@@ -28,7 +29,7 @@ def everything(world: World) -> list[Gradients]:
 
 
 @each_backend
-@settings(max_examples=15)
+@examples(15)
 @given(data=st.data())
 def test_nothing_is_lost_from_rung_to_rung(backend: Backend, data: st.DataObject) -> None:
     """g' + e_new == e_old + g, of one rank without owners."""
@@ -47,7 +48,7 @@ def test_nothing_is_lost_from_rung_to_rung(backend: Backend, data: st.DataObject
 
 
 @each_backend
-@settings(max_examples=15)
+@examples(15)
 @given(data=st.data())
 def test_a_step_at_a_rung_is_one_of_an_optimizer_at_that_ratio(
     backend: Backend, data: st.DataObject
@@ -71,7 +72,7 @@ def test_a_step_at_a_rung_is_one_of_an_optimizer_at_that_ratio(
 
 
 @each_backend
-@settings(max_examples=15)
+@examples(15)
 @given(data=st.data())
 def test_dense_pays_all_that_is_owed(backend: Backend, data: st.DataObject) -> None:
     """Whatever the values and the exchange, at full precision."""

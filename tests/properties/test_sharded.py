@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from oracle.backends import NUMPY, Backend, each_backend
+from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
@@ -49,6 +50,7 @@ def owed(world: World) -> dict[str, NDArray[Any]]:
     return total
 
 
+@pytest.mark.one_in(5)
 @each_backend
 @pytest.mark.parametrize("values", ["float32", "int8", "int4", "sign"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -72,7 +74,7 @@ def test_applied_and_owed_are_the_sum_of_all_means(
 
 
 @each_backend
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_every_rank_has_the_same_bits(backend: Backend, data: st.DataObject) -> None:
     job = data.draw(jobs(exchanges=SHARDED))

@@ -16,6 +16,7 @@ NUMEL = 5_000
 def test_kernels() -> None:
     columns = ("plain", "topk", "exchange", "allowed", "memory", "allgather")
     found = {
+        "machine": bench_kernels.machine(),
         "numel": NUMEL,
         "encoding": bench_kernels.measure_encoding(NUMEL, 0.01, 3),
         "decoding": {"packed": bench_kernels.measure_decoding(NUMEL, 0.01, 3, "packed")},

@@ -139,7 +139,7 @@ def loaded_frameworks(statement: str, package: Path = PACKAGE) -> set[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     return FRAMEWORKS & set(done.stdout.split())

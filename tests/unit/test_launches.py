@@ -1,33 +1,115 @@
-"""Every case of TensorFlow on real ranks is in a launch, at every number of ranks it is for."""
+"""Every case has a launch in the fast tier, and one for each number of ranks in the full tier.
+
+Case files are read and not imported: they want ranks.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
-import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 DISTRIBUTED = Path(__file__).parents[1] / "distributed"
 
 
+class Case(NamedTuple):
+    """One test function of a case file, with its marks."""
+
+    framework: str
+    file: str
+    name: str
+    sizes: tuple[int, ...]
+    everywhere: bool
+    slow: bool
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module with the launches of TensorFlow, whose cases it lists by hand."""
     monkeypatch.syspath_prepend(str(DISTRIBUTED))
-    return importlib.import_module("test_tensorflow")
+    return importlib.import_module("launches")
 
 
-def sizes_for(case: Path) -> set[int]:
-    """The numbers of ranks that a case file has tests for; one without a mark is for two."""
-    marked = re.findall(r"world_size\(([\d, ]+)\)", case.read_text())
-    return {int(size) for sizes in marked for size in sizes.split(",")} or {2}
+def cases_of(framework: str, folder: Path) -> Iterator[Case]:
+    for path in sorted(folder.glob("case_*.py")):
+        tree = ast.parse(path.read_text())
+        of_file = [node.value for node in tree.body if assigns_marks(node)]
+        for function in tree.body:
+            if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
+                marks = [ast.unparse(mark) for mark in (*function.decorator_list, *of_file)]
+                sizes = next((m for m in marks if ".world_size(" in m), ".world_size(2)")
+                yield Case(
+                    framework,
+                    path.stem.removeprefix("case_"),
+                    function.name,
+                    tuple(int(n) for n in sizes.split("world_size(")[1].split(")")[0].split(",")),
+                    any("mark.everywhere" in mark for mark in marks),
+                    any("mark.slow" in mark for mark in function_marks(function, of_file)),
+                )
 
 
-def test_every_case_of_tensorflow_is_launched(launches: Any) -> None:
-    listed = {(name, size) for _, size, names in launches.RUNS for name in names} | {("alone", 1)}
-    cases = DISTRIBUTED / "tensorflow_ranks"
-    wanted = {(f.stem[len("case_") :], n) for f in cases.glob("case_*.py") for n in sizes_for(f)}
-    assert wanted <= listed
-    assert {name for name, _ in listed} == {name for name, _ in wanted}
+def function_marks(function: ast.FunctionDef, of_file: list[ast.expr]) -> list[str]:
+    """Without those of single parameters."""
+    own = [ast.unparse(mark) for mark in (*function.decorator_list, *of_file)]
+    return [mark for mark in own if not mark.startswith("pytest.mark.parametrize")]
+
+
+def assigns_marks(node: ast.stmt) -> bool:
+    """Whether it is the `pytestmark` of a file."""
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+
+
+@pytest.fixture
+def cases(launches: Any) -> list[Case]:
+    found = launches.FOLDERS.items()
+    return [case for framework, folder in found for case in cases_of(framework, folder)]
+
+
+def jobs_with(launches: Any, case: Case, tier: str) -> list[Any]:
+    """The launches in which a case runs."""
+    found = []
+    for job in launches.JOBS:
+        here = job.framework == case.framework and case.file in job.cases and tier in job.tiers
+        marks = {"sizes": case.sizes, "everywhere": case.everywhere, "slow": case.slow}
+        if here and launches.runs(tier, job.controller, job.ranks, **marks):
+            found.append(job)
+    return found
+
+
+def test_every_case_is_launched_in_the_fast_tier(launches: Any, cases: list[Case]) -> None:
+    without = [case for case in cases if not case.slow and not jobs_with(launches, case, "fast")]
+    assert not without
+
+
+def test_every_case_is_launched_with_every_number_of_ranks(
+    launches: Any, cases: list[Case]
+) -> None:
+    for case in cases:
+        assert {job.ranks for job in jobs_with(launches, case, "all")} == set(case.sizes), case
+
+
+def test_the_rest_is_what_all_adds_to_fast(launches: Any, cases: list[Case]) -> None:
+    for case in cases:
+        fast, rest, everything = (jobs_with(launches, case, t) for t in ("fast", "rest", "all"))
+        parts = sorted(map(str, [*fast, *rest]))
+        assert parts == sorted(map(str, everything)), case
+
+
+def test_no_launch_is_without_a_case(launches: Any, cases: list[Case]) -> None:
+    for tier in ("fast", "rest", "all"):
+        used = [job for case in cases for job in jobs_with(launches, case, tier)]
+        assert [job for job in launches.JOBS if tier in job.tiers and job not in used] == []
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_laws_reach_every_controller_and_number_of_ranks(
+    framework: str, launches: Any, cases: list[Case]
+) -> None:
+    laws = [case for case in cases if case.framework == framework and case.everywhere]
+    reached = {
+        (job.controller, job.ranks) for case in laws for job in jobs_with(launches, case, "fast")
+    }
+    assert reached == {(controller, n) for controller in ("gloo", "mpi") for n in (2, 3, 4)}

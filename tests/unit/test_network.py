@@ -69,11 +69,25 @@ def test_the_page_has_a_table_of_each_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "network.md").read_text() == page
     assert (tmp_path / "network.png").stat().st_size > 10_000
     assert page.count("### ") == len(RUNS)
-    assert "kept\n2 cores busy for 0.400 s and its bytes a link for 0.008 s" in page
-    assert (
-        "| topk-int8 | 0.300 | 0.200 | 0.200 | 0.200 | 0.200 | 50.0x | 5.0x | 1,000,000 | 1.0x |"
-        in page
-    )
+    assert "| topk-int8-sampled | 0.20 | 0.40 | 0.01 |" in page
+    timed = "| topk-int8 | 0.300 | 0.200 | 0.200 | 0.200 | 0.200 |"
+    assert f"{timed} 50.0x | 50.0x | 50.0x | 5.0x | 1,000,000 | 1.0x |" in page
+    assert f"{timed} 50.0x | 50.0x | 5.0x | 1,000,000 | 1.0x |" in page  # no dense-waiting
+
+
+def test_the_summary_compares_one_setting_with_every_baseline() -> None:
+    page = report.page({key: result(key, 0.2) for key in RATES})
+    line = "10.00 | 10.00 | 10.00 | 10.00 | 1.00 | 0.20 | 50.0x | 50.0x | 50.0x | 5.0x |"
+    assert page.count(line) == len(RATES)
+
+
+def test_a_goal_is_about_the_baseline_that_sleeps() -> None:
+    slow = result("1gbit", 0.2)
+    for method in slow["methods"]:
+        if method["name"] == "dense":
+            method["seconds"] = [NONE + 20.0] * 3
+    goals = report.page({"1gbit": slow}).partition("## Goals")[2]
+    assert "50.0 times less than `dense-waiting`; 50.0 than `ddp`; 100.0 than `dense`" in goals
 
 
 def test_a_run_takes_the_place_of_the_one_it_repeats() -> None:

@@ -223,7 +223,7 @@ def test_it_works_without_any_installed_package() -> None:
         env={**os.environ, "PYTHONPATH": package},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     assert "compress: " in done.stdout

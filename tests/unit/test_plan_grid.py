@@ -113,14 +113,21 @@ def test_a_verdict_is_whether_the_fastest_of_ours_beats_dense() -> None:
     assert (pays.clear, wrong.clear, noise.clear) == (True, True, False)
     assert (pays.planned_gain, pays.measured_gain) == (2.0, 2.0)
     assert (noise.planned, noise.measured) == ("sharded int8", "allgather float32")
-    assert not noise.same_way
+    assert not noise.same_exchange
 
 
 def test_totals_count_cells_and_clear_ones() -> None:
-    text = agreement.section([*PAYS, *NOISE]).replace("\n", " ")
-    assert "in 1 of 2 cells (50%" in text
-    assert "tell dense and ours apart in 1 cells, and in 1 of these" in text
-    assert "over 150% in the worst" in agreement.noise([*PAYS, *NOISE])
+    text = agreement.totals([*PAYS, *NOISE]).replace("\n", " ")
+    assert "in 1 of 2 cells without overlap (50%" in text
+    assert 'A constant "compress" is right in 1.' in text
+    assert "tell dense and TopKEF apart in 1 cells; the verdict is right in 1 of these" in text
+    assert "by 150% in the worst" in agreement.noise([*PAYS, *NOISE])
+
+
+def test_a_grid_where_compression_always_pays_is_called_easy() -> None:
+    text = agreement.totals(PAYS).replace("\n", " ")
+    assert "the smallest measured speed-up was 2.0" in text
+    assert 'A constant "compress" scores the same' in text
 
 
 def test_a_page_of_some_cells_and_of_none(tmp_path: Path) -> None:
@@ -129,11 +136,11 @@ def test_a_page_of_some_cells_and_of_none(tmp_path: Path) -> None:
     report.write({**JOBS, CELL.name: guessed(CELL)}, page)
     text = page.read_text()
     assert "4 of 39 cells, 2026-11-22." in text
-    assert "90.0% of a link arrives, 0.200 ms a message, 1.50 ms a collective" in text
+    assert "goodput 90.0% of a link's rate, 0.200 ms a message, 1.50 ms a collective" in text
     assert text.count("| 2 | 1gbit | resnet18 |") == 1 + 3
-    assert "| all | 3 | 0% | 0% | 0% | 1.00 |" in text
-    assert "| all, if planned with overlap | 3 |" in text
-    assert "| all, if planned with overlap | 3 | 0% " not in text
+    assert "| without overlap | all | 3 | 0% | 0% | 0% | 1.00 |" in text
+    assert "| with overlap | all | 3 |" in text
+    assert "| with overlap | all | 3 | 0% " not in text
     assert (tmp_path / report.PICTURE).stat().st_size > 10_000
     report.write({}, page)
     assert page.read_text().count("Not measured yet.") == 2

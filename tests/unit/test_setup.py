@@ -309,10 +309,12 @@ class TestFailures:
 
         monkeypatch.setattr(runner.console, "tick", interrupt)
         monkeypatch.setattr(run, "POLL_SECONDS", 0.1)
-        alive = tmp_path / "alive"
-        command = script(tmp_path / "slow", f"(sleep 0.4; touch {alive}) & wait")
+        go, alive = tmp_path / "go", tmp_path / "alive"
+        waiting = f"until [ -e {go} ]; do sleep 0.05; done; touch {alive}"
+        command = script(tmp_path / "slow", f"({waiting}) & wait")
         with pytest.raises(KeyboardInterrupt):
             runner.check([command], "")
+        go.touch()
         time.sleep(0.5)
         assert not alive.exists()
 

@@ -140,6 +140,51 @@ def test_plain_adam_draws_advice(caplog: pytest.LogCaptureFixture) -> None:
     assert "with TopKEF(momentum='optimizer') it hardly does" in caplog.text
 
 
+CLIPPING: dict[str, Make] = {
+    "clipnorm": lambda: SGD(momentum=0.9, clipnorm=1.0),
+    "global_clipnorm": lambda: SGD(momentum=0.9, global_clipnorm=1.0),
+    "clipvalue": lambda: SGD(momentum=0.9, clipvalue=1.0),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(SGD(momentum=0.9, clipnorm=1.0)),
+    "tf-keras": lambda: tf_keras.optimizers.SGD(momentum=0.9, clipnorm=1.0),
+    "tf-keras, scaled": lambda: tf_keras.mixed_precision.LossScaleOptimizer(
+        tf_keras.optimizers.SGD(momentum=0.9, global_clipnorm=1.0)
+    ),
+    "legacy": lambda: LEGACY.SGD(momentum=0.9, clipvalue=1.0),
+}
+
+
+def wrapped(optimizer: Any, compressor: TopKEF) -> Any:
+    """An optimizer as a user of its library wraps it."""
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return hvd_keras.DistributedOptimizer(optimizer, compression=compressor)
+    return horovod._keras.create_distributed_optimizer(
+        tf_keras, optimizer, None, "", "", compressor, False, 1.0, hvd.Average
+    )
+
+
+@pytest.mark.usefixtures("among_others")
+@pytest.mark.parametrize("kind", CLIPPING)
+def test_an_sgd_that_clips_velocities_is_warned_of(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "horovod_topk"):
+        wrapped(CLIPPING[kind](), TopKEF.compact())
+    assert caplog.text.count("threshold 10 times larger") == 1
+    assert "SGD has " in caplog.text
+    assert "clip" in caplog.text.partition("SGD has ")[2].partition("=1.")[0]
+
+
+@pytest.mark.usefixtures("among_others")
+def test_clipping_that_does_no_harm_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Without momentum correction, before the exchange, or where Adam normalises."""
+    with caplog.at_level(logging.WARNING, "horovod_topk"):
+        wrapped(SGD(momentum=0.9, clipnorm=1.0), TopKEF())
+        wrapped(SGD(momentum=0.9), TopKEF.compact(clip_norm=1.0))
+        wrapped(ADAMW(clipnorm=1.0), TopKEF.compact())
+        wrapped(tf_keras.optimizers.Adam(clipvalue=1.0), TopKEF.compact())
+    assert "times larger" not in caplog.text
+
+
 SAVED = pytest.mark.parametrize("kind", ["SGD", "Nesterov", "Adam", "AdamW", "scaled"])
 
 

@@ -42,10 +42,8 @@ def test_every_job_and_way_has_its_lines() -> None:
     results = {key: job(0.1) for key in RUNS}
     page = report.page(results)
     for run in RUNS.values():
-        assert page.count(f"| {run.title} |") == 3
-    assert (
-        f"weights as in the job without trouble in {len(RUNS) - 1} of {len(RUNS) - 1} jobs" in page
-    )
+        assert page.count(f"| {run.title} |") == 4
+    assert f"TopKEF: in {len(RUNS) - 1} of {len(RUNS) - 1} jobs, the same weights" in page
     assert "| differ |" not in page
 
 
@@ -53,7 +51,7 @@ def test_what_differs_is_said() -> None:
     page = report.page({"none": job(0.1), "loss-1": job(0.3, "cd")})
     assert "| differ | differ |" in page
     assert "| 300 (300) | 3.00 |" in page
-    assert "in 0 of 1 jobs" in page
+    assert "dense: in 0 of 1 jobs, the same weights" in page
 
 
 def test_jobs_are_compared_where_the_shorter_one_ended() -> None:

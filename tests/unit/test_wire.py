@@ -11,7 +11,7 @@ from wire.card import Sent
 from wire.cycles import starts_in
 from wire.figures import figures, reductions
 from wire.goals import INT8, NO, WITHOUT, YES, verdicts
-from wire.rank import beyond_talk
+from wire.rank import beyond_negotiation
 from wire.ways import DENSE, ways
 
 DENSE_BYTES = 2_000_000.0
@@ -33,7 +33,7 @@ def job(ranks: int, times_fewer: float) -> dict[str, Any]:
 
 
 def way(name: str, times_fewer: float, carried: float) -> dict[str, Any]:
-    """Of its bytes five percent are headers, a share is carried, and the rest is talk."""
+    """Of its bytes five percent are headers, a share is carried, and the rest is negotiation."""
     card = DENSE_BYTES if name == DENSE else DENSE_BYTES / times_fewer
     host = {
         "seconds": 1.0,
@@ -56,7 +56,7 @@ def test_all_that_leaves_the_card_counts() -> None:
     assert reductions(figures(job(2, 200)))[INT8] == pytest.approx(200)
 
 
-def test_what_is_carried_is_all_without_headers_and_talk() -> None:
+def test_what_is_carried_is_all_without_headers_and_negotiation() -> None:
     found = figures(job(2, 200))[INT8]
     assert found.carried == pytest.approx(found.stats)
 
@@ -67,18 +67,18 @@ def test_goals_are_met_by_every_number_of_hosts_or_not_at_all() -> None:
     short = verdicts(enough | {4: figures(job(4, 160))})
     (first,) = (verdict for verdict in short if verdict.goal.startswith(f"{INT8}: at least 165x"))
     assert first.met == NO
-    assert first.measured == "160x (4 hosts), without talk 160x (4 hosts)"
+    assert first.measured == "160x (4 hosts), without negotiation 160x (4 hosts)"
 
 
-def test_a_goal_met_without_talk_alone_is_called_that() -> None:
-    talkative = job(2, 1500)
-    for way in talkative["ways"]:
+def test_a_goal_met_without_negotiation_alone_is_called_that() -> None:
+    chatty = job(2, 1500)
+    for way in chatty["ways"]:
         if way["way"] == INT8:
             for host in way["hosts"]:
                 host |= {"bytes": DENSE_BYTES / 150, "exchanged_bytes": 0.8 * DENSE_BYTES / 150}
-    first = next(verdicts({2: figures(talkative)}))
+    first = next(verdicts({2: figures(chatty)}))
     assert first.met == WITHOUT
-    assert first.measured == "150x (2 hosts), without talk 169x (2 hosts)"
+    assert first.measured == "150x (2 hosts), without negotiation 169x (2 hosts)"
 
 
 @pytest.mark.parametrize(("error", "met"), [(0.04, YES), (0.06, NO), (-0.06, NO)])
@@ -105,14 +105,14 @@ def test_cycles_are_counted_in_a_timeline() -> None:
     assert starts_in(timeline) == [5.5, 6.0]
 
 
-def test_talk_is_that_of_as_many_idle_cycles() -> None:
-    told = beyond_talk(Sent(100, 10_000), Sent(10, 1_000), cycles=(30, 20), steps=2)
+def test_negotiation_is_that_of_as_many_idle_cycles() -> None:
+    told = beyond_negotiation(Sent(100, 10_000), Sent(10, 1_000), cycles=(30, 20), steps=2)
     assert told["cycles"] == 15
     assert told["exchanged_bytes"] == (10_000 - 1.5 * 1_000) / 2
     assert told["exchanged_payload"] == told["exchanged_bytes"] - 66 * (100 - 1.5 * 10) / 2
 
 
-def test_without_cycles_nothing_is_told_from_talk() -> None:
+def test_without_cycles_nothing_is_told_from_negotiation() -> None:
     """As at Horovod's default cycle."""
     plain = job(2, 200)
     for way in plain["ways"]:
@@ -135,4 +135,15 @@ def test_nodes_are_exchanged_between_where_there_are_some() -> None:
 def test_the_page_has_goals_and_a_table_of_each_job() -> None:
     page = report.page([job(2, 200), job(8, 100)])
     assert "**no**" in page and "| yes |" in page
-    assert page.count(", a cycle of ") == 2
+    assert page.count(" hosts, a cycle of 50 ms\n") == 2
+
+
+def test_the_page_says_how_much_more_than_stats_the_card_sends() -> None:
+    few = job(8, 200)
+    for each in few["ways"]:
+        for host in each["hosts"]:
+            host.pop("exchanged_bytes", None)  # no goals about cycles
+            host["stats"] = host["stats"] and host["bytes"] / 1.25
+    page = report.page([few]).replace("\n", " ")
+    assert "25% more with 8 hosts and a cycle of 50 ms (sharded, int8, 0.01)" in page
+    assert f"| {INT8} | 1.25 |" in page

@@ -1,4 +1,4 @@
-"""Horovod for Keras 3, with any compressor.
+"""Horovod's distributed optimizer and callbacks for Keras 3, with any compressor.
 
     import horovod.tensorflow as hvd
     import horovod_topk.tensorflow.keras as hvd_keras
@@ -8,8 +8,8 @@
     model.compile(optimizer=optimizer, loss=..., jit_compile=False)
     model.fit(..., callbacks=[hvd_keras.callbacks.BroadcastGlobalVariablesCallback()])
 
-Horovod 0.28.1's own wrapper trains without synchronising under Keras 3, and its callbacks fail.
-These take their place, also with Horovod's compressors or none. For tf-keras, use Horovod's.
+Under Keras 3, Horovod 0.28.1's own optimizer trains without synchronising, and its callbacks fail.
+Use these instead, also with one of Horovod's compressors or with none. With tf-keras use Horovod's.
 """
 
 import keras

@@ -20,14 +20,17 @@ Logs = dict[str, Any] | None
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Starts all ranks from the weights and the optimizer's state of one of them.
+    """Broadcast the model's weights and the optimizer's state from one rank to all others.
 
-    Before the first step, or right after it where the model gets its weights in that step. Metrics
-    and the seeds of random layers stay each rank's own.
+    It does so before the first step, or right after it if the model is built in that step. Metrics
+    and the seeds of random layers are not broadcast.
 
     Args:
-        root_rank: the rank whose values all others take.
+        root_rank: the rank whose values are broadcast.
         process_set: the ranks that train.
+
+    Raises:
+        UnsupportedOperationError: the model was compiled with `jit_compile=True`.
     """
 
     def __init__(self, root_rank: int = 0, process_set: Any = hvd.global_process_set) -> None:
@@ -37,7 +40,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = False
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Broadcast, if the model has its weights."""
+        """Broadcast, if the model is built."""
         if self.model.jit_compile:
             raise UnsupportedOperationError(
                 "the model was compiled for XLA, which has no kernel for Horovod's operations",
@@ -47,7 +50,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Broadcast, if that is still to do."""
+        """Broadcast, if that has not been done yet."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -69,9 +72,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages an epoch's metrics over ranks.
+    """Average an epoch's metrics over ranks.
 
-    Put it before callbacks that act on metrics: checkpoints, early stopping, plateaus.
+    Put it before the callbacks that use metrics, such as ModelCheckpoint, EarlyStopping and
+    ReduceLROnPlateau.
 
     Args:
         process_set: the ranks that train.
@@ -82,7 +86,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Replace every metric by its mean, in place."""
+        """Replace every metric in `logs` by its mean over ranks."""
         if not logs:
             return
         names = sorted(logs)
@@ -93,17 +97,21 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Multiplies the learning rate by a factor of the epoch.
+    """Set the learning rate to `initial_lr` times a factor that depends on the epoch.
 
     Args:
-        initial_lr: what is multiplied.
-        multiplier: a function of the epoch (with a fraction unless `staircase`), or a number
-            whose power it is.
-        start_epoch: the first epoch that is touched.
-        end_epoch: the first that is not touched any more.
-        staircase: change at the start of an epoch only, and not with every batch.
-        momentum_correction: rescale SGD's velocity with the rate (Goyal et al. 2017, section 3).
-        steps_per_epoch: batches an epoch, where Keras does not know.
+        initial_lr: learning rate that the factor multiplies.
+        multiplier: a function of the epoch that returns the factor, or a number m for the factor
+            m ** (epoch - start_epoch). The epoch has a fraction unless `staircase` is True.
+        start_epoch: first epoch in which the rate is set.
+        end_epoch: first epoch in which it is no longer set. None: there is none.
+        staircase: True: set the rate at the start of an epoch only; False: before every batch.
+        momentum_correction: when the rate changes, rescale SGD's velocity by the same factor (Goyal
+            et al. 2017, section 3). It is not the momentum correction of `TopKEF(momentum=...)`.
+        steps_per_epoch: batches in an epoch, where Keras does not know.
+
+    Raises:
+        UnsupportedOperationError: `staircase` is False, and the batches in an epoch are not known.
     """
 
     def __init__(
@@ -130,7 +138,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._epoch = 0
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Find out how many steps an epoch has."""
+        """Find out how many batches an epoch has."""
         self._steps = self._steps or (self.params or {}).get("steps")
         if not self._staircase and not self._steps:
             raise UnsupportedOperationError(
@@ -142,7 +150,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Set the rate of this batch."""
+        """Set the learning rate for this batch."""
         start, end = self._epochs
         if self._epoch < start or (end is not None and self._epoch >= end):
             return
@@ -153,7 +161,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self._adjust(self._epoch)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Note the rate among the metrics."""
+        """Add the learning rate to the metrics."""
         if logs is not None:
             logs["learning_rate"] = float(self.model.optimizer.learning_rate)
 
@@ -169,14 +177,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from `initial_lr / size` to `initial_lr` (Goyal et al. 2017).
+    """Raise the learning rate from `initial_lr / size` to `initial_lr` (Goyal et al. 2017).
 
     Args:
-        initial_lr: the rate after warm-up, scaled for all ranks together.
-        warmup_epochs: how long it takes.
+        initial_lr: learning rate after warm-up, for the global batch of all ranks.
+        warmup_epochs: epochs that warm-up takes.
         momentum_correction: as in `LearningRateScheduleCallback`.
-        steps_per_epoch: batches an epoch, where Keras does not know.
-        verbose: 1 says on rank 0 when warm-up is over.
+        steps_per_epoch: batches in an epoch, where Keras does not know.
+        verbose: 1: print a line on rank 0 when warm-up is over.
     """
 
     def __init__(
@@ -204,7 +212,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self._verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Note the rate; say when warm-up is over."""
+        """Add the learning rate to the metrics; print a line when warm-up is over."""
         super().on_epoch_end(epoch, logs)
         if self._verbose and epoch + 1 == self._epochs[1] and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)

@@ -37,27 +37,33 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     groups: Any = None,
     process_set: Any = hvd.global_process_set,
 ) -> Any:
-    """A copy of a Keras 3 optimizer, with its state, that exchanges gradients over all ranks.
+    """Return a copy of a Keras 3 optimizer that exchanges gradients between ranks before each step.
 
-    Under the policy "mixed_float16" an optimizer without a loss scale is given one, inside: ranks
-    then decide together whether to skip a step.
+    The copy has the optimizer's state. Gradients are exchanged before Keras clips them or adds
+    weight decay. Under the policy "mixed_float16" an optimizer without a loss scale gets one, so
+    that all ranks skip the same steps.
 
     Args:
         optimizer: a `keras.optimizers.Optimizer`, or a `LossScaleOptimizer` around one.
-        name: of the exchange, "Distributed" and the optimizer's class by default.
-        device_dense: as Horovod has it.
-        device_sparse: as Horovod has it.
-        compression: `TopKEF`, one of `hvd.Compression`, or another Horovod compressor. The momentum
-            that `TopKEF(momentum="optimizer")` takes over is taken off the copy alone.
+        name: name of the exchange. None: "Distributed" and the name of the optimizer's class.
+        device_dense: as in `hvd.DistributedOptimizer`.
+        device_sparse: as in `hvd.DistributedOptimizer`.
+        compression: `TopKEF` (the class or an instance), one of `hvd.Compression`, or another
+            Horovod compressor. `TopKEF(momentum="optimizer")` sets the copy's momentum to 0, and
+            leaves `optimizer` as it is.
         sparse_as_dense: exchange tf.IndexedSlices as dense tensors.
-        gradient_predivide_factor: splits the averaging before and after the sum (op=Average).
+        gradient_predivide_factor: for op=hvd.Average, divide gradients by this before the sum,
+            and by (number of ranks / this) after it.
         op: hvd.Average or hvd.Sum.
-        backward_passes_per_step: 1; Keras itself accumulates gradients.
-        groups: a number of groups, or lists of variables.
-        process_set: the ranks that exchange.
+        backward_passes_per_step: 1. To accumulate gradients, use Keras' own
+            `gradient_accumulation_steps`.
+        groups: gradients to exchange together: a number of groups, or, with TopKEF, lists of
+            variables. None: with TopKEF, buckets of 25 MiB.
+        process_set: the ranks that exchange gradients.
 
     Raises:
-        UnsupportedOperationError, ConfigError: see the message.
+        UnsupportedOperationError: this optimizer or one of the arguments cannot be used.
+        ConfigError: the optimizer does not fit the settings of TopKEF.
     """
     _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step)
     compressor = TopKEF.asked(compression)
@@ -117,13 +123,19 @@ def load_model(
     safe_mode: bool = True,
     **distributed: Any,
 ) -> Any:
-    """Load a compiled model and wrap its optimizer, state and all, in `DistributedOptimizer`.
+    """Load a compiled model, and wrap its optimizer and the optimizer's state.
 
     Args:
-        filepath: what `model.save` wrote; on every rank, or read from one place.
-        custom_objects: as `keras.saving.load_model` has it.
-        safe_mode: as `keras.saving.load_model` has it.
-        distributed: arguments of `DistributedOptimizer`.
+        filepath: a file that `model.save` wrote, readable on every rank.
+        custom_objects: as in `keras.saving.load_model`.
+        safe_mode: as in `keras.saving.load_model`.
+        distributed: arguments of `DistributedOptimizer`, such as `compression`.
+
+    Returns:
+        The model, compiled with the distributed optimizer.
+
+    Raises:
+        UnsupportedOperationError, ConfigError: as `DistributedOptimizer`.
     """
     model = keras.saving.load_model(filepath, custom_objects=custom_objects, safe_mode=safe_mode)
     model.jit_compile = False  # XLA has no kernel for Horovod's operations

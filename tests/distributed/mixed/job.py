@@ -1,4 +1,4 @@
-"""Rank 0 in PyTorch and rank 1 in TensorFlow, in one job; see test_tensorflow.py.
+"""Rank 0 in PyTorch and rank 1 in TensorFlow, in one job; see test_mixed.py.
 
     horovodrun -np 2 --gloo python job.py FOLDER
 

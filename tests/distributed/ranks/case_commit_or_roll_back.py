@@ -29,6 +29,8 @@ from witness import (
     spoiled,
 )
 
+pytestmark = pytest.mark.everywhere
+
 SPARSE = {"ratio": 0.1, "min_numel": 0}
 WARM_STEPS = 3
 

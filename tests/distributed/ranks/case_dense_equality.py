@@ -17,6 +17,8 @@ from horovod_topk.torch import TopKEF
 from training import Setup, Task, by_hand, trajectory
 from witness import assert_close, assert_ranks_equal, assert_same_history
 
+pytestmark = pytest.mark.everywhere
+
 STEPS = 25
 
 

@@ -16,6 +16,8 @@ from reference import ErrorFeedback
 from training import Setup
 from witness import assert_same
 
+pytestmark = pytest.mark.everywhere
+
 STEPS = 6
 
 

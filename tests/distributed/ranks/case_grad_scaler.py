@@ -101,6 +101,7 @@ def test_without_the_setting_it_would() -> None:
         assert_residuals(optimizer, scaled_run(setup, SPARSE, SCALES)[1])
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("overflow", ["last_layer", "first_layer"])
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(overflow: str, exchange: str) -> None:

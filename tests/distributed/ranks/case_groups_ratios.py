@@ -25,6 +25,7 @@ def grouped(**settings: Any) -> TopKEF:
     return TopKEF(**{"ratio": 0.05, "min_numel": 0, "ratios": RULES, **settings})
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_all_tensors_dense_equal_dense(exchange: str) -> None:
     dense = training.trajectory(Setup(), hvd.Compression.none, 12)
@@ -32,6 +33,7 @@ def test_all_tensors_dense_equal_dense(exchange: str) -> None:
     assert_same_history(ours, dense)
 
 
+@pytest.mark.everywhere
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("settings", [{}, {"exchange": "sharded", "gather_ratio": 0.2}], ids=str)
 @pytest.mark.parametrize("selection", ["exact", "sampled"])
@@ -97,6 +99,7 @@ def test_warm_up_and_a_dense_step() -> None:
     assert compressor.stats().residual_norm == 0
 
 
+@pytest.mark.everywhere
 @pytest.mark.world_size(4)
 def test_dense_between_nodes_too() -> None:
     task = PLAIN.task()

@@ -22,6 +22,8 @@ from horovod_topk.torch import TopKEF
 from training import Setup
 from witness import assert_close, assert_ranks_equal, bits, spoiled
 
+pytestmark = pytest.mark.everywhere
+
 SETTINGS = [
     {"values": "float32"},
     {"values": "int8", "min_numel": 300},

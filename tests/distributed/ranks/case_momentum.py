@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +16,7 @@ import training
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch import TopKEF
 from resuming import assert_resumes
-from training import Setup
+from training import Setup, Task
 from witness import assert_same
 
 PLAIN = Setup(optimizer=training.plain_sgd)
@@ -199,3 +201,137 @@ def test_momentum_that_has_built_up_goes_no_further_and_that_is_said(
         optimizer.load_state_dict(saved)
         training.ordinary(new, optimizer, 1)
     assert "momentum of SGD over, and starts at zero" in caplog.text
+
+
+def clip_norm(task: Task) -> None:
+    torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
+
+
+def clip_value(task: Task) -> None:
+    torch.nn.utils.clip_grad_value_(task.parameters(), 1.0)
+
+
+def replace(task: Task) -> None:
+    for p in task.parameters():
+        assert p.grad is not None
+        p.grad = p.grad.clamp(-1.0, 1.0)
+
+
+def leave(task: Task) -> None:
+    pass
+
+
+def trained(optimizer: Any, compression: TopKEF, change: Callable[[Task], None] = leave) -> Any:
+    """An optimizer after three steps whose gradients were changed after the exchange."""
+    setup = Setup(optimizer=optimizer)
+    task = setup.task()
+    distributed = setup.distributed(task, compression)
+    for step in range(3):
+        distributed.zero_grad()
+        task.loss(hvd.rank(), step).backward()
+        distributed.synchronize()
+        change(task)
+        with distributed.skip_synchronize():
+            distributed.step()
+    return distributed
+
+
+CLIPPED = "threshold 10 times larger"
+
+
+@pytest.mark.parametrize("change", [clip_norm, clip_value, replace])
+@pytest.mark.parametrize("momentum", [0.9, "optimizer"])
+def test_clipping_after_the_exchange_is_warned_of_once(
+    change: Callable[[Task], None], momentum: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Velocities arrive there, up to 10 times larger than gradients."""
+    own = heavy_ball if momentum == "optimizer" else training.plain_sgd
+    optimizer = trained(own, corrected(momentum=momentum), change)
+    assert caplog.text.count(CLIPPED) == 1
+    assert "the gradient of" in caplog.text
+    assert "TopKEF(clip_norm=...)" in caplog.text
+    (warning,) = TopKEF.of(optimizer).stats().warnings
+    assert CLIPPED in warning
+
+
+def test_clipping_in_a_closure_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    task = PLAIN.task()
+    optimizer = PLAIN.distributed(task, corrected())
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = task.loss(hvd.rank(), 0)
+        loss.backward()
+        optimizer.synchronize()
+        clip_norm(task)
+        return loss
+
+    with optimizer.skip_synchronize():
+        optimizer.step(closure)
+    assert caplog.text.count(CLIPPED) == 1
+
+
+def test_clipping_that_does_no_harm_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Without momentum correction, before the exchange, or where Adam normalises."""
+    quiet = [
+        trained(heavy_ball, corrected(momentum=0.0), clip_norm),
+        trained(heavy_ball, corrected(momentum="optimizer", clip_norm=1.0)),
+        trained(training.adamw, corrected(momentum="optimizer"), clip_norm),
+    ]
+    assert "times larger" not in caplog.text
+    assert not any(TopKEF.of(optimizer).stats().warnings for optimizer in quiet)
+
+
+def scaled(*, told: bool, change: Callable[[Task], None] = leave) -> Any:
+    """As `trained`, by GradScaler's recipe for Horovod, over steps with an overflow among them."""
+    setup, scaler = Setup(optimizer=heavy_ball), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    task, settings = setup.task(), {"grad_scaler": scaler} if told else {}
+    optimizer = setup.distributed(task, corrected(momentum="optimizer", **settings))
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = task.loss(hvd.rank(), step) * (math.inf if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        change(task)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    return optimizer
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_unscaling_is_no_clipping(told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    assert not TopKEF.of(scaled(told=told)).stats().warnings
+    assert "times larger" not in caplog.text
+    assert TopKEF.of(scaled(told=told, change=clip_norm)).stats().warnings
+    assert caplog.text.count(CLIPPED) == 1
+
+
+def test_what_users_do_without_clipping_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Plain steps, an exchange that is dropped, gradients cleared in place, sparse ones."""
+    task = PLAIN.task()
+    optimizer = PLAIN.distributed(task, corrected())
+    for step in range(6):
+        task.loss(hvd.rank(), step).backward()
+        if step % 2:
+            optimizer.synchronize()
+            clip_norm(task)  # and never stepped on
+            optimizer.zero_grad() if step == 3 else zero_in_place(task)
+            if step != 5:  # then nothing clears what was exchanged
+                task.loss(hvd.rank(), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    embedded = Setup(training.Embedded, training.plain_sgd, {"sparse_as_dense": True})
+    task = embedded.task()
+    optimizer = embedded.distributed(task, corrected())
+    for step in range(3):
+        training.ordinary(task, optimizer, step)
+    assert "times larger" not in caplog.text
+    assert not TopKEF.of(optimizer).stats().warnings
+
+
+def zero_in_place(task: Task) -> None:
+    for p in task.parameters():
+        assert p.grad is not None
+        p.grad.zero_()

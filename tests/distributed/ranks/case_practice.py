@@ -21,6 +21,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agenda, "SPIKE_EVERY", 3)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_way_ends_with_equal_ranks_and_fewer_bytes(name: str) -> None:
     """`train` fails where ranks end with different weights."""
@@ -35,6 +36,7 @@ def test_a_restart_ends_where_the_run_that_went_on_does(ratio: float) -> None:
     assert ends[0] == ends[1] != train(Trial("plain", ratio, seed=2), lr=0.05)["weights"]
 
 
+@pytest.mark.slow
 def test_the_loss_scale_grows_until_a_step_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("study.practice.training.GROWTH_INTERVAL", 1)
     monkeypatch.setattr(agenda, "STEPS", 40)

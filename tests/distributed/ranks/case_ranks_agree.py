@@ -9,6 +9,8 @@ from horovod_topk.torch import TopKEF
 from training import Setup
 from witness import assert_ranks_equal
 
+pytestmark = pytest.mark.everywhere
+
 SETUPS = {
     "momentum": Setup(),
     "adam_branches": Setup(build=training.Branches, optimizer=training.adam),

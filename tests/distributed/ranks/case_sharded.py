@@ -16,6 +16,8 @@ from horovod_topk.torch import TopKEF
 from training import Setup
 from witness import assert_close, assert_ranks_equal, assert_residuals, bits, residuals, spoiled
 
+pytestmark = pytest.mark.everywhere
+
 SETTINGS = [
     {"values": "float32"},
     {"values": "int8"},

@@ -42,6 +42,7 @@ def gradients(step: int) -> list[Any]:
     return [noise(hvd.rank(), 10 * step + i, shape) for i, shape in enumerate(SHAPES)]
 
 
+@pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("values", ["float32", "int8"])
@@ -81,6 +82,7 @@ def kept(compression: TopKEF, nodes: list[list[int]]) -> list[Any]:
     return total
 
 
+@pytest.mark.everywhere
 @pytest.mark.world_size(2, 3)
 def test_dense_at_ratio_one() -> None:
     ours = train(hierarchical(ratio=1.0), steps=10)
@@ -89,6 +91,7 @@ def test_dense_at_ratio_one() -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
 def test_an_infinity_leaves_all_residuals_as_they_were() -> None:
     """Also of a rank that owns nothing: the second of three."""

@@ -18,6 +18,7 @@ WAYS = pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 SHAPES = [(30, 20), (7,), (3, 5), ()]
 
 
+@pytest.mark.everywhere
 @WAYS
 @pytest.mark.parametrize(
     "model",
@@ -66,6 +67,7 @@ def test_a_process_set_exchanges_among_its_members(pair: Any) -> None:
         assert_same_history(ours, dense)
 
 
+@pytest.mark.everywhere
 @WAYS
 @pytest.mark.world_size(2, 4)
 @pytest.mark.parametrize("settings", [{}, {"values": "float16"}, {"ratio": 0.3}], ids=str)
@@ -74,6 +76,7 @@ def test_ranks_are_equal_at_any_ratio(graph: bool, settings: dict[str, Any]) -> 
     assert_ranks_equal(history[-1])
 
 
+@pytest.mark.everywhere
 @WAYS
 @pytest.mark.world_size(2, 4)
 def test_ten_steps_equal_the_formulas(graph: bool) -> None:
@@ -118,6 +121,7 @@ def test_gradients_of_every_precision(dtype: str) -> None:
     assert residual.dtype == ("float64" if dtype == "float64" else "float32")
 
 
+@pytest.mark.everywhere
 @WAYS
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_one_bad_element_poisons_its_tensor_and_rolls_back(graph: bool, value: float) -> None:

@@ -83,6 +83,23 @@ def test_compact_learns(library: Any, kind: str) -> None:
     assert model.evaluate(*data(), verbose=0)[0] < 0.9 * before
 
 
+@pytest.mark.parametrize("momentum", ["optimizer", 0.9])
+@BOTH
+def test_clipping_velocities_is_warned_of_once(
+    library: Any, momentum: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keras clips what it is given, and that is what was exchanged."""
+    own = {"momentum": 0.9} if momentum == "optimizer" else {}
+    optimizer = library.optimizers.SGD(0.05, clipnorm=1.0, **own)
+    model = fit(library, optimizer, TopKEF(**NAMED | {"momentum": momentum}), epochs=1)
+    assert caplog.text.count("threshold 10 times larger") == 1
+    (warning,) = TopKEF.of(model.optimizer).stats().warnings
+    assert "SGD has clipnorm=1." in warning
+    assert "TopKEF(clip_norm=...)" in warning
+    quiet = fit(library, library.optimizers.SGD(0.05, **own), TopKEF(**TAKEN if own else NAMED))
+    assert not TopKEF.of(quiet.optimizer).stats().warnings
+
+
 @KINDS
 def test_a_saved_model_goes_on_with_what_was_taken_over(kind: str, tmp_path: Path) -> None:
     """Model, optimizer, residuals and velocities: as if it had not stopped."""

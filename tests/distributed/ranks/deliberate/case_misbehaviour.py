@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import horovod.torch as hvd
+import pytest
 import torch
 
 
@@ -16,6 +17,7 @@ def test_ranks_go_on_after_a_failure() -> None:
     assert hvd.allreduce(torch.ones(1), name="after", op=hvd.Sum) == 2
 
 
+@pytest.mark.timeout(5)  # no rank can pass it
 def test_one_rank_never_joins_a_collective() -> None:
     if hvd.rank() == 1:
         time.sleep(600)

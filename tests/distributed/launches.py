@@ -1,0 +1,133 @@
+"""Every launch of case files on real ranks, and which of their cases run in which tier.
+
+`JOBS` is the one list of launches. A line says: these case files, on this controller, with so many
+ranks. All cases of a line share one launch, that is one pytest session on every rank.
+
+Two marks of a case decide in which of its file's launches it runs. `world_size` says how many ranks
+it is for (2 without the mark). `everywhere` is for laws and exchanges: ranks are equal to the bit,
+training equals dense, nothing is lost, a step commits or rolls back, and what an exchange does.
+
+| tier   | cases marked `everywhere`     | other cases                                         |
+| ------ | ----------------------------- | --------------------------------------------------- |
+| `fast` | in all launches of their file | in one: on Gloo, with the fewest ranks they are for |
+| `rest` | in none                       | in all launches but that one                        |
+| `all`  | in all launches of their file | in all launches of their file                       |
+
+`everywhere(one_in=4)` is for a test with many parameters: beside the launch that runs all of them,
+the fast tier runs one in four. A case marked `slow` is not in the fast tier at all, and of a test
+marked `one_in(4)` it has one case in four.
+
+`make test` runs tier `fast`, `make test-all` tier `all`; see tests/conftest.py. `ONCE` and
+`AFTERWARDS` spare launches that have no case in a tier; tests/unit/test_launches.py compares them
+with the case files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FOLDERS = {"torch": HERE / "ranks", "tensorflow": HERE / "tensorflow_ranks"}
+
+EVERY = ("fast", "rest", "all")
+AFTERWARDS = ("rest", "all")
+ONCE = ("fast", "all")
+DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}  # for process sets that are made in a case
+TWO_HOSTS = "localhost:2,127.0.0.1:2"  # Gloo takes two names of this machine for two hosts
+
+
+def named(framework: str, *but: str) -> tuple[str, ...]:
+    """The case files of a framework: `name` stands for case_name.py."""
+    found = (file.stem.removeprefix("case_") for file in FOLDERS[framework].glob("case_*.py"))
+    return tuple(sorted(name for name in found if name not in but))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One launch.
+
+    Attributes:
+        framework: "torch" or "tensorflow": whose ranks.
+        controller: Horovod's, "gloo" or "mpi"; "alone" is one process without a launcher.
+        ranks: how many.
+        cases: names of case files.
+        tiers: in which there are cases to run.
+        settings: further environment variables of the ranks.
+        hosts: as `horovodrun -H` takes them.
+    """
+
+    framework: str
+    controller: str
+    ranks: int
+    cases: Sequence[str]
+    tiers: Sequence[str] = EVERY
+    settings: Mapping[str, str] = field(default_factory=dict)
+    hosts: str | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        """Paths of the case files."""
+        return [FOLDERS[self.framework] / f"case_{name}.py" for name in self.cases]
+
+
+def runs(
+    tier: str,
+    controller: str,
+    ranks: int,
+    *,
+    sizes: Sequence[int],
+    everywhere: bool = False,
+    slow: bool = False,
+) -> bool:
+    """Whether a case runs in a launch of its file.
+
+    Args:
+        tier: "fast", "rest" or "all".
+        controller: of the launch.
+        ranks: of the launch.
+        sizes: the case's `world_size`.
+        everywhere: whether the case is marked so.
+        slow: whether the case is marked so.
+    """
+    if ranks not in sizes:
+        return False
+    once = controller in ("gloo", "alone") and ranks == min(sizes)
+    fast = (everywhere or once) and not slow
+    return {"all": True, "fast": fast, "rest": not fast}[tier]
+
+
+TORCH = named("torch", "alone", "nodes")
+# The files of TensorFlow with laws and exchanges.
+LAWS = ("tape", "sharded", "hierarchical", "groups_ratios")
+# About files, states and optimizers, which know of no controller. They are three launches: with
+# all in one, a busy machine would not end it in time.
+KERAS = ("keras", "tf_taking")
+STATES = ("state", "checkpoint", "tf_lives", "tf_applying")
+STEPS = ("tf_scaling", "tf_warmup", "tf_momentum", "tf_rates", "tf_sparse")
+
+JOBS = (
+    # framework, controller, ranks, case files
+    Job("torch", "alone", 1, ("alone",), ONCE),
+    Job("torch", "gloo", 2, TORCH, ONCE),
+    Job("torch", "gloo", 3, TORCH, settings=DYNAMIC),
+    Job("torch", "gloo", 4, TORCH, settings=DYNAMIC),
+    Job("torch", "gloo", 4, ("nodes",), ONCE, settings=DYNAMIC, hosts=TWO_HOSTS),
+    Job("torch", "gloo", 4, ("nodes",), ONCE, hosts=TWO_HOSTS),
+    Job("torch", "mpi", 2, TORCH),
+    Job("torch", "mpi", 3, TORCH, settings=DYNAMIC),
+    Job("torch", "mpi", 4, TORCH, settings=DYNAMIC),
+    Job("tensorflow", "alone", 1, ("alone",), ONCE),
+    Job("tensorflow", "gloo", 2, LAWS, ONCE),
+    Job("tensorflow", "gloo", 2, KERAS, ONCE),
+    Job("tensorflow", "gloo", 2, STATES, ONCE),
+    Job("tensorflow", "gloo", 2, STEPS, ONCE),
+    Job("tensorflow", "gloo", 3, LAWS, settings=DYNAMIC),
+    Job("tensorflow", "gloo", 4, LAWS, settings=DYNAMIC),
+    Job("tensorflow", "gloo", 4, ("keras", "checkpoint"), AFTERWARDS, settings=DYNAMIC),
+    Job("tensorflow", "mpi", 2, LAWS),
+    Job("tensorflow", "mpi", 3, LAWS, settings=DYNAMIC),
+    Job("tensorflow", "mpi", 4, LAWS, settings=DYNAMIC),
+    Job("tensorflow", "mpi", 4, ("keras",), AFTERWARDS, settings=DYNAMIC),
+)

@@ -1,0 +1,50 @@
+"""The case files on real ranks: one test for each line of `launches.JOBS`.
+
+The cases themselves are in ranks/case_*.py (PyTorch) and tensorflow_ranks/case_*.py. A launch that
+fails shows each failing case with the rank it failed on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher import launch_alone, launch_ranks
+from launches import JOBS, Job
+
+pytestmark = pytest.mark.distributed
+
+LIMIT = 600.0  # seconds a launch may take; the longest needs about 100 on two idle cores
+
+
+def as_name(job: Job) -> str:
+    """For example torch-gloo-2-nodes; a file's whole list is abbreviated."""
+    cases = job.cases if len(job.cases) < 6 else ("cases",)
+    hosts = ["hosts"] if job.hosts else []
+    dynamic = ["dynamic"] if job.hosts and job.settings else []
+    return "-".join(
+        [job.framework, job.controller, str(job.ranks), "+".join(cases), *hosts, *dynamic]
+    )
+
+
+@pytest.mark.timeout(LIMIT + 60)
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=pytest.mark.tiers(*job.tiers), id=as_name(job)) for job in JOBS]
+)
+def test_cases_pass_on_every_rank(job: Job, tier: str, tmp_path: Path) -> None:
+    if job.controller == "alone":
+        done = launch_alone(job.files, folder=tmp_path, limit=LIMIT, tier=tier)
+    else:
+        done = launch_ranks(
+            job.files,
+            size=job.ranks,
+            controller=job.controller,
+            folder=tmp_path,
+            limit=LIMIT,
+            settings=job.settings,
+            hosts=job.hosts,
+            tier=tier,
+        )
+    done.assert_all_passed(job.ranks)
+    done.assert_clean()

@@ -1,0 +1,26 @@
+"""How many examples a property test tries, in each tier of tests/conftest.py.
+
+The same ones from run to run. The fast tier tries a third of what the full tier does.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+DEFAULT = 12  # examples of a test without `@examples`, in the full tier
+PART = {"fast": 3, "rest": 1, "all": 1}  # one in how many
+
+for _tier, _part in PART.items():
+    settings.register_profile(
+        _tier, derandomize=True, deadline=None, max_examples=DEFAULT // _part, database=None
+    )
+
+
+def load(tier: str) -> None:
+    """Try as many as in a tier; before any test module is imported."""
+    settings.load_profile(tier)
+
+
+def examples(count: int) -> settings:
+    """A decorator of a property test that tries so many examples in the full tier."""
+    return settings(max_examples=max(count * settings.default.max_examples // DEFAULT, 1))
