@@ -31,6 +31,36 @@ Stretches = tuple[tuple[int, float], ...]
 class Settings:
     """The settings that all compression methods share. All ranks need equal settings.
 
+    Args:
+        exchange: how payloads travel between ranks: "allgather"; "sharded", in which each rank
+            adds up one shard, so that its bytes hardly grow with the number of ranks;
+            "hierarchical", dense within a node and compressed between nodes, which needs
+            `hvd.init(process_sets="dynamic")`; or "auto": the one of these that sends the fewest
+            bytes from the busiest node.
+        min_numel: tensors with fewer elements are sent whole, in the same payload.
+        clip_norm: clip each rank's gradients before they are added to the residual, so that the
+            norm of the applied gradient is at most about this (`horovod_topk.core.clipping`).
+            None: off.
+        warmup: larger ratios for the first steps. A number of steps: the ratio goes down through
+            0.25, 0.0625 and so on until it reaches `ratio` after that many steps. Pairs
+            (until, ratio): that ratio until so many steps are committed. None: off.
+        momentum: the momentum for momentum correction with masking (`horovod_topk.core.momentum`),
+            which replaces the optimizer's own. "optimizer": take over the momentum of SGD, Adam or
+            AdamW, which is 0 in the optimizer then. A number: give the optimizer a momentum of 0
+            yourself. 0: off. With it, exchanged gradients are velocities, up to
+            1 / (1 - momentum) times larger than gradients: clip with `clip_norm`.
+        nesterov: whether that momentum is Nesterov's.
+        follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
+            that each gradient counts at the rate at which it was computed
+            (`horovod_topk.core.rates`).
+        ratios: a ratio for some tensors, instead of the method's. A mapping or a sequence of pairs.
+            A key is a pattern of tensor names as in `fnmatch` ("head.*"), or a function of a
+            tensor's name and shape that returns a bool. A value is a ratio or "dense". The first
+            key that matches a tensor is used; a pattern that matches no tensor is an error. Tensors
+            below `min_numel` are sent whole in any case.
+        name: prefix of the names of the collectives, the same on all ranks. None: derived from the
+            tensors and settings.
+
     Raises:
         ConfigError: a value is out of its range, or two values cannot be combined.
     """
@@ -118,7 +148,7 @@ class Settings:
         return name in OPTIONAL and getattr(self, name) == OPTIONAL[name]
 
 
-def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
+def reject_unknown(unknown: Iterable[str], known: Iterable[str], of: str = "TopKEF") -> None:
     """Raise an error for the first keyword in `unknown`, and suggest the nearest of `known`.
 
     Raises:
@@ -129,7 +159,7 @@ def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
         near = difflib.get_close_matches(keyword, known, n=1, cutoff=0.5)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise UnknownSettingError(
-            f"TopKEF has no setting {keyword!r}",
+            f"{of} has no setting {keyword!r}",
             cure=f"{hint}The settings are {', '.join(known)}",
         )
 

@@ -18,7 +18,7 @@ from horovod_topk.core import payload as wire
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.errors import PayloadError
-from horovod_topk.methods.protocol import Read, Sent
+from horovod_topk.methods.protocol import Codec, Read, Sent
 from horovod_topk.ops import Clears, Fused, Ops, Together
 
 Array = TypeVar("Array")
@@ -103,10 +103,10 @@ class PayloadCodec(Generic[Array]):
         sound = [(position, fact) for position, each in read.items() for fact in each.sound]
         flags = self._examine(bucket, gathered, sound)
         totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
-        for position, each in read.items():
+        for position, of_piece in read.items():
             piece = bucket.tensors[position]
-            index = self._rows_in_gradient(bucket, piece, each.index, gathered)
-            self._ops.accumulate(totals[piece.gradient], index, each.values)
+            index = self._rows_in_gradient(bucket, piece, of_piece.index, gathered)
+            self._ops.accumulate(totals[piece.gradient], index, of_piece.values)
         for position, (total, gradient) in enumerate(zip(totals, gradients, strict=True)):
             self._ops.deliver(total, scale, gradient, flags[position])
         return flags
@@ -151,12 +151,12 @@ class PayloadCodec(Generic[Array]):
         ops.compensate(self._slice(arenas.residual, piece), gradient, candidate)
         if not piece.numel:
             return Sent([], candidate, None, candidate)
-        return bucket.config.encode(ops, bucket, piece, candidate)
+        return _method(bucket).encode(ops, bucket, piece, candidate)
 
     def _read(self, bucket: BucketPlan, gathered: Array) -> dict[int, Read[Array]]:
         """What payloads have of each piece that has elements, by its position."""
         return {
-            position: bucket.config.decode(self._ops, bucket, piece, gathered)
+            position: _method(bucket).decode(self._ops, bucket, piece, gathered)
             for position, piece in enumerate(bucket.tensors)
             if piece.numel
         }
@@ -220,12 +220,17 @@ class PayloadCodec(Generic[Array]):
     def _kernel(self, bucket: BucketPlan) -> Fused[Array] | None:
         key = bucket.fingerprint
         if key not in self._kernels:
-            self._kernels[key] = bucket.config.kernel(self._ops, bucket)
+            self._kernels[key] = _method(bucket).kernel(self._ops, bucket)
         return self._kernels[key]
 
     def _slice(self, arena: Array, piece: Any) -> Array:
         return self._ops.view(arena, piece.start, piece.stop)
 
 
+def _method(bucket: BucketPlan) -> Codec:
+    method: object = bucket.config
+    assert isinstance(method, Codec)
+    return method
+
+
 TopK = PayloadCodec  # TEMPORARY
-Codec = PayloadCodec  # TEMPORARY

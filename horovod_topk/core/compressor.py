@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from horovod_topk.core.codec import Codec
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.plan import BucketPlan, Plan
@@ -78,7 +78,7 @@ class Compressor(Generic[Array]):
         self,
         plan: Plan,
         ops: Ops[Array],
-        codec: Codec[Array],
+        codec: PayloadCodec[Array],
         exchange: Exchange[Array],
         name: str,
     ) -> None:

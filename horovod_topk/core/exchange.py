@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from horovod_topk.core.codec import Codec
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.hierarchy import Hierarchical, Team
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
@@ -119,7 +119,7 @@ class Exchange(Protocol[Array]):
         residuals: Sequence[Arenas[Array]],
         owned: Sequence[Arenas[Array]],
         ops: Ops[Array],
-        codec: Codec[Array],
+        codec: PayloadCodec[Array],
     ) -> Route[Array]:
         """A bucket's way.
 
@@ -218,7 +218,7 @@ class Allgather(_Over[Array]):
         residuals: Sequence[Arenas[Array]],
         owned: Sequence[Arenas[Array]],
         ops: Ops[Array],
-        codec: Codec[Array],
+        codec: PayloadCodec[Array],
     ) -> Route[Array]:
         """One allgather."""
         (arenas,) = residuals
@@ -283,7 +283,7 @@ class ShardedExchange(_Over[Array]):
         residuals: Sequence[Arenas[Array]],
         owned: Sequence[Arenas[Array]],
         ops: Ops[Array],
-        codec: Codec[Array],
+        codec: PayloadCodec[Array],
     ) -> Route[Array]:
         """One alltoall and one allgather."""
         (mine,) = owned
@@ -331,7 +331,7 @@ class ReduceExchange(_Over[Array]):
         residuals: Sequence[Arenas[Array]],
         owned: Sequence[Arenas[Array]],
         ops: Ops[Array],
-        codec: Codec[Array],
+        codec: PayloadCodec[Array],
         states: Mapping[str, Arenas[Array]] | None = None,
     ) -> Route[Array]:
         """The rounds of the bucket's method."""
@@ -413,7 +413,7 @@ class HierarchicalExchange(_Over[Array]):
         residuals: Sequence[Arenas[Array]],
         owned: Sequence[Arenas[Array]],
         ops: Ops[Array],
-        codec: Codec[Array],
+        codec: PayloadCodec[Array],
     ) -> Route[Array]:
         """A dense sum within the node, an allgather between nodes, one within the node."""
         (arenas,) = owned or (None,)

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import abc
 import gc
+import inspect
 import os
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
-from horovod_topk.config import TopKConfig, reject_unknown
+from horovod_topk.config import Settings, reject_unknown
 from horovod_topk.core.stats import Stats, StepCounters
 from horovod_topk.errors import ConfigError, NotAttachedError
-from horovod_topk.ratios import Asked, checked_rules
+from horovod_topk.methods import METHODS, Method
 
 ALONE = "world size 1: there is nobody to exchange with"  # why nothing is compressed
 TAKE_OVER = "optimizer"  # as `momentum`: the optimizer's own, from there on corrected
 _SETTINGS = ("config", "takes_over", "grad_scaler", "commit_dir")
-COMPACT: Mapping[str, Any] = {"ratio": 0.024, "values": "int4", "momentum": TAKE_OVER}
 
 
 class State(Protocol):
@@ -74,56 +75,45 @@ class State(Protocol):
 
 
 class Front(abc.ABC):
-    """Settings as keyword arguments; questions answered by the one state behind an instance."""
+    """What a user passes as `compression=`: the base of every framework's compressors.
+
+    A subclass names its method: `class TopKEF(Compressor, method=TopK)`. Its keyword arguments are
+    the method's settings, and `grad_scaler` and `commit_dir`; its documentation is put together
+    from theirs.
+    """
+
+    method: ClassVar[type[Method]]
+    config: Method
+
+    def __init_subclass__(cls, method: type[Method] | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if method is not None:
+            cls.method = method
+            cls.__doc__ = documentation(method, cls)
+            cls.__signature__ = _signature(method)  # type: ignore[attr-defined]
 
     def __init__(
         self,
-        ratio: float = TopKConfig.ratio,
-        *,
-        values: str = TopKConfig.values,
-        indices: str = TopKConfig.indices,
-        exchange: str = TopKConfig.exchange,
-        gather_ratio: float | None = TopKConfig.gather_ratio,
-        selection: str = TopKConfig.selection,
-        min_numel: int = TopKConfig.min_numel,
-        clip_norm: float | None = TopKConfig.clip_norm,
-        warmup: int | Sequence[tuple[int, float]] | None = TopKConfig.warmup,
-        momentum: float | str = TopKConfig.momentum,
-        nesterov: bool = TopKConfig.nesterov,
-        follow_lr: bool = TopKConfig.follow_lr,
-        ratios: Asked | None = TopKConfig.ratios,
-        name: str | None = TopKConfig.name,
+        *positional: Any,
         grad_scaler: Any = None,
         commit_dir: str | os.PathLike[str] | None = None,
-        **unknown: object,
+        **settings: Any,
     ) -> None:
-        reject_unknown(unknown, {*TopKConfig.__dataclass_fields__, "grad_scaler", "commit_dir"})
+        known = {*self.method.__dataclass_fields__, "grad_scaler", "commit_dir"}
+        reject_unknown({*settings} - known, known, type(self).__name__)
         self._check_scaler(grad_scaler)
         self.grad_scaler = grad_scaler
         self.commit_dir = commit_dir
-        self.takes_over = momentum == TAKE_OVER  # the optimizer's momentum, when it is known
-        if self.takes_over and nesterov:
-            raise ConfigError(
-                f"nesterov={nesterov!r} was given with momentum={TAKE_OVER!r}, which takes over "
-                "whether the optimizer's is Nesterov's as well",
-                cure="Leave nesterov= out, and set it in the optimizer",
-            )
-        self.config = TopKConfig(
-            ratio=ratio,
-            values=values,
-            indices=indices,
-            exchange=exchange,
-            gather_ratio=gather_ratio,
-            selection=selection,
-            min_numel=min_numel,
-            clip_norm=clip_norm,
-            warmup=warmup,  # type: ignore[arg-type]  # pairs become a tuple where they are checked
-            momentum=TopKConfig.momentum if momentum == TAKE_OVER else momentum,  # type: ignore[arg-type]
-            nesterov=nesterov,
-            follow_lr=follow_lr,
-            ratios=checked_rules(ratios),
-            name=name,
-        )
+        self.takes_over = settings.get("momentum") == TAKE_OVER  # once the optimizer is known
+        if self.takes_over:
+            del settings["momentum"]
+            if settings.pop("nesterov", False):
+                raise ConfigError(
+                    f"nesterov=True was given with momentum={TAKE_OVER!r}, which takes over "
+                    "whether the optimizer's is Nesterov's as well",
+                    cure="Leave nesterov= out, and set it in the optimizer",
+                )
+        self.config = self.method(*positional, **settings)
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings: a copy, or what is unpickled elsewhere, has no optimizer yet."""
@@ -134,27 +124,26 @@ class Front(abc.ABC):
         self._begin()
 
     @classmethod
-    def compact(cls, **settings: Any) -> Self:
-        """Return a compressor with the settings recommended for Adam and AdamW.
-
-        They are a ratio of 0.024, values of 4 bits, and momentum correction with the optimizer's
-        own momentum (`momentum="optimizer"`). On a byte language model with four simulated ranks
-        they sent 51 times fewer bytes than dense float32; docs/frontier.md has the quality.
+    def named(cls, name: str, module: str) -> type[Self]:
+        """The compressor of a method of `horovod_topk.methods.METHODS`, which has no class yet.
 
         Args:
-            settings: keyword arguments of `TopKEF`, to add to these settings or to change them.
+            name: of the method's compressor, such as "Dense".
+            module: where users import it from, `horovod_topk.torch` for example.
 
         Raises:
-            ConfigError: a setting is out of its range, or two settings cannot be combined.
-            UnknownSettingError: there is no setting of this name.
-
-        Source: Lin et al. 2018 (Deep Gradient Compression) for momentum correction.
+            AttributeError: there is no such method.
         """
-        return cls(**{**COMPACT, **settings})
+        if name not in METHODS:
+            raise AttributeError(
+                f"{module} has no {name!r}; its compressors are {', '.join(METHODS)}"
+            )
+        body = {"__module__": module}
+        return types.new_class(name, (cls,), {"method": METHODS[name]}, lambda ns: ns.update(body))
 
     @classmethod
     def asked(cls, compression: object) -> Self | None:
-        """Return the TopKEF that was passed as `compression=`; None if it is another compressor."""
+        """Return our compressor that was passed as `compression=`; None: it is another's."""
         if isinstance(compression, cls):
             return compression
         if isinstance(compression, type) and issubclass(compression, cls):
@@ -251,12 +240,40 @@ class ProcessSet(Protocol):
         ...
 
 
+def documentation(method: type[Method], compressor: type) -> str:
+    """A compressor's docstring: the method's, its settings, those of all methods, and its own."""
+    described = [inspect.getdoc(each) or "" for each in (method, Settings, compressor.__mro__[1])]
+    (text, own, source), (_, shared, _), (usage, more, raises) = map(_sections, described)
+    usage = usage.partition("\n\n")[2]  # its first line is of the base class
+    arguments = "\n".join(part for part in (own, shared, more) if part)
+    return "\n\n".join(
+        part for part in (text, usage, f"Args:\n{arguments}", raises, source) if part
+    )
+
+
+def _sections(text: str) -> tuple[str, str, str]:
+    """A docstring before its arguments, its arguments, and what follows them."""
+    before, _, rest = text.partition("\nArgs:\n")
+    arguments, _, after = rest.partition("\n\n")
+    return before.strip(), arguments.rstrip(), after.strip()
+
+
+def _signature(method: type[Method]) -> inspect.Signature:
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [
+        each.replace(kind=each.kind if position == 0 else keyword)
+        for position, each in enumerate(inspect.signature(method).parameters.values())
+    ]
+    more = [inspect.Parameter(n, keyword, default=None) for n in ("grad_scaler", "commit_dir")]
+    return inspect.Signature([*own, *more])
+
+
 def elastic() -> bool:
     """Whether ranks may come and go (`horovodrun --min-np`)."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def check_elastic(config: TopKConfig) -> None:
+def check_elastic(config: Settings) -> None:
     """Refuse an exchange with owners where ranks may come and go.
 
     Raises:

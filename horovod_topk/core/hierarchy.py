@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from horovod_topk.core import payload as wire
-from horovod_topk.core.codec import Codec
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.route import Collective, Pending
@@ -94,7 +94,7 @@ class Hierarchical(Generic[Array]):
         plan: NodePlan,
         owned: Arenas[Array] | None,
         ops: Ops[Array],
-        codec: Codec[Array],
+        codec: PayloadCodec[Array],
         team: Team[Array],
     ) -> None:
         self._plan, self._owned, self._ops, self._codec = plan, owned, ops, codec

@@ -16,7 +16,7 @@ from typing import Any
 from horovod_topk.core import payload
 from horovod_topk.core.payload import Layout
 from horovod_topk.errors import ConfigError, DuplicateNameError, UnsupportedDtypeError
-from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Codec, Piece, TensorSpec
+from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Method, Piece, TensorSpec
 
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of float32: large enough to amortise a negotiation
 REDUCTIONS = ("average", "sum")
@@ -33,7 +33,7 @@ class BucketPlan:
     ordinal: int  # stable position among the plan's buckets
     tensors: tuple[Any, ...]  # pieces: `horovod_topk.methods.protocol.Piece`, or the method's own
     residual_dtype: str
-    config: Codec  # the method, which is its settings
+    config: Method  # the method, which is its settings
     reduction: str
     layout: Layout
     digests: tuple[bytes, ...]  # of the payloads that make one, 8 bytes each; see `headers`
@@ -133,7 +133,7 @@ class BucketPlan:
 class Plan:
     """All buckets of one optimizer, with what they were computed from."""
 
-    config: Codec  # the method, which is its settings
+    config: Method  # the method, which is its settings
     reduction: str  # "average" or "sum" over ranks
     buckets: tuple[BucketPlan, ...]
 
@@ -177,7 +177,7 @@ class Plan:
                 kept.append(_plan_bucket(bucket.ordinal, specs, self.config, self.reduction))
         return replace(self, buckets=tuple(kept))
 
-    def under(self, config: Codec) -> Plan:
+    def under(self, config: Method) -> Plan:
         """The same tensors in the same buckets, under other settings."""
         buckets = (
             _plan_bucket(b.ordinal, [t.spec for t in b.tensors], config, self.reduction)
@@ -224,7 +224,7 @@ def digest(value: object) -> bytes:
 
 def make_plan(
     specs: Sequence[TensorSpec],
-    config: Codec,
+    config: Method,
     reduction: str = "average",
     groups: Iterable[Sequence[TensorSpec]] | None = None,
     names: Collection[str] | None = None,
@@ -303,7 +303,7 @@ def _alike(group: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 def _plan_bucket(
-    ordinal: int, specs: Sequence[TensorSpec], config: Codec, reduction: str
+    ordinal: int, specs: Sequence[TensorSpec], config: Method, reduction: str
 ) -> BucketPlan:
     parts = [Piece(spec, spec.numel, position) for position, spec in enumerate(specs)]
     return lay_out(ordinal, parts, "direct", config, reduction)
@@ -313,7 +313,7 @@ def lay_out(
     ordinal: int,
     parts: Sequence[Piece],
     leg: str,
-    config: Codec,
+    config: Method,
     reduction: str,
     *,
     alignment: int = 1,

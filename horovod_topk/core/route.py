@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from horovod_topk.core import payload as wire
-from horovod_topk.core.codec import Codec
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
@@ -150,7 +150,7 @@ class Direct(Generic[Array]):
         bucket: BucketPlan,
         arenas: Arenas[Array],
         ops: Ops[Array],
-        codec: Codec[Array],
+        codec: PayloadCodec[Array],
         collective: Collective[Array],
     ) -> None:
         self._bucket, self._arenas = bucket, arenas
@@ -218,7 +218,7 @@ class Sharded(Generic[Array]):
         arenas: Sequence[Arenas[Array]],
         owned: Arenas[Array],
         ops: Ops[Array],
-        codec: Codec[Array],
+        codec: PayloadCodec[Array],
         collective: Collective[Array],
     ) -> None:
         self._plan, self._arenas, self._owned = plan, arenas, owned
@@ -354,7 +354,7 @@ def _scale(bucket: BucketPlan, ranks: int) -> float:
 
 
 def _gradient_norm(
-    codec: Codec[Array], arenas: Arenas[Array], payload: Array, committed: bool
+    codec: PayloadCodec[Array], arenas: Arenas[Array], payload: Array, committed: bool
 ) -> float:
     before, after = arenas.residual, arenas.candidate
     if committed:

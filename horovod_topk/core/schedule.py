@@ -1,7 +1,7 @@
 """Which ratio each step has: one of a finite set of rungs, fixed when the optimizer is built.
 
 Deep Gradient Compression (Lin et al. 2018, section 3.3) begins with large ratios, as early
-gradients change fast and are badly served by delay: `TopKConfig.warmup` lists them. A step's rung
+gradients change fast and are badly served by delay: `warmup` lists them. A step's rung
 follows from how many steps were committed, which every rank knows alike, unless the user asks for
 another one on all ranks. Residuals stay where they are from rung to rung.
 
@@ -12,10 +12,9 @@ that is owed and leaves residuals of zero.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.protocol import Method
 
 log = logging.getLogger("horovod_topk")
 
@@ -25,7 +24,7 @@ DENSE = 1.0
 class Schedule:
     """The rungs of one optimizer's settings, and when each is taken."""
 
-    def __init__(self, config: TopKConfig) -> None:
+    def __init__(self, config: Method) -> None:
         self._config = config
         self._stretches = config.stretches
 
@@ -51,25 +50,13 @@ class Schedule:
                 cure="Pass one of them, or list it in warmup= when the optimizer is built: ranks "
                 "agree on all ratios there",
             )
-        withheld = self._withheld()
+        withheld = self._config.withheld()
         if ratio == DENSE == self._config.ratio and withheld:
             raise ConfigError(
                 f"ratio 1.0 is this optimizer's own, at which {withheld}: no step sends all",
                 cure="Pass a ratio below 1 when the optimizer is built: the others are dense with "
                 "ratios={'*': 'dense'}",
             )
-
-    def _withheld(self) -> str:
-        """What the usual settings keep back at any ratio; nothing of it: empty."""
-        config = self._config
-        for name, own in config.own.items():
-            if own < DENSE:
-                return f"{name!r} sends {own} of its elements"
-        if config.values != "float32":
-            return f"values={config.values!r} are rounded"
-        if config.ratio_back < DENSE:
-            return f"owners send back {config.ratio_back} of the elements"
-        return ""
 
     def rung(self, saved: float | None, otherwise: float | None) -> float | None:
         """The ratio that a checkpoint says was asked for, if it is a rung here."""
@@ -80,18 +67,9 @@ class Schedule:
         log.warning("TopKEF: the checkpoint's set_ratio(%s) is no ratio of this optimizer's", saved)
         return otherwise
 
-    def settings(self, ratio: float) -> TopKConfig:
-        """The settings at a rung; owners send back at least as large a share.
-
-        So does a tensor that has a ratio of its own.
-        """
-        config = self._config
-        if ratio == config.ratio:
-            return config
-        back = None if config.gather_ratio is None else max(config.gather_ratio, ratio)
-        values = "float32" if ratio == DENSE else config.values
-        own = tuple((name, max(each, ratio)) for name, each in config.ratios or ())
-        return replace(config, ratio=ratio, gather_ratio=back, values=values, ratios=own)
+    def settings(self, ratio: float) -> Method:
+        """The settings at a ratio level."""
+        return self._config.at(ratio)
 
     def label(self, ratio: float) -> str:
         """What a rung adds to the names of collectives; nothing for the usual one.

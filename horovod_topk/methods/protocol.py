@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from horovod_topk.config import Settings
+from horovod_topk.errors import ConfigError
 from horovod_topk.ops import Fused, Ops
 from horovod_topk.ops.coding import value_bytes
 
@@ -140,6 +141,20 @@ class Method(Settings):
     """What both kinds have in common: settings (the fields), and a number in payloads."""
 
     id: ClassVar[int]  # in the payload's header: unique, and never given to another method
+
+    def at(self, ratio: float) -> Self:
+        """The settings of a ratio level: of warm-up, or 1.0, at which all is sent unrounded."""
+        if ratio != self.ratio:
+            raise ConfigError(
+                f"ratio {ratio!r} was asked of {type(self).__name__}, which has one level, "
+                f"{self.ratio!r}",
+                cure="Leave warmup= and ratios= out, or use TopKEF",
+            )
+        return self
+
+    def withheld(self) -> str:
+        """What a step keeps back at these settings, in words; empty: nothing, at ratio 1.0."""
+        return f"{type(self).__name__} sends gradients in another form"
 
     def piece(self, part: Piece, leg: str) -> Piece:
         """How a tensor or shard travels; positions are set later.

@@ -48,7 +48,7 @@ tensor MUST be ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Self, TypeVar
@@ -80,6 +80,7 @@ VALUE_CODE = {
     "sign": 5,
 }
 INDEX_CODE = {None: 0, "packed": 1, "int16": 2, "int32": 4}
+COMPACT: Mapping[str, Any] = {"ratio": 0.024, "values": "int4", "momentum": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,28 @@ class Entries(Piece):
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """The largest elements of each tensor, with error feedback."""
+    """Top-K gradient compression with error feedback.
+
+    In each step a rank sends the largest elements of each gradient tensor. The rest stays on the
+    rank, as a residual, and is added to the next gradient.
+
+    Args:
+        ratio: share of each tensor's elements that a rank sends in a step, in (0, 1].
+        values: format in which values are sent: "float32" (float64 for float64 gradients),
+            "float16", "bfloat16", "int8", "int4" or "sign". The rounding error stays in the
+            residual. With "sign" it is so large that training may diverge (docs/frontier.md).
+        indices: format in which indices are sent: "packed" (compressed), "plain" (16 or 32 bits
+            each), or "auto": plain on accelerators, packed elsewhere.
+        gather_ratio: for the exchange "sharded", the share of a shard's elements that its owner
+            sends back, in (0, 1]. None: the same as `ratio`.
+        selection: how the largest elements are found: "exact", or "sampled", which estimates a
+            threshold from a sample and is faster.
+
+    Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
+    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`,
+    `warmup` and `momentum`; Zheng et al. 2019 (Blockwise Momentum SGD with Error-Feedback) for
+    `follow_lr`.
+    """
 
     id: ClassVar[int] = 1
 
@@ -137,6 +159,28 @@ class TopK(Codec):
     def ratio_back(self) -> float:
         """Share of a shard's elements that its owner sends to all ranks."""
         return self.ratio if self.gather_ratio is None else self.gather_ratio
+
+    # Ratio levels.
+
+    def at(self, ratio: float) -> Self:
+        """`Method.at`; owners, and tensors with a ratio of their own, send at least that share."""
+        if ratio == self.ratio:
+            return self
+        back = None if self.gather_ratio is None else max(self.gather_ratio, ratio)
+        values = "float32" if ratio == 1.0 else self.values
+        own = tuple((name, max(each, ratio)) for name, each in self.ratios or ())
+        return replace(self, ratio=ratio, gather_ratio=back, values=values, ratios=own)
+
+    def withheld(self) -> str:
+        """`Method.withheld`."""
+        for name, own in self.own.items():
+            if own < 1.0:
+                return f"{name!r} sends {own} of its elements"
+        if self.values != "float32":
+            return f"values={self.values!r} are rounded"
+        if self.ratio_back < 1.0:
+            return f"owners send back {self.ratio_back} of the elements"
+        return ""
 
     # What travels.
 
@@ -258,6 +302,29 @@ class TopK(Codec):
             bucket.parts,
         )
         return head + tuple(number for piece in bucket.tensors for number in _recipe(piece))
+
+
+class Presets:
+    """Settings of `TopKEF` that go together; every framework's class has them."""
+
+    @classmethod
+    def compact(cls, **settings: Any) -> Self:
+        """Return a compressor with the settings recommended for Adam and AdamW.
+
+        They are a ratio of 0.024, values of 4 bits, and momentum correction with the optimizer's
+        own momentum (`momentum="optimizer"`). On a byte language model with four simulated ranks
+        they sent 51 times fewer bytes than dense float32; docs/frontier.md has the quality.
+
+        Args:
+            settings: keyword arguments of `TopKEF`, to add to these settings or to change them.
+
+        Raises:
+            ConfigError: a setting is out of its range, or two settings cannot be combined.
+            UnknownSettingError: there is no setting of this name.
+
+        Source: Lin et al. 2018 (Deep Gradient Compression) for momentum correction.
+        """
+        return cls(**{**COMPACT, **settings})
 
 
 def _recipe(piece: Entries) -> tuple[int, ...]:

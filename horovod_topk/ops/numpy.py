@@ -97,7 +97,7 @@ class NumpyOps:
         return np.array([_values(row, count, kind) for row in rows]).astype(dtype)
 
     def are_scales(self, rows: Array) -> Array:
-        sound: Array = (np.isfinite(rows) & (rows >= 0)).all(1)
+        sound: Array = np.asarray((np.isfinite(rows) & (rows >= 0)).all(1))
         return sound
 
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
@@ -134,8 +134,7 @@ class NumpyOps:
         return array.reshape(rows, -1).T.reshape(-1).copy()
 
     def divided(self, array: Array, by: Array) -> Array:
-        quotient: Array = array / by if by[0] != 0 else np.zeros_like(array)
-        return quotient
+        return array / by if by[0] != 0 else np.zeros_like(array)
 
     def spot(self, index: Array, parts: int, first: int) -> Array:
         place: Array = (index // DEAL * parts + first) * DEAL + index % DEAL

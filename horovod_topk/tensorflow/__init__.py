@@ -23,10 +23,18 @@ before for any other compressor. `horovod_topk.tensorflow.seam` does it:
 No registry of Horovod is changed: elastic jobs use the state of `horovod_topk.tensorflow.elastic`.
 """
 
+from typing import Any
+
 from horovod_topk.tensorflow import seam
-from horovod_topk.tensorflow.compressor import TopKEF
+from horovod_topk.tensorflow.compressor import Compressor, TopKEF
 from horovod_topk.tensorflow.state import OptimizerState
 
 seam.install()
 
 __all__ = ["OptimizerState", "TopKEF"]
+
+
+def __getattr__(name: str) -> Any:
+    """The compressors of the other methods, made when first asked for."""
+    globals()[name] = made = Compressor.named(name, __name__)
+    return made

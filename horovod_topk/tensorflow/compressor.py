@@ -1,4 +1,4 @@
-"""`TopKEF`: what a user passes as `compression=`."""
+"""Compressors: what a user passes as `compression=`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from horovod.tensorflow.compression import Compressor
+from horovod.tensorflow.compression import Compressor as HorovodCompressor
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.front import Front
@@ -17,6 +17,7 @@ from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.elastic import Keeper
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.collective import HorovodTalk
 from horovod_topk.tensorflow.memory import Memory, memory_of_tapes
@@ -25,13 +26,12 @@ from horovod_topk.tensorflow.scaling import check_scaler, is_scaler
 from horovod_topk.tensorflow.state import OptimizerState
 
 
-class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ignore[misc]
-    """Top-K gradient compression with error feedback, for TensorFlow's Horovod.
+class Compressor(Front, HorovodCompressor, tf.train.experimental.PythonState):  # type: ignore[misc]
+    """A compression method for TensorFlow's Horovod; each of its subclasses has one.
 
-    In each step a rank sends the largest elements of each gradient tensor. The rest stays on the
-    rank, as a residual, and is added to the next gradient. Pass the class (default settings) or an
-    instance as `compression=` of `hvd.DistributedGradientTape`, of `hvd.DistributedOptimizer`
-    (tf-keras) or of `horovod_topk.tensorflow.keras.DistributedOptimizer` (Keras 3).
+    Pass the class (default settings) or an instance as `compression=` of
+    `hvd.DistributedGradientTape`, of `hvd.DistributedOptimizer` (tf-keras) or of
+    `horovod_topk.tensorflow.keras.DistributedOptimizer` (Keras 3).
 
     The residuals of an optimizer end with it. The residuals of tapes belong to the variables and
     the settings: a tape may be made anew in every step, and a tf.function may be traced again. To
@@ -40,49 +40,10 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
     Gradients may be float16, bfloat16, float32 or float64, of static shape. Residuals are float32,
     and float64 for float64 gradients. Sparse gradients (tf.IndexedSlices) are exchanged by Horovod,
     uncompressed, unless `sparse_as_dense=True` is given beside `compression=`; with `momentum` or
-    `clip_norm` they are an error without it.
+    `clip_norm` they are an error without it. A tf.function has a branch for each ratio of `warmup`.
+    A tape knows no optimizer: around one, `momentum` is a number, and `follow_lr` is off.
 
     Args:
-        ratio: share of each tensor's elements that a rank sends in a step, in (0, 1].
-        values: format in which values are sent: "float32" (float64 for float64 gradients),
-            "float16", "bfloat16", "int8", "int4" or "sign". The rounding error stays in the
-            residual. With "sign" it is so large that training may diverge (docs/frontier.md).
-        indices: format in which indices are sent: "packed" (compressed), "plain" (16 or 32 bits
-            each), or "auto": plain on accelerators, packed elsewhere.
-        exchange: how payloads travel between ranks: "allgather"; "sharded", in which each rank
-            adds up one shard, so that its bytes hardly grow with the number of ranks;
-            "hierarchical", dense within a node and sparse between nodes, which needs
-            `hvd.init(process_sets="dynamic")`; or "auto": the one of these that sends the fewest
-            bytes from the busiest node.
-        gather_ratio: for "sharded", the share of a shard's elements that its owner sends back, in
-            (0, 1]. None: the same as `ratio`.
-        selection: how the largest elements are found: "exact", or "sampled", which estimates a
-            threshold from a sample and is faster.
-        min_numel: tensors with fewer elements are sent whole, in the same payload.
-        clip_norm: clip each rank's gradients before they are added to the residual, so that the
-            norm of the applied gradient is at most about this (`horovod_topk.core.clipping`).
-            None: off.
-        ratios: a ratio for some tensors, instead of `ratio` and `gather_ratio`. A mapping or a
-            sequence of pairs. A key is a pattern of tensor names as in `fnmatch` ("head.*"), or a
-            function of a tensor's name and shape that returns a bool. A value is a ratio or
-            "dense". The first key that matches a tensor is used; a pattern that matches no tensor
-            is an error. Tensors below `min_numel` are sent whole in any case.
-        warmup: larger ratios for the first steps. A number of steps: the ratio goes down through
-            0.25, 0.0625 and so on until it reaches `ratio` after that many steps. Pairs
-            (until, ratio): that ratio until so many steps are committed. None: off.
-            A tf.function then has a branch for each ratio.
-        momentum: the momentum for momentum correction with masking (`horovod_topk.core.momentum`),
-            which replaces the optimizer's own. "optimizer": take over the momentum of Keras' `SGD`,
-            `Adam` or `AdamW`, and set its `momentum` or `beta_1` to 0; `get_config()` and saved
-            models keep the value. A number: give the optimizer a momentum of 0 yourself; a tape
-            takes a number only. 0: off. With it, exchanged gradients are velocities, up to
-            1 / (1 - momentum) times larger than gradients: clip with `clip_norm`.
-        nesterov: whether that momentum is Nesterov's.
-        follow_lr: when the optimizer's learning rate has changed since the last step, multiply
-            residuals by old rate / new rate (`horovod_topk.core.rates`). Not for tapes, which do
-            not know the learning rate.
-        name: prefix of the names of the collectives, the same on all ranks. None: derived from the
-            tensors and settings.
         commit_dir: for elastic jobs, a folder that all ranks can read. Each commit writes this
             rank's residuals there, so that another rank can take them over if this one is lost
             (`horovod_topk.tensorflow.elastic`).
@@ -97,10 +58,6 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
     Example:
         >>> compression = TopKEF(ratio=0.001)
         >>> tape = hvd.DistributedGradientTape(tape, compression=compression)
-
-    Source: Stich et al. 2018 (Sparsified SGD with Memory); Karimireddy et al. 2019 (Error
-    Feedback Fixes SignSGD); Lin et al. 2018 (Deep Gradient Compression) for `clip_norm`, `warmup`
-    and `momentum`; Zheng et al. 2019 (Blockwise Momentum SGD with Error-Feedback) for `follow_lr`.
     """
 
     framework = "tensorflow"
@@ -135,7 +92,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         """
         holder = optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
         exchange: Any = getattr(holder, "_allreduce_grads", None)
-        if not isinstance(getattr(exchange, "compressor", None), TopKEF):
+        if not isinstance(getattr(exchange, "compressor", None), Compressor):
             raise NotAttachedError(
                 f"{type(optimizer).__name__} was not built with compression=TopKEF",
                 cure="Pass what hvd.DistributedOptimizer(..., compression=TopKEF) or "
@@ -304,3 +261,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         if self._states:
             gc.collect()
         return self._living_states()
+
+
+class TopKEF(Compressor, Presets, method=TopK):
+    """Documented by `horovod_topk.core.front.documentation`."""

@@ -32,7 +32,7 @@ from horovod.tensorflow.functions import broadcast_object, broadcast_variables
 from horovod_topk.elastic import Keeper, free_name
 from horovod_topk.elastic.leaving import HandsOver
 from horovod_topk.errors import ConfigError
-from horovod_topk.tensorflow.compressor import TopKEF
+from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.planning import unwrap
 
 log = logging.getLogger("horovod_topk")
@@ -54,8 +54,8 @@ class TensorFlowState(HandsOver, ObjectState):  # type: ignore[misc]  # Horovod 
         ConfigError: no TopKEF was given, or the class.
     """
 
-    def __init__(self, variables: Sequence[Any], compression: TopKEF, **kwargs: Any) -> None:
-        if not isinstance(compression, TopKEF):
+    def __init__(self, variables: Sequence[Any], compression: Compressor, **kwargs: Any) -> None:
+        if not isinstance(compression, Compressor):
             raise ConfigError(
                 f"compression={compression!r} is no TopKEF instance",
                 cure="Make one, topk = TopKEF(), and give it to the optimizer or tape and here",

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.clipping import local_threshold
-from horovod_topk.core.codec import Codec
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange
 from horovod_topk.core.momentum import Correction
 from horovod_topk.core.plan import BucketPlan, Plan, TensorPlan, TensorSpec
@@ -57,7 +57,7 @@ class Transport:
     """What takes buckets from rank to rank."""
 
     ops: TensorFlowOps
-    codec: Codec[Array]
+    codec: PayloadCodec[Array]
     collective: Collective[Array]
     exchange: Exchange[Array]
 

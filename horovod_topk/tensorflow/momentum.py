@@ -20,7 +20,7 @@ from horovod_topk.core.own_momentum import (
     settings_of,
     warn_of_clipping,
 )
-from horovod_topk.tensorflow.compressor import TopKEF
+from horovod_topk.tensorflow.compressor import Compressor
 
 WORDS = Words("SGD, Adam or AdamW of Keras", "momentum=0.9 or beta_1=0.9")
 CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")  # settings of every optimizer of Keras
@@ -39,12 +39,12 @@ class Taken:
 class Told:
     """What goes to Horovod as `compression=` where the optimizer is known."""
 
-    compressor: TopKEF
+    compressor: Compressor
     config: TopKConfig  # the compressor's, with the momentum that was taken over
     taken: Taken | None
 
 
-def told_of(optimizer: Any, compressor: TopKEF, process_set: Any) -> Told:
+def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
     """Settings for an optimizer, and what it has to leave to them. Nothing is changed.
 
     Args:

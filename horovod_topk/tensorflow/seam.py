@@ -30,7 +30,7 @@ from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.tensorflow import scaling
 from horovod_topk.tensorflow.applying import refuse_unexchanged
 from horovod_topk.tensorflow.besides import check_none_left_out, is_sparse, refuse_local, to_dense
-from horovod_topk.tensorflow.compressor import TopKEF
+from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.momentum import (
     Told,
@@ -68,7 +68,7 @@ class Exchange:
 
     def __init__(
         self,
-        compressor: TopKEF,
+        compressor: Compressor,
         config: TopKConfig,
         settings: Settings,
         memory: Memory | None,
@@ -167,7 +167,7 @@ def _told(compression: Any) -> Told | None:
     """The compressor with its settings, if it is ours."""
     if isinstance(compression, Told):
         return compression
-    compressor = TopKEF.asked(compression)
+    compressor = Compressor.asked(compression)
     if compressor is not None and compressor.config.follow_lr:
         raise ConfigError(
             "follow_lr=True was given to a gradient tape, or to an optimizer of TensorFlow 1: "
@@ -198,7 +198,7 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         asked, given = bound.arguments, bound.arguments["optimizer"]
-        compressor = TopKEF.asked(asked["compression"])
+        compressor = Compressor.asked(asked["compression"])
         if compressor is None:
             return original(*args, **kwargs)
         if _is_keras_3(given):

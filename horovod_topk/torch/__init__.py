@@ -21,11 +21,19 @@ and one registry gets an entry for `TopKEF`, by `horovod_topk.torch.elastic`:
     horovod.torch.elastic.state._handler_registry   the types that an elastic TorchState takes
 """
 
+from typing import Any
+
 from horovod_topk.torch import elastic, seam
-from horovod_topk.torch.compressor import TopKEF
+from horovod_topk.torch.compressor import Compressor, TopKEF
 from horovod_topk.torch.state import OptimizerState
 
 seam.install()
 elastic.install()
 
 __all__ = ["OptimizerState", "TopKEF"]
+
+
+def __getattr__(name: str) -> Any:
+    """The compressors of the other methods, made when first asked for."""
+    globals()[name] = made = Compressor.named(name, __name__)
+    return made

@@ -25,13 +25,13 @@ from horovod.torch.elastic.state import StateHandler, get_handler_registry
 from horovod_topk.elastic import Keeper, free_name
 from horovod_topk.elastic.leaving import HandsOver
 from horovod_topk.errors import ConfigError
-from horovod_topk.torch.compressor import TopKEF
+from horovod_topk.torch.compressor import Compressor
 
 
 class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no annotations
     """Commits and restores a rank's own residuals; they are not broadcast from rank 0."""
 
-    def __init__(self, value: TopKEF) -> None:
+    def __init__(self, value: Compressor) -> None:
         super().__init__(value)
         self.keeper = value.keep(free_name(value.config.name))
         self.save()
@@ -48,7 +48,7 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
         """Rescale residuals together with all ranks, after some have joined or left."""
         self.keeper.settle()
 
-    def set_value(self, value: TopKEF) -> None:
+    def set_value(self, value: Compressor) -> None:
         """Refuse another compressor: its optimizer's residuals would be lost.
 
         Raises:
@@ -77,7 +77,7 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for name, value in kwargs.items():
-            if isinstance(value, type) and issubclass(value, TopKEF):
+            if isinstance(value, type) and issubclass(value, Compressor):
                 raise ConfigError(
                     f"{name}=TopKEF is the class, whose residuals nobody could find",
                     cure="Make one, topk = TopKEF(), and give it to optimizer and state",
@@ -101,5 +101,5 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
 def install() -> None:
     """Add TopKEF to the types that Horovod's elastic states have a handler for."""
     registry = get_handler_registry()
-    if (TopKEF, ResidualHandler) not in registry:
-        registry.append((TopKEF, ResidualHandler))
+    if (Compressor, ResidualHandler) not in registry:
+        registry.append((Compressor, ResidualHandler))

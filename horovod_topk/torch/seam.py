@@ -28,7 +28,7 @@ from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOpt
 
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import UnsupportedOperationError
-from horovod_topk.torch.compressor import TopKEF
+from horovod_topk.torch.compressor import Compressor
 from horovod_topk.torch.state import OptimizerState, live_states
 from horovod_topk.torch.stepping import check_all_are_known
 
@@ -55,7 +55,7 @@ def install() -> None:
 def _wrap_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        compressor = TopKEF.asked(arguments["compression"])
+        compressor = Compressor.asked(arguments["compression"])
         if compressor is None:
             original(self, *args, **kwargs)
             return
@@ -114,7 +114,7 @@ def _wrap_synchronize(original: Method) -> Method:
 def _wrap_adasum_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        if TopKEF.asked(arguments["compression"]) is not None:
+        if Compressor.asked(arguments["compression"]) is not None:
             reduction_of(hvd.Adasum, hvd)
         original(self, *args, **kwargs)
 

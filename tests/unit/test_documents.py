@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_topk.core.front import Front
+from horovod_topk.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,11 +23,16 @@ def test_contributing_has_every_target_of_make() -> None:
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_topkef_documents_every_setting(framework: str) -> None:
+def test_compressors_document_every_setting(framework: str) -> None:
     pytest.importorskip(f"horovod.{framework}")
-    text = inspect.getdoc(importlib.import_module(f"horovod_topk.{framework}").TopKEF) or ""
-    settings = {*inspect.signature(Front.__init__).parameters} - {"self", "unknown"}
-    assert settings == {*re.findall(r"^    (\w+): ", text, re.M)}
+    adapter = importlib.import_module(f"horovod_topk.{framework}")
+    for name in METHODS:
+        compressor = getattr(adapter, name)
+        text, settings = (
+            inspect.getdoc(compressor) or "",
+            {*inspect.signature(compressor).parameters},
+        )
+        assert settings == {*re.findall(r"^    (\w+): ", text, re.M)}
 
 
 LAUNCH = r"^(?:\$ |    )?(horovodrun (?:[^\n]*\\\n)*[^\n]*)"  # a line, or lines that go on

@@ -8,8 +8,8 @@ from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
 from horovod_topk.config import EXCHANGES, TopKConfig, reject_unknown
-from horovod_topk.core.front import COMPACT, TAKE_OVER
-from horovod_topk.methods.topk import INDICES, SELECTIONS, VALUES
+from horovod_topk.core.front import TAKE_OVER
+from horovod_topk.methods.topk import COMPACT, INDICES, SELECTIONS, VALUES
 
 NONE, DENSE, TOPK = "none", "dense", "topk"
 KINDS = {

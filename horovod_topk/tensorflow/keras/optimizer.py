@@ -16,7 +16,7 @@ import horovod.tensorflow as hvd
 import keras
 
 from horovod_topk.errors import UnsupportedOperationError
-from horovod_topk.tensorflow.compressor import TopKEF
+from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
 from horovod_topk.tensorflow.keras.taking import SavesSlots, taking
 from horovod_topk.tensorflow.momentum import Taken, told_of
@@ -66,7 +66,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         ConfigError: the optimizer does not fit the settings of TopKEF.
     """
     _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step)
-    compressor = TopKEF.asked(compression)
+    compressor = Compressor.asked(compression)
     told = None if compressor is None else told_of(optimizer, compressor, process_set)
     if told is not None:
         compression = told
