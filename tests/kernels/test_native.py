@@ -172,7 +172,7 @@ def normal(bucket: BucketPlan, scale: float = 1.0) -> list[Array]:
 # Shapes, dtypes, settings.
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("selection", "indices"), [("exact", "packed"), ("sampled", "plain"), ("exact", "plain")]
 )
