@@ -9,7 +9,8 @@ Tests are in two tiers, and `--tier` says which of them run:
 | `rest`   |                 | what `all` adds to `fast`; `.ci/run` runs it after `make test`  |
 
 A test marked `slow` is not in the fast tier. Of a test marked `one_in(5)` the fast tier runs one
-parametrisation in five. Property tests with `@examples(20)` try a third of 20 examples there.
+parametrisation in five; `first` says where it begins. A property test with `@examples(20)` tries a
+third of 20 examples there.
 
 A launch of real ranks is a test in several tiers, with other cases in each of them: the table is in
 tests/distributed/launches.py.
@@ -70,7 +71,8 @@ def tiers_of(item: pytest.Item, ordinal: int) -> tuple[str, ...]:
     if tiers := item.get_closest_marker("tiers"):
         return tiers.args
     part = item.get_closest_marker("one_in")
-    if item.get_closest_marker("slow") or (part and ordinal % part.args[0]):
+    left_out = part and ordinal % part.args[0] != part.kwargs.get("first", 0)
+    if left_out or item.get_closest_marker("slow"):
         return ("rest", "all")
     more_examples = hasattr(getattr(item, "obj", None), "hypothesis")
     return ("fast", "rest", "all") if more_examples else ("fast", "all")

@@ -13,6 +13,7 @@ from study.results import Comparison, Result
 from study.trials import Task
 
 NAMES = {"none": "dense", "topk": f"TopKEF {trials.RATIO:g}"}
+LEAST_FOR_ERROR = 3  # seeds; of fewer, every value is shown and no error
 OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW"}
 
 
@@ -22,10 +23,24 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def spread(values: Sequence[float], sign: str = "") -> str:
-    """Mean and standard error of the mean."""
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return f"{statistics.mean(values):{sign}.2f} ± {error:.2f}"
+def spread(values: Sequence[float], sign: str = "", unit: str = "") -> str:
+    """Values, one a seed: each of one or two; of three or more, mean and its standard error.
+
+    A standard error of two values says nothing: the values themselves stand there.
+    """
+    if len(values) < LEAST_FOR_ERROR:
+        return ", ".join(f"{rounded(value):{sign}.2f}{unit}" for value in values)
+    return f"{rounded(statistics.mean(values)):{sign}.2f} ± {standard_error(values):.2f}{unit}"
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """The standard error of the mean of three values or more."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def rounded(value: float) -> float:
+    """To two decimals, without a negative zero."""
+    return round(value, 2) + 0.0
 
 
 def score(task: Task, value: float) -> str:
@@ -33,6 +48,20 @@ def score(task: Task, value: float) -> str:
     if not math.isfinite(value):
         return "diverged"
     return f"{100 * value:.2f}%" if task.column == "accuracy" else f"{value:.4f}"
+
+
+def scores_of(task: Task, scores: Sequence[float]) -> str:
+    """Final scores of all seeds in the task's unit, as `spread` shows them."""
+    if task.column == "accuracy":
+        return spread([100 * each for each in scores], unit="%")
+    return ", ".join(score(task, each) for each in scores)
+
+
+def differences(comparison: Comparison) -> str:
+    """TopKEF's scores less dense's: points of accuracy, or % of dense's bits a byte."""
+    if comparison.task.column == "accuracy":
+        return spread([100 * each for each in comparison.differences], sign="+") + " points"
+    return ", ".join(f"{gap:+.1%}" for gap in comparison.gaps)
 
 
 def reduction(run: Result) -> str:
@@ -47,7 +76,7 @@ def setting(comparison: Comparison) -> str:
     command = launch.command_line(task.example, trial.arguments, trials.RANKS)
     return (
         f"`{task.example}`: {comparison.topk[0]['parameters']:,} parameters, "
-        f"{config['batch_size']} examples a rank and step. One of these runs by itself:\n\n"
+        f"{config['batch_size']} examples a rank and step. To repeat one of these runs:\n\n"
         f"```\n{command}\n```"
     )
 
@@ -58,7 +87,7 @@ def picture(comparison: Comparison, *, log: bool) -> str:
     path = results.FOLDER / f"{task.key}-{comparison.steps}steps.png"
     title = (
         f"{task.title}, {OPTIMIZERS[task.optimizer]}, {comparison.steps:,} steps, {trials.RANKS} "
-        "ranks, every seed"
+        "real ranks, every seed"
     )
     runs = {NAMES["none"]: comparison.dense, NAMES["topk"]: comparison.topk}
     curves.draw(path, title, runs, log=log)

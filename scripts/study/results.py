@@ -73,8 +73,8 @@ def final_score(task: Task, result: Result) -> float:
 def sweep_scores(task: Task) -> dict[float, list[float]]:
     """Final validation scores, one a seed, for each learning rate of the sweep so far.
 
-    The grid grows by a rung of the ladder for as long as the best rate lies on its edge; a rate
-    that has not been run has no scores.
+    While the best rate lies at the edge of the grid, the grid grows by the next rate of `LADDER`.
+    A rate that has not been run has no scores.
     """
     return grown(task.grid, partial(_scores, task), partial(best, task))
 
@@ -84,7 +84,7 @@ def grown(
     scores_of: Callable[[float], list[float]],
     best_of: Callable[[dict[float, list[float]]], float],
 ) -> dict[float, list[float]]:
-    """Scores of the learning rates of a grid, and of those that it has to grow by.
+    """Scores of the learning rates of a grid, and of the rates that it has to grow by.
 
     Args:
         grid: learning rates to begin with, of `trials.LADDER`.
@@ -148,10 +148,10 @@ class Comparison:
         return [topk - dense for topk, dense in pairs]
 
     @property
-    def gap(self) -> float:
-        """TopKEF's mean score over dense's, less 1."""
-        means = [statistics.mean(self.scores(runs)) for runs in (self.topk, self.dense)]
-        return means[0] / means[1] - 1
+    def gaps(self) -> list[float]:
+        """TopKEF's score over dense's, less 1, seed by seed."""
+        pairs = zip(self.scores(self.topk), self.scores(self.dense), strict=True)
+        return [topk / dense - 1 for topk, dense in pairs]
 
 
 def comparison(task: Task, steps: int) -> Comparison | None:

@@ -127,7 +127,7 @@ def _classification(
 
 def _language_model(optimizer: str, steps: tuple[int, ...], grid: tuple[float, ...]) -> Task:
     return Task(
-        title="Bytelm",
+        title="Byte GPT",
         script="pytorch_bytelm.py",
         optimizer=optimizer,
         column="bits_per_byte",
@@ -151,7 +151,7 @@ TASKS = (
     _digits("Keras 3 digits", "keras_digits.py", (0.05, 0.1, 0.2), (100, 101)),
     _digits("tf-keras digits", "tfkeras_digits.py", (0.05, 0.1, 0.2), (100, 101)),
     _classification(
-        "Snippets",
+        "Byte CNN",
         "pytorch_snippets.py",
         steps=(1000, 6000, 12000),
         sweep_steps=6000,

@@ -178,6 +178,7 @@ def test_select_takes_the_largest_magnitudes(
     assert_selects_the_largest(backend, candidate, k)
 
 
+@pytest.mark.one_in(3)
 @each_way
 @pytest.mark.parametrize("texture", ["normal", "constant", "mostly zero", "sorted", "some NaN"])
 def test_select_from_many(backend: Backend, texture: str) -> None:
@@ -217,6 +218,7 @@ def assert_selects_the_largest(backend: Backend, candidate: Array, *ks: int) -> 
     assert backend.numpy(array).tobytes() == candidate.tobytes()
 
 
+@pytest.mark.one_in(3)
 @each_way
 @pytest.mark.parametrize("texture", ["normal", "constant", "mostly zero", "sorted", "some NaN"])
 @pytest.mark.parametrize("numel", [1, 5001, 2**17 + 3])
@@ -238,6 +240,7 @@ def test_sample(backend: Backend, numel: int, texture: str) -> None:
         assert index.tolist() == sampled(candidate, k)
 
 
+@pytest.mark.one_in(3)
 @each_way
 def test_sample_of_longer_rows(backend: Backend) -> None:
     candidate = np.random.default_rng(2).standard_normal(2_200_000).astype(np.float32)

@@ -101,8 +101,7 @@ def runs(
 TORCH = named("torch", "alone", "nodes")
 # The files of TensorFlow with laws and exchanges.
 LAWS = ("tape", "sharded", "hierarchical", "groups_ratios")
-# About files, states and optimizers, which know of no controller. They are three launches: with
-# all in one, a busy machine would not end it in time.
+# About files, states and optimizers, which know of no controller.
 KERAS = ("keras", "tf_taking")
 STATES = ("state", "checkpoint", "tf_lives", "tf_applying")
 STEPS = ("tf_scaling", "tf_warmup", "tf_momentum", "tf_rates", "tf_sparse")
@@ -110,7 +109,7 @@ STEPS = ("tf_scaling", "tf_warmup", "tf_momentum", "tf_rates", "tf_sparse")
 JOBS = (
     # framework, controller, ranks, case files
     Job("torch", "alone", 1, ("alone",), ONCE),
-    Job("torch", "gloo", 2, TORCH, ONCE),
+    Job("torch", "gloo", 2, TORCH),
     Job("torch", "gloo", 3, TORCH, settings=DYNAMIC),
     Job("torch", "gloo", 4, TORCH, settings=DYNAMIC),
     Job("torch", "gloo", 4, ("nodes",), ONCE, settings=DYNAMIC, hosts=TWO_HOSTS),
@@ -118,11 +117,10 @@ JOBS = (
     Job("torch", "mpi", 2, TORCH),
     Job("torch", "mpi", 3, TORCH, settings=DYNAMIC),
     Job("torch", "mpi", 4, TORCH, settings=DYNAMIC),
-    Job("tensorflow", "alone", 1, ("alone",), ONCE),
-    Job("tensorflow", "gloo", 2, LAWS, ONCE),
-    Job("tensorflow", "gloo", 2, KERAS, ONCE),
-    Job("tensorflow", "gloo", 2, STATES, ONCE),
-    Job("tensorflow", "gloo", 2, STEPS, ONCE),
+    Job("tensorflow", "alone", 1, ("alone",)),
+    Job("tensorflow", "gloo", 2, LAWS),
+    Job("tensorflow", "gloo", 2, KERAS),
+    Job("tensorflow", "gloo", 2, STATES + STEPS),
     Job("tensorflow", "gloo", 3, LAWS, settings=DYNAMIC),
     Job("tensorflow", "gloo", 4, LAWS, settings=DYNAMIC),
     Job("tensorflow", "gloo", 4, ("keras", "checkpoint"), AFTERWARDS, settings=DYNAMIC),

@@ -92,12 +92,12 @@ def _ordinals(items: list[pytest.Item]) -> dict[str, int]:
 def _runs(item: pytest.Item, size: int, ordinal: int) -> bool:
     sizes, everywhere, part = map(item.get_closest_marker, ("world_size", "everywhere", "one_in"))
     beside = everywhere.kwargs.get("one_in", 1) if everywhere else 1
-    skipped = part is not None and ordinal % part.args[0] > 0
+    skipped = part and ordinal % part.args[0] != part.kwargs.get("first", 0)
     return runs(
         TIER,
         CONTROLLER,
         size,
         sizes=sizes.args if sizes else (2,),
         everywhere=everywhere is not None and ordinal % beside == 0,
-        slow=skipped or item.get_closest_marker("slow") is not None,
+        slow=bool(skipped or item.get_closest_marker("slow")),
     )

@@ -43,8 +43,11 @@ def mass(note: dict[str, Any]) -> Any:
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize(
     ("job", "kept"),
-    [("train_torch.py", True), ("train_torch.py", False), ("train_tensorflow.py", True)],
-    ids=["torch-commit_dir", "torch", "tensorflow-commit_dir"],
+    [
+        pytest.param("train_torch.py", True, id="torch-commit_dir"),
+        pytest.param("train_torch.py", False, id="torch", marks=pytest.mark.slow),
+        pytest.param("train_tensorflow.py", True, id="tensorflow-commit_dir"),
+    ],
 )
 def test_nothing_owed_is_lost_on_the_way(job: str, kept: bool, tmp_path: Path) -> None:
     settings = {"COMMIT_DIR": str(tmp_path / "commits")} if kept else {}

@@ -19,6 +19,7 @@ WITHOUT_TORCH = Path(__file__).parent / "without_torch"
 ON_TENSORFLOW = ["env", f"PYTHONPATH={WITHOUT_TORCH}{os.pathsep}{REPOSITORY}"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize(
     ("controller", "before"),
@@ -46,6 +47,7 @@ def test_constants_are_measured_and_kept(
     assert found["origin"] in again.output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 60)
 def test_uneven_hosts_are_planned_as_they_are(tmp_path: Path) -> None:
     """Rank 0 is alone on its host, and others are not."""

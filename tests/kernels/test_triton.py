@@ -322,6 +322,7 @@ def case_few_elements_and_nearly_all_of_them() -> None:
     empty.decode([empty.encode(empty.gradients(0))], 1.0, empty.gradients(0))
 
 
+@pytest.mark.slow
 def case_large_indices_and_the_default_geometry() -> None:
     pair = Pair(plan((70_001, 1030), ratio=0.01), Geometry(programs=2))
     for step in range(3):

@@ -18,6 +18,7 @@ from oracle.loopback import Loopback, on_every_rank
 TIME_OUT = 100.0  # seconds; a run takes two
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["allgather", "sharded", "hierarchical"])
 @pytest.mark.parametrize("ranks", [2, 3])

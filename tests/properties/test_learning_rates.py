@@ -86,6 +86,7 @@ def gap(job: Followed) -> float:
     )
 
 
+@pytest.mark.one_in(5)
 @each_backend
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("values", ["float32", "int8"])

@@ -47,6 +47,7 @@ def test_kernels() -> None:
         assert "portable, sampled" in page
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", [bench.in_torch, bench.in_tensorflow], ids=["torch", "tensorflow"])
 def test_compression(way) -> None:
     ms = bench.milliseconds({"PyTorch": way(0.01), "the floor": bench.triad()}, repeats=1)

@@ -80,6 +80,7 @@ def test_buckets_are_dealt_out_once_for_each_kind_of_values(
     assert len(dealt) == 2 * len(VALUES) * buckets
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_a_resnet50_at_any_number_of_ranks(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
     """What the format and the exchange were made to reach, at ratio 0.01 and 0.001."""

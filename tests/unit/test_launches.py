@@ -34,27 +34,34 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def cases_of(framework: str, folder: Path) -> Iterator[Case]:
+    """Each test of a case file; twice where marks choose among its parametrisations."""
     for path in sorted(folder.glob("case_*.py")):
         tree = ast.parse(path.read_text())
         of_file = [node.value for node in tree.body if assigns_marks(node)]
         for function in tree.body:
             if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
                 marks = [ast.unparse(mark) for mark in (*function.decorator_list, *of_file)]
-                sizes = next((m for m in marks if ".world_size(" in m), ".world_size(2)")
-                yield Case(
+                everywhere, slow = ("pytest.mark." + name for name in ("everywhere", "slow"))
+                case = Case(
                     framework,
                     path.stem.removeprefix("case_"),
                     function.name,
-                    tuple(int(n) for n in sizes.split("world_size(")[1].split(")")[0].split(",")),
-                    any("mark.everywhere" in mark for mark in marks),
-                    any("mark.slow" in mark for mark in function_marks(function, of_file)),
+                    sizes_of(marks),
+                    any(mark.startswith(everywhere) for mark in marks),
+                    slow in marks,
                 )
+                yield case
+                if any(mark.startswith("pytest.mark.one_in") for mark in marks):
+                    yield case._replace(slow=True)
+                if any(mark.startswith(everywhere + "(one_in") for mark in marks):
+                    yield case._replace(everywhere=False)
 
 
-def function_marks(function: ast.FunctionDef, of_file: list[ast.expr]) -> list[str]:
-    """Without those of single parameters."""
-    own = [ast.unparse(mark) for mark in (*function.decorator_list, *of_file)]
-    return [mark for mark in own if not mark.startswith("pytest.mark.parametrize")]
+def sizes_of(marks: list[str]) -> tuple[int, ...]:
+    """The numbers of ranks that a case is for: two without a mark."""
+    given = [mark.removeprefix("pytest.mark.world_size") for mark in marks if "world_size" in mark]
+    sizes = ast.literal_eval(given[0]) if given else 2
+    return sizes if isinstance(sizes, tuple) else (sizes,)
 
 
 def assigns_marks(node: ast.stmt) -> bool:

@@ -114,6 +114,7 @@ CLOSE = {
 }
 
 
+@pytest.mark.everywhere(one_in=5)
 @pytest.mark.parametrize("setup", EXACT.values(), ids=EXACT)
 def test_equal_to_dense(setup: Setup) -> None:
     dense = trajectory(setup, hvd.Compression.none, STEPS)

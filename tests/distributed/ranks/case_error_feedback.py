@@ -58,6 +58,7 @@ ROWS = {
 }
 
 
+@pytest.mark.everywhere(one_in=4)
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_equal_to_the_formulas(row: Row) -> None:

@@ -54,6 +54,7 @@ def hierarchical(**settings: Any) -> TopKEF:
     return TopKEF(**{"ratio": 0.1, "min_numel": 0, "exchange": "hierarchical", **settings})
 
 
+@pytest.mark.everywhere(one_in=3)
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("build", [training.perceptron, training.Branches])

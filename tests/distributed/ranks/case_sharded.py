@@ -30,6 +30,7 @@ def sharded(**settings: Any) -> TopKEF:
     return TopKEF(**{"ratio": 0.1, "min_numel": 0, "exchange": "sharded", **settings})
 
 
+@pytest.mark.everywhere(one_in=3)
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("build", [training.perceptron, training.Branches])

@@ -39,6 +39,7 @@ def test_stats_say_that_it_is_inactive() -> None:
     assert same(model, fit(keras, keras.optimizers.SGD(0.05), hvd.Compression.none))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_is_not_lost(library: Any, nesterov: bool) -> None:
@@ -56,6 +57,7 @@ def test_momentum_is_not_lost(library: Any, nesterov: bool) -> None:
     assert same(ours, fit(library, scaled, again))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("library", "kind"), [(keras, "Adam"), (tf_keras, "SGD")])
 def test_a_momentum_is_left_to_the_optimizer(library: Any, kind: str) -> None:
     settings = {"momentum": 0.9} if kind == "SGD" else {}

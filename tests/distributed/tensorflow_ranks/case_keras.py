@@ -36,6 +36,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
+@pytest.mark.one_in(3)
 @WAYS
 @BOTH
 def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:
@@ -47,6 +48,7 @@ def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:
     assert TopKEF.of(ours.optimizer).stats().steps == 32
 
 
+@pytest.mark.one_in(3)
 @BOTH
 @pytest.mark.parametrize("exchange", ["sharded", "hierarchical"])
 def test_exchanges_with_owners(library: Any, exchange: str) -> None:
@@ -57,6 +59,7 @@ def test_exchanges_with_owners(library: Any, exchange: str) -> None:
     assert stats.residual_norm + stats.owned_norm > 0
 
 
+@pytest.mark.one_in(5)
 @BOTH
 @pytest.mark.parametrize("kind", [name for name in OPTIMIZERS if name != "momentum"])
 def test_everything_sent_equals_dense_with(library: Any, kind: str) -> None:
@@ -78,6 +81,7 @@ def test_ranks_are_equal_and_learn(library: Any) -> None:
     assert model.evaluate(*data(), verbose=0)[0] < before
 
 
+@pytest.mark.one_in(2)
 @BOTH
 def test_residuals_are_no_variables_of_model_or_optimizer(library: Any) -> None:
     dense = fit(library, OPTIMIZERS["momentum"](library), hvd.Compression.none, epochs=1)
@@ -86,6 +90,7 @@ def test_residuals_are_no_variables_of_model_or_optimizer(library: Any) -> None:
     assert len(ours.optimizer.variables) == len(dense.optimizer.variables)
 
 
+@pytest.mark.one_in(2, first=1)
 @BOTH
 def test_a_custom_loop(library: Any) -> None:
     histories = [custom_loop(library, c) for c in (hvd.Compression.none, TopKEF(**EVERYTHING))]
@@ -115,6 +120,7 @@ def custom_loop(library: Any, compression: Any) -> list[Any]:
     return list(model.get_weights())
 
 
+@pytest.mark.one_in(3)
 @BOTH
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_embeddings(library: Any, sparse_as_dense: bool) -> None:
@@ -157,6 +163,7 @@ def test_horovods_own_wrapper_refuses_topkef_under_keras_3(wrap: Any) -> None:
         wrap(keras.optimizers.SGD(0.05), compression=TopKEF)
 
 
+@pytest.mark.one_in(2, first=1)
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_horovods_compressors_keep_ranks_equal(compression: str) -> None:
     chosen = getattr(hvd.Compression, compression)
@@ -196,6 +203,7 @@ def test_mixed_float16_equals_dense() -> None:
     assert same(ours, dense)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("mixed")
 @pytest.mark.parametrize(
     "compression", [hvd.Compression.none, TopKEF(**SPARSE)], ids=["none", "topk"]
@@ -338,6 +346,7 @@ class Halving(keras.optimizers.schedules.LearningRateSchedule):
         return 0.1 * keras.ops.power(0.5, keras.ops.cast(step, "float32"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rate", [Halving(), lambda: 0.1], ids=["schedule", "function"])
 def test_any_learning_rate_is_kept(rate: Any) -> None:
     model = fit(keras, keras.optimizers.SGD(rate), TopKEF(**SPARSE), epochs=1)

@@ -18,7 +18,8 @@ WAYS = pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 SHAPES = [(30, 20), (7,), (3, 5), ()]
 
 
-@pytest.mark.everywhere
+@pytest.mark.one_in(3)
+@pytest.mark.everywhere(one_in=9)
 @WAYS
 @pytest.mark.parametrize(
     "model",
@@ -67,7 +68,7 @@ def test_a_process_set_exchanges_among_its_members(pair: Any) -> None:
         assert_same_history(ours, dense)
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(one_in=5)
 @WAYS
 @pytest.mark.world_size(2, 4)
 @pytest.mark.parametrize("settings", [{}, {"values": "float16"}, {"ratio": 0.3}], ids=str)
@@ -121,7 +122,7 @@ def test_gradients_of_every_precision(dtype: str) -> None:
     assert residual.dtype == ("float64" if dtype == "float64" else "float32")
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(one_in=3)
 @WAYS
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_one_bad_element_poisons_its_tensor_and_rolls_back(graph: bool, value: float) -> None:

@@ -53,6 +53,7 @@ def equal(one: Any, other: Any) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.one_in(2)
 @BOTH
 def test_residuals_end_with_their_optimizer(library: Any) -> None:
     compression, before = TopKEF(**SPARSE), kept()
@@ -64,6 +65,7 @@ def test_residuals_end_with_their_optimizer(library: Any) -> None:
         assert kept() - before == TENSORS
 
 
+@pytest.mark.one_in(2, first=1)
 @BOTH
 def test_the_one_that_lives_answers(library: Any) -> None:
     compression = TopKEF(**SPARSE)
@@ -76,6 +78,7 @@ def test_the_one_that_lives_answers(library: Any) -> None:
     assert first.steps == 16
 
 
+@pytest.mark.one_in(2)
 @BOTH
 def test_a_checkpoint_is_of_the_one_that_lives(library: Any) -> None:
     compression = TopKEF(**SPARSE)
@@ -84,6 +87,7 @@ def test_a_checkpoint_is_of_the_one_that_lives(library: Any) -> None:
     assert equal(saved, TopKEF.of(model.optimizer).state_dict())
 
 
+@pytest.mark.one_in(3)
 @BOTH
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
 def test_what_is_loaded_waits_for_the_optimizer_to_come(library: Any, way: str) -> None:

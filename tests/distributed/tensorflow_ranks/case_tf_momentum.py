@@ -65,6 +65,7 @@ def assert_equal(ours: list[Array], theirs: list[Array]) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.one_in(3)
 @WAYS
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "nesterov"])
 def test_what_is_sent_and_kept_is_that_of_the_formulas(graph: bool, nesterov: bool) -> None:
@@ -82,6 +83,7 @@ def test_what_is_sent_and_kept_is_that_of_the_formulas(graph: bool, nesterov: bo
     assert_ranks_equal(exchanged)
 
 
+@pytest.mark.one_in(3)
 @BOTH
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_at_ratio_one_it_is_the_momentum_of_sgd(library: Any, exchange: str) -> None:
@@ -93,6 +95,7 @@ def test_at_ratio_one_it_is_the_momentum_of_sgd(library: Any, exchange: str) -> 
     assert_ranks_equal(ours.get_weights())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
 def test_what_is_saved_has_velocities(exchange: str, way: str, tmp_path: Path) -> None:
@@ -126,6 +129,7 @@ def test_a_step_with_an_infinity_leaves_velocities_as_they_were(exchange: str) -
     assert_ranks_equal(take(model, compression, 2))
 
 
+@pytest.mark.one_in(2)
 @BOTH
 def test_fit_under_warm_up(library: Any) -> None:
     compression = TopKEF(**SPARSE, warmup=[(5, 0.5)])

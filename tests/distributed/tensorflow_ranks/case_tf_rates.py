@@ -117,6 +117,7 @@ def test_within_a_loss_scale(library: Any) -> None:
     assert_ranks_equal(scaled.get_weights())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 @pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
 def test_a_checkpoint_carries_the_rates(exchange: str, stepped: bool, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def plain(eager: bool = False) -> tuple[Any, list[Array]]:
     return model, residuals(compression)
 
 
+@pytest.mark.one_in(3)
 @WAYS
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_a_scale_that_changes_changes_nothing(wrap: Wrap, eager: bool) -> None:
@@ -74,6 +75,7 @@ def test_a_scale_that_changes_changes_nothing(wrap: Wrap, eager: bool) -> None:
     assert_ranks_equal(ours.get_weights())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_a_scale_that_changes_changes_nothing_under_keras_3(eager: bool) -> None:
     found = []
@@ -111,6 +113,7 @@ def test_an_optimizer_of_keras_2() -> None:
     assert_equal(residuals(compression), kept)
 
 
+@pytest.mark.one_in(3)
 @WAYS
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(wrap: Wrap, exchange: str) -> None:
@@ -184,6 +187,7 @@ def scaler_of(library: Any) -> Any:
     return kind(sgd, **settings)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 def test_a_tape_is_told_of_the_scale(library: Any, graph: bool) -> None:

@@ -34,6 +34,7 @@ def pair(kind: str, optimizers: Any) -> tuple[Any, Any]:
     return of_its_own(optimizers), without(optimizers)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("library", "kind"), [(keras, "SGD"), (keras, "Adam"), (tf_keras, "Adam")])
 def test_the_optimizers_momentum_is_taken_over(library: Any, kind: str) -> None:
     """The same, to the bit, as naming it twice."""
@@ -45,6 +46,7 @@ def test_the_optimizers_momentum_is_taken_over(library: Any, kind: str) -> None:
     assert (stats.momentum, stats.steps) == (0.9, 8)
 
 
+@pytest.mark.one_in(2, first=1)
 @BOTH
 def test_within_a_loss_scale(library: Any) -> None:
     kind = tf_keras.mixed_precision if library is tf_keras else keras.optimizers
@@ -71,6 +73,7 @@ def test_older_optimizers_of_tfkeras_and_horovods_other_name() -> None:
     assert_ranks_equal(model.get_weights())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("library", "kind"), [(keras, "Adam"), (tf_keras, "SGD")])
 def test_compact_learns(library: Any, kind: str) -> None:
     of_its_own, _ = pair(kind, library.optimizers)
@@ -83,6 +86,7 @@ def test_compact_learns(library: Any, kind: str) -> None:
     assert model.evaluate(*data(), verbose=0)[0] < 0.9 * before
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("momentum", ["optimizer", 0.9])
 @BOTH
 def test_clipping_velocities_is_warned_of_once(
@@ -100,6 +104,7 @@ def test_clipping_velocities_is_warned_of_once(
     assert not TopKEF.of(quiet.optimizer).stats().warnings
 
 
+@pytest.mark.one_in(2)
 @KINDS
 def test_a_saved_model_goes_on_with_what_was_taken_over(kind: str, tmp_path: Path) -> None:
     """Model, optimizer, residuals and velocities: as if it had not stopped."""

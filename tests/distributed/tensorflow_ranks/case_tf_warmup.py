@@ -53,6 +53,7 @@ def equal(ours: list[Array], theirs: list[Array]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.one_in(3)
 @WAYS
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_equal_to_compressors_of_one_ratio_each(graph: bool, exchange: str) -> None:
@@ -73,6 +74,7 @@ def test_equal_to_compressors_of_one_ratio_each(graph: bool, exchange: str) -> N
     assert TopKEF.stats(ours.compression).steps == len(RATIOS)
 
 
+@pytest.mark.one_in(5)
 @WAYS
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 @pytest.mark.parametrize("values", ["float32", "int8"])
@@ -105,6 +107,7 @@ def test_skipped_steps_do_not_count(graph: bool) -> None:
     assert state.ratio == 0.2
 
 
+@pytest.mark.one_in(3)
 @WAYS
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
 def test_what_is_saved_has_the_count(graph: bool, way: str, tmp_path: Path) -> None:
@@ -138,6 +141,7 @@ def test_what_cannot_work_is_refused() -> None:
         run.compression.set_ratio(1.0)
 
 
+@pytest.mark.one_in(2, first=1)
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 def test_fit(library: Any) -> None:
     compression, seen = TopKEF(**WARM), list[StepCounters]()
