@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from horovod_topk.core.rates import rates_of
-from horovod_topk.core.residual import COMMITTED, STATE_VERSION, asked_of, released_of
+from horovod_topk.core.residual import COMMITTED, STATE_VERSION, asked_of, parts_of, released_of
 from horovod_topk.errors import CheckpointError, StateDictError
 
 RESIDUALS = "residuals"
-BESIDES = ("owned", "velocity")  # state dicts within the state dict
 _DTYPES = ("F32", "F64")  # of residuals, as safetensors calls them
 
 
@@ -62,7 +61,7 @@ def check_place(facts: Mapping[str, Any], where: str) -> None:
 
 
 def _states(facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {RESIDUALS: facts, **{part: facts[part] for part in BESIDES if part in facts}}
+    return {RESIDUALS: facts, **{part: facts[part] for part in parts_of(facts)}}
 
 
 def _check_version(state: Any, where: str) -> None:

@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horovod_topk.checkpoint.contents import BESIDES
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core import reshard
 from horovod_topk.core.rates import RATES
 from horovod_topk.core.residual import (
     ASKED,
     COMMITTED,
+    METHOD_STATE,
+    SHARED,
     STEPS,
     check_nothing_is_owed,
     check_velocity,
     owner_of,
+    parts_of,
     released_of,
 )
 from horovod_topk.errors import CheckpointError, StateDictError
@@ -83,6 +85,10 @@ def share_out(
     if "velocity" in own:
         log.warning("TopKEF: velocities of momentum correction start at zero")
         own = {**own, "velocity": _at_zero(own["velocity"])}
+    for part in parts_of(own):
+        if part.startswith(METHOD_STATE) and part not in common:
+            log.warning("TopKEF: the method's %s starts at zero", part.removeprefix(METHOD_STATE))
+            own = {**own, part: _at_zero(own[part])}
     mine = reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops)
     return _each({**mine, **common}, unwrap)
 
@@ -93,6 +99,7 @@ def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
     Warm-up's steps and rates only if this rank's state dict has some.
     """
     known = [ASKED, STEPS, *({COMMITTED, RATES} & set(own))]
+    known += [part for part in parts_of(own) if own[part].get(SHARED)]
     return {key: saved[key] for key in known if key in saved}
 
 
@@ -167,9 +174,8 @@ def _at_zero(state: StateDict) -> dict[str, Any]:
 def _each(state: StateDict, change: Callable[[Any], Any]) -> dict[str, Any]:
     """A state dict with changed arrays."""
     changed = {**state, "residuals": {n: change(e) for n, e in state["residuals"].items()}}
-    for part in BESIDES:
-        if part in state:
-            changed[part] = _each(state[part], change)
+    for part in parts_of(state):
+        changed[part] = _each(state[part], change)
     return changed
 
 
@@ -185,6 +191,10 @@ def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     if "velocity" in own:
         velocity = _residuals(saved.get("velocity", {}), own["velocity"])
         fitting["velocity"] = {**own["velocity"], "residuals": velocity}
+    for part in parts_of(own):
+        if part.startswith(METHOD_STATE):
+            kept = _residuals(saved.get(part, {}), own[part])
+            fitting[part] = {**own[part], "residuals": kept}
     return fitting
 
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from horovod_topk.checkpoint import contents
-from horovod_topk.checkpoint.contents import BESIDES, RESIDUALS
+from horovod_topk.checkpoint.contents import RESIDUALS
+from horovod_topk.core.residual import parts_of
 from horovod_topk.errors import CheckpointError
 
 FORMAT = "horovod_topk"
@@ -43,10 +44,9 @@ def dump(state: Mapping[str, Any], framework: str) -> bytes:
     """
     arrays = {f"{RESIDUALS}/{name}": a for name, a in state[RESIDUALS].items()}
     facts = {**state, RESIDUALS: None}
-    for part in BESIDES:
-        if part in state:
-            arrays |= {f"{part}/{name}": a for name, a in state[part][RESIDUALS].items()}
-            facts[part] = {**state[part], RESIDUALS: None}
+    for part in parts_of(state):
+        arrays |= {f"{part}/{name}": a for name, a in state[part][RESIDUALS].items()}
+        facts[part] = {**state[part], RESIDUALS: None}
     metadata = {"format": FORMAT, "sha256": _UNKNOWN, "state": json.dumps(facts, sort_keys=True)}
     data: bytes = _safetensors(framework).save(arrays, metadata)
     match = _find_digest(data)
@@ -140,7 +140,7 @@ def _tensors(data: bytes) -> dict[str, Any]:
 
 
 def _assemble(facts: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    for part, into in ((RESIDUALS, facts), *((part, facts.get(part)) for part in BESIDES)):
+    for part, into in ((RESIDUALS, facts), *((part, facts.get(part)) for part in parts_of(facts))):
         if into is not None:
             names = [name for name in arrays if name.startswith(f"{part}/")]
             into[RESIDUALS] = {name.removeprefix(f"{part}/"): arrays[name] for name in names}

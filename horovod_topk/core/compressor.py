@@ -33,6 +33,8 @@ from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.residual import (
     ASKED,
     COMMITTED,
+    METHOD_STATE,
+    SHARED,
     ResidualRegistry,
     asked_of,
     check_origin,
@@ -40,7 +42,7 @@ from horovod_topk.core.residual import (
     check_velocity,
     committed_of,
 )
-from horovod_topk.core.rounds import state_names, state_plan
+from horovod_topk.core.rounds import is_shared, state_names, state_plan
 from horovod_topk.core.route import Route
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
@@ -317,6 +319,9 @@ class Compressor(Generic[Array]):
             state["owned"] = dict(self._exchange.owner) | self.owned.state_dict()
         if self.momentum is not None:
             state["velocity"] = self.momentum.registry.state_dict()
+        for name, registry in self.states.items():
+            shared = is_shared(self.plan, name)
+            state[METHOD_STATE + name] = {**registry.state_dict(), SHARED: shared}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -393,7 +398,8 @@ class Compressor(Generic[Array]):
             yield "owned", self.owned
         if self.momentum is not None:
             yield "velocity", self.momentum.registry
-        yield from self.states.items()
+        for name, registry in self.states.items():
+            yield METHOD_STATE + name, registry
 
     def _norm_of(self, registry: ResidualRegistry[Array]) -> float:
         return math.hypot(*(self._ops.norm(each.residual) for each in registry.all_arenas()))

@@ -23,6 +23,8 @@ COMMITTED = "committed"  # of a state dict: steps, where the ratio depends on th
 ASKED = "asked"  # of a state dict: the ratio that `set_ratio` asked for, if it did
 RELEASED = "released"  # of a state dict: tensors that left the plan, and so have no residual
 STEPS = "steps"  # of a shard: how many had ended when it was saved
+METHOD_STATE = "state."  # before the name of a method's state, as a part of a state dict
+SHARED = "shared"  # of such a part: whether it is equal on all ranks
 OWNER = ("ranks", "rank", "nodes")  # what says whose the residuals of shards are
 
 
@@ -37,6 +39,11 @@ class Arenas(Generic[Array]):
     def swap(self) -> None:
         """Make the candidate the residual."""
         self.residual, self.candidate = self.candidate, self.residual
+
+
+def parts_of(state: Mapping[str, Any]) -> list[str]:
+    """Names of the state dicts within a state dict."""
+    return [key for key in state if key in ("owned", "velocity") or key.startswith(METHOD_STATE)]
 
 
 Piece = tuple[Arenas[Array], TensorPlan]  # a tensor, or a shard of one, and where it lies

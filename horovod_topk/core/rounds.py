@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.plan import BucketPlan, lay_out
+from horovod_topk.core.plan import BucketPlan, Plan, lay_out
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.route import Collective, Sharded
 from horovod_topk.core.shards import shard
@@ -213,6 +213,14 @@ def state_names(method: object, pieces: Sequence[Any]) -> list[str]:
     if not isinstance(method, Rounds):
         return []
     return sorted({name for piece in pieces if not piece.whole for name in method.state(piece)})
+
+
+def is_shared(plan: Plan, name: str) -> bool:
+    """Whether a method's state of this name is equal on all ranks."""
+    method: object = plan.config
+    assert isinstance(method, Rounds)
+    states = (method.state(piece) for piece in plan.tensors() if not piece.whole)
+    return any(state[name].shared for state in states if name in state)
 
 
 def _stretch(arenas: Arenas[Any], piece: Piece) -> tuple[int, int]:

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-RANKS = Path(__file__).parent / "ranks"
+HERE = Path(__file__).parent
+RANKS = HERE / "ranks"
 REPOSITORY = Path(__file__).parents[2]
 WITHOUT_TENSORFLOW = Path(__file__).parent / "without_tensorflow"
 
@@ -175,7 +176,7 @@ def _pytest(cases: Sequence[Path], arguments: Sequence[str]) -> list[str]:
 def _environment(tag: str, folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "PYTEST_"))}
     compared = REPOSITORY / "scripts", REPOSITORY / "examples"  # simulated ranks with real ones
-    folders = WITHOUT_TENSORFLOW, REPOSITORY, *compared, Path(__file__).parent
+    folders = WITHOUT_TENSORFLOW, REPOSITORY, *compared, HERE, HERE.parent
     modules = *map(str, folders), os.environ.get("PYTHONPATH", "")
     programs = str(Path(sys.executable).parent), os.environ.get("PATH", "")
     own = {TAG: tag, FOLDER: str(folder)}

@@ -100,10 +100,10 @@ def runs(
 
 TORCH = named("torch", "alone", "nodes")
 # The files of TensorFlow with laws and exchanges.
-LAWS = ("tape", "sharded", "hierarchical", "groups_ratios")
+LAWS = ("tape", "sharded", "hierarchical", "groups_ratios", "methods")
 # About files, states and optimizers, which know of no controller.
 KERAS = ("keras", "tf_taking")
-STATES = ("state", "checkpoint", "tf_lives", "tf_applying")
+STATES = ("state", "checkpoint", "tf_lives", "tf_applying", "worked_example")
 STEPS = ("tf_scaling", "tf_warmup", "tf_momentum", "tf_rates", "tf_sparse")
 
 JOBS = (

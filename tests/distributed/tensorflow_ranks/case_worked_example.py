@@ -8,10 +8,10 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 from tapes import Linear, noise
-from worked_example import register
 
 import horovod_topk.tensorflow
 from horovod_topk import checkpoint
+from worked_example import register
 
 SHAPES = [(60, 50), (7,), (515,)]
 

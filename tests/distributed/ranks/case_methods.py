@@ -1,0 +1,113 @@
+"""Methods other than Top-K on real ranks: dense in a fixed order, and one of two rounds."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from oracle.two_rounds import TwoRounds
+
+import horovod_topk.torch
+import training
+from horovod_topk import checkpoint
+from horovod_topk.core.residual import parts_of
+from horovod_topk.methods import METHODS
+from horovod_topk.torch import TopKEF
+from training import Setup
+from witness import assert_ranks_equal, bits
+
+METHODS["TwoRounds"] = TwoRounds
+EVERY = {
+    "float32": ("Dense", {}),
+    "float16": ("Dense", {"values": "float16"}),
+    "bfloat16": ("Dense", {"values": "bfloat16"}),
+    "dense over an allgather": ("Dense", {"exchange": "allgather"}),
+    "two rounds": ("TwoRounds", {}),
+}
+
+
+def start(name: str, **settings: Any) -> tuple[Any, Any]:
+    setup = Setup(optimizer=training.adamw)
+    task = setup.task()
+    compressor = getattr(horovod_topk.torch, name)(**settings)
+    return task, setup.distributed(task, compressor)
+
+
+def states_in(state: Any) -> list[dict[str, torch.Tensor]]:
+    """Residuals of a state dict, and what it has beside them: owners' residuals, method state."""
+    return [state["residuals"], *(state[part]["residuals"] for part in sorted(parts_of(state)))]
+
+
+@pytest.mark.everywhere
+@pytest.mark.world_size(2, 3, 4)
+def test_dense_in_float32_trains_as_horovod_does() -> None:
+    setup = Setup(optimizer=training.plain_sgd)
+    task, theirs = setup.task(), setup.task()
+    ours = setup.distributed(task, horovod_topk.torch.Dense())
+    other = setup.distributed(theirs, hvd.Compression.none)
+    for step in range(10):
+        training.ordinary(task, ours, step)
+        training.ordinary(theirs, other, step)
+    if hvd.size() == 2:  # where there is one order of addition
+        assert torch.equal(bits(task.parameters()), bits(theirs.parameters()))
+    for mine, other in zip(task.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    stats = TopKEF.of(ours).stats()
+    assert stats.residual_norm == stats.owned_norm == 0
+    assert 0.4 < stats.reduction <= 1  # owners of a small model have uneven shards
+
+
+@pytest.mark.everywhere
+@pytest.mark.world_size(2, 3, 4)
+@pytest.mark.parametrize("method", EVERY)
+def test_ranks_stay_equal_and_a_checkpoint_goes_on(method: str, tmp_path: Path) -> None:
+    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
+    name, settings = EVERY[method]
+    (task, optimizer), (again, other) = start(name, **settings), start(name, **settings)
+    for step in range(5):
+        training.ordinary(task, optimizer, step)
+    checkpoint.save(folder, TopKEF.of(optimizer))
+    again.load_state_dict(task.state_dict())
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    hvd.barrier()
+    checkpoint.load(folder, TopKEF.of(other))
+    for step in range(5, 9):
+        training.ordinary(task, optimizer, step)
+        training.ordinary(again, other, step)
+    assert_ranks_equal(task.parameters())
+    assert torch.equal(bits(again.parameters()), bits(task.parameters()))
+    assert TopKEF.of(optimizer).stats().steps == 9
+
+
+@pytest.mark.everywhere
+@pytest.mark.world_size(2, 3, 4)
+@pytest.mark.parametrize("method", ["float16", "two rounds"])
+def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
+    name, settings = EVERY[method]
+    (task, optimizer), (again, other) = start(name, **settings), start(name, **settings)
+    for step in range(6):
+        training.ordinary(task, optimizer, step)
+        training.ordinary(again, other, step)
+        if step == 3:
+            before = TopKEF.of(other).state_dict()
+            other.zero_grad()
+            loss = again.loss(hvd.rank(), 99)
+            (loss * (float("nan") if hvd.rank() == 1 else 1.0)).backward()
+            other.synchronize()
+            assert all(p.grad.isnan().all() for p in again.parameters())
+            other.zero_grad()
+            after = TopKEF.of(other).state_dict()
+            for here, there in zip(states_in(before), states_in(after), strict=True):
+                assert all(torch.equal(e, there[tensor]) for tensor, e in here.items())
+    assert torch.equal(bits(again.parameters()), bits(task.parameters()))
+
+
+def test_a_method_that_is_not_known() -> None:
+    with pytest.raises(
+        AttributeError, match=r"has no .Quantise.; its compressors are"
+    ):
+        horovod_topk.torch.Quantise  # noqa: B018
