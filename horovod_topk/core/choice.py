@@ -10,6 +10,7 @@ from typing import NoReturn, TypeVar
 from horovod_topk.core.agreement import gather_bytes
 from horovod_topk.core.exchange import (
     Allgather,
+    AllreduceExchange,
     Collective,
     Exchange,
     HierarchicalExchange,
@@ -42,7 +43,7 @@ def exchange_of(plan: Plan, ops: Ops[Array], collective: Collective[Array]) -> E
     kind, because = plan.config.exchange, ""
     if kind == "auto" and elastic():  # ranks that join late construct theirs alone
         kind, because = "allgather", "the job is elastic, and an allgather has no owners"
-    if kind in ("allgather", "sharded", "reduce"):
+    if kind in ("allgather", "sharded", "reduce", "allreduce"):
         return make_exchange(kind, collective, because=because)
     nodes = find_nodes(ops, collective)
     unable = first_unable(nodes.groups, ops, collective)
@@ -68,6 +69,8 @@ def make_exchange(
         return Allgather(collective, nodes, because)
     if kind == "sharded":
         return ShardedExchange(collective, nodes, because)
+    if kind == "allreduce":
+        return AllreduceExchange(collective, nodes, because)
     if kind == "reduce":
         return ReduceExchange(collective, nodes, because)
     assert nodes is not None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from horovod_topk.core.allreduce import LANES, Allreduced
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.hierarchy import Hierarchical, Team
 from horovod_topk.core.nodes import Nodes
@@ -29,6 +30,7 @@ LARGEST_SPLIT = 2**31 - 1  # Horovod's splits are of 32 bits
 
 __all__ = [
     "Allgather",
+    "AllreduceExchange",
     "Collective",
     "Exchange",
     "HierarchicalExchange",
@@ -304,6 +306,42 @@ class ShardedExchange(_Over[Array]):
 
         payload_bytes, sent_bytes = self.ranks * there + back, others * (there + back)
         return self._traffic(plan, entries, payload_bytes, sent_bytes, between)
+
+
+class AllreduceExchange(_Over[Array]):
+    """Dense gradients are added up by Horovod's own allreduce."""
+
+    kind, turns, keeps, parts, part = "allreduce", 0, False, 0, None
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """None: nothing is left behind."""
+        return ()
+
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """Nothing."""
+        return ()
+
+    def route(
+        self,
+        bucket: BucketPlan,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
+        ops: Ops[Array],
+        codec: PayloadCodec[Array],
+    ) -> Route[Array]:
+        """One allreduce."""
+        return Allreduced(bucket, ops, self._collective)
+
+    def _count(self, plan: Plan) -> Traffic:
+        """Bytes of a step, sent in a ring from rank to rank."""
+        size = sum((b.numel + LANES) * WIDTH[b.residual_dtype] for b in plan.buckets)
+        entries = sum(bucket.entries for bucket in plan.buckets)
+        sent_bytes = ring_allreduce_bytes(size, self.ranks)
+
+        def between(rank: int) -> int:
+            return sent_bytes if self._is_at_an_edge(rank) else 0
+
+        return self._traffic(plan, entries, size, sent_bytes, between)
 
 
 class ReduceExchange(_Over[Array]):

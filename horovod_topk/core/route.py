@@ -82,6 +82,13 @@ class Collective(Protocol[Array]):
         """
         ...
 
+    def allreduce(self, array: Array, name: str) -> Pending[Array]:
+        """Start to add up arrays element by element, in an order of the library's own.
+
+        `array` may be written. As `allgather` otherwise.
+        """
+        ...
+
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether `split` will work here, if it does on every rank."""
         ...

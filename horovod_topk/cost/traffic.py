@@ -43,6 +43,10 @@ class Nobody:
         """Refuses."""
         raise TypeError("nothing is sent for a plan")
 
+    def allreduce(self, array: bytes, name: str) -> Pending[bytes]:
+        """Refuses."""
+        raise TypeError("nothing is sent for a plan")
+
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
         """As if process sets were dynamic."""
         return True

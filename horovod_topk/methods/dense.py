@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
-from horovod_topk.config import check_choice
+from horovod_topk.config import EXCHANGES, check_choice
+from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Codec, Piece
 from horovod_topk.ops import Ops, coding
 
@@ -29,7 +30,8 @@ class Dense(Codec):
 
     It sends every element. Each element's owner adds up the ranks' values in float32, in rank
     order, so that every rank and every run gets the same bits. Over "allgather" and "hierarchical"
-    it sends more bytes than over "sharded", its default.
+    it sends more bytes than over "sharded", its default. `exchange="allreduce"` is Horovod's own
+    allreduce, in an order of its own and without residuals (`horovod_topk.core.allreduce`).
 
     Args:
         values: format in which elements are sent: "float32" (float64 for float64 gradients),
@@ -43,9 +45,20 @@ class Dense(Codec):
     values: str = "float32"  # how elements are sent; float64 gradients: float64 for "float32"
     exchange: str = "sharded"
 
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """Those of every codec, and Horovod's allreduce."""
+        return (*EXCHANGES, "allreduce")
+
     def __post_init__(self) -> None:
         check_choice("values", self.values, VALUES)
         super().__post_init__()
+        if self.exchange == "allreduce" and self.values != "float32":
+            raise ConfigError(
+                f"values={self.values!r} was given with exchange='allreduce', which would add up "
+                "in 16 bits",
+                cure="Pass exchange='sharded', whose sums are in float32, or values='float32'",
+            )
 
     def withheld(self) -> str:
         """`Method.withheld`."""

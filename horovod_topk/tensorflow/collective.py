@@ -8,6 +8,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.tensorflow.mpi_ops import _allreduce
 
 from horovod_topk import process_sets
 from horovod_topk.core.agreement import gather_bytes
@@ -82,6 +83,17 @@ class HorovodCollective:
         for rank in range(1, self.size):
             total = total + rows[rank]
         return _Gathered(total)
+
+    def allreduce(self, array: Array, name: str) -> _Gathered:
+        """A named allreduce, while a graph is built."""
+        total = _allreduce(
+            array.value,
+            name=f"allreduce.{name}",
+            op=hvd.Sum,
+            ignore_name_scope=True,
+            process_set=self._process_set,
+        )
+        return _Gathered(tf.ensure_shape(total, [array.numel]))
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether process sets for these groups are there, or can be added."""

@@ -104,6 +104,12 @@ class HorovodCollective:
         handle = self._alltoall(array, torch.tensor(counts, dtype=torch.int32), name)
         return _Sum(handle.handle, counts[self.rank], name)
 
+    def allreduce(self, array: Tensor, name: str) -> _Handle:
+        """Start a named allreduce in place; does not block."""
+        return _Handle(
+            hvd.allreduce_async_(array, name=name, op=hvd.Sum, process_set=self._process_set)
+        )
+
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether process sets for these groups are there, or can be added."""
         return process_sets.can_add(self._global(groups), self._process_set)

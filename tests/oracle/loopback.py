@@ -111,6 +111,14 @@ class Loopback(Generic[Array]):
             ops.compensate(total, ops.view(other, start, start + counts[rank]), total)
         return total
 
+    def add_up(self, rank: int, key: tuple[str, int]) -> Array:
+        """The sum of them, added in rank order."""
+        total, *others = self.collect(rank, key)
+        total = self._ops.clone(total)
+        for other in others:
+            self._ops.compensate(total, other, total)
+        return total
+
     def _join(self, payloads: list[Array]) -> Array:
         ops, at = self._ops, 0
         gathered = ops.zeros(sum(map(ops.numel, payloads)), "uint8", "cpu")
@@ -163,6 +171,10 @@ class LoopbackCollective(Generic[Array]):
     ) -> LoopbackPending[Array]:
         """Start a collective; does not block."""
         return self._pending(self.network.reduce, array, name, counts)
+
+    def allreduce(self, array: Array, name: str) -> LoopbackPending[Array]:
+        """Start a collective; does not block."""
+        return self._pending(self.network.add_up, array, name)
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
         """Always."""

@@ -79,6 +79,10 @@ class Collective:
         """A stretch of the sum, of so many elements, to each rank."""
         return self._start(array, name, partial(_sum_to_each, counts))
 
+    def allreduce(self, array: Tensor, name: str) -> Pending:
+        """The sum, to every rank."""
+        return self._start(array, name, _sum_to_all)
+
     def split(self, groups: Sequence[Sequence[int]]) -> list[Collective | None]:
         """The same among some of the ranks; None where this one is not of them."""
         wires = [self.wire.groups.setdefault(tuple(g), Loopback(len(g))) for g in groups]
@@ -100,6 +104,11 @@ def _to_each(payloads: list[Tensor]) -> list[Tensor]:
     ranks = len(payloads)
     dealt = torch.stack(payloads).view(ranks, ranks, -1).transpose(0, 1)
     return list(dealt.reshape(ranks, -1))
+
+
+def _sum_to_all(arrays: list[Tensor]) -> list[Tensor]:
+    (total,) = _sum_to_each([arrays[0].numel()], arrays)
+    return [total] * len(arrays)
 
 
 def _sum_to_each(counts: Sequence[int], arrays: list[Tensor]) -> list[Tensor]:

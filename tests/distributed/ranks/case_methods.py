@@ -26,6 +26,7 @@ EVERY = {
     "float16": ("Dense", {"values": "float16"}),
     "bfloat16": ("Dense", {"values": "bfloat16"}),
     "dense over an allgather": ("Dense", {"exchange": "allgather"}),
+    "Horovod's allreduce": ("Dense", {"exchange": "allreduce"}),
     "two rounds": ("TwoRounds", {}),
 }
 
@@ -85,7 +86,7 @@ def test_ranks_stay_equal_and_a_checkpoint_goes_on(method: str, tmp_path: Path) 
 
 @pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
-@pytest.mark.parametrize("method", ["float16", "two rounds"])
+@pytest.mark.parametrize("method", ["float16", "Horovod's allreduce", "two rounds"])
 def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
     name, settings = EVERY[method]
     (task, optimizer), (again, other) = start(name, **settings), start(name, **settings)

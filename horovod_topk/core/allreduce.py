@@ -1,0 +1,120 @@
+"""The allreduce exchange: dense gradients, added up by Horovod's own allreduce.
+
+For those who want Horovod's speed, or its way through NCCL, without any compression. It keeps less
+than the sharded exchange: the order of addition is Horovod's. Gloo gives all ranks equal bits, but
+above two ranks not the same ones in every run; MPI only recommends that much.
+
+A bucket is one array: its gradients behind each other in the residual's dtype, and four lanes with
+the digest of its plan, 16 bits each, whose sums over P ranks are P times a rank's own where all
+have the same plan. A tensor whose sum is not finite becomes NaN, on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from horovod_topk.core.plan import BucketPlan
+from horovod_topk.core.residual import as_row
+from horovod_topk.core.route import Collective, Pending
+from horovod_topk.errors import PlanMismatchError
+from horovod_topk.ops import Ops
+from horovod_topk.ops.coding import value_bytes
+
+Array = TypeVar("Array")
+
+LANES = 4  # of 16 bits: float32 holds their sums over 256 ranks exactly
+
+
+class Allreduced(Generic[Array]):
+    """`horovod_topk.core.route.Route` of one bucket."""
+
+    def __init__(self, bucket: BucketPlan, ops: Ops[Array], collective: Collective[Array]) -> None:
+        self._bucket, self._ops, self._collective = bucket, ops, collective
+        self._digest = struct.unpack("<4H", bucket.digest)
+        size = bucket.numel + LANES
+        self._array = ops.zeros(size, bucket.residual_dtype, bucket.device)
+        self._pending: Pending[Array] | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """`Route.is_under_way`."""
+        return self._pending is not None
+
+    def send(self, gradients: Sequence[Array], name: str) -> None:
+        """`Route.send`."""
+        ops, bucket = self._ops, self._bucket
+        for piece, gradient in zip(bucket.tensors, gradients, strict=True):
+            if piece.numel:
+                ops.deal(gradient, [0], [ops.view(self._array, piece.start, piece.stop)])
+        data = ops.zeros(4 * LANES, "uint8", bucket.device)
+        ops.store_bytes(data, 0, struct.pack(f"<{LANES}f", *self._digest))
+        lanes = ops.unpack_values(as_row(ops, data), LANES, "float32", bucket.residual_dtype)
+        ops.assign(ops.view(self._array, bucket.numel, bucket.numel + LANES), ops.row(lanes, 0))
+        self._pending = self._collective.allreduce(self._array, name)
+
+    def advance(self) -> None:
+        """`Route.advance`."""
+
+    def wait(self) -> None:
+        """`Route.wait`."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        self._sum = pending.wait()
+
+    def drain(self) -> None:
+        """`Route.drain`."""
+        if self._pending is not None:
+            with contextlib.suppress(RuntimeError):
+                self._pending.wait()
+        self._pending = None
+
+    def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
+        """`Route.receive`.
+
+        Raises:
+            PlanMismatchError: ranks have different plans.
+        """
+        ops, bucket, ranks = self._ops, self._bucket, self._collective.size
+        sums = [ops.view(self._sum, piece.start, piece.stop) for piece in bucket.tensors]
+        flags = self._examine(sums)
+        scale = 1.0 / ranks if bucket.reduction == "average" else 1.0
+        for position, (total, target) in enumerate(zip(sums, targets, strict=True)):
+            ops.deliver(total, gain * scale, target, flags[position])
+        return flags
+
+    def clear(self, arrays: Sequence[Array]) -> None:
+        """`Route.clear`: all is sent whole."""
+
+    def swap(self) -> None:
+        """`Route.swap`: there is no residual."""
+
+    def gradient_norm(self, *, committed: bool) -> float:
+        """`Route.gradient_norm`: not known, as the gradients' memory has the sums."""
+        return 0.0
+
+    def _examine(self, sums: Sequence[Array]) -> Sequence[bool]:
+        """Compare the lanes; return which sums are not finite."""
+        ops, bucket = self._ops, self._bucket
+        lanes = ops.view(self._sum, bucket.numel, bucket.numel + LANES)
+        lane_bytes, count = value_bytes("float32", LANES), len(bucket.tensors)
+        size = lane_bytes + -(-count // 8)
+        row = ops.zeros(size, "uint8", bucket.device)
+        ops.store(row, 0, ops.pack_values(lanes, "float32"))
+        ops.store_nonfinite(row, lane_bytes, sums)
+
+        def check(heads: list[bytes], answers: list[list[bool]]) -> list[bool]:
+            (head,) = heads
+            expected = [self._collective.size * part for part in self._digest]
+            if list(struct.unpack_from(f"<{LANES}f", head)) != expected:
+                raise PlanMismatchError(
+                    f"bucket {bucket.ordinal}: ranks added up gradients of different plans; this "
+                    f"rank's digest is {bucket.digest.hex()}",
+                    cure="Start all ranks with the same model, settings and groups",
+                )
+            bits = int.from_bytes(head[lane_bytes:], "little")
+            return [bool(bits >> position & 1) for position in range(count)]
+
+        return ops.examine(row, size, size, [], check)
