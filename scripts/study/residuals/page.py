@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 import launch
-from study.markdown import table
+from study.markdown import filled, table
 from study.residuals import bounds, records
 from study.residuals.agenda import LR, RUNS
 from study.residuals.records import Record
@@ -25,38 +25,43 @@ INTRODUCTION = """\
 
 <!-- Written by `make residuals` from docs/results/residuals.json; see scripts/study/residuals. -->
 
-What a rank has not sent stays in its residual, and `stats().residual_norm` says how much that is.
-A residual that grew and grew would mean that the model is trained on ever older gradients. Theory
-says how large it can become; this page has what it is, also with ranks whose data differ, with a
-rank that now and then has none, and with coarse values and owners.
+A residual that kept growing would mean that the model is trained on older and older gradients. This
+page measures the norm of each rank's residual over a training run, `stats().residual_norm`, and
+compares it with the bounds of theory. **Ranks are simulated**: {ranks} in one process on a CPU, as
+in [frontier.md](frontier.md). There is one seed.
 
-The model of `examples/pytorch_digits.py`, {steps:,} steps, {ranks} ranks of 16 examples simulated
-in one process as in [frontier.md](frontier.md) (a test finds the same weights on real ranks, to the
-bit), SGD with momentum 0.9, learning rate {lr:g}, ratio {ratio:g}, one seed.
+{reading}
 
-{machine}
+![Norm of residuals and gradients over the steps, {ranks} simulated ranks](results/residuals.png)
 
-![Norm of residuals and gradients over the steps](results/residuals.png)
+Thick lines are residuals, thin lines gradients, and the dotted line is the largest residual of an
+owner.
 
-Thin lines are gradients, dotted ones the largest residual of an owner."""
+The model of `examples/pytorch_digits.py`, {steps:,} steps, 16 examples a rank and step, SGD with
+momentum 0.9, learning rate {lr:g}, ratio {ratio:g}. {machine}"""
 
 BOUNDS = """\
-## Beside the bound
+## Measured norms and bounds
 
-Top-K that sends k of n elements removes at least delta = k / n of the squares of what it is given:
-||e'||² ≤ (1 - delta) ||e + g||². With gradients of norm at most G, and in units of gradients rather
-than of steps, that bounds the residual's norm by
+Top-K sends k of n elements e + g, the residual plus the gradient. It removes at least the share
+delta = k / n of their squares: ||e'||² ≤ (1 - delta) ||e + g||². If no gradient has a norm above G,
+the norm of the residual is therefore bounded:
 
 {table}
 
-The first two are of expected squares; the third holds for every run. "Along the way" below is the
-third with the norms that the gradients really had, step by step, instead of G at every one, at its
-largest. Each line is of the rank whose residual became the largest. "Measured delta" is what a step
-really removed of the squares, and the last column Karimireddy's bound with the least of these. The
-bounds are of selection alone: rounding to int4 is not in k / n, it is in the measured delta."""
+The first two bounds hold for expected squares, the third for every run. They are stated here in
+units of gradients, as residuals are.
+
+Each line of the next table is about the rank with the largest residual.
+
+- *G* is the largest norm of its gradients; *in G* is the largest residual divided by G.
+- *Along the way* is the third bound, computed step by step with the gradients' real norms.
+- *Measured delta* is the share of the squares that a step really removed. It includes the rounding
+  of int4, which k / n does not.
+- The last column is Karimireddy's bound with the smallest measured delta."""
 
 SOURCES = (
-    ("Stich et al. 2018, Lemma 3.3, steps that hardly decay", "2 / delta", bounds.stich),
+    ("Stich et al. 2018, Lemma 3.3, at a nearly constant learning rate", "2 / delta", bounds.stich),
     ("Karimireddy et al. 2019, Lemma 3", "2 √(1 - delta) / delta", bounds.karimireddy),
     ("the triangle inequality", "q / (1 - q), q = √(1 - delta)", bounds.worst_case),
 )
@@ -64,23 +69,21 @@ SOURCES = (
 RANKS = "## Rank by rank"
 
 READING = """\
-## Reading it
-
-- The largest residual here was {worst_share:.1f}% of Karimireddy's bound, which is of gradients
-  whose elements are all alike. A few elements have most of the squares, so that a step removes
-  {least:.2g} to {most:.2g} of them (medians of the ranks) with one in {one_in:.0f} elements.
-- With {skewed_title} the residual became {skewed:.1f} times as large as with equal shards, at
-  largest gradients {skewed_gradient:.1f} times as large.
-- A step without data adds nothing, and sends on what is owed: that rank's largest residual was
-  {idle:.2f} times the one that it has with data in every step. A zero gradient needs nothing
-  special, but the rank has to take part in the exchange.
-- Of int4 the least measured delta was {int4:.2g}. With owners there is a second residual, in units
-  of the mean: `stats().owned_norm`, the column "owned" above.
-- In a job of your own compare `stats().residual_norm` with `stats().gradient_norm`: both are of
-  this rank's gradients. (With `exchange="hierarchical"` owners alone keep anything, of their node's
-  sum, so that `residual_norm` is zero: compare `owned_norm`, which levels off alike.) What matters
-  is that their ratio levels off. Where it grows for as long as one looks, the ratio is too small
-  for these data: raise it, or send all that is owed with `set_ratio(1.0)`."""
+- The largest residual was {worst_share:.1f}% of Karimireddy's bound. The bound covers the worst
+  case, in which all elements are equally large. In fact a few elements hold most of the squares: by
+  sending one element in {one_in:.0f}, a step removed {least:.2g}% to {most:.2g}% of the squares
+  (medians of the ranks).
+- With {skewed_title} the residual became {skewed:.1f} times as large as with equal shards. The
+  largest gradient was {skewed_gradient:.1f} times as large.
+- In a step without data a rank adds nothing to its residual and still sends from it. The largest
+  residual of that rank was {idle:.2f} times that of the same rank with data in every step. The rank
+  must take part in the exchange, with a zero gradient.
+- With int4 values the smallest measured delta was {int4:.2g}. With `sharded`, owners have a
+  residual too, in units of the mean gradient: `stats().owned_norm`.
+- **In your own job**, watch `stats().residual_norm` divided by `stats().gradient_norm`: it should
+  level off. If it keeps growing, the ratio is too small for your data. Raise it, or send the whole
+  residual with `set_ratio(1.0)`. (With `exchange="hierarchical"` only owners have a residual: watch
+  `owned_norm`.)"""
 
 
 def write() -> Path:
@@ -88,17 +91,15 @@ def write() -> Path:
     record = records.read()
     _draw(record)
     parts = [_introduction(record), _bounds(record), _beside(record), RANKS, _by_rank(record)]
-    PAGE.write_text("\n\n".join([*parts, _reading(record)]) + "\n")
+    PAGE.write_text("\n\n".join(parts) + "\n")
     return PAGE
 
 
 def _introduction(record: Record) -> str:
     environment, first = record["environment"], record["runs"][0]
-    load = record["load"][0]
     machine = (
         f"Measured on {environment['date']} at {record['time']} on {environment['cpu']}, "
-        f"{environment['cores']} cores, PyTorch {environment['torch']}; the load average was "
-        f"{load:g}, of other work too, which norms do not depend on."
+        f"{environment['cores']} cores shared with other work, PyTorch {environment['torch']}."
     )
     return INTRODUCTION.format(
         steps=first["steps"],
@@ -106,6 +107,7 @@ def _introduction(record: Record) -> str:
         lr=LR,
         ratio=record["ratio"],
         machine=machine,
+        reading=_reading(record),
     )
 
 
@@ -121,8 +123,8 @@ def worst_rank(run: Record) -> tuple[int, Record]:
 
 
 def _beside(record: Record) -> str:
-    header = ["", "accuracy", "rank", "G", "largest residual", "in G", "Karimireddy"]
-    header += ["along the way", "measured delta: median, least", "bound with the least"]
+    header = ["gradients", "accuracy", "rank", "G", "largest residual", "in G", "Karimireddy"]
+    header += ["along the way", "measured delta: median, smallest", "Karimireddy, smallest delta"]
     return table(header, (_line(record["ratio"], run) for run in record["runs"]))
 
 
@@ -144,7 +146,8 @@ def _line(ratio: float, run: Record) -> list[str]:
 
 
 def _by_rank(record: Record) -> str:
-    header = ["", "rank", "gradient: median", "largest", "residual: largest", "at the end", "owned"]
+    header = ["", "rank", "gradient: median", "largest", "residual: largest", "at the end"]
+    header += ["owner's residual: largest"]
     return table(header, (line for run in record["runs"] for line in _lines(run)))
 
 
@@ -169,12 +172,12 @@ def _reading(record: Record) -> str:
     medians = [rank["median_contraction"] for rank in ranks]
     coarse = [rank for name, run in runs.items() if "int4" in name for rank in run["ranks"]]
     idle, twin = runs["idle"]["ranks"][-1], runs["equal"]["ranks"][-1]
-    return READING.format(
+    text = READING.format(
         worst_share=max(
             100 * rank["largest_residual"] / (bound * rank["largest_gradient"]) for rank in ranks
         ),
-        least=min(medians),
-        most=max(medians),
+        least=100 * min(medians),
+        most=100 * max(medians),
         skewed_title=TITLES["skewed"],
         one_in=1 / record["ratio"],
         skewed=of["skewed"]["largest_residual"] / of["equal"]["largest_residual"],
@@ -182,6 +185,7 @@ def _reading(record: Record) -> str:
         idle=idle["largest_residual"] / twin["largest_residual"],
         int4=min(rank["least_contraction"] for rank in coarse),
     )
+    return filled(text)
 
 
 def _largest_gradient(run: Record) -> float:
