@@ -13,9 +13,9 @@ PAGE = """\
 <!-- Written by `make crashes` from docs/results/crashes.json. Change scripts/crash instead. -->
 
 What an elastic job loses when its ranks are killed. Up to {hosts} real ranks on one machine train
-the digits, each under a host name of its own. SIGKILL ends one rank at a time, at a random moment of a step
-or a commit, {least:g} seconds or more after the last kill, while all ranks train. Horovod then
-starts another rank. Each seed is also trained by two ranks without kills.
+the digits, each under a host name of its own. SIGKILL ends one rank at a time, at a random moment
+of a step or a commit, {least:g} seconds or more after the last kill, while all ranks train. Horovod
+then starts another rank. Each seed is also trained by two ranks without kills.
 
 {verdict}
 
@@ -23,8 +23,9 @@ starts another rank. Each seed is also trained by two ranks without kills.
   commit, to the bit.
 - It repeated the steps since that commit: {worst} at most, {median:g} in the median. {every} steps
   lie between two commits.
-- The sum of all ranks' residuals was {unchanged} in {whole} returns. A residual is lost if its rank
-  dies between the other ranks' commit and its own: that happened in {partly} returns.
+- In {whole} returns the sum of all ranks' residuals was {unchanged}.
+- A residual is lost if its rank dies between the other ranks' commit and its own: that happened in
+  {partly} returns.
 
 {jobs}
 
@@ -67,7 +68,7 @@ def page(found: dict[str, Any]) -> str:
 
 def _unchanged(apart: float) -> str:
     """How near the residuals are to what they were, in units of their largest element."""
-    within = f", within {apart:.1g} of its largest element," if apart else ", to the bit,"
+    within = f", within {apart:.1g} of its largest element" if apart else ", to the bit"
     return f"what it had been at the commit{within}"
 
 
