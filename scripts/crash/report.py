@@ -20,10 +20,11 @@ then starts another rank. Each seed is also trained by two ranks without kills.
 {verdict}
 
 - The job returned to a commit {returns} times. In {same} returns it went on with the weights of the
-  commit, to the bit.
+  commit (compared: the sum of their absolute values).
 - It repeated the steps since that commit: {worst} at most, {median:g} in the median. {every} steps
   lie between two commits.
-- In {whole} returns the sum of all ranks' residuals was {unchanged}.
+- In {whole} returns the mean of all ranks' residuals was {unchanged} (compared: every 101st
+  element).
 - A residual is lost if its rank dies between the other ranks' commit and its own: that happened in
   {partly} returns.
 
@@ -68,7 +69,7 @@ def page(found: dict[str, Any]) -> str:
 
 def _unchanged(apart: float) -> str:
     """How near the residuals are to what they were, in units of their largest element."""
-    within = f", within {apart:.1g} of its largest element" if apart else ", to the bit"
+    within = f", within {apart:.1g} of its largest element" if apart else ", without any difference"
     return f"what it had been at the commit{within}"
 
 

@@ -20,6 +20,7 @@ from study.practice.records import Record
 PAGE = launch.ROOT / "docs" / "practice.md"
 PICTURE = launch.ROOT / "docs" / "results" / "practice.png"
 TOLERANCE = 0.5  # points of accuracy
+TICKS = (-1, 0, 1, 2, 5, 20, 50, 100)
 
 TEXT = """\
 # Clipping, half precision, skewed data, restarts
@@ -217,6 +218,9 @@ def _draw(found: list[Line]) -> None:
     axes.axvline(TOLERANCE, color="#444444", linewidth=0.8, linestyle="--")
     axes.set_yticks(range(len(ways)), [way.title.replace("`", "") for way in ways], fontsize=8)
     axes.invert_yaxis()
+    axes.set_xscale("symlog", linthresh=2)  # spikes cost a hundred times as much as the rest
+    axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    axes.set_xticks([], minor=True)
     axes.set_xlabel(f"points of accuracy below dense (dashed: {TOLERANCE:g}), 2 real ranks")
     axes.legend(frameon=False)
     axes.grid(axis="x", alpha=0.3)
