@@ -18,7 +18,7 @@ LIMIT = 240.0  # seconds a job; eight ranks need about 20 on two idle cores
 
 
 @pytest.mark.timeout(3 * LIMIT + 60)
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["sharded", "allgather"])
 def test_eight_ranks_then_four_then_six(exchange: str, tmp_path: Path) -> None:
     before, left = "-", None
