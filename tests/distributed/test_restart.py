@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher import run
+from launcher import HOROVODRUN, run
 
 pytestmark = pytest.mark.distributed
 
@@ -25,7 +25,7 @@ def test_eight_ranks_then_four_then_six(exchange: str, tmp_path: Path) -> None:
     for ranks in (8, 4, 6):
         after, report = tmp_path / f"of-{ranks}", tmp_path / f"report-{ranks}"
         script = [str(JOB), before, str(after), exchange, str(report)]
-        command = ["horovodrun", "--gloo", "-np", str(ranks), sys.executable, *script]
+        command = [*HOROVODRUN, "--gloo", "-np", str(ranks), sys.executable, *script]
         done = run(command, tmp_path, LIMIT, {})
         assert done.returncode == 0, done.describe()
         assert not done.immortal
