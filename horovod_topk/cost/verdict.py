@@ -1,4 +1,4 @@
-"""Whether compression pays, and at which bandwidths."""
+"""The verdict: whether compression pays, and at which bandwidths."""
 
 from __future__ import annotations
 
