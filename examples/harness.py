@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import horovod
 from tqdm import tqdm
 
+from horovod_topk.cli import launcher
 from horovod_topk.cli.processor import cpu_model
 from horovod_topk.cli.ratios import parse_ratios
 from horovod_topk.config import TopKConfig
@@ -145,6 +146,16 @@ def positive(text: str) -> int:
 def momentum(text: str) -> float | str:
     """Parse a momentum: a number, or "optimizer" for the optimizer's own."""
     return text if text == TAKE_OVER else float(text)
+
+
+def check_launcher(hvd: Any) -> None:
+    """End with a cure if `hvd.init()` would abort because no launcher started this script.
+
+    Horovod with Open MPI's wheel does so, unless OPAL_PREFIX is set; see horovod_topk.cli.launcher.
+    """
+    problem = launcher.problem(hvd)
+    if problem is not None:
+        raise SystemExit(problem)
 
 
 def process_sets(args: argparse.Namespace) -> str | None:

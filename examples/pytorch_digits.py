@@ -50,6 +50,7 @@ def main() -> None:
     harness.add_evaluation(parser, every=20)
     args = harness.parse(parser)
 
+    harness.check_launcher(hvd)
     hvd.init(process_sets=harness.process_sets(args))
     torch.set_num_threads(harness.threads(hvd.local_size()))
     torch.manual_seed(args.seed)

@@ -109,6 +109,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    harness.check_launcher(hvd)
     hvd.init(process_sets=harness.process_sets(args))
     torch.set_num_threads(harness.threads(hvd.local_size()))
     torch.manual_seed(args.seed)

@@ -56,6 +56,7 @@ def main() -> None:
     if args.momentum == "optimizer":  # a tape knows of no optimizer whose momentum it could take
         args.momentum = 0.9
 
+    harness.check_launcher(hvd)
     hvd.init(process_sets=harness.process_sets(args))
     tensorflow_harness.use_cpu()
     tf.random.set_seed(args.seed)

@@ -50,6 +50,7 @@ def main() -> None:
     harness.add_evaluation(parser, every=20)
     args = harness.parse(parser)
 
+    harness.check_launcher(hvd)
     hvd.init(process_sets=harness.process_sets(args))
     tensorflow_harness.use_cpu()
     keras.utils.set_random_seed(args.seed)

@@ -1,8 +1,7 @@
-"""The command `horovod-topk`: it explains and measures; nothing in training depends on it."""
+"""The command `horovod-topk`. It explains and measures; nothing in training depends on it."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -11,36 +10,29 @@ from collections.abc import Sequence
 from horovod_topk import __version__
 from horovod_topk.cli import bench, doctor, plan
 from horovod_topk.cli import bytes as traffic
+from horovod_topk.cli.options import Parser, joined
+
+DESCRIPTION = "Check, predict and measure gradient compression for Horovod."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of its commands; the exit status."""
-    parser = argparse.ArgumentParser(prog="horovod-topk", description=__doc__)
+    """Run one of the commands; return the exit status."""
+    parser = Parser(prog="horovod-topk", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    doctor.add_arguments(
-        commands.add_parser("doctor", help="say what is there, what is amiss, and the cure")
-    )
-    traffic.add_arguments(
-        commands.add_parser("bytes", help="say what each format and exchange sends")
-    )
-    bench.add_arguments(
-        commands.add_parser("bench", help="time exchanges against each other, under horovodrun")
-    )
-    plan.add_arguments(
-        commands.add_parser("plan", help="say what a step will take, and whether to compress")
-    )
-    args = parser.parse_args(arguments)
-    mains = {
-        "doctor": doctor.main,
-        "bytes": traffic.main,
-        "bench": bench.main,
-        "plan": plan.main,
-    }
+    for name, module in COMMANDS.items():
+        described = module.DESCRIPTION
+        module.add_arguments(
+            commands.add_parser(name, help=described.partition(".")[0], description=described)
+        )
+    args = parser.parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     try:
-        status = mains[args.command](args)
+        status: int = COMMANDS[args.command].main(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read it has what he wanted, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
         return 128 + signal.SIGPIPE
     return status
+
+
+COMMANDS = {"doctor": doctor, "bytes": traffic, "bench": bench, "plan": plan}

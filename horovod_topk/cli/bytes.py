@@ -1,4 +1,4 @@
-"""`horovod-topk bytes`: what each format and exchange sends, from the plan alone."""
+"""`horovod-topk bytes`: the bytes that each format and exchange sends, from the plan alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from horovod_topk.cli.models import MODELS, elements, specs_of
-from horovod_topk.cli.options import announce
+from horovod_topk.cli.options import add_device, add_model, add_selection, announce, whole
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import EXCHANGES, TopKConfig
 from horovod_topk.core.choice import fewest
@@ -18,27 +18,39 @@ from horovod_topk.cost.traffic import Busiest, Ranks, nodes_of
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.topk import VALUES
 
+DESCRIPTION = (
+    "Print the bytes a step that each format and exchange sends. They follow from the model's "
+    "shapes and the settings; nothing is run. The last two columns say how many times fewer bytes "
+    "leave a node than with a ring allreduce in float32 and in float16; on a single node they "
+    "compare the bytes that a rank sends. 'auto' marks what exchange='auto' would take."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the options of the command."""
     add = parser.add_argument
-    known = ", ".join(MODELS)
-    add("--model", default="resnet50", help=f"{known}, or a JSON file with a shape for each name")
-    add("--ratio", type=float, default=TopKConfig.ratio)
-    add("--gather-ratio", type=float, default=None, help="sent back by owners; default: the ratio")
+    add_model(parser, MODELS)
+    add_device(parser)
+    add_selection(parser)
     add_ratios(parser)
-    add("--ranks", type=int, default=8)
-    add("--local-size", type=int, default=1, help="ranks on each node")
-    add("--min-numel", type=int, default=TopKConfig.min_numel)
+    add("--ranks", type=whole, default=8, help="ranks, 2 or more (default: %(default)s)")
+    add(
+        "--local-size",
+        type=whole,
+        default=1,
+        metavar="RANKS",
+        help="ranks on each node (default: %(default)s)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table; 2 if there is none."""
+    """Print the table; return 2 if the options allow none."""
     try:
-        specs = specs_of(args.model)
+        specs = specs_of(args.model, args.device)
         _check(args)
         announce(args.ranks)
-        rows = list(table(args, specs))
+        plans = {values: _plan(args, specs, values) for values in VALUES}
+        rows = list(table(args, plans))
     except (ValueError, TopKError) as error:
         print(f"horovod-topk bytes: {error}", file=sys.stderr)
         return 2
@@ -47,7 +59,8 @@ def main(args: argparse.Namespace) -> int:
     print(f"{elements(specs):,} float32 in {count(len(specs), 'tensor')}, ", end="")
     print(f"{count(args.ranks, 'rank')} on {count(len(nodes.ranks), 'node')}", end="")
     print(f", ratio {args.ratio:g}", end="")
-    print(f"{''.join(f', {each}' for each in args.ratios)}: bytes a step")
+    print(f"{''.join(f', {each}' for each in args.ratios)}", end="")
+    print(f", {gradients_on(plans['float32'], args.device)}: bytes a step")
     print(f"{'exchange':<14}{'values':<10}{'a rank sends':>14}{'leave a node':>14}", end="")
     print(f"{'of dense':>11}{'of fp16':>10}")
     leaving = dense if len(nodes.ranks) > 1 else 0  # a ring leaves each node once
@@ -59,22 +72,31 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def gradients_on(plan: Plan, device: str) -> str:
+    """The device that gradients are assumed to be on, and the index format that follows from it."""
+    kinds = {tensor.index for tensor in plan.tensors()} - {None}
+    indices = {"packed" if kind == "packed" else "plain" for kind in kinds} or {"no"}
+    return f"gradients on a {'GPU' if device == 'cuda' else 'CPU'} ({indices.pop()} indices)"
+
+
 def _check(args: argparse.Namespace) -> None:
     if args.ranks < 2:
-        raise ValueError(f"--ranks {args.ranks}: nothing is exchanged by fewer than 2")
+        raise ValueError(f"--ranks {args.ranks}: give 2 or more; one rank exchanges nothing")
     if args.local_size < 1:
-        raise ValueError(f"--local-size {args.local_size}: a node has at least 1 rank")
+        raise ValueError(f"--local-size {args.local_size}: give 1 or more ranks a node")
 
 
 def table(
-    args: argparse.Namespace, specs: list[TensorSpec]
+    args: argparse.Namespace, plans: dict[str, Plan]
 ) -> Iterator[tuple[str, str, Busiest, bool]]:
-    """Exchange, values, what a rank sends at most, and whether `exchange="auto"` would take it."""
+    """Yield an exchange, a format, the most that a rank sends, and whether "auto" would take it.
+
+    plans: by format of values.
+    """
     nodes = nodes_of(args.ranks, args.local_size)
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
     if max(nodes.sizes) == 1:
         kinds.remove("hierarchical")  # it would be the allgather
-    plans = {values: _plan(args, specs, values) for values in VALUES}
     ranks = {kind: Ranks(kind, nodes) for kind in kinds}
     found = {v: {k: ranks[k].busiest(plan) for k in kinds} for v, plan in plans.items()}
     taken = {v: fewest({k: most.node_bytes for k, most in of.items()}) for v, of in found.items()}
@@ -87,7 +109,7 @@ def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Pla
     config = TopKConfig(
         args.ratio,
         values=values,
-        exchange="auto",  # of no one exchange, as all are listed
+        exchange="auto",  # valid with every setting, as all exchanges are listed
         gather_ratio=args.gather_ratio,
         min_numel=args.min_numel,
         ratios=parse_ratios(args.ratios),
@@ -96,7 +118,7 @@ def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Pla
 
 
 def _line(exchange: str, values: str, sent: int, leaving: int, dense: int) -> str:
-    """Compared with dense by what leaves a node; by what a rank sends where there is one node."""
+    """A row; compares what leaves a node, or what a rank sends where there is only one node."""
     times = dense / (leaving or sent)
     head = f"{exchange:<14}{values:<10}{sent:>14,}{leaving:>14,}"
     return f"{head}{times:>10.1f}x{times / 2:>9.1f}x"

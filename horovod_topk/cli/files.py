@@ -1,4 +1,4 @@
-"""Files that a command will write, looked at before it measures anything."""
+"""Files that a command writes, checked before it measures anything."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from horovod_topk.cli.frameworks import launched_rank
 
 
 def prints() -> bool:
-    """Whether this rank reports; files need to be there, and to be writable, on its host alone."""
+    """Whether this rank prints and writes files: rank 0, or the only process."""
     return launched_rank() in (None, 0)
 
 
 def check_writable(option: str, path: Path) -> None:
-    """That a file can be written, if this rank will write it.
+    """Check that a file can be written, on the rank that will write it.
 
     Raises:
         ValueError: it cannot.
@@ -24,15 +24,15 @@ def check_writable(option: str, path: Path) -> None:
     if not prints():
         return
     if not path.parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {path.parent}. Make it beforehand")
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}. Create it first")
     if path.is_dir():
         raise ValueError(f"{option} {path}: that is a folder. Name a file in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{option} {path}: it cannot be written. Name one elsewhere")
+        raise ValueError(f"{option} {path}: no permission to write it. Name a file elsewhere")
 
 
 def check_picture(path: Path) -> None:
-    """That it can be drawn and written, as `check_writable`."""
+    """Check that a picture can be drawn and written, as `check_writable` does."""
     if not prints():
         return
     check_writable("--picture", path)

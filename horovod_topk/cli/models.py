@@ -106,50 +106,74 @@ def _normalisation() -> Iterator[Shape]:
 
 
 def resnet50_specs() -> list[TensorSpec]:
-    """All 161 trainable tensors, in the order in which backward reaches them."""
+    """All 161 trainable tensors of a ResNet-50, in the order in which backward reaches them."""
     return known_specs("resnet50")
 
 
-def known_specs(model: str) -> list[TensorSpec]:
+def known_specs(model: str, device: str = "cpu") -> list[TensorSpec]:
     """float32 gradients of one of `MODELS`, in the order in which backward reaches them."""
-    shapes = list(MODELS[model]())
-    return [TensorSpec(str(i), shape, "float32") for i, shape in reversed(list(enumerate(shapes)))]
+    shapes = list(enumerate(MODELS[model]()))
+    return [TensorSpec(str(i), shape, "float32", device) for i, shape in reversed(shapes)]
 
 
-def specs_of(model: str) -> list[TensorSpec]:
-    """float32 gradients of one of `MODELS`, or of a JSON file: an object with a shape a name.
+def specs_of(model: str, device: str = "cpu") -> list[TensorSpec]:
+    """float32 gradients of one of `MODELS`, or of a JSON file: an object from names to shapes.
+
+    Args:
+        model: a model's name, or a file's path.
+        device: where the gradients are, as `TensorSpec` has it; the index format depends on it.
 
     Raises:
         ValueError: it is neither.
     """
     if model in MODELS:
-        return known_specs(model)
-    path = Path(model)
-    if not path.is_file():
-        raise ValueError(f"{model} is neither one of {', '.join(MODELS)} nor a file of shapes")
+        return known_specs(model, device)
+    path = _file(model)
     try:
         shapes = json.loads(path.read_text()).items()
     except OSError as error:
-        raise ValueError(f"{model} cannot be read: {error.strerror}") from error
+        raise ValueError(f"--model {model}: it cannot be read: {error.strerror}") from error
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f'{model} is no JSON object such as {{"weight": [3, 4]}}') from error
-    specs = [TensorSpec(name, _shape(model, name, shape), "float32") for name, shape in shapes]
+        raise ValueError(
+            f'--model {model}: it is not a JSON object such as {{"weight": [3, 4]}}'
+        ) from error
+    specs = [
+        TensorSpec(name, _shape(model, name, shape), "float32", device) for name, shape in shapes
+    ]
     if not elements(specs):
-        raise ValueError(f"{model} has no gradients: give at least one shape that has elements")
+        raise ValueError(f"--model {model}: it has no elements. Give at least one non-empty shape")
     return specs
 
 
+def _file(model: str) -> Path:
+    """The file that is named instead of a model."""
+    path, known = Path(model), ", ".join(MODELS)
+    if path.is_dir():
+        raise ValueError(f"--model {model}: that is a folder. Name a JSON file of shapes in it")
+    if path.exists():
+        return path
+    if path.name != model or path.suffix:
+        raise ValueError(
+            f"--model {model}: there is no such file. Give the path of a JSON file of shapes, or "
+            f"one of {known}"
+        )
+    raise ValueError(
+        f"--model {model}: no model of that name is known. Give one of {known}, or the path of a "
+        "JSON file of shapes"
+    )
+
+
 def _shape(model: str, name: str, given: object) -> Shape:
-    """Of what JSON says; `bool` is an `int` to Python, and a text a list of digits."""
+    """A shape from JSON; `bool` is an `int` to Python, and a string a list of digits."""
     sizes = given if isinstance(given, list) else [None]
     if all(type(size) is int and size >= 0 for size in sizes):
         return tuple(sizes)
     raise ValueError(
-        f"{model} has {json.dumps(given)} as the shape of {name!r}: give whole numbers of 0 or "
+        f"--model {model}: {name!r} has the shape {json.dumps(given)}. Give whole numbers of 0 or "
         "more, as in [3, 4]"
     )
 
 
 def elements(specs: list[TensorSpec]) -> int:
-    """Elements of all of them."""
+    """Number of elements of all tensors together."""
     return sum(math.prod(spec.shape) for spec in specs)

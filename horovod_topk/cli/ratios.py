@@ -9,22 +9,24 @@ from horovod_topk.ratios import DENSE, Rules, checked_rules
 
 
 def add_ratios(parser: argparse.ArgumentParser) -> None:
-    """The option, of a command."""
+    """Add the option `--ratios`."""
     parser.add_argument(
         "--ratios",
         nargs="+",
         default=(),
         metavar="PATTERN=RATIO",
-        help="of some tensors, as in 'head.*=dense'; the first that matches wins. Tensors of "
-        "known models are called 0, 1, 2 and so on from the input",
+        help="ratios for the tensors whose names match a pattern, as in 'head.*=dense'; the first "
+        "match is used. The tensors of known models are named 0, 1, 2 and so on, from the input "
+        "to the output (default: none)",
     )
 
 
 def parse_ratios(given: Iterable[str]) -> Rules | None:
-    """What was given.
+    """Return the rules that the option's values give.
 
     Raises:
-        ValueError: it has no ratio; ConfigError: TopKEF does not take it.
+        ValueError: a value is not PATTERN=RATIO.
+        ConfigError: TopKEF does not take a ratio.
     """
     return checked_rules([_rule(text) for text in given])
 

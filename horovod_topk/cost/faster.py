@@ -1,7 +1,7 @@
-"""At which bandwidths a way is faster than dense.
+"""The bandwidths at which an exchange is faster than dense.
 
-Mostly below one, as fewer bytes count the more the slower a network is. But a way may have fewer
-messages and more bytes, or more of both hidden: then it is above one, or between two.
+Mostly these are all below a limit, because fewer bytes save more time on a slower network. An
+exchange with fewer messages and more bytes is faster above a limit, or between two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PRECISE = 1e-9  # of a logarithm of bits a second
 
 @dataclass(frozen=True)
 class Span:
-    """Bandwidths, in bit/s."""
+    """A range of bandwidths, in bit/s."""
 
     above: float  # 0: however slow, within `DECADES`
     below: float  # infinity: however fast
@@ -36,14 +36,14 @@ class Span:
 
 
 def written(spans: Iterable[Span]) -> str:
-    """As a sentence has them."""
+    """Join ranges into a part of a sentence."""
     return " and ".join(map(str, spans))
 
 
 def faster(
     dense: Way, other: Way, machine: Machine, training: Training, *, overlap: bool
 ) -> tuple[Span, ...]:
-    """Bandwidths at which `other` takes less than `dense`, ascending; none: it never does."""
+    """Return the ranges, ascending, in which `other` is faster than `dense`; empty if none."""
 
     def gain(bandwidth: float) -> float:
         there = replace(machine, network=replace(machine.network, bandwidth=bandwidth))
@@ -54,7 +54,7 @@ def faster(
 
 
 def _spans(gain: Callable[[float], float], places: list[float]) -> Iterator[Span]:
-    """Where a gain is above 0; its sign changes once at most between two places."""
+    """Ranges in which a gain is above 0; its sign changes at most once between two places."""
     gains = [gain(place) > 0 for place in places]
     above = 0.0
     pairs = itertools.pairwise(zip(places, gains, strict=True))
@@ -68,7 +68,7 @@ def _spans(gain: Callable[[float], float], places: list[float]) -> Iterator[Span
 
 
 def _change(gain: Callable[[float], float], positive: float, negative: float) -> float:
-    """Where a gain's sign changes between two bandwidths."""
+    """The bandwidth between two others at which a gain changes its sign."""
     more, less = math.log(positive), math.log(negative)
     while abs(less - more) > PRECISE:
         middle = (more + less) / 2

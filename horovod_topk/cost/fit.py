@@ -1,4 +1,4 @@
-"""Constants of a network from collectives that were timed: least squares, none of them negative."""
+"""Find a network's constants from timed collectives, by least squares; none is negative."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sample:
 
 
 def fit(samples: Sequence[Sample]) -> Network:
-    """The constants that explain samples best, as shares of what each took.
+    """Return the constants with the least squared relative error of the samples' times.
 
     Where samples say the bandwidth of their card, what is found is how much of it they reach
     (`goodput`) and, if they have several bandwidths, what a byte costs whatever it is (`copy`);
@@ -51,7 +51,7 @@ def fit(samples: Sequence[Sample]) -> Network:
 
 
 def _columns(sample: Sample) -> Row:
-    """What constants are multiplied with, in parts of what the sample took."""
+    """The factors of the constants, divided by the sample's time."""
     sending, slow = sample.sending, sample.slowdown
     bits = sending.network_bits or 8 * sending.sent_bytes  # of one node: within it
     columns = (

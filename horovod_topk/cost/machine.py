@@ -1,7 +1,7 @@
-"""What a machine and its network cost: constants that were measured, or are given.
+"""Constants of a machine and its network: measured, or given.
 
-They are seconds, bytes and bits a second, kept as JSON: what was measured in one place can be used,
-and checked, in another. `horovod-topk plan --measure` measures them.
+They are in seconds, bytes and bits a second, and stored as JSON, so that they can be used, and
+checked, elsewhere. `horovod-topk plan --measure` measures them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 REFERENCE = Path(__file__).with_name("reference.json")
+DEVICES = ("cpu", "cuda")
 NO_MACHINE = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Network:
-    """What moving bytes costs (Hockney 1994; Thakur, Rabenseifner, Gropp 2005)."""
+    """Cost of moving bytes (Hockney 1994; Thakur, Rabenseifner, Gropp 2005)."""
 
     bandwidth: float  # bit/s of a node's network card, each way, headers included
     latency: float  # s, of each of the messages that wait for one another
@@ -31,7 +32,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computing costs beside the model itself, one core or one accelerator."""
+    """Cost of what is computed beside the model itself, on one core or one accelerator."""
 
     encode: float  # s an element: compensate, select, write the payload and the residual
     clear: float  # s an element: a decoded gradient begins with zeros
@@ -42,26 +43,29 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Machine:
-    """A network, and the ranks that compute behind it."""
+    """A network, and what its ranks compute with."""
 
     network: Network
     kernels: Kernels
     cores: float | None = None  # that ranks share; None: enough
     crowd: int | None = None  # ranks that share them; None: those of a node
     origin: str = "given"  # where the constants are from, for the reader
+    device: str = "cpu"  # that the kernels were measured on: "cpu" or "cuda"
 
     def __post_init__(self) -> None:
         for part in (self.network, self.kernels):
             for field in fields(part):
                 _check(field.name, getattr(part, field.name))
         _check("cores", self.cores)
+        if self.device not in DEVICES:
+            raise ValueError(f"device={self.device!r}: give one of {', '.join(DEVICES)}")
         if self.crowd is not None and (type(self.crowd) is not int or self.crowd < 1):
             raise ValueError(
                 f"crowd={self.crowd!r}: a whole number of ranks shares the cores, 1 or more"
             )
 
     def slowdown(self, ranks_per_node: int) -> float:
-        """How many times longer a rank computes, since others do on the same cores."""
+        """How many times longer a rank computes because it shares its cores with others."""
         if self.cores is None:
             return 1.0
         return max(1.0, (self.crowd or ranks_per_node) / self.cores)
@@ -93,15 +97,15 @@ def _fits(name: str, value: float) -> bool:
 
 
 def write(machine: Machine, path: Path) -> None:
-    """Keep it as JSON."""
+    """Write a machine as JSON."""
     path.write_text(json.dumps(asdict(machine), indent=1) + "\n")
 
 
 def read(path: Path) -> Machine:
-    """Of what `write` wrote.
+    """Read a machine that `write` wrote.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the file cannot be read, or is not of this kind.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -111,5 +115,6 @@ def read(path: Path) -> Machine:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except NO_MACHINE as error:
         raise ValueError(
-            f"{path} holds no machine ({error}): let `horovod-topk plan --measure` write it"
+            f"{path} has no machine's constants ({error}): `horovod-topk plan --measure` can write "
+            "such a file"
         ) from error

@@ -1,4 +1,4 @@
-"""Bits a second, seconds and counts, as people write and read them."""
+"""Bandwidths, times and counts as people write and read them."""
 
 from __future__ import annotations
 
@@ -10,36 +10,42 @@ TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def bits_per_second(text: str) -> float:
-    """Of "100mbit", "2.5gbit" and the like.
+    """Parse a bandwidth: "100mbit", "2.5gbit" and the like.
 
     Raises:
-        ValueError: it is no rate.
+        ValueError: it is not one.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)bit", text.lower())
     if found is None or float(found[1]) == 0:
-        raise ValueError(f"{text!r} is no bandwidth: write 100mbit, 2.5gbit or 10gbit")
+        raise ValueError(
+            f"{text!r} is not a bandwidth: give a number above 0 with its unit, such as 100mbit, "
+            "2.5gbit or 10gbit"
+        )
     return float(found[1]) * RATES[found[2]]
 
 
 def seconds(text: str) -> float:
-    """Of "62.5ms", "50us" and the like.
+    """Parse a time: "62.5ms", "50us" and the like.
 
     Raises:
-        ValueError: it is no time.
+        ValueError: it is not one.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.lower())
     if found is None:
-        raise ValueError(f"{text!r} is no time: write 62.5ms, 50us or 1.2s")
+        raise ValueError(
+            f"{text!r} is not a time: give a number of 0 or more with its unit, such as 62.5ms, "
+            "50us or 1.2s"
+        )
     return float(found[1]) * TIMES[found[2]]
 
 
 def count(number: int, noun: str) -> str:
-    """As "1 node" or "1,000 nodes"."""
+    """Format a count: "1 node" or "1,000 nodes"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def milliseconds(seconds: float) -> str:
-    """To three digits."""
+    """Format a time in milliseconds, to three digits."""
     if seconds <= 0:
         return "0"
     value = 1e3 * seconds
@@ -47,7 +53,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def rate(bandwidth: float) -> str:
-    """Bits a second to three digits."""
+    """Format a bandwidth, to three digits."""
     for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bandwidth >= size:
             return f"{bandwidth / size:.3g} {unit}"

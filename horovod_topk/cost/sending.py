@@ -1,7 +1,7 @@
-"""Seconds of a collective: latency, bandwidth and what the processor does to each byte.
+"""The time of a collective: latency, bandwidth and the processor's work on each byte.
 
 The model is Hockney's (1994), as Thakur, Rabenseifner and Gropp (2005) use it: a message of n bytes
-takes alpha + n beta, and adding up n bytes takes n gamma. To it comes what Horovod needs for each
+takes alpha + n beta, and adding up n bytes takes n gamma. Horovod adds a time for each
 collective: its background thread wakes once a cycle (1 ms by default), and the ranks agree on what
 is ready by an allreduce of a few bytes.
 """
@@ -20,7 +20,7 @@ HEADERS = 66 / 1448
 
 @dataclass(frozen=True)
 class Sending:
-    """Collectives that follow each other, for one piece of the gradients."""
+    """The collectives, one after the other, that exchange one piece of the gradients."""
 
     collectives: int
     rounds: int  # messages that wait for one another, negotiation included
@@ -32,11 +32,11 @@ class Sending:
 
     @property
     def network_bits(self) -> float:
-        """That leave the busiest node, headers included."""
+        """Bits that leave the busiest node, with packet headers."""
         return 8 * self.network_bytes * (1 + HEADERS)
 
     def fused(self, other: Sending) -> Sending:
-        """Both in one: bytes add up, messages do not. Horovod fuses what is ready at once."""
+        """Return both as one collective: bytes add up, messages do not."""
         return Sending(
             self.collectives,
             self.rounds,
@@ -48,9 +48,9 @@ class Sending:
         )
 
     def seconds(self, network: Network, slowdown: float = 1.0) -> float:
-        """How long it takes.
+        """Return the time in seconds.
 
-        slowdown: of what the processor does, `Machine.slowdown`.
+        slowdown: factor of the processor's work, as `Machine.slowdown` returns it.
         """
         waiting = self.collectives * network.overhead + self.rounds * network.latency
         between = self.network_bits / (network.goodput * network.bandwidth)
@@ -61,7 +61,7 @@ class Sending:
 
 
 def negotiation(ranks: int) -> int:
-    """Messages by which ranks agree on what is ready.
+    """Number of messages by which ranks agree on which tensors are ready.
 
     Horovod 0.28.1 takes the bitwise and of what each rank has cached; on Gloo that is a ring
     allreduce of a few bytes (gloo_controller.cc, CrossRankBitwiseAnd).

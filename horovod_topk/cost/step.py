@@ -1,8 +1,8 @@
-"""A step of training in time: backward, what is computed for the exchange, and what is sent.
+"""The time of a training step: backward, the kernels of the exchange, and the collectives.
 
 One thread computes; Horovod's background thread sends, one collective after another. A piece can
-leave once backward has produced all of its gradients; what leaves before backward ends costs
-nothing.
+leave once backward has produced all of its gradients. Collectives that run while backward goes on
+take no extra time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORWARD = 1 / 3  # of the model's time: backward multiplies twice where forward 
 
 @dataclass(frozen=True)
 class Training:
-    """What the model needs by itself."""
+    """The time of the model without any exchange."""
 
     compute: float  # s a step: forward, backward, and the optimizer
     forward: float = FORWARD  # share of it before the first gradient is there
@@ -39,7 +39,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step."""
+    """The predicted time of a step, in seconds."""
 
     compute: float  # of the model
     kernels: float  # beside the model
@@ -48,12 +48,12 @@ class Step:
 
     @property
     def efficiency(self) -> float:
-        """Share of the step in which the model is computed."""
+        """Share of the step that the model's own computation takes."""
         return self.compute / self.seconds
 
     @property
     def hidden(self) -> float:
-        """Share of the exchange during which something else is computed."""
+        """Share of the exchange that overlaps computation."""
         if not self.exchange:
             return 0.0
         exposed = self.seconds - self.compute - self.kernels
@@ -61,10 +61,10 @@ class Step:
 
 
 def step(way: Way, machine: Machine, training: Training, *, overlap: bool) -> Step:
-    """Seconds of a step in this way.
+    """Predict the time of a step with this exchange.
 
-    overlap: whether what is ready is sent while backward goes on. Without, all is computed, all is
-    sent, all is decoded, one after the other.
+    overlap: whether gradients are exchanged while backward computes others. Without overlap all
+    gradients are computed, then all are sent, then all are decoded.
     """
     if not overlap:
         return _timed(way, machine, training, FUSION_BYTES, overlap=False)
@@ -93,7 +93,7 @@ def _timed(way: Way, machine: Machine, training: Training, limit: int, *, overla
 
 
 def seconds(work: Work, machine: Machine) -> float:
-    """What work takes on an idle machine."""
+    """Return the time of some work on an idle machine, in seconds."""
     kernels = machine.kernels
     return (
         work.encoded * kernels.encode

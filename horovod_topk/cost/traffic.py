@@ -1,4 +1,4 @@
-"""What exchanges would send, asked of the exchanges themselves, without a network."""
+"""The bytes that exchanges would send; the exchanges' own code counts them, without a network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from horovod_topk.core.shards import NodePlan
 
 @dataclass(frozen=True)
 class Nobody:
-    """A collective of so many ranks that carries nothing."""
+    """A collective that only has a size; it refuses to send."""
 
     size: int
     rank: int = 0
@@ -57,13 +57,13 @@ class Nobody:
 
 
 def nodes_of(ranks: int, local_size: int) -> Nodes:
-    """Nodes of so many ranks each, the last of what is left."""
+    """Return nodes with `local_size` ranks each; the last one may have fewer."""
     starts = range(0, ranks, local_size)
     return Nodes(tuple(tuple(range(at, min(at + local_size, ranks))) for at in starts))
 
 
 def exchange_of(kind: str, nodes: Nodes, rank: int = 0) -> Exchange[bytes]:
-    """One to ask what it would send, as a rank has it."""
+    """Return an exchange as a rank would have it, to count its bytes."""
     collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
     return make_exchange(kind, collective, nodes)
 
@@ -79,7 +79,7 @@ class _AsRank(HierarchicalExchange[bytes]):
 
 @dataclass(frozen=True)
 class Busiest:
-    """The most that any rank has to do in a step, each figure that of the rank with most of it."""
+    """The largest bytes of any rank in a step; each figure is of the rank with the most."""
 
     payload_bytes: int  # handed to collectives, of rank 0
     sent_bytes: int
@@ -89,7 +89,7 @@ class Busiest:
 
 
 class Ranks:
-    """All ranks that may be the busiest of an exchange: of hierarchical, those of a node each size.
+    """The ranks that may send the most in an exchange.
 
     A rank that owns nothing sends its whole gradient there, and an owner a part of it. Elsewhere
     all send the same, and rank 0, whose node is one of the largest, as much within it as any.
@@ -104,7 +104,7 @@ class Ranks:
             self._exchanges = [_AsRank(nodes, rank, plans) for rank in ranks]
 
     def busiest(self, plan: Plan) -> Busiest:
-        """Of a step."""
+        """Return the largest bytes of any rank in a step."""
         first, *_ = each = [exchange.traffic(plan) for exchange in self._exchanges]
         shared = max(self._nodes.sizes) > 1
         within = [one.sent_bytes - (one.between_bytes or 0) for one in each if shared]

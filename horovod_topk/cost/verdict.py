@@ -1,4 +1,4 @@
-"""Whether compression pays, and at which bandwidths."""
+"""The verdict: whether compression pays, and at which bandwidths."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from horovod_topk.cost.step import Step, Training, step
 from horovod_topk.cost.ways import Way
 
 TOO_COARSE = "sign"  # training diverged, or, corrected, lost 12% with a seed: docs/frontier.md
-SECOND = " Owners' second selection costs accuracy: docs/frontier.md."
+SECOND = " In this exchange owners select a second time, which costs accuracy: docs/frontier.md."
 UNCHECKED = " (by formulas that no measurement has confirmed)"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a way costs."""
+    """The cost of one exchange."""
 
     way: Way
     alone: Step  # without overlap
@@ -35,7 +35,7 @@ class Verdict:
 
 
 def rows(ways: Sequence[Way], machine: Machine, training: Training, *, overlap: bool) -> list[Row]:
-    """Of every way; the first is the one that the others are compared with.
+    """Return the cost of every exchange; the first one is what the others are compared with.
 
     overlap: whether steps with overlap are compared, or those without.
     """
@@ -52,9 +52,11 @@ def rows(ways: Sequence[Way], machine: Machine, training: Training, *, overlap: 
 
 
 def judge(table: Sequence[Row], *, overlap: bool) -> Verdict:
-    """Of `rows`: dense against the fastest of ours, of which some must not be `TOO_COARSE`.
+    """Compare dense with the fastest of our exchanges in `rows`, those of `TOO_COARSE` left out.
 
-    What is neither is named where it is faster than both.
+    Other compressors are named where they are faster than both.
+
+    overlap: whether steps with overlap are compared, or those without.
     """
 
     def taken(row: Row) -> Step:
@@ -66,17 +68,18 @@ def judge(table: Sequence[Row], *, overlap: bool) -> Verdict:
     slow, fast = taken(dense), taken(best)
     others = {_title(row): taken(row) for row in table[1:] if not row.way.ours}
     besides = _besides(others, min(slow.seconds, fast.seconds))
+    how = "with overlap" if overlap else "without overlap"
     if fast.seconds < slow.seconds:
-        return Verdict(True, _pays(best, slow, fast) + besides)
-    return Verdict(False, _does_not_pay(best, slow, fast) + besides)
+        return Verdict(True, _pays(best, slow, fast, how) + besides)
+    return Verdict(False, _does_not_pay(best, slow, fast, how) + besides)
 
 
-def _pays(best: Row, slow: Step, fast: Step) -> str:
+def _pays(best: Row, slow: Step, fast: Step, how: str) -> str:
     where = "" if best.faster is None else f", and pays {written(best.faster)}"
     return (
         f"compress: exchange={best.way.exchange!r}, values={best.way.values!r} makes a step "
         f"{slow.seconds / fast.seconds:.2f} times faster than dense ({milliseconds(slow.seconds)} "
-        f"to {milliseconds(fast.seconds)} ms){where}."
+        f"to {milliseconds(fast.seconds)} ms, {how}){where}."
         + _within(best)
         + (SECOND if best.way.exchange == "sharded" else "")
     )
@@ -87,7 +90,7 @@ def _within(best: Row) -> str:
 
 
 def _besides(others: Mapping[str, Step], least: float) -> str:
-    """A word for each other compression that takes less than so many seconds."""
+    """A sentence for each other compressor that takes less than `least` seconds."""
     return "".join(
         f" {name} is faster still: {milliseconds(other.seconds)} ms{UNCHECKED}."
         for name, other in others.items()
@@ -99,19 +102,22 @@ def _title(row: Row) -> str:
     return "Horovod's own fp16" if row.way.exchange == "allreduce" else row.way.name
 
 
-def _does_not_pay(best: Row, slow: Step, fast: Step) -> str:
+def _does_not_pay(best: Row, slow: Step, fast: Step, how: str) -> str:
     saved, spent = slow.exchange - fast.exchange, fast.kernels - slow.kernels
     if saved <= 0:
-        reason = f"its collectives take no less than dense's {milliseconds(slow.exchange)} ms"
+        reason = (
+            f"its collectives take at least as long as dense's {milliseconds(slow.exchange)} ms"
+        )
     elif slow.hidden == 1.0:
         reason = "backward hides all of dense's exchange"
     else:
         reason = (
-            f"it sends in {milliseconds(fast.exchange)} ms what takes dense "
-            f"{milliseconds(slow.exchange)}, and computes {milliseconds(spent)} ms for it"
+            f"its exchange takes {milliseconds(fast.exchange)} ms and dense's "
+            f"{milliseconds(slow.exchange)} ms, but its kernels take {milliseconds(spent)} ms more"
         )
     where = f" It would pay {written(best.faster)}." if best.faster else ""
     return (
-        f"do not compress: dense takes {milliseconds(slow.seconds)} ms a step, the fastest of ours "
-        f"({best.way.name}) {milliseconds(fast.seconds)}: {reason}.{where}{_within(best)}"
+        f"do not compress: dense takes {milliseconds(slow.seconds)} ms a step ({how}), the fastest "
+        f"of ours ({best.way.name}) {milliseconds(fast.seconds)} ms: {reason}."
+        f"{where}{_within(best)}"
     )

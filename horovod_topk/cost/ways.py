@@ -1,4 +1,4 @@
-"""Ways to exchange gradients, each as pieces: what is computed and sent for which of them."""
+"""The exchanges that are compared: what each one computes and sends for each piece of gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CORRECTION = 1.6  # triads an element that momentum correction takes: docs/kerne
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed beside the model, counted in what `Kernels` has seconds for."""
+    """Amounts of computation beside the model, in the units of `Kernels`."""
 
     encoded: float = 0  # elements
     cleared: float = 0  # elements
@@ -30,7 +30,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Piece:
-    """Gradients that travel together."""
+    """Gradients that are exchanged together."""
 
     elements: int
     before: Work  # before it is sent
@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to exchange all gradients of a model."""
+    """One exchange of all gradients of a model."""
 
     exchange: str
     values: str
@@ -52,17 +52,17 @@ class Way:
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """The name in tables."""
         return f"{self.exchange} {self.values}"
 
 
 def dense(specs: Sequence[TensorSpec], nodes: Nodes) -> Way:
-    """Horovod's allreduce, tensor by tensor as they become ready."""
+    """Return Horovod's allreduce of each tensor, as the tensors become ready."""
     return _whole("float32", FLOAT, specs, nodes)
 
 
 def half(specs: Sequence[TensorSpec], nodes: Nodes) -> Way:
-    """Horovod's fp16 compression: a cast there and one back, about a triad each."""
+    """Return Horovod's fp16 compression; a cast takes about as long as a triad."""
     return _whole("float16", HALF, specs, nodes)
 
 
@@ -77,7 +77,7 @@ def _whole(values: str, width: int, specs: Sequence[TensorSpec], nodes: Nodes) -
 
 
 def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Way:
-    """PowerSGD, in buckets as large as ours; three allreduces each."""
+    """Return PowerSGD, in buckets as large as ours, with three allreduces each."""
     plan = make_plan(specs, TopKConfig())
     pieces = []
     for bucket in plan.buckets:
@@ -93,7 +93,7 @@ def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Way:
 
 
 def compressed(specs: Sequence[TensorSpec], nodes: Nodes, kind: str, config: TopKConfig) -> Way:
-    """One of ours; bytes are the exchange's own `Traffic`, of the rank with most of them."""
+    """Return one of our exchanges; the bytes are those of the rank that sends most."""
     plan, ranks = make_plan(specs, config), Ranks(kind, nodes)
     pieces = tuple(_piece(plan, bucket, kind, ranks, nodes) for bucket in plan.buckets)
     whole = ranks.busiest(plan)  # of one rank; of two buckets two ranks may send most
@@ -108,7 +108,7 @@ def all_ways(
     rank: int,
     values: Iterable[str] = VALUES,
 ) -> list[Way]:
-    """Dense, fp16, PowerSGD of a rank, and each of our exchanges with each kind of values."""
+    """Return dense, fp16, PowerSGD, and each of our exchanges with each format of values."""
     ways = [dense(specs, nodes), half(specs, nodes), low_rank(specs, nodes, rank)]
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
     if max(nodes.sizes) == 1 or config.momentum:  # it would be the allgather, or is refused

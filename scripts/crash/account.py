@@ -19,7 +19,7 @@ class Return:
     committed: int  # the last step that any rank had begun to commit
     resumed: int  # the step it goes on from
     same_weights: bool  # as when that step was committed
-    owed_apart: float | None  # of what was owed, over the largest of it; None: there is no commit
+    owed_apart: float | None  # change of the residuals' mean over its largest; None: no commit
     lost: int  # ranks whose residuals could not be had
 
     @property
@@ -42,7 +42,7 @@ def last_note(folder: Path, pid: int) -> Note:
 
 
 def returns(notes: Iterable[Note]) -> Iterator[Return]:
-    """Each time that ranks which were there before go on from a step before the last."""
+    """Each time that ranks of the job go back to an earlier step and continue."""
     reached, committed, commits, size, lost = 0, 0, dict[int, Note](), 0, 0
     known = set[int]()
     for note in notes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from study.markdown import table
+from study.markdown import filled, table
 
 PAGE = """\
 # Killed ranks
@@ -13,19 +13,20 @@ PAGE = """\
 <!-- Written by `make crashes` from docs/results/crashes.json. Change scripts/crash instead. -->
 
 What an elastic job loses when its ranks are killed. Up to {hosts} real ranks on one machine train
-the digits, each as a host of its own. SIGKILL ends one rank at a time, at a random moment of a step
-or a commit, {least:g} seconds or more after the last kill, while all ranks train. Horovod then
-starts another rank. Each seed is also trained by two ranks without kills.
+the digits, each under a host name of its own. SIGKILL ends one rank at a time, at a random moment
+of a step or a commit, {least:g} seconds or more after the last kill, while all ranks train. Horovod
+then starts another rank. Each seed is also trained by two ranks without kills.
 
 {verdict}
 
 - The job returned to a commit {returns} times. In {same} returns it went on with the weights of the
-  commit, to the bit.
+  commit (compared: the sum of their absolute values).
 - It repeated the steps since that commit: {worst} at most, {median:g} in the median. {every} steps
   lie between two commits.
-- In {whole} returns the sum of all ranks' residuals was what it had been at the commit; the largest
-  deviation was {apart:.1g} of the largest element. In {partly} returns the residual of the killed
-  rank was lost, because the rank died between the other ranks' commit and its own.
+- In {whole} returns the mean of all ranks' residuals was {unchanged} (compared: every 101st
+  element).
+- A residual is lost if its rank dies between the other ranks' commit and its own: that happened in
+  {partly} returns.
 
 {jobs}
 
@@ -61,9 +62,15 @@ def page(found: dict[str, Any]) -> str:
         same=sum(each["same_weights"] for each in returns),
         whole=len(whole),
         partly=len(returns) - len(whole),
-        apart=max((each["owed_apart"] or 0.0 for each in whole), default=0.0),
+        unchanged=_unchanged(max((each["owed_apart"] or 0.0 for each in whole), default=0.0)),
         verdict=_verdict(jobs),
     )
+
+
+def _unchanged(apart: float) -> str:
+    """How near the residuals are to what they were, in units of their largest element."""
+    within = f", within {apart:.1g} of its largest element" if apart else ", without any difference"
+    return f"what it had been at the commit{within}"
 
 
 def _table(jobs: list[dict[str, Any]]) -> str:
@@ -73,7 +80,7 @@ def _table(jobs: list[dict[str, Any]]) -> str:
         rows.append(
             [
                 str(calm["seed"]),
-                str(calm["steps"]),
+                f"{calm['steps']:,}",
                 f"{100 * calm['accuracy']:.2f}%",
                 str(wild["kills"]),
                 f"{100 * wild['accuracy']:.2f}%",
@@ -103,7 +110,7 @@ def _verdict(jobs: list[dict[str, Any]]) -> str:
     ]
     mean, kills = statistics.mean(differences), sum(job["disturbed"]["kills"] for job in jobs)
     met = "reached" if mean >= -0.5 else "missed"
-    return (
+    return filled(
         f"**{kills} kills changed the final accuracy by {mean:+.2f} points, the mean of "
         f"{len(jobs)} seeds** (goal: a loss of at most 0.5 points, {met})."
     )

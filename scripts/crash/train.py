@@ -64,7 +64,7 @@ def main() -> None:
     notes = Notes(args.folder)
 
     def owed() -> list[float]:
-        """Some of what all ranks owe together."""
+        """Some elements of the mean of all ranks' residuals."""
         residuals = topk.state_dict()["residuals"]
         some = torch.cat([residuals[name][::101] for name in sorted(residuals)])
         mean: list[float] = hvd.allreduce(some, op=hvd.Average, name="owed").tolist()

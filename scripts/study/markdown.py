@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 
 import curves
@@ -21,6 +23,19 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; the first row of `rows` comes after the header."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def filled(prose: str) -> str:
+    """Paragraphs and bullets with their lines broken anew, after figures have been put in."""
+    return "\n\n".join(
+        "\n".join(map(_fill, re.split(r"\n(?=- )", block))) for block in prose.split("\n\n")
+    )
+
+
+def _fill(block: str) -> str:
+    indent = "  " * block.startswith("- ")
+    words = " ".join(block.split())
+    return textwrap.fill(words, 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def spread(values: Sequence[float], sign: str = "", unit: str = "") -> str:

@@ -12,6 +12,7 @@ from study.markdown import (
     NAMES,
     OPTIMIZERS,
     differences,
+    filled,
     reduction,
     score,
     scores_of,
@@ -149,7 +150,7 @@ def _reading(found: Sequence[Comparison]) -> list[str]:
         ratio=trials.RATIO,
         wait=1 / trials.RATIO,
     )
-    return [text]
+    return [filled(text)]
 
 
 def _finished() -> list[Result]:

@@ -94,8 +94,8 @@ def grown(
     scores = {lr: scores_of(lr) for lr in grid}
     while all(scores.values()):
         lr = best_of(scores)
-        rung = trials.LADDER.index(lr)
-        beyond = {min(scores): rung - 1, max(scores): rung + 1}.get(lr)
+        place = trials.LADDER.index(lr)
+        beyond = {min(scores): place - 1, max(scores): place + 1}.get(lr)
         if beyond is None:
             break
         scores[trials.LADDER[beyond]] = scores_of(trials.LADDER[beyond])

@@ -21,6 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RANKS = HERE / "ranks"
 REPOSITORY = Path(__file__).parents[2]
+HOROVODRUN = sys.executable, str(Path(__file__).parent / "horovodrun.py")
 WITHOUT_TENSORFLOW = Path(__file__).parent / "without_tensorflow"
 
 TAG = "HOROVOD_TOPK_TEST_LAUNCH"
@@ -118,10 +119,13 @@ def launch_ranks(
     hosts: as `horovodrun -H` takes them. Gloo takes two names of this machine for two hosts.
     tier: which of the cases; see launches.py.
     """
-    horovodrun = ["horovodrun", "-np", str(size), f"--{controller}"]
+    horovodrun = [*HOROVODRUN, "-np", str(size), f"--{controller}"]
     horovodrun += [] if hosts is None else ["-H", hosts]
     command = [*horovodrun, sys.executable, *_pytest(cases, arguments)]
-    return run(command, folder, limit, {LAUNCHED_AS: f"{tier} {controller}", **(settings or {})})
+    own = {LAUNCHED_AS: f"{tier} {controller}"}
+    if size > 2:
+        own["HOROVOD_CYCLE_TIME"] = "3"  # ms: more ranks than cores, which all wake up each time
+    return run(command, folder, limit, {**own, **(settings or {})})
 
 
 def launch_alone(cases: Sequence[Path], *, folder: Path, limit: float, tier: str = "all") -> Launch:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import Launch, run
+from launcher import HOROVODRUN, Launch, run
 
 pytestmark = pytest.mark.distributed
 
@@ -26,7 +26,7 @@ def test_methods_on_two_ranks(controller: str, idle: int, tmp_path: Path) -> Non
     methods = METHODS.replace("powersgd,", "") if idle else METHODS
     shapes, written, picture = (tmp_path / name for name in ("shapes.json", "out.json", "out.png"))
     shapes.write_text(json.dumps(SHAPES))
-    command = ["horovodrun", "-np", "2", f"--{controller}", sys.executable, "-m"]
+    command = [*HOROVODRUN, "-np", "2", f"--{controller}", sys.executable, "-m"]
     command += ["horovod_topk.cli", "bench", "--model", str(shapes), "--methods", methods]
     command += ["--rounds", "2", "--compute", "sleep:0.01", "--idle-parameters", str(idle)]
     command += ["--json", str(written), "--picture", str(picture)]
@@ -71,7 +71,7 @@ def run_script(folder: Path, steps: int) -> tuple[Launch, Path]:
     (folder / "train.py").write_text(SCRIPT)
     (folder / "beside.py").write_text("WIDTH = 2000\n")
     written = folder / "out.json"
-    command = ["horovodrun", "-np", "2", "--gloo", sys.executable, "-m", "horovod_topk.cli"]
+    command = [*HOROVODRUN, "-np", "2", "--gloo", sys.executable, "-m", "horovod_topk.cli"]
     command += ["bench", "--script", str(folder / "train.py"), "--rounds", "3", "--json"]
     command += [str(written), "--methods", "dense,fp16,topk-int8", "--", str(steps)]
     return run(command, folder, LIMIT, {}), written
@@ -89,6 +89,7 @@ def test_a_script_of_the_users_own(tmp_path: Path) -> None:
     assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in methods.values())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 60)
 def test_a_script_that_ends_too_early(tmp_path: Path) -> None:
     launch, _ = run_script(tmp_path, 2)
@@ -100,12 +101,13 @@ def test_a_script_that_ends_too_early(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(LIMIT + 60)
 def test_one_rank_is_told_to_be_more(tmp_path: Path) -> None:
-    command = ["horovodrun", "-np", "1", "--gloo", sys.executable, "-m", "horovod_topk.cli"]
+    command = [*HOROVODRUN, "-np", "1", "--gloo", sys.executable, "-m", "horovod_topk.cli"]
     launch = run([*command, "bench", "--model", "resnet18"], tmp_path, LIMIT, {})
     assert launch.returncode not in (0, None)
     assert "1 rank exchanges nothing: run it as `horovodrun -np 2" in launch.output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 60)
 def test_results_of_something_else_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
     """A picture shows one model: not one more line after minutes of measurement."""
@@ -114,7 +116,7 @@ def test_results_of_something_else_are_refused_before_anything_is_measured(tmp_p
     lacks = dict.fromkeys(("elements", "tensors", "hosts", "idle parameters", "rate", "counter"))
     others = {"model": "resnet18", "ranks": 2, "compute": None, "methods": [], "machine": {}}
     earlier.write_text(json.dumps(lacks | others))
-    command = ["horovodrun", "-np", "2", "--gloo", sys.executable, "-m", "horovod_topk.cli"]
+    command = [*HOROVODRUN, "-np", "2", "--gloo", sys.executable, "-m", "horovod_topk.cli"]
     command += ["bench", "--model", str(shapes), "--beside", str(earlier)]
     launch = run([*command, "--picture", str(tmp_path / "out.png")], tmp_path, LIMIT, {})
     assert launch.returncode not in (0, None)

@@ -31,18 +31,19 @@ def as_name(job: Job) -> str:
     "job", [pytest.param(job, marks=pytest.mark.tiers(*job.tiers), id=as_name(job)) for job in JOBS]
 )
 def test_cases_pass_on_every_rank(job: Job, tier: str, tmp_path: Path) -> None:
+    part = job.part(tier)
     if job.controller == "alone":
-        done = launch_alone(job.files, folder=tmp_path, limit=LIMIT, tier=tier)
+        done = launch_alone(job.files(tier), folder=tmp_path, limit=LIMIT, tier=part)
     else:
         done = launch_ranks(
-            job.files,
+            job.files(tier),
             size=job.ranks,
             controller=job.controller,
             folder=tmp_path,
             limit=LIMIT,
             settings=job.settings,
             hosts=job.hosts,
-            tier=tier,
+            tier=part,
         )
     done.assert_all_passed(job.ranks)
     done.assert_clean()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher import run
+from launcher import HOROVODRUN, run
 
 pytestmark = pytest.mark.distributed
 
@@ -20,7 +20,7 @@ LIMIT = 300.0  # seconds; it needs about 15 on two idle cores
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])
 def test_a_torch_rank_and_a_tensorflow_rank_meet(controller: str, tmp_path: Path) -> None:
     """Same gradients: same payload bytes every step, same residuals, same exchanged gradients."""
-    command = ["horovodrun", "-np", "2", f"--{controller}", sys.executable, str(JOB), str(tmp_path)]
+    command = [*HOROVODRUN, "-np", "2", f"--{controller}", sys.executable, str(JOB), str(tmp_path)]
     done = run(command, tmp_path, LIMIT, {})
     assert done.returncode == 0, done.describe()
     done.assert_clean()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import REPOSITORY, run
+from launcher import HOROVODRUN, REPOSITORY, run
 
 pytestmark = pytest.mark.distributed
 
@@ -32,7 +32,7 @@ def test_constants_are_measured_and_kept(
     """One rank prints; what it found can be planned with afterwards."""
     kept = tmp_path / "machine.json"
     arguments = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--machine", str(kept)]
-    ranks = ["horovodrun", "-np", "2", f"--{controller}", *COMMAND, *arguments, "--measure"]
+    ranks = [*HOROVODRUN, "-np", "2", f"--{controller}", *COMMAND, *arguments, "--measure"]
     launch = run([*before, *ranks], tmp_path, LIMIT, {})
     assert launch.returncode == 0, launch.output
     launch.assert_clean()
@@ -52,7 +52,7 @@ def test_constants_are_measured_and_kept(
 def test_uneven_hosts_are_planned_as_they_are(tmp_path: Path) -> None:
     """Rank 0 is alone on its host, and others are not."""
     arguments = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--measure"]
-    ranks = ["horovodrun", "-np", "3", "-H", "127.0.0.1:1,localhost:2", "--gloo", *COMMAND]
+    ranks = [*HOROVODRUN, "-np", "3", "-H", "127.0.0.1:1,localhost:2", "--gloo", *COMMAND]
     launch = run([*ranks, *arguments], tmp_path, LIMIT, {})
     assert launch.returncode == 0, launch.output
     launch.assert_clean()

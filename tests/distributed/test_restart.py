@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher import run
+from launcher import HOROVODRUN, run
 
 pytestmark = pytest.mark.distributed
 
@@ -18,14 +18,14 @@ LIMIT = 240.0  # seconds a job; eight ranks need about 20 on two idle cores
 
 
 @pytest.mark.timeout(3 * LIMIT + 60)
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["sharded", "allgather"])
 def test_eight_ranks_then_four_then_six(exchange: str, tmp_path: Path) -> None:
     before, left = "-", None
     for ranks in (8, 4, 6):
         after, report = tmp_path / f"of-{ranks}", tmp_path / f"report-{ranks}"
         script = [str(JOB), before, str(after), exchange, str(report)]
-        command = ["horovodrun", "--gloo", "-np", str(ranks), sys.executable, *script]
+        command = [*HOROVODRUN, "--gloo", "-np", str(ranks), sys.executable, *script]
         done = run(command, tmp_path, LIMIT, {})
         assert done.returncode == 0, done.describe()
         assert not done.immortal

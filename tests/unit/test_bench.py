@@ -144,9 +144,9 @@ def test_a_method_that_is_none(text: str, message: str) -> None:
         (["--idle-parameters", "1", "--methods", "powersgd"], "1 with powersgd: torch's ranks"),
         (["--compute", "gpu:1"], "'gpu:1': write sleep:0.2 or cpu:0.2"),
         (["--compute", "sleep:-1"], "'sleep:-1': write sleep:0.2 or cpu:0.2"),
-        (["--rate", "fast"], "--rate 'fast' is no bandwidth: write 100mbit"),
+        (["--rate", "fast"], "--rate 'fast' is not a bandwidth: give a number above 0"),
         (["--beside", "no.json"], "--beside no.json: no such file"),
-        (["--model", "no.json"], "no.json is neither one of"),
+        (["--model", "no.json"], "--model no.json: there is no such file"),
         (["--script", "no.py"], "--script no.py: no such file"),
         (["--script", __file__, "--idle-parameters", "1"], "leave out --compute and --idle"),
         (["--script", __file__, "--methods", "ddp"], "ddp is no compression of hvd."),
@@ -154,7 +154,10 @@ def test_a_method_that_is_none(text: str, message: str) -> None:
         (["--json", "/absent/x.json"], "--json /absent/x.json: there is no folder /absent"),
         (["--json", "/tmp"], "--json /tmp: that is a folder. Name a file in it"),
         (["--picture", "/absent/x.png"], "--picture /absent/x.png: there is no folder /absent"),
-        ([], "no launcher has started it, and so there are no ranks: run it as `horovodrun -np 2"),
+        (
+            [],
+            "no launcher started this process, so there are no ranks: run it as `horovodrun -np 2",
+        ),
     ],
 )
 def test_what_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import subprocess
@@ -39,6 +40,36 @@ def test_every_format_and_exchange_against_dense(capsys: pytest.CaptureFixture[s
         (exchange, values) for exchange in ("allgather", "sharded") for values in VALUES
     }
     assert taken(text) == {"sharded"}
+
+
+def test_a_gpu_has_plain_indices(capsys: pytest.CaptureFixture[str]) -> None:
+    """As PyTorch's adapter plans them: the bytes are those of plans for a CUDA tensor."""
+    assert cli.main(["bytes", "--device", "cuda"]) == 0
+    text = capsys.readouterr().out
+    assert "ratio 0.01, gradients on a GPU (plain indices): bytes a step" in text
+    on_gpu = rows(text)
+    cli.main(["bytes"])
+    text = capsys.readouterr().out
+    assert "ratio 0.01, gradients on a CPU (packed indices): bytes a step" in text
+    on_cpu = rows(text)
+    assert on_gpu["allgather", "float32"][1] == 12.0
+    assert on_cpu["allgather", "float32"][1] == 18.4
+    for way, (sent, _) in on_gpu.items():
+        assert (sent > on_cpu[way][0]) == (way[0] != "allreduce")
+
+
+def test_the_adapter_plans_the_same_for_a_tensor_that_is_not_on_the_cpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("horovod.torch")
+    spec_of = importlib.import_module("horovod_topk.torch.planning").spec_of
+    known = known_specs("resnet18")
+    specs = [spec_of(spec.name, torch.empty(spec.shape, device="meta")) for spec in known]
+    buckets = make_plan(specs, TopKConfig()).buckets
+    cli.main(["bytes", "--model", "resnet18", "--device", "cuda"])
+    sent = rows(capsys.readouterr().out)["allgather", "float32"][0]
+    assert sent == sum(7 * bucket.layout.payload_bytes for bucket in buckets)
 
 
 def test_nodes_make_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,12 +161,17 @@ def test_shapes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--local-size", "0"], "--local-size 0: a node has at least 1 rank"),
-        (["--ranks", "1"], "--ranks 1: nothing is exchanged by fewer than 2"),
+        (["--local-size", "0"], "--local-size 0: give 1 or more ranks a node"),
+        (["--ranks", "1"], "--ranks 1: give 2 or more; one rank exchanges nothing"),
         (
-            ["--model", "no.json"],
-            "no.json is neither one of resnet18, resnet50, bert-base, gpt2 nor a file of shapes",
+            ["--model", "absent/no.json"],
+            "--model absent/no.json: there is no such file. Give the path of a JSON file of shapes",
         ),
+        (
+            ["--model", "resnet51"],
+            "--model resnet51: no model of that name is known. Give one of resnet18, resnet50",
+        ),
+        (["--model", "/"], "--model /: that is a folder. Name a JSON file of shapes in it"),
         (["--ratio", "3"], "ratio=3.0 lies outside (0, 1]"),
     ],
 )
@@ -150,16 +186,16 @@ def test_what_has_no_table(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1, 2]", 'is no JSON object such as {"weight": [3, 4]}'),
-        ("{", 'is no JSON object such as {"weight": [3, 4]}'),
-        ("{}", "has no gradients: give at least one shape that has elements"),
-        ('{"a": [3, 0]}', "has no gradients: give at least one shape that has elements"),
-        ('{"a": [Infinity]}', "has [Infinity] as the shape of 'a': give whole numbers of 0 or"),
-        ('{"a": [-3, 4], "b": [5]}', "has [-3, 4] as the shape of 'a'"),
-        ('{"a": [3.7, 2]}', "has [3.7, 2] as the shape of 'a'"),
-        ('{"a": "34"}', "has \"34\" as the shape of 'a'"),
-        ('{"a": [true, 3]}', "has [true, 3] as the shape of 'a'"),
-        ('{"a": 3}', "has 3 as the shape of 'a'"),
+        ("[1, 2]", 'it is not a JSON object such as {"weight": [3, 4]}'),
+        ("{", 'it is not a JSON object such as {"weight": [3, 4]}'),
+        ("{}", "it has no elements. Give at least one non-empty shape"),
+        ('{"a": [3, 0]}', "it has no elements. Give at least one non-empty shape"),
+        ('{"a": [Infinity]}', "'a' has the shape [Infinity]. Give whole numbers of 0 or"),
+        ('{"a": [-3, 4], "b": [5]}', "'a' has the shape [-3, 4]"),
+        ('{"a": [3.7, 2]}', "'a' has the shape [3.7, 2]"),
+        ('{"a": "34"}', "'a' has the shape \"34\""),
+        ('{"a": [true, 3]}', "'a' has the shape [true, 3]"),
+        ('{"a": 3}', "'a' has the shape 3"),
     ],
 )
 def test_a_file_that_has_no_shapes(
@@ -172,7 +208,7 @@ def test_a_file_that_has_no_shapes(
     path = tmp_path / "shapes.json"
     path.write_text(text)
     assert cli.main([*command, "--model", str(path)]) == 2
-    assert f"{path} {message}" in capsys.readouterr().err
+    assert f"--model {path}: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", [b"\xff", b"[" * 100_000, b'{"a": [1%s]}' % (b"0" * 5000)])
@@ -184,7 +220,7 @@ def test_a_file_that_is_no_json(
     path.write_bytes(text)
     assert cli.main([*command, "--model", str(path)]) == 2
     captured = capsys.readouterr()
-    assert f"{path} is no JSON object" in captured.err
+    assert f"--model {path}: it is not a JSON object" in captured.err
     assert not captured.out
 
 

@@ -390,6 +390,7 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("kernels", "encode", True, "encode=True: give a number that is 0 or more"),
         ("kernels", "encode", math.inf, "encode=inf: give a number that is 0 or more"),
         (None, "cores", True, "cores=True: give a number that is above 0"),
+        (None, "device", "gpu", "device='gpu': give one of cpu, cuda"),
         (None, "crowd", 0, "crowd=0: a whole number of ranks shares the cores, 1 or more"),
         (None, "crowd", 2.5, "crowd=2.5: a whole number of ranks"),
         (None, "crowd", True, "crowd=True: a whole number of ranks"),
@@ -404,11 +405,13 @@ def test_machines_that_are_none(
     found = json.loads(path.read_text())
     (found if part is None else found[part])[field] = value
     path.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match=rf"machine\.json holds no machine \(.*{message}"):
+    with pytest.raises(
+        ValueError, match=rf"machine\.json has no machine's constants \(.*{message}"
+    ):
         machines.read(path)
     for other in (b"[]", b"\xff{}", b"{"):
         path.write_bytes(other)
-        with pytest.raises(ValueError, match=r"machine\.json holds no machine"):
+        with pytest.raises(ValueError, match=r"machine\.json has no machine's constants"):
             machines.read(path)
     with pytest.raises(ValueError, match="cannot be read"):
         machines.read(tmp_path / "absent.json")
@@ -425,7 +428,7 @@ def test_quantities() -> None:
     ]
     assert [milliseconds(s) for s in (0.0625, 0, 1.2345, 1e-6)] == ["62.5", "0", "1234", "0.00100"]
     for text in ("fast", "0mbit", "10"):
-        with pytest.raises(ValueError, match="is no bandwidth"):
+        with pytest.raises(ValueError, match="is not a bandwidth"):
             bits_per_second(text)
-    with pytest.raises(ValueError, match="is no time"):
+    with pytest.raises(ValueError, match="is not a time"):
         seconds("62.5")

@@ -7,15 +7,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from horovod_topk import cli
+from horovod_topk.cli import launcher
 from horovod_topk.cli.doctor import exchange, kernels, software, system
-from horovod_topk.cli.doctor.finding import Finding
-from horovod_topk.cli.doctor.rank import MARK
+from horovod_topk.cli.doctor.exchange import MARK
+from horovod_topk.cli.doctor.finding import Finding, version
 from horovod_topk.cli.doctor.software import Build
-from horovod_topk.kernels import native
+from horovod_topk.cli.frameworks import RANKS
+from horovod_topk.kernels import native, triton
 
 BOTH = Build(("torch", "tensorflow"), ("gloo", "mpi"))
 
@@ -35,6 +38,7 @@ def lines(*, isolated: bool = False, **variables: str) -> dict[str, str]:
         timeout=200,
         check=True,
     )
+    assert " tensorflow/" not in done.stderr  # where TensorFlow's log lines come from
     return {line[:22].strip(): line[22:] for line in done.stdout.splitlines()}
 
 
@@ -71,6 +75,24 @@ def test_a_finding_has_its_cure_below_it() -> None:
 
 
 # Software
+
+
+@pytest.mark.parametrize("spelling", ["a_framework_cpu", "a-framework-cpu", "a_nightly"])
+def test_a_version_is_found_however_the_distribution_is_spelt(
+    spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only the module's name is known."""
+    folder = tmp_path / f"{spelling.replace('-', '_')}-9.9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {spelling}\nVersion: 9.9\n")
+    (folder / "top_level.txt").write_text("a_framework\n")
+    (tmp_path / "a_framework.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert version("a-framework-cpu", "none", module="a_framework") == "9.9"
+    assert version("none") is None
+    assert version("none", module="no_framework") is None
+    (tmp_path / "a_stray.py").touch()
+    assert version("none", module="a_stray") == "of unknown version"
 
 
 def test_horovod() -> None:
@@ -118,6 +140,44 @@ def test_keras_3_under_horovods_wrapper(
     assert bool(finding.cure) == bool(cured)
 
 
+# Kernels for the GPU
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if PyTorch saw one, and Triton were there."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton, "unavailable", lambda device: None)
+
+
+def test_which_settings_have_kernels_on_a_gpu(gpu: None) -> None:
+    served, partly, without = (finding.found for finding in kernels.gpu_kernels())
+    assert served == "Triton, for values float32, float16 with exchange allgather"
+    assert partly.endswith(
+        "the rest: values float32, float16 with exchange sharded and hierarchical"
+    )
+    assert "values bfloat16, int8, int4, sign with every exchange" in without
+    assert "indices='packed'" in without
+    assert "float64 gradients" in without
+
+
+def test_the_list_follows_the_code_that_chooses(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for another format would be listed without a further change."""
+    monkeypatch.setattr(triton, "unsupported", lambda recipe, device: None)
+    served, without = (finding.found for finding in kernels.gpu_kernels())
+    listed = "float32, float16, bfloat16, int8, int4, sign"
+    assert served == f"Triton, for values {listed} with every exchange"
+    assert "values" not in without
+
+
+def test_a_gpu_without_triton(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "unavailable", lambda device: "Triton is not installed")
+    (finding,) = kernels.gpu_kernels()
+    assert finding.found == "none, PyTorch's operations do the work: Triton is not installed"
+    assert finding.cure.startswith("pip install triton")
+
+
 # The machine
 
 
@@ -138,8 +198,56 @@ def test_the_wheel_of_open_mpi_is_told_where_it_is(
 ) -> None:
     path = "/venv/bin/mpirun"
     found = system.mpirun(path, lambda _: "Open MPI", wheel=wheel, environment=environment)
-    assert ("export OPAL_PREFIX=/venv, as" in found.cure) == cured
+    assert ("export OPAL_PREFIX=/venv, because" in found.cure) == cured
     assert bool(found.cure) == cured
+
+
+def test_a_script_without_a_launcher() -> None:
+    aborting = system.without_launcher(Path("/venv"), {})
+    assert aborting.found == "`python train.py` aborts in hvd.init()"
+    assert aborting.cure.startswith("horovodrun -np 1 python train.py; or export OPAL_PREFIX=/venv")
+    assert not system.without_launcher(Path("/venv"), {"OPAL_PREFIX": "/venv"}).cure
+    assert not system.without_launcher(None, {}).cure
+
+
+@pytest.mark.parametrize("mpi", [True, False])
+@pytest.mark.parametrize("variable", [None, "OPAL_PREFIX", *RANKS])
+def test_what_a_script_says_before_it_would_abort(
+    mpi: bool, variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPAL_PREFIX", *RANKS):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.setattr(launcher, "wheel_prefix", lambda: Path("/venv"))
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "1"])
+    hvd = SimpleNamespace(mpi_built=lambda: mpi)
+    found = launcher.problem(hvd)
+    assert (found is not None) == (mpi and variable is None)
+    if found:
+        assert "Run horovodrun -np 1 python train.py --lr 1; or export OPAL_PREFIX=/venv" in found
+
+
+@pytest.mark.skipif(launcher.wheel_prefix() is None, reason="Open MPI is not from its wheel")
+def test_hvd_init_aborts_and_an_example_says_so() -> None:
+    """Plain `python`: the cure in place of Open MPI's page, where hvd.init() would abort."""
+    hvd = pytest.importorskip("horovod.torch")
+    if not hvd.mpi_built():
+        pytest.skip("Horovod without MPI starts without a launcher")
+    examples = Path(__file__).parents[2] / "examples"
+    gone = {"OPAL_PREFIX", *RANKS}
+    environment = {name: value for name, value in os.environ.items() if name not in gone}
+    done = subprocess.run(
+        [sys.executable, "pytorch_synthetic_benchmark.py"],
+        cwd=examples,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("No launcher started this script, so hvd.init() would abort.")
+    assert "MPI_Init" not in done.stderr
 
 
 def test_a_host_without_an_address() -> None:
@@ -153,7 +261,7 @@ def test_a_host_without_an_address() -> None:
 def test_a_host_that_others_cannot_reach_by_its_name() -> None:
     """As Debian's /etc/hosts has it; see docs/across-nodes.md."""
     finding = system.host_name("debian", lambda _: "127.0.1.1")
-    assert finding.found == "debian, 127.0.1.1: this host alone"
+    assert finding.found == "debian, 127.0.1.1: usable on this host only"
     assert "in /etc/hosts an address that the others can reach" in finding.cure
 
 
@@ -167,7 +275,7 @@ def test_the_status_says_whether_ranks_exchanged(monkeypatch: pytest.MonkeyPatch
 
 def test_network_interfaces() -> None:
     local = {"lo": ["127.0.0.1"]}
-    assert "this host alone" in system.interfaces(local).found
+    assert "usable on this host only" in system.interfaces(local).found
     one = system.interfaces({**local, "eth0": ["10.0.0.1"]})
     assert one.found.endswith("share: eth0")
     assert not one.cure

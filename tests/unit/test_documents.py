@@ -35,6 +35,36 @@ def test_compressors_document_every_setting(framework: str) -> None:
         assert settings == {*re.findall(r"^    (\w+): ", text, re.M)}
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_index_lists_every_page() -> None:
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    listed = re.findall(r"^\| \[([a-z-]+\.md)\]\(\1\) \|", _text(ROOT / "docs/README.md"), re.M)
+    assert sorted(listed) == sorted(pages)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", _text(page)):
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", _text(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def _text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
 LAUNCH = r"^(?:\$ |    )?(horovodrun (?:[^\n]*\\\n)*[^\n]*)"  # a line, or lines that go on
 INLINE = r"`(horovodrun -[^`]*\.py[^`]*)`"
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from study.frontier import agenda, measured, patience, records
+from study.frontier import agenda, measured, page, patience, records
 from study.frontier.agenda import Point
 from study.frontier.cells import Cell, dense
 from study.frontier.loopback import Collective, Loopback
-from study.frontier.measured import Measured
+from study.frontier.measured import Group, Measured
 from study.frontier.training import train
 from study.frontier.workloads import SHARDS, WORKLOADS, batches
 
@@ -126,6 +126,17 @@ def test_the_frontier_leaves_out_what_another_point_beats() -> None:
     cheap, beaten, best = point(100, 3.0), point(50, 4.0), point(20, 1.0)
     assert measured.frontier([beaten, best, cheap]) == [best, cheap]
     assert measured.frontier([best, point(200, 0.1, math.inf)]) == [best]
+
+
+def test_two_seeds_are_two_values_without_an_error() -> None:
+    series = dataclasses.replace(agenda.BYTELM, seeds=(0, 1, 2))
+    group = Group(series, "equal", {}, (), 0)
+    assert page.difference(group, point(20, 0.25, -0.5)) == "+0.25%, -0.50%"
+    assert page.difference(group, point(20, 1.0, 2.0, 3.0)) == "+2.00 ± 0.58%"
+    assert page.difference(group, point(20, 1.0, math.inf)) == "1 of 2 diverged"
+    assert page.cell(group, point(20, 1.0)) == "+1.00% (1 seed)"
+    assert point(20, 0.25, -0.5).error is None
+    assert point(20, 1.0, 2.0).reach == (0.5, 0.5)
 
 
 def test_the_furthest_point_within_a_tolerance() -> None:

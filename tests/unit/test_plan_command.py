@@ -13,6 +13,7 @@ import pytest
 
 from horovod_topk import cli
 from horovod_topk.cli import frameworks
+from horovod_topk.cli.options import Parser, joined
 from horovod_topk.cli.plan import arguments, kernels, measure
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.nodes import Nodes
@@ -159,24 +160,28 @@ def test_momentum_correction_takes_time_and_no_process_sets(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "1"], "--ranks 1: nothing is exchanged by fewer than 2"),
+        (["--ranks", "1"], "--ranks 1: give 2 or more; one rank exchanges nothing"),
         (["--local-size", "0"], "--local-size 0: give 1 or more"),
         (["--powersgd", "0"], "--powersgd 0: give 1 or more"),
-        (["--bandwidth", "fast"], "--bandwidth 'fast' is no bandwidth: write 100mbit"),
-        (["--latency", "5"], "--latency '5' is no time: write 62.5ms"),
-        (["--compute", "0ms"], "compute=0.0 s: give seconds above 0"),
-        (["--forward", "2"], "forward=2.0: give a share from 0 to 1"),
-        (["--cores", "0"], "cores=0.0: give a number that is above 0"),
-        (["--values", "sign"], "--values sign: it is never recommended"),
-        (["--crowd", "4"], "--crowd 4: say with --cores how many they share"),
+        (["--bandwidth", "fast"], "--bandwidth 'fast' is not a bandwidth: give a number above 0"),
+        (["--bandwidth", "-1gbit"], "--bandwidth '-1gbit' is not a bandwidth: give a number above"),
+        (["--latency", "5"], "--latency '5' is not a time: give a number of 0 or more with its"),
+        (["--compute", "-5ms"], "--compute '-5ms' is not a time: give a number of 0 or more with"),
+        (["--compute", "0ms"], "--compute 0ms: give a time above 0, such as 62.5ms"),
+        (["--forward", "2"], "--forward 2: give a share from 0 to 1"),
+        (["--forward", "-.5"], "--forward -0.5: give a share from 0 to 1"),
+        (["--cores", "0"], "--cores 0: give a number above 0"),
+        (["--values", "sign"], "--values sign: the verdict never recommends it"),
+        (["--crowd", "4"], "--crowd 4: give --cores too, the cores that they share"),
         (["--ratio", "3"], "ratio=3.0 lies outside (0, 1]"),
-        (["--model", "no.json"], "nor a file of shapes"),
-        (["--machine", "no.json"], "no.json cannot be read: No such file"),
+        (["--model", "no.json"], "--model no.json: there is no such file. Give the path of a JSON"),
+        (["--machine", "no.json"], "--machine no.json: there is no such file. `horovodrun -np 2"),
+        (["--machine", __file__], f"--machine {__file__} has no machine's constants"),
         (
             ["--measure", "--machine", "/absent/y.json"],
             "--machine /absent/y.json: there is no folder /absent",
         ),
-        (["--measure"], "--measure: no ranks: run horovodrun -np 2 horovod-topk plan"),
+        (["--measure"], "--measure needs ranks: run `horovodrun -np 2 horovod-topk plan"),
     ],
 )
 def test_what_has_no_plan(
@@ -205,14 +210,83 @@ def test_constants_stay_when_their_file_cannot_be_written(
     path = tmp_path / "y.json"
     assert cli.main([*SEED, "--measure", "--machine", str(path)]) == 2
     text = capsys.readouterr().err
-    assert f"--machine {path}: No space left on device. What it was to hold: " in text
+    assert f"--machine {path}: No space left on device. Its content would have been: " in text
     assert '"encode": ' in text
 
 
-def test_compute_has_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["plan"])
-    assert "--compute" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: --compute. `horovod-topk plan --help` lists"),
+        (["--compute"], "argument --compute: expected one argument"),
+        ([*SEED[1:], "--ranks", "two"], "argument --ranks: 'two' is not a whole number such as 8"),
+        ([*SEED[1:], "--ratio", "-x"], "argument --ratio: expected one argument"),
+        ([*SEED[1:], "--ratio", "x"], "argument --ratio: 'x' is not a number such as 0.01"),
+    ],
+)
+def test_arguments_that_cannot_be_read(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *arguments])
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"horovod-topk plan: {message}")
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+
+
+def test_a_negative_value_belongs_to_the_option_before_it() -> None:
+    assert joined(["plan", "--compute", "-5ms", "--json"]) == ["plan", "--compute=-5ms", "--json"]
+    assert joined(["--forward", "-.5"]) == ["--forward=-.5"]
+    script = ["bench", "--script", "train.py", "--", "--lr", "-1"]
+    assert joined(script) == script
+
+
+def test_a_gpu_has_plain_indices_and_a_cpus_constants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless a file gives constants that were measured on a GPU."""
+    on_cpu, on_gpu = found(capsys), found(capsys, "--device", "cuda")
+    assert (on_cpu["device"], on_gpu["device"]) == ("cpu", "cuda")
+    for before, after in zip(on_cpu["ways"], on_gpu["ways"], strict=True):
+        ours = before["exchange"] in ("allgather", "sharded")
+        assert (after["node_bytes"] > before["node_bytes"]) == ours
+        assert after["alone"]["kernels"] == before["alone"]["kernels"]
+    assert "device" not in on_cpu["assumptions"]
+    assert "CPU kernel constants are applied to a GPU's" in on_gpu["assumptions"]["device"]
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(on_gpu["machine"] | {"device": "cuda"}))
+    measured = found(capsys, "--device", "cuda", "--machine", str(path))
+    assert "device" not in measured["assumptions"]
+    mixed = found(capsys, "--machine", str(path))
+    assert "GPU kernel constants are applied to a CPU's" in mixed["assumptions"]["device"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_table_says_what_it_assumes(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SEED, "--device", device]) == 0
+    text = capsys.readouterr().out
+    kind = "GPU (plain indices)" if device == "cuda" else "CPU (packed indices)"
+    assert f"gradients on a {kind}" in text.splitlines()[0]
+    assert ("device: CPU kernel constants are applied" in text) == (device == "cuda")
+    assert "overlap: the verdict and the last column assume that backward overlaps" in text
+    assert "ms, with overlap)" in text
+    assert cli.main([*SEED, "--no-overlap"]) == 0
+    text = capsys.readouterr().out
+    assert "assume that nothing overlaps (--no-overlap)" in text
+    assert "ms, without overlap)" in text
+
+
+@pytest.mark.parametrize("command", ["doctor", "bytes", "bench", "plan"])
+def test_every_option_has_its_help(command: str) -> None:
+    """And says its default, or that it is required."""
+    parser = Parser()
+    cli.COMMANDS[command].add_arguments(parser)
+    for action in parser._actions:
+        if action.option_strings and action.dest != "help":
+            text = action.help or ""
+            assert "default: " in text or "required" in text, action.option_strings
 
 
 def test_it_works_without_any_installed_package() -> None:

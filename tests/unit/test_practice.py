@@ -53,15 +53,15 @@ def test_a_seed_that_lacks_a_run_is_left_out() -> None:
     assert {len(line.costs) for line in page.lines(found)} == {len(SEEDS) - 1}
 
 
-def test_one_seed_makes_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("study.practice.records.read", lambda: known([0]))
-    with pytest.raises(ValueError, match="1 of 5 seeds are complete"):
+def test_two_seeds_make_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("study.practice.records.read", lambda: known([0, 1]))
+    with pytest.raises(ValueError, match="2 of 5 seeds are complete"):
         page.write()
 
 
 def test_the_page_says_what_cost_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environment = {"cpu": "a", "cores": 2, "python": "b", "torch": "c", "horovod": "d", "date": "e"}
-    found = known([0, 1])
+    found = known([0, 1, 2])
     for trial, each in found.items():
         each |= {"environment": environment, "lr": 0.1, "overflows": 0}
         if trial.name == "adamw" and trial.ratio:
@@ -70,6 +70,6 @@ def test_the_page_says_what_cost_more(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(page, "PAGE", tmp_path / "practice.md")
     monkeypatch.setattr(page, "PICTURE", tmp_path / "practice.png")
     text = page.write().read_text()
-    assert "2 seeds (3 more have not been run)" in text
-    assert "more: AdamW (+2.30)" in text
+    assert "3 seeds (2 more have not been run)" in text
+    assert "The others: AdamW (+2.30)." in text
     assert page.PICTURE.stat().st_size > 0

@@ -32,7 +32,7 @@ def test_a_run_keeps_to_its_bound(run: Run) -> None:
         assert (rank["largest_owned"] > 0) == (run.exchange == "sharded")
 
 
-def test_without_data_what_is_owed_is_still_sent() -> None:
+def test_without_data_the_residual_is_still_sent() -> None:
     run = Run("idle", "", idle_every=5)
     rank = records.train(run, steps=5)["ranks"][-1]
     assert rank["gradient"] == [0.0]

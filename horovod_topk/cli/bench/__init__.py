@@ -1,4 +1,4 @@
-"""`horovod-topk bench`: steps of a model's gradients, exchanged in several ways in turn.
+"""`horovod-topk bench`: time the exchange of a model's gradients with several methods.
 
 Every rank runs it, under `horovodrun`; rank 0 prints. Nothing here imports a framework before the
 command runs.
@@ -17,33 +17,100 @@ from horovod_topk.cli.bench.figures import read_result
 from horovod_topk.cli.bench.methods import DEFAULT, DEFAULT_OF_SCRIPT, KINDS, Method, parse_methods
 from horovod_topk.cli.files import check_picture, check_writable, prints
 from horovod_topk.cli.models import MODELS, specs_of
-from horovod_topk.cli.options import given
+from horovod_topk.cli.options import add_model, given, whole
 from horovod_topk.cost.quantities import bits_per_second
 from horovod_topk.errors import TopKError
 
 SHORTHAND = "topk-compact, topk-int8-sharded or topk:values=int8,exchange=sharded"
 
 
+DESCRIPTION = (
+    "Time the exchange of a model's gradients with several methods in turn, on real ranks. Run it "
+    "under horovodrun, on every rank; rank 0 prints a table of seconds and bytes a step."
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the options of the command."""
     add = parser.add_argument
-    known = ", ".join(MODELS)
-    add("--model", default="resnet50", help=f"{known}, or a JSON file with a shape for each name")
-    add("--methods", default=None, help=f"of {', '.join(KINDS)}, ours as {SHORTHAND}")
-    add("--rounds", type=int, default=5, help="timed steps of each (default: %(default)s)")
-    add("--compute", default=None, help="backward takes sleep:SECONDS, or cpu:SECONDS of a core")
-    add("--idle-parameters", type=int, default=0, help="have no gradient; not with powersgd")
-    add("--interface", default=None, help="network card; default: the one horovodrun names")
-    add("--rate", default=None, help="of its link, such as 1gbit; default: what the card says")
-    add("--script", type=Path, default=None, help="time this instead, with its arguments behind --")
-    add("arguments", nargs="*", help="of the script")
-    add("--json", type=Path, default=None, help="write the results here")
-    add("--picture", type=Path, default=None, help="draw time against bandwidth here")
-    add("--beside", type=Path, nargs="*", default=[], help="draw these earlier results too")
+    add_model(parser, MODELS)
+    add(
+        "--methods",
+        default=None,
+        metavar="LIST",
+        help=f"methods to time, with commas between them: {', '.join(KINDS)}; settings of TopKEF "
+        f"as in {SHORTHAND} (default: {DEFAULT}; with --script: {DEFAULT_OF_SCRIPT})",
+    )
+    add(
+        "--rounds",
+        type=whole,
+        default=5,
+        metavar="STEPS",
+        help="timed steps of each method, 1 or more (default: %(default)s)",
+    )
+    add(
+        "--compute",
+        default=None,
+        metavar="KIND:SECONDS",
+        help="simulated backward of each step: sleep:0.2 sleeps for 0.2 s, cpu:0.2 uses a core for "
+        "0.2 s (default: none)",
+    )
+    add(
+        "--idle-parameters",
+        type=whole,
+        default=0,
+        metavar="COUNT",
+        help="parameters without a gradient; not with powersgd (default: %(default)s)",
+    )
+    add(
+        "--interface",
+        default=None,
+        metavar="NAME",
+        help="network interface whose bytes are counted, such as eth0 (default: the one that "
+        "horovodrun uses)",
+    )
+    add(
+        "--rate",
+        default=None,
+        help="bandwidth of its link, for the picture, such as 1gbit (default: what the network "
+        "card reports)",
+    )
+    add(
+        "--script",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="training script to time instead of a model's gradients; its own arguments follow "
+        "after -- (default: none)",
+    )
+    add("arguments", nargs="*", help="arguments of the script")
+    add(
+        "--json",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="write the results to this file (default: no file)",
+    )
+    add(
+        "--picture",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="draw time against bandwidth into this file, such as bench.png; needs matplotlib "
+        "(default: no picture)",
+    )
+    add(
+        "--beside",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help="earlier results of --json to draw in the same picture (default: none)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure and report; 2 if that cannot be."""
+    """Measure and report; return 2 if the options or this machine do not allow it."""
     try:
         specs, methods = specs_of(args.model), parse_methods(args.methods or _usual(args))
         compute = None if args.compute is None else Compute.of(args.compute)

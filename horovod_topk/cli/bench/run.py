@@ -50,7 +50,7 @@ def main(
     if args.script is not None:
         check(methods)
     if launched_rank() is None:  # MPI would end this process, with a page about its own matters
-        raise ValueError(f"no launcher has started it, and so there are no ranks: {CURE}")
+        raise ValueError(f"no launcher started this process, so there are no ranks: {CURE}")
     torch.set_num_threads(1)
     hvd.init(process_sets=process_sets(methods))
     if hvd.size() < 2:

@@ -1,32 +1,43 @@
-"""`horovod-topk doctor`: what compression and Horovod find on this machine; each with a cure."""
+"""`horovod-topk doctor`: what is installed, what is wrong, and how to cure it."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 
 from horovod_topk import __version__
 from horovod_topk.cli.doctor import exchange, kernels, software, system
 from horovod_topk.cli.doctor.finding import Finding
 
+DESCRIPTION = (
+    "Print what is installed, what is wrong, and how to cure it. It looks at Horovod and the "
+    "frameworks, the kernels for CPU and GPU, and the network; then two ranks of this machine "
+    "exchange data. The exit status is 1 if that exchange fails, else 0."
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the options of the command."""
     parser.add_argument(
-        "--no-exchange", action="store_true", help="start no ranks: say what is there, and no more"
+        "--no-exchange",
+        action="store_true",
+        help="do not start the two ranks (default: start them)",
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the findings; 1 if two ranks were to exchange and did not, or could not be started."""
+    """Print the findings; return 1 if the exchange between two ranks failed."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's errors, not its greetings
     own = Finding("horovod_topk", __version__)
     build = software.find_build()
-    listed = itertools.chain(software.findings(build), kernels.findings(), system.findings())
+    known = () if build is None else build.controllers
+    listed = itertools.chain(software.findings(build), kernels.findings(), system.findings(known))
     for finding in itertools.chain([own], listed):
         _print(finding)
     if args.no_exchange:
         return 0
-    last = exchange.meet(() if build is None else build.controllers)
+    last = exchange.meet(known)
     _print(last)
     return 1 if last.cure else 0
 

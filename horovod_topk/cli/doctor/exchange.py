@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 
 from horovod_topk.cli.doctor.finding import Finding
-from horovod_topk.cli.doctor.rank import MARK
 
 NAME = "two ranks exchange"
+MARK = "topkef-doctor:"  # begins the line in which a rank reports
 LIMIT_SECONDS = 90.0
 GRACE_SECONDS = 10.0  # for horovodrun to end its ranks
 SHOWN = 3  # last lines of what a failed launch printed
@@ -32,7 +32,7 @@ def meet(controllers: Sequence[str], limit: float = LIMIT_SECONDS) -> Finding:
         cure = "put the environment's bin on PATH: source .venv/bin/activate"
         return Finding(NAME, "not tried: horovodrun is not on PATH", cure)
     if not controllers:
-        return Finding(NAME, "not tried: Horovod has no controller", "see controllers")
+        return Finding(NAME, "not tried: Horovod has no controller", "see controllers above")
     controller = controllers[0]
     code = [sys.executable, "-m", "horovod_topk.cli.doctor.rank", str(int(limit))]
     status, printed = run([program, "-np", "2", f"--{controller}", *code], limit)

@@ -1,4 +1,4 @@
-"""One line of what `horovod-topk doctor` found."""
+"""One line of the output of `horovod-topk doctor`."""
 
 from __future__ import annotations
 
@@ -11,28 +11,38 @@ WIDTH = 22  # of the first column
 
 @dataclass(frozen=True)
 class Finding:
-    """What is there, and what to do where that is not as it should be."""
+    """What was found, and what to do if something is wrong."""
 
     name: str
     found: str
-    cure: str = ""  # empty: nothing is amiss
+    cure: str = ""  # empty: nothing is wrong
 
     def lines(self) -> list[str]:
-        """As they are printed."""
+        """Return the lines to print."""
         cure = [f"{'':<{WIDTH}}cure: {self.cure}"] if self.cure else []
         return [f"{self.name:<{WIDTH}}{self.found}", *cure]
 
 
 def is_installed(module: str) -> bool:
-    """Whether it can be imported, without importing it."""
+    """Whether a module can be imported; does not import it."""
     return importlib.util.find_spec(module) is not None
 
 
-def version(*distributions: str) -> str | None:
-    """Of the first of these that is installed, without importing it."""
+def version(*distributions: str, module: str = "") -> str | None:
+    """The version of the first of these distributions that is installed; imports nothing.
+
+    Names may be spelt with hyphens or underscores.
+
+    Args:
+        distributions: names to try, in order.
+        module: if none of them is installed, the distribution that this module belongs to counts.
+    """
     for name in distributions:
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if module and is_installed(module):
+        owners = importlib.metadata.packages_distributions().get(module, [])
+        return importlib.metadata.version(owners[0]) if owners else "of unknown version"
     return None

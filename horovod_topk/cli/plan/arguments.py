@@ -1,12 +1,20 @@
-"""What `horovod-topk plan` is asked."""
+"""Options of `horovod-topk plan`."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, replace
 
 from horovod_topk.cli.models import MODELS, specs_of
-from horovod_topk.cli.options import given
+from horovod_topk.cli.options import (
+    add_device,
+    add_model,
+    add_selection,
+    given,
+    number,
+    whole,
+)
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.nodes import Nodes
@@ -18,12 +26,12 @@ from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.verdict import TOO_COARSE
 from horovod_topk.methods.topk import SELECTIONS, VALUES
 
-MOMENTUM = 0.9  # any takes as long
+MOMENTUM = 0.9  # the time does not depend on it
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a measurement ran, and what it found."""
+    """Nodes that ran a measurement, and the constants it found."""
 
     machine: Machine
     nodes: Nodes
@@ -31,9 +39,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Asked:
-    """The question, checked."""
+    """The options, checked."""
 
     model: str
+    device: str  # where the gradients are: "cpu" or "cuda"
     specs: tuple[TensorSpec, ...]
     nodes: Nodes
     config: TopKConfig
@@ -49,7 +58,7 @@ class Asked:
     crowd: int | None
 
     def machine(self, found: Machine) -> Machine:
-        """A machine with what was given on the command line in the place of its own."""
+        """Return a machine with the constants of the command line in place of its own."""
         given = {
             "bandwidth": self.bandwidth,
             "latency": self.latency,
@@ -64,68 +73,182 @@ class Asked:
         return replace(found, network=network, cores=cores, crowd=crowd)
 
     def on(self, place: Place) -> Asked:
-        """The same question of the ranks that measured."""
+        """Return the same options for the nodes that ran the measurement."""
         training = replace(self.training, ranks_per_node=max(place.nodes.sizes))
         return replace(self, nodes=place.nodes, training=training)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command."""
+    """Add the options of the command."""
     add = parser.add_argument
-    known = ", ".join(MODELS)
-    add("--model", default="resnet50", help=f"{known}, or a JSON file with a shape for each name")
-    add("--compute", required=True, help="a rank's seconds a step without exchange, as in 62.5ms")
-    add("--ranks", type=int, default=8, help="default: %(default)s; --measure takes the job's")
-    add("--local-size", type=int, default=1, help="ranks on each node (default: %(default)s)")
-    add("--bandwidth", help="of a node's card, as in 10gbit; with --measure: known beforehand")
-    add("--latency", help="of a message, as in 50us")
-    add("--overhead", help="of a collective, as in 500us: half of Horovod's cycle, and more")
-    add("--local-bandwidth", help="of each rank within its node (default: no limit)")
-    add("--cores", type=float, help="that ranks share (default: enough)")
-    add("--crowd", type=int, help="ranks that share those cores (default: those of a node)")
-    add("--forward", type=float, default=FORWARD, help="share of compute (default: a third)")
-    add("--no-overlap", action="store_true", help="judge steps in which nothing overlaps")
-    add("--ratio", type=float, default=TopKConfig.ratio)
+    add_model(parser, MODELS)
+    add(
+        "--compute",
+        required=True,
+        metavar="TIME",
+        help="time of a rank's forward, backward and optimizer in a step, without any exchange, "
+        "as in 62.5ms or 1.2s; required",
+    )
+    add_device(parser)
+    add(
+        "--ranks",
+        type=whole,
+        default=8,
+        help="ranks, 2 or more (default: %(default)s; with --measure: those of the job)",
+    )
+    add(
+        "--local-size",
+        type=whole,
+        default=1,
+        metavar="RANKS",
+        help="ranks on each node (default: %(default)s; with --measure: those of the job)",
+    )
+    _add_network(parser)
+    _add_training(parser)
+    add_selection(parser)
     add_ratios(parser)
-    add("--gather-ratio", type=float, default=None, help="sent back by owners; default: the ratio")
-    add("--min-numel", type=int, default=TopKConfig.min_numel)
-    add("--momentum", action="store_true", help="momentum is corrected, as by TopKEF.compact()")
-    add("--selection", choices=SELECTIONS, default="exact", help="that --measure times")
-    add("--values", nargs="+", choices=VALUES, default=VALUES, help="default: all")
-    add("--powersgd", type=int, default=4, metavar="RANK", help="default: rank %(default)s")
-    add("--machine", help="JSON with constants: read, or with --measure written")
-    add("--measure", action="store_true", help="time this job first; under horovodrun, every rank")
-    add("--json", action="store_true", help="all figures, in SI units")
-    add("--picture", metavar="FILE", help="of step time against bandwidth; needs matplotlib")
+    add(
+        "--momentum",
+        action="store_true",
+        help="add the time of momentum correction, which TopKEF.compact() does (default: off)",
+    )
+    add(
+        "--selection",
+        choices=SELECTIONS,
+        default="exact",
+        help="selection that --measure times (default: %(default)s)",
+    )
+    add(
+        "--values",
+        nargs="+",
+        choices=VALUES,
+        default=VALUES,
+        help="formats of values to list (default: all)",
+    )
+    add(
+        "--powersgd",
+        type=whole,
+        default=4,
+        metavar="RANK",
+        help="rank of PowerSGD's matrices, 1 or more (default: %(default)s)",
+    )
+    _add_files(parser)
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--bandwidth",
+        metavar="RATE",
+        help="bandwidth of a node's network card, as in 100mbit or 10gbit (default: that of the "
+        "machine file, 10gbit without one; with --measure: measured)",
+    )
+    add(
+        "--latency",
+        metavar="TIME",
+        help="time of a message without its bytes, as in 50us (default: that of the machine file, "
+        "50us without one; with --measure: measured)",
+    )
+    add(
+        "--overhead",
+        metavar="TIME",
+        help="time of a collective before its first message, as in 500us; half of Horovod's cycle "
+        "at least (default: that of the machine file, 500us without one; with --measure: measured)",
+    )
+    add(
+        "--local-bandwidth",
+        metavar="RATE",
+        help="bandwidth of each rank within its node, as in 50gbit (default: no limit)",
+    )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--cores",
+        type=number,
+        help="cores that the ranks of a node share (default: enough for all)",
+    )
+    add(
+        "--crowd",
+        type=whole,
+        metavar="RANKS",
+        help="ranks that share --cores (default: the ranks of a node)",
+    )
+    add(
+        "--forward",
+        type=number,
+        default=FORWARD,
+        metavar="SHARE",
+        help="share of --compute that passes before the first gradient is ready, from 0 to 1 "
+        "(default: a third)",
+    )
+    add(
+        "--no-overlap",
+        action="store_true",
+        help="base the verdict on steps that exchange only after backward (default: on steps that "
+        "exchange gradients while backward computes others)",
+    )
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--machine",
+        metavar="FILE",
+        help="JSON file with the constants of the network and the kernels: read, or written with "
+        "--measure (default: constants of a CPU, which come with this package)",
+    )
+    add(
+        "--measure",
+        action="store_true",
+        help="measure the constants first: the network of this job and the kernels on its CPU, "
+        "whatever --device is; run it under horovodrun, on every rank (default: off)",
+    )
+    add("--json", action="store_true", help="print JSON in SI units (default: a table)")
+    add(
+        "--picture",
+        metavar="FILE",
+        help="draw step time against bandwidth into this file, such as plan.png; needs matplotlib "
+        "(default: no picture)",
+    )
 
 
 def check(args: argparse.Namespace) -> Asked:
-    """The question.
+    """Return the options, checked.
 
     Raises:
-        ValueError, TopKError: something of it makes no sense; says the limit.
+        ValueError, TopKError: an option's value is not possible; names the limit.
     """
     if args.ranks < 2:
-        raise ValueError(f"--ranks {args.ranks}: nothing is exchanged by fewer than 2")
+        raise ValueError(f"--ranks {args.ranks}: give 2 or more; one rank exchanges nothing")
     for name in ("local_size", "powersgd"):
         if getattr(args, name) < 1:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} {getattr(args, name)}: give 1 or more")
+    if not 0 <= args.forward <= 1:
+        raise ValueError(f"--forward {args.forward:g}: give a share from 0 to 1")
+    if args.cores is not None and not 0 < args.cores < math.inf:
+        raise ValueError(f"--cores {args.cores:g}: give a number above 0")
     if args.crowd is not None and args.cores is None:
-        raise ValueError(f"--crowd {args.crowd}: say with --cores how many they share")
+        raise ValueError(f"--crowd {args.crowd}: give --cores too, the cores that they share")
     if set(args.values) == {TOO_COARSE}:
         raise ValueError(
-            f"--values {TOO_COARSE}: it is never recommended, as training lost much with it or "
-            f"diverged (docs/frontier.md). Add what may be, such as --values int4 {TOO_COARSE}"
+            f"--values {TOO_COARSE}: the verdict never recommends it, because training with it "
+            "diverged or lost much quality (docs/frontier.md). Add another format, as in "
+            f"--values int4 {TOO_COARSE}"
         )
-    compute = given(seconds, "--compute", args.compute) or 0.0
+    compute = given(seconds, "--compute", args.compute)
+    if not compute:
+        raise ValueError(f"--compute {args.compute}: give a time above 0, such as 62.5ms")
     return Asked(
         model=args.model,
-        specs=tuple(specs_of(args.model)),
+        device=args.device,
+        specs=tuple(specs_of(args.model, args.device)),
         nodes=nodes_of(args.ranks, args.local_size),
         config=TopKConfig(
             args.ratio,
-            exchange="auto",  # of no one exchange, as all are listed
+            exchange="auto",  # valid with every setting, as all exchanges are listed
             gather_ratio=args.gather_ratio,
             selection=args.selection,
             min_numel=args.min_numel,

@@ -1,8 +1,8 @@
-"""`--measure`: constants of the network and the machine that this job runs on.
+"""`--measure`: measure the constants of this job's network and of this machine's CPU kernels.
 
-Every rank runs it, under horovodrun. Rank 0 first times kernels, while the others wait for it to
-initialise Horovod; then all time named allreduces and allgathers of several sizes, of which the
-slowest rank counts, and least squares make constants of them (`horovod_topk.cost.fit`).
+Every rank runs it, under horovodrun. Rank 0 first times kernels, while the others wait for it in
+`hvd.init()`. Then all ranks time named allreduces and allgathers of several sizes, of which the
+slowest rank's time counts. Least squares turn these times into constants (`horovod_topk.cost.fit`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LARGE_REPEATS = 5
 
 
 class CannotMeasureError(Exception):
-    """There is nothing to measure here; says why, and the cure."""
+    """Nothing can be measured here; the message says why, and the cure."""
 
 
 def measure(asked: Asked) -> Place | None:
@@ -43,11 +43,13 @@ def measure(asked: Asked) -> Place | None:
     """
     rank, framework = launched_rank(), find()
     if rank is None:
-        raise CannotMeasureError("--measure: no ranks: run horovodrun -np 2 horovod-topk plan ...")
+        raise CannotMeasureError(
+            "--measure needs ranks: run `horovodrun -np 2 horovod-topk plan ...`"
+        )
     if framework is None:
         raise CannotMeasureError(
-            "--measure: Horovod serves neither PyTorch nor TensorFlow here: horovod-topk doctor "
-            "says why"
+            "--measure: Horovod works with neither PyTorch nor TensorFlow here; run "
+            "`horovod-topk doctor` for the reason"
         )
     config = replace(asked.config, ratios=None)  # of the model's tensors, which are not those timed
     computed = kernels.measure(framework, config) if rank == 0 else None
@@ -62,7 +64,7 @@ def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> P
     """computed: on rank 0 alone."""
     hvd = framework.hvd
     if hvd.size() < 2:
-        raise CannotMeasureError("--measure: 1 rank: give horovodrun -np 2 or more")
+        raise CannotMeasureError("--measure: there is 1 rank: give horovodrun -np 2 or more")
     from horovod_topk.process_sets import location  # it needs Horovod
 
     here = location(hvd.rank(), hvd.local_rank())

@@ -1,4 +1,4 @@
-"""Step time against bandwidth, as a picture."""
+"""A picture of step time against bandwidth."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 BANDWIDTHS = [10 ** (7 + i / 20) for i in range(81)]  # bit/s, 10 Mbit/s to 100 Gbit/s
 COLOURS = ("#444444", "#999999", "#c98f00", "#d1495b", "#1f77b4", "#2e933c")
-SHOWN = ("float32", "int8", "int4")  # of ours, so that lines can be told apart
+SHOWN = ("float32", "int8", "int4")  # formats of TopKEF that are drawn; more would be unreadable
 
 
 def draw(path: Path, asked: Asked, machine: Machine, ways: Sequence[Way]) -> None:
-    """Write a picture, as a file of the kind that its name ends in.
+    """Draw step time against bandwidth; the end of the file's name chooses its format.
 
     Raises:
         ValueError: matplotlib cannot write it.

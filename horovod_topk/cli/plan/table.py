@@ -1,4 +1,4 @@
-"""What `horovod-topk plan` prints."""
+"""The output of `horovod-topk plan`: a table or JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from horovod_topk.cli.bytes import gradients_on
 from horovod_topk.cli.plan.arguments import Asked
+from horovod_topk.core.plan import make_plan
 from horovod_topk.cost.faster import Span, written
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.quantities import count, milliseconds, rate
@@ -15,11 +17,12 @@ from horovod_topk.cost.step import Step
 from horovod_topk.cost.verdict import Row, Verdict
 
 HEAD = ("exchange", "values", "leave a node", "exchange", "kernels", "step", "efficiency")
+KINDS = {"cpu": "CPU", "cuda": "GPU"}
 OVERLAPPED = ("step", "efficiency", "hidden", "faster than dense")
 
 
 def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict) -> Iterator[str]:
-    """A head, a table in milliseconds, and the verdict."""
+    """Yield the lines of a heading, a table in milliseconds, and the verdict."""
     elements = sum(spec.numel for spec in asked.specs)
     ranks, nodes = count(sum(asked.nodes.sizes), "rank"), count(len(asked.nodes.ranks), "node")
     network, kernels = machine.network, machine.kernels
@@ -28,6 +31,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
         f"{ranks} on {nodes}, ratio {asked.config.ratio:g}"
         + "".join(f", {pattern}={ratio:g}" for pattern, ratio in asked.config.ratios or ())
         + (", momentum corrected" if asked.config.momentum else "")
+        + f", {gradients_on(make_plan(asked.specs, asked.config), asked.device)}"
     )
     yield (
         f"{milliseconds(asked.training.compute)} ms of compute a step; network "
@@ -41,6 +45,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
         f"element, decode {1e9 * kernels.decode:.3g} ns an entry{shared}"
     )
     yield f"constants: {machine.origin}"
+    yield from (f"{name}: {text}" for name, text in assumptions(asked, machine).items())
     yield ""
     yield f"{'':<41}{'nothing overlaps, ms':>38}  {'backward overlaps, ms':>49}"
     yield _columns(*HEAD, *OVERLAPPED)
@@ -60,6 +65,24 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
     yield verdict.text
 
 
+def assumptions(asked: Asked, machine: Machine) -> dict[str, str]:
+    """What the prediction takes for granted, by subject."""
+    found = {}
+    if asked.device != machine.device:
+        found["device"] = (
+            f"{KINDS[machine.device]} kernel constants are applied to a {KINDS[asked.device]}'s "
+            f"compute time, as no constants of a {KINDS[asked.device]}'s kernels are given; times "
+            "of kernels and steps, and the verdict, are rough"
+        )
+    found["overlap"] = (
+        "the verdict and the last column assume that backward overlaps the exchange; --no-overlap "
+        "assumes that nothing overlaps"
+        if asked.overlap
+        else "the verdict and the last column assume that nothing overlaps (--no-overlap)"
+    )
+    return found
+
+
 def _columns(exchange: str, values: str, *rest: str) -> str:
     widths = (14, 11, 10, 8, 12, 9, 12, 8, 20)
     columns = "".join(f"{text:>{width}}" for text, width in zip(rest, widths, strict=True))
@@ -72,20 +95,21 @@ def _step(step: Step) -> tuple[str, str]:
 
 def _faster(row: Row) -> str:
     if row.faster is None:
-        return "no card counts"
+        return "one node"
     return written(row.faster) or "never"
 
 
 def as_json(
     asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict
 ) -> dict[str, Any]:
-    """The same in SI units: seconds, bytes, bits a second.
+    """Return the same in SI units: seconds, bytes, bits a second.
 
-    Bandwidths at which a way is faster than dense come in pairs, "below" null where there is no
-    limit; null in their place: all is on one node.
+    "faster" is a list of ranges of bandwidth in which an exchange is faster than dense; "below" is
+    null where a range has no upper limit. "faster" is null where all ranks are on one node.
     """
     return {
         "model": asked.model,
+        "device": asked.device,
         "ranks": sum(asked.nodes.sizes),
         "nodes": len(asked.nodes.ranks),
         "ratio": asked.config.ratio,
@@ -106,6 +130,7 @@ def as_json(
             for row in rows
         ],
         "overlap": asked.overlap,
+        "assumptions": assumptions(asked, machine),
         "compress": verdict.compress,
         "verdict": verdict.text,
     }

@@ -1,4 +1,4 @@
-"""What the study trains, the most telling first: sweeps, dense runs, and points of the frontier.
+"""What the study trains: sweeps, dense runs, and points of the frontier, the most useful first.
 
 Points come as a grid (every format, exchange and ratio) or at equal bytes: for each format and
 exchange, the largest ratio that still sends so many times fewer bytes than dense.
@@ -30,7 +30,7 @@ HALVES = ("float16", "bfloat16")
 GOALS = (50.0, 165.0)  # times fewer bytes than dense
 MOMENTUM = 0.9  # of SGD, and of momentum correction
 RECIPE_STEPS = (1000, 2000, 8000)  # besides those of the series
-SHARES = (0.5, 2.0)  # that owners send back of what each rank sends them; elsewhere as much
+SHARES = (0.5, 2.0)  # gather_ratio over ratio, where owners send back another share
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ _CONFIG = TopKConfig()
 DEFAULT = Point(_CONFIG.exchange, _CONFIG.values, _CONFIG.ratio)
 RECIPE = Point("allgather", "int4", 0.024, MOMENTUM)
 PLAIN = replace(RECIPE, momentum=0.0)
-DEALT = Point("sharded", "int4", DEFAULT.ratio)
+SHARDED = Point("sharded", "int4", DEFAULT.ratio)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def stages() -> Iterator[Stage]:
     yield Stage(DIGITS, "skewed", digits, DIGITS_SEEDS)
     yield Stage(DIGITS_ADAMW, "equal", digits, DIGITS_SEEDS)
     yield Stage(DIGITS_ADAMW, "skewed", digits, DIGITS_SEEDS)
-    yield Stage(BYTELM, "equal", (DEFAULT, PLAIN, DEALT), BYTELM_SEEDS)
+    yield Stage(BYTELM, "equal", (DEFAULT, PLAIN, SHARDED), BYTELM_SEEDS)
     yield Stage(BYTELM_ADAMW, "equal", corrected(bytelm), BYTELM_SEEDS)
     yield Stage(BYTELM_ADAMW, "equal", (DEFAULT, PLAIN), BYTELM_SEEDS)
     yield Stage(DIGITS, "equal", grid_of(FORMATS, RATIOS), DIGITS_SEEDS)
@@ -179,13 +179,13 @@ def lengths(series: Series) -> list[int]:
 
 
 def ablations() -> Iterator[tuple[str, Cell]]:
-    """The recipe with a part less or more, and what to call that; seed 0, equal shards."""
+    """The recipe with a part left out or added, and its name; seed 0, equal shards."""
     for series in (BYTELM, BYTELM_ADAMW):
         lr = chosen(series)
         if lr is None:
             continue
         recipe = series.at(RECIPE, "equal", lr, 0)
-        dealt = series.at(replace(RECIPE, exchange="sharded", ratio=0.01), "equal", lr, 0)
+        sharded = series.at(replace(RECIPE, exchange="sharded", ratio=0.01), "equal", lr, 0)
         early = series.steps // 5
         yield "`TopKEF.compact()`", recipe
         yield "without momentum correction", replace(recipe, momentum=0.0)
@@ -196,12 +196,12 @@ def ablations() -> Iterator[tuple[str, Cell]]:
         if eight is not None:
             wider = series.at(replace(eight, momentum=MOMENTUM), "equal", lr, 0)
             yield f"values of 8 bits, ratio {eight.ratio:g}: as many bytes", wider
-        yield "sharded, ratio 0.01", dealt
-        yield "the same without the owners' residual", replace(dealt, without=OWNERS)
+        yield "sharded, ratio 0.01", sharded
+        yield "the same without the owners' residual", replace(sharded, without=OWNERS)
 
 
 def way(point: Point) -> str:
-    """How a point's payloads come about and travel, in words."""
+    """A point's exchange, and whether momentum is corrected, in words."""
     return f"{point.exchange}, corrected" if point.momentum else point.exchange
 
 
@@ -220,7 +220,7 @@ def equal_bytes(workload: str, goals: Sequence[float]) -> tuple[Point, ...]:
 def over_nodes(
     workload: str, goals: Sequence[float], formats: Sequence[str] = FORMATS
 ) -> tuple[Point, ...]:
-    """`hierarchical` at the largest ratios with which so many times fewer bytes leave a node."""
+    """`hierarchical` at the largest ratios at which so many times fewer bytes leave a node."""
     found = (largest_ratio(workload, NODES, values, g) for g, values in product(goals, formats))
     return tuple(point for point in found if point is not None)
 
@@ -238,7 +238,7 @@ def largest_ratio(workload: str, exchange: str, values: str, goal: float) -> Poi
 
 @cache
 def uneven(workload: str, goal: float, share: float) -> Point:
-    """Of `sharded`, int4, corrected: owners send back `share` of what ranks send to them."""
+    """Of `sharded`, int4, corrected: `gather_ratio` is `share` times the ratio."""
     points = (
         Point("sharded", "int4", ratio, MOMENTUM, round(share * ratio, 6))
         for ratio in reversed(FINE_RATIOS)

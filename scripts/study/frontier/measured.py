@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from study.frontier import agenda, records
 from study.frontier.agenda import Point, Series
+from study.markdown import LEAST_FOR_ERROR, OPTIMIZERS, standard_error
 
 TOLERANCE = {"digits": 0.5, "bytelm": 2.0}  # points of accuracy, % of bits a byte
+TITLES = {"digits": "Digits CNN", "bytelm": "Byte GPT"}
 UNIT = {"digits": "points", "bytelm": "%"}
 
 
@@ -23,6 +25,12 @@ class Group:
     dense: dict[int, float]  # final score, by seed
     points: tuple[Measured, ...]  # by increasing reduction
     missing: int  # runs that the agenda names and that are not finished
+
+    @property
+    def name(self) -> str:
+        """Task, optimizer and shards."""
+        series = self.series
+        return f"{TITLES[series.workload]}, {OPTIMIZERS[series.optimizer]}, {self.shards} shards"
 
     @property
     def tolerance(self) -> float:
@@ -51,10 +59,17 @@ class Measured:
 
     @property
     def error(self) -> float | None:
-        """The standard error of that mean; None for one seed, or if a run diverged."""
-        if len(self.costs) < 2 or math.isinf(self.cost):
+        """The standard error of that mean; None for fewer than three seeds, or if one diverged."""
+        if len(self.costs) < LEAST_FOR_ERROR or math.isinf(self.cost):
             return None
-        return statistics.stdev(self.costs) / math.sqrt(len(self.costs))
+        return standard_error(self.costs)
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """How far a picture's error bar goes down and up: of two seeds, to both values."""
+        if self.error is not None:
+            return self.error, self.error
+        return self.cost - min(self.costs), max(self.costs) - self.cost
 
 
 def groups() -> list[Group]:

@@ -12,10 +12,11 @@ from study.markdown import table
 TEXT = """\
 ## At the same ratio
 
-`exchange="auto"` takes the exchange from whose busiest node the fewest bytes leave, at the ratio
-that is asked for. Where owners select a second time, of sums of what ranks have selected, they
-leave out more than an allgather does at that ratio: less traffic is not free. {values}, ratio
-{ratio:g}; less dense, and times fewer bytes at {ranks} ranks.
+At the ratio that you set, `exchange="auto"` takes the exchange that sends the fewest bytes from its
+busiest node. That is not free: with `sharded` an owner adds up what ranks have sent and selects a
+second time, so a step applies less of the gradient than with `allgather`. Each cell has the
+difference to dense and how many times fewer bytes are sent ({values}, ratio {ratio:g}, {ranks}
+simulated ranks).
 
 {table}"""
 
@@ -38,7 +39,7 @@ def section(groups: Sequence[Group], shown: Callable[[Group, Measured], str]) ->
         return ""
     header = [
         "exchange",
-        *(f"{group.series.workload}, {group.series.optimizer}" for group in columns),
+        *(group.name for group in columns),
     ]
     first = points[0]
     return TEXT.format(
@@ -48,4 +49,4 @@ def section(groups: Sequence[Group], shown: Callable[[Group, Measured], str]) ->
 
 def _cell(group: Group, point: Point, shown: Callable[[Group, Measured], str]) -> str:
     found = group.find(point)
-    return "not run" if found is None else f"{shown(group, found)}, {found.reduction:.0f}x"
+    return "not run" if found is None else f"{shown(group, found)}; {found.reduction:.0f}x"

@@ -10,16 +10,15 @@ from itertools import product
 from pathlib import Path
 
 import launch
-from study.frontier import agenda, measured, one_ratio, pictures, recipe, records
+from study.frontier import agenda, measured, one_ratio, pictures, recipe, records, takeaways
 from study.frontier.agenda import Point, Series
 from study.frontier.cells import RANKS
 from study.frontier.measured import Group, Measured
 from study.frontier.workloads import WORKLOADS
-from study.markdown import OPTIMIZERS, table
+from study.markdown import LEAST_FOR_ERROR, OPTIMIZERS, spread, table
 
 PAGE = launch.ROOT / "docs" / "frontier.md"
 
-TITLES = {"digits": "Digits", "bytelm": "Byte language model"}
 SCORES = {"accuracy": "held-out accuracy", "bits_per_byte": "held-out bits per byte"}
 
 INTRODUCTION = """\
@@ -27,72 +26,88 @@ INTRODUCTION = """\
 
 <!-- Written by `make frontier` from docs/results/. Change scripts/study/frontier instead. -->
 
-What does each payload format and exchange of TopKEF cost in quality, at how many bytes? A larger
-ratio with coarser values sends as many bytes as a smaller one with finer values: this page shows
-which of them to prefer. "Fewer bytes" is `stats().reduction`: the bytes a rank sends in a ring
-allreduce of the dense gradients, over those it sends with TopKEF, all headers counted. With the
-exchange "hierarchical" two ranks share a node, and it is the bytes that leave a node: of a ring
-that runs from node to node they are as many.
+What does each setting of TopKEF cost in quality, and how many bytes does it save? **Every figure on
+this page comes from {ranks} simulated ranks**: one process on a CPU trains for all of them, with
+the real compressor and real gradients. [accuracy.md](accuracy.md) has runs on real ranks."""
 
-{ranks} ranks, simulated in one process: one model stands for all of them, as real ranks hold the
-same weights bit for bit; each has batches, gradients, residuals and a compressor of its own, and
-payloads travel between them as they would through Horovod. A test trains the digits on two and on
-four real ranks and finds the same weights, to the bit
-(`tests/distributed/ranks/case_simulation.py`).
+READING = """\
+## How to read the tables
 
-Every run is compared with a dense one of the same seed: same initial weights, same batches in the
-same order, as many steps. The learning rate is the one that suits *dense* best, by a sweep on
-validation data with other seeds ([below](#denses-learning-rates)); nothing is tuned for TopKEF. It
-rises over the first 5% of the steps and falls to zero as a cosine. SGD has momentum 0.9, AdamW
-PyTorch's defaults. "Corrected" is momentum correction: `TopKEF(momentum="optimizer")`, which takes
-SGD's momentum or AdamW's first one over; dense keeps them. Means come with their standard errors.
-`make frontier` makes it all again; a run with a line in `docs/results/frontier-*.jsonl` is not
-repeated.
+- *Exchange*: `allgather`, `sharded` or `hierarchical` (two ranks a node), as
+  `TopKEF(exchange=...)`.
+- *Corrected*: with momentum correction, `TopKEF(momentum="optimizer")`. TopKEF then takes over
+  SGD's momentum, or AdamW's first one. Dense keeps the optimizer's own.
+- *Values*: the number format that is sent. *Ratio*: the share of the elements that is sent.
+- *Fewer bytes*: what a rank sends in a ring allreduce of the dense gradients, divided by what it
+  sends with TopKEF, headers included (`stats().reduction`). For `hierarchical`: what leaves a node.
+- *Difference*: the final score minus dense's with the same seed. Accuracy is in points (more is
+  better), bits a byte in % of dense's (fewer is better). Three seeds or more are a mean with its
+  standard error, two seeds are two values. Pictures have bars for them.
+- *Skewed shards*: ranks see different data. A rank has two or three of the ten digits, or a quarter
+  of the standard library, cut in the order of its files' names.
+- *Bold*: no other setting measured here sends fewer bytes and is better, on average over its seeds.
+- *Out of reach*: no ratio sends so few bytes, because tensors below `min_numel` are sent whole."""
 
-- Digits: `examples/pytorch_digits.py`, {digits_steps:,} steps, {digits_batch} examples a rank and
-  step. Skewed shards are the rows sorted by label and cut into {ranks}: each rank has two or three
-  of the ten digits.
-- Byte language model: `examples/pytorch_bytelm.py`, {bytelm_steps:,} steps, {bytelm_batch}
-  sequences a rank and step. With skewed shards each rank reads a quarter of the standard library,
-  cut in the order of its files' names."""
+METHOD = """\
+## How it was measured
+
+- Ranks hold the same weights bit for bit, so one model stands for all of them. Each simulated rank
+  has its own batches, gradients, residuals and compressor, and payloads travel between ranks as
+  they would through Horovod. A test trains the digits on two and on four real ranks and finds the
+  same weights, to the bit (`tests/distributed/ranks/case_simulation.py`).
+- A run shares initial weights, batches and the number of steps with dense's run of the same seed.
+- The learning rate is dense's best one, from a [sweep](#denses-learning-rates) on validation data
+  with other seeds. Nothing is tuned for TopKEF. The rate rises over the first 5% of the steps and
+  falls to zero as a cosine. SGD has momentum 0.9, AdamW has PyTorch's defaults.
+- Digits CNN: `examples/pytorch_digits.py`, {digits_steps:,} steps, {digits_batch} examples a rank
+  and step. Byte GPT: `examples/pytorch_bytelm.py`, {bytelm_steps:,} steps, {bytelm_batch} sequences
+  a rank and step.
+- `make frontier` makes the missing runs and writes this page. A run with a line in
+  `docs/results/frontier-*.jsonl` is not repeated."""
 
 EQUAL_BYTES = """\
 ## At equal bytes
 
-For each exchange and format the largest ratio that still sends so many times fewer bytes, and the
-final score less dense's: points of accuracy (more is better), % of bits a byte (less is better).
-Out of reach: no ratio sends so few bytes, as tensors below `min_numel` travel whole."""
+For each exchange and format, the largest ratio that still sends so many times fewer bytes ({ranks}
+simulated ranks), and its difference to dense."""
 
 WITHIN = """\
 ## How far each format goes
 
-The largest measured reduction that costs no more than {digits:g} points of accuracy, or
-{bytelm:g}% of bits a byte, in the mean; a dash where no measured ratio does."""
+The largest measured reduction that costs at most {digits:g} points of accuracy, or {bytelm:g}% of
+bits a byte, on average over the seeds ({ranks} simulated ranks). A dash: no measured ratio does."""
 
 SWEEPS = """\
 ## Dense's learning rates
 
-Final scores on validation data, dense, equal shards, one run a seed; no table above uses these data
-or these seeds. The rate in bold, the best on average, is the one used everywhere above, with skewed
-shards too. A grid grows while its best rate lies on its edge."""
+Final scores of dense on validation data, equal shards, one run a seed. The tables above use other
+data and other seeds. The best rate on average is in bold; all runs of that task and optimizer use
+it, with skewed shards too. If the best rate lies at the edge of the grid, the grid grows."""
 
 
 def write() -> Path:
     """Writes the page and its pictures; says what is missing."""
     groups = measured.groups()
-    found = [group for group in groups if group.points]
-    parts = [_introduction(), _machine(), _goals(found), EQUAL_BYTES]
-    parts += [_equal_bytes(found, goal) for goal in sorted(agenda.GOALS, reverse=True)]
-    parts += [one_ratio.section(found, _of), recipe.section()]
-    parts += [WITHIN.format(**measured.TOLERANCE), _within(found)]
-    parts += [*map(_section, found), SWEEPS, *map(_sweep, agenda.SERIES), _missing(groups)]
+    found = sorted((group for group in groups if group.points), key=_place)
+    parts = [INTRODUCTION.format(ranks=RANKS), takeaways.section(found, cell), READING]
+    parts += [_goals(found), EQUAL_BYTES.format(ranks=RANKS)]
+    parts += [_equal_bytes(found, goal) for goal in sorted(agenda.GOALS)]
+    parts += [one_ratio.section(found, cell), recipe.section()]
+    parts += [WITHIN.format(ranks=RANKS, **measured.TOLERANCE), _within(found)]
+    parts += [*map(_section, found), _method(), _machine()]
+    parts += [SWEEPS, *map(_sweep, agenda.SERIES), _missing(groups)]
     PAGE.write_text("\n\n".join(filter(None, parts)) + "\n")
     return PAGE
 
 
-def _introduction() -> str:
-    return INTRODUCTION.format(
-        ranks=RANKS,
+def _place(group: Group) -> tuple[bool, bool, bool]:
+    """Equal shards first, then SGD, then the digits."""
+    series = group.series
+    return group.shards != "equal", series.optimizer != "sgd", series.workload != "digits"
+
+
+def _method() -> str:
+    return METHOD.format(
         digits_steps=agenda.DIGITS.steps,
         bytelm_steps=agenda.BYTELM.steps,
         digits_batch=WORKLOADS["digits"].batch_size,
@@ -106,27 +121,25 @@ def _machine() -> str:
     machines = sorted({form.format(**each) for each in found})
     dates = sorted({each["date"] for each in found})
     days = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
-    return f"{len(found):,} runs, one thread each, on {'; '.join(machines)}; {days}."
+    return f"{len(found):,} runs, one CPU thread each, on {'; '.join(machines)}; {days}."
 
 
-def _name(group: Group) -> str:
-    series = group.series
-    return f"{TITLES[series.workload]}, {OPTIMIZERS[series.optimizer]}, {group.shards} shards"
-
-
-def difference(group: Group, cost: float, error: float | None) -> str:
-    """Final score less dense's, in the workload's unit."""
-    if math.isinf(cost):
-        return "diverged"
+def difference(group: Group, each: Measured) -> str:
+    """Final scores minus dense's, in the workload's unit, as `spread` shows them."""
+    if diverged := sum(map(math.isinf, each.costs)):
+        return "diverged" if diverged == len(each.costs) else _diverged(diverged, len(each.costs))
     sign, unit = (-1, "") if group.series.higher_is_better else (1, "%")
-    spread = "" if error is None else f" ± {error:.2f}"
-    return f"{round(sign * cost, 2) + 0.0:+.2f}{spread}{unit}"
+    return spread([sign * cost for cost in each.costs], "+", unit)
 
 
-def _of(group: Group, each: Measured) -> str:
+def _diverged(runs: int, of: int) -> str:
+    return f"{runs} of {of} diverged"
+
+
+def cell(group: Group, each: Measured) -> str:
     """The same of a point; says so if it rests on one seed."""
     alone = "" if len(each.costs) > 1 else " (1 seed)"
-    return difference(group, each.cost, each.error) + alone
+    return difference(group, each) + alone
 
 
 def setting(point: Point) -> str:
@@ -136,32 +149,32 @@ def setting(point: Point) -> str:
 
 def ratio(point: Point) -> str:
     """What ranks send, and what owners send back where that is another one."""
-    back = "" if point.gather_ratio is None else f", back {point.gather_ratio:g}"
+    back = "" if point.gather_ratio is None else f", gather_ratio {point.gather_ratio:g}"
     return f"{point.ratio:g}{back}"
 
 
 def _goals(groups: Sequence[Group]) -> str:
-    """What users take unasked or by name, and the best point of at least each goal's reduction."""
+    """The default, `compact()`, and the best point of at least each goal's reduction."""
     rows = []
     for group in groups:
-        for name, point in (("the defaults", agenda.DEFAULT), ("`compact()`", agenda.RECIPE)):
+        for called, point in (("the default", agenda.DEFAULT), ("`compact()`", agenda.RECIPE)):
             if found := group.find(point):
-                rows.append([_name(group), name, *_judged(group, found)])
+                rows.append([group.name, called, *_judged(group, found)])
         for goal in (goal for goal in agenda.GOALS if _is_asked(group, goal)):
             reached = [each for each in group.points if each.reduction >= goal]
             if reached:
                 best = min(_well_known(reached), key=lambda each: each.cost)
-                rows.append([_name(group), f"best at {goal:g}x or more", *_judged(group, best)])
-    header = ["", "", "setting", "fewer bytes", "less dense", "within"]
+                rows.append([group.name, f"best at {goal:g}x or more", *_judged(group, best)])
+    header = ["task", "", "setting", "fewer bytes", "difference", "within the tolerance"]
     note = (
-        "The best of several settings looks a little better than it is; the tables that follow "
-        "have all of them, good or bad."
+        f"{RANKS} simulated ranks. The best of many settings is partly luck: on new seeds it would "
+        "look a little worse. The tables below have all settings, good or bad."
     )
-    return f"## In short\n\n{table(header, rows)}\n\n{note}"
+    return f"## In short\n\n{note}\n\n{table(header, rows)}"
 
 
 def _well_known(points: Sequence[Measured]) -> list[Measured]:
-    """Those with the most seeds: one that had an easy seed alone is no better for it."""
+    """The points with the most seeds: one seed alone may have been an easy one."""
     most = max(len(each.costs) for each in points)
     return [each for each in points if len(each.costs) == most]
 
@@ -170,7 +183,7 @@ def _judged(group: Group, each: Measured) -> list[str]:
     """Setting, reduction, difference, and whether that is within the group's tolerance."""
     met = "yes" if each.cost <= group.tolerance else "**no**"
     limit = f"{group.tolerance:g} {measured.UNIT[group.series.workload]}".replace(" %", "%")
-    return [setting(each.point), f"{each.reduction:.0f}x", _of(group, each), f"{met} ({limit})"]
+    return [setting(each.point), f"{each.reduction:.0f}x", cell(group, each), f"{met} ({limit})"]
 
 
 def _is_asked(group: Group, goal: float) -> bool:
@@ -185,7 +198,7 @@ def _equal_bytes(groups: Sequence[Group], goal: float) -> str:
     for kind in _kinds(columns):
         cells = [_cell(group, kind, goal) for group in columns]
         rows.append([agenda.way(kind), kind.values, *cells])
-    header = ["exchange", "values", *(_name(group) for group in columns)]
+    header = ["exchange", "values", *(group.name for group in columns)]
     return f"### {goal:g} times fewer bytes\n\n{table(header, rows)}" if columns else ""
 
 
@@ -206,7 +219,7 @@ def _cell(group: Group, kind: Point, goal: float) -> str:
         return "out of reach"
     point = replace(point, momentum=kind.momentum)
     found = group.find(point)
-    return "not run" if found is None else f"{_of(group, found)}, ratio {point.ratio:g}"
+    return "not run" if found is None else f"{cell(group, found)}; ratio {point.ratio:g}"
 
 
 def _within(groups: Sequence[Group]) -> str:
@@ -216,7 +229,7 @@ def _within(groups: Sequence[Group]) -> str:
         rows.append([agenda.way(kind), kind.values, *found])
     anything = [_furthest(group, group.points) for group in groups]
     rows.append(["any", "any", *anything])
-    return table(["exchange", "values", *map(_name, groups)], rows)
+    return table(["exchange", "values", *(group.name for group in groups)], rows)
 
 
 def _alike(group: Group, kind: Point) -> list[Measured]:
@@ -232,21 +245,21 @@ def _section(group: Group) -> str:
     series, column = group.series, WORKLOADS[group.series.workload].column
     dense = list(group.dense.values())
     scores = ", ".join(_score(column, score) for score in dense)
-    mean = _score(column, statistics.mean(dense))
+    mean = f", mean {_score(column, statistics.mean(dense))}" * (len(dense) >= LEAST_FOR_ERROR)
     opening = (
-        f"Dense: {SCORES[column]} {mean} in the mean of {len(dense)} seeds ({scores}), learning "
-        f"rate {agenda.chosen(series):g}. In bold, what nothing else measured here beats in both "
-        "bytes and difference."
+        f"{RANKS} simulated ranks, learning rate {agenda.chosen(series):g}. Dense's "
+        f"{SCORES[column]}, seed by seed: {scores}{mean}."
     )
-    return "\n\n".join([f"## {_name(group)}", opening, pictures.link(group), _points(group)])
+    return "\n\n".join([f"## {group.name}", opening, pictures.link(group), _points(group)])
 
 
 def _ended(column: str, scores: Sequence[float | None]) -> str:
-    """The mean of all, or how many diverged."""
+    """The mean of all, both of two, or how many diverged."""
     finite = [score for score in scores if score is not None]
-    if len(finite) == len(scores):
-        return _score(column, statistics.mean(finite))
-    return f"{len(scores) - len(finite)} of {len(scores)} diverged"
+    if len(finite) < len(scores):
+        return _diverged(len(scores) - len(finite), len(scores))
+    shown = finite if len(finite) < LEAST_FOR_ERROR else [statistics.mean(finite)]
+    return ", ".join(_score(column, score) for score in shown)
 
 
 def _points(group: Group) -> str:
@@ -265,12 +278,12 @@ def _points(group: Group) -> str:
                 f"{each.reduction:.1f}x",
                 *others,
                 _ended(column, list(each.scores.values())),
-                f"{mark}{difference(group, each.cost, each.error)}{mark}",
+                f"{mark}{difference(group, each)}{mark}",
                 str(len(each.costs)),
             ]
         )
     header = ["exchange", "values", "ratio", "bytes a step and rank", f"fewer bytes, P={RANKS}"]
-    header += ["P=2", "P=8", SCORES[column], "less dense", "seeds"]
+    header += ["P=2", "P=8", SCORES[column], "difference", "seeds"]
     return table(header, rows)
 
 
@@ -295,14 +308,15 @@ def _sweep(series: Series) -> str:
     ]
     if not rows:
         return ""
-    title = f"### {TITLES[series.workload]}, {OPTIMIZERS[series.optimizer]}, {series.steps:,} steps"
+    task, optimizer = measured.TITLES[series.workload], OPTIMIZERS[series.optimizer]
+    title = f"### {task}, {optimizer}, {series.steps:,} steps"
     header = ["learning rate", *(f"seed {seed}" for seed in series.sweep_seeds)]
     return f"{title}\n\n{table(header, rows)}"
 
 
 def _missing(groups: Sequence[Group]) -> str:
-    rows = [[_name(group), f"{group.missing:,}"] for group in groups if group.missing]
+    rows = [[group.name, f"{group.missing:,}"] for group in groups if group.missing]
     if not rows:
         return ""
-    note = "Runs that the study names and that nobody has made yet; `make frontier` goes on there."
+    note = "Runs of the study that have not been made yet; `make frontier` makes them."
     return f"## Missing\n\n{note}\n\n{table(['', 'runs'], rows)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import replace
 
 from study.frontier import agenda, records
@@ -13,8 +12,8 @@ from study.markdown import OPTIMIZERS, table
 TEXT = """\
 ### Steps to dense's final score
 
-How many steps the same settings need to end where a dense run ends, mean over the seeds with runs
-of every length. Between two lengths the final score is interpolated over the logarithm of steps.
+How many steps a run needs to end with the score of a dense run, one value for each of the two
+seeds. Final scores between two lengths are interpolated over the logarithm of steps.
 
 {table}"""
 
@@ -24,7 +23,7 @@ Ends = dict[int, float]  # final scores, less is better, by the length of the ru
 def section() -> str:
     """Markdown; empty before there is a seed with all runs."""
     rows = [row for series in (agenda.BYTELM, agenda.BYTELM_ADAMW) for row in _rows(series)]
-    header = ["optimizer", "dense", "without", "compact()", "seeds"]
+    header = ["optimizer", "steps, dense", "uncorrected", "`compact()`"]
     return TEXT.format(table=table(header, rows)) if rows else ""
 
 
@@ -56,7 +55,6 @@ def _rows(series: Series) -> list[list[str]]:
             OPTIMIZERS[series.optimizer],
             f"{steps:,}",
             *(_steps([needed(ways[way], ways[0][steps]) for ways in found]) for way in (1, 2)),
-            str(len(found)),
         ]
         for steps in (agenda.lengths(series) if found else ())
     ]
@@ -76,5 +74,5 @@ def _ends(series: Series, point: Point | None, seed: int) -> Ends:
 
 
 def _steps(found: list[float]) -> str:
-    mean, longest = statistics.mean(found), max(agenda.RECIPE_STEPS)
-    return f"over {longest:,}" if math.isinf(mean) else f"{round(mean, -1):,.0f}"
+    over = f"over {max(agenda.RECIPE_STEPS):,}"
+    return " and ".join(over if math.isinf(each) else f"{round(each, -1):,.0f}" for each in found)

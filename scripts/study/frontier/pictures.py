@@ -14,7 +14,6 @@ from study.frontier import agenda
 from study.frontier.cells import RANKS
 from study.frontier.measured import UNIT, Group, Measured
 from study.frontier.records import FOLDER
-from study.markdown import OPTIMIZERS
 
 COLOURS = {
     "float32": "#444444",
@@ -34,11 +33,8 @@ def link(group: Group) -> str:
     """Draws the group's picture; returns the link to it."""
     series = group.series
     name = f"frontier-{series.workload}-{series.optimizer}-{group.shards}.png"
-    title = (
-        f"{series.workload}, {OPTIMIZERS[series.optimizer]}, {group.shards} shards, "
-        f"{series.steps:,} steps, {RANKS} ranks"
-    )
-    figure, axes = plt.subplots(figsize=(8, 4.8), dpi=120)
+    title = f"{group.name}, {series.steps:,} steps, {RANKS} simulated ranks"
+    figure, axes = plt.subplots(figsize=(9.5, 4.8), dpi=120)
     _goals(axes, group)
     lines: dict[tuple[str, str, float], list[Measured]] = {}
     for each in group.points:
@@ -51,7 +47,7 @@ def link(group: Group) -> str:
     figure.tight_layout()
     figure.savefig(FOLDER / name)
     plt.close(figure)
-    return f"![What each setting costs against the bytes it sends: {title}](results/{name})"
+    return f"![Quality against bytes: {title}](results/{name})"
 
 
 def _line(axes: Axes, kind: agenda.Point, points: list[Measured]) -> None:
@@ -59,7 +55,7 @@ def _line(axes: Axes, kind: agenda.Point, points: list[Measured]) -> None:
     axes.errorbar(
         [each.sent_bytes for each in points],
         [each.cost for each in points],
-        yerr=[each.error or 0.0 for each in points],
+        yerr=list(zip(*(each.reach for each in points), strict=True)) if points else None,
         color=colour,
         linestyle=LINES[kind.exchange],
         marker="^" if kind.momentum else MARKERS[kind.exchange],
@@ -92,4 +88,4 @@ def _dress(axes: Axes, group: Group) -> None:
     axes.set_ylabel(f"{LABELS[workload]} (dotted: {tolerance})")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -27,8 +27,8 @@ INTRODUCTION = """\
 
 A residual that kept growing would mean that the model is trained on older and older gradients. This
 page measures the norm of each rank's residual over a training run, `stats().residual_norm`, and
-compares it with the bounds of theory. **Ranks are simulated** ({ranks} in one process on a CPU, as in
-[frontier.md](frontier.md)); one seed.
+compares it with the bounds of theory. **Ranks are simulated**: {ranks} in one process on a CPU, as
+in [frontier.md](frontier.md). There is one seed.
 
 {reading}
 
@@ -69,17 +69,17 @@ SOURCES = (
 RANKS = "## Rank by rank"
 
 READING = """\
-- The largest residual was {worst_share:.1f}% of Karimireddy's bound. The bound assumes gradients
-  whose elements are all equally large. In fact a few elements hold most of the squares: by sending
-  one element in {one_in:.0f}, a step removed {least:.2g} to {most:.2g} of the squares (medians of
-  the ranks).
+- The largest residual was {worst_share:.1f}% of Karimireddy's bound. The bound covers the worst
+  case, in which all elements are equally large. In fact a few elements hold most of the squares: by
+  sending one element in {one_in:.0f}, a step removed {least:.2g}% to {most:.2g}% of the squares
+  (medians of the ranks).
 - With {skewed_title} the residual became {skewed:.1f} times as large as with equal shards. The
   largest gradient was {skewed_gradient:.1f} times as large.
 - In a step without data a rank adds nothing to its residual and still sends from it. The largest
   residual of that rank was {idle:.2f} times that of the same rank with data in every step. The rank
   must take part in the exchange, with a zero gradient.
-- With int4 values the smallest measured delta was {int4:.2g}. With `sharded`, owners have a residual
-  too, in units of the mean gradient: `stats().owned_norm`.
+- With int4 values the smallest measured delta was {int4:.2g}. With `sharded`, owners have a
+  residual too, in units of the mean gradient: `stats().owned_norm`.
 - **In your own job**, watch `stats().residual_norm` divided by `stats().gradient_norm`: it should
   level off. If it keeps growing, the ratio is too small for your data. Raise it, or send the whole
   residual with `set_ratio(1.0)`. (With `exchange="hierarchical"` only owners have a residual: watch
@@ -107,7 +107,6 @@ def _introduction(record: Record) -> str:
         lr=LR,
         ratio=record["ratio"],
         machine=machine,
-        reading=_reading(record),
         reading=_reading(record),
     )
 
@@ -177,8 +176,8 @@ def _reading(record: Record) -> str:
         worst_share=max(
             100 * rank["largest_residual"] / (bound * rank["largest_gradient"]) for rank in ranks
         ),
-        least=min(medians),
-        most=max(medians),
+        least=100 * min(medians),
+        most=100 * max(medians),
         skewed_title=TITLES["skewed"],
         one_in=1 / record["ratio"],
         skewed=of["skewed"]["largest_residual"] / of["equal"]["largest_residual"],
@@ -186,7 +185,6 @@ def _reading(record: Record) -> str:
         idle=idle["largest_residual"] / twin["largest_residual"],
         int4=min(rank["least_contraction"] for rank in coarse),
     )
-    return filled(text)
     return filled(text)
 
 
