@@ -13,8 +13,6 @@ from horovod_topk.methods import METHODS
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 BLOCK = r"a whole codec, `horovod_topk/methods/(\w+)\.py`:\n\n```python\n(.*?)```"
 LINE = r"is\n\n```python\n    \"(\w+)\": (\w+),\n```\n\nand makes"
-    r"`METHODS` in `horovod_topk/methods/__init__\.py`, is\n\n```python\n    \"(\w+)\": (\w+),\n```"
-)
 
 
 def text() -> tuple[str, str]:

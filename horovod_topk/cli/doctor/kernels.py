@@ -126,7 +126,7 @@ def _served(exchange: str, config: TopKConfig, dtype: str = "float32") -> list[b
     """Whether each payload of an exchange has a kernel on a GPU."""
     (bucket,) = make_plan([TensorSpec("weight", (NUMEL,), dtype, GPU)], config).buckets
     payloads = _payloads(exchange, bucket)
-    return [triton.unsupported(each.recipe, each.device) is None for each in payloads]
+    return [triton.unsupported(config.recipe(each), each.device) is None for each in payloads]
 
 
 def _payloads(exchange: str, bucket: BucketPlan) -> list[BucketPlan]:

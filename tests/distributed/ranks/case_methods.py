@@ -108,7 +108,5 @@ def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
 
 
 def test_a_method_that_is_not_known() -> None:
-    with pytest.raises(
-        AttributeError, match=r"has no .Quantise.; its compressors are"
-    ):
+    with pytest.raises(AttributeError, match=r"has no .Quantise.; its compressors are"):
         horovod_topk.torch.Quantise  # noqa: B018
