@@ -24,8 +24,9 @@ from horovod_topk.cli import launcher
 from horovod_topk.cli.processor import cpu_model
 from horovod_topk.cli.ratios import parse_ratios
 from horovod_topk.config import TopKConfig
-from horovod_topk.core.front import COMPACT, TAKE_OVER
+from horovod_topk.core.front import TAKE_OVER
 from horovod_topk.errors import TopKError
+from horovod_topk.methods.topk import COMPACT
 
 SPLITS = ("held-out", "validation")
 

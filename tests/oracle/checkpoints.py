@@ -7,7 +7,7 @@ from typing import Any
 
 from horovod_topk import checkpoint
 from horovod_topk.checkpoint import shard
-from horovod_topk.checkpoint.contents import BESIDES
+from horovod_topk.core.residual import parts_of
 from horovod_topk.core.stats import Stats
 from oracle.world import World
 
@@ -57,7 +57,6 @@ def _numpy(array: Any) -> Any:
 
 def _each(state: Any, change: Any) -> dict[str, Any]:
     changed = {**state, "residuals": {n: change(a) for n, a in state["residuals"].items()}}
-    for part in BESIDES:
-        if part in state:
-            changed[part] = _each(state[part], change)
+    for part in parts_of(state):
+        changed[part] = _each(state[part], change)
     return changed

@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Iterator
 
 from horovod_topk.cli.doctor.finding import Finding, is_installed
-from horovod_topk.config import EXCHANGES, VALUES, TopKConfig
+from horovod_topk.config import EXCHANGES, TopKConfig
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.shards import shard, shard_sums
 from horovod_topk.kernels import native, triton
+from horovod_topk.methods.topk import VALUES
 
 NAME = "kernels for the GPU"
 GPU = "cuda"
