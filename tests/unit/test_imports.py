@@ -26,7 +26,14 @@ ROOMS = {
     "ratios.py": {"horovod_topk.errors"},
     "config.py": {"horovod_topk.ratios", "horovod_topk.errors"},
     "__init__.py": {"horovod_topk.errors", "horovod_topk.config"},
+    "methods": {
+        "horovod_topk.ops",
+        "horovod_topk.config",
+        "horovod_topk.ratios",
+        "horovod_topk.errors",
+    },
     "core": {
+        "horovod_topk.methods",
         "horovod_topk.ops",
         "horovod_topk.config",
         "horovod_topk.ratios",
@@ -66,8 +73,14 @@ ROOMS = {
     "elastic": {"horovod_topk.checkpoint", "horovod_topk.core", "horovod_topk.errors"},
     "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
     "process_sets.py": {"horovod.common", "horovod_topk.core.nodes"},
-    "cost": {"horovod_topk.core", "horovod_topk.config", "horovod_topk.errors"},
+    "cost": {
+        "horovod_topk.methods",
+        "horovod_topk.core",
+        "horovod_topk.config",
+        "horovod_topk.errors",
+    },
     "cli": {
+        "horovod_topk.methods",
         "horovod_topk.__version__",
         "horovod_topk.cost",
         "horovod_topk.ops.protocol",
@@ -79,6 +92,7 @@ ROOMS = {
     },
     "cli/canvas.py": {"matplotlib"},
     "cli/bench": {
+        "horovod_topk.methods",
         "torch",
         "horovod.torch",
         "matplotlib.axes",  # what a hint names
@@ -90,6 +104,7 @@ ROOMS = {
         "horovod_topk.errors",
     },
     "cli/plan": {
+        "horovod_topk.methods",
         "matplotlib.axes",
         "horovod_topk.cli",
         "horovod_topk.cost",
@@ -99,6 +114,7 @@ ROOMS = {
         "horovod_topk.errors",
     },
     "torch": {
+        "horovod_topk.methods",
         "torch",
         "horovod.torch",
         "horovod.common.exceptions",
@@ -110,6 +126,7 @@ ROOMS = {
         "horovod_topk.errors",
     },
     "tensorflow": {
+        "horovod_topk.methods",
         "tensorflow",
         "keras",
         "horovod.tensorflow",

@@ -15,6 +15,7 @@ from horovod_topk.core.front import Front, State
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.errors import ConfigError, StateDictError
+from horovod_topk.methods.topk import TopK
 
 
 def test_exponential_warm_up_is_that_of_deep_gradient_compression() -> None:
@@ -43,7 +44,7 @@ def test_the_ratio_of_each_step(warmup: Any, ratio: float, expected: list[float]
     assert {1.0, ratio} <= set(schedule.rungs)
 
 
-class Passed(Front):
+class Passed(Front, method=TopK):
     """The `TopKEF` of no framework."""
 
     @staticmethod
