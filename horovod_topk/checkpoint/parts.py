@@ -14,7 +14,7 @@ from horovod_topk.checkpoint.contents import BESIDES
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core import reshard
 from horovod_topk.core.rates import RATES
-from horovod_topk.core.residual import (
+from horovod_topk.core.state_dict import (
     ASKED,
     COMMITTED,
     STEPS,

@@ -23,7 +23,7 @@ from horovod_topk.core.front import (
 )
 from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
 from horovod_topk.core.rates import RATES, rates_of
-from horovod_topk.core.residual import (
+from horovod_topk.core.state_dict import (
     ASKED,
     COMMITTED,
     asked_of,
