@@ -27,7 +27,7 @@ from horovod_topk.checkpoint import parts, shard
 from horovod_topk.checkpoint.contents import check_place
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core.front import ALONE, Front, State
-from horovod_topk.core.residual import COMMITTED, owner_of
+from horovod_topk.core.state_dict import COMMITTED, owner_of
 from horovod_topk.errors import CheckpointError, NotAttachedError, StateDictError
 
 log = logging.getLogger("horovod_topk")
@@ -138,7 +138,7 @@ def _start_at_zero(folder: Path, name: str, state: State) -> None:
         state.load_state_dict(zeros | parts.common_in(contents, zeros))
         return
     if COMMITTED in zeros:
-        log.warning("TopKEF: warm-up goes on from %d committed steps", zeros[COMMITTED])
+        log.warning("TopKEF: goes on from %d committed steps", zeros[COMMITTED])
 
 
 def _check_not_anothers(path: Path, state: State) -> None:

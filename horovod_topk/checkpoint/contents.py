@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from horovod_topk.core.rates import rates_of
-from horovod_topk.core.residual import COMMITTED, STATE_VERSION, asked_of, parts_of, released_of
+from horovod_topk.core.state_dict import COMMITTED, STATE_VERSION, asked_of, parts_of, released_of
 from horovod_topk.errors import CheckpointError, StateDictError
 
 RESIDUALS = "residuals"

@@ -13,7 +13,7 @@ from typing import Any
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core import reshard
 from horovod_topk.core.rates import RATES
-from horovod_topk.core.residual import (
+from horovod_topk.core.state_dict import (
     ASKED,
     COMMITTED,
     METHOD_STATE,

@@ -25,7 +25,7 @@ from typing import Any
 
 from horovod_topk.checkpoint import contents
 from horovod_topk.checkpoint.contents import RESIDUALS
-from horovod_topk.core.residual import parts_of
+from horovod_topk.core.state_dict import parts_of
 from horovod_topk.errors import CheckpointError
 
 FORMAT = "horovod_topk"

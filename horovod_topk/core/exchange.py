@@ -120,6 +120,7 @@ class Exchange(Protocol[Array]):
         bucket: BucketPlan,
         residuals: Sequence[Arenas[Array]],
         owned: Sequence[Arenas[Array]],
+        states: Mapping[str, Arenas[Array]],
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> Route[Array]:
@@ -127,6 +128,7 @@ class Exchange(Protocol[Array]):
 
         residuals: one for each of `holders`.
         owned: one for each of `owned`.
+        states: the method's own, by name.
         """
         ...
 
@@ -219,6 +221,7 @@ class Allgather(_Over[Array]):
         bucket: BucketPlan,
         residuals: Sequence[Arenas[Array]],
         owned: Sequence[Arenas[Array]],
+        states: Mapping[str, Arenas[Array]],
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> Route[Array]:
@@ -284,6 +287,7 @@ class ShardedExchange(_Over[Array]):
         bucket: BucketPlan,
         residuals: Sequence[Arenas[Array]],
         owned: Sequence[Arenas[Array]],
+        states: Mapping[str, Arenas[Array]],
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> Route[Array]:
@@ -326,6 +330,7 @@ class AllreduceExchange(_Over[Array]):
         bucket: BucketPlan,
         residuals: Sequence[Arenas[Array]],
         owned: Sequence[Arenas[Array]],
+        states: Mapping[str, Arenas[Array]],
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> Route[Array]:
@@ -368,13 +373,13 @@ class ReduceExchange(_Over[Array]):
         bucket: BucketPlan,
         residuals: Sequence[Arenas[Array]],
         owned: Sequence[Arenas[Array]],
+        states: Mapping[str, Arenas[Array]],
         ops: Ops[Array],
         codec: PayloadCodec[Array],
-        states: Mapping[str, Arenas[Array]] | None = None,
     ) -> Route[Array]:
         """The rounds of the bucket's method."""
         (arenas,) = residuals
-        route = Reduced(bucket, arenas, states or {}, ops, codec, self._collective)
+        route = Reduced(bucket, arenas, states, ops, codec, self._collective)
         self.turns = max(self.turns, 2 * route.rounds - 1)
         return route
 
@@ -450,6 +455,7 @@ class HierarchicalExchange(_Over[Array]):
         bucket: BucketPlan,
         residuals: Sequence[Arenas[Array]],
         owned: Sequence[Arenas[Array]],
+        states: Mapping[str, Arenas[Array]],
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> Route[Array]:

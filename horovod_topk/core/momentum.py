@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import Arenas, ResidualRegistry
+from horovod_topk.core.residual import Arenas
 from horovod_topk.errors import UnsupportedDtypeError
 from horovod_topk.ops import Ops
 
@@ -71,36 +71,6 @@ class Correction(Generic[Array]):
 
     def _views(self, bucket: BucketPlan, arena: Array) -> list[Array]:
         return [self._ops.view(arena, tensor.start, tensor.stop) for tensor in bucket.tensors]
-
-
-class Momentum(Generic[Array]):
-    """Velocities of one optimizer's gradients.
-
-    Args:
-        plan: the tensors, and m as `config.momentum`.
-        ops: of the arrays.
-
-    Raises:
-        UnsupportedDtypeError: a gradient has another dtype than its residual.
-    """
-
-    def __init__(self, plan: Plan, ops: Ops[Array]) -> None:
-        check_dtypes(plan)
-        self._correction = Correction(plan.config, ops)
-        self._ops = ops
-        self.registry = ResidualRegistry(plan, ops)
-
-    def correct(self, bucket: BucketPlan, gradients: Sequence[Array]) -> list[Array]:
-        """The new velocities, flat, to be sent in place of the gradients."""
-        return self._correction.correct(self.registry.arenas(bucket.ordinal), gradients)
-
-    def mask(self, bucket: BucketPlan, clear: Callable[[Sequence[Array]], None]) -> None:
-        """Forget the velocity of what was sent, as `Correction.mask`."""
-        self._correction.mask(self.registry.arenas(bucket.ordinal), clear)
-
-    def swap(self, bucket: BucketPlan) -> None:
-        """Make the new velocities those of the next step."""
-        self.registry.arenas(bucket.ordinal).swap()
 
 
 def check_dtypes(plan: Plan) -> None:

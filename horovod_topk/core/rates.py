@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from horovod_topk.errors import StateDictError
 
@@ -40,8 +40,14 @@ RATES = "rates"  # of a state dict: learning rates by tensor, where residuals fo
 SMALLEST = 1e-12  # that is followed; keeps float32 residuals from overflowing
 
 
+class Units(Protocol):
+    """The learning rates in whose units residuals are, where they follow them."""
+
+    units: Mapping[str, float]  # by tensor name, of tensors that have had a rate to follow
+
+
 class Rates:
-    """The learning rates that residuals are in units of, by tensor name.
+    """Learning rates of this rank's optimizer, and those in whose units residuals are.
 
     Args:
         now: gives those of a step that begins now; on this rank alone, as nobody is asked.
@@ -49,7 +55,7 @@ class Rates:
 
     def __init__(self, now: Callable[[], Mapping[str, float]]) -> None:
         self._now = now
-        self.units: dict[str, float] = {}  # of tensors that have had a rate to follow
+        self.units: Mapping[str, float] = {}
 
     def turn(self) -> dict[str, float]:
         """Take on the present rates.
@@ -57,10 +63,10 @@ class Rates:
         Returns:
             What residuals are to be multiplied by, of tensors whose rate has changed.
         """
-        now = {name: rate for name, rate in self._now().items() if _is_followed(rate)}
+        now = {name: rate for name, rate in self._now().items() if _is_rate(rate)}
         changed = {name for name in now.keys() & self.units.keys() if now[name] != self.units[name]}
         factors = {name: self.units[name] / now[name] for name in sorted(changed)}
-        self.units |= now
+        self.units = {**self.units, **now}
         return factors
 
 
@@ -71,7 +77,7 @@ def rates_of(state: Mapping[str, Any]) -> dict[str, float]:
         StateDictError: one is no rate that can be followed.
     """
     rates = state.get(RATES, {})
-    if not isinstance(rates, Mapping) or not all(map(_is_followed, rates.values())):
+    if not isinstance(rates, Mapping) or not all(map(_is_rate, rates.values())):
         raise StateDictError(
             f"the state dict says that its residuals are in units of learning rates {rates!r}",
             cure="Pass what state_dict() of a TopKEF compressor returned",
@@ -79,5 +85,10 @@ def rates_of(state: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(rate) for name, rate in rates.items()}
 
 
-def _is_followed(rate: object) -> bool:
-    return isinstance(rate, Real) and SMALLEST <= float(rate) < math.inf
+def is_followed(rate: Any) -> Any:
+    """Whether residuals follow a learning rate: a number, or a scalar of an array library."""
+    return (rate >= SMALLEST) & (rate < math.inf)
+
+
+def _is_rate(rate: object) -> bool:
+    return isinstance(rate, Real) and bool(is_followed(float(rate)))

@@ -208,11 +208,13 @@ def state_plan(bucket: BucketPlan, name: str) -> BucketPlan:
     )
 
 
-def state_names(method: object, pieces: Sequence[Any]) -> list[str]:
-    """Names of what a method keeps beside residuals, for any of these tensors."""
+def state_names(plan: Plan) -> list[str]:
+    """Names of what a plan's method keeps beside residuals, for any of its tensors."""
+    method: object = plan.config
     if not isinstance(method, Rounds):
         return []
-    return sorted({name for piece in pieces if not piece.whole for name in method.state(piece)})
+    pieces = (piece for piece in plan.tensors() if not piece.whole)
+    return sorted({name for piece in pieces for name in method.state(piece)})
 
 
 def is_shared(plan: Plan, name: str) -> bool:

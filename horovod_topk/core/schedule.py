@@ -1,12 +1,12 @@
-"""Which ratio each step has: one of a finite set of rungs, fixed when the optimizer is built.
+"""Which ratio each step has: one of a few ratio levels, fixed when the optimizer is built.
 
 Deep Gradient Compression (Lin et al. 2018, section 3.3) begins with large ratios, as early
-gradients change fast and are badly served by delay: `warmup` lists them. A step's rung
+gradients change fast and are badly served by delay: `warmup` lists them. A step's level
 follows from how many steps were committed, which every rank knows alike, unless the user asks for
-another one on all ranks. Residuals stay where they are from rung to rung.
+another one on all ranks. Residuals stay where they are from level to level.
 
-Dense (1.0) is always a rung, at full precision and back from owners too: a step of it sends all
-that is owed and leaves residuals of zero.
+Dense (1.0) is always a level, at full precision and back from owners too: a step of it sends
+all residuals and leaves zeros.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ DENSE = 1.0
 
 
 class Schedule:
-    """The rungs of one optimizer's settings, and when each is taken."""
+    """The ratio levels of one optimizer's settings, and when each is taken."""
 
     def __init__(self, config: Method) -> None:
         self._config = config
         self._stretches = config.stretches
 
     @property
-    def rungs(self) -> tuple[float, ...]:
+    def levels(self) -> tuple[float, ...]:
         """Every ratio that a step can have, largest first."""
         ratios = {DENSE, self._config.ratio, *(ratio for _, ratio in self._stretches)}
         return tuple(sorted(ratios, reverse=True))
@@ -39,14 +39,14 @@ class Schedule:
         return next((r for until, r in self._stretches if committed < until), self._config.ratio)
 
     def check(self, ratio: float) -> None:
-        """Refuse a ratio that is no rung, and 1.0 where it would not send all.
+        """Refuse a ratio that is no level, and 1.0 where it would not send all.
 
         Raises:
             ConfigError: it is none, or does not.
         """
-        if ratio not in self.rungs:
+        if ratio not in self.levels:
             raise ConfigError(
-                f"ratio {ratio!r} is none of this optimizer's, {', '.join(map(str, self.rungs))}",
+                f"ratio {ratio!r} is none of this optimizer's, {', '.join(map(str, self.levels))}",
                 cure="Pass one of them, or list it in warmup= when the optimizer is built: ranks "
                 "agree on all ratios there",
             )
@@ -58,11 +58,11 @@ class Schedule:
                 "ratios={'*': 'dense'}",
             )
 
-    def rung(self, saved: float | None, otherwise: float | None) -> float | None:
-        """The ratio that a checkpoint says was asked for, if it is a rung here."""
+    def level(self, saved: float | None, otherwise: float | None) -> float | None:
+        """The ratio that a checkpoint says was asked for, if it is a level here."""
         if saved is None:
             return otherwise
-        if saved in self.rungs:
+        if saved in self.levels:
             return saved
         log.warning("TopKEF: the checkpoint's set_ratio(%s) is no ratio of this optimizer's", saved)
         return otherwise
@@ -72,7 +72,7 @@ class Schedule:
         return self._config.at(ratio)
 
     def label(self, ratio: float) -> str:
-        """What a rung adds to the names of collectives; nothing for the usual one.
+        """What a level adds to the names of collectives; nothing for the usual one.
 
         Made of what TensorFlow takes in a name, so that ranks of both frameworks meet.
         """

@@ -19,9 +19,10 @@ from typing import Any, Protocol
 from horovod_topk.checkpoint import parts
 from horovod_topk.core import front
 from horovod_topk.core.reshard import rescaling
+from horovod_topk.core.state import Clock
 from horovod_topk.core.stats import Stats
 from horovod_topk.elastic.legacy import Legacy
-from horovod_topk.elastic.standing import Clock, Roll, Standing
+from horovod_topk.elastic.standing import Roll, Standing
 from horovod_topk.errors import CheckpointError, ConfigError, StateDictError
 
 log = logging.getLogger("horovod_topk")

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Clock = tuple[int, float | None]  # committed steps, and the ratio a user asked for, if one did
+from horovod_topk.core.state import Clock
 
 _FIELDS = struct.Struct("<16s16sIQddId?")
 

@@ -155,7 +155,7 @@ def _bucket(route: Route, plan: BucketPlan, transport: Transport) -> Bucket:
         _arenas(own, [route.owned[t.spec.name] for t in own.tensors], ops)
         for own in exchange.owned(plan)
     ]
-    way = exchange.route(plan, residuals, owned, ops, transport.codec)
+    way = exchange.route(plan, residuals, owned, {}, ops, transport.codec)
     return Bucket(plan, way, residuals, owned)
 
 

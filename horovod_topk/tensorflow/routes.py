@@ -16,8 +16,8 @@ from horovod_topk.core.codec import TopK
 from horovod_topk.core.front import elastic
 from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.plan import Plan, TensorSpec
-from horovod_topk.core.residual import check_origin, check_owner, check_state
 from horovod_topk.core.route import Collective
+from horovod_topk.core.state_dict import check_origin, check_owner, check_state
 from horovod_topk.core.stats import describe
 from horovod_topk.ops.tensorflow import Array, TensorFlowOps
 from horovod_topk.tensorflow.dicts import as_buffers, has_residuals, without

@@ -49,7 +49,7 @@ class Rungs:
     def asked(self) -> float | None:
         """What was asked for, if anything was."""
         asked = int(self._asked) if self._in_traces else -1
-        return None if asked < 0 else self.schedule.rungs[asked]
+        return None if asked < 0 else self.schedule.levels[asked]
 
     def go_on_at(self, saved: float | None) -> None:
         """Ask for the ratio that a checkpoint says was asked for.
@@ -57,7 +57,7 @@ class Rungs:
         Raises:
             ConfigError: a tf.function was traced for another one alone.
         """
-        rung = self.schedule.rung(saved, self.asked)
+        rung = self.schedule.level(saved, self.asked)
         if rung != self.asked:
             self.ask(rung)
 
@@ -89,14 +89,14 @@ class Rungs:
                 "into a TopKEF of the ratio wanted, of a new optimizer or tape",
             )
         self._in_traces = True
-        self._asked.assign(-1 if ratio is None else self.schedule.rungs.index(ratio))
+        self._asked.assign(-1 if ratio is None else self.schedule.levels.index(ratio))
 
     def traced(self, build: Callable[[float], Any]) -> Any:
         """What `build` adds to a graph for the ratio that a run of it has; the same for each."""
         if not self._in_traces:
             self._one_traced = True
             return build(self._config.ratio)
-        rungs = self.schedule.rungs
+        rungs = self.schedule.levels
         return tf.switch_case(self._position(), [lambda r=r: build(r) for r in rungs])
 
     def counted(self) -> list[tuple[Any, Any]]:
@@ -108,7 +108,7 @@ class Rungs:
 
     def _position(self) -> Any:
         """Which of the rungs, in a graph."""
-        rungs, committed = self.schedule.rungs, self._committed.read_value()
+        rungs, committed = self.schedule.levels, self._committed.read_value()
         usual: Any = tf.constant(rungs.index(self._config.ratio))
         for until, ratio in reversed(self._stretches):
             usual = tf.where(committed < until, rungs.index(ratio), usual)

@@ -23,7 +23,8 @@ from horovod_topk.core.front import (
 )
 from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
 from horovod_topk.core.rates import RATES, rates_of
-from horovod_topk.core.residual import (
+from horovod_topk.core.state import Clock
+from horovod_topk.core.state_dict import (
     ASKED,
     COMMITTED,
     asked_of,
@@ -34,7 +35,6 @@ from horovod_topk.core.residual import (
 )
 from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
 from horovod_topk.elastic import Keeper
-from horovod_topk.elastic.standing import Clock
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps
 from horovod_topk.tensorflow.alone import alone, clipped_alone

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.errors import (
-    ConfigError,
     GradientChangedError,
     OverlappingGradientError,
     RepeatedSynchronizeError,
@@ -153,16 +152,6 @@ def any_applied(slots: Iterable[Slot]) -> bool:
 def is_sparse(gradient: Tensor | None) -> bool:
     """Whether there is one, and it is sparse."""
     return gradient is not None and gradient.is_sparse
-
-
-def sparse_beside(setting: str, tensor: str) -> ConfigError:
-    """What to raise where a setting would silently not hold for a sparse gradient."""
-    return ConfigError(
-        f"its gradient is sparse, and {setting} is for gradients that are compressed: Horovod "
-        "would exchange this one as it is",
-        tensor=tensor,
-        cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer, or sparse=False to the layer",
-    )
 
 
 def _is_nonzero(gradient: Tensor) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from horovod_topk.core.clipping import local_threshold
-from horovod_topk.torch.arrival import sparse_beside
+from horovod_topk.torch.sparse import refused
 
 _STRETCH = 1 << 16  # elements
 
@@ -57,7 +57,7 @@ def _values_alone(optimizer: Any, clip_norm: float) -> list[Tensor]:
     for p in found:
         if p.grad.is_sparse and not optimizer.sparse_as_dense:
             name = optimizer._parameter_names.get(p, f"of shape {list(p.shape)}")
-            raise sparse_beside(f"clip_norm={clip_norm}", name)
+            raise refused(f"clip_norm={clip_norm}", name)
     for p in found:
         if p.grad.is_sparse:
             p.grad = p.grad.coalesce()  # else the norm is not of sums

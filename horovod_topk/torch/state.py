@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,24 +19,16 @@ from torch import Tensor
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
+from horovod_topk.core.attached import Attached
 from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import TopK
-from horovod_topk.core.compressor import Compressor, Phase
-from horovod_topk.core.front import (
-    check_all_exchange,
-    check_elastic,
-    check_kept,
-    elastic,
-    why_inactive,
-)
+from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.front import check_elastic, check_kept, elastic
 from horovod_topk.core.own_momentum import note_taken
-from horovod_topk.core.residual import steps_of
-from horovod_topk.core.stats import Stats, StepCounters, describe
-from horovod_topk.elastic import Keeper
-from horovod_topk.elastic.standing import Clock
-from horovod_topk.errors import ShapeChangedError
+from horovod_topk.core.stats import Stats, describe
+from horovod_topk.core.step import Phase
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch.arrival import Slot, sparse_beside
+from horovod_topk.torch.arrival import Slot
 from horovod_topk.torch.buckets import Buckets
 from horovod_topk.torch.clipping import clip_alone
 from horovod_topk.torch.clipping_late import LateClipping
@@ -54,6 +45,7 @@ from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preparation import Preparation
 from horovod_topk.torch.rates import followed
 from horovod_topk.torch.scaling import Scaler
+from horovod_topk.torch.sparse import check_may_leave
 from horovod_topk.torch.stepping import (
     check_after,
     check_before,
@@ -71,8 +63,8 @@ def live_states() -> list[OptimizerState]:
     return list(_LIVE)
 
 
-class OptimizerState:
-    """Error-feedback state of one distributed optimizer, as `TopKEF.of(optimizer)` returns it."""
+class OptimizerState(Attached):
+    """What `TopKEF.of(optimizer)` returns. One for each distributed optimizer."""
 
     framework = "torch"
 
@@ -84,22 +76,17 @@ class OptimizerState:
         *,
         takes_over: bool = False,
     ) -> None:
+        parameters = optimizer._parameter_names
+        label = f"{type(optimizer).__name__} with {len(parameters)} parameters"
+        super().__init__(optimizer.process_set, "average", label)
         self._optimizer = weakref.ref(optimizer)
-        self._buckets = Buckets(optimizer._parameter_names)
-        self._skipped: dict[str, str] = {}
-        self._late: Counter[str] = Counter()
+        self._buckets = Buckets(parameters)
         self._late_are_checked = False  # in the present synchronize()
         self._handles = optimizer._handles
         self._exchanges = 0  # of buckets
-        self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
-        self.label = f"{type(optimizer).__name__} with {len(optimizer._parameter_names)} parameters"
-        reason = why_inactive(optimizer.process_set)
-        self.active = reason is None
-        self.keeper: Keeper | None = None  # in an elastic job whose state has this
-        if reason is not None:
+        if not self.active:
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
             self._config = config
-            self._skip("*", reason)
             return
         check_elastic(config)
         check_evaluates_once(optimizer)
@@ -119,8 +106,9 @@ class OptimizerState:
             self._ordinal = agree(plan, self._ordinal, ops, collective)
         exchange = exchange_of(plan, ops, collective)
         name = f"{self._prefix}.{self._ordinal}"
-        self._compressor = Compressor(plan, ops, TopK(ops), exchange, name)
+        self._compressor = self._state = Compressor(plan, ops, TopK(ops), exchange, name)
         self._compressor.rates = followed(optimizer, config)
+        self._reduction = plan.reduction
         self._buckets.index(plan)
         self._skipped |= plan.sent_dense()
         log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
@@ -177,143 +165,21 @@ class OptimizerState:
 
     @torch.no_grad()
     def stats(self) -> Stats:
-        """Return totals, sizes and norms so far, of this rank.
-
-        It waits for the device. It is no collective: it may be called on any rank.
-        """
-        if not self.active:
-            return Stats(skipped=dict(self._skipped))
-        compressor = self._compressor
-        stats = replace(
-            compressor.planned(),
-            steps=compressor.steps,
-            rolled_back=compressor.rolled_back,
-            residual_norm=compressor.residual_norm(),
-            owned_norm=compressor.owned_norm(),
-            gradient_norm=compressor.gradient_norm(),
-            skipped=dict(self._skipped),
-            late=dict(self._late),
-            warnings=self._late_clipping.warnings,
-        )
-        return stats if self.keeper is None else self.keeper.counted(stats)
-
-    @property
-    def reduction(self) -> str:
-        """Whether ranks' gradients are combined by "average" or "sum"."""
-        return self._compressor.plan.reduction if self.active else "average"
-
-    @property
-    def tensors(self) -> dict[str, list[int]]:
-        """Shapes of the compressed gradients, by tensor name."""
-        if not self.active:
-            return {}
-        return {t.spec.name: list(t.spec.shape) for t in self._compressor.plan.tensors()}
-
-    @property
-    def steps(self) -> int:
-        """Steps that have ended, committed or rolled back, also before a checkpoint was loaded.
-
-        It is the same on every rank.
-        """
-        if not self.active:
-            return 0
-        return self._begun + self._compressor.steps + self._compressor.rolled_back
-
-    @property
-    def ratio(self) -> float:
-        """Share of each tensor's elements that the next step sends; see `set_ratio`."""
-        return self._compressor.ratio if self.active else 1.0
-
-    def set_ratio(self, ratio: float | None) -> None:
-        """Send another share of elements from the next step on; None: follow the settings.
-
-        Call it on every rank, between the same two steps. A step at 1.0 sends the whole residual at
-        full precision, and leaves residuals of zero.
-
-        Args:
-            ratio: 1.0, `ratio` of the settings, or a ratio that `warmup` names.
-
-        Raises:
-            ConfigError: it is none of these, or ranks that join later would not hear of it.
-        """
+        """As `Attached.stats`."""
         if self.active:
-            check_kept(self.keeper, f"set_ratio({ratio!r}) was called, of which")
-            self._compressor.set_ratio(ratio)
-
-    @property
-    def clock(self) -> Clock:
-        """What the ratio of the next step follows from: committed steps, and what was asked for."""
-        return self._compressor.clock if self.active else (0, None)
-
-    def resume(self, clock: Clock, ranks: int) -> None:
-        """Go on where an elastic job is, whose ranks are so many; called by its keeper."""
-        if self.active:
-            self._compressor.clock, self._compressor.units = clock, ranks or None
-
-    def keep_with(self, keeper: Keeper) -> None:
-        """Take part in an elastic job; called by `TopKEF`.
-
-        Raises:
-            ConfigError: not all ranks exchange these gradients.
-        """
-        optimizer: Any = self._optimizer()
-        check_all_exchange(optimizer.process_set)
-        self.keeper = keeper
-        if keeper.units:
-            self.resume(keeper.clock, keeper.units)
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank, and the number of ranks that exchange gradients."""
-        return (self._compressor.rank, self._compressor.ranks) if self.active else (0, 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of this rank's committed residuals, flat, by tensor; empty if inactive.
-
-        Every rank has residuals of its own, so save one file a rank.
-        """
-        return self._compressor.state_dict() if self.active else {}
+            self.warnings = self._late_clipping.warnings
+        return super().stats()
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load residuals that this rank saved; a step that has begun is dropped.
-
-        After `backward()` call `zero_grad()` and `backward()` again.
-
-        Raises:
-            StateDictError: a tensor is missing, unknown or of another shape; nothing has changed.
-        """
-        if self.active:
-            self._compressor.load_state_dict(state)
-            self._begun += steps_of(state, self.steps) - self.steps
-            self._drop_step()
+        """As `Attached.load_state_dict`."""
+        super().load_state_dict(state)
+        self._drop_step()
 
     def reset(self) -> None:
-        """Set all residuals to zero; a step that has begun is dropped. Call it on every rank."""
-        if self.active:
-            self._compressor.reset()
-            self._drop_step()
-
-    def residual(self, name: str) -> Tensor:
-        """Return a copy of one tensor's committed residual.
-
-        Args:
-            name: of the parameter, as in `named_parameters`.
-
-        Returns:
-            [numel] float32, or float64 for a float64 gradient, on the gradient's device.
-
-        Raises:
-            KeyError: no such tensor is compressed.
-        """
-        if not self.active:
-            raise KeyError(name)
-        return self._compressor.registry.residual(name).clone()
-
-    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """Call `callback` with the counters of each step, at its end; no device is waited for."""
-        if self.active:
-            self._compressor.on_step(callback)
+        """As `Attached.reset`."""
+        super().reset()
+        self._drop_step()
 
     # What the seam and the optimizer's hooks call.
 
@@ -409,7 +275,7 @@ class OptimizerState:
 
     def _meet(self) -> None:
         """See to what is owed before a step, where ranks have come or gone unannounced."""
-        units, ranks = self._compressor.units, self._compressor.ranks
+        units, ranks = self._compressor.ranks_before, self._compressor.ranks
         if self._compressor.plan.config.warmup is not None:
             check_kept(self.keeper, "warmup= counts steps, of which")
         if self.keeper is not None and self.keeper.units != ranks:
@@ -438,6 +304,8 @@ class OptimizerState:
     def _drop_step(self) -> None:
         """Have nothing under way, as Horovod does in `optimizer.load_state_dict()`."""
         optimizer: Any = self._optimizer()
+        if not self.active:
+            return
         if optimizer._handles:
             optimizer._handles = {}
             for p in optimizer._allreduce_delay:
@@ -452,7 +320,7 @@ class OptimizerState:
 
     def _release(self, slot: Slot) -> None:
         """Leave a parameter with sparse gradients to Horovod, before its bucket is first sent."""
-        self._check_may_leave(slot)
+        check_may_leave(slot.spec.name, self._compressor)
         name = slot.spec.name
         self._compressor.rollback()
         self._buckets.forget_exchanged()
@@ -467,27 +335,7 @@ class OptimizerState:
         """Refuse before `synchronize()` sends anything; see `Buckets.check_late`."""
         if not optimizer.sparse_as_dense:
             for slot in self._buckets.late_sparse():
-                self._check_may_leave(slot)
-
-    def _check_may_leave(self, slot: Slot) -> None:
-        """Refuse a sparse gradient where Horovod's path would do less to it than was asked for.
-
-        Raises:
-            ConfigError: settings change gradients before they are exchanged.
-            ShapeChangedError: its residual is not zero.
-        """
-        name, config = slot.spec.name, self._compressor.plan.config
-        if config.momentum:
-            raise sparse_beside(f"momentum={config.momentum}", name)
-        if config.clip_norm is not None:
-            raise sparse_beside(f"clip_norm={config.clip_norm}", name)
-        norm = self._compressor.owed(name)
-        if norm > 0.0:
-            raise ShapeChangedError(
-                f"its gradient became sparse, and a residual of norm {norm:.3g} would be lost",
-                tensor=name,
-                cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
-            )
+                check_may_leave(slot.spec.name, self._compressor)
 
     def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
@@ -495,10 +343,6 @@ class OptimizerState:
         if slot is not None and slot.exchanged is not None:
             slot.check_not_exchanged()
             slot.exchanged = None
-
-    def _skip(self, name: str, reason: str) -> None:
-        self._skipped[name] = reason
-        log.warning("TopKEF does not compress %s: %s", name, reason)
 
 
 def _free_ordinal(prefix: str) -> int:

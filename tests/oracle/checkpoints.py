@@ -7,7 +7,7 @@ from typing import Any
 
 from horovod_topk import checkpoint
 from horovod_topk.checkpoint import shard
-from horovod_topk.core.residual import parts_of
+from horovod_topk.core.state_dict import parts_of
 from horovod_topk.core.stats import Stats
 from oracle.world import World
 

@@ -56,7 +56,7 @@ class World:
 
     def finish(self, gain: float = 1.0) -> list[Gradients]:
         """Receive on every rank; returns the exchanged gradients, times `gain`."""
-        for _ in range(self.ranks[0].turns):
+        for _ in range(self.ranks[0].stages):
             for compressor in self.ranks:
                 with np.errstate(all="ignore"):
                     compressor.advance()

@@ -12,9 +12,9 @@ from oracle.jobs import NONFINITE, Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
 from horovod_topk.config import TopKConfig
-from horovod_topk.core.compressor import Phase
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.step import Phase
 
 ENDINGS = ("commit", "roll back", "poison", "forget", "send again")
 

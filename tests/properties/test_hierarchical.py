@@ -342,8 +342,8 @@ def test_fewer_tensors_keep_what_they_owe() -> None:
         compressor.replan(world.plan.without("bias"))
     world.plan = world.plan.without("bias")
     assert same_bits(world.owned(), [{n: one[n] for n in ("conv", "odd")} for one in before])
-    assert world.ranks[0].owed("conv") > 0
-    assert world.ranks[1].owed("conv") == 0
+    assert world.ranks[0].norm_of("conv") > 0
+    assert world.ranks[1].norm_of("conv") == 0
 
 
 def test_a_node_sends_less_than_its_ranks_would() -> None:

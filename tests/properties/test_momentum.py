@@ -45,7 +45,7 @@ def without(job: Job) -> Job:
 
 def velocities(world: World) -> list[Gradients]:
     """Flat copies, of every rank."""
-    return [world._copies(rank.momentum.registry) for rank in world.ranks if rank.momentum]
+    return [world._copies(rank.velocity) for rank in world.ranks if rank.velocity]
 
 
 def moved(before: NDArray[Any], gradient: NDArray[Any], factor: float) -> NDArray[Any]:

@@ -10,9 +10,9 @@ from oracle.backends import NUMPY, Backend, each_backend
 from oracle.world import World, same_bits
 
 from horovod_topk.config import TopKConfig
-from horovod_topk.core.compressor import Phase
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.stats import Stats
+from horovod_topk.core.step import Phase
 from horovod_topk.errors import GradientChangedError, StateDictError
 
 A = TensorSpec("a", (50,), "float32")
@@ -46,7 +46,7 @@ def test_a_job_resumed_from_its_state_continues_with_equal_bits(backend: Backend
     for seed in range(3):
         unbroken.step(some_gradients(seed))
     for old, new in zip(unbroken.ranks, resumed.ranks, strict=True):
-        new.load_state_dict(old.registry.state_dict())
+        new.load_state_dict(old.registry.state_dict(0.01))
     for seed in range(3, 6):
         assert same_bits(resumed.step(some_gradients(seed)), unbroken.step(some_gradients(seed)))
     assert same_bits(resumed.residuals(), unbroken.residuals())
@@ -55,7 +55,7 @@ def test_a_job_resumed_from_its_state_continues_with_equal_bits(backend: Backend
 @pytest.mark.parametrize("phase", [Phase.SENT, Phase.RECEIVED])
 def test_loading_abandons_a_step_under_way(phase: Phase) -> None:
     job = world()
-    state = [compressor.registry.state_dict() for compressor in job.ranks]
+    state = [compressor.registry.state_dict(0.01) for compressor in job.ranks]
     job.launch(some_gradients(0))
     if phase is Phase.RECEIVED:
         job.finish()
@@ -156,11 +156,11 @@ def test_the_gradients_norm_survives_a_change_of_residuals(backend: Backend, act
     """Or is zero, as before the first step; but it is not a number made of both."""
     job = world(1, backend)
     compressor = job.ranks[0]
-    states = [compressor.registry.state_dict()]
+    states = [compressor.registry.state_dict(0.01)]
     for seed in range(2):
         gradients = some_gradients(seed, ranks=1)
         job.step(gradients)
-        states.append(compressor.registry.state_dict())
+        states.append(compressor.registry.state_dict(0.01))
     compressor.reset() if action == "reset" else compressor.load_state_dict(states[1])
     reported = compressor.gradient_norm()
     assert reported == 0.0 or reported == pytest.approx(norm(gradients[0]), rel=1e-5)

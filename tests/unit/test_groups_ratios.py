@@ -158,7 +158,7 @@ def test_so_do_owners_of_nodes() -> None:
 def test_a_rung_is_the_least_that_a_tensor_sends() -> None:
     plan = plan_of({"embedding.*": 0.001, "head.*": 0.5}, warmup=((10, 0.25), (20, 0.6)))
     schedule = Schedule(plan.config)
-    shares = {ratio: sent(plan.under(schedule.settings(ratio))) for ratio in schedule.rungs}
+    shares = {ratio: sent(plan.under(schedule.settings(ratio))) for ratio in schedule.levels}
     assert {ratio: ks[EMBEDDING.name] for ratio, ks in shares.items()} == {
         1.0: 20_000,
         0.6: 12_000,

@@ -53,7 +53,7 @@ def test_residuals_are_views_and_unknown_names_are_key_errors(backend: Backend) 
 @each_backend
 def test_a_state_dict_has_copies_and_says_what_they_are(backend: Backend) -> None:
     registry = filled(backend)
-    state = registry.state_dict()
+    state = registry.state_dict(0.01)
     assert state["version"] == 1
     assert state["ratio"] == 0.01
     assert state["shapes"] == {"a": [2, 3], "b": [], "c": [4]}
@@ -64,7 +64,7 @@ def test_a_state_dict_has_copies_and_says_what_they_are(backend: Backend) -> Non
 
 @each_backend
 def test_loading_copies_in(backend: Backend) -> None:
-    state = filled(backend).state_dict()
+    state = filled(backend).state_dict(0.01)
     registry = ResidualRegistry(PLAN, backend.ops)
     registry.load_state_dict(state)
     assert contents(backend, registry) == FILLED
@@ -125,7 +125,7 @@ REFUSED = {
 @pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
 def test_a_state_dict_that_does_not_fit_changes_nothing(backend: Backend, spoil: Any) -> None:
     registry = filled(backend)
-    state = registry.state_dict()
+    state = registry.state_dict(0.01)
     for residual in state["residuals"].values():
         residual[...] = 0
     spoil(state)
@@ -139,7 +139,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(backend: Backend, spoil:
 def test_a_residual_that_would_become_infinite_is_refused(backend: Backend) -> None:
     """As one of a float64 model in one of float32."""
     registry = filled(backend)
-    state = registry.state_dict()
+    state = registry.state_dict(0.01)
     state["residuals"]["a"] = backend.array(np.full(6, 1e39), "float64")
     with pytest.raises(StateDictError, match=r"'a': .* or becomes one in float32"):
         registry.load_state_dict(state)
@@ -163,7 +163,7 @@ def test_replan_keeps_the_residuals_of_those_that_stay(backend: Backend, gone: s
     registry.replan(PLAN.without(gone))
     kept = "abc".replace(gone, "")
     assert contents(backend, registry, kept) == {name: FILLED[name] for name in kept}
-    assert sorted(registry.state_dict()["residuals"]) == sorted(kept)
+    assert sorted(registry.state_dict(0.01)["residuals"]) == sorted(kept)
     with pytest.raises(KeyError):
         registry.residual(gone)
 
@@ -180,7 +180,7 @@ def without(backend: Backend, gone: str) -> ResidualRegistry[Any]:
 @pytest.mark.parametrize("gone", ["a", "b", "c"])
 def test_what_was_saved_without_a_tensor_owes_nothing_for_it(backend: Backend, gone: str) -> None:
     """A registry that still has it takes that on; so does one that has let go of it, too."""
-    state = without(backend, gone).state_dict()
+    state = without(backend, gone).state_dict(0.01)
     assert state["released"] == [gone]
     registry = filled(backend)
     registry.load_state_dict(state)
@@ -195,7 +195,7 @@ def test_what_was_saved_without_a_tensor_owes_nothing_for_it(backend: Backend, g
 
 @each_backend
 def test_no_other_tensor_may_be_missing(backend: Backend) -> None:
-    state = without(backend, "b").state_dict()
+    state = without(backend, "b").state_dict(0.01)
     for spoil in (without_c, without_shape_of_c):
         registry, spoiled = filled(backend), dict(state)
         spoiled |= {key: dict(state[key]) for key in ("residuals", "shapes")}
@@ -211,7 +211,7 @@ def test_no_other_tensor_may_be_missing(backend: Backend) -> None:
 @each_backend
 @pytest.mark.parametrize("owed", [0.0, 1e-30, float("nan")])
 def test_a_tensor_that_left_the_plan_may_be_owed_nothing(backend: Backend, owed: float) -> None:
-    state = filled(backend).state_dict()
+    state = filled(backend).state_dict(0.01)
     state["residuals"]["a"][...] = 0
     state["residuals"]["a"][2:3] = owed
     state["residuals"]["c"][...] = 1
@@ -229,7 +229,7 @@ def test_a_tensor_that_left_the_plan_may_be_owed_nothing(backend: Backend, owed:
 @pytest.mark.parametrize("released", ["b", ["b", 3], {"b": 1}, 7])
 def test_what_was_released_is_a_list_of_names(backend: Backend, released: Any) -> None:
     registry = filled(backend)
-    state = registry.state_dict() | {"released": released}
+    state = registry.state_dict(0.01) | {"released": released}
     with pytest.raises(StateDictError, match="which is no list of names"):
         registry.load_state_dict(state)
 

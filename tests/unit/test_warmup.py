@@ -20,7 +20,7 @@ from horovod_topk.methods.topk import TopK
 
 def test_exponential_warm_up_is_that_of_deep_gradient_compression() -> None:
     schedule = Schedule(TopKConfig(ratio=0.001, warmup=400))
-    assert schedule.rungs == (1.0, 0.25, 0.0625, 0.015625, 0.00390625, 0.001)
+    assert schedule.levels == (1.0, 0.25, 0.0625, 0.015625, 0.00390625, 0.001)
     ratios = [schedule.ratio_at(step) for step in (0, 99, 100, 199, 200, 300, 399, 400, 10**9)]
     assert ratios == [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.00390625, 0.00390625, 0.001, 0.001]
 
@@ -41,7 +41,7 @@ def test_exponential_warm_up_is_that_of_deep_gradient_compression() -> None:
 def test_the_ratio_of_each_step(warmup: Any, ratio: float, expected: list[float]) -> None:
     schedule = Schedule(TopKConfig(ratio=ratio, warmup=warmup))
     assert [schedule.ratio_at(step) for step in range(len(expected))] == expected
-    assert {1.0, ratio} <= set(schedule.rungs)
+    assert {1.0, ratio} <= set(schedule.levels)
 
 
 class Passed(Front, method=TopK):

@@ -79,7 +79,7 @@ class Compressed:
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
                 compressor.launch(ordinal, bucket)
-        for compressor, _ in pairs * self.compressors[0].turns:
+        for compressor, _ in pairs * self.compressors[0].stages:
             compressor.advance()
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():

@@ -14,7 +14,7 @@ from oracle.two_rounds import TwoRounds
 import horovod_topk.torch
 import training
 from horovod_topk import checkpoint
-from horovod_topk.core.residual import parts_of
+from horovod_topk.core.state_dict import parts_of
 from horovod_topk.methods import METHODS
 from horovod_topk.torch import TopKEF
 from training import Setup

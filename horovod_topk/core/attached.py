@@ -1,0 +1,179 @@
+"""What `TopKEF.of(...)` returns in every framework: questions to the state behind one optimizer.
+
+An optimizer that exchanges nothing, as in one process, has no state: it is not `active`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from horovod_topk.core.front import check_all_exchange, check_kept, why_inactive
+from horovod_topk.core.state import Clock, State
+from horovod_topk.core.stats import Stats, StepCounters
+
+log = logging.getLogger("horovod_topk")
+
+
+class Keeper(Protocol):
+    """What keeps the state through an elastic job: `horovod_topk.elastic.Keeper`."""
+
+    units: int  # ranks that residuals are of; 0: not known yet
+    clock: Clock
+
+    def settle(self) -> None:
+        """Meet the other ranks after ranks have come or gone. A collective."""
+        ...
+
+    def counted(self, stats: Stats) -> Stats:
+        """Statistics with what was lost."""
+        ...
+
+
+class Attached:
+    """Error feedback behind one optimizer, or behind the tapes of one list of variables.
+
+    Args:
+        process_set: Horovod's, of the ranks that exchange.
+        reduction: "average" or "sum" over ranks.
+        label: what to call it in messages.
+    """
+
+    framework: str
+    _state: State[Any]  # where it is active
+    warnings: tuple[str, ...] = ()  # what was warned of for this optimizer, as in the log
+
+    def __init__(self, process_set: Any, reduction: str, label: str) -> None:
+        self._process_set, self._reduction, self.label = process_set, reduction, label
+        self._skipped: dict[str, str] = {}
+        self._late: Counter[str] = Counter()  # steps that tensors have held their bucket back
+        self.keeper: Keeper | None = None  # in an elastic job whose state has this
+        reason = why_inactive(process_set)
+        self.active = reason is None
+        if reason is not None:
+            self._skip("*", reason)
+
+    def stats(self) -> Stats:
+        """Totals and norms so far. Waits for the device; call it on any rank, it is local."""
+        stats = self._state.stats() if self.active else Stats()
+        skipped, late = dict(self._skipped), dict(self._late)
+        stats = replace(stats, skipped=skipped, late=late, warnings=self.warnings)
+        return stats if self.keeper is None else self.keeper.counted(stats)
+
+    @property
+    def reduction(self) -> str:
+        """What is applied: the "average" or the "sum" over ranks."""
+        return self._reduction
+
+    @property
+    def tensors(self) -> dict[str, list[int]]:
+        """Shapes of the gradients that are compressed, by name, as far as they are known."""
+        if not self.active:
+            return {}
+        return {name: list(spec.shape) for name, spec in self._state.specs().items()}
+
+    @property
+    def steps(self) -> int:
+        """How many steps have ended, committed or rolled back, with those before a checkpoint.
+
+        As many on every rank.
+        """
+        return self._state.ended if self.active else 0
+
+    @property
+    def ratio(self) -> float:
+        """Share of each tensor's elements that a step sends that begins now; see `set_ratio`."""
+        return self._state.ratio if self.active else 1.0
+
+    def set_ratio(self, ratio: float | None) -> None:
+        """Send another share of elements from the next step on; None: what the settings say.
+
+        Call it on every rank, between the same two steps. A step at 1.0 sends all residuals, at
+        full precision, and leaves zeros.
+
+        Args:
+            ratio: 1.0, `ratio` of the settings, or a ratio that `warmup` names.
+
+        Raises:
+            ConfigError: it is none of these, or ranks that join later would not hear of it. In
+                TensorFlow also where a tf.function was traced for one ratio alone: without
+                `warmup`, `set_ratio(None)` has to come before it.
+        """
+        if self.active:
+            check_kept(self.keeper, f"set_ratio({ratio!r}) was called, of which")
+            self._state.set_ratio(ratio)
+
+    @property
+    def clock(self) -> Clock:
+        """What the ratio of the next step follows from: committed steps, and what was asked for."""
+        return self._state.clock if self.active else (0, None)
+
+    def resume(self, clock: Clock, ranks: int) -> None:
+        """Go on where an elastic job is, whose ranks are so many; called by its keeper."""
+        if self.active:
+            self._state.resume(clock, ranks)
+
+    def keep_with(self, keeper: Keeper) -> None:
+        """Take part in an elastic job; called by `TopKEF`.
+
+        Raises:
+            ConfigError: not all ranks exchange these gradients.
+        """
+        check_all_exchange(self._process_set)
+        self.keeper = keeper
+        if keeper.units:
+            self.resume(keeper.clock, keeper.units)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and of how many that exchange."""
+        return self._state.place if self.active else (0, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of this rank's committed residuals, flat, by tensor name. Empty if inactive.
+
+        Every rank has its own: save one file a rank.
+        """
+        return self._state.state_dict() if self.active else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on residuals that this rank saved; a step under way is dropped.
+
+        In PyTorch, gradients have to be made again after `backward()`: call `zero_grad()` before
+        the next. In TensorFlow, residuals wait for the first step where there was none.
+
+        Raises:
+            StateDictError: a tensor is missing, unknown or of another shape; nothing has changed.
+        """
+        if self.active:
+            self._state.load_state_dict(state)
+
+    def reset(self) -> None:
+        """Set all residuals to zero; a step under way is dropped. Call it on every rank."""
+        if self.active:
+            self._state.reset()
+
+    def residual(self, name: str) -> Any:
+        """A copy of one tensor's committed residual, flat, float32 (float64 for a float64 one).
+
+        Raises:
+            KeyError: no such tensor is compressed.
+        """
+        if not self.active:
+            raise KeyError(name)
+        return self._state.residual(name)
+
+    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
+        """Call `callback` at the end of every step with counters, in the thread that runs it.
+
+        No device is waited for.
+        """
+        if self.active:
+            self._state.on_step(callback)
+
+    def _skip(self, name: str, reason: str) -> None:
+        self._skipped[name] = reason
+        log.warning("TopKEF does not compress %s: %s", name, reason)

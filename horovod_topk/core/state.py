@@ -1,0 +1,325 @@
+"""State of error feedback behind one optimizer, by tensor name: saved, loaded, counted, rescaled.
+
+A `State` has up to three parts: this rank's residuals, the owner's residuals and the velocities of
+momentum correction. It also has the count of committed steps and the ratio that a user asked for,
+from which the ratio level of each step follows, and the learning rates in whose units residuals
+are. Where all that lies is the adapter's affair: PyTorch keeps arenas and numbers, TensorFlow keeps
+variables. Some adapters learn of their tensors only when gradients come: what was loaded for the
+tensors that are not known yet waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.plan import Plan, TensorSpec
+from horovod_topk.core.rates import RATES, Units, rates_of
+from horovod_topk.core.residual import Part
+from horovod_topk.core.schedule import Schedule
+from horovod_topk.core.state_dict import (
+    ASKED,
+    COMMITTED,
+    OWNED,
+    RELEASED,
+    RESIDUALS,
+    asked_of,
+    check_origin,
+    check_owner,
+    check_velocity,
+    committed_of,
+    has_residuals,
+    joined,
+    pack_state,
+    parts_of,
+    steps_of,
+    without,
+)
+from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
+from horovod_topk.methods.protocol import Method
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+Clock = tuple[int, float | None]  # committed steps, and the ratio a user asked for, if one did
+
+
+class Counter(Protocol):
+    """What the ratio of the next step follows from."""
+
+    committed: int  # steps, with those of a loaded state
+    asked: float | None  # the ratio that a user asked for instead of the schedule's
+
+
+@dataclass
+class HostCounter:
+    """`Counter` in plain numbers."""
+
+    committed: int = 0
+    asked: float | None = None
+
+
+class State(Generic[Array]):
+    """What one optimizer keeps from step to step.
+
+    Args:
+        config: the settings.
+        reduction: "average" or "sum" over ranks.
+        ops: of the arrays.
+        counter: where the counts lie.
+
+    Attributes:
+        plan: that of the last step; None: no tensor is known yet.
+        exchange: how payloads travel; None: it is not chosen yet.
+        parts: "residuals", "owned" where this exchange has owners, "velocity" with momentum.
+        later: tensors that may still become known.
+        rates: the learning rates in whose units residuals are, where they follow them.
+        steps, rolled_back: how many steps have been committed, and how many have not.
+        ranks_before: how many ranks these residuals were of in the last step, if there was one.
+    """
+
+    def __init__(
+        self, config: Method, reduction: str, ops: Ops[Array], counter: Counter | None = None
+    ) -> None:
+        self.config, self.reduction, self._ops = config, reduction, ops
+        self.schedule = Schedule(config)
+        self.counter: Counter = HostCounter() if counter is None else counter
+        self.plan: Plan | None = None
+        self.exchange: Exchange[Array] | None = None
+        self.parts: dict[str, Part[Array]] = {}
+        self.later: set[str] = set()
+        self.rates: Units | None = None
+        self.ranks_before: int | None = None
+        self.steps = self.rolled_back = 0
+        self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
+        self._waiting: dict[str, Any] = {}  # what was loaded for tensors that are not known yet
+        self._callbacks: list[Callable[[StepCounters], None]] = []
+
+    # What differs between adapters.
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """The tensors that are known, whole, by name."""
+        return {} if self.plan is None else {t.spec.name: t.spec for t in self.plan.tensors()}
+
+    def wrapped(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state dict with the user's arrays as those of `ops`."""
+        return state
+
+    def unwrapped(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict with arrays of `ops` as the user's."""
+        return state
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and of how many that exchange."""
+        assert self.exchange is not None
+        return self.exchange.rank, self.exchange.ranks
+
+    def gradient_norm(self) -> float:
+        """Euclidean norm of this rank's last gradients. Waits for the device."""
+        raise NotImplementedError
+
+    def about_to_change(self) -> None:
+        """Residuals are about to be replaced: a step under way has to be abandoned."""
+
+    def has_changed(self) -> None:
+        """Residuals were replaced."""
+
+    # Ratio levels.
+
+    @property
+    def ratio(self) -> float:
+        """Ratio of a step that begins now."""
+        asked, committed = self.counter.asked, self.counter.committed
+        return self.schedule.ratio_at(committed) if asked is None else asked
+
+    def set_ratio(self, ratio: float | None) -> None:
+        """Take a ratio level from the next step on, or go back to the schedule (None).
+
+        Call it on every rank, between the same two steps. Residuals stay as they are; a step at 1.0
+        sends all of them.
+
+        Raises:
+            ConfigError: it is no level; see `horovod_topk.core.schedule`.
+        """
+        if ratio is not None:
+            self.schedule.check(ratio)
+        self.counter.asked = ratio
+
+    @property
+    def clock(self) -> Clock:
+        """What the ratio of the next step follows from: committed steps, and what a user asked."""
+        return self.counter.committed, self.counter.asked
+
+    def resume(self, clock: Clock, ranks: int | None = None) -> None:
+        """Go on at a clock; the residuals are of so many ranks, if that is known."""
+        self.counter.committed = clock[0]
+        self._ask(clock[1])
+        self.ranks_before = ranks or None
+
+    def _ask(self, ratio: float | None) -> None:
+        if ratio != self.counter.asked:
+            self.counter.asked = ratio
+
+    # Saving and loading.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of this rank's residuals, owner's residuals and velocities, with the counts.
+
+        With `follow_lr` also the learning rates in whose units residuals are; the ratio that was
+        asked for, if one was; and the tensors that have left the plan, whose residuals are zero.
+        """
+        state = self._packed(RESIDUALS)
+        for key in self.parts:
+            if key != RESIDUALS:
+                state[key] = self._packed(key)
+        if OWNED in state and self.exchange is not None:
+            state[OWNED] = dict(self.exchange.owner) | state[OWNED]
+        facts = ("shapes", RESIDUALS, RELEASED, *parts_of(self._waiting))
+        known, waiting = self.exchange is not None, self._waiting
+        state = joined(
+            self.unwrapped(state),
+            {key: each for key, each in waiting.items() if key in facts} if known else waiting,
+        )
+        state[COMMITTED] = self.counter.committed
+        state.pop(ASKED, None)
+        if self.counter.asked is not None:
+            state[ASKED] = self.counter.asked
+        if self.rates is not None:
+            state[RATES] = {**rates_of(self._waiting), **self.rates.units}
+        return state
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state dict that does not fit the tensors that are known.
+
+        Raises:
+            StateDictError: it does not; nothing has changed.
+        """
+        self._check_facts(state)
+        if self.exchange is not None:
+            self._check(self.wrapped(without(state, self.later)), self.specs())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take on residuals; a step under way is abandoned.
+
+        Raises:
+            StateDictError: a residual does not fit; nothing has changed.
+        """
+        self.check_state_dict(state)
+        self._ask(self.schedule.level(asked_of(state), self.counter.asked))
+        self.about_to_change()
+        self.counter.committed = committed_of(state, self.counter.committed)
+        self._begun += steps_of(state, self.ended) - self.ended
+        if self.exchange is None:
+            self._waiting = dict(state)
+            return
+        names = self.specs().keys()
+        self._take_on(self.wrapped(without(state, self.later)), names)
+        self._keep_waiting(without(state, names))
+        self.has_changed()
+
+    def meet(self, names: Collection[str]) -> None:
+        """Give tensors that have just become known what was loaded for them.
+
+        Raises:
+            StateDictError: it does not fit.
+        """
+        if self._waiting:
+            others = {*self.later, *self.specs()} - set(names)
+            mine = self.wrapped(without(self._waiting, others))
+            self._check(mine, names)
+            self._take_on(mine, names)
+            self._keep_waiting(without(self._waiting, names))
+        self.later -= set(names)
+
+    def reset(self) -> None:
+        """Set every residual to zero; a step under way is abandoned."""
+        self.about_to_change()
+        self._waiting = {}
+        for part in self.parts.values():
+            part.reset()
+        if self.rates is not None:
+            self.rates.units = {}
+        self.has_changed()
+
+    def residual(self, name: str) -> Array:
+        """A copy of one tensor's residual, flat.
+
+        Raises:
+            KeyError: no such tensor is compressed.
+        """
+        return self._ops.clone(self.parts[RESIDUALS].residual(name))
+
+    def _packed(self, key: str) -> dict[str, Any]:
+        part = self.parts.get(key)
+        empty = pack_state(self.config.ratio, [], {})
+        return empty if part is None else part.state_dict(self.config.ratio)
+
+    def _check_facts(self, state: Mapping[str, Any]) -> None:
+        committed_of(state, 0)
+        asked_of(state)
+        rates_of(state)
+        check_velocity(bool(self.config.momentum), state)
+
+    def _check(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Refuse a state dict that does not fit these tensors, which are known."""
+        check_origin(state, [s for n, s in self.specs().items() if n in names], self.reduction)
+        exchange = self.exchange
+        owner = exchange.owner if exchange is not None and OWNED in self.parts else None
+        check_owner(owner, state.get(OWNED))
+        for key, part in self.parts.items():
+            part.check(_within(state, key), names)
+
+    def _take_on(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Copy in what was checked, for these tensors."""
+        for key, part in self.parts.items():
+            part.take_on(_within(state, key), [name for name in part.pieces if name in names])
+        if self.rates is not None:
+            others = {n: rate for n, rate in self.rates.units.items() if n not in names}
+            own = {n: rate for n, rate in rates_of(state).items() if n in names}
+            self.rates.units = others | own
+
+    def _keep_waiting(self, rest: dict[str, Any]) -> None:
+        self._waiting = rest if self.later and has_residuals(rest) else {}
+
+    # Counting.
+
+    @property
+    def ended(self) -> int:
+        """Steps that have ended, committed or rolled back, with those before a checkpoint."""
+        return self._begun + self.steps + self.rolled_back
+
+    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
+        """Call `callback` at the end of every step, committed or rolled back."""
+        self._callbacks.append(callback)
+
+    def end_step(self, traffic: Traffic, flagged: Iterable[str], *, committed: bool) -> None:
+        """Note the end of a step, and tell the callbacks."""
+        self.steps += committed
+        self.rolled_back += not committed
+        counters = count_step(self.steps + self.rolled_back, committed, traffic, flagged)
+        for callback in self._callbacks:
+            callback(counters)
+
+    def stats(self) -> Stats:
+        """Totals and norms so far. Waits for the device."""
+        if self.plan is None or self.exchange is None:
+            return Stats(active=True)
+        return replace(
+            planned(self.plan, self.exchange),
+            steps=self.steps,
+            rolled_back=self.rolled_back,
+            residual_norm=self.norm(RESIDUALS),
+            owned_norm=self.norm(OWNED),
+            gradient_norm=self.gradient_norm(),
+        )
+
+    def norm(self, key: str) -> float:
+        """Euclidean norm of one part of the state; 0 if there is none. Waits for the device."""
+        return self.parts[key].norm() if key in self.parts else 0.0
+
+
+def _within(state: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """One part of a state dict."""
+    return state if key == RESIDUALS else state[key]

@@ -1,0 +1,311 @@
+"""State dicts: what they hold, and what refuses one that does not fit.
+
+A state dict has the residuals of one rank, flat, by tensor name, with their shapes and what they
+depend on; the owner's residuals and the velocities of momentum correction are state dicts within
+it, under "owned" and "velocity". Arrays are those of one framework.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
+from horovod_topk.errors import StateDictError
+from horovod_topk.ops import Ops
+
+STATE_VERSION = 1
+RESIDUALS = "residuals"  # of a state dict: flat arrays by tensor name
+COMMITTED = "committed"  # of a state dict: steps committed so far, those before a checkpoint too
+ASKED = "asked"  # of a state dict: the ratio that `set_ratio` asked for, if it did
+RELEASED = "released"  # of a state dict: tensors that left the plan, and so have no residual
+STEPS = "steps"  # of a shard: how many had ended when it was saved
+OWNED, VELOCITY = "owned", "velocity"  # state dicts within a state dict
+METHOD_STATE = "state."  # before the name of a method's state: state dicts within a state dict
+SHARED = "shared"  # of a method's state: whether it is equal on all ranks
+OWNER = ("ranks", "rank", "nodes")  # what says whose the residuals of shards are
+
+
+def pack_state(
+    ratio: float, specs: Iterable[TensorSpec], residuals: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A state dict of residuals by name."""
+    return {
+        "version": STATE_VERSION,
+        "ratio": ratio,
+        "shapes": {spec.name: list(spec.shape) for spec in specs},
+        "residuals": dict(residuals),
+    }
+
+
+def parts_of(state: Mapping[str, Any]) -> list[str]:
+    """Names of the state dicts within a state dict."""
+    return [key for key in state if key in (OWNED, VELOCITY) or key.startswith(METHOD_STATE)]
+
+
+def nested(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The state dicts within a state dict."""
+    return (state[each] for each in parts_of(state))
+
+
+def converted(state: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A state dict with every array changed."""
+    result = dict(state)
+    if RESIDUALS in state:
+        result[RESIDUALS] = {name: change(e) for name, e in state[RESIDUALS].items()}
+    return result | {key: converted(state[key], change) for key in parts_of(state)}
+
+
+def joined(state: Mapping[str, Any], waiting: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with the tensors of another one as well, whose arrays count where both have one.
+
+    state: with facts that count where both have one.
+    """
+    result = {**waiting, **state}
+    for key in {"shapes", RESIDUALS} & set(result):
+        result[key] = {**state.get(key, {}), **waiting.get(key, {})}
+    for key in parts_of(state):
+        if key in waiting:
+            result[key] = joined(state[key], waiting[key])
+    return result
+
+
+def without(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A state dict without some tensors."""
+    result = dict(state)
+    for key in {"shapes", RESIDUALS} & set(state):
+        result[key] = {name: each for name, each in state[key].items() if name not in names}
+    return result | {key: without(state[key], names) for key in parts_of(state)}
+
+
+def has_residuals(state: Mapping[str, Any]) -> bool:
+    """Whether a state dict has an array."""
+    return bool(state.get(RESIDUALS)) or any(map(has_residuals, nested(state)))
+
+
+def check_state(
+    state: Mapping[str, Any],
+    specs: Iterable[TensorSpec],
+    ops: Ops[Any],
+    besides: Collection[str] = (),
+) -> None:
+    """Refuse a state dict that is not one of these tensors.
+
+    Args:
+        state: any.
+        specs: the tensors.
+        ops: of the arrays.
+        besides: names that it may have, too.
+
+    Raises:
+        StateDictError: another version, or a tensor missing, unknown or of another shape.
+    """
+    absent = {"version", "shapes", "residuals"} - set(state)
+    if absent:
+        raise StateDictError(
+            f"the state dict lacks {', '.join(sorted(absent))}",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    if state["version"] != STATE_VERSION:
+        raise StateDictError(
+            f"the state dict has version {state['version']!r}, this version reads {STATE_VERSION}",
+            cure="Load it with the version of horovod_topk that wrote it",
+        )
+    known = set[str]()
+    for spec in specs:
+        _check_tensor(spec, state, ops)
+        known.add(spec.name)
+    for name in state["residuals"]:
+        if name not in known and name not in besides:
+            raise StateDictError(
+                "the state dict has a residual for it, the optimizer has no such tensor",
+                tensor=name,
+                cure="Load the state into the model it was saved from, or call reset()",
+            )
+
+
+def _check_tensor(spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any]) -> None:
+    name, expected = spec.name, list(spec.shape)
+    if name not in state["residuals"] or name not in state["shapes"]:
+        raise StateDictError(
+            "the state dict has no residual for it",
+            tensor=name,
+            cure="Load the state into the model it was saved from, or call reset()",
+        )
+    if list(state["shapes"][name]) != expected:
+        raise StateDictError(
+            f"the state dict's shape is {list(state['shapes'][name])}, the gradient's {expected}",
+            tensor=name,
+            cure="Load the state into the model it was saved from, or call reset()",
+        )
+    residual = state["residuals"][name]
+    received = ops.numel(residual)
+    if received != spec.numel or len(residual.shape) != 1:
+        raise StateDictError(
+            f"the state dict's residual has {received} elements and the shape "
+            f"{list(residual.shape)}, the gradient {spec.numel}, of which a flat one is kept",
+            tensor=name,
+            cure="Load the state into the model it was saved from, or call reset()",
+        )
+    if not math.isfinite(ops.norm(_in_residual_dtype(residual, spec, ops))):
+        raise StateDictError(
+            f"the state dict's residual has a NaN or an infinity, or becomes one in "
+            f"{RESIDUAL_DTYPE[spec.dtype]}",
+            tensor=name,
+            cure="Load an earlier state, or call reset()",
+        )
+
+
+def _in_residual_dtype(residual: Any, spec: TensorSpec, ops: Ops[Any]) -> Any:
+    """A copy in the dtype that it would have."""
+    copy = ops.zeros(spec.numel, RESIDUAL_DTYPE[spec.dtype], "cpu")
+    ops.assign(copy, residual)
+    return copy
+
+
+def check_origin(state: Mapping[str, Any], specs: Iterable[TensorSpec], reduction: str) -> None:
+    """Refuse what `checkpoint.save` noted to be of other units or of other shapes.
+
+    Shapes of what a rank owns for its node are those of its parts, of which tensors of different
+    shapes may have equal ones.
+
+    Raises:
+        StateDictError: it is.
+    """
+    for spec in specs:
+        saved, shape = state.get("tensors", {}).get(spec.name), list(spec.shape)
+        if saved is not None and list(saved) != shape:
+            raise StateDictError(
+                f"the state dict is of the shape {list(saved)}, the gradient's is {shape}",
+                tensor=spec.name,
+                cure="Load the state into the model it was saved from, or call reset()",
+            )
+    saved = state.get("reduction", reduction)
+    if saved != reduction:
+        raise StateDictError(
+            f"the state dict is of gradients reduced to their {saved}, these are reduced to their "
+            f"{reduction}",
+            cure="Pass the same op= as when it was saved",
+        )
+
+
+def check_nothing_is_owed(
+    residuals: Mapping[str, Any], released: Iterable[str], ops: Ops[Any]
+) -> None:
+    """Refuse residuals of tensors that keep none here.
+
+    Args:
+        residuals: by name.
+        released: the tensors that have left the plan.
+        ops: of the arrays.
+
+    Raises:
+        StateDictError: one is not zero, and would be lost.
+    """
+    for name in sorted({*released} & {*residuals}):
+        norm = ops.norm(residuals[name])
+        if norm != 0.0:
+            raise StateDictError(
+                f"its gradient is sparse, and not compressed here: the state dict's residual of "
+                f"norm {norm:.3g} would be lost",
+                tensor=name,
+                cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer, as when it was saved",
+            )
+
+
+def released_of(state: Mapping[str, Any]) -> set[str]:
+    """The tensors that had left the plan when a state dict was made.
+
+    Raises:
+        StateDictError: these are no names.
+    """
+    released = state.get(RELEASED, [])
+    if not (isinstance(released, list) and all(isinstance(name, str) for name in released)):
+        raise StateDictError(
+            f"the state dict says that {released!r} were released, which is no list of names",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    return set(released)
+
+
+def check_velocity(kept: bool, state: Mapping[str, Any]) -> None:
+    """Refuse a state dict without the velocities that are kept, and one whose would be lost.
+
+    Raises:
+        StateDictError: it was saved with another setting of `momentum`.
+    """
+    if kept != ("velocity" in state):
+        lacks, has = ("lacks", "has momentum=") if kept else ("has", "has none")
+        raise StateDictError(
+            f"the state dict {lacks} velocities of momentum correction, this compressor {has}",
+            cure="Pass the momentum= it was saved with, or call reset()",
+        )
+
+
+def committed_of(state: Mapping[str, Any], otherwise: int) -> int:
+    """How many steps were committed when a state dict was made, if it says so.
+
+    Raises:
+        StateDictError: it is no such number.
+    """
+    committed = state.get(COMMITTED, otherwise)
+    if type(committed) is not int or committed < 0:
+        raise StateDictError(
+            f"the state dict says that {committed!r} steps were committed, which is no whole "
+            "number >= 0",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    return committed
+
+
+def asked_of(state: Mapping[str, Any]) -> float | None:
+    """The ratio that `set_ratio` had asked for when a state dict was made; None: none.
+
+    Raises:
+        StateDictError: it is no ratio.
+    """
+    asked = state.get(ASKED)
+    if asked is not None and not (type(asked) is float and 0 < asked <= 1):
+        raise StateDictError(
+            f"the state dict says that ratio {asked!r} was asked for, which is none in (0, 1]",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    return asked
+
+
+def steps_of(state: Mapping[str, Any], otherwise: int) -> int:
+    """How many steps had ended when `checkpoint.save` wrote a state dict, if it did."""
+    steps = state.get(STEPS, otherwise)
+    return steps if type(steps) is int else otherwise
+
+
+def owner_of(owned: Mapping[str, Any] | None) -> Mapping[str, object] | None:
+    """Whose the owned shards of a state dict are; None if it has none."""
+    return None if owned is None else {key: owned[key] for key in OWNER if key in owned}
+
+
+def check_owner(here: Mapping[str, object] | None, owned: Mapping[str, Any] | None) -> None:
+    """Refuse residuals of shards that are not this rank's: they would be lost.
+
+    Args:
+        here: `Exchange.owner` of this rank, if its exchange has owners.
+        owned: what a state dict has of owned shards.
+
+    Raises:
+        StateDictError: they are another rank's, or of other ranks or nodes.
+    """
+    saved = owner_of(owned)
+    if here != saved:
+        raise StateDictError(
+            f"the state dict is of {_describe(saved)}, this is {_describe(here)}",
+            cure="Load each rank's own state with the exchange and the ranks and nodes it was "
+            "saved with, or call reset()",
+        )
+
+
+def _describe(owner: Mapping[str, object] | None) -> str:
+    if owner is None:
+        return "an exchange without owners"
+    on = f" on nodes {owner['nodes']}" if "nodes" in owner else ""
+    return f"rank {owner.get('rank')} of {owner.get('ranks')} that own shards{on}"
