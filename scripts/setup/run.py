@@ -77,15 +77,16 @@ class Runner:
         failure: str,
         *,
         env: Mapping[str, str] | None = None,
+        error: type[SetupError] = SetupError,
     ) -> str:
-        """Run `command` and return its output; if it fails, raise `failure` and why."""
+        """Run `command` and return its output; if it fails, raise `error`: `failure` and why."""
         start = self.log.stat().st_size
         status = self._run(command, self.env if env is None else env)
         output = _read(self.log, start)
         if status:
             places = (self.log.parent, Path(tempfile.gettempdir()))
             cause = explain(output, status, disk_full=any(map(is_full, places)))
-            raise SetupError(f"{failure}: {cause} (log: {self.log})")
+            raise error(f"{failure}: {cause} (log: {self.log})")
         return output
 
     def _run(self, command: Sequence[object], env: Mapping[str, str]) -> int:
@@ -152,6 +153,8 @@ def explain(output: str, status: int, *, disk_full: bool = False) -> str:
         return f"the package registry has no {missing[1]} for this Python and processor"
     if status == -signal.SIGKILL or re.search(r"Killed signal|out of memory", output):
         return "out of memory; run it again with HOROVOD_TOPK_JOBS=1"
-    errors = re.findall(r"^.*(?:\berror: |ERROR: |\w+Error: |CMake Error).*$", output, re.MULTILINE)
+    # CMake says where in one line and what in the next.
+    named = r"^.*(?:\berror: |ERROR: |\w+Error: |CMake Error(?:.*:\n)?).*$"
+    errors = re.findall(named, output, re.MULTILINE)
     lines = errors[:1] or output.strip().splitlines()[-1:] or [f"exit status {status}"]
     return " ".join(lines[0].split())[:200]

@@ -26,6 +26,11 @@ class Environment:
         self.python = self.path / "bin" / "python"
         self._state = self.path / "setup.json"
 
+    def packages(self) -> Path:
+        """Where pip installs, once there is an environment."""
+        (folder,) = self.path.glob("lib/python*/site-packages")
+        return folder
+
     def is_current(self) -> bool:
         """Whether the environment is complete and nothing it was made from has changed."""
         return self.is_reusable() and self._load().get("inputs") == self.inputs()

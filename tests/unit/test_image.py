@@ -18,7 +18,8 @@ from image import base, check, docker, engine
 from image.buildah import Configuration, end_processes_below
 from image.errors import ImageError
 from image.pip import CERTIFICATES, PipSettings
-from setup import horovod, image, provision
+from setup import edits, horovod, image, provision
+from setup.cuda import Gpu
 from setup.horovod import Variant
 
 ROOT = Path(__file__).parents[2]
@@ -240,24 +241,35 @@ def test_the_base_is_known() -> None:
 # The set-up
 
 
+GPU = Gpu(Path("/cuda"), nvcc="13.0.88", nccl=Path("/nccl"), nccl_version="2.29.7")
+
+
 def test_a_torch_only_build_has_nothing_of_tensorflow() -> None:
-    variant = Variant(tensorflow=False)
-    assert variant.flags()["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
-    assert "HOROVOD_WITH_TENSORFLOW" not in variant.flags()
-    assert image.pins(variant) == [p for p in provision.PINS if p != provision.TENSORFLOW]
-    assert image.frameworks(variant) == ["torch"]
+    flags = Variant(tensorflow=False).flags()
+    assert flags["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
+    assert "HOROVOD_WITH_TENSORFLOW" not in flags
+    assert image.pins(tensorflow=False) == [p for p in provision.PINS if p != provision.TENSORFLOW]
+    assert image.frameworks(tensorflow=False) == ["torch"]
 
 
-def test_the_development_build_is_as_it_was() -> None:
-    assert horovod.DEVELOPMENT.flags() == horovod.FLAGS
-    assert horovod.DEVELOPMENT.edits() == horovod.EDITS
+def test_a_build_for_cpus_keeps_cuda_out() -> None:
+    assert not any("GPU" in flag or "NCCL" in flag for flag in horovod.CPU.flags())
+    assert horovod.CPU.edits() == edits.EDITS + edits.CPU_EDITS
+    assert any("Pytorch_CUDA FALSE" in edit.new for edit in horovod.CPU.edits())
 
 
 def test_a_build_for_gpus_is_by_nccl() -> None:
-    flags = Variant(tensorflow=False, cuda=True).flags()
-    assert flags["HOROVOD_GPU_OPERATIONS"] == "NCCL"
-    assert flags["HOROVOD_NCCL_LINK"] == "SHARED"
-    assert "triton" in image.extras(Variant(cuda=True))
+    variant = Variant(tensorflow=False, gpu=GPU)
+    assert variant.flags()["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert variant.flags()["HOROVOD_NCCL_LINK"] == "SHARED"
+    assert variant.edits() == edits.EDITS + edits.GPU_EDITS
+    assert "triton" in image.extras(tensorflow=False, cuda=True)
+    assert "triton" not in image.extras(tensorflow=False, cuda=False)
+
+
+def test_the_image_for_gpus_names_its_toolkit() -> None:
+    (environment,) = [e for e in named("ENV", FOLDER / "Dockerfile.gpu") if "CUDA_HOME" in e]
+    assert "CUDA_HOME=/usr/local/cuda" in environment.split()
 
 
 # The cluster by Compose, and the job for Kubernetes

@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 
 import setup_env
-from setup import horovod, machine, provision, run
+from setup import cuda, edits, horovod, machine, provision, run
+from setup.cuda import Gpu
+from setup.horovod import HorovodError, Variant
 from setup.run import Console, Runner, SetupError, explain, percent_done
 from setup.state import Environment, exclusive
 
@@ -30,6 +32,8 @@ INPUTS = horovod.BuildInputs(
     torch="2.13.0+cpu",
     cuda="none",
     cxx11_abi="True",
+    nvcc="none",
+    nccl="none",
     tensorflow="2.20.0",
     openmpi="4.1.8",
     cmake="4.1.0",
@@ -43,10 +47,13 @@ VERSIONS = {
     "torch": "2.13.0+cpu",
     "cuda": "none",
     "cxx11_abi": "True",
+    "nccl": "none",
     "tensorflow": "2.20.0",
     "openmpi": "4.1.8",
     "cmake": "4.1.0",
 }
+CUDA_VERSIONS = VERSIONS | {"torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.29.7"}
+GPU = Gpu(Path("/cuda"), nvcc="13.0.88", nccl=Path("/nccl"), nccl_version="2.29.7")
 
 # What pip prints without a network, shortened.
 UNREACHABLE = """\
@@ -83,6 +90,33 @@ def script(path: Path, body: str) -> Path:
     return path
 
 
+def stand_in_torch(folder: Path, cuda_version: str | None) -> None:
+    """A module `torch` that says no more than which build it is."""
+    (folder / "torch.py").write_text(
+        f"import types\n__version__ = '2.13.0+x'\n"
+        f"version = types.SimpleNamespace(cuda={cuda_version!r})\n"
+        f"compiled_with_cxx11_abi = lambda: True\n"
+    )
+
+
+def stand_in_toolkit(folder: Path, release: str = "13.0, V13.0.88") -> Path:
+    """A CUDA toolkit as far as the set-up looks into one."""
+    for part in ("bin", "include"):
+        (folder / part).mkdir(parents=True)
+    script(folder / "bin" / "nvcc", f"echo 'Cuda compilation tools, release {release}'")
+    (folder / "include" / "cuda_runtime.h").write_text("")
+    return folder
+
+
+def stand_in_nccl(packages: Path) -> Path:
+    """NVIDIA's wheel with NCCL, as pip leaves it."""
+    folder = packages / "nvidia" / "nccl"
+    for file in cuda.NCCL_FILES:
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text("")
+    return folder
+
+
 def one_line(error) -> str:
     """The error's message, after checking that it is one line."""
     text = str(error.value)
@@ -101,12 +135,60 @@ class TestCacheKey:
         other = {str: f"{value}x", tuple: (("OTHER", "1"),)}[type(value)]
         assert dataclasses.replace(INPUTS, **{field: other}).key() != INPUTS.key()
 
-    @pytest.mark.parametrize("name", list(VERSIONS))
+    @pytest.mark.parametrize("name", [name for name in VERSIONS if name != "nccl"])
     def test_each_installed_version_reaches_it(self, tmp_path, name):
         compiler = str(script(tmp_path / "c++", "echo c++ 1"))
         before = horovod.build_inputs(VERSIONS, compiler, {})
         after = horovod.build_inputs({**VERSIONS, name: ""}, compiler, {})
         assert after.key() != before.key()
+
+    def test_torch_s_build_the_operations_nvcc_and_nccl_reach_it(self, tmp_path):
+        compiler = str(script(tmp_path / "c++", "echo c++ 1"))
+        gpus = [
+            None,
+            GPU,
+            dataclasses.replace(GPU, nvcc="13.1.0"),
+            dataclasses.replace(GPU, nccl_version="2.30.0"),
+        ]
+        builds = [(VERSIONS, None)] + [(CUDA_VERSIONS, gpu) for gpu in gpus]
+        keys = {
+            horovod.build_inputs(versions, compiler, {}, Variant(gpu=gpu)).key()
+            for versions, gpu in builds
+        }
+        assert len(keys) == len(builds)
+
+    def test_what_cpu_operations_do_not_link_stays_out_of_it(self, tmp_path):
+        compiler = str(script(tmp_path / "c++", "echo c++ 1"))
+        other = {**CUDA_VERSIONS, "nccl": "2.30.0"}
+        keys = {horovod.build_inputs(v, compiler, {}).key() for v in (CUDA_VERSIONS, other)}
+        assert len(keys) == 1
+
+    @pytest.mark.parametrize("cuda_version", [None, "13.0"])
+    @pytest.mark.parametrize("spelling", ["tensorflow-cpu", "tensorflow_cpu"])
+    def test_versions_are_found_however_a_distribution_spells_its_name(
+        self, runner, tmp_path, monkeypatch, spelling, cuda_version
+    ):
+        stand_in_torch(tmp_path, cuda_version)
+        installed = {
+            spelling: "2.99.0",
+            "openmpi": "1.2",
+            "cmake": "3.4",
+            "nvidia_nccl_cu13": "5.6",
+        }
+        for name, version in installed.items():
+            folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+            folder.mkdir()
+            (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        runner.env["PYTHONPATH"] = str(tmp_path)
+        assert horovod.installed_versions(Path(sys.executable), runner) == {
+            "torch": "2.13.0+x",
+            "cuda": cuda_version or "none",
+            "cxx11_abi": "True",
+            "nccl": "5.6" if cuda_version else "none",
+            "tensorflow": "2.99.0",
+            "openmpi": "1.2",
+            "cmake": "3.4",
+        }
 
     def test_compiler_its_flags_and_the_edits_reach_it(self, tmp_path, monkeypatch):
         old = str(script(tmp_path / "old", "echo c++ 1"))
@@ -115,7 +197,7 @@ class TestCacheKey:
             horovod.build_inputs(VERSIONS, compiler, env).key()
             for compiler, env in [(old, {}), (new, {}), (old, {"CXXFLAGS": "-O0"})]
         ]
-        monkeypatch.setattr(horovod, "EDITS", horovod.EDITS[1:])
+        monkeypatch.setattr(horovod, "EDITS", edits.EDITS[1:])
         keys.append(horovod.build_inputs(VERSIONS, old, {}).key())
         monkeypatch.setattr(machine, "arch_flags", lambda: "-mother")
         keys.append(horovod.build_inputs(VERSIONS, old, {}).key())
@@ -125,14 +207,14 @@ class TestCacheKey:
 class TestHorovodBuild:
     def test_an_edit_replaces_its_line(self, tmp_path):
         (tmp_path / "CMakeLists.txt").write_text("a\nset(X 14)\nb\n")
-        horovod.Edit("CMakeLists.txt", "set(X 14)", "set(X 17)", why="").apply(tmp_path)
+        edits.Edit("CMakeLists.txt", "set(X 14)", "set(X 17)", why="").apply(tmp_path)
         assert (tmp_path / "CMakeLists.txt").read_text() == "a\nset(X 17)\nb\n"
 
     @pytest.mark.parametrize("text", ["", "set(X 14) set(X 14)"])
     def test_an_edit_refuses_other_sources(self, tmp_path, text):
         (tmp_path / "CMakeLists.txt").write_text(text)
         with pytest.raises(SetupError) as error:
-            horovod.Edit("CMakeLists.txt", "set(X 14)", "", why="").apply(tmp_path)
+            edits.Edit("CMakeLists.txt", "set(X 14)", "", why="").apply(tmp_path)
         assert "CMakeLists.txt" in one_line(error)
 
     def test_the_users_variables_do_not_steer_it(self, monkeypatch):
@@ -184,6 +266,114 @@ class TestHorovodBuild:
     )
     def test_the_cache_folder(self, env, folder):
         assert str(horovod.cache_folder(env)) == folder
+
+
+class TestOperations:
+    """For which operations Horovod is built: by NCCL on GPUs, or on the CPU alone."""
+
+    @pytest.fixture
+    def packages(self, environment):
+        packages = environment.path / "lib" / "python3.11" / "site-packages"
+        packages.mkdir(parents=True)
+        return packages
+
+    @pytest.fixture
+    def choose(self, environment, packages):
+        def choose(versions=CUDA_VERSIONS, **variables):
+            variant, said = provision.choose_operations(environment, versions, variables)
+            assert "\n" not in said
+            return variant, said
+
+        return choose
+
+    def test_a_cpu_build_of_torch_needs_no_word(self, choose, tmp_path):
+        home = str(stand_in_toolkit(tmp_path / "cuda"))
+        assert choose(VERSIONS, CUDA_HOME=home) == (horovod.CPU, "")
+
+    def test_without_a_toolkit_it_is_the_cpu_s(self, choose, monkeypatch, tmp_path):
+        # An nvcc on PATH is no toolkit.
+        path = str(stand_in_toolkit(tmp_path / "cuda") / "bin")
+        for variables in ({}, {"CUDA_HOME": ""}, {"PATH": path}):
+            variant, said = choose(**variables)
+            assert variant == horovod.CPU
+            assert said.startswith("Horovod for CPU operations: CUDA_HOME names no CUDA toolkit (")
+            assert "make clean setup CUDA_HOME=" in said
+
+    def test_with_a_toolkit_and_nccl_it_is_the_gpu_s(self, choose, packages, tmp_path):
+        nccl = stand_in_nccl(packages)
+        home = stand_in_toolkit(tmp_path / "cuda")
+        variant, said = choose(CUDA_HOME=str(home))
+        assert variant.gpu == Gpu(home, "13.0.88", nccl, "2.29.7")
+        assert said == f"Horovod for GPU operations: NCCL 2.29.7 and CUDA 13.0.88 in {home}"
+
+    @pytest.mark.parametrize("missing", cuda.TOOLKIT_FILES + cuda.NCCL_FILES)
+    def test_what_is_incomplete_is_named(self, choose, packages, tmp_path, missing):
+        home, nccl = stand_in_toolkit(tmp_path / "cuda"), stand_in_nccl(packages)
+        folder = home if missing in cuda.TOOLKIT_FILES else nccl
+        (folder / missing).unlink()
+        variant, said = choose(CUDA_HOME=str(home))
+        assert variant == horovod.CPU
+        assert f"is incomplete: {folder / missing} is missing" in said
+
+    def test_a_toolkit_of_another_cuda_is_not_taken(self, choose, packages, tmp_path):
+        stand_in_nccl(packages)
+        home = stand_in_toolkit(tmp_path / "cuda", "12.4, V12.4.131")
+        variant, said = choose(CUDA_HOME=str(home))
+        assert variant == horovod.CPU
+        assert "CUDA_HOME's toolkit is 12.4.131, torch was built with 13.0" in said
+
+    @pytest.mark.parametrize("body", ["exit 1", "echo hello"])
+    def test_a_compiler_that_does_not_answer_is_named(self, choose, packages, tmp_path, body):
+        stand_in_nccl(packages)
+        home = stand_in_toolkit(tmp_path / "cuda")
+        script(home / "bin" / "nvcc", body)
+        variant, said = choose(CUDA_HOME=str(home))
+        assert variant == horovod.CPU
+        assert str(home / "bin" / "nvcc") in said
+
+    def test_the_linker_finds_nccl_by_its_usual_name(self, packages, tmp_path):
+        gpu = dataclasses.replace(GPU, nccl=stand_in_nccl(packages))
+        folder = gpu.link_nccl(tmp_path / "nccl")
+        assert (folder / "lib" / "libnccl.so").resolve() == gpu.nccl / "lib" / "libnccl.so.2"
+        assert (folder / "include" / "nccl.h").is_file()
+
+    def test_the_toolkit_s_compiler_comes_first(self):
+        env = GPU.environment("/usr/bin", Path("/linked"))
+        assert env["PATH"] == "/cuda/bin:/usr/bin"
+        assert env["CUDACXX"] == "/cuda/bin/nvcc"
+        assert env["HOROVOD_NCCL_HOME"] == "/linked"
+
+    def test_a_failure_of_the_gpu_s_falls_back_and_says_why(self, monkeypatch, capsys):
+        assert set_up(monkeypatch, Variant(gpu=GPU)) == [GPU, None]
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "CPU" in line]
+        assert line.strip() == ("Horovod for CPU operations, as GPU operations failed: no such GPU")
+
+    def test_a_failure_of_the_cpu_s_is_one(self, monkeypatch):
+        with pytest.raises(HorovodError, match="no such CPU"):
+            set_up(monkeypatch, horovod.CPU, fails=True)
+
+    def test_another_failure_is_not_blamed_on_the_gpu(self, monkeypatch):
+        with pytest.raises(SetupError, match="the registry"):
+            set_up(monkeypatch, Variant(gpu=GPU), error=SetupError("the registry"))
+
+
+def set_up(monkeypatch, variant, *, fails=False, error=None) -> list[Gpu | None]:
+    """Run `provision.add_horovod` with stand-ins: GPU builds fail, CPU builds if `fails`."""
+    built = []
+
+    def build(environment, runner, cache, compiler, versions, variant):
+        built.append(variant.gpu)
+        if error:
+            raise error
+        if variant.gpu:
+            raise HorovodError("no such GPU")
+        if fails:
+            raise HorovodError("no such CPU")
+
+    monkeypatch.setattr(provision, "_add_variant", build)
+    monkeypatch.setattr(provision, "choose_operations", lambda *arguments: (variant, "said"))
+    provision.add_horovod(None, Runner(Path(os.devnull), {}, Console()), None, "c++", VERSIONS)
+    return built
 
 
 class TestMachine:
@@ -294,6 +484,13 @@ class TestFailures:
         output = "[ 12%] Building\nadapter.cc:7:1: error: 'x' was not declared\nmake: *** [all]\n"
         assert explain(output, 2) == "adapter.cc:7:1: error: 'x' was not declared"
         assert percent_done(output) == "12%"
+
+    def test_a_cmake_error_is_shown_with_its_reason(self):
+        output = (
+            "  CMake Error at a/CMakeLists.txt:230 (message):\n    Could NOT find CUDA\n\n  Call"
+        )
+        shown = "CMake Error at a/CMakeLists.txt:230 (message): Could NOT find CUDA"
+        assert explain(output, 1) == shown
 
     def test_memory_runs_out(self):
         output = "c++: fatal error: Killed signal terminated program cc1plus\n"

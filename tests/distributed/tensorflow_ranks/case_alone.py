@@ -67,6 +67,7 @@ def test_a_momentum_is_left_to_the_optimizer(library: Any, kind: str) -> None:
     assert not TopKEF.of(ours.optimizer).active
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 def test_gradients_are_clipped_here_too(library: Any) -> None:
     """To the norm that the library itself clips to; also under a loss scale."""
@@ -81,6 +82,7 @@ def test_gradients_are_clipped_here_too(library: Any) -> None:
     assert same(ours, fit(library, scaled, TopKEF(clip_norm=0.1), epochs=1))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 @pytest.mark.parametrize("setting", ["momentum", "clip_norm"])
 def test_a_sparse_gradient_is_not_left_out(library: Any, setting: str) -> None:

@@ -49,6 +49,7 @@ def test_each_variable_is_as_the_formulas_have_it_at_its_ratio(graph: bool) -> N
     assert owed == [True, False, True]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_all_variables_dense_equal_dense(exchange: str) -> None:
     dense = train(hvd.Compression.none, steps=10)
@@ -93,6 +94,7 @@ def test_a_compressor_made_anew_in_each_step_keeps_what_is_owed() -> None:
     assert anew.stats().steps == 3
 
 
+@pytest.mark.one_in(2)
 @WAYS
 def test_one_that_cannot_be_known_again_is_refused_when_it_would_forget(graph: bool) -> None:
     """Nothing but the names of a list has changed, if they have."""
@@ -115,6 +117,7 @@ def rule(dimensions: int) -> Any:
     return lambda name, shape: len(shape) == dimensions
 
 
+@pytest.mark.one_in(2)
 @WAYS
 def test_variables_without_a_gradient_of_ours_may_be_named(graph: bool) -> None:
     """One has a sparse gradient, one none: patterns of theirs are no mistakes."""

@@ -42,7 +42,8 @@ def gradients(step: int) -> list[Any]:
     return [noise(hvd.rank(), 10 * step + i, shape) for i, shape in enumerate(SHAPES)]
 
 
-@pytest.mark.everywhere(one_in=3)
+@pytest.mark.one_in(3)
+@pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("values", ["float32", "int8"])

@@ -69,6 +69,7 @@ def test_everything_sent_equals_dense_with(library: Any, kind: str) -> None:
     assert_ranks_equal(dense.get_weights())
 
 
+@pytest.mark.one_in(2, first=1)
 @BOTH
 @pytest.mark.world_size(2, 4)
 def test_ranks_are_equal_and_learn(library: Any) -> None:

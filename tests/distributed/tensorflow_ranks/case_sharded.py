@@ -27,7 +27,8 @@ def gradients(step: int) -> list[Any]:
     return [noise(hvd.rank(), 10 * step + i, shape) for i, shape in enumerate(SHAPES)]
 
 
-@pytest.mark.everywhere(one_in=5)
+@pytest.mark.one_in(5)
+@pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("values", ["float32", "int8", "sign"])
@@ -118,6 +119,7 @@ def some_of(model: Linear, *positions: int) -> Linear:
     return part
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("settings", [{"exchange": "sharded"}, {"exchange": "allgather"}], ids=str)
 def test_what_was_loaded_waits_for_the_step_that_asks_for_it(settings: Any) -> None:
     """A variable without a gradient, a save in between, and then both."""

@@ -68,7 +68,8 @@ def test_a_process_set_exchanges_among_its_members(pair: Any) -> None:
         assert_same_history(ours, dense)
 
 
-@pytest.mark.everywhere(one_in=5)
+@pytest.mark.one_in(5)
+@pytest.mark.everywhere
 @WAYS
 @pytest.mark.world_size(2, 4)
 @pytest.mark.parametrize("settings", [{}, {"values": "float16"}, {"ratio": 0.3}], ids=str)
@@ -185,6 +186,7 @@ def test_none_and_sparse_gradients_keep_their_places() -> None:
     assert "sparse" in compression.stats().skipped["v6"]
 
 
+@pytest.mark.one_in(2)
 @WAYS
 def test_a_compressor_made_anew_for_every_step_forgets_nothing(graph: bool) -> None:
     """As in `DistributedGradientTape(tape, compression=TopKEF(ratio=0.05))` within the step."""
