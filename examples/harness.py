@@ -23,7 +23,7 @@ from tqdm import tqdm
 from horovod_topk.cli.processor import cpu_model
 from horovod_topk.cli.ratios import parse_ratios
 from horovod_topk.config import TopKConfig
-from horovod_topk.core.front import COMPACT, TAKE_OVER
+from horovod_topk.core.base_compressor import COMPACT, TAKE_OVER
 from horovod_topk.errors import TopKError
 
 SPLITS = ("held-out", "validation")

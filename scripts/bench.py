@@ -37,8 +37,8 @@ from horovod_topk.core.plan import make_plan
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.tensorflow.planning import Settings
-from horovod_topk.tensorflow.residuals import Stores
 from horovod_topk.tensorflow.state import OptimizerState
+from horovod_topk.tensorflow.variables import Stores
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -139,7 +139,7 @@ def in_tensorflow(ratio: float) -> Callable[[], None]:
     settings = Settings("average", None, Alone(twice))
     state = OptimizerState(TopKConfig(ratio=ratio), variables, settings, Stores())
     collective = Collective(twice)
-    state._routes._collective = collective
+    state._state.collective = collective
     gradients = [tf.random.normal(v.shape, seed=i) for i, v in enumerate(variables)]
     run = tf.function(lambda mine: state.exchange(mine, variables), autograph=False)
     return lambda: run(gradients)

@@ -12,7 +12,8 @@ all residuals and leaves zeros.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from horovod_topk.config import TopKConfig
 from horovod_topk.errors import ConfigError
@@ -20,6 +21,24 @@ from horovod_topk.errors import ConfigError
 log = logging.getLogger("horovod_topk")
 
 DENSE = 1.0
+
+
+Clock = tuple[int, float | None]  # committed steps, and the ratio a user asked for, if one did
+
+
+class Counter(Protocol):
+    """What the ratio of the next step follows from."""
+
+    committed: int  # steps, with those of a loaded state
+    asked: float | None  # the ratio that a user asked for instead of the schedule's
+
+
+@dataclass
+class HostCounter:
+    """`Counter` in plain numbers."""
+
+    committed: int = 0
+    asked: float | None = None
 
 
 class Schedule:

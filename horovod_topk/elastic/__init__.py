@@ -4,7 +4,7 @@ Users meet it as `hvd.elastic.TorchState(..., compression=topk)`, or better as t
 `horovod_topk.torch.elastic` and `horovod_topk.tensorflow.elastic`.
 
 A commit, and the way back to it, are each rank's own affair. When a job goes on with other ranks,
-they meet once (`keeper.Keeper.settle`) and keep the pending mass of `horovod_topk.core.reshard`:
+they meet once (`manager.Manager.settle`) and keep the pending mass of `horovod_topk.core.reshard`:
 
 - who was there before multiplies its residual by P_new / P_old (op=Average; op=Sum: by 1);
 - who joins owes nothing, and learns how far the schedule of ratios has come;
@@ -15,6 +15,6 @@ they meet once (`keeper.Keeper.settle`) and keep the pending mass of `horovod_to
 Source: the mean's mass as in Karimireddy et al. 2019, whose sum over ranks is what a step applies.
 """
 
-from horovod_topk.elastic.keeper import Keeper, Talk, free_name
+from horovod_topk.elastic.manager import Manager, Talk, free_name
 
-__all__ = ["Keeper", "Talk", "free_name"]
+__all__ = ["Manager", "Talk", "free_name"]

@@ -12,10 +12,10 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
 from horovod_topk.config import TopKConfig
-from horovod_topk.core.front import Front
+from horovod_topk.core.base_compressor import BaseCompressor
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import StepCounters
-from horovod_topk.elastic import Keeper
+from horovod_topk.elastic import Manager
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.collective import HorovodTalk
@@ -25,7 +25,7 @@ from horovod_topk.tensorflow.scaling import check_scaler, is_scaler
 from horovod_topk.tensorflow.state import OptimizerState
 
 
-class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ignore[misc]
+class TopKEF(BaseCompressor, Compressor, tf.train.experimental.PythonState):  # type: ignore[misc]
     """Top-K gradient sparsification with error feedback.
 
     Give an instance or the class (defaults) to `hvd.DistributedGradientTape(compression=...)` or
@@ -100,7 +100,7 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         self._states: weakref.WeakKeyDictionary[OptimizerState, weakref.ref[Memory]]
         self._states = weakref.WeakKeyDictionary()
         self._callbacks: list[Callable[[StepCounters], None]] = []
-        self._keeper: Keeper | None = None
+        self._manager: Manager | None = None
         self._asked: list[float | None] = []  # by set_ratio, before there was a state to ask
         self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them
 
@@ -205,9 +205,9 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
         state = memory.state_of(config, variables, settings)
         if state not in self._states:
             self._states[state] = weakref.ref(memory)
-            if self._keeper is not None:
+            if self._manager is not None:
                 with tf.init_scope():
-                    state.keep_with(self._keeper)
+                    state.keep_with(self._manager)
             for callback in self._callbacks:
                 state.on_step(callback)
             self._callbacks.clear()
@@ -220,13 +220,13 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
                     state.load_state_dict(self._waiting.pop(0))
         return state
 
-    def keep(self, name: str) -> Keeper:
+    def keep(self, name: str) -> Manager:
         """Keep what is owed through an elastic job; called by `horovod_topk.tensorflow.elastic`.
 
         Args:
-            name: of the keeper's collectives, the same on all ranks.
+            name: of the manager's collectives, the same on all ranks.
         """
-        self._keeper = Keeper(
+        self._manager = Manager(
             self._living_states,
             HorovodTalk(),
             name,
@@ -234,8 +234,8 @@ class TopKEF(Front, Compressor, tf.train.experimental.PythonState):  # type: ign
             forget=lambda: self._waiting.clear(),
         )
         for state in self._living_states():
-            state.keep_with(self._keeper)
-        return self._keeper
+            state.keep_with(self._manager)
+        return self._manager
 
     def serialize(self) -> bytes:
         """All residuals as bytes, for tf.train.Checkpoint."""

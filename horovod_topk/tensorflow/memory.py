@@ -10,8 +10,8 @@ from horovod_topk.config import TopKConfig
 from horovod_topk.errors import ConfigError
 from horovod_topk.ratios import made_again
 from horovod_topk.tensorflow.planning import Settings, unwrap
-from horovod_topk.tensorflow.residuals import Stores, watched
 from horovod_topk.tensorflow.state import OptimizerState
+from horovod_topk.tensorflow.variables import Stores, watched
 
 Key = tuple[object, ...]
 
@@ -23,7 +23,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._kept = Stores()
+        self._stores = Stores()
         self._states: dict[Key, tuple[OptimizerState, list[object]]] = {}
 
     def __contains__(self, state: OptimizerState) -> bool:
@@ -44,7 +44,7 @@ class Memory:
         """The state for a list of variables; it ends with the first of them."""
         key = _key_of(variables, settings)
         if key not in self._states:
-            state = OptimizerState(config, variables, settings, self._kept)
+            state = OptimizerState(config, variables, settings, self._stores)
             watches = [watched(unwrap(variable), self, key) for variable in variables]
             self._states[key] = state, watches
         return self._states[key][0]

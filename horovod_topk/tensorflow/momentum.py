@@ -9,8 +9,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk.config import TopKConfig
-from horovod_topk.core.front import why_inactive
-from horovod_topk.core.own_momentum import (
+from horovod_topk.core.base_compressor import why_inactive
+from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
     advise,

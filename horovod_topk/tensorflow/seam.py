@@ -29,12 +29,12 @@ from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.tensorflow import scaling
 from horovod_topk.tensorflow.applying import refuse_unexchanged
-from horovod_topk.tensorflow.besides import check_none_left_out, is_sparse, refuse_local, to_dense
 from horovod_topk.tensorflow.compressor import TopKEF
+from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.momentum import Told, apply_none, check_not_twice, told_of
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
-from horovod_topk.tensorflow.rates import rate_of
+from horovod_topk.tensorflow.sparse import check_none_left_out, is_sparse, refuse_local, to_dense
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 
 Function = Callable[..., Any]

@@ -20,7 +20,7 @@ from typing import Any
 import horovod.torch.elastic as hvd_elastic
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
-from horovod_topk.elastic import Keeper, free_name
+from horovod_topk.elastic import Manager, free_name
 from horovod_topk.elastic.leaving import HandsOver
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch.compressor import TopKEF
@@ -31,20 +31,20 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
 
     def __init__(self, value: TopKEF) -> None:
         super().__init__(value)
-        self.keeper = value.keep(free_name(value.config.name))
+        self.manager = value.keep(free_name(value.config.name))
         self.save()
 
     def save(self) -> None:
         """Commit."""
-        self.keeper.save()
+        self.manager.save()
 
     def restore(self) -> None:
         """Go back to the last commit."""
-        self.keeper.restore()
+        self.manager.restore()
 
     def sync(self) -> None:
         """Meet the other ranks, after some have come or gone."""
-        self.keeper.settle()
+        self.manager.settle()
 
     def set_value(self, value: TopKEF) -> None:
         """Refuse another compressor: its optimizer's residuals would be lost.
@@ -86,9 +86,9 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
         super().sync()
         self.save()
 
-    def _keepers(self) -> Iterator[Keeper]:
+    def _managers(self) -> Iterator[Manager]:
         handlers = self._handlers.values()
-        return (each.keeper for each in handlers if isinstance(each, ResidualHandler))
+        return (each.manager for each in handlers if isinstance(each, ResidualHandler))
 
 
 def install() -> None:

@@ -107,20 +107,20 @@ def only(gradients: list[Gradients], names: list[str]) -> list[Gradients]:
 @each_backend
 @settings(max_examples=15)
 @given(data=st.data())
-def test_at_a_rung_a_tensor_sends_that_or_its_own(backend: Backend, data: st.DataObject) -> None:
+def test_at_a_level_a_tensor_sends_that_or_its_own(backend: Backend, data: st.DataObject) -> None:
     """To the bit, as settings that say so for each tensor; then it goes on as before."""
     job = data.draw(grouped(gather_ratios=[None], values=["float32", "int8"]))
-    rung = data.draw(st.sampled_from([0.05, 0.25]))
+    level = data.draw(st.sampled_from([0.05, 0.25]))
     warming = World(
-        replace(job, config=replace(job.config, warmup=((1, rung),))).plan, job.ranks, backend
+        replace(job, config=replace(job.config, warmup=((1, level),))).plan, job.ranks, backend
     )
     own = {s.name: job.plan.config.own.get(s.name, job.config.ratio) for s in job.specs}
     ratios = {
-        name: rung if name not in job.plan.config.own else max(rung, own[name]) for name in own
+        name: level if name not in job.plan.config.own else max(level, own[name]) for name in own
     }
     first, second = data.draw(steps(job, 2))
     config = replace(job.config, ratios=checked_rules(ratios))
-    if rung == job.config.ratio:
+    if level == job.config.ratio:
         config = job.config
     held = World(replace(job, config=config).plan, job.ranks, backend)
     assert same_bits(warming.step(first), held.step(first))

@@ -158,7 +158,7 @@ def test_velocities_are_saved_and_loaded() -> None:
     assert not velocities(one)[0]["w"].any()
 
 
-def test_velocities_stay_from_rung_to_rung() -> None:
+def test_velocities_stay_from_level_to_level() -> None:
     config = TopKConfig(0.1, momentum=0.9, min_numel=0, warmup=((1, 0.25),))
     world = World(make_plan([TensorSpec("w", (40,), "float32")], config), 1, TORCH)
     step_of(world)

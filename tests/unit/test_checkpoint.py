@@ -17,7 +17,7 @@ from oracle.world import World
 
 from horovod_topk import checkpoint
 from horovod_topk.config import TopKConfig
-from horovod_topk.core.front import ALONE
+from horovod_topk.core.base_compressor import ALONE
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.reshard import pending
 from horovod_topk.errors import CheckpointError, StateDictError, TopKError

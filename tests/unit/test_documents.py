@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_topk.core.front import Front
+from horovod_topk.core.base_compressor import BaseCompressor
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ def test_contributing_has_every_target_of_make() -> None:
 def test_topkef_documents_every_setting(framework: str) -> None:
     pytest.importorskip(f"horovod.{framework}")
     text = inspect.getdoc(importlib.import_module(f"horovod_topk.{framework}").TopKEF) or ""
-    settings = {*inspect.signature(Front.__init__).parameters} - {"self", "unknown"}
+    settings = {*inspect.signature(BaseCompressor.__init__).parameters} - {"self", "unknown"}
     assert settings == {*re.findall(r"^    (\w+): ", text, re.M)}
 
 

@@ -155,7 +155,7 @@ def test_so_do_owners_of_nodes() -> None:
     assert 20 <= sum(p.tensors[0].k for p in dealt.sums) <= 22
 
 
-def test_a_rung_is_the_least_that_a_tensor_sends() -> None:
+def test_a_level_is_the_least_that_a_tensor_sends() -> None:
     plan = plan_of({"embedding.*": 0.001, "head.*": 0.5}, warmup=((10, 0.25), (20, 0.6)))
     schedule = Schedule(plan.config)
     shares = {ratio: sent(plan.under(schedule.settings(ratio))) for ratio in schedule.levels}

@@ -10,8 +10,8 @@ from oracle.backends import NUMPY
 from oracle.world import World
 
 from horovod_topk.config import TopKConfig
+from horovod_topk.core.base_compressor import BaseCompressor, State
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.front import Front, State
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.errors import ConfigError, StateDictError
@@ -43,7 +43,7 @@ def test_the_ratio_of_each_step(warmup: Any, ratio: float, expected: list[float]
     assert {1.0, ratio} <= set(schedule.levels)
 
 
-class Passed(Front):
+class Passed(BaseCompressor):
     """The `TopKEF` of no framework."""
 
     @staticmethod
@@ -97,7 +97,7 @@ def test_settings_with_warm_up_are_hashable_and_compare_by_value() -> None:
     assert hash(pairs) == hash(TopKConfig(warmup=((10, 0.5),)))
 
 
-def test_settings_of_a_rung() -> None:
+def test_settings_of_a_level() -> None:
     config = TopKConfig(0.01, values="int8", exchange="sharded", gather_ratio=0.05, warmup=100)
     schedule = Schedule(config)
     assert schedule.settings(0.01) is config
@@ -112,7 +112,7 @@ def compressor(**settings: Any) -> Compressor[Any]:
     return World(plan, 2, NUMPY).ranks[0]
 
 
-def test_a_ratio_that_is_no_rung_is_refused() -> None:
+def test_a_ratio_that_is_no_level_is_refused() -> None:
     one = compressor(warmup=[(5, 0.5)])
     with pytest.raises(ConfigError, match=r"ratio 0\.2 is none of this optimizer's, 1\.0, 0\.5, 0"):
         one.set_ratio(0.2)

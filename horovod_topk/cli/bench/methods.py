@@ -15,7 +15,7 @@ from horovod_topk.config import (
     TopKConfig,
     reject_unknown,
 )
-from horovod_topk.core.front import COMPACT, TAKE_OVER
+from horovod_topk.core.base_compressor import COMPACT, TAKE_OVER
 
 NONE, DENSE, TOPK = "none", "dense", "topk"
 KINDS = {

@@ -23,7 +23,7 @@ COMPACT: Mapping[str, Any] = {"ratio": 0.024, "values": "int4", "momentum": TAKE
 
 
 class State(Protocol):
-    """Error feedback behind one optimizer, or behind a `Front` with one optimizer."""
+    """Error feedback behind one optimizer, or behind a `BaseCompressor` with one optimizer."""
 
     framework: str  # "torch" or "tensorflow"
 
@@ -73,7 +73,7 @@ class State(Protocol):
         ...
 
 
-class Front(abc.ABC):
+class BaseCompressor(abc.ABC):
     """Settings as keyword arguments; questions answered by the one state behind an instance."""
 
     def __init__(
@@ -264,13 +264,13 @@ def check_elastic(config: TopKConfig) -> None:
         )
 
 
-def check_kept(keeper: object | None, what: str) -> None:
+def check_kept(manager: object | None, what: str) -> None:
     """Refuse what ranks that join an elastic job would not know, where its state does not tell.
 
     Raises:
         ConfigError: nobody keeps it.
     """
-    if elastic() and keeper is None:
+    if elastic() and manager is None:
         raise ConfigError(
             f"{what} ranks that join this elastic job would not hear",
             cure="Pass the TopKEF to the job's state, as horovod_topk.elastic says",
