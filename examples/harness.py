@@ -23,10 +23,9 @@ from tqdm import tqdm
 from horovod_topk.cli import launcher
 from horovod_topk.cli.processor import cpu_model
 from horovod_topk.cli.ratios import parse_ratios
-from horovod_topk.config import TopKConfig
-from horovod_topk.core.front import TAKE_OVER
+from horovod_topk.core.base_compressor import TAKE_OVER
 from horovod_topk.errors import TopKError
-from horovod_topk.methods.topk import COMPACT
+from horovod_topk.methods.topk import COMPACT, TopK
 
 SPLITS = ("held-out", "validation")
 
@@ -51,12 +50,12 @@ def arguments(
     add(
         "--ratio",
         type=float,
-        default=TopKConfig.ratio,
+        default=TopK.ratio,
         help="topk: share of each gradient's elements to send (default: %(default)s)",
     )
     add(
         "--values",
-        default=TopKConfig.values,
+        default=TopK.values,
         help="topk: format of values, such as int8 (default: %(default)s)",
     )
     add("--exchange", default="allgather", help="topk: how payloads travel (default: allgather)")
@@ -70,7 +69,7 @@ def arguments(
     add(
         "--momentum",
         type=momentum,
-        default=TopKConfig.momentum,
+        default=TopK.momentum,
         help="topk: momentum to correct, or 'optimizer' for the optimizer's own (default: off)",
     )
     add(
@@ -131,7 +130,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         known = 0.9 if args.momentum == TAKE_OVER else args.momentum  # any that is valid
         settings = vars(args) | {"momentum": known}
         try:
-            TopKConfig(**topk_settings(argparse.Namespace(**settings)))
+            TopK(**topk_settings(argparse.Namespace(**settings)))
         except (ValueError, TopKError) as error:
             parser.error(str(error))
     return args

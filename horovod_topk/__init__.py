@@ -8,7 +8,7 @@
 """
 
 from horovod_topk import errors
-from horovod_topk.config import TopKConfig
+from horovod_topk.methods.topk import TopK as TopKConfig
 
 __version__ = "0.1.0"
 __all__ = ["TopKConfig", "__version__", "errors"]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from numbers import Real
-from typing import Any, Self
+from typing import Self
 
 from horovod_topk.errors import ConfigError, UnknownSettingError
 from horovod_topk.ratios import Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
@@ -258,11 +258,3 @@ def _check_name(name: object) -> None:
             f"name={name!r} is not a non-empty string",
             cure="Pass a name that is the same on every rank and unique to this optimizer",
         )
-
-
-def __getattr__(name: str) -> Any:
-    if name == "TopKConfig":  # TEMPORARY
-        from horovod_topk.methods.topk import TopK
-
-        return TopK
-    raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""Ratios for some tensors: `TopKConfig.ratios`, checked, and resolved to tensor names.
+"""Ratios for some tensors: `ratios`, checked, and resolved to tensor names.
 
 A rule is a pattern of tensor names, or a function of a tensor's name and shape, and a ratio. The
 first rule that matches a tensor is used. A plan resolves rules to one ratio for each tensor name:

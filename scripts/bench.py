@@ -30,16 +30,16 @@ from tqdm import tqdm
 
 from horovod_topk.cli.models import resnet50_specs
 from horovod_topk.cli.processor import cpu_model
-from horovod_topk.config import TopKConfig
-from horovod_topk.core.codec import TopK
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Allgather
 from horovod_topk.core.plan import make_plan
+from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.tensorflow.planning import Settings
-from horovod_topk.tensorflow.residuals import Stores
 from horovod_topk.tensorflow.state import OptimizerState
+from horovod_topk.tensorflow.variables import Stores
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -112,10 +112,10 @@ def compute_with_one_thread() -> None:
 
 def in_torch(ratio: float) -> Callable[[], None]:
     """A step in PyTorch."""
-    config, ops = TopKConfig(ratio=ratio), TorchOps()
+    config, ops = TopK(ratio=ratio), TorchOps()
     plan = make_plan(resnet50_specs(), config)
     collective = Collective(lambda payload: torch.cat([payload, payload]))
-    compressor = Compressor(plan, ops, TopK(ops), Allgather(collective), "bench")
+    compressor = Compressor(plan, ops, PayloadCodec(ops), Allgather(collective), "bench")
     generator = torch.Generator().manual_seed(0)
     fresh = {s.name: torch.randn(s.shape, generator=generator) for s in resnet50_specs()}
     targets = {name: torch.empty_like(gradient) for name, gradient in fresh.items()}
@@ -142,9 +142,9 @@ def in_tensorflow(ratio: float) -> Callable[[], None]:
         return Buffer(tf.concat([payload.value, payload.value], 0))
 
     settings = Settings("average", None, Alone(twice))
-    state = OptimizerState(TopKConfig(ratio=ratio), variables, settings, Stores())
+    state = OptimizerState(TopK(ratio=ratio), variables, settings, Stores())
     collective = Collective(twice)
-    state._routes._collective = collective
+    state._state.collective = collective
     gradients = [tf.random.normal(v.shape, seed=i) for i, v in enumerate(variables)]
     run = tf.function(lambda mine: state.exchange(mine, variables), autograph=False)
     return lambda: run(gradients)

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from horovod_topk.cli.models import resnet50_specs
-from horovod_topk.config import TopKConfig
-from horovod_topk.core.codec import TopK
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.kernels.triton import unsupported
+from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import DTYPES, TorchOps
 
 DEVICE = "cuda"
@@ -55,7 +55,7 @@ def buckets(kind: str, ratio: float, selection: str) -> Iterator[tuple[str, Buck
     many = [replace(spec, dtype=kind, device=DEVICE) for spec in resnet50_specs()]
     numel = sum(spec.numel for spec in many)
     one = [TensorSpec("all", (numel,), kind, DEVICE)]
-    config = TopKConfig(ratio=ratio, selection=selection)
+    config = TopK(ratio=ratio, selection=selection)
     for name, specs in ((f"1 tensor, {numel:,}", one), (f"{len(many)} tensors", many)):
         yield f"{name}, {kind}", make_plan(specs, config, groups=[specs]).buckets[0]
 
@@ -70,7 +70,7 @@ class Bench:
         self.geometry = replace(suited(torch.device(DEVICE, 0)), **geometry)
         self.new_kernel = lambda: TritonBucket(bucket.config.recipe(bucket), DEVICE, self.geometry)
         self.kernel = self.new_kernel()
-        self.verbs = TopK(TorchOps(kernels=False))
+        self.verbs = PayloadCodec(TorchOps(kernels=False))
         self.steps = [self._gradients(seed) for seed in range(ranks)]
         self.written = [torch.empty_like(g) for g in self.steps[0]]
         self.arenas = self._arenas(DEVICE)

@@ -34,13 +34,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from horovod_topk.config import TopKConfig
-from horovod_topk.core.codec import TopK
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.momentum import Correction
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import shard
 from horovod_topk.kernels import native
+from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps
 from kernels_page import NO_CODING, RATIOS, machine, picture, report
 from launch import ROOT
@@ -87,9 +87,9 @@ class Encoding:
         values: str = "float32",
     ) -> None:
         spec = TensorSpec("w", tuple(gradients.current.shape), "float32")
-        settings = TopKConfig(ratio, values, indices, selection=selection, min_numel=0)
+        settings = TopK(ratio, values, indices, selection=selection, min_numel=0)
         (self.bucket,) = make_plan([spec], settings).buckets
-        self.codec: TopK[Tensor] = TopK(ops)
+        self.codec: PayloadCodec[Tensor] = PayloadCodec(ops)
         numel = spec.numel
         self.arenas = Arenas(self.bucket, torch.zeros(numel), torch.zeros(numel))
         self.payload = self.codec.new_payload(self.bucket)
@@ -113,7 +113,7 @@ class Corrected(Encoding):
 
     def __init__(self, gradients: Gradients, selection: str) -> None:
         super().__init__(gradients, 0.024, selection, TorchOps(), values="int4")
-        self._correction = Correction(TopKConfig(0.024, "int4", momentum=0.9), TorchOps())
+        self._correction = Correction(TopK(0.024, "int4", momentum=0.9), TorchOps())
         zeros = (torch.zeros_like(gradients.current) for _ in range(2))
         self._velocity: Arenas[Tensor] = Arenas(self.bucket, *zeros)
 

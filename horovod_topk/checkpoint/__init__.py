@@ -26,7 +26,7 @@ from typing import Any
 from horovod_topk.checkpoint import parts, shard
 from horovod_topk.checkpoint.contents import check_place
 from horovod_topk.checkpoint.naming import naming
-from horovod_topk.core.front import ALONE, Front, State
+from horovod_topk.core.base_compressor import ALONE, BaseCompressor, State
 from horovod_topk.core.state_dict import COMMITTED, owner_of
 from horovod_topk.errors import CheckpointError, NotAttachedError, StateDictError
 
@@ -56,7 +56,7 @@ def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") 
             or the name cannot be part of a file's name.
     """
     _check_name(name)
-    state = state.behind if isinstance(state, Front) else state
+    state = state.behind if isinstance(state, BaseCompressor) else state
     contents = state.state_dict()
     if not contents:
         log.info("TopKEF keeps no residuals here: nothing to save in %s", folder)

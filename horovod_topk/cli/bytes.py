@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from horovod_topk.cli.models import MODELS, elements, specs_of
 from horovod_topk.cli.options import add_device, add_model, add_selection, announce, whole
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
-from horovod_topk.config import EXCHANGES, TopKConfig
+from horovod_topk.config import EXCHANGES
 from horovod_topk.core.choice import fewest
 from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.cost.quantities import count
 from horovod_topk.cost.traffic import Busiest, Ranks, nodes_of
 from horovod_topk.errors import TopKError
-from horovod_topk.methods.topk import VALUES
+from horovod_topk.methods.topk import VALUES, TopK
 
 DESCRIPTION = (
     "Print the bytes a step that each format and exchange sends. They follow from the model's "
@@ -106,7 +106,7 @@ def table(
 
 
 def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Plan:
-    config = TopKConfig(
+    config = TopK(
         args.ratio,
         values=values,
         exchange="auto",  # valid with every setting, as all exchanges are listed

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.cost.machine import DEVICES
+from horovod_topk.methods.topk import TopK
 
 MANY = 64  # ranks
 
@@ -104,7 +104,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     add(
         "--ratio",
         type=number,
-        default=TopKConfig.ratio,
+        default=TopK.ratio,
         help="share of each tensor's elements that a rank sends, above 0 and at most 1 "
         "(default: %(default)s)",
     )
@@ -119,7 +119,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     add(
         "--min-numel",
         type=whole,
-        default=TopKConfig.min_numel,
+        default=TopK.min_numel,
         metavar="ELEMENTS",
         help="tensors with fewer elements are sent dense (default: %(default)s)",
     )

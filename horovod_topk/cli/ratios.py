@@ -1,4 +1,4 @@
-"""`--ratios PATTERN=RATIO ...`: `TopKConfig.ratios` on a command line."""
+"""`--ratios PATTERN=RATIO ...`: `ratios` on a command line."""
 
 from __future__ import annotations
 

@@ -9,17 +9,20 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from horovod_topk.core.front import check_all_exchange, check_kept, why_inactive
-from horovod_topk.core.state import Clock, State
+from horovod_topk.core.base_compressor import check_all_exchange, check_kept, why_inactive
+from horovod_topk.core.schedule import Clock
+from horovod_topk.core.state import State
 from horovod_topk.core.stats import Stats, StepCounters
 
 log = logging.getLogger("horovod_topk")
 
+Kept = TypeVar("Kept", bound=State[Any])
 
-class Keeper(Protocol):
-    """What keeps the state through an elastic job: `horovod_topk.elastic.Keeper`."""
+
+class Manager(Protocol):
+    """What keeps the state through an elastic job: `horovod_topk.elastic.Manager`."""
 
     units: int  # ranks that residuals are of; 0: not known yet
     clock: Clock
@@ -33,7 +36,7 @@ class Keeper(Protocol):
         ...
 
 
-class Attached:
+class Attached(Generic[Kept]):
     """Error feedback behind one optimizer, or behind the tapes of one list of variables.
 
     Args:
@@ -43,14 +46,14 @@ class Attached:
     """
 
     framework: str
-    _state: State[Any]  # where it is active
+    _state: Kept  # where it is active
     warnings: tuple[str, ...] = ()  # what was warned of for this optimizer, as in the log
 
     def __init__(self, process_set: Any, reduction: str, label: str) -> None:
         self._process_set, self._reduction, self.label = process_set, reduction, label
         self._skipped: dict[str, str] = {}
         self._late: Counter[str] = Counter()  # steps that tensors have held their bucket back
-        self.keeper: Keeper | None = None  # in an elastic job whose state has this
+        self.manager: Manager | None = None  # in an elastic job whose state has this
         reason = why_inactive(process_set)
         self.active = reason is None
         if reason is not None:
@@ -61,7 +64,7 @@ class Attached:
         stats = self._state.stats() if self.active else Stats()
         skipped, late = dict(self._skipped), dict(self._late)
         stats = replace(stats, skipped=skipped, late=late, warnings=self.warnings)
-        return stats if self.keeper is None else self.keeper.counted(stats)
+        return stats if self.manager is None else self.manager.counted(stats)
 
     @property
     def reduction(self) -> str:
@@ -103,7 +106,7 @@ class Attached:
                 `warmup`, `set_ratio(None)` has to come before it.
         """
         if self.active:
-            check_kept(self.keeper, f"set_ratio({ratio!r}) was called, of which")
+            check_kept(self.manager, f"set_ratio({ratio!r}) was called, of which")
             self._state.set_ratio(ratio)
 
     @property
@@ -112,20 +115,20 @@ class Attached:
         return self._state.clock if self.active else (0, None)
 
     def resume(self, clock: Clock, ranks: int) -> None:
-        """Go on where an elastic job is, whose ranks are so many; called by its keeper."""
+        """Go on where an elastic job is, whose ranks are so many; called by its manager."""
         if self.active:
             self._state.resume(clock, ranks)
 
-    def keep_with(self, keeper: Keeper) -> None:
+    def keep_with(self, manager: Manager) -> None:
         """Take part in an elastic job; called by `TopKEF`.
 
         Raises:
             ConfigError: not all ranks exchange these gradients.
         """
         check_all_exchange(self._process_set)
-        self.keeper = keeper
-        if keeper.units:
-            self.resume(keeper.clock, keeper.units)
+        self.manager = manager
+        if manager.units:
+            self.resume(manager.clock, manager.units)
 
     @property
     def place(self) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from horovod_topk.core.agreement import gather_bytes
+from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.exchange import (
     Allgather,
     AllreduceExchange,
@@ -17,7 +18,6 @@ from horovod_topk.core.exchange import (
     ReduceExchange,
     ShardedExchange,
 )
-from horovod_topk.core.front import elastic
 from horovod_topk.core.hierarchy import Team
 from horovod_topk.core.nodes import Location, Nodes, nodes_of
 from horovod_topk.core.plan import Plan

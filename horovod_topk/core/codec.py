@@ -231,6 +231,3 @@ def _method(bucket: BucketPlan) -> Codec:
     method: object = bucket.config
     assert isinstance(method, Codec)
     return method
-
-
-TopK = PayloadCodec  # TEMPORARY

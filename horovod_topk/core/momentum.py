@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.errors import UnsupportedDtypeError
+from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -38,7 +38,7 @@ class Correction(Generic[Array]):
         ops: of the arrays.
     """
 
-    def __init__(self, config: TopKConfig, ops: Ops[Array]) -> None:
+    def __init__(self, config: Method, ops: Ops[Array]) -> None:
         self._factor, self._nesterov = config.momentum, config.nesterov
         self._ops = ops
 
@@ -48,10 +48,32 @@ class Correction(Generic[Array]):
         arenas: as residual, the velocities of the step before.
         """
         before, after = (self._views(arenas.plan, u) for u in (arenas.residual, arenas.candidate))
+        return self.apply(
+            before,
+            gradients,
+            after,
+            lambda: self._views(arenas.plan, self._ops.clone(arenas.candidate)),
+        )
+
+    def apply(
+        self,
+        before: Sequence[Array],
+        gradients: Sequence[Array],
+        after: list[Array],
+        copied: Callable[[], list[Array]] | None = None,
+    ) -> list[Array]:
+        """What is sent in place of the gradients, of flat arrays, one a tensor.
+
+        Args:
+            before: velocities of the step before.
+            gradients: of this step.
+            after: becomes the new velocities.
+            copied: copies `after`, where that takes less than a copy for each.
+        """
         self._accelerate(before, gradients, after)
         if not self._nesterov:
             return after
-        ahead = self._views(arenas.plan, self._ops.clone(arenas.candidate))
+        ahead = [self._ops.clone(u) for u in after] if copied is None else copied()
         self._accelerate(after, gradients, ahead)
         return ahead
 
@@ -63,7 +85,7 @@ class Correction(Generic[Array]):
         clear(self._views(arenas.plan, arenas.candidate))
 
     def _accelerate(
-        self, velocities: list[Array], gradients: Sequence[Array], out: list[Array]
+        self, velocities: Sequence[Array], gradients: Sequence[Array], out: Sequence[Array]
     ) -> None:
         """out = m u + g."""
         for u, gradient, new in zip(velocities, gradients, out, strict=True):

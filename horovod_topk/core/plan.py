@@ -22,7 +22,6 @@ BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of float32: large enough to amortise
 REDUCTIONS = ("average", "sum")
 WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
 
-TensorPlan = Piece  # TEMPORARY
 __all__ = ["RESIDUAL_DTYPE", "BucketPlan", "Plan", "TensorSpec", "make_plan"]
 
 

@@ -357,7 +357,7 @@ class Sharded(Generic[Array]):
 
 
 def _scale(bucket: BucketPlan, ranks: int) -> float:
-    return 1.0 / ranks if bucket.reduction == "average" else 1.0
+    return 1 / ranks if bucket.reduction == "average" else 1.0
 
 
 def _gradient_norm(

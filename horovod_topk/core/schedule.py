@@ -12,6 +12,8 @@ all residuals and leaves zeros.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from typing import Protocol
 
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
@@ -19,6 +21,24 @@ from horovod_topk.methods.protocol import Method
 log = logging.getLogger("horovod_topk")
 
 DENSE = 1.0
+
+
+Clock = tuple[int, float | None]  # committed steps, and the ratio a user asked for, if one did
+
+
+class Counter(Protocol):
+    """What the ratio of the next step follows from."""
+
+    committed: int  # steps, with those of a loaded state
+    asked: float | None  # the ratio that a user asked for instead of the schedule's
+
+
+@dataclass
+class HostCounter:
+    """`Counter` in plain numbers."""
+
+    committed: int = 0
+    asked: float | None = None
 
 
 class Schedule:

@@ -11,14 +11,14 @@ tensors that are not known yet waits for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
 from horovod_topk.core.rates import RATES, Units, rates_of
-from horovod_topk.core.residual import Part
-from horovod_topk.core.schedule import Schedule
+from horovod_topk.core.schedule import Clock, Counter, HostCounter, Schedule
 from horovod_topk.core.state_dict import (
     ASKED,
     COMMITTED,
@@ -42,22 +42,7 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
-Clock = tuple[int, float | None]  # committed steps, and the ratio a user asked for, if one did
-
-
-class Counter(Protocol):
-    """What the ratio of the next step follows from."""
-
-    committed: int  # steps, with those of a loaded state
-    asked: float | None  # the ratio that a user asked for instead of the schedule's
-
-
-@dataclass
-class HostCounter:
-    """`Counter` in plain numbers."""
-
-    committed: int = 0
-    asked: float | None = None
+_OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # in a state dict, by tensor name
 
 
 class State(Generic[Array]):
@@ -96,8 +81,6 @@ class State(Generic[Array]):
         self._waiting: dict[str, Any] = {}  # what was loaded for tensors that are not known yet
         self._callbacks: list[Callable[[StepCounters], None]] = []
 
-    # What differs between adapters.
-
     def specs(self) -> dict[str, TensorSpec]:
         """The tensors that are known, whole, by name."""
         return {} if self.plan is None else {t.spec.name: t.spec for t in self.plan.tensors()}
@@ -125,8 +108,6 @@ class State(Generic[Array]):
 
     def has_changed(self) -> None:
         """Residuals were replaced."""
-
-    # Ratio levels.
 
     @property
     def ratio(self) -> float:
@@ -162,8 +143,6 @@ class State(Generic[Array]):
         if ratio != self.counter.asked:
             self.counter.asked = ratio
 
-    # Saving and loading.
-
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's residuals, owner's residuals and velocities, with the counts.
 
@@ -174,14 +153,12 @@ class State(Generic[Array]):
         for key in self.parts:
             if key != RESIDUALS:
                 state[key] = self._packed(key)
-        if OWNED in state and self.exchange is not None:
-            state[OWNED] = dict(self.exchange.owner) | state[OWNED]
-        facts = ("shapes", RESIDUALS, RELEASED, *parts_of(self._waiting))
-        known, waiting = self.exchange is not None, self._waiting
-        state = joined(
-            self.unwrapped(state),
-            {key: each for key, each in waiting.items() if key in facts} if known else waiting,
-        )
+        waiting = self._waiting
+        if self.exchange is not None:  # while nothing is known, all that was loaded is handed on
+            waiting = {k: v for k, v in waiting.items() if k in (*_OF_TENSORS, *parts_of(waiting))}
+            if OWNED in state:
+                state[OWNED] = dict(self.exchange.owner) | state[OWNED]
+        state = joined(self.unwrapped(state), waiting)
         state[COMMITTED] = self.counter.committed
         state.pop(ASKED, None)
         if self.counter.asked is not None:
@@ -196,7 +173,10 @@ class State(Generic[Array]):
         Raises:
             StateDictError: it does not; nothing has changed.
         """
-        self._check_facts(state)
+        committed_of(state, 0)
+        asked_of(state)
+        rates_of(state)
+        check_velocity(bool(self.config.momentum), state)
         if self.exchange is not None:
             self._check(self.wrapped(without(state, self.later)), self.specs())
 
@@ -252,22 +232,14 @@ class State(Generic[Array]):
         return self._ops.clone(self.parts[RESIDUALS].residual(name))
 
     def _packed(self, key: str) -> dict[str, Any]:
-        part = self.parts.get(key)
-        empty = pack_state(self.config.ratio, [], {})
-        return empty if part is None else part.state_dict(self.config.ratio)
-
-    def _check_facts(self, state: Mapping[str, Any]) -> None:
-        committed_of(state, 0)
-        asked_of(state)
-        rates_of(state)
-        check_velocity(bool(self.config.momentum), state)
+        ratio = self.config.ratio
+        return self.parts[key].state_dict(ratio) if key in self.parts else pack_state(ratio, [], {})
 
     def _check(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Refuse a state dict that does not fit these tensors, which are known."""
         check_origin(state, [s for n, s in self.specs().items() if n in names], self.reduction)
-        exchange = self.exchange
-        owner = exchange.owner if exchange is not None and OWNED in self.parts else None
-        check_owner(owner, state.get(OWNED))
+        assert self.exchange is not None
+        check_owner(self.exchange.owner if self.exchange.parts else None, state.get(OWNED))
         for key, part in self.parts.items():
             part.check(_within(state, key), names)
 
@@ -277,8 +249,8 @@ class State(Generic[Array]):
             part.take_on(_within(state, key), [name for name in part.pieces if name in names])
         if self.rates is not None:
             others = {n: rate for n, rate in self.rates.units.items() if n not in names}
-            own = {n: rate for n, rate in rates_of(state).items() if n in names}
-            self.rates.units = others | own
+            loaded = rates_of(state)
+            self.rates.units = others | {n: loaded[n] for n in loaded if n in names}
 
     def _keep_waiting(self, rest: dict[str, Any]) -> None:
         self._waiting = rest if self.later and has_residuals(rest) else {}
@@ -316,7 +288,7 @@ class State(Generic[Array]):
         )
 
     def norm(self, key: str) -> float:
-        """Euclidean norm of one part of the state; 0 if there is none. Waits for the device."""
+        """Euclidean norm of one part of the state; 0 without it. Waits for the device."""
         return self.parts[key].norm() if key in self.parts else 0.0
 
 

@@ -92,11 +92,7 @@ def check_state(
 ) -> None:
     """Refuse a state dict that is not one of these tensors.
 
-    Args:
-        state: any.
-        specs: the tensors.
-        ops: of the arrays.
-        besides: names that it may have, too.
+    besides: names of other tensors that it may have.
 
     Raises:
         StateDictError: another version, or a tensor missing, unknown or of another shape.
@@ -193,12 +189,7 @@ def check_origin(state: Mapping[str, Any], specs: Iterable[TensorSpec], reductio
 def check_nothing_is_owed(
     residuals: Mapping[str, Any], released: Iterable[str], ops: Ops[Any]
 ) -> None:
-    """Refuse residuals of tensors that keep none here.
-
-    Args:
-        residuals: by name.
-        released: the tensors that have left the plan.
-        ops: of the arrays.
+    """Refuse residuals, by name, of tensors that have left the plan here.
 
     Raises:
         StateDictError: one is not zero, and would be lost.

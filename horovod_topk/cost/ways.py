@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from horovod_topk.config import EXCHANGES, TopKConfig
+from horovod_topk.config import EXCHANGES
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.cost import powersgd
 from horovod_topk.cost.sending import Sending, negotiation, ring_allreduce
 from horovod_topk.cost.traffic import Ranks
-from horovod_topk.methods.topk import VALUES
+from horovod_topk.methods.topk import VALUES, TopK
 
 FLOAT, HALF = 4, 2  # bytes
 CORRECTION = 1.6  # triads an element that momentum correction takes: docs/kernels.md
@@ -78,7 +78,7 @@ def _whole(values: str, width: int, specs: Sequence[TensorSpec], nodes: Nodes) -
 
 def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Way:
     """Return PowerSGD, in buckets as large as ours, with three allreduces each."""
-    plan = make_plan(specs, TopKConfig())
+    plan = make_plan(specs, TopK())
     pieces = []
     for bucket in plan.buckets:
         shapes = [tensor.spec.shape for tensor in bucket.tensors]
@@ -92,7 +92,7 @@ def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Way:
     return Way("PowerSGD", f"rank {rank}", tuple(pieces), sent, leaving)
 
 
-def compressed(specs: Sequence[TensorSpec], nodes: Nodes, kind: str, config: TopKConfig) -> Way:
+def compressed(specs: Sequence[TensorSpec], nodes: Nodes, kind: str, config: TopK) -> Way:
     """Return one of our exchanges; the bytes are those of the rank that sends most."""
     plan, ranks = make_plan(specs, config), Ranks(kind, nodes)
     pieces = tuple(_piece(plan, bucket, kind, ranks, nodes) for bucket in plan.buckets)
@@ -103,7 +103,7 @@ def compressed(specs: Sequence[TensorSpec], nodes: Nodes, kind: str, config: Top
 def all_ways(
     specs: Sequence[TensorSpec],
     nodes: Nodes,
-    config: TopKConfig,
+    config: TopK,
     *,
     rank: int,
     values: Iterable[str] = VALUES,

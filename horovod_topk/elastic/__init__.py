@@ -4,7 +4,7 @@ For users these are the states of `horovod_topk.torch.elastic` and `horovod_topk
 (Horovod's `hvd.elastic.TorchState(..., compression=topk)` works too).
 
 Each rank commits and restores its own residuals. When the ranks of a job change, they meet once
-(`keeper.Keeper.settle`), so that the sum of what is still to be applied stays the same
+(`manager.Manager.settle`), so that the sum of what is still to be applied stays the same
 (`horovod_topk.core.reshard`):
 
 - a rank that stays multiplies its residual by P_new / P_old with op=Average, and by 1 with op=Sum;
@@ -16,6 +16,6 @@ Each rank commits and restores its own residuals. When the ranks of a job change
 Source: the mean's mass as in Karimireddy et al. 2019, whose sum over ranks is what a step applies.
 """
 
-from horovod_topk.elastic.keeper import Keeper, Talk, free_name
+from horovod_topk.elastic.manager import Manager, Talk, free_name
 
-__all__ = ["Keeper", "Talk", "free_name"]
+__all__ = ["Manager", "Talk", "free_name"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from horovod.common.elastic import State
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
-from horovod_topk.elastic.keeper import Keeper
+from horovod_topk.elastic.manager import Manager
 
 
 class HandsOver(State):  # type: ignore[misc]  # Horovod has no annotations
@@ -16,7 +16,7 @@ class HandsOver(State):  # type: ignore[misc]  # Horovod has no annotations
     To be named before the state it is mixed into.
     """
 
-    def _keepers(self) -> Iterable[Keeper]:
+    def _managers(self) -> Iterable[Manager]:
         """Of the compressors that the state was given, in the same order on all ranks."""
         return ()
 
@@ -29,6 +29,6 @@ class HandsOver(State):  # type: ignore[misc]  # Horovod has no annotations
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:
-            for keeper in self._keepers():
-                keeper.hand_over()
+            for manager in self._managers():
+                manager.hand_over()
             raise HostsUpdatedInterrupt(skip_sync=False) from None

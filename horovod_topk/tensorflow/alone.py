@@ -7,30 +7,29 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.config import TopKConfig
-from horovod_topk.ops.tensorflow import Buffer
-from horovod_topk.tensorflow.graph import clipped
+from horovod_topk.core.momentum import Correction
+from horovod_topk.methods.protocol import Method
+from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
+from horovod_topk.tensorflow.graph import clip
 from horovod_topk.tensorflow.planning import spec_of, unwrap
-from horovod_topk.tensorflow.residuals import Residuals
 from horovod_topk.tensorflow.scaling import is_dense
+from horovod_topk.tensorflow.variables import StateVariables
 
 
 def clipped_alone(gradients: Sequence[Any], limit: float) -> list[Any]:
     """Gradients of a norm of `limit` at most; sparse ones and None stay as they are."""
-    result = list(gradients)
-    dense = [i for i, g in enumerate(result) if is_dense(g)]
-    arrays = clipped([Buffer(result[i]) for i in dense], limit) if dense else []
-    for i, array in zip(dense, arrays, strict=True):
-        result[i] = array.value
-    return result
+    arrays = {i: Buffer(g) for i, g in enumerate(gradients) if is_dense(g)}
+    if arrays:
+        clip(list(arrays.values()), limit, "sum", ranks=1)
+    return [arrays[i].value if i in arrays else g for i, g in enumerate(gradients)]
 
 
-def alone(
+def with_momentum(
     gradients: Sequence[Any],
     variables: Sequence[Any],
     names: Sequence[str],
-    config: TopKConfig,
-    velocities: Residuals,
+    config: Method,
+    velocities: StateVariables,
 ) -> list[Any]:
     """Gradients with their momentum, where nothing is compressed: without sparsity it is SGD's.
 
@@ -40,27 +39,24 @@ def alone(
     Velocities stay as they are in a step with a NaN or an infinity. Sparse gradients and None do
     not take part, as where gradients are exchanged.
     """
-    result = list(gradients)
-    moved = []
+    result, ops = list(gradients), TensorFlowOps()
+    correction = Correction(config, ops)
+    moved: list[tuple[Any, Array]] = []
     for i, (name, gradient, variable) in enumerate(zip(names, gradients, variables, strict=True)):
         if is_dense(gradient):
             inner = unwrap(variable)
-            velocity = velocities.of(inner, spec_of(name, gradient, inner))
-            following, result[i] = _moved(velocity, gradient, config)
-            moved.append((velocity, following))
-    finite = [tf.reduce_all(tf.math.is_finite(following)) for _, following in moved]
+            spec = spec_of(name, gradient, inner)
+            (velocity,) = velocities.of(inner, spec, [spec.numel])
+            before, after = Buffer(velocity.value()), Buffer(tf.zeros_like(velocity))
+            flat = Buffer(tf.cast(tf.reshape(gradient, [-1]), velocity.dtype))
+            (sent,) = correction.apply([before], [flat], [after])
+            moved.append((velocity, after))
+            result[i] = tf.reshape(tf.cast(sent.value, gradient.dtype), tf.shape(gradient))
+    finite = [tf.reduce_all(tf.math.is_finite(after.value)) for _, after in moved]
 
     def commit() -> None:
-        for velocity, following in moved:
-            velocity.assign(following)
+        for velocity, after in moved:
+            velocity.assign(after.value)
 
     tf.cond(tf.reduce_all(finite), commit, lambda: None)
     return result
-
-
-def _moved(velocity: Any, gradient: Any, config: TopKConfig) -> tuple[Any, Any]:
-    """The next velocity m u + g, and what is applied: that, or with `nesterov` m (m u + g) + g."""
-    flat = tf.cast(tf.reshape(gradient, [-1]), velocity.dtype)
-    following = velocity * config.momentum + flat
-    applied = following * config.momentum + flat if config.nesterov else following
-    return following, tf.reshape(tf.cast(applied, gradient.dtype), tf.shape(gradient))

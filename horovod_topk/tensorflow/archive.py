@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.tensorflow.dicts import BESIDES, besides_of
+from horovod_topk.core.state_dict import nested, parts_of
 
 
 def pack(states: Sequence[Mapping[str, Any]]) -> bytes:
@@ -24,15 +24,15 @@ def _head(state: Mapping[str, Any], parts: list[bytes]) -> dict[str, Any]:
     residuals = state.get("residuals", {})
     parts += [residual.numpy().tobytes() for residual in residuals.values()]
     dtypes = {name: residual.dtype.name for name, residual in residuals.items()}
-    besides = {each: _head(state[each], parts) for each in BESIDES if each in state}
-    return {**state, "residuals": dtypes, **besides}
+    within = {each: _head(state[each], parts) for each in parts_of(state)}
+    return {**state, "residuals": dtypes, **within}
 
 
 def unpack(data: bytes) -> list[dict[str, Any]]:
     """The state dicts that were packed."""
     line, _, rest = data.partition(b"\n")
     states, at = json.loads(line), 0
-    for state in [part for each in states for part in (each, *besides_of(each))]:
+    for state in [part for each in states for part in (each, *nested(each))]:
         for name, dtype in state.get("residuals", {}).items():
             count = math.prod(state["shapes"][name])
             stop = at + count * tf.as_dtype(dtype).size

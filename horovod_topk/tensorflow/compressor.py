@@ -11,12 +11,12 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor as HorovodCompressor
 
-from horovod_topk.config import TopKConfig
-from horovod_topk.core.front import Front
+from horovod_topk.core.base_compressor import BaseCompressor
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import StepCounters
-from horovod_topk.elastic import Keeper
+from horovod_topk.elastic import Manager
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
+from horovod_topk.methods.protocol import Method
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.tensorflow import archive
 from horovod_topk.tensorflow.collective import HorovodTalk
@@ -26,7 +26,7 @@ from horovod_topk.tensorflow.scaling import check_scaler, is_scaler
 from horovod_topk.tensorflow.state import OptimizerState
 
 
-class Compressor(Front, HorovodCompressor, tf.train.experimental.PythonState):  # type: ignore[misc]
+class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.PythonState):  # type: ignore[misc]
     """A compression method for TensorFlow's Horovod; each of its subclasses has one.
 
     Pass the class (default settings) or an instance as `compression=` of
@@ -71,7 +71,7 @@ class Compressor(Front, HorovodCompressor, tf.train.experimental.PythonState):  
         self._states: weakref.WeakKeyDictionary[OptimizerState, weakref.ref[Memory]]
         self._states = weakref.WeakKeyDictionary()
         self._callbacks: list[Callable[[StepCounters], None]] = []
-        self._keeper: Keeper | None = None
+        self._manager: Manager | None = None
         self._asked: list[float | None] = []  # by set_ratio, before there was a state to ask
         self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them
 
@@ -172,7 +172,7 @@ class Compressor(Front, HorovodCompressor, tf.train.experimental.PythonState):  
     def state_of(
         self,
         variables: Sequence[Any],
-        config: TopKConfig,
+        config: Method,
         settings: Settings,
         memory: Memory | None,
     ) -> OptimizerState:
@@ -192,9 +192,9 @@ class Compressor(Front, HorovodCompressor, tf.train.experimental.PythonState):  
         state = memory.state_of(config, variables, settings)
         if state not in self._states:
             self._states[state] = weakref.ref(memory)
-            if self._keeper is not None:
+            if self._manager is not None:
                 with tf.init_scope():
-                    state.keep_with(self._keeper)
+                    state.keep_with(self._manager)
             for callback in self._callbacks:
                 state.on_step(callback)
             self._callbacks.clear()
@@ -207,13 +207,13 @@ class Compressor(Front, HorovodCompressor, tf.train.experimental.PythonState):  
                     state.load_state_dict(self._waiting.pop(0))
         return state
 
-    def keep(self, name: str) -> Keeper:
+    def keep(self, name: str) -> Manager:
         """Keep what is owed through an elastic job; called by `horovod_topk.tensorflow.elastic`.
 
         Args:
-            name: of the keeper's collectives, the same on all ranks.
+            name: of the manager's collectives, the same on all ranks.
         """
-        self._keeper = Keeper(
+        self._manager = Manager(
             self._living_states,
             HorovodTalk(),
             name,
@@ -221,8 +221,8 @@ class Compressor(Front, HorovodCompressor, tf.train.experimental.PythonState):  
             forget=lambda: self._waiting.clear(),
         )
         for state in self._living_states():
-            state.keep_with(self._keeper)
-        return self._keeper
+            state.keep_with(self._manager)
+        return self._manager
 
     def serialize(self) -> bytes:
         """Return all residuals of this rank as bytes; tf.train.Checkpoint calls this."""
@@ -264,4 +264,4 @@ class Compressor(Front, HorovodCompressor, tf.train.experimental.PythonState):  
 
 
 class TopKEF(Compressor, Presets, method=TopK):
-    """Documented by `horovod_topk.core.front.documentation`."""
+    """Documented by `horovod_topk.core.base_compressor.documentation`."""

@@ -29,7 +29,7 @@ from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.functions import broadcast_object, broadcast_variables
 
-from horovod_topk.elastic import Keeper, free_name
+from horovod_topk.elastic import Manager, free_name
 from horovod_topk.elastic.leaving import HandsOver
 from horovod_topk.errors import ConfigError
 from horovod_topk.tensorflow.compressor import Compressor
@@ -61,33 +61,33 @@ class TensorFlowState(HandsOver, ObjectState):  # type: ignore[misc]  # Horovod 
                 cure="Make one, topk = TopKEF(), and give it to the optimizer or tape and here",
             )
         self.variables = [unwrap(variable) for variable in variables]
-        self._keeper = compression.keep(free_name(compression.config.name))
+        self._manager = compression.keep(free_name(compression.config.name))
         self._save_variables()
-        self._keeper.save()
+        self._manager.save()
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
 
     def save(self) -> None:
         """Keep copies of variables, residuals and attributes, to go back to."""
         self._save_variables()
-        self._keeper.save()
+        self._manager.save()
         super().save()
 
     def restore(self) -> None:
         """Set variables, residuals and attributes to those of the last commit."""
         for variable, value in zip(self.variables, self._values, strict=True):
             variable.assign(value)
-        self._keeper.restore()
+        self._manager.restore()
         super().restore()
 
     def sync(self) -> None:
         """Take rank 0's variables and attributes, rescale residuals together, and commit."""
         broadcast_variables(self.variables, root_rank=0)
-        self._keeper.settle()
+        self._manager.settle()
         super().sync()
         self.save()
 
-    def _keepers(self) -> tuple[Keeper]:
-        return (self._keeper,)
+    def _managers(self) -> tuple[Manager]:
+        return (self._manager,)
 
     def _save_variables(self) -> None:
         self._values = [tf.identity(variable) for variable in self.variables]

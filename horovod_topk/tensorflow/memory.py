@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.protocol import Method
 from horovod_topk.ratios import made_again
 from horovod_topk.tensorflow.planning import Settings, unwrap
-from horovod_topk.tensorflow.residuals import Stores, watched
 from horovod_topk.tensorflow.state import OptimizerState
+from horovod_topk.tensorflow.variables import Stores, watched
 
 Key = tuple[object, ...]
 
@@ -23,7 +23,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._kept = Stores()
+        self._stores = Stores()
         self._states: dict[Key, tuple[OptimizerState, list[object]]] = {}
 
     def __contains__(self, state: OptimizerState) -> bool:
@@ -39,22 +39,22 @@ class Memory:
         self._states.pop(key, None)
 
     def state_of(
-        self, config: TopKConfig, variables: Sequence[Any], settings: Settings
+        self, config: Method, variables: Sequence[Any], settings: Settings
     ) -> OptimizerState:
         """The state for a list of variables; it ends with the first of them."""
         key = _key_of(variables, settings)
         if key not in self._states:
-            state = OptimizerState(config, variables, settings, self._kept)
+            state = OptimizerState(config, variables, settings, self._stores)
             watches = [watched(unwrap(variable), self, key) for variable in variables]
             self._states[key] = state, watches
         return self._states[key][0]
 
 
 # What tapes keep: they come and go, and so may the compressors they are given.
-_of_tapes: dict[TopKConfig, Memory] = {}
+_of_tapes: dict[Method, Memory] = {}
 
 
-def memory_of_tapes(config: TopKConfig, variables: Sequence[Any], settings: Settings) -> Memory:
+def memory_of_tapes(config: Method, variables: Sequence[Any], settings: Settings) -> Memory:
     """What all tapes of equal settings share.
 
     Raises:
@@ -70,7 +70,7 @@ def memory_of_tapes(config: TopKConfig, variables: Sequence[Any], settings: Sett
     return memory
 
 
-def _check_not_made_again(config: TopKConfig, before: TopKConfig) -> None:
+def _check_not_made_again(config: Method, before: Method) -> None:
     predicate = made_again(config.ratios, before.ratios)
     if predicate is not None and replace(config, ratios=before.ratios) == before:
         raise ConfigError(

@@ -8,9 +8,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_topk.config import TopKConfig
-from horovod_topk.core.front import why_inactive
-from horovod_topk.core.own_momentum import (
+from horovod_topk.core.base_compressor import why_inactive
+from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
     advise,
@@ -20,6 +19,7 @@ from horovod_topk.core.own_momentum import (
     settings_of,
     warn_of_clipping,
 )
+from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.compressor import Compressor
 
 WORDS = Words("SGD, Adam or AdamW of Keras", "momentum=0.9 or beta_1=0.9")
@@ -40,7 +40,7 @@ class Told:
     """What goes to Horovod as `compression=` where the optimizer is known."""
 
     compressor: Compressor
-    config: TopKConfig  # the compressor's, with the momentum that was taken over
+    config: Method  # the compressor's, with the momentum that was taken over
     taken: Taken | None
 
 
@@ -71,7 +71,7 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
     return Told(compressor, config, Taken(setting, config.momentum))
 
 
-def check_not_twice(optimizer: Any, config: TopKConfig) -> None:
+def check_not_twice(optimizer: Any, config: Method) -> None:
     """Refuse an optimizer that would apply a momentum of its own to corrected gradients.
 
     Args:

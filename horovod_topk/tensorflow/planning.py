@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.errors import ShapeChangedError, UnsupportedOperationError
+from horovod_topk.methods.protocol import Method
 
 Groups = int | tuple[tuple[int, ...], ...] | None
 
@@ -91,7 +91,7 @@ def spec_of(name: str, gradient: Any, variable: Any) -> TensorSpec:
 def plan_of(
     specs: Sequence[TensorSpec],
     variables: Sequence[Any],
-    config: TopKConfig,
+    config: Method,
     settings: Settings,
     names: Sequence[str],
 ) -> Plan:

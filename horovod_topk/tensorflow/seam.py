@@ -24,13 +24,13 @@ import horovod._keras
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow import scaling
 from horovod_topk.tensorflow.applying import refuse_unexchanged
-from horovod_topk.tensorflow.besides import check_none_left_out, is_sparse, refuse_local, to_dense
 from horovod_topk.tensorflow.compressor import Compressor
+from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.momentum import (
     Told,
@@ -40,7 +40,7 @@ from horovod_topk.tensorflow.momentum import (
     warn_of_late_clipping,
 )
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
-from horovod_topk.tensorflow.rates import rate_of
+from horovod_topk.tensorflow.sparse import check_none_left_out, is_sparse, refuse_local, to_dense
 from horovod_topk.tensorflow.state import OptimizerState, live_states
 
 Function = Callable[..., Any]
@@ -69,7 +69,7 @@ class Exchange:
     def __init__(
         self,
         compressor: Compressor,
-        config: TopKConfig,
+        config: Method,
         settings: Settings,
         memory: Memory | None,
         sparse_as_dense: bool,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from horovod_topk.core.plan import Plan
-from horovod_topk.torch.arrival import Arrival, Slot, any_applied, check_unchanged, is_sparse
+from horovod_topk.torch.ready import ReadyGradient, Slot, any_applied, check_unchanged, is_sparse
 
 
 class Buckets:
@@ -19,9 +19,10 @@ class Buckets:
         self._slots: dict[int, Slot] = {}
         self._slots_of: dict[int, list[Slot]] = {}  # by ordinal
         self._missing: dict[int, int] = {}  # gradients a bucket waits for, by ordinal
+        self.exchanges = 0  # of buckets, so far
 
     def index(self, plan: Plan) -> None:
-        """Follow a plan; what has arrived stays so."""
+        """Follow a plan; what is ready stays so."""
         by_name = {name: p for p, name in self._names.items()}
         known, self._slots, self._slots_of = self._slots, {}, {}
         for bucket in plan.buckets:
@@ -32,7 +33,7 @@ class Buckets:
                 self._slots[id(p)] = slot
                 own.append(slot)
         self._missing = {
-            i: sum(slot.arrival is None for slot in slots) for i, slots in self._slots_of.items()
+            i: sum(slot.ready is None for slot in slots) for i, slots in self._slots_of.items()
         }
 
     def __contains__(self, ordinal: int) -> bool:
@@ -47,18 +48,18 @@ class Buckets:
         """Those of a bucket, in the plan's order."""
         return self._slots_of[ordinal]
 
-    def arrive(self, slot: Slot, gradient: Tensor, dense: Tensor) -> None:
+    def add(self, slot: Slot, gradient: Tensor, dense: Tensor) -> None:
         """Note a gradient, and the tensor that is sent for it.
 
         Raises:
             ShapeChangedError, OverlappingGradientError: it is not what was planned.
         """
         slot.check_matches(dense)
-        self._missing[slot.ordinal] -= slot.arrival is None
-        slot.arrival = Arrival(gradient, dense, gradient._version, dense.data_ptr())
+        self._missing[slot.ordinal] -= slot.ready is None
+        slot.ready = ReadyGradient(gradient, dense, gradient._version, dense.data_ptr())
 
     def is_complete(self, ordinal: int) -> bool:
-        """Whether all gradients of a bucket have arrived."""
+        """Whether all gradients of a bucket are ready."""
         return not self._missing[ordinal]
 
     def gradients(self, ordinal: int) -> list[Tensor]:
@@ -69,13 +70,14 @@ class Buckets:
         """
         slots = self._slots_of[ordinal]
         check_unchanged(slots)
-        return [slot.arrival.dense for slot in slots if slot.arrival]
+        return [slot.ready.dense for slot in slots if slot.ready]
 
     def note_exchanged(self, ordinal: int) -> None:
-        """What arrived holds the exchanged gradients now."""
+        """What was ready holds the exchanged gradients now."""
+        self.exchanges += 1
         slots = self._slots_of[ordinal]
         for slot in slots:
-            slot.exchanged, slot.arrival = slot.arrival, None
+            slot.exchanged, slot.ready = slot.ready, None
         self._missing[ordinal] = len(slots)
 
     def note_handed_out(self) -> None:
@@ -101,12 +103,12 @@ class Buckets:
                 continue
             check_unchanged(slots)
             for slot in slots:
-                if slot.arrival is None:
+                if slot.ready is None:
                     _check_comes(slot)
 
     def late_sparse(self) -> list[Slot]:
-        """Those whose gradient is sparse and has not arrived."""
-        missing = (slot for slot in self._slots.values() if slot.arrival is None)
+        """Those whose gradient is sparse and not ready yet."""
+        missing = (slot for slot in self._slots.values() if slot.ready is None)
         return [slot for slot in missing if is_sparse(slot.parameter.grad)]
 
     def are_applied(self) -> bool:
@@ -119,15 +121,15 @@ class Buckets:
             slot.exchanged = None
 
     def forget(self) -> None:
-        """Nothing has arrived, and nothing was exchanged."""
+        """Nothing is ready, and nothing was exchanged."""
         for slot in self._slots.values():
-            slot.arrival = None
+            slot.ready = None
         self._missing = {ordinal: len(slots) for ordinal, slots in self._slots_of.items()}
         self.forget_exchanged()
 
 
 def _check_comes(slot: Slot) -> None:
-    """Refuse what a parameter without an arrival would send."""
+    """Refuse what a parameter whose gradient is not ready would send."""
     slot.check_not_exchanged()
     gradient = slot.parameter.grad
     if gradient is None or not gradient.is_sparse:

@@ -1,15 +1,4 @@
-"""Clipping of local gradients while they arrive, bucket by bucket.
-
-`horovod_topk.core.clipping` says to what norm, and why. That norm, t, is of all of a rank's
-gradients, and a bucket is sent before the last of them is there: waiting for it would leave nothing
-to do while backward goes on. Bucket b, with gradients g_b, is therefore scaled by
-
-    c_b = min(1, t / sqrt(||g_1||^2 + ... + ||g_b||^2))
-
-from those that are there, in the order in which buckets are complete. So gradients whose norm is
-within t are never changed; one bucket is clipped exactly; of B buckets the last one is, no bucket
-exceeds t, and all together do not exceed t sqrt(B), B being a model's bytes over 25 MiB.
-"""
+"""Arithmetic of clipping in PyTorch; `horovod_topk.core.clipping` says to what norm, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.core.clipping import local_threshold
+from horovod_topk.core.clipping import LocalClip, Scope
 from horovod_topk.torch.sparse import refused
 
 _STRETCH = 1 << 16  # elements
@@ -32,7 +21,7 @@ def clip_alone(optimizer: Any, clip_norm: float) -> None:
     Sparse ones as their dense copies would be with `sparse_as_dense`, and else not at all: the step
     is a ConfigError then, as it is with more ranks.
     """
-    clip = LocalClip(clip_norm, "sum")
+    clip = local_clip(clip_norm, "sum")
 
     @torch.no_grad()
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -64,52 +53,39 @@ def _values_alone(optimizer: Any, clip_norm: float) -> list[Tensor]:
     return [p.grad._values() if p.grad.is_sparse else p.grad for p in found]
 
 
-class LocalClip:
-    """Of one optimizer's gradients.
+def local_clip(clip_norm: float, reduction: str) -> LocalClip[Tensor]:
+    """Clips a rank's gradients bucket by bucket, while they become ready."""
+    return LocalClip(clip_norm, reduction, Scope.SO_FAR, Norms())
 
-    Args:
-        clip_norm: the norm of what is applied.
-        reduction: "average" or "sum" over ranks.
+
+class Norms:
+    """`horovod_topk.core.clipping.Norms`: numbers on the host, tensors on accelerators.
+
+    It waits for no accelerator, so that gradients on each device are clipped by their own norm.
     """
 
-    def __init__(self, clip_norm: float, reduction: str) -> None:
-        self._clip_norm, self._reduction = clip_norm, reduction
-        self._norm: dict[torch.device, float | Tensor] = {}  # so far; tensors on accelerators
-        self._threshold = clip_norm
+    def place(self, gradients: Sequence[Tensor]) -> object:
+        """`Norms.place`: the device."""
+        return gradients[0].device
 
-    def begin(self, ranks: int, units: float = 1.0) -> None:
-        """A step's first bucket is about to come, its gradients so many times too large."""
-        self._norm.clear()
-        self._threshold = units * local_threshold(self._clip_norm, self._reduction, ranks)
-
-    def clip(self, gradients: Sequence[Tensor]) -> None:
-        """Scale a bucket's gradients in place; what is not finite stays so, and is flagged.
-
-        Waits for no accelerator, so that norms on different devices do not hear of each other:
-        there the gradients on each device are clipped to the threshold.
-        """
-        device = gradients[0].device
-        if device.type == "cpu":
-            self._clip_on_host(gradients)
-            return
-        self._clip_on_device(gradients, torch.as_tensor(self._norm.get(device, 0.0), device=device))
-
-    def _clip_on_device(self, gradients: Sequence[Tensor], before: Tensor) -> None:
+    def norm(self, gradients: Sequence[Tensor], before: float | Tensor) -> float | Tensor:
+        """`Norms.norm`."""
+        if gradients[0].device.type == "cpu" and not isinstance(before, Tensor):
+            return math.hypot(before, *map(_norm_on_host, gradients))
+        earlier = torch.as_tensor(before, device=gradients[0].device).double()
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-        norm = torch.linalg.vector_norm(torch.stack([before.double(), *norms]))
-        self._norm[gradients[0].device] = norm
-        factor = (self._threshold / norm).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([earlier, *norms]))
+        return norm
 
-    def _clip_on_host(self, gradients: Sequence[Tensor]) -> None:
-        device = gradients[0].device
-        before = float(self._norm.get(device, 0.0))
-        norm = math.hypot(before, *map(_norm_on_host, gradients))
-        self._norm[device] = norm
-        if self._threshold < norm < math.inf:
+    def reduce(self, gradients: Sequence[Tensor], threshold: float, norm: float | Tensor) -> None:
+        """`Norms.reduce`."""
+        if isinstance(norm, Tensor):
+            factor = (threshold / norm).clamp(max=1.0)
             for gradient in gradients:
-                gradient.mul_(self._threshold / norm)
+                gradient.mul_(factor.to(gradient.dtype))
+        elif threshold < norm < math.inf:
+            for gradient in gradients:
+                gradient.mul_(threshold / norm)
 
 
 def _norm_on_host(gradient: Tensor) -> float:

@@ -5,9 +5,9 @@ documents clipping. With momentum correction `p.grad` holds velocities by then, 
 1 / (1 - m) times larger than gradients, so that a threshold for gradients makes steps that much
 smaller.
 
-Clipping is noticed as any other change of a gradient is (`Arrival.is_still`). `GradScaler.unscale_`
-leaves no trace there, and is no cause for a warning. Adam and the like divide by the size of what
-they are given, so only SGD is watched.
+Clipping is noticed as any other change of a gradient is (`ReadyGradient.is_still`).
+`GradScaler.unscale_` leaves no trace there, and is no cause for a warning. Adam and the like divide
+by the size of what they are given, so only SGD is watched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.optim import SGD
 
-from horovod_topk.core.own_momentum import warn_of_clipping
+from horovod_topk.core.momentum_takeover import warn_of_clipping
 from horovod_topk.torch.buckets import Buckets
 
 

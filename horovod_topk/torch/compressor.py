@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
 
-from horovod_topk.core.front import Front
-from horovod_topk.elastic import Keeper
+from horovod_topk.core.base_compressor import BaseCompressor
+from horovod_topk.elastic import Manager
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.torch.collective import HorovodTalk
@@ -17,7 +17,7 @@ from horovod_topk.torch.scaling import check_scaler
 from horovod_topk.torch.state import OptimizerState
 
 
-class Compressor(Front, HorovodCompressor):  # type: ignore[misc]  # Horovod has no annotations
+class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Horovod has no annotations
     """A compression method for PyTorch's Horovod; each of its subclasses has one.
 
     Pass the class (default settings) or an instance as
@@ -54,7 +54,7 @@ class Compressor(Front, HorovodCompressor):  # type: ignore[misc]  # Horovod has
 
     def _begin(self) -> None:
         self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
-        self._keeper: Keeper | None = None
+        self._manager: Manager | None = None
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> OptimizerState:
@@ -98,20 +98,20 @@ class Compressor(Front, HorovodCompressor):  # type: ignore[misc]  # Horovod has
         Raises:
             ConfigError: an elastic job's state keeps what is owed, and not all ranks exchange.
         """
-        if self._keeper is not None:
-            state.keep_with(self._keeper)
+        if self._manager is not None:
+            state.keep_with(self._manager)
         self._states.add(state)
 
-    def keep(self, name: str) -> Keeper:
+    def keep(self, name: str) -> Manager:
         """Keep what is owed through an elastic job; called by `horovod_topk.torch.elastic`.
 
         Args:
-            name: of the keeper's collectives, the same on all ranks.
+            name: of the manager's collectives, the same on all ranks.
         """
-        self._keeper = Keeper(self._living_states, HorovodTalk(), name, self.commit_dir)
+        self._manager = Manager(self._living_states, HorovodTalk(), name, self.commit_dir)
         for state in self._living_states():
-            state.keep_with(self._keeper)
-        return self._keeper
+            state.keep_with(self._manager)
+        return self._manager
 
     def set_ratio(self, ratio: float | None) -> None:
         """As `OptimizerState.set_ratio`, of the one optimizer behind this instance."""
@@ -128,4 +128,4 @@ class Compressor(Front, HorovodCompressor):  # type: ignore[misc]  # Horovod has
 
 
 class TopKEF(Compressor, Presets, method=TopK):
-    """Documented by `horovod_topk.core.front.documentation`."""
+    """Documented by `horovod_topk.core.base_compressor.documentation`."""

@@ -22,7 +22,7 @@ from typing import Any
 import horovod.torch.elastic as hvd_elastic
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
-from horovod_topk.elastic import Keeper, free_name
+from horovod_topk.elastic import Manager, free_name
 from horovod_topk.elastic.leaving import HandsOver
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch.compressor import Compressor
@@ -33,20 +33,20 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
 
     def __init__(self, value: Compressor) -> None:
         super().__init__(value)
-        self.keeper = value.keep(free_name(value.config.name))
+        self.manager = value.keep(free_name(value.config.name))
         self.save()
 
     def save(self) -> None:
         """Keep a copy of the residuals, to go back to."""
-        self.keeper.save()
+        self.manager.save()
 
     def restore(self) -> None:
         """Set the residuals to those of the last commit."""
-        self.keeper.restore()
+        self.manager.restore()
 
     def sync(self) -> None:
         """Rescale residuals together with all ranks, after some have joined or left."""
-        self.keeper.settle()
+        self.manager.settle()
 
     def set_value(self, value: Compressor) -> None:
         """Refuse another compressor: its optimizer's residuals would be lost.
@@ -93,9 +93,9 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
         super().sync()
         self.save()
 
-    def _keepers(self) -> Iterator[Keeper]:
+    def _managers(self) -> Iterator[Manager]:
         handlers = self._handlers.values()
-        return (each.keeper for each in handlers if isinstance(each, ResidualHandler))
+        return (each.manager for each in handlers if isinstance(each, ResidualHandler))
 
 
 def install() -> None:

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch.optim import SGD, Adam, AdamW
 
-from horovod_topk.core.own_momentum import (
+from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
     check_once,
     none_to_correct,
     settings_of,
 )
-from horovod_topk.core.own_momentum import advise as advise_of
+from horovod_topk.core.momentum_takeover import advise as advise_of
 from horovod_topk.errors import ConfigError
 
 log = logging.getLogger("horovod_topk")

@@ -12,12 +12,12 @@ import horovod.torch as hvd
 from horovod.torch.optimizer import split_list
 from torch import Tensor
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.reductions import reduction_of
+from horovod_topk.methods.protocol import Method
 
 
-def plan_of(optimizer: Any, config: TopKConfig) -> Plan:
+def plan_of(optimizer: Any, config: Method) -> Plan:
     """Buckets from the user's groups, and default ones in the order of the backward pass."""
     names = optimizer._parameter_names
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

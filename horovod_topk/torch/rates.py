@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.rates import Rates
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.protocol import Method
 
 
-def followed(optimizer: Any, config: TopKConfig) -> Rates | None:
+def followed(optimizer: Any, config: Method) -> Rates | None:
     """Those that residuals follow, if they do.
 
     They are read when a step's first bucket is sent, which is before `optimizer.step()`: a

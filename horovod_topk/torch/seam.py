@@ -93,7 +93,7 @@ def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
 def _wrap_allreduce_grad_async(original: Method) -> Method:
     def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
         state: OptimizerState | None = getattr(self, "_topkef", None)
-        collect = state.arrive(p) if state is not None else None
+        collect = state.ready(p) if state is not None else None
         return original(self, p) if collect is None else (collect, None)
 
     return _allreduce_grad_async

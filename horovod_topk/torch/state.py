@@ -1,7 +1,7 @@
-"""Error feedback behind one Horovod optimizer: which gradients have arrived, and what they become.
+"""Error feedback behind one Horovod optimizer: which gradients are ready, and what they become.
 
-Horovod calls `arrive` from a parameter's hook, or from `synchronize()` where the hook did not
-fire, and what it returns once a parameter in `synchronize()`. The last arrival of a bucket
+Horovod calls `ready` from a parameter's hook, or from `synchronize()` where the hook did not
+fire, and what it returns once a parameter in `synchronize()`. The last gradient of a bucket
 launches it; the first collection waits for it. Nothing in a hook blocks.
 """
 
@@ -17,41 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.attached import Attached
+from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic
 from horovod_topk.core.choice import exchange_of
-from horovod_topk.core.codec import TopK
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.front import check_elastic, check_kept, elastic
-from horovod_topk.core.own_momentum import note_taken
 from horovod_topk.core.stats import Stats, describe
 from horovod_topk.core.step import Phase
+from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch.arrival import Slot
 from horovod_topk.torch.buckets import Buckets
 from horovod_topk.torch.clipping import clip_alone
-from horovod_topk.torch.clipping_late import LateClipping
 from horovod_topk.torch.collective import HorovodCollective
-from horovod_topk.torch.momentum import (
-    advise,
-    check_not_twice,
-    give_back,
-    hand_over,
-    own_momentum,
-    take_over,
-)
+from horovod_topk.torch.hooks import Hooks
+from horovod_topk.torch.momentum import advise, check_not_twice, hand_over, own_momentum
 from horovod_topk.torch.planning import plan_of
-from horovod_topk.torch.preparation import Preparation
+from horovod_topk.torch.preprocessing import Preprocessing
 from horovod_topk.torch.rates import followed
+from horovod_topk.torch.ready import Slot
 from horovod_topk.torch.scaling import Scaler
 from horovod_topk.torch.sparse import check_may_leave
-from horovod_topk.torch.stepping import (
-    check_after,
-    check_before,
-    check_evaluates_once,
-    with_one_exchange,
-)
+from horovod_topk.torch.stepping import check_evaluates_once
 
 log = logging.getLogger("horovod_topk")
 
@@ -63,7 +50,7 @@ def live_states() -> list[OptimizerState]:
     return list(_LIVE)
 
 
-class OptimizerState(Attached):
+class OptimizerState(Attached[Compressor[Tensor]]):
     """What `TopKEF.of(optimizer)` returns. One for each distributed optimizer."""
 
     framework = "torch"
@@ -71,7 +58,7 @@ class OptimizerState(Attached):
     def __init__(
         self,
         optimizer: Any,
-        config: TopKConfig,
+        config: Method,
         grad_scaler: Scaler | None = None,
         *,
         takes_over: bool = False,
@@ -83,7 +70,6 @@ class OptimizerState(Attached):
         self._buckets = Buckets(parameters)
         self._late_are_checked = False  # in the present synchronize()
         self._handles = optimizer._handles
-        self._exchanges = 0  # of buckets
         if not self.active:
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
             self._config = config
@@ -96,8 +82,12 @@ class OptimizerState(Attached):
         else:
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
         advise(optimizer, config.momentum)
+        self._attach(optimizer, config, grad_scaler)
+
+    def _attach(self, optimizer: Any, config: Method, grad_scaler: Scaler | None) -> None:
+        """Plan the exchange of an optimizer's gradients, with all ranks."""
         plan = plan_of(optimizer, config)
-        self._preparation = Preparation.of(grad_scaler, plan)
+        self._preprocessing = Preprocessing.of(grad_scaler, plan)
         collective = HorovodCollective(optimizer.process_set)
         ops = TorchOps()
         self._prefix = config.name or f"topkef.{plan.digest.hex()}"
@@ -106,7 +96,7 @@ class OptimizerState(Attached):
             self._ordinal = agree(plan, self._ordinal, ops, collective)
         exchange = exchange_of(plan, ops, collective)
         name = f"{self._prefix}.{self._ordinal}"
-        self._compressor = self._state = Compressor(plan, ops, TopK(ops), exchange, name)
+        self._compressor = self._state = Compressor(plan, ops, PayloadCodec(ops), exchange, name)
         self._compressor.rates = followed(optimizer, config)
         self._reduction = plan.reduction
         self._buckets.index(plan)
@@ -124,7 +114,10 @@ class OptimizerState(Attached):
         if register_hooks is not None:
             register_hooks()
         if self.active:
-            self._watch(optimizer)
+            takes_over = self._takes_over
+            self._hooks = Hooks(self._compressor, self._buckets, takes_over=takes_over)
+            self._hooks.watch(optimizer)
+            _LIVE.add(self)
         else:
             self._leave(optimizer)
 
@@ -134,20 +127,6 @@ class OptimizerState(Attached):
         hand_over(optimizer, config.momentum, nesterov=config.nesterov)
         if config.clip_norm is not None:
             clip_alone(optimizer, config.clip_norm)
-
-    def _watch(self, optimizer: Any) -> None:
-        """Be told of what gradients are added to, and of steps; take the momentum over."""
-        momentum = self._compressor.plan.config.momentum
-        self._late_clipping = LateClipping(optimizer, momentum, self._buckets)
-        if self._takes_over:
-            take_over(optimizer, momentum)
-            note_taken(type(optimizer).__name__, momentum)
-        trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-        for p, accumulation in zip(trained, optimizer._grad_accs, strict=True):
-            accumulation.register_prehook(partial(self._before_accumulation, id(p)))
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-        _LIVE.add(self)
 
     # What Horovod's own path asks of a compressor, for gradients that are not ours.
 
@@ -167,7 +146,7 @@ class OptimizerState(Attached):
     def stats(self) -> Stats:
         """As `Attached.stats`."""
         if self.active:
-            self.warnings = self._late_clipping.warnings
+            self.warnings = self._hooks.late_clipping.warnings
         return super().stats()
 
     @torch.no_grad()
@@ -183,7 +162,7 @@ class OptimizerState(Attached):
 
     # What the seam and the optimizer's hooks call.
 
-    def arrive(self, p: Tensor) -> Callable[[], Tensor] | None:
+    def ready(self, p: Tensor) -> Callable[[], Tensor] | None:
         """Note that a parameter's gradient is ready; launch its bucket if it was the last.
 
         Returns:
@@ -210,7 +189,7 @@ class OptimizerState(Attached):
             self._release(slot)
             return None
         dense = gradient.to_dense() if is_sparse else gradient
-        self._buckets.arrive(slot, gradient, dense)
+        self._buckets.add(slot, gradient, dense)
         if not fired:
             self._late[slot.spec.name] += 1
         self._launch_if_complete(slot.ordinal)
@@ -222,39 +201,16 @@ class OptimizerState(Attached):
             with torch.no_grad():
                 self._finish(slot.ordinal)
             self._buckets.note_exchanged(slot.ordinal)
-            self._exchanges += 1
             self._late_are_checked = False
         assert slot.exchanged is not None  # its bucket is finished
         return slot.exchanged.dense
 
     def synchronized(self) -> None:
         """Note that `synchronize()` is over: from here on a user may change gradients."""
-        self._late_clipping.begin()
+        self._hooks.late_clipping.begin()
 
     def _is_sent(self, ordinal: int) -> bool:
         return self._compressor.phase(ordinal) is Phase.SENT
-
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns what the step is given instead."""
-        check_before(optimizer, args, kwargs)
-        momentum = self._compressor.plan.config.momentum
-        if self._takes_over:
-            take_over(optimizer, momentum)
-        elif not momentum:
-            give_back(optimizer)
-        check_not_twice(optimizer, momentum)
-        self._late_clipping.check(optimizer)
-        return with_one_exchange(args, kwargs, lambda: self._exchanges)
-
-    @torch.no_grad()
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        check_after(optimizer)
-        self._late_clipping.check(optimizer)  # of a closure that has exchanged within the step
-        if self._buckets.are_applied():
-            self._compressor.commit()
-        else:  # what was exchanged has been thrown away: the step applied something else
-            self._compressor.rollback()
-        self._buckets.forget_exchanged()
 
     def _launch_if_complete(self, ordinal: int) -> None:
         if self._buckets.is_complete(ordinal):
@@ -265,10 +221,10 @@ class OptimizerState(Attached):
         if elastic() and not self._compressor.is_under_way:
             self._meet()
         gradients = self._buckets.gradients(ordinal)
-        if self._preparation is not None:
+        if self._preprocessing is not None:
             if not self._compressor.is_under_way:
-                self._preparation.begin(self._optimizer(), self._compressor.ranks)
-            self._preparation.prepare(gradients)
+                self._preprocessing.begin(self._optimizer(), self._compressor.ranks)
+            self._preprocessing.apply(gradients)
             for slot in self._buckets.slots_of(ordinal):
                 slot.note_writing()
         self._compressor.launch(ordinal, gradients)
@@ -277,10 +233,10 @@ class OptimizerState(Attached):
         """See to what is owed before a step, where ranks have come or gone unannounced."""
         units, ranks = self._compressor.ranks_before, self._compressor.ranks
         if self._compressor.plan.config.warmup is not None:
-            check_kept(self.keeper, "warmup= counts steps, of which")
-        if self.keeper is not None and self.keeper.units != ranks:
-            self.keeper.settle()
-        elif self.keeper is None and units not in (None, ranks):
+            check_kept(self.manager, "warmup= counts steps, of which")
+        if self.manager is not None and self.manager.units != ranks:
+            self.manager.settle()
+        elif self.manager is None and units not in (None, ranks):
             log.warning(
                 "TopKEF: %s has %d ranks instead of %d. What lost ranks owed is gone, and a commit "
                 "does not include what others owe: pass compression= to hvd.elastic.TorchState",
@@ -291,8 +247,8 @@ class OptimizerState(Attached):
 
     def _finish(self, ordinal: int) -> None:
         gradients, gain = self._buckets.gradients(ordinal), 1.0
-        if self._preparation is not None:
-            gain = self._preparation.gain(self._optimizer())
+        if self._preprocessing is not None:
+            gain = self._preprocessing.gain(self._optimizer())
         self._compressor.finish(ordinal, gradients, gain=gain)
 
     def _forget_abandoned(self, optimizer: Any) -> None:
@@ -336,13 +292,6 @@ class OptimizerState(Attached):
         if not optimizer.sparse_as_dense:
             for slot in self._buckets.late_sparse():
                 check_may_leave(slot.spec.name, self._compressor)
-
-    def _before_accumulation(self, parameter: int, _: Any) -> None:
-        """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
-        slot = self._buckets.slot(parameter)
-        if slot is not None and slot.exchanged is not None:
-            slot.check_not_exchanged()
-            slot.exchanged = None
 
 
 def _free_ordinal(prefix: str) -> int:

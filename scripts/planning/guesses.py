@@ -10,7 +10,6 @@ from typing import Any
 
 from cluster import Link
 from horovod_topk.cli.models import known_specs
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.cost.fit import Sample, fit
 from horovod_topk.cost.machine import Kernels, Machine
@@ -18,6 +17,7 @@ from horovod_topk.cost.sending import Sending
 from horovod_topk.cost.step import Training, step
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.ways import Way, compressed, dense
+from horovod_topk.methods.topk import TopK
 from planning.grid import FITTED, GUESSED, Cell
 from planning.ways import DENSE, NONE, WAYS, Exchange
 
@@ -106,4 +106,4 @@ def _way(model: str, exchange: Exchange, nodes: Nodes) -> Way:
     specs = known_specs(model)
     if exchange == DENSE:
         return dense(specs, nodes)
-    return compressed(specs, nodes, exchange.exchange, TopKConfig(**asdict(exchange)))
+    return compressed(specs, nodes, exchange.exchange, TopK(**asdict(exchange)))

@@ -25,8 +25,8 @@ from horovod_topk.cli.frameworks import Framework, find, launched_rank
 from horovod_topk.cli.models import MODELS
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.measure import timed
-from horovod_topk.config import TopKConfig
 from horovod_topk.cost.traffic import nodes_of
+from horovod_topk.methods.topk import TopK
 from planning.grid import LEAST, MOST, SETTLED
 from planning.ways import DENSE, NONE, WAYS, Exchange
 from shapes import Shapes
@@ -105,7 +105,7 @@ def main() -> None:
     assert framework is not None, "Horovod serves no framework: horovod-topk doctor says why"
     found: dict[str, Any] = {}
     if args.model is None and launched_rank() == 0:
-        found["kernels"] = asdict(kernels.measure(framework, TopKConfig()))
+        found["kernels"] = asdict(kernels.measure(framework, TopK()))
     hvd = framework.hvd
     hvd.init()
     if args.model is None:

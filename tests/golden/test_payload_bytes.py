@@ -17,11 +17,11 @@ from oracle import wire
 from oracle.backends import Backend, each_framework
 from oracle.world import World
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core import payload
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.errors import PayloadError, PlanMismatchError
+from horovod_topk.methods.topk import TopK
 
 # A bucket of one sparse and one dense tensor, at three widths: 10 elements send 2, 3 send 3.
 WEIGHT = [0, 5, 0, -7, 0, 0, 1, 0, 0, 2]  # the two largest: 5 at 1, -7 at 3
@@ -30,7 +30,7 @@ BIAS = [1, -2, 0.5]
 
 def small_plan(dtype: str, values: str = "float32", indices: str = "auto") -> Plan:
     specs = [TensorSpec("w", (10,), dtype), TensorSpec("b", (3,), dtype)]
-    return make_plan(specs, TopKConfig(ratio=0.2, values=values, indices=indices, min_numel=4))
+    return make_plan(specs, TopK(ratio=0.2, values=values, indices=indices, min_numel=4))
 
 
 def small_gradients(dtype: str) -> dict[str, np.ndarray[Any, Any]]:
@@ -168,7 +168,7 @@ READ = {
 
 def kinds_plan(values: str) -> Plan:
     specs = [TensorSpec("w", (40,), "float32"), TensorSpec("b", (3,), "float32")]
-    return make_plan(specs, TopKConfig(ratio=0.1, values=values, min_numel=4))
+    return make_plan(specs, TopK(ratio=0.1, values=values, min_numel=4))
 
 
 def of_each_kind(plan: Plan, values: str) -> bytes:
@@ -210,7 +210,7 @@ def test_a_scale_for_each_block(
 ) -> None:
     """All scales come first; the last block has one value."""
     spec = TensorSpec("w", (count + 1,), "float32")
-    plan = make_plan([spec], TopKConfig(ratio=1.0, values=values))
+    plan = make_plan([spec], TopK(ratio=1.0, values=values))
     data = sent(World(plan, 1, backend), {"w": np.array([one] * count + [two], np.float32)})
     body = bytes.fromhex(expected)
     assert data[32:] == ended(body)
@@ -224,7 +224,7 @@ def test_a_sampled_selection(backend: Backend) -> None:
     rows 33 and 32, and the 7th largest of row 31, at element 31 * 2049 + 9. So elements from 63,528
     on are sent, and as many of the first as are missing.
     """
-    config = TopKConfig(ratio=0.1, indices="plain", selection="sampled")
+    config = TopK(ratio=0.1, indices="plain", selection="sampled")
     plan = make_plan([TensorSpec("w", (70_000,), "float32")], config)
     g = np.arange(1, 70_001, dtype=np.float32)
     chosen = [*range(528), *range(63_528, 70_000)]
@@ -242,7 +242,7 @@ def test_long_indices_stand_before_short_ones(backend: Backend) -> None:
     """2**16 elements still have 16-bit indices, one more has 32-bit ones."""
     sizes = {"short": 2**16, "long": 2**16 + 1, "dense": 3}
     specs = [TensorSpec(name, (n,), "float32") for name, n in sizes.items()]
-    plan = make_plan(specs, TopKConfig(ratio=3e-5, indices="plain", min_numel=4))
+    plan = make_plan(specs, TopK(ratio=3e-5, indices="plain", min_numel=4))
     g = {name: np.zeros(n, np.float32) for name, n in sizes.items()}
     g["short"][[0, 65535]] = 1.5, -2.5
     g["long"][[65535, 65536]] = 3.5, -4.5
@@ -263,7 +263,7 @@ def test_long_indices_stand_before_short_ones(backend: Backend) -> None:
 def test_flags_are_bits_in_the_plans_order(backend: Backend) -> None:
     """Nine tensors: the first, the eighth and the ninth have a NaN or an infinity."""
     specs = [TensorSpec(str(i), (1,), "float32") for i in range(9)]
-    world = World(make_plan(specs, TopKConfig()), 1, backend)
+    world = World(make_plan(specs, TopK()), 1, backend)
     bad = {0: np.nan, 7: np.inf, 8: -np.inf}
     data = sent(world, {str(i): np.array([bad.get(i, 1.0)], np.float32) for i in range(9)})
     assert data[24:32] == bytes([0b1000_0001, 0b0000_0001, 0, 0, 0, 0, 0, 0])
@@ -274,7 +274,7 @@ def test_flags_are_bits_in_the_plans_order(backend: Backend) -> None:
 
 @each_framework
 def test_float16_values_saturate(backend: Backend) -> None:
-    plan = make_plan([TensorSpec("w", (4,), "float32")], TopKConfig(values="float16"))
+    plan = make_plan([TensorSpec("w", (4,), "float32")], TopK(values="float16"))
     data = sent(World(plan, 1, backend), {"w": np.array([65520, -1e9, 65504, 1], np.float32)})
     assert data[32:40] == bytes.fromhex("ff7b fffb ff7b 003c")
 
@@ -408,7 +408,7 @@ def indexed(backend: Backend, indices: str, numel: int) -> tuple[BucketPlan, lis
     """A bucket of v and w, which send 2 elements each, and b; and gradients of fives."""
     sizes = {"v": numel, "w": numel, "b": 3}
     specs = [TensorSpec(name, (n,), "float32") for name, n in sizes.items()]
-    config = TopKConfig(ratio=2 / (numel + 1), indices=indices, min_numel=4)
+    config = TopK(ratio=2 / (numel + 1), indices=indices, min_numel=4)
     gradients = [backend.array(np.full(n, 5.0), "float32") for n in sizes.values()]
     return make_plan(specs, config).buckets[0], gradients
 

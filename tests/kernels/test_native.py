@@ -24,13 +24,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from horovod_topk.config import TopKConfig
-from horovod_topk.core.codec import TopK
-from horovod_topk.core.plan import BucketPlan, TensorPlan, TensorSpec, make_plan
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import ShardedPlan, shard
 from horovod_topk.kernels import native
-from horovod_topk.methods.topk import VALUES
+from horovod_topk.methods.topk import VALUES, Entries, TopK
 from horovod_topk.ops import coding
 from horovod_topk.ops.numpy import NumpyOps
 from horovod_topk.ops.torch import DTYPES, TorchOps
@@ -84,7 +83,7 @@ class Both:
         assert FOUND.library is not None
         self.bucket, self.threads = bucket, threads
         self.kernel = native.Bucket(bucket.config.recipe(bucket), FOUND.library)
-        self.codec = TopK(NumpyOps())
+        self.codec = PayloadCodec(NumpyOps())
         self.residual = np.zeros(bucket.numel, bucket.residual_dtype)
         self.payload = self.codec.new_payload(bucket)
 
@@ -160,7 +159,7 @@ class Both:
 
 def bucket_of(*sizes: int, dtype: str = "float32", **settings: Any) -> BucketPlan:
     specs = [TensorSpec(f"t{i}", (n,), dtype) for i, n in enumerate(sizes)]
-    (bucket,) = make_plan(specs, TopKConfig(**settings)).buckets
+    (bucket,) = make_plan(specs, TopK(**settings)).buckets
     return bucket
 
 
@@ -198,7 +197,7 @@ def test_zeros_where_entries_were_sent(isa: str, dtype: str, indices: str) -> No
     sizes = (5, 1500, 4096, 70_001, 100_000)
     whole = bucket_of(*sizes, dtype=dtype, ratio=0.02, indices=indices, exchange="sharded")
     for bucket in (whole, *shard(whole, 3).scatter):
-        kernel, codec = TopK(TorchOps()), TopK(NumpyOps())
+        kernel, codec = PayloadCodec(TorchOps()), PayloadCodec(NumpyOps())
         arenas = Arenas(bucket, *(torch.zeros(bucket.numel, dtype=DTYPES[dtype]) for _ in range(2)))
         payload = kernel.new_payload(bucket)
         kernel.encode(arenas, [torch.from_numpy(g) for g in normal(whole)], payload)
@@ -263,7 +262,7 @@ class Dealt:
     """All shards of a bucket, as one rank sends them."""
 
     def __init__(self, dealt: ShardedPlan) -> None:
-        self.codec = TopK(TorchOps())
+        self.codec = PayloadCodec(TorchOps())
         self.arenas = [
             Arenas(each, torch.zeros(each.numel), torch.zeros(each.numel)) for each in dealt.scatter
         ]
@@ -554,7 +553,7 @@ def available_bytes() -> int:
 # What must be refused.
 
 
-def spoilt(payload: Array, tensor: TensorPlan) -> Iterator[Array]:
+def spoilt(payload: Array, tensor: Entries) -> Iterator[Array]:
     """Payloads with indices that are equal, lie outside, or are not k."""
     ops, numel, kind = NumpyOps(), tensor.spec.numel, str(tensor.index)
     size = coding.index_bytes(kind, numel, tensor.k)
@@ -664,8 +663,8 @@ def test_sections_beyond_a_payload_are_no_recipe(values: str, index: str) -> Non
 def encoded(gradient: torch.Tensor, ops: TorchOps) -> tuple[bytes, torch.Tensor]:
     """A payload of one gradient, and the gradient as two such payloads decode into it."""
     spec = TensorSpec("w", tuple(gradient.shape), "float32")
-    (bucket,) = make_plan([spec], TopKConfig(ratio=0.01)).buckets
-    codec: TopK[torch.Tensor] = TopK(ops)
+    (bucket,) = make_plan([spec], TopK(ratio=0.01)).buckets
+    codec: PayloadCodec[torch.Tensor] = PayloadCodec(ops)
     payload = codec.new_payload(bucket)
     zeros = torch.zeros(bucket.numel)
     arenas = Arenas(bucket, zeros, zeros.clone())

@@ -21,13 +21,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core import payload as wire
-from horovod_topk.core.codec import TopK
-from horovod_topk.core.plan import WIDTH, BucketPlan, TensorPlan, TensorSpec, make_plan
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.plan import WIDTH, BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.kernels.triton import unavailable, unsupported
 from horovod_topk.kernels.triton.tables import COLUMNS, SAMPLED, SEARCHED, Geometry, Tables
+from horovod_topk.methods.topk import Entries, TopK
 from horovod_topk.ops.torch import DTYPES, TorchOps
 
 DEVICE = os.environ.get("TRITON_CASES_ON", "cpu")
@@ -89,7 +89,7 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     wide, narrow = (
-        make_plan([TensorSpec("w", (5,), dtype)], TopKConfig()).buckets[0].recipe
+        make_plan([TensorSpec("w", (5,), dtype)], TopK()).buckets[0].recipe
         for dtype in ("float64", "float32")
     )
     assert unavailable("cuda:0") is None and unavailable("cpu") is not None
@@ -97,14 +97,14 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
     assert "float64" in str(unsupported(wide, "cuda:0"))
     assert "cpu" in str(unsupported(narrow, "cpu"))
     for values in ("bfloat16", "int8", "int4", "sign"):
-        (other,) = make_plan([TensorSpec("w", (5,), "float32")], TopKConfig(values=values)).buckets
+        (other,) = make_plan([TensorSpec("w", (5,), "float32")], TopK(values=values)).buckets
         assert "neither float32 nor float16" in str(
             unsupported(other.config.recipe(other), "cuda:0")
         )
     specs = [TensorSpec("b", (5,), "float32"), TensorSpec("w", (5000,), "float32")]
     for values in ("float32", "float16"):
         packed, plain = (
-            make_plan(specs, TopKConfig(values=values, indices=indices)).buckets[0].recipe
+            make_plan(specs, TopK(values=values, indices=indices)).buckets[0].recipe
             for indices in ("packed", "plain")
         )
         assert "packed; indices='plain' are not" in str(unsupported(packed, "cuda:0"))
@@ -118,7 +118,7 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
 def test_tables_cover_every_element_once() -> None:
     bucket = make_plan(
         [TensorSpec(str(i), (n,), "float32") for i, n in enumerate((5, 5000, 0, 512, 40000))],
-        TopKConfig(ratio=0.05, indices="plain", min_numel=100),
+        TopK(ratio=0.05, indices="plain", min_numel=100),
     ).buckets[0]
     tables = Tables(bucket.config.recipe(bucket), SMALL)
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in tables.rows]
@@ -152,7 +152,7 @@ def plan(
 ) -> BucketPlan:
     """One bucket with plain indices; dtypes take turns."""
     specs = [TensorSpec(str(i), (n,), kinds[i % len(kinds)], DEVICE) for i, n in enumerate(sizes)]
-    config = TopKConfig(min_numel=min_numel, indices="plain", **settings)
+    config = TopK(min_numel=min_numel, indices="plain", **settings)
     (bucket,) = make_plan(specs, config).buckets
     return bucket
 
@@ -165,9 +165,9 @@ def sending(shares: Sequence[tuple[int, int]]) -> BucketPlan:
     for i, (numel, k) in enumerate(shares):
         spec = TensorSpec(str(i), (numel,), "float32", DEVICE)
         value_at, index_at = layout.body_at + 4 * sent, layout.index16_at + 2 * sent
-        tensors.append(TensorPlan(spec, k, start, "int16", value_at, index_at, numel, i))
+        tensors.append(Entries(spec, numel, i, 0, start, value_at, False, k, "int16", index_at))
         start, sent = start + numel, sent + k
-    agreed = TopKConfig(), "average"
+    agreed = TopK(), "average"
     return BucketPlan(0, tuple(tensors), "float32", "float32", *agreed, False, layout, (bytes(8),))
 
 
@@ -211,7 +211,7 @@ class Pair:
         from horovod_topk.kernels.triton.bucket import TritonBucket
 
         self.bucket = bucket
-        self.codec = TopK(TorchOps(kernels=False))
+        self.codec = PayloadCodec(TorchOps(kernels=False))
         self.kernel = TritonBucket(bucket.config.recipe(bucket), DEVICE, geometry)
         self.guards: list[Tensor] = []
         self.verbs, self.kernels = self._side("cpu"), self._side(DEVICE)
@@ -392,7 +392,7 @@ def case_gradients_of_any_layout() -> None:
         TensorSpec("b", (40, 30), "float16", DEVICE),
         TensorSpec("c", (64,), "bfloat16", DEVICE),
     ]
-    (bucket,) = make_plan(specs, TopKConfig(ratio=0.05, indices="plain", min_numel=10)).buckets
+    (bucket,) = make_plan(specs, TopK(ratio=0.05, indices="plain", min_numel=10)).buckets
     pair = Pair(bucket)
     one = torch.randn(1503, device=DEVICE)[1:-1]
     two = torch.randn(30, 40, device=DEVICE).half().T

@@ -10,9 +10,9 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from horovod_topk.config import EXCHANGES, TopKConfig
+from horovod_topk.config import EXCHANGES
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.methods.topk import VALUES
+from horovod_topk.methods.topk import VALUES, TopK
 from oracle.world import Gradients
 
 SHAPES: tuple[tuple[int, ...], ...] = (
@@ -49,7 +49,7 @@ class Job:
     """Specs, settings, a reduction and a number of ranks."""
 
     specs: tuple[TensorSpec, ...]
-    config: TopKConfig
+    config: TopK
     reduction: str
     ranks: int
     groups: tuple[tuple[TensorSpec, ...], ...] = ()
@@ -81,7 +81,7 @@ def jobs(
     specs = tuple(TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(kinds))
     exchange = draw(st.sampled_from(list(exchanges)))
     backs = gather_ratios if exchange in ("sharded", "auto") else [None]  # others have none
-    config = TopKConfig(
+    config = TopK(
         ratio=draw(st.sampled_from(list(ratios))),
         values=draw(st.sampled_from(list(values))),
         indices=draw(st.sampled_from(["packed", "plain"])),

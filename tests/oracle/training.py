@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.choice import make_exchange
-from horovod_topk.core.codec import TopK
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.numpy import NumpyOps
 
 STEPS = 6
@@ -39,11 +39,11 @@ SPECS = (
 
 def train(collective: Collective[Any], kind: str = "allgather") -> dict[str, NDArray[Any]]:
     """All exchanged gradients and the last residuals of one rank."""
-    plan = make_plan(SPECS, TopKConfig(ratio=0.02, values="float16", exchange=kind))
+    plan = make_plan(SPECS, TopK(ratio=0.02, values="float16", exchange=kind))
     ops = NumpyOps()
     ordinal = agree(plan, 0, ops, collective)
     exchange = make_exchange(kind, collective, pairs(collective.size))
-    compressor = Compressor(plan, ops, TopK(ops), exchange, f"oracle.{ordinal}")
+    compressor = Compressor(plan, ops, PayloadCodec(ops), exchange, f"oracle.{ordinal}")
     result = dict[str, NDArray[Any]]()
     for step in range(STEPS):
         exchanged = _step(compressor, _gradients(collective.rank, step))

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_topk.core.plan import BucketPlan, TensorPlan
+from horovod_topk.core.plan import BucketPlan
+from horovod_topk.methods.topk import Entries
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,14 @@ def _packed(cursor: Cursor, n: int, k: int) -> NDArray[Any]:
     return np.asarray(x + np.arange(k), np.int64)
 
 
-def _spread(tensor: TensorPlan, index: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
+def _spread(tensor: Entries, index: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
     assert (np.diff(index) > 0).all(), "indices do not ascend strictly"
     dense = np.zeros(tensor.spec.numel, values.dtype)
     dense[index] = values
     return dense
 
 
-def _flagged(tensors: tuple[TensorPlan, ...], flags: NDArray[Any]) -> set[str]:
+def _flagged(tensors: tuple[Entries, ...], flags: NDArray[Any]) -> set[str]:
     bits = [bool(flags[t // 8] >> t % 8 & 1) for t in range(8 * len(flags))]
     assert not any(bits[len(tensors) :]), "a bit beyond the last tensor is set"
     return {tensor.spec.name for tensor, bit in zip(tensors, bits, strict=False) if bit}

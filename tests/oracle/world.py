@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_topk.core.choice import choose, make_exchange
-from horovod_topk.core.codec import TopK
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan
@@ -127,7 +127,7 @@ class World:
         if kind == "auto":
             kind, because = choose(self.plan, collective, self.nodes, can_split=True)
         exchange = make_exchange(kind, collective, self.nodes, because)
-        return Compressor(self.plan, ops, TopK(ops), exchange, name)
+        return Compressor(self.plan, ops, PayloadCodec(ops), exchange, name)
 
     def _to_arrays(self, gradients: Gradients) -> dict[str, Any]:
         array = self.backend.array

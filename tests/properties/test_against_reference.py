@@ -8,8 +8,8 @@ from oracle.backends import Backend, each_framework
 from oracle.reference import Reference
 from oracle.world import World
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.methods.topk import TopK
 
 RATIO, STEPS = "0.07", 10
 SIZES = {"small": 15, "medium": 130, "large": 1001}  # min_numel below is 16: `small` goes dense
@@ -21,7 +21,7 @@ SIZES = {"small": 15, "medium": 130, "large": 1001}  # min_numel below is 16: `s
 @pytest.mark.parametrize("values", ["float32", "float16"])
 def test_ten_steps_equal_the_formulas(backend: Backend, ranks: int, values: str) -> None:
     specs = [TensorSpec(name, (n,), "float32") for name, n in SIZES.items()]
-    config = TopKConfig(ratio=float(RATIO), values=values, min_numel=16)
+    config = TopK(ratio=float(RATIO), values=values, min_numel=16)
     world = World(make_plan(specs, config, reduction="sum"), ranks, backend)
     sent_as = {"float32": np.float32, "float16": np.float16}[values]
     expected = {
@@ -42,7 +42,7 @@ def test_ten_steps_equal_the_formulas(backend: Backend, ranks: int, values: str)
 @each_framework
 def test_average_divides_by_the_number_of_ranks(backend: Backend) -> None:
     spec = TensorSpec("w", (500,), "float32")
-    world = World(make_plan([spec], TopKConfig(ratio=float(RATIO), min_numel=0)), 3, backend)
+    world = World(make_plan([spec], TopK(ratio=float(RATIO), min_numel=0)), 3, backend)
     reference = Reference(3, 500, RATIO, np.float32)
     random = np.random.default_rng(0)
     for step in range(STEPS):

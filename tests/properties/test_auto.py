@@ -11,19 +11,20 @@ from oracle.backends import NUMPY
 from oracle.loopback import Loopback, LoopbackCollective, on_every_rank
 from oracle.world import nodes_of_sizes
 
-from horovod_topk.config import EXCHANGES, TopKConfig
+from horovod_topk.config import EXCHANGES
+from horovod_topk.core.base_compressor import check_elastic
 from horovod_topk.core.choice import SECOND_SELECTION, choose, exchange_of, make_exchange
 from horovod_topk.core.exchange import Exchange
-from horovod_topk.core.front import check_elastic
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.topk import TopK
 
 Array = NDArray[Any]
 
 
 def plan_of(numel: int = 10**6, kind: str = "auto", **settings: Any) -> Plan:
-    config = TopKConfig(exchange=kind, values="int8", **settings)
+    config = TopK(exchange=kind, values="int8", **settings)
     return make_plan([TensorSpec("w", (numel,), "float32")], config)
 
 
@@ -163,7 +164,7 @@ def test_the_choice_is_a_whole_exchange() -> None:
 def test_owners_are_refused_where_ranks_come_and_go(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = TopKConfig(exchange=kind)
+    config = TopK(exchange=kind)
     check_elastic(config)
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     if kind in ("allgather", "auto"):

@@ -11,10 +11,10 @@ from oracle.examples import examples
 from oracle.jobs import NONFINITE, Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.core.step import Phase
+from horovod_topk.methods.topk import TopK
 
 ENDINGS = ("commit", "roll back", "poison", "forget", "send again")
 
@@ -104,7 +104,7 @@ def _healed(gradients: list[Gradients]) -> list[Gradients]:
 def test_an_overflow_in_the_residual_is_flagged(backend: Backend) -> None:
     """e and g are finite, e + g is not: that step is refused like any other."""
     spec = TensorSpec("w", (64,), "float32")
-    world = World(make_plan([spec], TopKConfig(ratio=0.01, min_numel=0)), 2, backend)
+    world = World(make_plan([spec], TopK(ratio=0.01, min_numel=0)), 2, backend)
     g = np.full(64, 3e38, np.float32)
     still = np.zeros(64, np.float32)
     world.step([{"w": g}, {"w": still}])
@@ -119,7 +119,7 @@ def test_an_overflow_in_the_residual_is_flagged(backend: Backend) -> None:
 def two_buckets() -> World:
     """Two ranks; a float32 and a float64 bucket."""
     specs = [TensorSpec("a", (50,), "float32"), TensorSpec("b", (50,), "float64")]
-    return World(make_plan(specs, TopKConfig(ratio=0.1, min_numel=0)), 2, NUMPY)
+    return World(make_plan(specs, TopK(ratio=0.1, min_numel=0)), 2, NUMPY)
 
 
 def ones(**changed: float) -> list[Gradients]:

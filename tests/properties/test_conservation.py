@@ -14,9 +14,8 @@ from oracle.examples import examples
 from oracle.jobs import gradient, jobs, steps
 from oracle.world import World
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.methods.topk import VALUES
+from horovod_topk.methods.topk import VALUES, TopK
 
 ALONE, GATHERED = st.just(1), ["allgather"]
 
@@ -66,9 +65,7 @@ def test_with_full_width_values_what_is_sent_owes_nothing(
 @pytest.mark.parametrize("values", VALUES)
 def test_bfloat16_gradients_have_float32_residuals(values: str) -> None:
     """NumPy has no bfloat16; multiples of 1/8 below 16 are exact in it."""
-    plan = make_plan(
-        [TensorSpec("w", (40,), "bfloat16")], TopKConfig(0.1, values=values, min_numel=0)
-    )
+    plan = make_plan([TensorSpec("w", (40,), "bfloat16")], TopK(0.1, values=values, min_numel=0))
     world = World(plan, 1, TORCH)
     random = np.random.default_rng(0)
     for _ in range(4):
@@ -83,7 +80,7 @@ def test_bfloat16_gradients_have_float32_residuals(values: str) -> None:
 @each_backend
 def test_saturated_values_stay_in_the_residual(backend: Backend) -> None:
     """65504 is the largest float16; a float32 of 1e30 leaves all but that behind."""
-    plan = make_plan([TensorSpec("w", (3,), "float32")], TopKConfig(values="float16"))
+    plan = make_plan([TensorSpec("w", (3,), "float32")], TopK(values="float16"))
     world = World(plan, 1, backend)
     owed = np.array([1e30, -70000.0, 65504.0], np.float32)
     world.step([{"w": owed}])
@@ -99,7 +96,7 @@ def test_saturated_values_stay_in_the_residual(backend: Backend) -> None:
 def test_where_indices_outgrow_sixteen_bits(
     backend: Backend, numel: int, values: str, indices: str
 ) -> None:
-    settings = TopKConfig(values=values, indices=indices)
+    settings = TopK(values=values, indices=indices)
     plan = make_plan([TensorSpec("w", (numel,), "float32")], settings)
     world = World(plan, 1, backend)
     random = np.random.default_rng(numel)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from horovod_topk.core.stats import Stats
-from horovod_topk.elastic import Keeper
-from horovod_topk.elastic.standing import Clock
+from horovod_topk.elastic import Manager
+from horovod_topk.elastic.rank_status import Clock
 from horovod_topk.errors import ConfigError
 
 SHAPES = {"w": [30, 7], "b": [5]}
@@ -37,7 +37,7 @@ class Room:
 
 
 class Rank:
-    """One process: residuals, and their keeper. It is its keeper's `State` and `Talk`."""
+    """One process: residuals, and their manager. It is its manager's `State` and `Talk`."""
 
     framework, active = "numpy", True
 
@@ -45,8 +45,8 @@ class Rank:
         self.reduction, self.tensors = reduction, SHAPES
         self.residuals = {n: np.zeros(np.prod(s), "f4") for n, s in SHAPES.items()}
         self.clock: Clock = (0, None)
-        self.keeper = Keeper(lambda: [self], self, "te[s]t/1", commit_dir)
-        self.keeper.save()
+        self.manager = Manager(lambda: [self], self, "te[s]t/1", commit_dir)
+        self.manager.save()
 
     # As a state.
 
@@ -64,7 +64,7 @@ class Rank:
         self.clock = clock
 
     def stats(self) -> Stats:
-        return self.keeper.counted(Stats(residual_norm=float(np.linalg.norm(self.owed()))))
+        return self.manager.counted(Stats(residual_norm=float(np.linalg.norm(self.owed()))))
 
     def owed(self) -> np.ndarray[Any, Any]:
         return np.concatenate([self.residuals[name] for name in SHAPES]).astype("f8")
@@ -115,7 +115,7 @@ class Job:
                 done.result()
 
     def settle(self) -> None:
-        self.together(lambda rank: rank.keeper.settle())
+        self.together(lambda rank: rank.manager.settle())
 
     def step(self) -> None:
         for rank in self.ranks:
@@ -123,7 +123,7 @@ class Job:
 
     def commit(self) -> None:
         for rank in self.ranks:
-            rank.keeper.save()
+            rank.manager.save()
 
     def join(self, count: int) -> None:
         self.ranks += [Rank(self.commit_dir, self.reduction) for _ in range(count)]
@@ -131,7 +131,7 @@ class Job:
 
     def leave(self, places: Sequence[int], joining: int = 0) -> None:
         """With a warning."""
-        self.together(lambda rank: rank.keeper.hand_over())
+        self.together(lambda rank: rank.manager.hand_over())
         self.ranks = [rank for place, rank in enumerate(self.ranks) if place not in places]
         self.join(joining)
 
@@ -139,7 +139,7 @@ class Job:
         """Without."""
         self.ranks = [rank for place, rank in enumerate(self.ranks) if place not in places]
         for rank in self.ranks:
-            rank.keeper.restore()
+            rank.manager.restore()
         self.join(joining)
 
     def mass(self) -> np.ndarray[Any, Any]:
@@ -196,7 +196,7 @@ def test_a_failure_after_handing_over_does_not_undo_it(reduction: str) -> None:
     job.leave([3])
     job.step()
     for rank in job.ranks:  # all of them live
-        rank.keeper.restore()
+        rank.manager.restore()
     job.settle()
     job.assert_mass(before)
 
@@ -284,7 +284,7 @@ def test_another_commit_is_not_taken_on(tmp_path: Path, caplog: pytest.LogCaptur
     job.commit()
     job.step()
     for rank in job.ranks[:2]:  # the third is lost before it commits, too
-        rank.keeper.save()
+        rank.manager.save()
     job.lose([2])
     assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
     assert "is of another commit" in caplog.text
@@ -349,9 +349,9 @@ def test_a_commit_of_fewer_tensors_is_gone_back_to() -> None:
     job.commit()
     before = job.ranks[0].residuals["w"].copy()
     for rank in job.ranks:
-        assert rank.keeper._saved is not None
-        del rank.keeper._saved.state["residuals"]["b"]
-        rank.keeper._saved.state["shapes"] = {"w": SHAPES["w"]}
+        assert rank.manager._saved is not None
+        del rank.manager._saved.state["residuals"]["b"]
+        rank.manager._saved.state["shapes"] = {"w": SHAPES["w"]}
     job.step()
     job.lose([])
     np.testing.assert_array_equal(job.ranks[0].residuals["w"], before)
@@ -364,7 +364,7 @@ def test_a_rank_that_went_back_to_another_step_is_counted_as_lost() -> None:
     job.commit()
     job.step()
     for rank in job.ranks[:2]:
-        rank.keeper.save()
+        rank.manager.save()
     job.lose([])
     assert {rank.stats().lost_ranks for rank in job.ranks} == {1}
     assert not job.ranks[2].owed().any()
@@ -385,7 +385,7 @@ def test_handing_over_between_commits_leaves_the_commit(tmp_path: Path) -> None:
     job.commit()
     before = job.mass()
     job.step()
-    job.together(lambda rank: rank.keeper.hand_over())
+    job.together(lambda rank: rank.manager.hand_over())
     job.lose([])
     job.assert_mass(before)
 
@@ -402,16 +402,16 @@ def test_where_ranks_owe_for_other_tensors_nobody_hands_over(
         "shapes": {},
         "residuals": {},
     }
-    job.together(lambda rank: rank.keeper.hand_over())
+    job.together(lambda rank: rank.manager.hand_over())
     assert "do not share out" in caplog.text
     np.testing.assert_array_equal(job.ranks[0].owed(), before[0])
 
 
 def test_two_optimizers_behind_one_keeper_are_refused() -> None:
     rank = Rank(None, "average")
-    keeper = Keeper(lambda: [rank, rank], rank, "test")
+    manager = Manager(lambda: [rank, rank], rank, "test")
     with pytest.raises(ConfigError, match="2 optimizers share one TopKEF in an elastic job"):
-        keeper.save()
+        manager.save()
 
 
 @reductions

@@ -15,11 +15,10 @@ from oracle.jobs import Job, jobs, steps
 from oracle.loopback import Loopback, on_every_rank
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.errors import PlanMismatchError
-from horovod_topk.methods.topk import entries
+from horovod_topk.methods.topk import TopK, entries
 from horovod_topk.ratios import checked_rules
 
 OWN = (0.02, 0.3, "dense")
@@ -109,20 +108,20 @@ def only(gradients: list[Gradients], names: list[str]) -> list[Gradients]:
 @each_backend
 @examples(15)
 @given(data=st.data())
-def test_at_a_rung_a_tensor_sends_that_or_its_own(backend: Backend, data: st.DataObject) -> None:
+def test_at_a_level_a_tensor_sends_that_or_its_own(backend: Backend, data: st.DataObject) -> None:
     """To the bit, as settings that say so for each tensor; then it goes on as before."""
     job = data.draw(grouped(gather_ratios=[None], values=["float32", "int8"]))
-    rung = data.draw(st.sampled_from([0.05, 0.25]))
+    level = data.draw(st.sampled_from([0.05, 0.25]))
     warming = World(
-        replace(job, config=replace(job.config, warmup=((1, rung),))).plan, job.ranks, backend
+        replace(job, config=replace(job.config, warmup=((1, level),))).plan, job.ranks, backend
     )
     own = {s.name: job.plan.config.own.get(s.name, job.config.ratio) for s in job.specs}
     ratios = {
-        name: rung if name not in job.plan.config.own else max(rung, own[name]) for name in own
+        name: level if name not in job.plan.config.own else max(level, own[name]) for name in own
     }
     first, second = data.draw(steps(job, 2))
     config = replace(job.config, ratios=checked_rules(ratios))
-    if rung == job.config.ratio:
+    if level == job.config.ratio:
         config = job.config
     held = World(replace(job, config=config).plan, job.ranks, backend)
     assert same_bits(warming.step(first), held.step(first))
@@ -152,7 +151,7 @@ def test_a_dense_step_pays_all_that_is_owed(backend: Backend, data: st.DataObjec
 def test_momentum_of_what_is_dense_is_that_of_the_optimizer(exchange: str) -> None:
     specs = [TensorSpec("w", (2000,), "float32"), TensorSpec("head", (40,), "float32")]
     rules = checked_rules({"head": "dense"})
-    config = TopKConfig(0.01, momentum=0.5, min_numel=0, exchange=exchange, ratios=rules)
+    config = TopK(0.01, momentum=0.5, min_numel=0, exchange=exchange, ratios=rules)
     world = World(make_plan(specs, config), 2, TORCH)
     gradients = [
         {"w": np.ones(2000, np.float32), "head": np.full(40, rank + 1.0, np.float32)}
@@ -170,7 +169,7 @@ SPECS = [TensorSpec("w", (100,), "float32"), TensorSpec("b", (10,), "float32")]
 
 
 def plan_of(ratios: object = None, **settings: Any) -> Plan:
-    config = TopKConfig(min_numel=0, ratios=checked_rules(ratios), **settings)
+    config = TopK(min_numel=0, ratios=checked_rules(ratios), **settings)
     return make_plan(SPECS, config)
 
 

@@ -14,11 +14,11 @@ from oracle.examples import examples
 from oracle.jobs import NONFINITE, jobs, steps
 from oracle.world import Gradients, World, nodes_of_sizes, same_bits
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.nodes import Location, Nodes, nodes_of
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.shards import first_block, shard_sums
 from horovod_topk.errors import GradientChangedError, PayloadError, StateDictError
+from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.coding import index_bytes
 
 SIZES = {"conv": 9000, "bias": 70, "odd": 512 * 4 + 5}
@@ -34,7 +34,7 @@ def plan_of(**settings: Any) -> Plan:
     specs = [TensorSpec(name, (n,), "float32") for name, n in SIZES.items()]
     reduction = settings.pop("reduction", "average")
     given = {"ratio": 0.05, "min_numel": 100, "exchange": "hierarchical", **settings}
-    return make_plan(specs, TopKConfig(**given), reduction)
+    return make_plan(specs, TopK(**given), reduction)
 
 
 def world_of(nodes: Nodes | tuple[int, ...], backend: Backend = NUMPY, **settings: Any) -> World:
@@ -348,7 +348,7 @@ def test_fewer_tensors_keep_what_they_owe() -> None:
 
 def test_a_node_sends_less_than_its_ranks_would() -> None:
     """Between nodes the bytes do not depend on how many ranks a node has."""
-    plan = make_plan([TensorSpec("w", (10**6,), "float32")], TopKConfig(exchange="hierarchical"))
+    plan = make_plan([TensorSpec("w", (10**6,), "float32")], TopK(exchange="hierarchical"))
     traffic = [
         World(plan, 2 * size, NUMPY, nodes=nodes_of_sizes((size, size))).ranks[0].traffic()
         for size in (1, 4)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from oracle.backends import NUMPY, TORCH, Backend, each_backend
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.rates import SMALLEST, Rates, rates_of
 from horovod_topk.core.reshard import pending
 from horovod_topk.errors import StateDictError
+from horovod_topk.methods.topk import TopK
 
 SIZES = {"body": 3000, "head": 1300, "bias": 40}
 RANKS = 4
@@ -54,7 +54,7 @@ class Followed:
 
 def plan_of(**settings: Any) -> Plan:
     specs = [TensorSpec(name, (n,), "float32") for name, n in SIZES.items()]
-    return make_plan(specs, TopKConfig(**{"ratio": 0.02, "min_numel": 0, **settings}))
+    return make_plan(specs, TopK(**{"ratio": 0.02, "min_numel": 0, **settings}))
 
 
 def gradients_of(steps: int, ranks: int = RANKS) -> Iterator[list[Gradients]]:

@@ -15,7 +15,6 @@ from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.errors import (
     ConfigError,
@@ -23,6 +22,7 @@ from horovod_topk.errors import (
     StateDictError,
     UnsupportedDtypeError,
 )
+from horovod_topk.methods.topk import TopK
 
 FACTORS = (0.5, 0.9)
 
@@ -129,7 +129,7 @@ def test_a_step_that_does_not_count_leaves_velocities_as_they_were(
 
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_at_ratio_one_it_is_heavy_ball_momentum(exchange: str) -> None:
-    config = TopKConfig(1.0, momentum=0.5, exchange=exchange)
+    config = TopK(1.0, momentum=0.5, exchange=exchange)
     world = World(make_plan([TensorSpec("w", (40,), "float32")], config), 2, NUMPY)
     gradients = [{"w": np.full(40, rank + 1.0, np.float32)} for rank in range(2)]
     applied = [world.step(gradients)[0]["w"] for _ in range(3)]
@@ -138,7 +138,7 @@ def test_at_ratio_one_it_is_heavy_ball_momentum(exchange: str) -> None:
 
 
 def one_rank(momentum: float = 0.9) -> World:
-    config = TopKConfig(0.1, momentum=momentum, min_numel=0)
+    config = TopK(0.1, momentum=momentum, min_numel=0)
     return World(make_plan([TensorSpec("w", (40,), "float32")], config), 1, TORCH)
 
 
@@ -159,8 +159,8 @@ def test_velocities_are_saved_and_loaded() -> None:
     assert not velocities(one)[0]["w"].any()
 
 
-def test_velocities_stay_from_rung_to_rung() -> None:
-    config = TopKConfig(0.1, momentum=0.9, min_numel=0, warmup=((1, 0.25),))
+def test_velocities_stay_from_level_to_level() -> None:
+    config = TopK(0.1, momentum=0.9, min_numel=0, warmup=((1, 0.25),))
     world = World(make_plan([TensorSpec("w", (40,), "float32")], config), 1, TORCH)
     step_of(world)
     before = velocities(world)
@@ -193,12 +193,12 @@ def test_a_gradient_that_changed_is_refused() -> None:
 def test_what_cannot_be_corrected_is_refused() -> None:
     specs = [TensorSpec("half", (40,), "float16")]
     with pytest.raises(UnsupportedDtypeError, match="half"):
-        World(make_plan(specs, TopKConfig(momentum=0.9)), 1, NUMPY)
+        World(make_plan(specs, TopK(momentum=0.9)), 1, NUMPY)
     for momentum in (-0.1, 1.0, True, "0.9", float("nan")):
         with pytest.raises(ConfigError, match="momentum="):
-            TopKConfig(momentum=momentum)  # type: ignore[arg-type]
+            TopK(momentum=momentum)  # type: ignore[arg-type]
     for nesterov, momentum in ((True, 0.0), (1, 0.9)):
         with pytest.raises(ConfigError, match="nesterov="):
-            TopKConfig(momentum=momentum, nesterov=nesterov)  # type: ignore[arg-type]
+            TopK(momentum=momentum, nesterov=nesterov)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="added up within"):
-        TopKConfig(momentum=0.9, exchange="hierarchical")
+        TopK(momentum=0.9, exchange="hierarchical")

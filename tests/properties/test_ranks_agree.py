@@ -14,10 +14,10 @@ from oracle.examples import examples
 from oracle.jobs import NONFINITE, Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.plan import TensorPlan
+from horovod_topk.methods.topk import Entries
 
 
-def added_in_rank_order(job: Job, tensor: TensorPlan, sent: list[wire.Decoded]) -> NDArray[Any]:
+def added_in_rank_order(job: Job, tensor: Entries, sent: list[wire.Decoded]) -> NDArray[Any]:
     """The exchanged gradient, from what each rank put on the wire."""
     residual_dtype = np.float64 if tensor.spec.dtype == "float64" else np.float32
     total = np.zeros(tensor.spec.numel, residual_dtype)

@@ -9,9 +9,9 @@ import pytest
 from oracle.backends import NUMPY, TENSORFLOW, TORCH, Backend
 from oracle.world import World, nodes_of_sizes
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.reshard import pending, share_out
+from horovod_topk.methods.topk import TopK
 
 SPECS = [
     TensorSpec("w", (70, 60), "float32"),  # in more blocks than there are ranks
@@ -27,7 +27,7 @@ JOBS = [
 
 
 def job(backend: Backend, exchange: str, ranks: int, reduction: str, steps: int) -> World:
-    config = TopKConfig(ratio=0.05, min_numel=0, exchange=exchange)
+    config = TopK(ratio=0.05, min_numel=0, exchange=exchange)
     plan = make_plan(SPECS, config, reduction)
     world = World(plan, ranks, backend, nodes=nodes_of_sizes(SIZES[ranks]))
     noise = np.random.default_rng(ranks)

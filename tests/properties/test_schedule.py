@@ -1,4 +1,4 @@
-"""Law 9: a ratio is one of finitely many rungs; residuals survive each change; dense pays all."""
+"""Law 9: ratios come in finitely many levels; residuals survive each change; dense pays all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.methods.topk import TopK
 
 RUNGS = (0.5, 0.25, 0.05)
 DTYPES = ["float32", "float64"]  # whose residuals have their width
@@ -31,7 +31,7 @@ def everything(world: World) -> list[Gradients]:
 @each_backend
 @examples(15)
 @given(data=st.data())
-def test_nothing_is_lost_from_rung_to_rung(backend: Backend, data: st.DataObject) -> None:
+def test_nothing_is_lost_from_level_to_level(backend: Backend, data: st.DataObject) -> None:
     """g' + e_new == e_old + g, of one rank without owners."""
     job = data.draw(
         jobs(ranks=st.just(1), exchanges=["allgather"], values=["float32"], dtypes=DTYPES)
@@ -50,7 +50,7 @@ def test_nothing_is_lost_from_rung_to_rung(backend: Backend, data: st.DataObject
 @each_backend
 @examples(15)
 @given(data=st.data())
-def test_a_step_at_a_rung_is_one_of_an_optimizer_at_that_ratio(
+def test_a_step_at_a_level_is_one_of_an_optimizer_at_that_ratio(
     backend: Backend, data: st.DataObject
 ) -> None:
     """Of the same residuals; for every exchange."""
@@ -99,7 +99,7 @@ SPECS = [TensorSpec("a", (500,), "float32"), TensorSpec("b", (30,), "float64")]
 
 def warming(*stretches: tuple[int, float]) -> World:
     """Two ranks, two buckets."""
-    return World(make_plan(SPECS, TopKConfig(0.01, min_numel=0, warmup=stretches)), 2, NUMPY)
+    return World(make_plan(SPECS, TopK(0.01, min_numel=0, warmup=stretches)), 2, NUMPY)
 
 
 def ones(value: float = 1.0) -> list[Gradients]:
@@ -110,7 +110,7 @@ def names(world: World) -> list[str]:
     return sorted({name for name, _ in world.payloads(0)})
 
 
-def test_names_say_the_rung() -> None:
+def test_names_say_the_level() -> None:
     world = warming((1, 0.25))
     world.step(ones())
     assert names(world) == ["job.0-0.25.0", "job.0-0.25.1"]
@@ -130,7 +130,7 @@ def test_steps_that_do_not_count_do_not_warm_up() -> None:
     assert ratios == [[r] * 2 for r in (0.25, 0.25, 0.25, 0.1, 0.1, 0.01)]
 
 
-def test_a_rung_does_not_change_within_a_step() -> None:
+def test_a_level_does_not_change_within_a_step() -> None:
     world = warming((5, 0.25))
     world.launch(ones())
     for rank in world.ranks:
@@ -157,11 +157,11 @@ def test_warm_up_goes_on_where_a_state_dict_left_it() -> None:
 
 def test_without_warm_up_a_state_dict_is_what_it_was() -> None:
     assert set(warming((1, 0.5)).ranks[0].state_dict()) - {"committed"} == set(
-        World(make_plan(SPECS, TopKConfig()), 2, NUMPY).ranks[0].state_dict()
+        World(make_plan(SPECS, TopK()), 2, NUMPY).ranks[0].state_dict()
     )
 
 
-def test_statistics_are_of_the_present_rung() -> None:
+def test_statistics_are_of_the_present_level() -> None:
     world = warming((1, 0.25))
     world.step(ones())
     assert world.ranks[0].planned().selected == 125 + 8

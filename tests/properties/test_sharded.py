@@ -14,10 +14,10 @@ from oracle.examples import examples
 from oracle.jobs import Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.shards import first_block, shard, shard_numel
 from horovod_topk.errors import PayloadError, StateDictError
+from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.coding import index_bytes
 
 SHARDED = ["sharded"]
@@ -27,7 +27,7 @@ SIZES = {"conv": 9000, "bias": 70, "odd": 512 * 4 + 5}
 def plan_of(ranks: int = 3, **settings: Any) -> Plan:
     specs = [TensorSpec(name, (n,), "float32") for name, n in SIZES.items()]
     return make_plan(
-        specs, TopKConfig(exchange="sharded", **{"ratio": 0.05, "min_numel": 100, **settings})
+        specs, TopK(exchange="sharded", **{"ratio": 0.05, "min_numel": 100, **settings})
     )
 
 
@@ -111,13 +111,13 @@ def test_every_element_has_one_owner(numel: int, parts: int, name: str) -> None:
 
 def test_small_tensors_do_not_all_have_the_same_owner() -> None:
     specs = [TensorSpec(f"bn{i}.bias", (60,), "float32") for i in range(100)]
-    (bucket,) = make_plan(specs, TopKConfig(exchange="sharded")).buckets
+    (bucket,) = make_plan(specs, TopK(exchange="sharded")).buckets
     loads = [sum(tensor.numel for tensor in each.tensors) for each in shard(bucket, 4).scatter]
     assert max(loads) < 1.5 * sum(loads) / 4
 
 
 def test_bytes_do_not_grow_with_the_ranks() -> None:
-    plan = make_plan([TensorSpec("w", (10**5,), "float32")], TopKConfig(exchange="sharded"))
+    plan = make_plan([TensorSpec("w", (10**5,), "float32")], TopK(exchange="sharded"))
     sent = [World(plan, ranks, NUMPY).ranks[0].traffic().sent_bytes for ranks in (2, 8)]
     assert sent[1] < 2 * sent[0]  # a ring allreduce of the dense gradients grows 1.75 times
 
@@ -161,7 +161,7 @@ def test_another_ranks_state_is_refused() -> None:
     message = "rank 1 of 2 that own shards, this is rank 0 of 2"
     with pytest.raises(StateDictError, match=message):
         world.ranks[0].load_state_dict(world.ranks[1].state_dict())
-    gathered = World(make_plan([t.spec for t in world.plan.tensors()], TopKConfig()), 2, NUMPY)
+    gathered = World(make_plan([t.spec for t in world.plan.tensors()], TopK()), 2, NUMPY)
     with pytest.raises(StateDictError, match="this is an exchange without owners"):
         gathered.ranks[0].load_state_dict(world.ranks[0].state_dict())
     assert same_bits([*world.residuals(), *world.owned()], before)

@@ -9,9 +9,9 @@ import pytest
 from oracle.backends import NUMPY
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.reshard import pending
+from horovod_topk.methods.topk import TopK
 
 SPECS = [TensorSpec("conv", (60, 50), "float32"), TensorSpec("bias", (60,), "float32")]
 SPECS += [TensorSpec("odd", (1031,), "float32")]
@@ -25,7 +25,7 @@ pytestmark = [
 
 def world_of(ranks: int, exchange: str, **settings: Any) -> World:
     given = {"ratio": 0.02, "values": "int8", "min_numel": 100, **settings}
-    config = TopKConfig(exchange=exchange, **given)
+    config = TopK(exchange=exchange, **given)
     return World(make_plan(SPECS, config, "average", GROUPS), ranks, NUMPY)
 
 

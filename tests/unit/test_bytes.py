@@ -14,10 +14,9 @@ import pytest
 
 from horovod_topk import cli
 from horovod_topk.cli.models import known_specs
-from horovod_topk.config import TopKConfig
 from horovod_topk.core import exchange
 from horovod_topk.core.plan import BucketPlan, make_plan
-from horovod_topk.methods.topk import VALUES
+from horovod_topk.methods.topk import VALUES, TopK
 
 
 def rows(text: str) -> dict[tuple[str, str], tuple[int, float]]:
@@ -66,7 +65,7 @@ def test_the_adapter_plans_the_same_for_a_tensor_that_is_not_on_the_cpu(
     spec_of = importlib.import_module("horovod_topk.torch.planning").spec_of
     known = known_specs("resnet18")
     specs = [spec_of(spec.name, torch.empty(spec.shape, device="meta")) for spec in known]
-    buckets = make_plan(specs, TopKConfig()).buckets
+    buckets = make_plan(specs, TopK()).buckets
     cli.main(["bytes", "--model", "resnet18", "--device", "cuda"])
     sent = rows(capsys.readouterr().out)["allgather", "float32"][0]
     assert sent == sum(7 * bucket.layout.payload_bytes for bucket in buckets)
@@ -107,7 +106,7 @@ def test_buckets_are_dealt_out_once_for_each_kind_of_values(
 
         monkeypatch.setattr(exchange, name, count)
     assert cli.main(["bytes", "--model", "resnet18", "--ranks", "6", "--local-size", "3"]) == 0
-    buckets = len(make_plan(known_specs("resnet18"), TopKConfig()).buckets)
+    buckets = len(make_plan(known_specs("resnet18"), TopK()).buckets)
     assert len(dealt) == 2 * len(VALUES) * buckets
 
 

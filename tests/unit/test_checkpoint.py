@@ -16,11 +16,11 @@ from oracle.checkpoints import ranks, resigned, save
 from oracle.world import World
 
 from horovod_topk import checkpoint
-from horovod_topk.config import TopKConfig
-from horovod_topk.core.front import ALONE
+from horovod_topk.core.base_compressor import ALONE
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.reshard import pending
 from horovod_topk.errors import CheckpointError, StateDictError, TopKError
+from horovod_topk.methods.topk import TopK
 
 SPECS = [TensorSpec("w", (37, 30), "float32"), TensorSpec("läyer/b", (3,), "float32")]
 RANKS = 3
@@ -29,7 +29,7 @@ RANKS = 3
 def trained(
     backend: Backend, exchange: str, steps: int = 3, specs: Any = SPECS, size: int = RANKS
 ) -> World:
-    config = TopKConfig(ratio=0.1, min_numel=0, exchange=exchange)
+    config = TopK(ratio=0.1, min_numel=0, exchange=exchange)
     world = World(make_plan(specs, config), size, backend)
     noise = np.random.default_rng(steps)
     for _ in range(steps):
@@ -297,7 +297,7 @@ def released(world: World) -> World:
 
 def spared(exchange: str, steps: int, size: int = RANKS, *, keeps: bool) -> World:
     """Ranks that owe for one of two tensors; the other has left the plan, or is kept."""
-    config = TopKConfig(ratio=0.1, min_numel=0, exchange=exchange)
+    config = TopK(ratio=0.1, min_numel=0, exchange=exchange)
     world = World(make_plan(SPECS, config), size, TORCH)
     noise = np.random.default_rng(steps)
     for _ in range(steps):
@@ -456,10 +456,10 @@ def test_a_long_run_remembers_its_last_files_alone(tmp_path: Path) -> None:
 
 def test_what_one_setting_of_momentum_saved_another_does_not_take_on(tmp_path: Path) -> None:
     """Whether or not the exchange is the same."""
-    plan = make_plan(SPECS, TopKConfig(ratio=0.1, min_numel=0, momentum=0.9))
+    plan = make_plan(SPECS, TopK(ratio=0.1, min_numel=0, momentum=0.9))
     save(World(plan, RANKS, TORCH), tmp_path)
     for size in (RANKS, 2):
-        plain = make_plan(SPECS, TopKConfig(ratio=0.1, min_numel=0))
+        plain = make_plan(SPECS, TopK(ratio=0.1, min_numel=0))
         with pytest.raises(StateDictError, match="velocities of momentum correction"):
             checkpoint.load(tmp_path, ranks(World(plain, size, TORCH))[0])
 
@@ -467,7 +467,7 @@ def test_what_one_setting_of_momentum_saved_another_does_not_take_on(tmp_path: P
 @pytest.mark.parametrize("size", [2, RANKS])
 def test_a_ratio_that_was_asked_for_goes_on(size: int, tmp_path: Path, caplog: Any) -> None:
     def world(ranks: int, first: float) -> World:
-        config = TopKConfig(ratio=0.1, min_numel=0, warmup=[(1, first)])
+        config = TopK(ratio=0.1, min_numel=0, warmup=[(1, first)])
         return World(make_plan(SPECS, config), ranks, TORCH)
 
     saved, resumed, others = world(RANKS, 0.5), world(size, 0.5), world(size, 0.4)
@@ -494,7 +494,7 @@ def test_an_inactive_rank_saves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("size", [2, RANKS])
 def test_warm_up_goes_on_where_it_was_saved(size: int, strict: bool, tmp_path: Path) -> None:
-    plan = make_plan(SPECS, TopKConfig(ratio=0.1, min_numel=0, warmup=[(2, 0.5), (4, 0.2)]))
+    plan = make_plan(SPECS, TopK(ratio=0.1, min_numel=0, warmup=[(2, 0.5), (4, 0.2)]))
     saved, resumed = World(plan, RANKS, TORCH), World(plan, size, TORCH)
     for _ in range(3):
         saved.step([{s.name: np.ones(s.shape, "f4") for s in SPECS}] * RANKS)

@@ -9,15 +9,15 @@ import pytest
 from oracle.backends import NUMPY, Backend, each_backend
 from oracle.world import World, same_bits
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.stats import Stats
 from horovod_topk.core.step import Phase
 from horovod_topk.errors import GradientChangedError, StateDictError
+from horovod_topk.methods.topk import TopK
 
 A = TensorSpec("a", (50,), "float32")
 B = TensorSpec("b", (50,), "float64")
-CONFIG = TopKConfig(ratio=0.1, min_numel=0)
+CONFIG = TopK(ratio=0.1, min_numel=0)
 
 
 def world(ranks: int = 2, backend: Backend = NUMPY) -> World:
@@ -205,7 +205,7 @@ def test_replan_waits_for_collectives_that_nobody_will_read() -> None:
 
 def test_abandoned_steps_leave_no_collective_behind() -> None:
     """Each is waited for before its name is used again."""
-    config = TopKConfig(0.1, min_numel=0, exchange="sharded")
+    config = TopK(0.1, min_numel=0, exchange="sharded")
     job = World(make_plan([TensorSpec("a", (300,), "float32")], config), 2, NUMPY)
     gradients = [{"a": np.arange(300, dtype=np.float32) + rank} for rank in range(2)]
     for _ in range(3):
@@ -221,7 +221,7 @@ def test_abandoned_steps_leave_no_collective_behind() -> None:
 
 def test_a_state_of_other_units_or_shapes_is_refused() -> None:
     """Owners of a node's sums keep their parts flat, in which another shape does not show."""
-    config = TopKConfig(0.1, min_numel=0, exchange="hierarchical")
+    config = TopK(0.1, min_numel=0, exchange="hierarchical")
     plans = {
         (shape, reduction): make_plan([TensorSpec("a", shape, "float32")], config, reduction)
         for shape, reduction in (((20, 15), "average"), ((15, 20), "average"), ((20, 15), "sum"))

@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 
-from horovod_topk.config import OPTIONAL, TopKConfig, reject_unknown
+from horovod_topk.config import OPTIONAL, reject_unknown
 from horovod_topk.errors import ConfigError, TopKError, UnknownSettingError
+from horovod_topk.methods.topk import TopK
 
 
 def refusal(**setting: Any) -> str:
     """The message with which a setting is refused."""
     with pytest.raises(ConfigError) as caught:
-        TopKConfig(**setting)
+        TopK(**setting)
     assert isinstance(caught.value, (TopKError, ValueError))
     return str(caught.value)
 
 
 def test_the_defaults() -> None:
-    assert dataclasses.asdict(TopKConfig()) == {
+    assert dataclasses.asdict(TopK()) == {
         "ratio": 0.01,
         "values": "float32",
         "indices": "auto",
@@ -40,30 +41,30 @@ def test_the_defaults() -> None:
 
 
 def test_settings_are_frozen_and_compare_by_value() -> None:
-    config = TopKConfig(ratio=0.5)
+    config = TopK(ratio=0.5)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.ratio = 0.1  # type: ignore[misc]
-    assert config == TopKConfig(ratio=0.5) != TopKConfig()
-    assert hash(config) == hash(TopKConfig(ratio=0.5))
+    assert config == TopK(ratio=0.5) != TopK()
+    assert hash(config) == hash(TopK(ratio=0.5))
 
 
 def test_all_settings_are_agreed_between_ranks() -> None:
-    names = [field.name for field in dataclasses.fields(TopKConfig)]
+    names = [field.name for field in dataclasses.fields(TopK)]
     optional = {"momentum": 0.5, "nesterov": True, "follow_lr": True, "ratios": (("w", 1.0),)}
-    everything = TopKConfig(clip_norm=1.0, warmup=100, **optional)
+    everything = TopK(clip_norm=1.0, warmup=100, **optional)
     assert list(everything.agreed()) == names
 
 
 def test_what_is_off_is_no_part_of_the_agreement() -> None:
     """Payloads are then those of a version that does not know it."""
-    names = [field.name for field in dataclasses.fields(TopKConfig)]
-    assert list(TopKConfig().agreed()) == [name for name in names if name not in OPTIONAL]
-    assert all(getattr(TopKConfig(), name) == off for name, off in OPTIONAL.items())
+    names = [field.name for field in dataclasses.fields(TopK)]
+    assert list(TopK().agreed()) == [name for name in names if name not in OPTIONAL]
+    assert all(getattr(TopK(), name) == off for name, off in OPTIONAL.items())
 
 
 @pytest.mark.parametrize("ratio", [1, 1.0, 0.5, 1e-9, math.ulp(0.0)])
 def test_ratios_within_the_limits(ratio: float) -> None:
-    accepted = TopKConfig(ratio=ratio).ratio
+    accepted = TopK(ratio=ratio).ratio
     assert accepted == ratio
     assert type(accepted) is float
 
@@ -94,7 +95,7 @@ def test_a_ratio_back_needs_owners_who_select(exchange: str) -> None:
     assert message.startswith(f"gather_ratio=0.1 was given with exchange={exchange!r}, in which no")
     assert "Pass gather_ratio with exchange='sharded' or 'auto', or leave it out" in message
     for other in ("sharded", "auto"):
-        assert TopKConfig(exchange=other, gather_ratio=0.1).ratio_back == 0.1
+        assert TopK(exchange=other, gather_ratio=0.1).ratio_back == 0.1
 
 
 KINDS = "'float32', 'float16', 'bfloat16', 'int8', 'int4', 'sign'"
@@ -144,7 +145,7 @@ def test_norms_to_clip_to_that_are_none(norm: object) -> None:
 
 
 def test_a_norm_to_clip_to_is_a_float() -> None:
-    assert type(TopKConfig(clip_norm=2).clip_norm) is float
+    assert type(TopK(clip_norm=2).clip_norm) is float
 
 
 @pytest.mark.parametrize("name", ["", 3, b"generator", ["generator"]])
@@ -166,10 +167,10 @@ def test_names_that_are_no_names(name: object) -> None:
 )
 def test_an_unknown_keyword_suggests_the_nearest(keyword: str, nearest: str) -> None:
     with pytest.raises(UnknownSettingError) as caught:
-        reject_unknown([keyword], TopKConfig.__dataclass_fields__)
+        reject_unknown([keyword], TopK.__dataclass_fields__)
     message = str(caught.value)
     assert message.startswith(f"TopKEF has no setting {keyword!r}. Did you mean {nearest!r}? ")
-    settings = ", ".join(sorted(TopKConfig.__dataclass_fields__))
+    settings = ", ".join(sorted(TopK.__dataclass_fields__))
     assert f"The settings are {settings}." in message
     assert isinstance(caught.value, TypeError)
 

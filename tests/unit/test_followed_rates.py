@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from horovod_topk.checkpoint.parts import Job, common_in, fitting, share_out
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.rates import Rates
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.topk import TopK
 from horovod_topk.torch import TopKEF
 from horovod_topk.torch.rates import followed
 
-FOLLOWING = TopKConfig(follow_lr=True)
+FOLLOWING = TopK(follow_lr=True)
 
 
 def optimizer_of(**groups: Any) -> Any:

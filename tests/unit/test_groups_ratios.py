@@ -14,12 +14,12 @@ import pytest
 
 from horovod_topk import cli
 from horovod_topk.cli.bench.methods import parse_methods
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.shards import shard, shard_sums
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.topk import TopK
 from horovod_topk.ratios import Predicate, checked_rules, made_again
 
 EMBEDDING = TensorSpec("embedding.weight", (200, 100), "float32")
@@ -31,7 +31,7 @@ RULES = {"embedding.*": 0.001, "head.*": "dense"}
 
 
 def plan_of(ratios: object = None, specs: list[TensorSpec] = SPECS, **settings: Any) -> Plan:
-    return make_plan(specs, TopKConfig(ratios=checked_rules(ratios), **settings))
+    return make_plan(specs, TopK(ratios=checked_rules(ratios), **settings))
 
 
 def sent(plan: Plan) -> dict[str, int]:
@@ -86,7 +86,7 @@ def test_small_tensors_are_dense_in_any_case() -> None:
 def test_a_pattern_may_match_what_takes_no_part() -> None:
     """Frozen parameters, and variables whose gradients are sparse or absent."""
     names = ["frozen.weight", *(spec.name for spec in SPECS)]
-    config = TopKConfig(ratios=(("frozen.*", 0.5), ("head.*", 1.0)))
+    config = TopK(ratios=(("frozen.*", 0.5), ("head.*", 1.0)))
     assert make_plan(SPECS, config, names=names) == plan_of({"head.*": "dense"})
 
 
@@ -95,9 +95,9 @@ def test_a_pattern_may_match_what_takes_no_part() -> None:
 
 def test_without_rules_nothing_changes() -> None:
     for nothing in (None, {}, [], ()):
-        assert plan_of(nothing) == make_plan(SPECS, TopKConfig())
-    assert make_plan(SPECS, TopKConfig()).digest.hex() == "65cb292f31a676d8"
-    assert make_plan(SPECS, TopKConfig()).buckets[0].digest.hex() == "ff9ac90ab91194c4"
+        assert plan_of(nothing) == make_plan(SPECS, TopK())
+    assert make_plan(SPECS, TopK()).digest.hex() == "65cb292f31a676d8"
+    assert make_plan(SPECS, TopK()).buckets[0].digest.hex() == "ff9ac90ab91194c4"
 
 
 def test_rules_that_change_nothing_are_off() -> None:
@@ -129,10 +129,10 @@ def test_a_tensor_less_keeps_the_ratios_of_the_others() -> None:
 
 
 def test_a_bucket_minds_the_ratios_of_its_own_tensors_alone() -> None:
-    config = TopKConfig(ratios=checked_rules(RULES))
+    config = TopK(ratios=checked_rules(RULES))
     both = make_plan(SPECS, config, groups=[[EMBEDDING], [BODY, BIAS], [HEAD]])
     one = make_plan(SPECS, replace(config, ratios=(("head.*", 1.0),)), groups=[[EMBEDDING]])
-    assert both.buckets[1].digest == make_plan([BODY, BIAS], TopKConfig()).buckets[0].digest
+    assert both.buckets[1].digest == make_plan([BODY, BIAS], TopK()).buckets[0].digest
     assert both.buckets[0].digest != one.buckets[0].digest
     assert "head.weight" not in both.without(HEAD.name).own_ratios()
 
@@ -155,7 +155,7 @@ def test_so_do_owners_of_nodes() -> None:
     assert 20 <= sum(p.tensors[0].k for p in dealt.sums) <= 22
 
 
-def test_a_rung_is_the_least_that_a_tensor_sends() -> None:
+def test_a_level_is_the_least_that_a_tensor_sends() -> None:
     plan = plan_of({"embedding.*": 0.001, "head.*": 0.5}, warmup=((10, 0.25), (20, 0.6)))
     schedule = Schedule(plan.config)
     shares = {ratio: sent(plan.under(schedule.settings(ratio))) for ratio in schedule.levels}
@@ -234,10 +234,10 @@ def test_a_predicate_that_says_neither_yes_nor_no(answer: object) -> None:
 
 def test_the_same_function_again_makes_equal_settings() -> None:
     """Tapes find what they keep by their settings."""
-    first, second = (TopKConfig(ratios=checked_rules({longer(2): 0.5})) for _ in range(2))
+    first, second = (TopK(ratios=checked_rules({longer(2): 0.5})) for _ in range(2))
     assert first == second
     assert hash(first) == hash(second)
-    assert first != TopKConfig(ratios=checked_rules({longer(3): 0.5}))
+    assert first != TopK(ratios=checked_rules({longer(3): 0.5}))
 
 
 def longer(than: int) -> Callable[[str, tuple[int, ...]], bool]:

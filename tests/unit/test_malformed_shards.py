@@ -25,9 +25,9 @@ from safetensors.torch import save as safetensors
 
 from horovod_topk import checkpoint
 from horovod_topk.checkpoint import shard
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.errors import CheckpointError, StateDictError, TopKError
+from horovod_topk.methods.topk import TopK
 
 SPECS = [TensorSpec("w", (37, 30), "float32"), TensorSpec("läyer/b", (3,), "float32")]
 WARMUP = {"warmup": ((2, 0.5), (9, 0.2))}
@@ -42,7 +42,7 @@ SEEDS = range(4)
 
 
 def world(setting: str, size: int, steps: int) -> World:
-    config = TopKConfig(ratio=0.1, min_numel=0, **SETTINGS[setting][1])
+    config = TopK(ratio=0.1, min_numel=0, **SETTINGS[setting][1])
     job, noise = World(make_plan(SPECS, config), size, TORCH), np.random.default_rng(steps)
     for _ in range(steps):
         job.step(
@@ -238,7 +238,7 @@ def test_shards_of_two_steps_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_residual_that_does_not_fit_names_file_and_tensor(tmp_path: Path) -> None:
     saved("allgather float32")(tmp_path)
-    config = TopKConfig(ratio=0.1, min_numel=0)
+    config = TopK(ratio=0.1, min_numel=0)
     specs = [TensorSpec("w", (30, 37), "float32"), SPECS[1]]
     job = World(make_plan(specs, config), 3, TORCH)
     with pytest.raises(StateDictError, match=r"tensor 'w'.*topkef-00001-of-00003") as caught:

@@ -15,10 +15,9 @@ from horovod_topk import cli
 from horovod_topk.cli import frameworks
 from horovod_topk.cli.options import Parser, joined
 from horovod_topk.cli.plan import arguments, kernels, measure
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.cost import machine as machines
-from horovod_topk.methods.topk import VALUES
+from horovod_topk.methods.topk import VALUES, TopK
 
 SEED = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--bandwidth", "10gbit"]
 
@@ -310,7 +309,7 @@ def test_kernels_are_timed_in_either_framework(
     pytest.importorskip(f"horovod.{framework.lower()}")
     for name, few in (("SETTLE", 1), ("REPEATS", 2), ("BUCKET_ELEMENTS", 10_000)):
         monkeypatch.setattr(kernels, name, few)
-    found = kernels.measure(getattr(frameworks, framework)(), TopKConfig())
+    found = kernels.measure(getattr(frameworks, framework)(), TopK())
     assert 0 < found.encode < 1e-3
     assert 0 < found.multiply < 1e-3
     assert 0 < found.triad < 1e-3

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from oracle.backends import Backend, each_backend
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.residual import ResidualRegistry
 from horovod_topk.errors import StateDictError
+from horovod_topk.methods.topk import TopK
 
 A = TensorSpec("a", (2, 3), "float32")
 B = TensorSpec("b", (), "float16")
 C = TensorSpec("c", (4,), "float64")
-PLAN = make_plan([A, B, C], TopKConfig())
+PLAN = make_plan([A, B, C], TopK())
 FILLED = {"a": [1.0, 2, 3, 4, 5, 6], "b": [7.0], "c": [8.0, 9, 10, 11]}
 
 

@@ -30,7 +30,7 @@ def schedules(library: Any) -> Any:
 @pytest.mark.parametrize("name", ["keras", "tf_keras", "legacy"])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_rate_is_that_of_the_step_to_come(name: str, scaled: bool) -> None:
-    from horovod_topk.tensorflow.rates import rate_of
+    from horovod_topk.tensorflow.learning_rates import rate_of
 
     library: Any = pytest.importorskip("keras" if name == "keras" else "tf_keras")
     optimizers = library.optimizers.legacy if name == "legacy" else library.optimizers
@@ -47,7 +47,7 @@ def test_the_rate_is_that_of_the_step_to_come(name: str, scaled: bool) -> None:
 
 
 def test_an_optimizer_without_a_rate_is_named() -> None:
-    from horovod_topk.tensorflow.rates import rate_of
+    from horovod_topk.tensorflow.learning_rates import rate_of
 
     with pytest.raises(ConfigError, match=r"SimpleNamespace has no learning_rate.*Leave follow_lr"):
         rate_of(SimpleNamespace())
@@ -69,17 +69,22 @@ def test_an_optimizer_without_a_rate_is_named() -> None:
     ],
 )
 def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: float) -> None:
-    from horovod_topk.tensorflow.graph import Route
-    from horovod_topk.tensorflow.rates import noted, rescaled, turned
+    from horovod_topk.core.plan import TensorSpec, make_plan
+    from horovod_topk.methods.topk import TopK
+    from horovod_topk.ops.tensorflow import TensorFlowOps
+    from horovod_topk.tensorflow.learning_rates import VariableRates
+    from horovod_topk.tensorflow.state_variables import VariableArenas
 
-    units: dict[str, Any] = {"w": tf.Variable([unit], dtype=tf.float64)}
-    kept = {"w": tf.Variable([3.0, -3.0])}
-    nothing: Any = None
-    route = Route((), nothing, "", 0, kept, {}, {}, units)
+    rates, kept = VariableRates(), tf.Variable([3.0, -3.0])
+    rates.variables["w"] = tf.Variable([unit], dtype=tf.float64)
+    (bucket,) = make_plan([TensorSpec("w", (2,), "float32")], TopK()).buckets
     now = tf.constant(rate, tf.float64)
-    assert rescaled(route, now).residuals["w"].numpy().tolist() == [owed, -owed]
-    for variable, value in turned(route, now):
-        variable.assign(value)
-    assert noted(units) == {"w": then}
-    assert kept["w"].numpy().tolist() == [3.0, -3.0]
-    assert rescaled(route, None) is route
+    factors, ops = [rates.factor("w", now)], TensorFlowOps()
+    assert VariableArenas(bucket, [kept], ops, factors).residual.value.numpy().tolist() == [
+        owed,
+        -owed,
+    ]
+    rates.take_on(("w",), now)
+    assert rates.units == {"w": then}
+    assert kept.numpy().tolist() == [3.0, -3.0]
+    assert VariableArenas(bucket, [kept], ops).residual.value.numpy().tolist() == [3.0, -3.0]

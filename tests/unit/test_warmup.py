@@ -9,9 +9,8 @@ import pytest
 from oracle.backends import NUMPY
 from oracle.world import World
 
-from horovod_topk.config import TopKConfig
+from horovod_topk.core.base_compressor import BaseCompressor, State
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.front import Front, State
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.errors import ConfigError, StateDictError
@@ -19,7 +18,7 @@ from horovod_topk.methods.topk import TopK
 
 
 def test_exponential_warm_up_is_that_of_deep_gradient_compression() -> None:
-    schedule = Schedule(TopKConfig(ratio=0.001, warmup=400))
+    schedule = Schedule(TopK(ratio=0.001, warmup=400))
     assert schedule.levels == (1.0, 0.25, 0.0625, 0.015625, 0.00390625, 0.001)
     ratios = [schedule.ratio_at(step) for step in (0, 99, 100, 199, 200, 300, 399, 400, 10**9)]
     assert ratios == [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.00390625, 0.00390625, 0.001, 0.001]
@@ -39,12 +38,12 @@ def test_exponential_warm_up_is_that_of_deep_gradient_compression() -> None:
     ],
 )
 def test_the_ratio_of_each_step(warmup: Any, ratio: float, expected: list[float]) -> None:
-    schedule = Schedule(TopKConfig(ratio=ratio, warmup=warmup))
+    schedule = Schedule(TopK(ratio=ratio, warmup=warmup))
     assert [schedule.ratio_at(step) for step in range(len(expected))] == expected
     assert {1.0, ratio} <= set(schedule.levels)
 
 
-class Passed(Front, method=TopK):
+class Passed(BaseCompressor, method=TopK):
     """The `TopKEF` of no framework."""
 
     @staticmethod
@@ -59,7 +58,7 @@ def test_pairs_may_be_lists() -> None:
     assert Passed(warmup=[[10, 0.5]]).config.warmup == ((10, 0.5),)
 
 
-@pytest.mark.parametrize("settings", [TopKConfig, Passed])
+@pytest.mark.parametrize("settings", [TopK, Passed])
 @pytest.mark.parametrize(
     "warmup",
     [
@@ -89,31 +88,31 @@ def test_what_is_no_warm_up(warmup: Any, settings: Any) -> None:
 @pytest.mark.parametrize("ratio", [0.0, 1.5, "0.5", None])
 def test_ratios_of_warm_up_are_checked(ratio: Any) -> None:
     with pytest.raises(ConfigError, match="a ratio of warmup="):
-        TopKConfig(warmup=[(10, ratio)])
+        TopK(warmup=[(10, ratio)])
 
 
 def test_settings_with_warm_up_are_hashable_and_compare_by_value() -> None:
-    pairs = TopKConfig(warmup=[[10, 0.5]])
-    assert pairs == TopKConfig(warmup=((10, 0.5),))
-    assert hash(pairs) == hash(TopKConfig(warmup=((10, 0.5),)))
+    pairs = TopK(warmup=[[10, 0.5]])
+    assert pairs == TopK(warmup=((10, 0.5),))
+    assert hash(pairs) == hash(TopK(warmup=((10, 0.5),)))
 
 
-def test_settings_of_a_rung() -> None:
-    config = TopKConfig(0.01, values="int8", exchange="sharded", gather_ratio=0.05, warmup=100)
+def test_settings_of_a_level() -> None:
+    config = TopK(0.01, values="int8", exchange="sharded", gather_ratio=0.05, warmup=100)
     schedule = Schedule(config)
     assert schedule.settings(0.01) is config
     warm, dense = schedule.settings(0.25), schedule.settings(1.0)
     assert (warm.ratio, warm.ratio_back, warm.values) == (0.25, 0.25, "int8")
     assert (dense.ratio, dense.ratio_back, dense.values) == (1.0, 1.0, "float32")
-    assert Schedule(TopKConfig(0.01)).settings(1.0).ratio_back == 1.0
+    assert Schedule(TopK(0.01)).settings(1.0).ratio_back == 1.0
 
 
 def compressor(**settings: Any) -> Compressor[Any]:
-    plan = make_plan([TensorSpec("w", (50,), "float32")], TopKConfig(0.1, **settings))
+    plan = make_plan([TensorSpec("w", (50,), "float32")], TopK(0.1, **settings))
     return World(plan, 2, NUMPY).ranks[0]
 
 
-def test_a_ratio_that_is_no_rung_is_refused() -> None:
+def test_a_ratio_that_is_no_level_is_refused() -> None:
     one = compressor(warmup=[(5, 0.5)])
     with pytest.raises(ConfigError, match=r"ratio 0\.2 is none of this optimizer's, 1\.0, 0\.5, 0"):
         one.set_ratio(0.2)
@@ -133,12 +132,12 @@ def test_a_ratio_that_is_no_rung_is_refused() -> None:
     ],
 )
 def test_a_dense_step_that_would_not_send_all_is_refused(settings: Any, why: str) -> None:
-    plan = make_plan([TensorSpec("w", (50,), "float32")], TopKConfig(1.0, min_numel=0, **settings))
+    plan = make_plan([TensorSpec("w", (50,), "float32")], TopK(1.0, min_numel=0, **settings))
     one = World(plan, 2, NUMPY).ranks[0]
     with pytest.raises(ConfigError, match=f"ratio 1.0 is this optimizer's own, at which {why}"):
         one.set_ratio(1.0)
     one.set_ratio(None)
-    plan = make_plan([TensorSpec("w", (50,), "float32")], TopKConfig(0.5, min_numel=0, **settings))
+    plan = make_plan([TensorSpec("w", (50,), "float32")], TopK(0.5, min_numel=0, **settings))
     World(plan, 2, NUMPY).ranks[0].set_ratio(1.0)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
-from horovod_topk.config import EXCHANGES, TopKConfig, reject_unknown
-from horovod_topk.core.front import TAKE_OVER
-from horovod_topk.methods.topk import COMPACT, INDICES, SELECTIONS, VALUES
+from horovod_topk.config import EXCHANGES, reject_unknown
+from horovod_topk.core.base_compressor import TAKE_OVER
+from horovod_topk.methods.topk import COMPACT, INDICES, SELECTIONS, VALUES, TopK
 
 NONE, DENSE, TOPK = "none", "dense", "topk"
 KINDS = {
@@ -30,7 +30,7 @@ WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two thing
     **{value: "indices" for value in INDICES if value != "auto"},
 }
 UNFIT = ("name", "warmup", "follow_lr")  # settings that make no other step to time
-SETTINGS = tuple(each.name for each in fields(TopKConfig) if each.name not in UNFIT)
+SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,
     "gather_ratio": float,
@@ -54,9 +54,9 @@ class Method:
     def __post_init__(self) -> None:
         settings: dict[str, Any] = dict(self.settings)
         if self.own_momentum:
-            TopKConfig(**{**settings, "momentum": self.own_momentum})
+            TopK(**{**settings, "momentum": self.own_momentum})
             del settings["momentum"]
-        TopKConfig(**settings)  # checks them
+        TopK(**settings)  # checks them
 
     @property
     def own_momentum(self) -> float:
@@ -173,4 +173,4 @@ def _truth(key: str, value: str) -> bool:
 
 
 def _example(key: str) -> object:
-    return EXAMPLES.get(key) or getattr(TopKConfig, key) or TopKConfig.ratio
+    return EXAMPLES.get(key) or getattr(TopK, key) or TopK.ratio

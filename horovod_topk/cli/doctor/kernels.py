@@ -6,12 +6,12 @@ import importlib
 from collections.abc import Iterator
 
 from horovod_topk.cli.doctor.finding import Finding, is_installed
-from horovod_topk.config import EXCHANGES, TopKConfig
+from horovod_topk.config import EXCHANGES
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.shards import shard, shard_sums
 from horovod_topk.kernels import native, triton
-from horovod_topk.methods.topk import VALUES
+from horovod_topk.methods.topk import VALUES, TopK
 
 NAME = "kernels for the GPU"
 GPU = "cuda"
@@ -91,7 +91,7 @@ def _by_coverage() -> dict[str, list[str]]:
     exchanges = [kind for kind in EXCHANGES if kind != "auto"]
     found: dict[str, dict[tuple[str, ...], list[str]]] = {"all": {}, "some": {}, "none": {}}
     for exchange in exchanges:
-        served = {values: _served(exchange, TopKConfig(values=values)) for values in VALUES}
+        served = {values: _served(exchange, TopK(values=values)) for values in VALUES}
         how = {
             "all": tuple(v for v in VALUES if all(served[v])),
             "some": tuple(v for v in VALUES if any(served[v]) and not all(served[v])),
@@ -113,8 +113,8 @@ def _by_coverage() -> dict[str, list[str]]:
 def _other_settings() -> dict[str, bool]:
     """Whether settings beside exchange and values have kernels."""
     found = {
-        "indices='packed'": all(_served("allgather", TopKConfig(indices="packed"))),
-        "float64 gradients": all(_served("allgather", TopKConfig(), "float64")),
+        "indices='packed'": all(_served("allgather", TopK(indices="packed"))),
+        "float64 gradients": all(_served("allgather", TopK(), "float64")),
     }
     try:
         bucket = importlib.import_module("horovod_topk.kernels.triton.bucket").TritonBucket
@@ -123,7 +123,7 @@ def _other_settings() -> dict[str, bool]:
     return found | {"masking of momentum correction": hasattr(bucket, "clear")}
 
 
-def _served(exchange: str, config: TopKConfig, dtype: str = "float32") -> list[bool]:
+def _served(exchange: str, config: TopK, dtype: str = "float32") -> list[bool]:
     """Whether each payload of an exchange has a kernel on a GPU."""
     (bucket,) = make_plan([TensorSpec("weight", (NUMEL,), dtype, GPU)], config).buckets
     payloads = _payloads(exchange, bucket)

@@ -16,7 +16,6 @@ from horovod_topk.cli.options import (
     whole,
 )
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.cost.machine import Machine, Network
@@ -24,7 +23,7 @@ from horovod_topk.cost.quantities import bits_per_second, seconds
 from horovod_topk.cost.step import FORWARD, Training
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.verdict import TOO_COARSE
-from horovod_topk.methods.topk import SELECTIONS, VALUES
+from horovod_topk.methods.topk import SELECTIONS, VALUES, TopK
 
 MOMENTUM = 0.9  # the time does not depend on it
 
@@ -45,7 +44,7 @@ class Asked:
     device: str  # where the gradients are: "cpu" or "cuda"
     specs: tuple[TensorSpec, ...]
     nodes: Nodes
-    config: TopKConfig
+    config: TopK
     training: Training
     rank: int  # of PowerSGD
     values: tuple[str, ...]
@@ -246,13 +245,13 @@ def check(args: argparse.Namespace) -> Asked:
         device=args.device,
         specs=tuple(specs_of(args.model, args.device)),
         nodes=nodes_of(args.ranks, args.local_size),
-        config=TopKConfig(
+        config=TopK(
             args.ratio,
             exchange="auto",  # valid with every setting, as all exchanges are listed
             gather_ratio=args.gather_ratio,
             selection=args.selection,
             min_numel=args.min_numel,
-            momentum=MOMENTUM if args.momentum else TopKConfig.momentum,
+            momentum=MOMENTUM if args.momentum else TopK.momentum,
             ratios=parse_ratios(args.ratios),
         ),
         training=Training(compute, args.forward, args.local_size),

@@ -8,20 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 from horovod_topk.cli.frameworks import Framework
-from horovod_topk.config import TopKConfig
-from horovod_topk.core.codec import TopK
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.plan import BUCKET_ELEMENTS, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.cost.machine import Kernels
+from horovod_topk.methods.topk import TopK
 
 SETTLE, REPEATS = 40, 60  # steps before the first is timed: a residual has to fill
 FEW, MANY = 1, 8  # payloads decoded
 MATRIX = (2304, 512, 4)  # rows, columns and rank of PowerSGD
 
 
-def measure(framework: Framework, config: TopKConfig) -> Kernels:
+def measure(framework: Framework, config: TopK) -> Kernels:
     """Seconds an element, an entry and a multiply-add, on a core that nobody else uses."""
-    ops, codec = framework.ops, TopK(framework.ops)
+    ops, codec = framework.ops, PayloadCodec(framework.ops)
     bucket = make_plan([TensorSpec("all", (BUCKET_ELEMENTS,), "float32")], config).buckets[0]
     numel, entries = bucket.numel, bucket.entries
     arenas = Arenas(bucket, *(ops.zeros(numel, "float32", "cpu") for _ in range(2)))

@@ -18,7 +18,7 @@ import keras
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
-from horovod_topk.tensorflow.keras.taking import SavesSlots, taking
+from horovod_topk.tensorflow.keras.momentum_takeover import SavesSlots, taking
 from horovod_topk.tensorflow.momentum import Taken, told_of
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange

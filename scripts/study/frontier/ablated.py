@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from horovod_topk.config import TopKConfig
+from horovod_topk.methods.topk import TopK
 from study.frontier.exchanges import Compressed, Gradients
 
 FEEDBACK, MASKING, OWNERS = "error feedback", "masking", "the owners' residual"
@@ -20,7 +20,7 @@ class Ablated(Compressed):
         without: the part.
     """
 
-    def __init__(self, model: nn.Module, ranks: int, config: TopKConfig, without: str) -> None:
+    def __init__(self, model: nn.Module, ranks: int, config: TopK, without: str) -> None:
         super().__init__(model, ranks, config)
         self._forget: list[Callable[[], None]] = []
         for each in self.compressors:

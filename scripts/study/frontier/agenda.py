@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
-from horovod_topk.config import TopKConfig
+from horovod_topk.methods.topk import TopK
 from study import results
 from study.frontier import records
 from study.frontier.ablated import FEEDBACK, MASKING, OWNERS
@@ -44,7 +44,7 @@ class Point:
     gather_ratio: float | None = None  # what owners of shards send back; None: as `ratio`
 
 
-_CONFIG = TopKConfig()
+_CONFIG = TopK()
 DEFAULT = Point(_CONFIG.exchange, _CONFIG.values, _CONFIG.ratio)
 RECIPE = Point("allgather", "int4", 0.024, MOMENTUM)
 PLAIN = replace(RECIPE, momentum=0.0)
@@ -250,7 +250,7 @@ def uneven(workload: str, goal: float, share: float) -> Point:
 @cache
 def reduction(workload: str, point: Point, ranks: int = RANKS) -> float:
     """How many times fewer bytes than in a ring allreduce; see `counted_bytes`."""
-    config = TopKConfig(
+    config = TopK(
         point.ratio,
         values=point.values,
         exchange=point.exchange,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horovod_topk.config import TopKConfig
+from horovod_topk.methods.topk import TopK
 
 DENSE = "dense"
 RANKS = 4
@@ -32,9 +32,9 @@ class Cell:
     follow_lr: bool = False  # whether residuals are rescaled where the learning rate changes
 
     @property
-    def config(self) -> TopKConfig:
+    def config(self) -> TopK:
         """The settings of TopKEF."""
-        return TopKConfig(
+        return TopK(
             ratio=self.ratio,
             values=self.values,
             exchange=self.exchange,

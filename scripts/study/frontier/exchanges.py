@@ -8,15 +8,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.core.choice import make_exchange
-from horovod_topk.core.codec import TopK
+from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Exchange as Way
 from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import Plan, make_plan
 from horovod_topk.core.rates import Rates
+from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.planning import spec_of
 from study.frontier.loopback import Collective, Loopback
@@ -61,12 +61,14 @@ class Dense:
 class Compressed:
     """TopKEF: a compressor a rank, over one loopback network."""
 
-    def __init__(self, model: nn.Module, ranks: int, config: TopKConfig) -> None:
+    def __init__(self, model: nn.Module, ranks: int, config: TopK) -> None:
         self._positions = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         ops, wire, plan = TorchOps(), Loopback(ranks), plan_of(model, config)
         ways = [exchange_of(config.exchange, wire, rank) for rank in range(ranks)]
         self._plan = plan
-        self.compressors = [Compressor(plan, ops, TopK(ops), way, "simulated") for way in ways]
+        self.compressors = [
+            Compressor(plan, ops, PayloadCodec(ops), way, "simulated") for way in ways
+        ]
 
     def follow(self, lr: Callable[[], float]) -> None:
         """Have residuals follow what is the learning rate of all parameters."""
@@ -113,6 +115,6 @@ def counted_bytes(traffic: Traffic) -> int:
     return traffic.sent_bytes if traffic.node_bytes is None else traffic.node_bytes
 
 
-def plan_of(model: nn.Module, config: TopKConfig) -> Plan:
+def plan_of(model: nn.Module, config: TopK) -> Plan:
     """The plan that TopKEF makes for an optimizer of the model's parameters, gradients averaged."""
     return make_plan([spec_of(*each) for each in reversed(list(model.named_parameters()))], config)

@@ -54,7 +54,7 @@ def test_equal_to_optimizers_of_one_ratio_each(exchange: str) -> None:
     assert_ranks_equal(ours[-1])
 
 
-def test_collectives_say_the_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_say_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
     task = SETUP.task()
     optimizer = SETUP.distributed(task, TopKEF(**WARM))
     recording, seen = record(monkeypatch), []
@@ -87,7 +87,7 @@ def test_dense_leaves_nothing_owed(exchange: str, values: str) -> None:
     assert_ranks_equal(task.parameters())
 
 
-def test_a_ratio_that_is_no_rung_is_refused() -> None:
+def test_a_ratio_that_is_no_level_is_refused() -> None:
     task = SETUP.task()
     optimizer = SETUP.distributed(task, TopKEF(**WARM))
     with nothing_changes(task, optimizer), pytest.raises(ConfigError, match=r"ratio 0\.3 is none"):

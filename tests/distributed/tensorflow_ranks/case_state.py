@@ -178,7 +178,7 @@ def test_residuals_end_with_their_model() -> None:
     gc.collect()
     with pytest.raises(NotAttachedError, match="0 optimizers"):
         compression.stats()
-    assert not any(e._of for e in vars(_of_tapes[compression.config]._kept).values())
+    assert not any(e._of for e in vars(_of_tapes[compression.config]._stores).values())
 
 
 def test_groups_keep_no_model_alive() -> None:
@@ -297,10 +297,10 @@ def test_another_ranks_payload_is_refused_before_anything_changes(
     model, _ = trained(compression, 1)
     before = residuals(compression)
     state = compression._living_states()[0]
-    (route,) = state._routes
+    (cached,) = state._plans
     if hvd.rank() == 1:
         state._functions.clear()
-        for bucket in route.plan.buckets:
+        for bucket in cached.plan.buckets:
             monkeypatch.setitem(bucket.__dict__, "header", bucket.header[:12] + bytes(12))
     with pytest.raises(PlanMismatchError, match="bucket 0, rank "):
         trained(compression, 1, first=1, model=model)

@@ -157,7 +157,8 @@ def test_a_smaller_batch_is_a_second_trace_and_no_third() -> None:
     for position in range(15):
         run(*batch(position, batch_size(position)))
         (state,) = TopKEF._living_states(compression)
-        kept |= {id(e) for e in state._routes.kept().residuals.values()}
+        pieces = state._state.parts["residuals"].pieces.values()
+        kept |= {id(piece.variable) for (piece,) in pieces}
     assert traces == [8, 6]
     assert len(kept) == len(model.variables)
     assert compression.stats().steps == 15

@@ -93,7 +93,7 @@ def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
 
 @pytest.mark.parametrize("library", [keras])
 def test_with_warm_up_and_momentum_correction(library: Any) -> None:
-    """Every rung of a graph rescales, and where all is sent rates change nothing."""
+    """Every level of a graph rescales, and where all is sent rates change nothing."""
     more = {"warmup": 2, "momentum": 0.9}
     followed = Run(library, TopKEF(**SPARSE, **more, follow_lr=True), graph=True)
     for step in range(4):

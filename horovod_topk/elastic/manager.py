@@ -17,23 +17,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from horovod_topk.checkpoint import parts
-from horovod_topk.core import front
+from horovod_topk.core import base_compressor
 from horovod_topk.core.reshard import rescaling
-from horovod_topk.core.state import Clock
+from horovod_topk.core.schedule import Clock
 from horovod_topk.core.stats import Stats
-from horovod_topk.elastic.legacy import Legacy
-from horovod_topk.elastic.standing import Roll, Standing
+from horovod_topk.elastic.rank_status import Membership, RankStatus
+from horovod_topk.elastic.residual_store import ResidualStore
 from horovod_topk.errors import CheckpointError, ConfigError, StateDictError
 
 log = logging.getLogger("horovod_topk")
 
-_LIVE: weakref.WeakSet[Keeper] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[Manager] = weakref.WeakSet()
 
 _COUNT = struct.Struct("<I")
 
 
 def free_name(name: str | None) -> str:
-    """What to call the next keeper's collectives, given its optimizer's name if it has one."""
+    """What to call the next manager's collectives, given its optimizer's name if it has one."""
     gc.collect()  # dead ones on this rank may be none on others
     return f"topkef.elastic.{name or len(_LIVE)}"
 
@@ -54,7 +54,7 @@ class Talk(Protocol):
         ...
 
 
-class State(front.State, Protocol):
+class State(base_compressor.State, Protocol):
     """Error feedback behind one optimizer of an elastic job."""
 
     @property
@@ -78,7 +78,7 @@ class _Commit:
     lost_norm: float
 
 
-class Keeper:
+class Manager:
     """Commits, restores and resizes what one `TopKEF` keeps.
 
     Args:
@@ -99,7 +99,7 @@ class Keeper:
     ) -> None:
         self._states, self._talk, self._name = states, talk, name
         self._forget = forget
-        self._legacy = None if commit_dir is None else Legacy(Path(commit_dir), name)
+        self._store = None if commit_dir is None else ResidualStore(Path(commit_dir), name)
         self._member, self._job = uuid.uuid4().bytes, bytes(16)
         self.units = 0  # how many ranks the residual is of; 0: nobody knows this one yet
         self.clock: Clock = (0, None)  # when ranks met last
@@ -139,19 +139,19 @@ class Keeper:
 
     def settle(self) -> None:
         """Meet the others after ranks have come or gone. A collective: call it on every rank."""
-        said = self._talk.gather(self._standing().pack(), f"{self._name}.settle")
-        roll = Roll([Standing.unpack(each) for each in said])
-        eldest = roll.eldest
+        said = self._talk.gather(self._status().pack(), f"{self._name}.settle")
+        present = Membership([RankStatus.unpack(each) for each in said])
+        eldest = present.eldest
         if eldest.units:
             self._job = eldest.job
-            self._take_on(roll)
+            self._take_on(present)
             if not self.units:
                 self._owe_nothing()
         else:
             self._job = eldest.member
-        self.units, self._pooled, self.clock = roll.ranks, False, eldest.clock
+        self.units, self._pooled, self.clock = present.ranks, False, eldest.clock
         if (state := self._state()) is not None:
-            state.resume(eldest.clock, roll.ranks)
+            state.resume(eldest.clock, present.ranks)
 
     def hand_over(self) -> None:
         """Share out what every rank owes, as some are about to leave. A collective.
@@ -160,7 +160,7 @@ class Keeper:
         date instead, and the files of those who leave are taken on.
         """
         state = self._state()
-        if self._legacy is not None:
+        if self._store is not None:
             if state is not None:
                 self._write(current := self._commit(state), state.framework)
                 self._replace(current)
@@ -196,9 +196,9 @@ class Keeper:
 
     def _write(self, commit: _Commit, framework: str) -> None:
         """To `commit_dir`, if there is one, and once it is known of how many ranks it is."""
-        if self._legacy is not None and self.units:
+        if self._store is not None and self.units:
             place = {"units": self.units, "clock": commit.clock, "absorbed": self._absorbed}
-            self._legacy.write(self._job, self._member, {**commit.state, **place}, framework)
+            self._store.write(self._job, self._member, {**commit.state, **place}, framework)
 
     def _replace(self, commit: _Commit) -> None:
         """The last commit, if it is of the same step, and so of the model's."""
@@ -220,32 +220,32 @@ class Keeper:
         place = self.units, self._pooled, self._absorbed
         return _Commit(state.state_dict(), state.clock, *place, self._lost, self._lost_norm)
 
-    def _standing(self) -> Standing:
+    def _status(self) -> RankStatus:
         state = self._state()
         clock: Clock = (0, None) if state is None else state.clock
         norm = 0.0 if state is None else state.stats().residual_norm
         known = self._member, self._job, self.units, clock, norm
-        return Standing(*known, self._lost, self._lost_norm, self._pooled)
+        return RankStatus(*known, self._lost, self._lost_norm, self._pooled)
 
-    def _take_on(self, roll: Roll) -> None:
+    def _take_on(self, present: Membership) -> None:
         """Keep the pending mass, as far as it is to be had."""
-        files = self._files_of_lost(roll)
-        taken = self._fit(roll, files)
+        files = self._files_of_lost(present)
+        taken = self._fit(present, files)
         if files:
             counts = self._talk.gather(_COUNT.pack(taken), f"{self._name}.taken")
             taken = sum(_COUNT.unpack(each)[0] for each in counts)
-        lost, eldest = max(0, roll.missing - taken) + len(roll.astray), roll.eldest
+        lost, eldest = max(0, present.missing - taken) + len(present.astray), present.eldest
         self._lost = eldest.lost + lost
-        self._lost_norm = math.hypot(eldest.lost_norm, math.sqrt(lost) * roll.typical_norm)
+        self._lost_norm = math.hypot(eldest.lost_norm, math.sqrt(lost) * present.typical_norm)
         if lost:
             log.warning(
                 "TopKEF lost what %d of %d ranks owed, of norm about %.3g; commit_dir= keeps it",
                 lost,
                 eldest.units,
-                math.sqrt(lost) * roll.typical_norm,
+                math.sqrt(lost) * present.typical_norm,
             )
 
-    def _fit(self, roll: Roll, files: Sequence[str]) -> int:
+    def _fit(self, present: Membership, files: Sequence[str]) -> int:
         """Multiply this rank's residual, and add those of lost ranks that fall to it.
 
         Returns:
@@ -254,17 +254,17 @@ class Keeper:
         state = self._state()
         if state is None or not self.units:
             return 0
-        factor = rescaling(state.reduction, self.units, roll.ranks)
+        factor = rescaling(state.reduction, self.units, present.ranks)
         if self._pooled:  # what some took with them, the others owe too
-            factor *= self.units / len(roll.old)
-        place = [roll.standings[rank].member for rank in roll.old].index(self._member)
-        if roll.old[place] in roll.astray:  # it went back to another step than the model
+            factor *= self.units / len(present.old)
+        place = [present.statuses[rank].member for rank in present.old].index(self._member)
+        if present.old[place] in present.astray:  # it went back to another step than the model
             factor = 0.0
         kept = state.state_dict()
-        inherited = self._read(files[place :: len(roll.old)], kept["shapes"], state.framework)
+        inherited = self._read(files[place :: len(present.old)], kept["shapes"], state.framework)
         residuals = {name: e * factor for name, e in kept["residuals"].items()}
         for contents in inherited.values():
-            share = rescaling(state.reduction, contents["units"], roll.ranks)
+            share = rescaling(state.reduction, contents["units"], present.ranks)
             for name, e in contents["residuals"].items():
                 mine = residuals[name]
                 residuals[name] = mine + share * self._talk.beside(e, mine)
@@ -278,9 +278,9 @@ class Keeper:
         """Contents of files that this rank takes on; a log line for each that cannot be had."""
         found = {}
         for name in files:
-            assert self._legacy is not None  # who else would have named files
+            assert self._store is not None  # who else would have named files
             try:
-                contents = self._legacy.read(name, framework)
+                contents = self._store.read(name, framework)
                 if contents["shapes"] != shapes:
                     raise StateDictError(
                         f"{name} is of other tensors", cure="Give each job a commit_dir of its own"
@@ -290,16 +290,16 @@ class Keeper:
                 log.error("TopKEF cannot take on what a lost rank owed: %s", error)
         return found
 
-    def _files_of_lost(self, roll: Roll) -> list[str]:
+    def _files_of_lost(self, present: Membership) -> list[str]:
         """Files to take on, as the first rank that was there before finds them."""
-        if self._legacy is None:
+        if self._store is None:
             return []
         text = b""
-        if self._member == roll.eldest.member:
-            committed = roll.eldest.clock[0]
-            text = json.dumps(self._legacy.of_lost(self._job, roll.members, committed)).encode()
+        if self._member == present.eldest.member:
+            committed = present.eldest.clock[0]
+            text = json.dumps(self._store.of_lost(self._job, present.members, committed)).encode()
         sizes = self._talk.gather(_COUNT.pack(len(text)), f"{self._name}.size")
         longest = max(_COUNT.unpack(each)[0] for each in sizes)
         texts = self._talk.gather(text.ljust(longest), f"{self._name}.files")
-        files: list[str] = json.loads(texts[roll.old[0]])
+        files: list[str] = json.loads(texts[present.old[0]])
         return files

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from horovod_topk.core.own_momentum import note_taken
+from horovod_topk.core.momentum_takeover import note_taken
 from horovod_topk.errors import ConfigError
 from horovod_topk.tensorflow.momentum import Taken
 

@@ -1,7 +1,7 @@
 """What is done to a bucket's local gradients before they are compressed.
 
 It is done in place, in one more pass over each bucket when it is complete, so that buckets still
-leave while backward goes on. Without settings that ask for it there is no `Preparation`.
+leave while backward goes on. Without settings that ask for it there is no `Preprocessing`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from typing import Any
 
 from torch import Tensor
 
+from horovod_topk.core.clipping import LocalClip
 from horovod_topk.core.plan import Plan
-from horovod_topk.torch.clipping import LocalClip
+from horovod_topk.torch.clipping import local_clip
 from horovod_topk.torch.scaling import ONE, LossScale, Scaler, check_dtypes
 
 
-class Preparation:
+class Preprocessing:
     """Of one optimizer's gradients.
 
     Args:
-        scaler: whose units gradients arrive in, if there is one.
+        scaler: whose units gradients come in, if there is one.
         clip: what clips them, if something does.
     """
 
-    def __init__(self, scaler: Scaler | None, clip: LocalClip | None) -> None:
+    def __init__(self, scaler: Scaler | None, clip: LocalClip[Tensor] | None) -> None:
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self._scale, self._clip = ONE, clip
 
     @classmethod
-    def of(cls, scaler: Scaler | None, plan: Plan) -> Preparation | None:
+    def of(cls, scaler: Scaler | None, plan: Plan) -> Preprocessing | None:
         """What the settings ask for; None: nothing.
 
         Raises:
@@ -40,10 +41,10 @@ class Preparation:
             return None
         if scaler is not None:
             check_dtypes(plan)
-        return cls(scaler, None if norm is None else LocalClip(norm, plan.reduction))
+        return cls(scaler, None if norm is None else local_clip(norm, plan.reduction))
 
     def begin(self, optimizer: Any, ranks: int) -> None:
-        """Note what holds for all buckets of a step; the first is about to be prepared.
+        """Note what holds for all buckets of a step; the first is about to be preprocessed.
 
         ranks: how many exchange.
 
@@ -57,7 +58,7 @@ class Preparation:
         if self._clip is not None:
             self._clip.begin(ranks)
 
-    def prepare(self, gradients: Sequence[Tensor]) -> None:
+    def apply(self, gradients: Sequence[Tensor]) -> None:
         """Take a bucket's gradients out of the scaler's units, then clip them, in place."""
         self._scale.divide(gradients)
         if self._clip is not None:

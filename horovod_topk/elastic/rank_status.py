@@ -7,13 +7,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horovod_topk.core.state import Clock
+from horovod_topk.core.schedule import Clock
 
 _FIELDS = struct.Struct("<16s16sIQddId?")
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """One rank's part in the job so far."""
 
     member: bytes  # 16 bytes that no other process has
@@ -33,7 +33,7 @@ class Standing:
         return _FIELDS.pack(*known, self.lost, self.lost_norm, self.pooled)
 
     @classmethod
-    def unpack(cls, data: bytes) -> Standing:
+    def unpack(cls, data: bytes) -> RankStatus:
         """What `pack` made."""
         member, job, units, committed, ratio, norm, *rest = _FIELDS.unpack(data)
         clock = (committed, None if math.isnan(ratio) else ratio)
@@ -41,25 +41,25 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Roll:
-    """All ranks' standings, by rank."""
+class Membership:
+    """All ranks' statuses, by rank."""
 
-    standings: Sequence[Standing]
+    statuses: Sequence[RankStatus]
 
     @property
     def ranks(self) -> int:
         """How many they are."""
-        return len(self.standings)
+        return len(self.statuses)
 
     @property
     def old(self) -> list[int]:
         """Who was there before."""
-        return [rank for rank, each in enumerate(self.standings) if each.units]
+        return [rank for rank, each in enumerate(self.statuses) if each.units]
 
     @property
-    def eldest(self) -> Standing:
+    def eldest(self) -> RankStatus:
         """The first who was there before; rank 0 where nobody was."""
-        return self.standings[next(iter(self.old), 0)]
+        return self.statuses[next(iter(self.old), 0)]
 
     @property
     def missing(self) -> int:
@@ -71,15 +71,15 @@ class Roll:
     def astray(self) -> list[int]:
         """Who was there before, and went back to another step than the eldest, and so the model."""
         step = self.eldest.clock[0]
-        return [rank for rank in self.old if self.standings[rank].clock[0] != step]
+        return [rank for rank in self.old if self.statuses[rank].clock[0] != step]
 
     @property
     def typical_norm(self) -> float:
         """Root mean square of the residuals' norms of those who were there before."""
-        squares = [self.standings[rank].norm ** 2 for rank in self.old]
+        squares = [self.statuses[rank].norm ** 2 for rank in self.old]
         return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
 
     @property
     def members(self) -> set[bytes]:
         """All of them."""
-        return {each.member for each in self.standings}
+        return {each.member for each in self.statuses}

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.config import TopKConfig
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.planning import names_of
 
 
@@ -22,7 +22,7 @@ def is_sparse(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
 
 
-def refuse_local(optimizer: Any, config: TopKConfig) -> None:
+def refuse_local(optimizer: Any, config: Method) -> None:
     """Have `register_local_var` of an optimizer refuse what would lose momentum or clipping.
 
     Args:
@@ -47,9 +47,7 @@ def refuse_local(optimizer: Any, config: TopKConfig) -> None:
     optimizer.register_local_var = register_local_var
 
 
-def check_none_left_out(
-    gradients: Sequence[Any], variables: Sequence[Any], config: TopKConfig
-) -> None:
+def check_none_left_out(gradients: Sequence[Any], variables: Sequence[Any], config: Method) -> None:
     """Refuse a sparse gradient where it would go without momentum, or unclipped.
 
     Args:
@@ -72,7 +70,7 @@ def check_none_left_out(
         )
 
 
-def _lost(config: TopKConfig) -> str:
+def _lost(config: Method) -> str:
     """What does not happen to a gradient that is not among ours, in words; "" for nothing."""
     lost = []
     if config.momentum:

@@ -25,7 +25,7 @@ SUFFIX = ".safetensors"
 log = logging.getLogger("horovod_topk")
 
 
-class Legacy:
+class ResidualStore:
     """The files of one job in a folder that all ranks can read."""
 
     def __init__(self, folder: Path, name: str) -> None:

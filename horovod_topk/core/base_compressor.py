@@ -24,7 +24,7 @@ _SETTINGS = ("config", "takes_over", "grad_scaler", "commit_dir")
 
 
 class State(Protocol):
-    """Error feedback behind one optimizer, or behind a `Front` with one optimizer."""
+    """Error feedback behind one optimizer, or behind a `BaseCompressor` with one optimizer."""
 
     framework: str  # "torch" or "tensorflow"
 
@@ -74,7 +74,7 @@ class State(Protocol):
         ...
 
 
-class Front(abc.ABC):
+class BaseCompressor(abc.ABC):
     """What a user passes as `compression=`: the base of every framework's compressors.
 
     A subclass names its method: `class TopKEF(Compressor, method=TopK)`. Its keyword arguments are
@@ -288,13 +288,13 @@ def check_elastic(config: Settings) -> None:
         )
 
 
-def check_kept(keeper: object | None, what: str) -> None:
+def check_kept(manager: object | None, what: str) -> None:
     """Refuse what ranks that join an elastic job would not know, where its state does not tell.
 
     Raises:
         ConfigError: nobody keeps it.
     """
-    if elastic() and keeper is None:
+    if elastic() and manager is None:
         raise ConfigError(
             f"{what} ranks that join this elastic job would not hear",
             cure="Pass the TopKEF to the job's state, as horovod_topk.elastic says",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.amp import GradScaler
 
-from horovod_topk.core.clipping import local_threshold
+from horovod_topk.core.clipping import LocalClip, local_threshold
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch import TopKEF
-from horovod_topk.torch.clipping import LocalClip
+from horovod_topk.torch.clipping import Norms, local_clip
 from horovod_topk.torch.scaling import ONE, LossScale, Scale
 
 
@@ -73,7 +74,9 @@ def flat(step: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [gradient for bucket in step for gradient in bucket]
 
 
-def clipped(clip: LocalClip, step: list[list[torch.Tensor]], ranks: int = 4) -> list[torch.Tensor]:
+def clipped(
+    clip: LocalClip[torch.Tensor], step: list[list[torch.Tensor]], ranks: int = 4
+) -> list[torch.Tensor]:
     clip.begin(ranks)
     for bucket in step:
         clip.clip(bucket)
@@ -96,7 +99,7 @@ def test_a_rank_has_its_share_of_the_norm() -> None:
 
 def test_gradients_within_the_limit_are_not_touched() -> None:
     step = buckets()
-    clipped(LocalClip(norm(flat(step)) / 2, "average"), step)
+    clipped(local_clip(norm(flat(step)) / 2, "average"), step)
     assert all(g._version == 0 for bucket in step for g in bucket)
 
 
@@ -105,7 +108,7 @@ def test_one_bucket_is_clipped_exactly(scale: float) -> None:
     """Also where squares overflow."""
     bucket = flat(buckets(scale))
     direction = [g.double() / norm(bucket) for g in bucket]
-    clipped(LocalClip(0.5, "sum"), [bucket])
+    clipped(local_clip(0.5, "sum"), [bucket])
     assert norm(bucket) == pytest.approx(0.25, rel=1e-5)
     for before, after in zip(direction, bucket, strict=True):
         assert torch.allclose(before, after.double() / 0.25, rtol=1e-5, atol=1e-9)
@@ -115,14 +118,14 @@ def test_of_several_buckets_each_is_within_the_limit() -> None:
     step = buckets(100.0)
     whole = norm(flat(step))
     last = norm(step[-1])
-    clipped(LocalClip(0.5, "sum"), step)
+    clipped(local_clip(0.5, "sum"), step)
     assert all(norm(bucket) <= 0.25 * (1 + 1e-5) for bucket in step)
     assert norm(step[-1]) == pytest.approx(0.25 * last / whole, rel=1e-5)
     assert norm(flat(step)) <= 0.25 * math.sqrt(3)
 
 
 def test_every_step_starts_anew() -> None:
-    clip = LocalClip(0.5, "sum")
+    clip = local_clip(0.5, "sum")
     first, again = buckets(100.0), buckets(100.0)
     clipped(clip, first)
     clipped(clip, again)
@@ -132,7 +135,7 @@ def test_every_step_starts_anew() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     bucket = flat(buckets(50.0, dtype))
-    clipped(LocalClip(1.0, "sum"), [bucket])
+    clipped(local_clip(1.0, "sum"), [bucket])
     assert norm(bucket) == pytest.approx(0.5, rel=0.01)
 
 
@@ -140,20 +143,25 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 def test_what_is_not_finite_stays_so(value: float) -> None:
     step = buckets(100.0)
     step[1][0][3] = value
-    clipped(LocalClip(0.5, "sum"), step)
+    clipped(local_clip(0.5, "sum"), step)
     assert not step[1][0].isfinite().all()
+
+
+class Tensors(Norms):
+    """Norms as on an accelerator."""
+
+    def norm(self, gradients: Any, before: Any) -> Any:
+        return super().norm(gradients, torch.as_tensor(before))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 100.0])
 def test_accelerators_clip_as_the_host_does(scale: float) -> None:
     """By operations that do not wait for them; here they run on the host."""
     host, device = buckets(scale), buckets(scale)
-    clip = LocalClip(0.5, "sum")
+    clip = local_clip(0.5, "sum")
     clipped(clip, host)
-    clip.begin(4)
-    for bucket in device:
-        before = clip._norm.get(bucket[0].device, 0.0)
-        clip._clip_on_device(bucket, torch.as_tensor(before))
+    clip._norms = Tensors()
+    clipped(clip, device)
     for mine, other in zip(flat(host), flat(device), strict=True):
         assert torch.allclose(mine, other, rtol=1e-5)
 
@@ -161,7 +169,7 @@ def test_accelerators_clip_as_the_host_does(scale: float) -> None:
 def test_accelerators_keep_what_is_not_finite() -> None:
     (bucket, *_) = buckets()
     bucket[1][5] = math.inf
-    clip = LocalClip(0.5, "sum")
-    clip.begin(4)
-    clip._clip_on_device(bucket, torch.zeros(()))
+    clip = local_clip(0.5, "sum")
+    clip._norms = Tensors()
+    clipped(clip, [bucket])
     assert not bucket[1].isfinite().all()

@@ -23,7 +23,7 @@ from horovod_topk.torch.planning import describe, spec_of
 
 
 @dataclass(slots=True)
-class Arrival:
+class ReadyGradient:
     """A gradient as it was when its hook fired, or when it was last written to on our account."""
 
     owner: Tensor  # p.grad
@@ -47,15 +47,15 @@ class Arrival:
 class Slot:
     """One parameter's place in its bucket, and how far its gradient has come in this step."""
 
-    __slots__ = ("arrival", "device", "dtype", "exchanged", "ordinal", "parameter", "spec")
+    __slots__ = ("device", "dtype", "exchanged", "ordinal", "parameter", "ready", "spec")
 
     def __init__(self, parameter: Tensor, spec: TensorSpec, ordinal: int) -> None:
         self.parameter = parameter
         self.spec = spec
         self.ordinal = ordinal  # of its bucket
         self.dtype, self.device = DTYPES[spec.dtype], torch.device(spec.device)
-        self.arrival: Arrival | None = None  # from its hook until its bucket is finished
-        self.exchanged: Arrival | None = None  # from then until the optimizer's step
+        self.ready: ReadyGradient | None = None  # from its hook until its bucket is finished
+        self.exchanged: ReadyGradient | None = None  # from then until the optimizer's step
 
     def check_matches(self, gradient: Tensor) -> None:
         """Refuse a gradient that its residual does not fit, or that cannot be written to.
@@ -85,9 +85,9 @@ class Slot:
             )
 
     def note_writing(self) -> None:
-        """What has arrived was written to on our own account."""
-        if self.arrival is not None:
-            self.arrival.note_writing()
+        """The ready gradient was written to on our own account."""
+        if self.ready is not None:
+            self.ready.note_writing()
 
     def note_handed_out(self) -> None:
         """`synchronize()` has written the exchanged gradient to the parameter's `grad`."""
@@ -121,13 +121,13 @@ class Slot:
 
 
 def check_unchanged(slots: Iterable[Slot]) -> None:
-    """Refuse gradients that are not those that arrived.
+    """Refuse gradients that are not those that were ready.
 
     Raises:
         GradientChangedError: one was replaced or written to.
     """
     for slot in slots:
-        if slot.arrival is not None and not slot.arrival.is_still(slot.parameter.grad):
+        if slot.ready is not None and not slot.ready.is_still(slot.parameter.grad):
             raise GradientChangedError(
                 "its gradient was modified or replaced between backward() and synchronize()",
                 tensor=slot.spec.name,

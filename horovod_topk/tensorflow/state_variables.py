@@ -1,0 +1,238 @@
+"""State of error feedback in variables that a graph reads and assigns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_topk.core.choice import exchange_of
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.momentum import check_dtypes
+from horovod_topk.core.part import Part
+from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.route import Collective
+from horovod_topk.core.state import State
+from horovod_topk.core.state_dict import OWNED, RESIDUALS, VELOCITY, converted
+from horovod_topk.core.stats import describe
+from horovod_topk.core.step import Step, Storage
+from horovod_topk.methods.protocol import Method
+from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
+from horovod_topk.tensorflow.learning_rates import VariableRates
+from horovod_topk.tensorflow.traced_schedule import TracedSchedule
+from horovod_topk.tensorflow.variables import Stores, VariablePiece
+
+log = logging.getLogger("horovod_topk")
+
+
+class VariableArenas(Arenas[Array]):
+    """Arenas of one bucket in one graph: read from variables, and assigned to them in a commit.
+
+    Args:
+        plan: the bucket.
+        variables: one a tensor of the plan.
+        ops: of the arrays.
+        factors: what each is multiplied by where it is read; None: nothing.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        variables: Sequence[Any],
+        ops: TensorFlowOps,
+        factors: Sequence[Any] | None = None,
+    ) -> None:
+        parts, stop = [], 0
+        for i, (tensor, variable) in enumerate(zip(plan.tensors, variables, strict=True)):
+            if tensor.start > stop:  # a gap, for alignment
+                parts.append(tf.zeros([tensor.start - stop], variable.dtype))
+            value = variable.value()
+            parts.append(value if factors is None else value * tf.cast(factors[i], value.dtype))
+            stop = tensor.stop
+        candidate = ops.zeros(plan.numel, plan.residual_dtype)
+        super().__init__(plan, Buffer.joined(parts), candidate)
+        self._variables, self._ops = variables, ops
+
+    def swap(self) -> None:
+        """Assign the candidate to the variables."""
+        for tensor, variable in zip(self.plan.tensors, self._variables, strict=True):
+            left = self._ops.view(self.candidate, tensor.start, tensor.stop)
+            variable.assign(left.value)
+
+
+class VariableState(State[Array]):
+    """`State` of one list of variables, of which it learns when their gradients come.
+
+    Args:
+        config: the settings.
+        reduction: "average" or "sum" over ranks.
+        names: of all variables.
+        stores: where their state variables are found again.
+        collective: among the ranks that exchange.
+    """
+
+    rates: VariableRates | None
+
+    def __init__(
+        self,
+        config: Method,
+        reduction: str,
+        names: Sequence[str],
+        stores: Stores,
+        collective: Collective[Array],
+    ) -> None:
+        self.schedule_in_graphs = TracedSchedule(config)
+        self.ops, self.collective, self._stores = TensorFlowOps(), collective, stores
+        super().__init__(config, reduction, self.ops, self.schedule_in_graphs)
+        self._names, self.later = names, set(names)
+        self.rates = VariableRates() if config.follow_lr else None
+        self.last_norm = 0.0  # of this rank's gradients
+        self._specs: dict[str, TensorSpec] = {}
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """`State.specs`."""
+        return self._specs
+
+    def wrapped(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`State.wrapped`."""
+        return converted(state, lambda array: Buffer(tf.convert_to_tensor(array)))
+
+    def unwrapped(self, state: dict[str, Any]) -> dict[str, Any]:
+        """`State.unwrapped`."""
+        return converted(state, lambda array: array.value)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """`State.place`."""
+        return self.collective.rank, self.collective.size
+
+    def gradient_norm(self) -> float:
+        """`State.gradient_norm`."""
+        return self.last_norm
+
+    def know(self, plan: Plan, variables: Mapping[str, Any]) -> None:
+        """Make state variables for the tensors of a plan, and give them what was loaded for them.
+
+        variables: of the model, by tensor name.
+
+        Raises:
+            ShapeChangedError, UnsupportedDtypeError: a tensor's state variables do not fit it.
+            StateDictError: what was loaded does not fit.
+        """
+        if self.exchange is None:
+            self._choose_exchange(plan)
+        if self.config.momentum:
+            check_dtypes(plan)
+        for bucket in plan.buckets:
+            self._lay_out(bucket, variables)
+        specs = {t.spec.name: t.spec for t in plan.tensors()}
+        self._specs |= {name: specs[name] for name in variables}
+        for part in self.parts.values():
+            part.pieces = {n: part.pieces[n] for n in self._names if n in part.pieces}
+        self.meet([name for name in variables if name in self.later])
+
+    def step(self, plan: Plan, name: str, rate: Any = None) -> Step[Array]:
+        """A step over the state variables, for one graph.
+
+        rate: the learning rate, if residuals follow it.
+        """
+        exchange = self.exchange
+        assert exchange is not None  # whose tensors are known
+
+        def arenas_of(key: str, bucket: BucketPlan, at: int, rate: Any) -> VariableArenas:
+            names = [tensor.spec.name for tensor in bucket.tensors]
+            variables = [self._variable(key, name, at) for name in names]
+            factors = None
+            if rate is not None and self.rates is not None:
+                factors = [self.rates.factor(name, rate) for name in names]
+            return VariableArenas(bucket, variables, self.ops, factors)
+
+        def storage(bucket: BucketPlan) -> Storage[Array]:
+            holders, owned = exchange.holders(bucket), exchange.owned(bucket)
+            return Storage(
+                [arenas_of(RESIDUALS, each, at, rate) for at, each in enumerate(holders)],
+                [arenas_of(OWNED, each, 0, rate) for each in owned],
+                arenas_of(VELOCITY, bucket, 0, None) if self.config.momentum else None,
+            )
+
+        codec = PayloadCodec(self.ops)
+        return Step(plan, storage, self.ops, codec, exchange, name, probes=False)
+
+    def count(self, plan: Plan, rate: Any = None) -> None:
+        """Note in a graph that a step is committed."""
+        self.schedule_in_graphs.count()
+        if rate is not None and self.rates is not None:
+            self.rates.take_on(tuple(t.spec.name for t in plan.tensors()), rate)
+
+    def _choose_exchange(self, plan: Plan) -> None:
+        """Choose the exchange, with all ranks."""
+        self.exchange = exchange_of(plan, self.ops, self.collective)
+        log.info("TopKEF: %s", describe(self.exchange))
+        self.parts = {RESIDUALS: Part(self.ops)}
+        if self.exchange.parts:
+            self.parts[OWNED] = Part(self.ops)
+        if self.config.momentum:
+            self.parts[VELOCITY] = Part(self.ops)
+
+    def _lay_out(self, bucket: BucketPlan, variables: Mapping[str, Any]) -> None:
+        """Find or make the state variables of a bucket's tensors."""
+        exchange, stores = self.exchange, self._stores
+        assert exchange is not None
+        sharded = tuple(map(str, exchange.owner.values())) if exchange.parts else None
+        orders = {
+            t.spec.name: None if sharded is None else (t.spec.name, sharded, self.reduction)
+            for t in bucket.tensors
+        }
+        make = _Layout(bucket, variables)
+        make(self.parts[RESIDUALS], stores.residuals, exchange.holders(bucket), orders)
+        if OWNED in self.parts:
+            make(self.parts[OWNED], stores.owned, exchange.owned(bucket), orders)
+        if VELOCITY in self.parts:
+            make(self.parts[VELOCITY], stores.velocities, (bucket,), {})
+        if self.rates is not None:
+            for spec in (tensor.spec for tensor in bucket.tensors):
+                rate = replace(spec, shape=(1,), dtype="float64")
+                (unit,) = stores.rates.of(variables[spec.name], rate, [1])
+                self.rates.variables[spec.name] = unit
+
+    def _variable(self, key: str, name: str, at: int) -> Any:
+        piece = self.parts[key].pieces[name][at]
+        assert isinstance(piece, VariablePiece)
+        return piece.variable
+
+
+class _Layout:
+    """Finds or makes one part's state variables of one bucket.
+
+    Args:
+        bucket: the bucket.
+        variables: of the model, by tensor name.
+    """
+
+    def __init__(self, bucket: BucketPlan, variables: Mapping[str, Any]) -> None:
+        self._bucket, self._variables = bucket, variables
+
+    def __call__(
+        self,
+        part: Part[Array],
+        store: Any,
+        holders: Sequence[BucketPlan],
+        orders: Mapping[str, object],
+    ) -> None:
+        """holders: plans that together hold the part; orders: those of shards, by name."""
+        for i, tensor in enumerate(self._bucket.tensors):
+            spec, name = tensor.spec, tensor.spec.name
+            own = [(holder, holder.tensors[i]) for holder in holders]
+            part.specs[name] = own[0][1].spec if own else spec
+            made: Sequence[Any] = ()
+            if own:
+                sizes = [each.numel for _, each in own]
+                made = store.of(self._variables[name], spec, sizes, orders.get(name))
+            part.pieces[name] = [
+                VariablePiece(variable, holder.parts, each.first)
+                for variable, (holder, each) in zip(made, own, strict=True)
+            ]

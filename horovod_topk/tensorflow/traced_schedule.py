@@ -1,0 +1,100 @@
+"""Ratios that change from step to step, in graphs that do not.
+
+`horovod_topk.core.schedule` says which ratio each step has. In eager mode a step looks it up. A
+tf.function is traced before its steps are taken: it gets a branch for every ratio level, and a
+variable that counts the steps chooses one when it runs. Branches share the residuals, which lie
+where they lie whatever the ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_topk.core.base_compressor import elastic
+from horovod_topk.core.schedule import Schedule
+from horovod_topk.errors import ConfigError
+from horovod_topk.methods.protocol import Method
+from horovod_topk.tensorflow.variables import apart
+
+
+class TracedSchedule:
+    """`horovod_topk.core.schedule.Counter` in variables, and the branch that a graph takes by it.
+
+    Args:
+        config: of every rank.
+    """
+
+    def __init__(self, config: Method) -> None:
+        self._config, self._schedule = config, Schedule(config)
+        self._in_traces = config.warmup is not None  # whether traces have all levels
+        self._one_traced = False  # whether a trace has one level alone
+        self._committed, self._asked = apart(_variables)
+
+    @property
+    def committed(self) -> int:
+        """How many steps were committed, with those of a loaded state."""
+        return int(self._committed)
+
+    @committed.setter
+    def committed(self, committed: int) -> None:
+        self._committed.assign(committed)
+
+    @property
+    def asked(self) -> float | None:
+        """The ratio that was asked for, if one was."""
+        asked = int(self._asked) if self._in_traces else -1
+        return None if asked < 0 else self._schedule.levels[asked]
+
+    @asked.setter
+    def asked(self, ratio: float | None) -> None:
+        """Take a level from the next step on, or go back to the schedule (None).
+
+        Raises:
+            ConfigError: the job is elastic, or a tf.function was traced before anyone asked.
+        """
+        if elastic():
+            raise ConfigError(
+                f"set_ratio({ratio!r}) was called, and ranks that join an elastic job do not hear "
+                "of it",
+                cure="Run without --min-np and --max-np",
+            )
+        if self._one_traced:
+            raise ConfigError(
+                f"set_ratio({ratio!r}) was called, and a tf.function was traced for ratio "
+                f"{self._config.ratio} alone",
+                cure="Call set_ratio(None) of the TopKEF(...) before the first step, or pass "
+                "warmup=: traces have a branch for every ratio then. Now, load this state_dict() "
+                "into a TopKEF of the ratio wanted, of a new optimizer or tape",
+            )
+        self._in_traces = True
+        self._asked.assign(-1 if ratio is None else self._schedule.levels.index(ratio))
+
+    def traced(self, build: Callable[[float], Any]) -> Any:
+        """What `build` adds to a graph for the ratio that a run of it has; the same for each."""
+        if not self._in_traces:
+            self._one_traced = True
+            return build(self._config.ratio)
+        levels = self._schedule.levels
+        return tf.switch_case(self._position(), [lambda r=r: build(r) for r in levels])
+
+    def count(self) -> None:
+        """Count a committed step, in a graph."""
+        self._committed.assign_add(1)
+
+    def _position(self) -> Any:
+        """Index of the level of a step that begins now, in a graph."""
+        levels, committed = self._schedule.levels, self._committed.read_value()
+        usual: Any = tf.constant(levels.index(self._config.ratio))
+        for until, ratio in reversed(self._config.stretches):
+            usual = tf.where(committed < until, levels.index(ratio), usual)
+        asked = self._asked.read_value()
+        return tf.where(asked < 0, usual, asked)
+
+
+def _variables() -> tuple[Any, Any]:
+    """Committed steps, and which level was asked for, if not -1."""
+    with tf.device("cpu"):
+        return tf.Variable(0, False, dtype=tf.int64), tf.Variable(-1, False, dtype=tf.int32)

@@ -1,0 +1,145 @@
+"""State variables: flat tf.Variables beside the model's, which outlive tapes and traces."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
+from horovod_topk.errors import ShapeChangedError
+from horovod_topk.ops.tensorflow import Array, Buffer
+from horovod_topk.tensorflow.planning import unwrap
+
+
+class Forgets(Protocol):
+    """What keeps something for variables."""
+
+    def forget(self, key: Any) -> None:
+        """Keep it no longer."""
+        ...
+
+
+def watched(variable: Any, owner: Forgets, key: object) -> object:
+    """Has `owner` forget a key when a variable ends, as long as it keeps what this returns.
+
+    Neither keeps the other alive: what an optimizer keeps ends with the optimizer, also where its
+    model lives on and is given another one.
+    """
+    this = weakref.ref(owner)
+
+    def forget(_: object) -> None:
+        living = this()
+        if living is not None:
+            living.forget(key)
+
+    return weakref.ref(variable, forget)
+
+
+@dataclass(frozen=True)
+class VariablePiece:
+    """`horovod_topk.core.part.Piece`: one state variable."""
+
+    variable: Any
+    parts: int = 1
+    first: int = 0
+
+    @property
+    def numel(self) -> int:
+        """`Piece.numel`."""
+        return int(self.variable.shape[0])
+
+    def read(self) -> Array:
+        """`Piece.read`: a copy."""
+        return Buffer(self.variable.read_value())
+
+    def write(self, source: Array) -> None:
+        """`Piece.write`."""
+        self.variable.assign(tf.cast(source.value, self.variable.dtype))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    pieces: Sequence[Any]
+    order: object
+    watch: object  # ends it with its variable
+
+
+class StateVariables:
+    """Flat state variables of each model variable, as long as both of them live."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, _Entry] = {}
+
+    def forget(self, key: int) -> None:
+        """End the state variables of a variable that is no more."""
+        self._of.pop(key, None)
+
+    def of(
+        self, variable: Any, spec: TensorSpec, sizes: Sequence[int], order: object = None
+    ) -> Sequence[Any]:
+        """State variables of one model variable, zeros at first, float32 (float64 for float64).
+
+        Args:
+            variable: of the model.
+            spec: of its gradient.
+            sizes: elements of each: of the whole tensor, or of each shard.
+            order: names the shards, and what gives their elements their unit.
+
+        Raises:
+            ShapeChangedError: its gradients used to have another precision, or other shards.
+        """
+        variable, dtype = unwrap(variable), RESIDUAL_DTYPE[spec.dtype]
+        key = id(variable)
+        if key not in self._of:
+            pieces = apart(_zeros, sizes, dtype, variable.device)
+            self._of[key] = _Entry(pieces, order, watched(variable, self, key))
+        entry = self._of[key]
+        if entry.order != order:
+            raise ShapeChangedError(
+                f"its residual is dealt out as {entry.order}, these gradients as {order} (name, "
+                "ranks, this rank, reduction)",
+                tensor=spec.name,
+                cure="Give variables that are in several lists, process sets or reductions names "
+                "of their own, or each its own TopKEF(name=...)",
+            )
+        for piece in entry.pieces:
+            if piece.dtype != dtype:
+                raise ShapeChangedError(
+                    f"its gradient is {spec.dtype}, its residual {piece.dtype.name}",
+                    tensor=spec.name,
+                    cure="Give it gradients of one dtype throughout, or use another "
+                    "TopKEF(name=...)",
+                )
+        return entry.pieces
+
+
+@dataclass(frozen=True)
+class Stores:
+    """All state variables of one optimizer, or of all tapes of equal settings."""
+
+    residuals: StateVariables = field(default_factory=StateVariables)
+    owned: StateVariables = field(default_factory=StateVariables)  # owner's residuals
+    velocities: StateVariables = field(default_factory=StateVariables)
+    rates: StateVariables = field(default_factory=StateVariables)  # learning rates, [1] float64
+
+
+def _zeros(sizes: Sequence[int], dtype: str, device: str) -> Sequence[Any]:
+    with tf.device(device):
+        return [
+            tf.Variable(tf.zeros([size], dtype), trainable=False, name="topkef_residual")
+            for size in sizes
+        ]
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function where no graph is being built: what is traced is a thread's own.
+
+    A tf.function that sees a variable made while it traces would trace once more.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *arguments).result()

@@ -1,0 +1,74 @@
+"""Hooks of PyTorch on one optimizer: before gradients are added to, and around its steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.momentum_takeover import note_taken
+from horovod_topk.torch import momentum
+from horovod_topk.torch.buckets import Buckets
+from horovod_topk.torch.clipping_late import LateClipping
+from horovod_topk.torch.stepping import check_after, check_before, with_one_exchange
+
+
+class Hooks:
+    """Checks each step of one optimizer, and commits or rolls back what it has applied.
+
+    Args:
+        compressor: of its gradients.
+        buckets: the same gradients, as they become ready.
+        takes_over: whether the optimizer's own momentum is corrected instead of it.
+    """
+
+    late_clipping: LateClipping  # once an optimizer is watched
+
+    def __init__(
+        self, compressor: Compressor[torch.Tensor], buckets: Buckets, *, takes_over: bool
+    ) -> None:
+        self._compressor, self._buckets, self._takes_over = compressor, buckets, takes_over
+
+    def watch(self, optimizer: Any) -> None:
+        """Take the momentum over, and be told of steps and of what gradients are added to."""
+        factor = self._compressor.plan.config.momentum
+        self.late_clipping = LateClipping(optimizer, factor, self._buckets)
+        if self._takes_over:
+            momentum.take_over(optimizer, factor)
+            note_taken(type(optimizer).__name__, factor)
+        trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        for p, accumulation in zip(trained, optimizer._grad_accs, strict=True):
+            accumulation.register_prehook(partial(self._before_accumulation, id(p)))
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _before_accumulation(self, parameter: int, _: Any) -> None:
+        """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
+        slot = self._buckets.slot(parameter)
+        if slot is not None and slot.exchanged is not None:
+            slot.check_not_exchanged()
+            slot.exchanged = None
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns what the step is given instead."""
+        check_before(optimizer, args, kwargs)
+        factor = self._compressor.plan.config.momentum
+        if self._takes_over:
+            momentum.take_over(optimizer, factor)
+        elif not factor:
+            momentum.give_back(optimizer)
+        momentum.check_not_twice(optimizer, factor)
+        self.late_clipping.check(optimizer)
+        return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        check_after(optimizer)
+        self.late_clipping.check(optimizer)  # of a closure that has exchanged within the step
+        if self._buckets.are_applied():
+            self._compressor.commit()
+        else:  # what was exchanged has been thrown away: the step applied something else
+            self._compressor.rollback()
+        self._buckets.forget_exchanged()

@@ -1,0 +1,94 @@
+"""Which ratio level a graph takes: the one that `core.schedule` says, at every count of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from horovod_topk.core.schedule import Schedule
+from horovod_topk.core.state import State
+from horovod_topk.errors import ConfigError
+from horovod_topk.methods.topk import TopK
+from horovod_topk.ops.tensorflow import TensorFlowOps
+from horovod_topk.tensorflow.traced_schedule import TracedSchedule
+
+WARM = TopK(ratio=0.05, warmup=((2, 0.5), (4, 0.2), (5, 1.0)))
+
+
+def state_of(config: TopK) -> tuple[State[Any], TracedSchedule]:
+    """A state whose counts lie in variables."""
+    traced = TracedSchedule(config)
+    return State(config, "average", TensorFlowOps(), traced), traced
+
+
+def stepper(traced: TracedSchedule) -> Any:
+    """A step as a graph: its ratio; it is committed."""
+
+    def step() -> Any:
+        def build(ratio: float) -> Any:
+            traced.count()
+            return tf.constant(ratio, tf.float64)
+
+        return traced.traced(build)
+
+    return tf.function(step, autograph=False)
+
+
+def test_a_graph_takes_the_ratios_of_the_schedule() -> None:
+    (state, traced), schedule = state_of(WARM), Schedule(WARM)
+    step = stepper(traced)
+    for committed in range(7):
+        assert (traced.committed, state.ratio) == (committed, schedule.ratio_at(committed))
+        assert step().numpy() == schedule.ratio_at(committed)
+    assert step.experimental_get_tracing_count() == 1
+    state.resume((3, None))
+    assert state.ratio == step().numpy() == 0.2
+
+
+def test_a_graph_takes_what_was_asked_for() -> None:
+    state, traced = state_of(WARM)
+    step = stepper(traced)
+    for ratio in (1.0, 0.05, 0.2, 0.5):
+        state.set_ratio(ratio)
+        assert state.ratio == step().numpy() == ratio
+    state.set_ratio(None)
+    assert (traced.committed, state.ratio) == (4, 1.0)
+    assert step().numpy() == 1.0
+
+
+def test_without_warm_up_a_graph_has_one_level_unless_someone_asks_before() -> None:
+    state, traced = state_of(TopK(ratio=0.1))
+    assert stepper(traced)().numpy() == 0.1
+    assert traced.committed == 1
+    with pytest.raises(ConfigError, match=r"traced for ratio 0\.1 alone\. Call set_ratio\(None\)"):
+        state.set_ratio(1.0)
+    early, traced = state_of(TopK(ratio=0.1))
+    early.set_ratio(None)
+    step = stepper(traced)
+    assert step().numpy() == 0.1
+    early.set_ratio(1.0)
+    assert step().numpy() == 1.0
+
+
+def test_what_is_no_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, _ = state_of(WARM)
+    with pytest.raises(ConfigError, match=r"ratio 0\.3 is none"):
+        state.set_ratio(0.3)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ConfigError, match="elastic job do not hear"):
+        state.set_ratio(1.0)
+    assert state.ratio == 0.5
+
+
+def test_variables_can_be_made_while_a_graph_is_built() -> None:
+    made = []
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def step() -> Any:
+        made.append(state_of(WARM)[0])
+        return tf.constant(0)
+
+    step()
+    assert made[0].ratio == 0.5
