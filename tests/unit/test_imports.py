@@ -25,7 +25,7 @@ ROOMS = {
     "errors.py": set[str](),
     "ratios.py": {"horovod_topk.errors"},
     "config.py": {"horovod_topk.ratios", "horovod_topk.errors"},
-    "__init__.py": {"horovod_topk.errors", "horovod_topk.config"},
+    "__init__.py": {"horovod_topk.errors", "horovod_topk.methods"},
     "methods": {
         "horovod_topk.ops",
         "horovod_topk.config",
