@@ -234,8 +234,9 @@ class TensorFlowOps:
             _write(out, tf.cast(tf.concat(shard, 0), out.dtype))
 
     def rows(self, gathered: Array, width: int) -> int:
-        known = gathered.numel is not None
-        rows: int = (gathered.numel if known else tf.size(gathered.value)) // width
+        if gathered.numel is not None:
+            return gathered.numel // width
+        rows: int = tf.cast(tf.size(gathered.value) // width, tf.float64)  # to divide by
         return rows
 
     def store(self, payload: Array, at: int, part: Array) -> None:
