@@ -82,6 +82,7 @@ def gap(run: Run) -> float:
     return max(float(np.linalg.norm(m + e - d) / np.linalg.norm(d)) for m, e, d in missed)
 
 
+@pytest.mark.one_in(3)
 @BOTH
 @pytest.mark.parametrize("graph", [False, True], ids=["at once", "in a graph"])
 def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
@@ -106,6 +107,7 @@ def test_with_warm_up_and_momentum_correction(library: Any) -> None:
     assert all(map(np.array_equal, *([v.numpy() for v in run.variables] for run in whole)))
 
 
+@pytest.mark.one_in(2)
 @BOTH
 def test_within_a_loss_scale(library: Any) -> None:
     """A scale that is a power of two changes no bit."""

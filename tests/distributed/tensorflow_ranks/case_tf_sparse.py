@@ -30,6 +30,7 @@ def sgd(library: Any, setting: str, **own: Any) -> Any:
     return library.optimizers.SGD(0.05, momentum=0.9 if setting == "optimizer" else 0.0, **own)
 
 
+@pytest.mark.one_in(5)
 @BOTH
 @SETTINGS
 def test_it_is_refused_before_anything_has_changed(library: Any, setting: str) -> None:
@@ -93,6 +94,7 @@ def test_as_dense_it_has_its_momentum(library: Any, setting: str, scaled: bool) 
     assert not np.allclose(ours[0], dense[1][0], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.one_in(2, first=1)
 @BOTH
 def test_as_dense_it_is_clipped(library: Any) -> None:
     """With the others, to a norm of 0.1 on each rank of which the mean is taken."""
