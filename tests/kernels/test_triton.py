@@ -85,27 +85,27 @@ def test_kernels_compile_without_a_gpu(tier: str) -> None:
     run_cases("compile_*", tier, TRITON_INTERPRET="0")
 
 
+def recipe_of(*sizes: int, dtype: str = "float32", **settings: Any) -> tuple[int, ...]:
+    specs = [TensorSpec(f"t{i}", (n,), dtype) for i, n in enumerate(sizes)]
+    method = TopK(**settings)
+    (bucket,) = make_plan(specs, method).buckets
+    return method.recipe(bucket)
+
+
 def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    wide, narrow = (
-        make_plan([TensorSpec("w", (5,), dtype)], TopK()).buckets[0].recipe
-        for dtype in ("float64", "float32")
-    )
+    wide, narrow = (recipe_of(5, dtype=dtype) for dtype in ("float64", "float32"))
     assert unavailable("cuda:0") is None and unavailable("cpu") is not None
     assert unsupported(narrow, "cuda:0") is None
     assert "float64" in str(unsupported(wide, "cuda:0"))
     assert "cpu" in str(unsupported(narrow, "cpu"))
     for values in ("bfloat16", "int8", "int4", "sign"):
-        (other,) = make_plan([TensorSpec("w", (5,), "float32")], TopK(values=values)).buckets
-        assert "neither float32 nor float16" in str(
-            unsupported(other.config.recipe(other), "cuda:0")
-        )
-    specs = [TensorSpec("b", (5,), "float32"), TensorSpec("w", (5000,), "float32")]
+        other = recipe_of(5, values=values)
+        assert "neither float32 nor float16" in str(unsupported(other, "cuda:0"))
     for values in ("float32", "float16"):
         packed, plain = (
-            make_plan(specs, TopK(values=values, indices=indices)).buckets[0].recipe
-            for indices in ("packed", "plain")
+            recipe_of(5, 5000, values=values, indices=indices) for indices in ("packed", "plain")
         )
         assert "packed; indices='plain' are not" in str(unsupported(packed, "cuda:0"))
         assert unsupported(plain, "cuda:0") is None
