@@ -197,8 +197,8 @@ class Plan:
             "shapes": [[spec.name, list(spec.shape)] for spec in specs],
             "dtypes": [[spec.name, spec.dtype] for spec in specs],
             "ratios": [[spec.name, *self._ratios_of(spec)] for spec in specs],
-            "payload": [[tensor.spec.name, *_facts(tensor)] for tensor in self.tensors()],
             "buckets": [[t.spec.name for t in bucket.tensors] for bucket in self.buckets],
+            "payload": [[tensor.spec.name, *_facts(tensor)] for tensor in self.tensors()],
         }
 
     @cached_property

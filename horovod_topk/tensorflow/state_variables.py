@@ -15,12 +15,14 @@ from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.residual import Arenas
+from horovod_topk.core.rounds import is_shared, state_names, state_plan
 from horovod_topk.core.route import Collective
 from horovod_topk.core.state import State
-from horovod_topk.core.state_dict import OWNED, RESIDUALS, VELOCITY, converted
+from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY, converted
 from horovod_topk.core.stats import describe
 from horovod_topk.core.step import Step, Storage
-from horovod_topk.methods.protocol import Method
+from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.methods.protocol import Method, Rounds
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.learning_rates import VariableRates
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
@@ -125,6 +127,9 @@ class VariableState(State[Array]):
         """
         if self.exchange is None:
             self._choose_exchange(plan)
+        for name in state_names(plan):
+            part = self.parts.setdefault(METHOD_STATE + name, Part(self.ops))
+            part.facts = {SHARED: is_shared(plan, name)}
         if self.config.momentum:
             check_dtypes(plan)
         for bucket in plan.buckets:
@@ -157,6 +162,10 @@ class VariableState(State[Array]):
                 [arenas_of(RESIDUALS, each, at, rate) for at, each in enumerate(holders)],
                 [arenas_of(OWNED, each, 0, rate) for each in owned],
                 arenas_of(VELOCITY, bucket, 0, None) if self.config.momentum else None,
+                {
+                    each: arenas_of(METHOD_STATE + each, state_plan(bucket, each), 0, None)
+                    for each in state_names(plan)
+                },
             )
 
         codec = PayloadCodec(self.ops)
@@ -169,7 +178,17 @@ class VariableState(State[Array]):
             self.rates.take_on(tuple(t.spec.name for t in plan.tensors()), rate)
 
     def _choose_exchange(self, plan: Plan) -> None:
-        """Choose the exchange, with all ranks."""
+        """Choose the exchange, with all ranks.
+
+        Raises:
+            UnsupportedOperationError: the method has several rounds.
+        """
+        if isinstance(self.config, Rounds):
+            raise UnsupportedOperationError(
+                f"{type(self.config).__name__} is a method of rounds, and graphs of TensorFlow with "
+                "one have been seen to wait for ever",
+                cure="Use it in PyTorch, or a method whose payloads are gathered, such as TopKEF",
+            )
         self.exchange = exchange_of(plan, self.ops, self.collective)
         log.info("TopKEF: %s", describe(self.exchange))
         self.parts = {RESIDUALS: Part(self.ops)}
@@ -193,6 +212,10 @@ class VariableState(State[Array]):
             make(self.parts[OWNED], stores.owned, exchange.owned(bucket), orders)
         if VELOCITY in self.parts:
             make(self.parts[VELOCITY], stores.velocities, (bucket,), {})
+        for key in self.parts:
+            if key.startswith(METHOD_STATE):
+                name = key.removeprefix(METHOD_STATE)
+                make(self.parts[key], stores.methods[name], (state_plan(bucket, name),), {})
         if self.rates is not None:
             for spec in (tensor.spec for tensor in bucket.tensors):
                 rate = replace(spec, shape=(1,), dtype="float64")

@@ -889,6 +889,109 @@ def test_norm_sums_in_float64(backend: Backend, dtype: str) -> None:
     assert backend.ops.norm(backend.ops.zeros(0, dtype, "cpu")) == 0.0
 
 
+# Methods of several rounds.
+
+
+@each_way
+@given(data=st.data(), wide=st.sampled_from(WIDE))
+def test_scales_are_finite_and_not_negative(
+    backend: Backend, data: st.DataObject, wide: str
+) -> None:
+    count = data.draw(st.integers(1, 5))
+    scales = st.sampled_from([0.0, -0.0, 1.0, 1e30, -1.0, -1e30, math.inf, -math.inf, math.nan])
+    row = st.lists(scales, min_size=count, max_size=count)
+    rows = data.draw(st.lists(row | st.just([1.0] * count), min_size=1, max_size=4))
+    answers = backend.ops.are_scales(backend.array(np.array(rows), wide))
+    expected = [all(math.isfinite(scale) and scale >= 0 for scale in row) for row in rows]
+    assert backend.numpy(answers).tolist() == expected
+
+
+@each_way
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 5), (7, 1, 2), (1, 40, 1), (64, 33, 4)])
+def test_matmul_of_flat_matrices(backend: Backend, wide: str, shape: tuple[int, int, int]) -> None:
+    """Whole numbers have sums that no order of additions changes; others come close."""
+    m, k, n = shape
+    random = np.random.default_rng(m)
+    for exact in (True, False):
+        left, right = (random.standard_normal(size) for size in ((m, k), (k, n)))
+        if exact:
+            left, right = np.round(4 * left), np.round(4 * right)
+        given_ = [backend.array(each.reshape(-1), wide) for each in (left, right)]
+        product = backend.ops.matmul(*given_, shape)
+        assert dtype_name(product) == wide
+        found, expected = backend.numpy(product), (left @ right).reshape(-1)
+        if exact:
+            assert found.tolist() == expected.tolist()
+        limit = 4 * k * np.finfo(wide).eps * np.abs(left).max() * np.abs(right).max()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=limit)
+
+
+@each_way
+def test_matmul_takes_views_and_gives_a_new_array(backend: Backend) -> None:
+    array = backend.array(np.arange(6), "float32")
+    views = backend.ops.view(array, 0, 2), backend.ops.view(array, 2, 6)
+    product = backend.ops.matmul(*views, (1, 2, 2))
+    backend.ops.assign(array, backend.array(np.zeros(6), "float32"))
+    assert backend.numpy(product).tolist() == [4, 5]  # [0, 1] times [[2, 3], [4, 5]]
+
+
+@each_way
+def test_matmul_hands_on_what_is_not_finite(backend: Backend) -> None:
+    """A flagged tensor's rounds run on."""
+    left = backend.array(np.array([1, np.nan, 2, 3]), "float32")
+    right = backend.array(np.array([1, 1]), "float32")
+    found = backend.numpy(backend.ops.matmul(left, right, (2, 2, 1)))
+    assert np.isnan(found[0]) and found[1] == 5
+
+
+@each_way
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 5), (5, 1), (3, 4), (40, 8)])
+def test_transposed(backend: Backend, wide: str, rows: int, columns: int) -> None:
+    values = np.random.default_rng(rows).standard_normal((rows, columns)).astype(wide)
+    array = backend.array(values.reshape(-1), wide)
+    result = backend.ops.transposed(array, rows)
+    backend.ops.assign(array, backend.array(np.zeros(rows * columns), wide))  # it is a new array
+    assert dtype_name(result) == wide
+    assert backend.numpy(result).tolist() == values.T.reshape(-1).tolist()
+    back = backend.numpy(backend.ops.transposed(result, columns))
+    assert back.tolist() == values.reshape(-1).tolist()
+
+
+@each_way
+@given(data=st.data(), wide=st.sampled_from(WIDE))
+def test_divided_by_one_number(backend: Backend, data: st.DataObject, wide: str) -> None:
+    array = data.draw(arrays(backend, wide, min_size=1))
+    by = data.draw(st.sampled_from([0.0, -0.0, 1.0, -3.0, 0.1, 1e30, math.inf, math.nan]))
+    divisor = np.array([by], wide)
+    given_ = backend.array(array, wide), backend.array(divisor, wide)
+    found = backend.ops.divided(*given_)
+    with np.errstate(all="ignore"):
+        expected = np.zeros_like(array) if by == 0 else array / divisor
+        assert bits(backend, found) == canonical(backend, expected)
+        assert bits(backend, given_[0]) == canonical(backend, array)
+    assert dtype_name(found) == wide
+
+
+@each_way
+def test_either_of_two_answers(backend: Backend) -> None:
+    """Of `examine`, which may give tensors; `deliver` takes what comes of them."""
+    ops, gathered = backend.ops, backend.array(np.zeros(4), "uint8")
+    pairs = list(itertools.product([False, True], repeat=2))
+    left, right = (
+        ops.examine(gathered, 4, 4, [], lambda heads, answers, flags=flags: flags)
+        for flags in ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    )
+    found = ops.either(left, right)
+    assert [bool(flag) for flag in found] == [False, True, True, True]
+    target = backend.array(np.ones(2), "float32")
+    total = backend.array(np.full(2, 3.0), "float32")
+    for position, (one, other) in enumerate(pairs):
+        ops.deliver(total, 1.0, target, found[position])
+        assert np.isnan(backend.numpy(target)).all() == (one or other)
+
+
 # Rules for all.
 
 

@@ -33,12 +33,13 @@ class GraphOps:
 
 def _in_graph(method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     places = {id(place): place for place in _places(args)}
-    raised: list[Exception] = []
+    raised, arrays = list[Exception](), list[bool]()
 
     def traced(*tensors: Any) -> Any:
         assert not tf.executing_eagerly()
         inside = {key: Buffer(t) for key, t in zip(places, tensors, strict=True)}
         result = method(*(_swap(arg, inside, raised) for arg in args))
+        arrays.append(isinstance(result, Buffer | View))
         return [buffer.value for buffer in inside.values()], _tensors(result)
 
     try:
@@ -51,7 +52,7 @@ def _in_graph(method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return tuple(Buffer(each) for each in answer)
     if answer is None:
         return None
-    return [bool(flag) for flag in answer] if answer.dtype == tf.bool else Buffer(answer)
+    return Buffer(answer) if arrays[-1] else [bool(flag) for flag in answer]  # of `examine`
 
 
 def _tensors(result: Any) -> Any:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
+import tensorflow as tf
+from oracle.two_rounds import TwoRounds
 from tapes import Linear, noise
 
 import horovod_topk.tensorflow
+from horovod_topk import checkpoint
+from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.methods import METHODS
 
 SHAPES = [(60, 50), (7,), (515,)]
+METHODS["TwoRounds"] = TwoRounds
 
 
 def gradients(rank: int, step: int) -> list[Any]:
@@ -44,3 +51,35 @@ def test_dense_is_the_mean_in_rank_order(values: str, exchange: str) -> None:
     assert error < {"float32": 1e-6, "float16": 2e-2, "bfloat16": 2e-1}[values]
     rounded = compression.stats().residual_norm > 0
     assert rounded == (values != "float32")
+
+
+@pytest.mark.everywhere
+@pytest.mark.world_size(2, 3, 4)
+def test_a_checkpoint_goes_on_and_a_nan_changes_nothing(tmp_path: Path) -> None:
+    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
+    first, second = (horovod_topk.tensorflow.Dense(name=f"dense.{i}") for i in range(2))
+    model, other = Linear(SHAPES), Linear(SHAPES)
+    for step in range(3):
+        model.exchange(first, gradients(hvd.rank(), step))
+    checkpoint.save(folder, first)
+    checkpoint.load(folder, second)
+    for step in range(3, 6):
+        if step == 4:
+            bad = [np.array(each) for each in gradients(hvd.rank(), 99)]
+            bad[0][3, 3] = np.nan if hvd.rank() == 1 else 0
+            exchanged = other.exchange(second, [tf.constant(each) for each in bad])
+            assert np.isnan(exchanged[0]).all()
+            assert np.isfinite(exchanged[1]).all()
+        expected = model.exchange(first, gradients(hvd.rank(), step))
+        assert all(
+            map(np.array_equal, other.exchange(second, gradients(hvd.rank(), step)), expected)
+        )
+    assert second.stats().rolled_back == 1
+    gathered = hvd.allgather_object([each.tobytes() for each in expected], name="exchanged")
+    assert all(each == gathered[0] for each in gathered)
+
+
+def test_a_method_of_rounds_is_refused() -> None:
+    compression = horovod_topk.tensorflow.TwoRounds()
+    with pytest.raises(UnsupportedOperationError, match="TwoRounds is a method of rounds"):
+        Linear(SHAPES).exchange(compression, gradients(hvd.rank(), 0))
