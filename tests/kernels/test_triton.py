@@ -160,15 +160,16 @@ def plan(
 def sending(shares: Sequence[tuple[int, int]]) -> BucketPlan:
     """A bucket of (numel, k) that send indices, whether that pays or not."""
     entries = sum(k for _, k in shares)
-    layout = wire.layout(len(shares), 4 * entries, {"int32": 0, "int16": 2 * entries, "packed": 0})
+    body_at = wire.body_at(len(shares))
+    index16_at = -(-(body_at + 4 * entries) // 8) * 8
+    layout = wire.layout(len(shares), index16_at + 2 * entries)
     tensors, start, sent = [], 0, 0
     for i, (numel, k) in enumerate(shares):
         spec = TensorSpec(str(i), (numel,), "float32", DEVICE)
-        value_at, index_at = layout.body_at + 4 * sent, layout.index16_at + 2 * sent
+        value_at, index_at = layout.body_at + 4 * sent, index16_at + 2 * sent
         tensors.append(Entries(spec, numel, i, 0, start, value_at, False, k, "int16", index_at))
         start, sent = start + numel, sent + k
-    agreed = TopK(), "average"
-    return BucketPlan(0, tuple(tensors), "float32", "float32", *agreed, False, layout, (bytes(8),))
+    return BucketPlan(0, tuple(tensors), "float32", TopK(), "average", layout, (bytes(8),))
 
 
 def canonical(array: Tensor) -> Tensor:

@@ -31,12 +31,12 @@ class NextFormat(Plan):
     """A plan as a later version of the format would make it."""
 
     def fields(self) -> dict[str, list[object]]:
-        return super().fields() | {"format": [2]}
+        return super().fields() | {"format": [3]}
 
 
 # field -> a plan that differs in it, what the others have, what this one has
 DIFFERENT = {
-    "format": (NextFormat(AGREED.config, "average", AGREED.buckets), "1", "2"),
+    "format": (NextFormat(AGREED.config, "average", AGREED.buckets), "2", "3"),
     "settings": (make_plan([W, B], TopK(ratio=0.5)), '["ratio", 0.01]', '["ratio", 0.5]'),
     "reduction": (make_plan([W, B], TopK(), "sum"), '"average"', '"sum"'),
     "names": (make_plan([W, TensorSpec("c", (10,), "float32")], TopK()), '"b"', '"c"'),

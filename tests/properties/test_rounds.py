@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,9 +14,6 @@ from oracle.loopback import LoopbackCollective, on_every_rank
 from oracle.two_rounds import COLUMNS, TwoRounds
 from oracle.world import Gradients, World, same_bits
 
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.exchange import ReduceExchange
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.rounds import round_plans
 from horovod_topk.errors import PayloadError, TopKError

@@ -155,8 +155,8 @@ def test_warm_up_goes_on_where_a_state_dict_left_it() -> None:
     assert resumed.ranks[0].ratio == 0.01
 
 
-def test_without_warm_up_a_state_dict_is_what_it_was() -> None:
-    assert set(warming((1, 0.5)).ranks[0].state_dict()) - {"committed"} == set(
+def test_a_state_dict_has_the_same_fields_with_and_without_warm_up() -> None:
+    assert set(warming((1, 0.5)).ranks[0].state_dict()) == set(
         World(make_plan(SPECS, TopK()), 2, NUMPY).ranks[0].state_dict()
     )
 
@@ -164,6 +164,6 @@ def test_without_warm_up_a_state_dict_is_what_it_was() -> None:
 def test_statistics_are_of_the_present_level() -> None:
     world = warming((1, 0.25))
     world.step(ones())
-    assert world.ranks[0].planned().selected == 125 + 8
+    assert world.ranks[0].stats().selected == 125 + 8
     world.step(ones())
-    assert world.ranks[0].planned().selected == 5 + 1
+    assert world.ranks[0].stats().selected == 5 + 1

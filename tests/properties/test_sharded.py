@@ -268,10 +268,10 @@ def test_what_a_rank_owes_includes_what_it_owns() -> None:
     world = World(plan_of(ratio=1.0, gather_ratio=0.01), 2, NUMPY)
     world.step(some_gradients(np.random.default_rng(0), 2))
     assert not any(one["conv"].any() for one in world.residuals())
-    assert all(compressor.owed("conv") > 0 for compressor in world.ranks)
+    assert all(compressor.norm_of("conv") > 0 for compressor in world.ranks)
     assert all(compressor.residual_norm() == 0 for compressor in world.ranks)
     assert all(compressor.owned_norm() > 0 for compressor in world.ranks)
-    assert world.ranks[0].owed("bias") == 0
+    assert world.ranks[0].norm_of("bias") == 0
 
 
 def test_counters_are_of_both_directions() -> None:
