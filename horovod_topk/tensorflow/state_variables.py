@@ -185,8 +185,8 @@ class VariableState(State[Array]):
         """
         if isinstance(self.config, Rounds):
             raise UnsupportedOperationError(
-                f"{type(self.config).__name__} is a method of rounds, and graphs of TensorFlow with "
-                "one have been seen to wait for ever",
+                f"{type(self.config).__name__} is a method of rounds, and graphs of TensorFlow "
+                "with one have been seen to wait for ever",
                 cure="Use it in PyTorch, or a method whose payloads are gathered, such as TopKEF",
             )
         self.exchange = exchange_of(plan, self.ops, self.collective)

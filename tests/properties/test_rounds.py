@@ -182,17 +182,6 @@ def test_a_rank_that_abandons_a_step_ends_it_for_all(backend: Backend, method: R
         assert_goes_on(world, before, [1, 0, 1])
 
 
-def test_ranks_may_find_out_in_any_order() -> None:
-    """One goes ahead as far as it can before the others hear of it."""
-    world = started()
-    before = kept(world)
-    world.launch(gradients_of(1, world.plan))
-    world.ranks[2].abandon()
-    for rank in (1, 0):
-        assert all(np.isnan(g).all() for g in finish(world, rank))
-    assert_goes_on(world, before, [1, 1, 0])
-
-
 def test_two_ranks_that_abandon_a_step() -> None:
     world = started()
     before = kept(world)
