@@ -15,10 +15,9 @@ from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.residual import Arenas
-from horovod_topk.core.rounds import is_shared, state_names, state_plan
 from horovod_topk.core.route import Collective
 from horovod_topk.core.state import State
-from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY, converted
+from horovod_topk.core.state_dict import OWNED, RESIDUALS, VELOCITY, converted
 from horovod_topk.core.stats import describe
 from horovod_topk.core.step import Step, Storage
 from horovod_topk.errors import UnsupportedOperationError
@@ -127,9 +126,6 @@ class VariableState(State[Array]):
         """
         if self.exchange is None:
             self._choose_exchange(plan)
-        for name in state_names(plan):
-            part = self.parts.setdefault(METHOD_STATE + name, Part(self.ops))
-            part.facts = {SHARED: is_shared(plan, name)}
         if self.config.momentum:
             check_dtypes(plan)
         for bucket in plan.buckets:
@@ -162,10 +158,6 @@ class VariableState(State[Array]):
                 [arenas_of(RESIDUALS, each, at, rate) for at, each in enumerate(holders)],
                 [arenas_of(OWNED, each, 0, rate) for each in owned],
                 arenas_of(VELOCITY, bucket, 0, None) if self.config.momentum else None,
-                {
-                    each: arenas_of(METHOD_STATE + each, state_plan(bucket, each), 0, None)
-                    for each in state_names(plan)
-                },
             )
 
         codec = PayloadCodec(self.ops)
@@ -212,10 +204,6 @@ class VariableState(State[Array]):
             make(self.parts[OWNED], stores.owned, exchange.owned(bucket), orders)
         if VELOCITY in self.parts:
             make(self.parts[VELOCITY], stores.velocities, (bucket,), {})
-        for key in self.parts:
-            if key.startswith(METHOD_STATE):
-                name = key.removeprefix(METHOD_STATE)
-                make(self.parts[key], stores.methods[name], (state_plan(bucket, name),), {})
         if self.rates is not None:
             for spec in (tensor.spec for tensor in bucket.tensors):
                 rate = replace(spec, shape=(1,), dtype="float64")
