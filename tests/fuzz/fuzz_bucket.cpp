@@ -301,19 +301,29 @@ void check_decoded(const Job &job, const Tensor &t, const uint8_t *gathered, int
   }
 }
 
-/* The first rank * tensors + tensor whose indices are wrong, or -1. */
+bool are_scales(const Job &job, const Tensor &t, const uint8_t *payload) {
+  for (int64_t i = 0; i < scale_bytes(job.kind, t.k) / 2; ++i) {
+    const float scale = float_of(bits_at(payload + t.value_at, 16 * i, 16), BRAIN);
+    if (!std::isfinite(scale) || scale < 0) return false;
+  }
+  return true;
+}
+
+/* The first rank * tensors + tensor whose scales or indices are wrong, or -1. */
 int64_t first_wrong(const Job &job, const uint8_t *gathered, int64_t ranks,
                     const std::vector<uint8_t> &flags) {
   auto tensors = (int64_t)job.tensors.size();
   for (int64_t i = 0; i < ranks * tensors; ++i) {
     const Tensor &t = job.tensors[(size_t)(i % tensors)];
-    if (flags[(size_t)(i % tensors)] || t.index == NONE) continue;
-    if (!are_sound(t, indices_of(t, gathered + i / tensors * job.payload_bytes))) return i;
+    const uint8_t *payload = gathered + i / tensors * job.payload_bytes;
+    if (flags[(size_t)(i % tensors)]) continue;
+    if (!are_scales(job, t, payload)) return i;
+    if (t.index != NONE && !are_sound(t, indices_of(t, payload))) return i;
   }
   return -1;
 }
 
-/* Zeros where a payload has entries, and nothing else; nothing at all if its indices are not sound. */
+/* Zeros where a payload has entries, and nothing else; nothing at all if it is damaged. */
 void check_cleared(const Job &job, const topkef_bucket *bucket, const uint8_t *payload,
                    int64_t wrong, size_t offset, int threads) {
   std::vector<Memory> arrays;
