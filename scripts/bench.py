@@ -125,9 +125,8 @@ def in_torch(ratio: float) -> Callable[[], None]:
             gradients = [fresh[t.spec.name] for t in bucket.tensors]
             compressor.launch(bucket.ordinal, gradients)
         for bucket in plan.buckets:
-            gradients = [fresh[t.spec.name] for t in bucket.tensors]
             written = [targets[t.spec.name] for t in bucket.tensors]
-            compressor.finish(bucket.ordinal, gradients, written)
+            compressor.step.finish(bucket.ordinal, written)
         compressor.commit()
 
     return step

@@ -38,11 +38,6 @@ class Allreduced(Generic[Array]):
         self._array = ops.zeros(size, bucket.residual_dtype, bucket.device)
         self._pending: Pending[Array] | None = None
 
-    @property
-    def is_under_way(self) -> bool:
-        """`Route.is_under_way`."""
-        return self._pending is not None
-
     def send(self, gradients: Sequence[Array], name: str) -> None:
         """`Route.send`."""
         ops, bucket = self._ops, self._bucket
@@ -58,12 +53,6 @@ class Allreduced(Generic[Array]):
     def advance(self) -> None:
         """`Route.advance`."""
 
-    def wait(self) -> None:
-        """`Route.wait`."""
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        self._sum = pending.wait()
-
     def drain(self) -> None:
         """`Route.drain`."""
         if self._pending is not None:
@@ -78,6 +67,9 @@ class Allreduced(Generic[Array]):
             PlanMismatchError: ranks have different plans.
         """
         ops, bucket, ranks = self._ops, self._bucket, self._collective.size
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        self._sum = pending.wait()
         sums = [ops.view(self._sum, piece.start, piece.stop) for piece in bucket.tensors]
         flags = self._examine(sums)
         scale = 1.0 / ranks if bucket.reduction == "average" else 1.0

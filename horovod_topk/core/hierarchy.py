@@ -113,12 +113,6 @@ class Hierarchical(Generic[Array]):
         self._spread: Pending[Array] | None = None
         self._unwanted: list[Pending[Array]] = []  # of a step that was forgotten
 
-    @property
-    def is_under_way(self) -> bool:
-        """`Route.is_under_way`."""
-        legs = self._reduced, self._gathered, self._spread
-        return any(leg is not None for leg in legs)
-
     def send(self, gradients: Sequence[Array], name: str) -> None:
         """`Route.send`."""
         self._name = name
@@ -132,13 +126,6 @@ class Hierarchical(Generic[Array]):
             self._compress()
         elif self._gathered is not None:
             self._hand_on()
-
-    def wait(self) -> None:
-        """`Route.wait`."""
-        while self._spread is None:
-            self.advance()
-        pending, self._spread = self._spread, None
-        self._arrived = pending.wait()
 
     def drain(self) -> None:
         """`Route.drain`. An owner's flags make the ranks that go on with the step roll it back.
@@ -160,9 +147,15 @@ class Hierarchical(Generic[Array]):
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
         plan, nodes = self._plan, self._team.nodes
+        while self._spread is None:
+            self.advance()
+        pending, self._spread = self._spread, None
+        self._arrived = pending.wait()
         payloads = nodes.owners * len(nodes.ranks)
         received = self._ops.numel(self._arrived)
-        wire.check_length(received, plan.sum_bytes, payloads, plan.bucket.ordinal)
+        if received != plan.sum_bytes * payloads:
+            ordinal = plan.bucket.ordinal
+            raise wire.wrong_length(received, plan.sum_bytes, payloads, ordinal)
         ranks = sum(nodes.sizes)
         scale = 1.0 / ranks if plan.bucket.reduction == "average" else 1.0
         return self._codec.decode(plan.result, self._in_rows(), gain * scale, targets)

@@ -71,11 +71,6 @@ class Reduced(Generic[Array]):
         self._flags: Sequence[bool] | None = None  # of the rounds so far
         self._works: list[Work[Array]] = []
 
-    @property
-    def is_under_way(self) -> bool:
-        """`Route.is_under_way`."""
-        return self._round is not None
-
     def send(self, gradients: Sequence[Array], name: str) -> None:
         """`Route.send`: the first round."""
         ops, arenas = self._ops, self._arenas
@@ -97,8 +92,8 @@ class Reduced(Generic[Array]):
         elif following < len(self._legs) and self._take(leg):
             self._start(following)
 
-    def wait(self) -> None:
-        """`Route.wait`."""
+    def _wait(self) -> None:
+        """Wait for the last round's sums; start what is missing of it."""
         assert self._round is not None
         while not self._ended and (self._round + 1 < len(self._legs) or not self._returning):
             self.advance()
@@ -119,6 +114,7 @@ class Reduced(Generic[Array]):
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
+        self._wait()
         ops, flags = self._ops, self._flags
         assert flags is not None
         pairs = zip(self._bucket.tensors, self._works, targets, strict=True)
@@ -164,7 +160,6 @@ class Reduced(Generic[Array]):
     def _take(self, leg: Sharded[Array]) -> bool:
         """Take a round's sums; whether the step goes on, which it does not if all are flagged."""
         ops, reduced = self._ops, []
-        leg.wait()
         for tensor in leg.bucket.tensors:
             reduced.append(ops.zeros(tensor.numel, leg.bucket.residual_dtype, leg.bucket.device))
         flags = leg.receive(reduced)

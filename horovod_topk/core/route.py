@@ -3,8 +3,7 @@
     send      encode, and start the first collective
     advance   start what follows it, once it is done; as often as the exchange has `turns`, and
               each time every bucket, before the first is received
-    wait      until the last is done
-    receive   decode
+    receive   wait for the last collective, and decode what it brings
 
 What each rank keeps lies in `arenas`: they take part in the commit (`swap`) or do not.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from horovod_topk.core import payload as wire
 from horovod_topk.core.codec import PayloadCodec
@@ -101,21 +100,12 @@ class Collective(Protocol[Array]):
 class Route(Protocol[Given]):
     """One bucket's way."""
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether something was sent that has not been waited for."""
-        ...
-
     def send(self, gradients: Sequence[Given], name: str) -> None:
         """Encode gradients and start the first collective; writes no gradient and no residual."""
         ...
 
     def advance(self) -> None:
         """Start the next collective if there is one; waits for what it needs."""
-        ...
-
-    def wait(self) -> None:
-        """Until all has arrived."""
         ...
 
     def drain(self) -> None:
@@ -126,7 +116,12 @@ class Route(Protocol[Given]):
         ...
 
     def receive(self, targets: Sequence[Given], gain: float = 1.0) -> Sequence[bool]:
-        """Write `gain` times what arrived; returns which tensors any rank flagged.
+        """Wait for the last collective and write `gain` times what it brings.
+
+        Once for each `send`.
+
+        Returns:
+            Which tensors any rank flagged.
 
         Raises:
             PayloadError, PlanMismatchError: it is not payloads of this bucket.
@@ -165,11 +160,6 @@ class Direct(Generic[Array]):
         self._payload = codec.new_payload(bucket)
         self._pending: Pending[Array] | None = None
 
-    @property
-    def is_under_way(self) -> bool:
-        """`Route.is_under_way`."""
-        return self._pending is not None
-
     def send(self, gradients: Sequence[Array], name: str) -> None:
         """`Route.send`."""
         self._codec.encode(self._arenas, gradients, self._payload)
@@ -177,12 +167,6 @@ class Direct(Generic[Array]):
 
     def advance(self) -> None:
         """`Route.advance`."""
-
-    def wait(self) -> None:
-        """`Route.wait`."""
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        self._gathered = pending.wait()
 
     def drain(self) -> None:
         """`Route.drain`. It may have failed, as where a rank of an elastic job is lost."""
@@ -194,10 +178,18 @@ class Direct(Generic[Array]):
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
         bucket, size = self._bucket, self._bucket.layout.payload_bytes
-        received = self._ops.numel(self._gathered)
-        wire.check_length(received, size, self._collective.size, bucket.ordinal)
-        scale = _scale(bucket, self._ops.rows(self._gathered, size))
-        return self._codec.decode(bucket, self._gathered, gain * scale, targets)
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        gathered = pending.wait()
+        received = cast("int | None", self._ops.numel(gathered))
+        ranks = self._collective.size
+        if received is None:  # a graph that outlives a number of ranks, as in elastic jobs
+            ranks = self._ops.rows(gathered, size)
+        elif received != size * ranks:
+            raise wire.wrong_length(received, size, ranks, bucket.ordinal)
+        if bucket.reduction == "average":
+            gain = gain * (1 / ranks)
+        return self._codec.decode(bucket, gathered, gain, targets)
 
     def clear(self, arrays: Sequence[Array]) -> None:
         """`Route.clear`."""
@@ -246,11 +238,6 @@ class Sharded(Generic[Array]):
         self._unwanted: list[Pending[Array]] = []  # of a step that was forgotten
         self._aborted = False  # whether that is also what was sent to owners
 
-    @property
-    def is_under_way(self) -> bool:
-        """`Route.is_under_way`."""
-        return self._scattered is not None or self._pending is not None
-
     def send(self, gradients: Sequence[Array], name: str) -> None:
         """`Route.send`."""
         if self._aborted:
@@ -276,13 +263,6 @@ class Sharded(Generic[Array]):
             raise
         self._codec.encode(self._owned, self._totals, self._back)
         self._pending = self._gather()
-
-    def wait(self) -> None:
-        """`Route.wait`."""
-        self.advance()
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        self._gathered = pending.wait()
 
     def drain(self) -> None:
         """`Route.drain`. Ranks that go on with the step are sent flags: they will roll it back.
@@ -313,8 +293,12 @@ class Sharded(Generic[Array]):
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`Route.receive`."""
-        self._check(self._gathered, self._plan.gather[0])
-        return self._codec.decode(self._plan.result, self._gathered, gain, targets)
+        self.advance()
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        gathered = pending.wait()
+        self._check(gathered, self._plan.gather[0])
+        return self._codec.decode(self._plan.result, gathered, gain, targets)
 
     def clear(self, arrays: Sequence[Array]) -> None:
         """`Route.clear`: where it was sent to an owner."""
@@ -353,7 +337,9 @@ class Sharded(Generic[Array]):
 
     def _check(self, received: Array, each: BucketPlan) -> None:
         count, ordinal = self._ops.numel(received), self._plan.bucket.ordinal
-        wire.check_length(count, each.layout.payload_bytes, self._collective.size, ordinal)
+        ranks, size = self._collective.size, each.layout.payload_bytes
+        if count != size * ranks:
+            raise wire.wrong_length(count, size, ranks, ordinal)
 
 
 def _scale(bucket: BucketPlan, ranks: int) -> float:

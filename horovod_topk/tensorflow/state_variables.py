@@ -161,7 +161,7 @@ class VariableState(State[Array]):
             )
 
         codec = PayloadCodec(self.ops)
-        return Step(plan, storage, self.ops, codec, exchange, name, probes=False)
+        return Step(plan, storage, self.ops, codec, exchange, name)
 
     def count(self, plan: Plan, rate: Any = None) -> None:
         """Note in a graph that a step is committed."""

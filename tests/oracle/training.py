@@ -69,9 +69,14 @@ def _gradients(rank: int, step: int) -> dict[str, NDArray[Any]]:
 def _step(
     compressor: Compressor[NDArray[Any]], gradients: dict[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
-    for verb in (compressor.launch, compressor.finish):
-        for bucket in compressor.plan.buckets:
-            verb(bucket.ordinal, [gradients[t.spec.name] for t in bucket.tensors])
+    buckets = {
+        bucket.ordinal: [gradients[t.spec.name] for t in bucket.tensors]
+        for bucket in compressor.plan.buckets
+    }
+    for ordinal, arrays in buckets.items():
+        compressor.launch(ordinal, arrays)
+    for ordinal, arrays in buckets.items():
+        compressor.step.finish(ordinal, arrays)
     return gradients
 
 

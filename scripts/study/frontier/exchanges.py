@@ -81,11 +81,11 @@ class Compressed:
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
                 compressor.launch(ordinal, bucket)
-        for compressor, _ in pairs * self.compressors[0].stages:
-            compressor.advance()
+        for compressor, _ in pairs * self.compressors[0].step.stages:
+            compressor.step.advance()
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
-                compressor.finish(ordinal, bucket)
+                compressor.step.finish(ordinal, bucket)
         for compressor, _ in pairs:
             compressor.commit()
         return gradients[0]
