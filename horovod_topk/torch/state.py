@@ -202,10 +202,9 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         ordinal, step, gain = slot.ordinal, self._compressor.step, 1.0
         if slot.exchanged is None or ordinal in step.sent:
             with torch.no_grad():
-                gradients = self._buckets.gradients(ordinal)
                 if self._preprocessing is not None:
                     gain = self._preprocessing.gain(self._optimizer())
-                step.finish(ordinal, gradients, gain)
+                step.finish(ordinal, self._buckets.gradients(ordinal), gain)
             self._buckets.note_exchanged(ordinal)
             self._late_are_checked = False
         assert slot.exchanged is not None  # its bucket is finished

@@ -84,7 +84,7 @@ def _frozen(backend: Backend, state: Any) -> Any:
 
 def finish(world: World, *ranks: int) -> list[NDArray[Any]]:
     """What some ranks have in the end of a step, in lock-step; then they end it."""
-    for _ in range(world.ranks[0].stages):
+    for _ in range(world.ranks[0].step.stages):
         for rank in ranks:
             world.ranks[rank].step.advance()
     applied = []
