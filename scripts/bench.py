@@ -32,7 +32,7 @@ from horovod_topk.cli.models import resnet50_specs
 from horovod_topk.cli.processor import cpu_model
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.exchange import Allgather
+from horovod_topk.core.exchange.allgather import Allgather
 from horovod_topk.core.plan import make_plan
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.tensorflow import Array, Buffer

@@ -132,11 +132,15 @@ class PayloadCodec(Generic[Array]):
                 array = arrays[piece.gradient]
                 self._ops.deduct(array, at, self._ops.take(array, at))
 
-    def gradient_norm(
-        self, bucket: BucketPlan, before: Array, after: Array, payload: Array
-    ) -> float:
-        """Norm of g = e' - e + (what receivers read): the law of conservation, solved for g."""
-        ops = self._ops
+    def gradient_norm(self, arenas: Arenas[Array], payload: Array, *, committed: bool) -> float:
+        """Norm of g = e' - e + (what receivers read): the law of conservation, solved for g.
+
+        committed: whether e' has become the residual since.
+        """
+        ops, bucket = self._ops, arenas.plan
+        before, after = arenas.residual, arenas.candidate
+        if committed:
+            before, after = after, before
         gradient = ops.clone(after)
         ops.deduct(gradient, None, before)
         for position, each in self._read(bucket, payload).items():

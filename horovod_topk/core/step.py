@@ -25,11 +25,10 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.exchange import Exchange
+from horovod_topk.core.exchange import BucketExchange, Exchange
 from horovod_topk.core.momentum import Correction
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas
-from horovod_topk.core.route import Route
 from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
@@ -51,7 +50,7 @@ class Bucket(Generic[Array]):
     """One bucket's exchange, and what its last step has left."""
 
     plan: BucketPlan
-    route: Route[Array]
+    exchange: BucketExchange[Array]
     velocity: Arenas[Array] | None
     flags: Sequence[bool] = ()
     committed_last: bool = False  # whether the last step that began was committed
@@ -89,7 +88,7 @@ class Step(Generic[Array]):
         self.sent: set[int] = set()
         self.received: set[int] = set()
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
-        self.stages = exchange.turns
+        self.stages = exchange.stages
 
     @property
     def flagged(self) -> tuple[str, ...]:
@@ -112,14 +111,14 @@ class Step(Generic[Array]):
         """
         bucket = self._buckets[ordinal]
         if ordinal in self.sent:
-            bucket.route.drain()
+            bucket.exchange.drain()
         bucket.committed_last, bucket.measurable = False, True
         name, velocity = f"{self.name}.{ordinal}", bucket.velocity
         if velocity is None:
-            bucket.route.send(gradients, name)
+            bucket.exchange.send(gradients, name)
         else:
-            bucket.route.send(self._correction.correct(velocity, gradients), name)
-            self._correction.mask(velocity, bucket.route.clear)
+            bucket.exchange.send(self._correction.correct(velocity, gradients), name)
+            self._correction.mask(velocity, bucket.exchange.clear)
         self.sent.add(ordinal)
 
     def advance(self) -> None:
@@ -131,7 +130,7 @@ class Step(Generic[Array]):
         failed: TopKError | None = None
         for bucket in self._buckets.values():
             try:
-                bucket.route.advance()
+                bucket.exchange.advance()
             except TopKError as error:  # other ranks wait for all of the buckets
                 failed = failed or error
         if failed is not None:
@@ -168,9 +167,9 @@ class Step(Generic[Array]):
         bucket = self._buckets[ordinal]
         self.sent.remove(ordinal)
         try:
-            bucket.flags = bucket.route.receive(targets, gain)
+            bucket.flags = bucket.exchange.receive(targets, gain)
         except BaseException:
-            bucket.route.drain()
+            bucket.exchange.drain()
             raise
         self.received.add(ordinal)
         return bucket.flags
@@ -196,14 +195,14 @@ class Step(Generic[Array]):
     def drain(self) -> None:
         """Wait for collectives under way, and forget what they bring."""
         for bucket in self._buckets.values():
-            bucket.route.drain()
+            bucket.exchange.drain()
         self.sent.clear()
 
     def drain_others(self, plan: Plan) -> None:
         """Drain the buckets that another plan has not."""
         for ordinal, bucket in self._buckets.items():
             if bucket.plan not in plan.buckets:
-                bucket.route.drain()
+                bucket.exchange.drain()
                 self.sent.discard(ordinal)
 
     def replan(self, plan: Plan) -> None:
@@ -215,9 +214,9 @@ class Step(Generic[Array]):
 
     def gradient_norm(self) -> float:
         """Euclidean norm of the gradients of the last step. Waits for the device."""
-        measurable = (bucket for bucket in self._buckets.values() if bucket.measurable)
+        measurable = (each for each in self._buckets.values() if each.measurable)
         return math.hypot(
-            *(bucket.route.gradient_norm(committed=bucket.committed_last) for bucket in measurable)
+            *(each.exchange.gradient_norm(committed=each.committed_last) for each in measurable)
         )
 
     def forget_gradients(self) -> None:
@@ -228,15 +227,15 @@ class Step(Generic[Array]):
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
         storage, ops = self._storage(plan), self._ops
         memory = storage.residuals, storage.owned, storage.states
-        route = self._exchange.route(plan, *memory, ops, self._codec)
-        return Bucket(plan, route, storage.velocity)
+        exchange = self._exchange.of(plan, *memory, ops, self._codec)
+        return Bucket(plan, exchange, storage.velocity)
 
     def _end(self, *, committed: bool) -> bool:
         finished = [self._buckets[ordinal] for ordinal in sorted(self.received)]
         self.received.clear()
         for bucket in finished:
             if committed:
-                bucket.route.swap()
+                bucket.exchange.swap()
                 if bucket.velocity is not None:
                     bucket.velocity.swap()
                 bucket.committed_last = True

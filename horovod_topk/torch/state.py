@@ -20,9 +20,9 @@ from torch import Tensor
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.attached import Attached
 from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic
-from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.stats import Stats, describe
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps

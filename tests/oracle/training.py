@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_topk.core.agreement import agree
-from horovod_topk.core.choice import make_exchange
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Collective
+from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.methods.topk import TopK

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_topk.core.choice import choose, make_exchange
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange.selection import choose, make_exchange
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import ResidualRegistry

@@ -226,7 +226,7 @@ def test_a_damaged_payload_names_the_rank_that_sent_it(
     (conv, *_) = shard_sums(world.plan.buckets[0], nodes).sums[lane].tensors
     size = index_bytes("packed", conv.numel, conv.k)
     at, size = (0, 4) if part == "header" else (conv.index_at, size)
-    owners = nodes.lanes[lane]
+    owners = nodes.cross_groups[lane]
     posted = world.network.groups[owners]._posted["job.0.0.gather", 0]
     stretch = backend.ops.view(posted[owners.index(culprit)], at, at + size)
     backend.ops.assign(stretch, backend.array(np.full(size, 255), "uint8"))
@@ -374,7 +374,7 @@ def test_nodes_from_locations(found: list[Location], expected: tuple[tuple[int, 
 
 def test_who_exchanges_with_whom() -> None:
     nodes = nodes_of_sizes((2, 3))
-    assert nodes.lanes == ((0, 2), (1, 3))
+    assert nodes.cross_groups == ((0, 2), (1, 3))
     assert nodes.groups == ((0, 1), (2, 3, 4), (0, 2), (1, 3))
     assert nodes_of_sizes((1, 1)).groups == ((0, 1),)
     assert nodes_of_sizes((2,)).groups == ((0, 1),)

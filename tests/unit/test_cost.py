@@ -95,7 +95,7 @@ def test_uneven_nodes_have_few_owners() -> None:
     specs, config = [TensorSpec("w", (10_000,), "float32")], TopK()
     collective = compressed(specs, nodes_of(7, 3), "hierarchical", config).pieces[0].collective
     exchange = exchange_of("hierarchical", nodes_of(7, 3))
-    payload = exchange.dealt(make_plan(specs, config).buckets[0]).sum_bytes
+    payload = exchange.sharded(make_plan(specs, config).buckets[0]).sum_bytes
     assert collective.sent_bytes == 40_000 + 3 * payload  # the second rank hands on what it has got
     assert collective.added_bytes == 2 * 40_000
     assert collective.local_bytes == 2 * 40_000  # which the owner gets
@@ -107,7 +107,7 @@ def test_owners_of_even_nodes_by_hand() -> None:
     specs, config = [TensorSpec("w", (2048,), "float32")], TopK()
     collective = compressed(specs, nodes_of(4, 2), "hierarchical", config).pieces[0].collective
     exchange = exchange_of("hierarchical", nodes_of(4, 2))
-    payload = exchange.dealt(make_plan(specs, config).buckets[0]).sum_bytes
+    payload = exchange.sharded(make_plan(specs, config).buckets[0]).sum_bytes
     assert collective.added_bytes == 4 * 1024
     assert collective.local_bytes == 4 * 1024 + 2 * payload
     assert collective.sent_bytes == collective.local_bytes + payload
