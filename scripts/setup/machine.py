@@ -33,10 +33,11 @@ def check_python_parts() -> None:
         raise SetupError(f"Python.h is missing: install python{version}-dev (or -devel)")
 
 
-def check_make() -> None:
-    """CMake writes makefiles for Horovod."""
-    if not shutil.which("make"):
-        raise SetupError("make is missing: install it (package make or build-essential)")
+def check_programs() -> None:
+    """Horovod's build runs make, and its sources are changed by patch."""
+    for program in ("make", "patch"):
+        if not shutil.which(program):
+            raise SetupError(f"{program} is missing: install it (package {program})")
 
 
 def find_compiler(env: Mapping[str, str]) -> str:

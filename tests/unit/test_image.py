@@ -18,7 +18,7 @@ from image import base, check, docker, engine
 from image.buildah import Configuration, end_processes_below
 from image.errors import ImageError
 from image.pip import CERTIFICATES, PipSettings
-from setup import edits, horovod, image, provision
+from setup import horovod, image, provision
 from setup.cuda import Gpu
 from setup.horovod import Variant
 
@@ -254,15 +254,15 @@ def test_a_torch_only_build_has_nothing_of_tensorflow() -> None:
 
 def test_a_build_for_cpus_keeps_cuda_out() -> None:
     assert not any("GPU" in flag or "NCCL" in flag for flag in horovod.CPU.flags())
-    assert horovod.CPU.edits() == edits.EDITS + edits.CPU_EDITS
-    assert any("Pytorch_CUDA FALSE" in edit.new for edit in horovod.CPU.edits())
+    assert horovod.CPU.patches() == (horovod.PATCH, horovod.CPU_PATCH)
+    assert "+set(Pytorch_CUDA FALSE)\n" in horovod.CPU_PATCH.read_text()
 
 
 def test_a_build_for_gpus_is_by_nccl() -> None:
     variant = Variant(tensorflow=False, gpu=GPU)
     assert variant.flags()["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert variant.flags()["HOROVOD_NCCL_LINK"] == "SHARED"
-    assert variant.edits() == edits.EDITS + edits.GPU_EDITS
+    assert variant.patches() == (horovod.PATCH, horovod.GPU_PATCH)
     assert "triton" in image.extras(tensorflow=False, cuda=True)
     assert "triton" not in image.extras(tensorflow=False, cuda=False)
 
