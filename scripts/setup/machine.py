@@ -33,9 +33,13 @@ def check_python_parts() -> None:
         raise SetupError(f"Python.h is missing: install python{version}-dev (or -devel)")
 
 
+# What the set-up runs: patch changes Horovod's sources, and make builds them.
+PROGRAMS = ("make", "patch")
+
+
 def check_programs() -> None:
-    """Horovod's build runs make, and its sources are changed by patch."""
-    for program in ("make", "patch"):
+    """Every program of `PROGRAMS` is on PATH; SetupError names the first that is not."""
+    for program in PROGRAMS:
         if not shutil.which(program):
             raise SetupError(f"{program} is missing: install it (package {program})")
 

@@ -18,7 +18,7 @@ from image import base, check, docker, engine
 from image.buildah import Configuration, end_processes_below
 from image.errors import ImageError
 from image.pip import CERTIFICATES, PipSettings
-from setup import horovod, image, provision
+from setup import horovod, image, machine, provision
 from setup.cuda import Gpu
 from setup.horovod import Variant
 
@@ -242,6 +242,12 @@ def test_the_base_is_known() -> None:
 
 
 GPU = Gpu(Path("/cuda"), nvcc="13.0.88", nccl=Path("/nccl"), nccl_version="2.29.7")
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_the_build_has_its_programs(dockerfile: Path) -> None:
+    installed, *_ = [run for run in named("RUN", dockerfile) if "apt-get install" in run]
+    assert {*machine.PROGRAMS, "g++"} <= set(installed.split())
 
 
 def test_a_torch_only_build_has_nothing_of_tensorflow() -> None:
