@@ -534,6 +534,18 @@ class TestFailures:
         shown = "CMake Error at a/CMakeLists.txt:230 (message): Could NOT find CUDA"
         assert explain(output, 1) == shown
 
+    def test_a_long_cmake_error_is_shown_whole(self):
+        folder = "/home/me/.venv/lib/python3.11/site-packages/cmake/data/share/cmake-4.4/Modules"
+        output = (
+            f"CMake Error at {folder}/CMakeDetermineCompilerId.cmake:966 (message):\n"
+            '  Compiling the CUDA compiler identification source file\n  "Id.cu" failed.\n'
+            "\n  Compiler: /cuda/bin/nvcc\n"
+        )
+        assert explain(output, 1) == (
+            "CMake Error at CMakeDetermineCompilerId.cmake:966 (message): "
+            'Compiling the CUDA compiler identification source file "Id.cu" failed.'
+        )
+
     def test_memory_runs_out(self):
         output = "c++: fatal error: Killed signal terminated program cc1plus\n"
         assert "HOROVOD_TOPK_JOBS=1" in explain(output, 1)
