@@ -6,7 +6,7 @@ The modules, from the whole to the parts:
     machine.py     what has to be there beforehand: compiler, make, headers, disk; how many jobs
     image.py       the same steps for a container image: docker/ calls it through setup_image.py
     horovod.py     the Horovod build: sources, flags, and the cache of its wheel
-    edits.py       what is changed in Horovod's sources, and why
+    *.patch        what is changed in Horovod's sources, and why
     cuda.py        what GPU operations are built with: a CUDA toolkit and NCCL
     run.py         commands, their log, progress on the terminal, and a failure put in one line
     state.py       what the last run left in `.venv`, and locks against a second run

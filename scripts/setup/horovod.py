@@ -1,8 +1,8 @@
 """Build Horovod's last release against today's frameworks, and keep the wheel.
 
-`edits.py` changes a few lines of its CMake files first. The wheel goes to a cache under a key that
-holds everything the binary depends on: pip's own cache would hand out a wheel built against another
-torch or with other flags.
+`patch` changes a few lines of its CMake files first: the patch files beside this module say which
+lines, and why. The wheel goes to a cache under a key that holds everything the binary depends on:
+pip's own cache would hand out a wheel built against another torch or with other flags.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 
 from setup import machine
 from setup.cuda import Gpu
-from setup.edits import CPU_EDITS, EDITS, GPU_EDITS, Edit
 from setup.run import Runner, SetupError
 from setup.state import exclusive
 
@@ -29,6 +28,12 @@ VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 BUILD_BYTES = int(0.8 * machine.GB)  # sources, objects and two libraries: 0.5 GB measured
 WHEEL_BYTES = machine.GB // 10
+
+# Of the sources: for every build, for CPU operations alone, for GPU operations.
+PATCHES = Path(__file__).resolve().parent
+PATCH, CPU_PATCH, GPU_PATCH = (
+    PATCHES / f"horovod-{VERSION}{suffix}.patch" for suffix in ("", "-cpu", "-gpu")
+)
 
 
 class HorovodError(SetupError):
@@ -56,9 +61,9 @@ class Variant:
     tensorflow: bool = True
     gpu: Gpu | None = None  # None: CPU operations alone, whatever torch was built with
 
-    def edits(self) -> tuple[Edit, ...]:
-        """Of the sources."""
-        return EDITS + (GPU_EDITS if self.gpu else CPU_EDITS)
+    def patches(self) -> tuple[Path, Path]:
+        """The patch files for the sources, in the order in which they apply."""
+        return PATCH, GPU_PATCH if self.gpu else CPU_PATCH
 
     def flags(self) -> dict[str, str]:
         """In the build's environment."""
@@ -107,7 +112,7 @@ class BuildInputs:
     """Everything the binary depends on. A field added here is a part of the key at once."""
 
     horovod: str
-    edits: str  # digest of what is replaced by what
+    patches: str  # digest of the patch files
     flags: tuple[tuple[str, str], ...]  # HOROVOD_* and others, in the build's environment
     torch: str  # with its local tag: 2.13.0+cpu
     cuda: str  # what torch was built with, or "none"
@@ -139,10 +144,10 @@ def build_inputs(
     variant: Variant = CPU,
 ) -> BuildInputs:
     """The inputs of a build on this machine; `versions` as `installed_versions` reports them."""
-    replaced = [(edit.path, edit.old, edit.new) for edit in variant.edits()]
+    patches = b"".join(patch.read_bytes() for patch in variant.patches())
     return BuildInputs(
         horovod=VERSION,
-        edits=hashlib.sha256(json.dumps(replaced).encode()).hexdigest(),
+        patches=hashlib.sha256(patches).hexdigest(),
         flags=tuple(sorted(build_flags(variant).items())),
         torch=versions["torch"],
         cuda=versions["cuda"],
@@ -247,7 +252,7 @@ def _build(folder: Path, python: Path, compiler: str, runner: Runner, variant: V
     """Leave a wheel in `folder`."""
     kind = "GPU" if variant.gpu else "CPU"
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as temporary:
-        sources = _edited_sources(Path(temporary), python, runner, variant)
+        sources = _patched_sources(Path(temporary), python, runner, variant)
         runner.console.step(
             f"Building Horovod {VERSION} for {kind} operations (minutes, once; the wheel is kept)"
         )
@@ -262,8 +267,8 @@ def _build(folder: Path, python: Path, compiler: str, runner: Runner, variant: V
         runner.check(command, "the Horovod build failed", env=env, error=HorovodError)
 
 
-def _edited_sources(folder: Path, python: Path, runner: Runner, variant: Variant) -> Path:
-    """Horovod's source release, unpacked below `folder`, with the variant's edits made."""
+def _patched_sources(folder: Path, python: Path, runner: Runner, variant: Variant) -> Path:
+    """Horovod's source release, unpacked below `folder`, with the variant's patches applied."""
     runner.console.step(f"Fetching Horovod {VERSION}'s sources")
     download = [python, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
     source_only = ["--no-binary", "horovod", "--dest", folder, f"horovod=={VERSION}"]
@@ -273,6 +278,13 @@ def _edited_sources(folder: Path, python: Path, runner: Runner, variant: Variant
         raise SetupError(f"{archive.name} from the registry is not the released one (SHA-256)")
     shutil.unpack_archive(archive, folder)
     sources = folder / f"horovod-{VERSION}"
-    for edit in variant.edits():
-        edit.apply(sources)
+    for patch in variant.patches():
+        apply_patch(patch, sources, runner)
     return sources
+
+
+def apply_patch(patch: Path, sources: Path, runner: Runner) -> None:
+    """Apply `patch` to `sources` as it is, or raise: no line may differ from what it expects."""
+    exactly = ["--strip=1", "--fuzz=0", "--forward", "--batch", "--no-backup-if-mismatch"]
+    command = ["patch", *exactly, f"--directory={sources}", f"--input={patch}"]
+    runner.check(command, f"{patch.name} does not apply to Horovod's sources")

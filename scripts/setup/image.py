@@ -88,7 +88,7 @@ def frameworks(tensorflow: bool) -> list[str]:
 def add_horovod(environment: Environment, runner: Runner, args: argparse.Namespace) -> None:
     """The environment, the frameworks and Horovod."""
     machine.check_python_parts()
-    machine.check_make()
+    machine.check_programs()
     compiler = machine.find_compiler(runner.env)
     create(environment, runner)
     install_frameworks(environment, runner, pins(args.tensorflow), args.torch_index)

@@ -33,10 +33,15 @@ def check_python_parts() -> None:
         raise SetupError(f"Python.h is missing: install python{version}-dev (or -devel)")
 
 
-def check_make() -> None:
-    """CMake writes makefiles for Horovod."""
-    if not shutil.which("make"):
-        raise SetupError("make is missing: install it (package make or build-essential)")
+# What the set-up runs: patch changes Horovod's sources, and make builds them.
+PROGRAMS = ("make", "patch")
+
+
+def check_programs() -> None:
+    """Every program of `PROGRAMS` is on PATH; SetupError names the first that is not."""
+    for program in PROGRAMS:
+        if not shutil.which(program):
+            raise SetupError(f"{program} is missing: install it (package {program})")
 
 
 def find_compiler(env: Mapping[str, str]) -> str:

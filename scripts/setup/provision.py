@@ -157,7 +157,7 @@ def _add_variant(
 def check_machine(environment: Environment, cache: Path, variables: Mapping[str, str]) -> str:
     """Check all that can be checked before the first download; the C++ compiler's path."""
     machine.check_python_parts()
-    machine.check_make()
+    machine.check_programs()
     compiler = machine.find_compiler(variables)
     temporary = Path(tempfile.gettempdir())
     needed: list[tuple[Path, int]] = []

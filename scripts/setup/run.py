@@ -153,8 +153,10 @@ def explain(output: str, status: int, *, disk_full: bool = False) -> str:
         return f"the package registry has no {missing[1]} for this Python and processor"
     if status == -signal.SIGKILL or re.search(r"Killed signal|out of memory", output):
         return "out of memory; run it again with HOROVOD_TOPK_JOBS=1"
-    # CMake says where in one line and what in the next.
-    named = r"^.*(?:\berror: |ERROR: |\w+Error: |CMake Error(?:.*:\n)?).*$"
+    # CMake says where in one line, and what in the lines up to an empty one.
+    named = r"^.*(?:\berror: |ERROR: |\w+Error: |CMake Error(?:.*:\n(?:.*\S.*\n)*)?).*$"
     errors = re.findall(named, output, re.MULTILINE)
     lines = errors[:1] or output.strip().splitlines()[-1:] or [f"exit status {status}"]
-    return " ".join(lines[0].split())[:200]
+    # The path of a module of CMake's own would take up the line.
+    line = re.sub(r"(CMake Error at )/\S*/", r"\1", " ".join(lines[0].split()))
+    return line[:200]

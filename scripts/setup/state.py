@@ -63,6 +63,7 @@ class Environment:
             self.root / "pyproject.toml",
             scripts / "setup_env.py",
             *sorted((scripts / "setup").glob("*.py")),
+            *sorted((scripts / "setup").glob("*.patch")),
             self.root / "hatch_build.py",
             kernels / "compile.py",
             *sorted((kernels / "cpu").glob("*")),

@@ -18,7 +18,7 @@ from image import base, check, docker, engine
 from image.buildah import Configuration, end_processes_below
 from image.errors import ImageError
 from image.pip import CERTIFICATES, PipSettings
-from setup import edits, horovod, image, provision
+from setup import horovod, image, machine, provision
 from setup.cuda import Gpu
 from setup.horovod import Variant
 
@@ -244,6 +244,12 @@ def test_the_base_is_known() -> None:
 GPU = Gpu(Path("/cuda"), nvcc="13.0.88", nccl=Path("/nccl"), nccl_version="2.29.7")
 
 
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_the_build_has_its_programs(dockerfile: Path) -> None:
+    installed, *_ = [run for run in named("RUN", dockerfile) if "apt-get install" in run]
+    assert {*machine.PROGRAMS, "g++"} <= set(installed.split())
+
+
 def test_a_torch_only_build_has_nothing_of_tensorflow() -> None:
     flags = Variant(tensorflow=False).flags()
     assert flags["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
@@ -254,15 +260,15 @@ def test_a_torch_only_build_has_nothing_of_tensorflow() -> None:
 
 def test_a_build_for_cpus_keeps_cuda_out() -> None:
     assert not any("GPU" in flag or "NCCL" in flag for flag in horovod.CPU.flags())
-    assert horovod.CPU.edits() == edits.EDITS + edits.CPU_EDITS
-    assert any("Pytorch_CUDA FALSE" in edit.new for edit in horovod.CPU.edits())
+    assert horovod.CPU.patches() == (horovod.PATCH, horovod.CPU_PATCH)
+    assert "+set(Pytorch_CUDA FALSE)\n" in horovod.CPU_PATCH.read_text()
 
 
 def test_a_build_for_gpus_is_by_nccl() -> None:
     variant = Variant(tensorflow=False, gpu=GPU)
     assert variant.flags()["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert variant.flags()["HOROVOD_NCCL_LINK"] == "SHARED"
-    assert variant.edits() == edits.EDITS + edits.GPU_EDITS
+    assert variant.patches() == (horovod.PATCH, horovod.GPU_PATCH)
     assert "triton" in image.extras(tensorflow=False, cuda=True)
     assert "triton" not in image.extras(tensorflow=False, cuda=False)
 

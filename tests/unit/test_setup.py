@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import setup_env
-from setup import cuda, edits, horovod, machine, provision, run
+from setup import cuda, horovod, machine, provision, run
 from setup.cuda import Gpu
 from setup.horovod import HorovodError, Variant
 from setup.run import Console, Runner, SetupError, explain, percent_done
@@ -27,7 +27,7 @@ from setup.state import Environment, exclusive
 
 INPUTS = horovod.BuildInputs(
     horovod="0.28.1",
-    edits="e",
+    patches="p",
     flags=(("HOROVOD_WITH_MPI", "1"),),
     torch="2.13.0+cpu",
     cuda="none",
@@ -74,6 +74,7 @@ def environment(tmp_path):
     (tmp_path / "scripts" / "setup").mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text("[project]")
     (tmp_path / "scripts" / "setup_env.py").write_text("")
+    (tmp_path / "scripts" / "setup" / "horovod.patch").write_text("")
     (tmp_path / "hatch_build.py").write_text("")
     (tmp_path / "horovod_topk" / "kernels" / "cpu").mkdir(parents=True)
     (tmp_path / "horovod_topk" / "kernels" / "compile.py").write_text("")
@@ -190,32 +191,71 @@ class TestCacheKey:
             "cmake": "3.4",
         }
 
-    def test_compiler_its_flags_and_the_edits_reach_it(self, tmp_path, monkeypatch):
+    def test_compiler_its_flags_and_the_patches_reach_it(self, tmp_path, monkeypatch):
         old = str(script(tmp_path / "old", "echo c++ 1"))
         new = str(script(tmp_path / "new", "echo c++ 2"))
         keys = [
             horovod.build_inputs(VERSIONS, compiler, env).key()
             for compiler, env in [(old, {}), (new, {}), (old, {"CXXFLAGS": "-O0"})]
         ]
-        monkeypatch.setattr(horovod, "EDITS", edits.EDITS[1:])
-        keys.append(horovod.build_inputs(VERSIONS, old, {}).key())
+        for name in ("PATCH", "CPU_PATCH"):
+            changed = tmp_path / name
+            changed.write_bytes(getattr(horovod, name).read_bytes() + b"# more\n")
+            monkeypatch.setattr(horovod, name, changed)
+            keys.append(horovod.build_inputs(VERSIONS, old, {}).key())
         monkeypatch.setattr(machine, "arch_flags", lambda: "-mother")
         keys.append(horovod.build_inputs(VERSIONS, old, {}).key())
         assert len(set(keys)) == len(keys)
 
 
-class TestHorovodBuild:
-    def test_an_edit_replaces_its_line(self, tmp_path):
-        (tmp_path / "CMakeLists.txt").write_text("a\nset(X 14)\nb\n")
-        edits.Edit("CMakeLists.txt", "set(X 14)", "set(X 17)", why="").apply(tmp_path)
-        assert (tmp_path / "CMakeLists.txt").read_text() == "a\nset(X 17)\nb\n"
+BEFORE, AFTER = "a\nset(X 14)\nb\n", "a\nset(X 17)\nb\n"
+PATCH = """\
+# Why it is so.
+--- a/CMakeLists.txt
++++ b/CMakeLists.txt
+@@ -1,3 +1,3 @@
+ a
+-set(X 14)
++set(X 17)
+ b
+"""
 
-    @pytest.mark.parametrize("text", ["", "set(X 14) set(X 14)"])
-    def test_an_edit_refuses_other_sources(self, tmp_path, text):
-        (tmp_path / "CMakeLists.txt").write_text(text)
+
+class TestHorovodBuild:
+    @pytest.fixture
+    def sources(self, tmp_path):
+        patch, file = tmp_path / "x.patch", tmp_path / "sources" / "CMakeLists.txt"
+        file.parent.mkdir()
+        file.write_text(BEFORE)
+        patch.write_text(PATCH)
+        return patch, file
+
+    def test_a_patch_changes_its_lines(self, runner, sources):
+        patch, file = sources
+        horovod.apply_patch(patch, file.parent, runner)
+        assert file.read_text() == AFTER
+        assert list(file.parent.iterdir()) == [file]
+
+    # Another line, another line beside it, a patch that is applied already, and no file at all.
+    @pytest.mark.parametrize("text", ["a\nset(X 11)\nb\n", "a\nset(X 14)\n", AFTER, None])
+    def test_a_patch_refuses_other_sources(self, runner, sources, text):
+        patch, file = sources
+        file.unlink() if text is None else file.write_text(text)
         with pytest.raises(SetupError) as error:
-            edits.Edit("CMakeLists.txt", "set(X 14)", "", why="").apply(tmp_path)
-        assert "CMakeLists.txt" in one_line(error)
+            horovod.apply_patch(patch, file.parent, runner)
+        said = "x.patch does not apply to Horovod's sources: 1 out of 1 hunk"
+        assert one_line(error).startswith(said)
+
+    @pytest.mark.parametrize("variant", [horovod.CPU, Variant(gpu=GPU)], ids=["cpu", "gpu"])
+    def test_each_hunk_has_its_reason(self, variant):
+        for patch in variant.patches():
+            lines = patch.read_text().splitlines()
+            hunks = [number for number, line in enumerate(lines) if line.startswith("@@ ")]
+            assert hunks
+            for number in hunks:
+                old, new, reason = lines[number - 2], lines[number - 1], lines[number - 3]
+                assert old.removeprefix("--- a/") == new.removeprefix("+++ b/")
+                assert reason.startswith("# ")
 
     def test_the_users_variables_do_not_steer_it(self, monkeypatch):
         monkeypatch.setattr(machine, "jobs", lambda env: 3)
@@ -388,11 +428,13 @@ class TestMachine:
             machine.find_compiler({"PATH": os.environ["PATH"], "CXX": str(old)})
         assert one_line(error).startswith(f"{old} cannot compile and link C++17")
 
-    def test_no_make(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize(("there", "program"), [("patch", "make"), ("make", "patch")])
+    def test_a_missing_program(self, tmp_path, monkeypatch, there, program):
+        script(tmp_path / there, "")
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(SetupError) as error:
-            machine.check_make()
-        assert one_line(error).startswith("make is missing")
+            machine.check_programs()
+        assert one_line(error) == f"{program} is missing: install it (package {program})"
 
     @pytest.mark.parametrize("module", ["venv", "ensurepip"])
     def test_no_venv_module(self, monkeypatch, module):
@@ -492,6 +534,18 @@ class TestFailures:
         shown = "CMake Error at a/CMakeLists.txt:230 (message): Could NOT find CUDA"
         assert explain(output, 1) == shown
 
+    def test_a_long_cmake_error_is_shown_whole(self):
+        folder = "/home/me/.venv/lib/python3.11/site-packages/cmake/data/share/cmake-4.4/Modules"
+        output = (
+            f"CMake Error at {folder}/CMakeDetermineCompilerId.cmake:966 (message):\n"
+            '  Compiling the CUDA compiler identification source file\n  "Id.cu" failed.\n'
+            "\n  Compiler: /cuda/bin/nvcc\n"
+        )
+        assert explain(output, 1) == (
+            "CMake Error at CMakeDetermineCompilerId.cmake:966 (message): "
+            'Compiling the CUDA compiler identification source file "Id.cu" failed.'
+        )
+
     def test_memory_runs_out(self):
         output = "c++: fatal error: Killed signal terminated program cc1plus\n"
         assert "HOROVOD_TOPK_JOBS=1" in explain(output, 1)
@@ -524,7 +578,12 @@ class TestState:
 
     @pytest.mark.parametrize(
         "file",
-        ["pyproject.toml", "scripts/setup_env.py", "horovod_topk/kernels/cpu/bucket.cpp"],
+        [
+            "pyproject.toml",
+            "scripts/setup_env.py",
+            "scripts/setup/horovod.patch",
+            "horovod_topk/kernels/cpu/bucket.cpp",
+        ],
     )
     def test_a_changed_input_is_installed_in_place(self, environment, file):
         environment.finish()
