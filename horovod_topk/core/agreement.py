@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from typing import TypeVar
 
 from horovod_topk.core.exchange import Collective
@@ -43,7 +44,8 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
         if len({fingerprint for fingerprint, _ in seen}) > 1:
             width = max(length for _, length in seen)
             lists = gather_bytes(texts[field].ljust(width), "topkef.mismatch", ops, collective)
-            _raise_mismatch(field, [json.loads(data) for data in lists], collective.rank)
+            found = {rank: json.loads(data) for rank, data in enumerate(lists)}
+            raise _mismatch(field, found, collective.rank)
     return max(int(_ORDINAL.unpack(data[-_ORDINAL.size :])[0]) for data in gathered)
 
 
@@ -67,13 +69,26 @@ def gather_bytes(
     return [gathered[r * len(data) : (r + 1) * len(data)] for r in range(collective.size)]
 
 
-def _raise_mismatch(field: str, lists: list[list[object]], rank: int) -> None:
-    """Compare with the first rank that differs from this one."""
-    mine = lists[rank]
-    other = next(r for r, theirs in enumerate(lists) if theirs != mine)
-    here, there = _first_difference(mine, lists[other])
-    raise PlanMismatchError(
-        f"ranks disagree on {field}: {there} on rank {other}, {here} on rank {rank} (this one)",
+def mismatch(plans: Mapping[int, Mapping[str, list[object]]], rank: int) -> PlanMismatchError:
+    """The error for plans that differ.
+
+    Args:
+        plans: `Plan.fields` of two ranks or more, by rank.
+        rank: this one.
+    """
+    one = plans[rank if rank in plans else min(plans)]
+    field = next(f for f in one if any(other[f] != one[f] for other in plans.values()))
+    return _mismatch(field, {r: fields[field] for r, fields in plans.items()}, rank)
+
+
+def _mismatch(field: str, lists: Mapping[int, list[object]], rank: int) -> PlanMismatchError:
+    """Compare this rank, or the first that has a plan, with the first that differs from it."""
+    one = rank if rank in lists else min(lists)
+    other = next(r for r, theirs in lists.items() if theirs != lists[one])
+    here, there = _first_difference(lists[one], lists[other])
+    this = " (this one)" if one == rank else ""
+    return PlanMismatchError(
+        f"ranks disagree on {field}: {there} on rank {other}, {here} on rank {one}{this}",
         cure="Start all ranks with the same model, settings, groups and version of horovod_topk, "
         "and name layers yourself where a framework numbers them",
     )

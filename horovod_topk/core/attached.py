@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from horovod_topk.core.base_compressor import check_all_exchange, check_kept, why_inactive
+from horovod_topk.core.plan import Plan
 from horovod_topk.core.schedule import Clock
 from horovod_topk.core.state import State
 from horovod_topk.core.stats import Stats, StepCounters
@@ -77,6 +78,11 @@ class Attached(Generic[Kept]):
         if not self.active:
             return {}
         return {name: list(spec.shape) for name, spec in self._state.specs().items()}
+
+    @property
+    def agreed(self) -> Plan | None:
+        """The plan that all ranks have to have in common; None: no tensor is known yet."""
+        return self._state.agreed if self.active else None
 
     @property
     def steps(self) -> int:

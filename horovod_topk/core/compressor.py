@@ -54,6 +54,7 @@ class Compressor(State[Array]):
     ) -> None:
         super().__init__(plan.config, plan.reduction, ops)
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
+        self._agreed = plan
         self.registry = ResidualRegistry(plan, ops, exchange.holders)
         self.owned = ResidualRegistry(plan, ops, exchange.owned) if exchange.parts else None
         self.velocity: ResidualRegistry[Array] | None = None
@@ -66,6 +67,11 @@ class Compressor(State[Array]):
         self._registries = {key: part for key, part in parts.items() if part is not None}
         self.parts = {**self._registries}
         self.step = self._new_step()
+
+    @property
+    def agreed(self) -> Plan:
+        """`State.agreed`: at the ratio of the settings, with the tensors that have left since."""
+        return self._agreed
 
     @property
     def ranks(self) -> int:

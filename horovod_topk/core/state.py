@@ -94,6 +94,11 @@ class State(Generic[Array]):
         return state
 
     @property
+    def agreed(self) -> Plan | None:
+        """The plan that all ranks have to have in common; None: no tensor is known yet."""
+        return self.plan
+
+    @property
     def place(self) -> tuple[int, int]:
         """This rank, and of how many that exchange."""
         assert self.exchange is not None

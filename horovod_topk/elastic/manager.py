@@ -14,14 +14,16 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from horovod_topk.checkpoint import parts
 from horovod_topk.core import base_compressor
+from horovod_topk.core.agreement import mismatch
+from horovod_topk.core.plan import Plan
 from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.schedule import Clock
 from horovod_topk.core.stats import Stats
-from horovod_topk.elastic.rank_status import Membership, RankStatus
+from horovod_topk.elastic.rank_status import UNKNOWN, Membership, RankStatus
 from horovod_topk.elastic.residual_store import ResidualStore
 from horovod_topk.errors import CheckpointError, ConfigError, StateDictError
 
@@ -60,6 +62,11 @@ class State(base_compressor.State, Protocol):
     @property
     def clock(self) -> Clock:
         """What the ratio of the next step follows from."""
+        ...
+
+    @property
+    def agreed(self) -> Plan | None:
+        """The plan that all ranks have to have in common; None: no tensor is known yet."""
         ...
 
     def resume(self, clock: Clock, ranks: int) -> None:
@@ -138,9 +145,15 @@ class Manager:
         state.resume(saved.clock, self.units)
 
     def settle(self) -> None:
-        """Meet the others after ranks have come or gone. A collective: call it on every rank."""
+        """Meet the others after ranks have come or gone. A collective: call it on every rank.
+
+        Raises:
+            PlanMismatchError: on every rank, where two of them have different plans.
+        """
         said = self._talk.gather(self._status().pack(), f"{self._name}.settle")
         present = Membership([RankStatus.unpack(each) for each in said])
+        if present.plans_differ:
+            self._refuse_plans(present)
         eldest = present.eldest
         if eldest.units:
             self._job = eldest.job
@@ -178,6 +191,22 @@ class Manager:
     def counted(self, stats: Stats) -> Stats:
         """With what was lost."""
         return replace(stats, lost_ranks=self._lost, lost_norm=self._lost_norm)
+
+    def _refuse_plans(self, present: Membership) -> NoReturn:
+        """Say which rank's plan differs, and in what; nothing has changed yet."""
+        state = self._state()
+        plan = None if state is None else state.agreed
+        fields = {} if plan is None else plan.fields()
+        texts = self._gather_texts(json.dumps(fields).encode(), "plans")
+        found = {rank: json.loads(text) for rank, text in enumerate(texts)}
+        place = [each.member for each in present.statuses].index(self._member)
+        raise mismatch({rank: each for rank, each in found.items() if each}, place)
+
+    def _gather_texts(self, text: bytes, label: str) -> list[bytes]:
+        """Every rank's text, with blanks behind the shorter ones. A collective."""
+        sizes = self._talk.gather(_COUNT.pack(len(text)), f"{self._name}.{label}.size")
+        longest = max(_COUNT.unpack(each)[0] for each in sizes)
+        return self._talk.gather(text.ljust(longest), f"{self._name}.{label}")
 
     def _owe_nothing(self) -> None:
         """What a rank that joins has loaded is the others' already."""
@@ -225,7 +254,9 @@ class Manager:
         clock: Clock = (0, None) if state is None else state.clock
         norm = 0.0 if state is None else state.stats().residual_norm
         known = self._member, self._job, self.units, clock, norm
-        return RankStatus(*known, self._lost, self._lost_norm, self._pooled)
+        plan = None if state is None else state.agreed
+        digest = UNKNOWN if plan is None else plan.digest
+        return RankStatus(*known, self._lost, self._lost_norm, self._pooled, digest)
 
     def _take_on(self, present: Membership) -> None:
         """Keep the pending mass, as far as it is to be had."""
@@ -298,8 +329,6 @@ class Manager:
         if self._member == present.eldest.member:
             committed = present.eldest.clock[0]
             text = json.dumps(self._store.of_lost(self._job, present.members, committed)).encode()
-        sizes = self._talk.gather(_COUNT.pack(len(text)), f"{self._name}.size")
-        longest = max(_COUNT.unpack(each)[0] for each in sizes)
-        texts = self._talk.gather(text.ljust(longest), f"{self._name}.files")
+        texts = self._gather_texts(text, "files")
         files: list[str] = json.loads(texts[present.old[0]])
         return files

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from horovod_topk.core.schedule import Clock
 
-_FIELDS = struct.Struct("<16s16sIQddId?")
+_FIELDS = struct.Struct("<16s16sIQddId?8s")
+UNKNOWN = bytes(8)
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,14 @@ class RankStatus:
     lost: int  # ranks that the job has lost so far
     lost_norm: float  # of what they owed, about
     pooled: bool  # whether all have shared out what they owe
+    plan: bytes = UNKNOWN  # digest of what it exchanges; `UNKNOWN` before its first step
 
     def pack(self) -> bytes:
         """As bytes, equally many for every rank."""
         committed, asked = self.clock
         ratio = math.nan if asked is None else asked
         known = self.member, self.job, self.units, committed, ratio, self.norm
-        return _FIELDS.pack(*known, self.lost, self.lost_norm, self.pooled)
+        return _FIELDS.pack(*known, self.lost, self.lost_norm, self.pooled, self.plan)
 
     @classmethod
     def unpack(cls, data: bytes) -> RankStatus:
@@ -60,6 +62,11 @@ class Membership:
     def eldest(self) -> RankStatus:
         """The first who was there before; rank 0 where nobody was."""
         return self.statuses[next(iter(self.old), 0)]
+
+    @property
+    def plans_differ(self) -> bool:
+        """Whether ranks exchange different things, as far as they know yet what they exchange."""
+        return len({each.plan for each in self.statuses} - {UNKNOWN}) > 1
 
     @property
     def missing(self) -> int:

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.stats import Stats
 from horovod_topk.elastic import Manager
 from horovod_topk.elastic.rank_status import Clock
-from horovod_topk.errors import ConfigError
+from horovod_topk.errors import ConfigError, PlanMismatchError
+from horovod_topk.methods.topk import TopK
 
 SHAPES = {"w": [30, 7], "b": [5]}
 PATIENCE = 60.0  # seconds
@@ -45,6 +47,7 @@ class Rank:
         self.reduction, self.tensors = reduction, SHAPES
         self.residuals = {n: np.zeros(np.prod(s), "f4") for n, s in SHAPES.items()}
         self.clock: Clock = (0, None)
+        self.agreed: Plan | None = None
         self.manager = Manager(lambda: [self], self, "te[s]t/1", commit_dir)
         self.manager.save()
 
@@ -405,6 +408,38 @@ def test_where_ranks_owe_for_other_tensors_nobody_hands_over(
     job.together(lambda rank: rank.manager.hand_over())
     assert "do not share out" in caplog.text
     np.testing.assert_array_equal(job.ranks[0].owed(), before[0])
+
+
+@pytest.mark.parametrize("elder_knows", [True, False])
+def test_a_joiner_with_another_plan_is_refused_on_every_rank(elder_knows: bool) -> None:
+    job = Job(3, "average")
+    ours, theirs = (make_plan([TensorSpec("w", (n, 7), "float32")], TopK()) for n in (30, 31))
+    for rank in job.ranks[0 if elder_knows else 1 :]:
+        rank.agreed = ours
+    job.step()
+    before = sum_of(job.ranks)
+    joiner = Rank(None, "average")
+    joiner.agreed = theirs
+    job.ranks.append(joiner)
+    refused: list[str] = []
+
+    def settle(rank: Rank) -> None:
+        with pytest.raises(PlanMismatchError) as raised:
+            rank.manager.settle()
+        refused.append(str(raised.value))
+
+    job.together(settle)
+    assert len(refused) == 4
+    assert all("ranks disagree on shapes" in each and "on rank 3" in each for each in refused)
+    assert (sum_of(job.ranks) == before).all()
+
+
+def test_a_joiner_that_knows_no_plan_yet_is_welcome() -> None:
+    job = Job(2, "average")
+    for rank in job.ranks:
+        rank.agreed = make_plan([TensorSpec("w", (30, 7), "float32")], TopK())
+    job.join(1)
+    assert job.ranks[2].manager.units == 3
 
 
 def test_two_optimizers_behind_one_keeper_are_refused() -> None:
