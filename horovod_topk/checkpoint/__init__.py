@@ -163,7 +163,7 @@ def _note_written(path: Path, state: State) -> None:
 
 
 def _check_nothing_is_lost(folder: Path, name: str, state: State, *, strict: bool) -> None:
-    """Refuse a checkpoint of several ranks in a job of one, where nobody takes on what they owe."""
+    """Refuse a checkpoint of several ranks in a job of one, which takes on no residuals."""
     try:
         alone = state.stats().skipped.get("*") == ALONE
     except NotAttachedError:  # before a first step of TensorFlow's
@@ -174,8 +174,8 @@ def _check_nothing_is_lost(folder: Path, name: str, state: State, *, strict: boo
         saved = 0
     if saved:
         raise CheckpointError(
-            f"{folder} has what {saved} ranks owe, and this job's only rank compresses nothing "
-            "and would lose it",
+            f"{folder} has the residuals of {saved} ranks, and this job's only rank compresses "
+            "nothing and would lose them",
             cure="Start two ranks or more, or pass strict=False to go on without it",
         )
     log.warning("TopKEF compresses nothing here, and takes on nothing from %s", folder)

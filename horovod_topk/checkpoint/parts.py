@@ -56,8 +56,8 @@ def share_out(
 
     Raises:
         CheckpointError: the other job's gradients were reduced otherwise.
-        StateDictError: it had other tensors, or one that is not finite, or is owed for one that has
-            no residual any more.
+        StateDictError: it had other tensors, or a residual that is not finite, or one for a tensor
+            that has no residual any more.
     """
     ops, wrap, unwrap = _arrays(framework)
     common: dict[str, Any] = {}  # the same in all shards
@@ -80,7 +80,7 @@ def share_out(
             yield fitting
 
     total = reshard.pending(read(), saved, job.reduction, ops)
-    for name in gone & set(job.tensors):  # and so owed nothing for
+    for name in gone & set(job.tensors):  # and so without a residual
         total.setdefault(name, ops.zeros(math.prod(job.tensors[name]), "float64", "cpu"))
     if "velocity" in own:
         log.warning("TopKEF: velocities of momentum correction start at zero")
@@ -147,7 +147,7 @@ def _check_finite(state: StateDict, ops: Any) -> None:
 
 
 def _each_part(state: StateDict) -> Iterator[StateDict]:
-    """What is owed: by a rank, and by the owner it is."""
+    """A rank's residuals and owner's residuals."""
     yield state
     if "owned" in state:
         yield state["owned"]

@@ -1,4 +1,4 @@
-"""What is owed at learning rates that change: Karimireddy et al. 2019, Zheng et al. 2019.
+"""Residuals at learning rates that change: Karimireddy et al. 2019, Zheng et al. 2019.
 
 An optimizer takes p -= lr * (what is exchanged), and residuals are in units of gradients. Error
 feedback as its theory has it keeps updates instead, lr * e, each gradient at the rate at which it
@@ -11,14 +11,14 @@ algorithm 1), so that with a rate that changes from step to step, at the rates o
 
     sum of lr * applied + lr * mean of the residuals  =  sum of lr * mean gradient
 
-Without it the last rate stands before all that is owed, and a gradient that waited while the rate
+Without it the last rate multiplies the whole residual, and a gradient that waited while the rate
 fell counts for less. It is done once, before a step's first bucket is sent: what is kept is the
 pair of e and its rate, and a step that is rolled back leaves both as it found them.
 
 Velocities of momentum correction stay as they are. Heavy-ball momentum, as PyTorch has it, takes
-p -= lr * v with v = m v + g: what a gradient still adds to later steps through v is not owed from
-earlier ones, and counts at the rates of those later steps, with and without compression. What of v
-should have been applied already is in e. So it is with Zheng et al., and if everything is sent the
+p -= lr * v with v = m v + g: what a gradient still adds to later steps through v is not late, and
+counts at the rates of those later steps, with and without compression. What of v should have been
+applied already is in e. So it is with Zheng et al., and if everything is sent the
 rates change nothing.
 
 The factors of a run multiply to (largest rate) / (present rate), and e grows by no more: lr * e,

@@ -1,4 +1,4 @@
-"""What ranks still owe the model, when there come to be more of them or fewer, or other owners.
+"""Residuals of a job whose number of ranks, or whose owners, have changed.
 
 What all residuals together would add to what is applied is the pending mass:
 
@@ -27,7 +27,7 @@ StateDict = Mapping[str, Any]
 def pending(
     states: Iterable[StateDict], ranks: int, reduction: str, ops: Ops[Array]
 ) -> dict[str, Array]:
-    """What all ranks of a job owe, in units of what is applied: flat, float64, by tensor name.
+    """Sum of all residuals of a job, in units of what is applied: flat, float64, by tensor name.
 
     Args:
         states: the state dict of every rank, in any order; one at a time is held.
@@ -52,7 +52,7 @@ def pending(
 def share_out(
     total: Mapping[str, Array], own: StateDict, ranks: int, reduction: str, ops: Ops[Array]
 ) -> dict[str, Any]:
-    """This rank's state dict, such that all ranks' together owe `total`; without other tensors.
+    """This rank's state dict, such that all ranks' residuals add up to `total`; no other tensors.
 
     Args:
         total: what `pending` returned.
@@ -82,7 +82,7 @@ def share_out(
 
 
 def rescaling(reduction: str, before: int, after: int) -> float:
-    """What residuals have to be multiplied by when others come, who owe nothing, or have gone.
+    """Factor for residuals when ranks have come, whose residuals are zero, or have gone.
 
     Args:
         reduction: "average" or "sum".

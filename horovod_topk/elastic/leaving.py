@@ -11,7 +11,7 @@ from horovod_topk.elastic.manager import Manager
 
 
 class HandsOver(State):  # type: ignore[misc]  # Horovod has no annotations
-    """A state of Horovod's whose ranks share out what they owe while all of them are still there.
+    """A state of Horovod's whose ranks average their residuals while all of them are still there.
 
     To be named before the state it is mixed into.
     """

@@ -119,7 +119,7 @@ class Manager:
     # What a state of Horovod's elastic jobs does.
 
     def save(self) -> None:
-        """Commit: keep a copy of what this rank owes, and write it to `commit_dir` if there is one.
+        """Commit: copy this rank's residuals, and write them to `commit_dir` if there is one.
 
         Local: nobody is waited for.
         """
@@ -133,7 +133,7 @@ class Manager:
         state, saved = self._state(), self._saved
         if state is None:
             return
-        if saved is None:  # of the time before the first step: nothing was owed
+        if saved is None:  # before the first step residuals were zero
             state.reset()
             state.resume(self.clock, self.units)
             return
@@ -159,7 +159,7 @@ class Manager:
             self._job = eldest.job
             self._take_on(present)
             if not self.units:
-                self._owe_nothing()
+                self._start_empty()
         else:
             self._job = eldest.member
         self.units, self._pooled, self.clock = present.ranks, False, eldest.clock
@@ -167,10 +167,10 @@ class Manager:
             state.resume(eldest.clock, present.ranks)
 
     def hand_over(self) -> None:
-        """Share out what every rank owes, as some are about to leave. A collective.
+        """Give every rank the mean residual, as some ranks are about to leave. A collective.
 
-        Every rank owes the mean then, whoever leaves. With `commit_dir`, files are brought up to
-        date instead, and the files of those who leave are taken on.
+        So nothing is lost with those who leave. With `commit_dir`, files are brought up to date
+        instead, and the files of those who leave are taken on.
         """
         state = self._state()
         if self._store is not None:
@@ -179,7 +179,7 @@ class Manager:
                 self._replace(current)
             return
         kept = state.state_dict() if state is not None and self.units else None
-        if self._all_owe_alike(kept) and state is not None and kept is not None:
+        if self._have_equal_tensors(kept) and state is not None and kept is not None:
             kept["residuals"] = {
                 name: self._talk.average(kept["residuals"][name], f"{self._name}.pool.{name}")
                 for name in sorted(kept["residuals"])
@@ -208,19 +208,19 @@ class Manager:
         longest = max(_COUNT.unpack(each)[0] for each in sizes)
         return self._talk.gather(text.ljust(longest), f"{self._name}.{label}")
 
-    def _owe_nothing(self) -> None:
-        """What a rank that joins has loaded is the others' already."""
+    def _start_empty(self) -> None:
+        """Set a joining rank's residuals to zero: the others have what it may have loaded."""
         self._forget()
         if (state := self._state()) is not None:
             state.reset()
 
-    def _all_owe_alike(self, kept: Mapping[str, Any] | None) -> bool:
-        """Whether all ranks owe something for the same tensors, and can share it out."""
+    def _have_equal_tensors(self, kept: Mapping[str, Any] | None) -> bool:
+        """Whether all ranks have residuals of the same tensors, which can be averaged."""
         shapes = {} if kept is None else kept["shapes"]
         mine = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).digest()
         alike = len(set(self._talk.gather(mine, f"{self._name}.pool"))) == 1
         if not alike:
-            log.warning("TopKEF: ranks owe for other tensors, and do not share out what they owe")
+            log.warning("TopKEF: ranks have residuals of different tensors, which are not averaged")
         return alike and bool(shapes)
 
     def _write(self, commit: _Commit, framework: str) -> None:
@@ -270,7 +270,7 @@ class Manager:
         self._lost_norm = math.hypot(eldest.lost_norm, math.sqrt(lost) * present.typical_norm)
         if lost:
             log.warning(
-                "TopKEF lost what %d of %d ranks owed, of norm about %.3g; commit_dir= keeps it",
+                "TopKEF lost residuals of %d of %d ranks, of norm about %.3g; commit_dir= keeps them",
                 lost,
                 eldest.units,
                 math.sqrt(lost) * present.typical_norm,
@@ -286,7 +286,7 @@ class Manager:
         if state is None or not self.units:
             return 0
         factor = rescaling(state.reduction, self.units, present.ranks)
-        if self._pooled:  # what some took with them, the others owe too
+        if self._pooled:  # the others have the residuals of those who left
             factor *= self.units / len(present.old)
         place = [present.statuses[rank].member for rank in present.old].index(self._member)
         if present.old[place] in present.astray:  # it went back to another step than the model
@@ -318,7 +318,7 @@ class Manager:
                     )
                 found[name] = contents
             except (OSError, CheckpointError, StateDictError) as error:
-                log.error("TopKEF cannot take on what a lost rank owed: %s", error)
+                log.error("TopKEF cannot take on the residuals of a lost rank: %s", error)
         return found
 
     def _files_of_lost(self, present: Membership) -> list[str]:

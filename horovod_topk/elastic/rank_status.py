@@ -23,8 +23,8 @@ class RankStatus:
     clock: Clock
     norm: float  # of its residual
     lost: int  # ranks that the job has lost so far
-    lost_norm: float  # of what they owed, about
-    pooled: bool  # whether all have shared out what they owe
+    lost_norm: float  # of their residuals, about
+    pooled: bool  # whether all ranks have the mean of all residuals
     plan: bytes = UNKNOWN  # digest of what it exchanges; `UNKNOWN` before its first step
 
     def pack(self) -> bytes:
@@ -70,7 +70,7 @@ class Membership:
 
     @property
     def missing(self) -> int:
-        """Who was there before and is no more, and took with it what it owed."""
+        """How many ranks are gone whose residuals are gone with them."""
         eldest = self.eldest
         return 0 if eldest.pooled else max(0, eldest.units - len(self.old))
 

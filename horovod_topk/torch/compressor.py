@@ -96,14 +96,14 @@ class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Ho
         """Remember an optimizer's state; called by the seam.
 
         Raises:
-            ConfigError: an elastic job's state keeps what is owed, and not all ranks exchange.
+            ConfigError: an elastic job's state keeps residuals, and not all ranks exchange.
         """
         if self._manager is not None:
             state.keep_with(self._manager)
         self._states.add(state)
 
     def keep(self, name: str) -> Manager:
-        """Keep what is owed through an elastic job; called by `horovod_topk.torch.elastic`.
+        """Keep residuals through an elastic job; called by `horovod_topk.torch.elastic`.
 
         Args:
             name: of the manager's collectives, the same on all ranks.

@@ -1,7 +1,7 @@
 """Loss scaling: gradients arrive in a scaler's units, residuals are kept in none.
 
 With `torch.amp.GradScaler` every gradient is S times what it stands for, and S changes. So that a
-change of S changes nothing that is owed (Micikevicius et al. 2018, Mixed Precision Training, for S)
+change of S does not change residuals (Micikevicius et al. 2018, Mixed Precision Training, for S)
 
     compensate   a = e + g / S
     decode       g' = S * scale * sum over ranks of decode(p_r)

@@ -230,7 +230,7 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         self._compressor.launch(ordinal, gradients)
 
     def _meet(self) -> None:
-        """See to what is owed before a step, where ranks have come or gone unannounced."""
+        """Rescale residuals before a step, where ranks have come or gone unannounced."""
         units, ranks = self._compressor.ranks_before, self._compressor.ranks
         if self._compressor.plan.config.warmup is not None:
             check_kept(self.manager, "warmup= counts steps, of which")
@@ -238,8 +238,8 @@ class OptimizerState(Attached[Compressor[Tensor]]):
             self.manager.settle()
         elif self.manager is None and units not in (None, ranks):
             log.warning(
-                "TopKEF: %s has %d ranks instead of %d. What lost ranks owed is gone, and a commit "
-                "does not include what others owe: pass compression= to hvd.elastic.TorchState",
+                "TopKEF: %s has %d ranks instead of %d. Residuals of lost ranks are gone, and a "
+                "commit has no residuals: pass compression= to hvd.elastic.TorchState",
                 self.label,
                 ranks,
                 units,

@@ -69,7 +69,7 @@ def with_one_exchange(
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Have a step's closure refuse to be evaluated once more after an exchange in that step.
 
-    A step commits one exchange. Of two, the first would have been applied and be owed all the same.
+    A step commits one exchange. Of two, the first would be applied and stay in the residual too.
 
     Args:
         args: of a `step` that begins now, itself among them.

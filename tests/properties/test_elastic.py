@@ -406,7 +406,7 @@ def test_where_ranks_owe_for_other_tensors_nobody_hands_over(
         "residuals": {},
     }
     job.together(lambda rank: rank.manager.hand_over())
-    assert "do not share out" in caplog.text
+    assert "residuals of different tensors" in caplog.text
     np.testing.assert_array_equal(job.ranks[0].owed(), before[0])
 
 
