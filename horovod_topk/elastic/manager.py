@@ -270,7 +270,7 @@ class Manager:
         self._lost_norm = math.hypot(eldest.lost_norm, math.sqrt(lost) * present.typical_norm)
         if lost:
             log.warning(
-                "TopKEF lost residuals of %d of %d ranks, of norm about %.3g; commit_dir= keeps them",
+                "TopKEF lost residuals of %d of %d ranks (norm about %.3g); commit_dir= keeps them",
                 lost,
                 eldest.units,
                 math.sqrt(lost) * present.typical_norm,
