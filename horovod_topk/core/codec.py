@@ -93,12 +93,13 @@ class PayloadCodec(Generic[Array]):
         Raises:
             PayloadError, PlanMismatchError: what a rank sent is no payload of this bucket.
         """
-        width = bucket.layout.payload_bytes // bucket.writers
+        writers, examine = bucket.writers, self._ops.examine
+        width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
             check = partial(self._check, bucket, ())
-            flags = self._ops.examine(gathered, width, bucket.layout.body_at, (), check)
-            each = flags if bucket.writers == 1 else [flags[t.gradient] for t in bucket.tensors]
+            flags = examine(gathered, width, bucket.layout.body_at, (), check, tensors)
+            each = flags if writers == 1 else [flags[t.gradient] for t in bucket.tensors]
             wrong = kernel.decode(gathered, scale, each, gradients)
             if wrong is not None:
                 raise self._damaged(bucket, wrong[1], wrong[0])
@@ -106,7 +107,7 @@ class PayloadCodec(Generic[Array]):
         read = self._read(bucket, gathered)
         sound = [(position, fact) for position, each in read.items() for fact in each.sound]
         check, facts = partial(self._check, bucket, sound), [fact for _, fact in sound]
-        flags = self._ops.examine(gathered, width, bucket.layout.body_at, facts, check)
+        flags = examine(gathered, width, bucket.layout.body_at, facts, check, tensors)
         totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
         for position, of_piece in read.items():
             piece = bucket.tensors[position]

@@ -160,6 +160,10 @@ class NumpyOps:
         bits = np.packbits([not np.isfinite(part).all() for part in parts], bitorder="little")
         payload[at : at + bits.size] = bits
 
+    def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
+        bits = np.packbits(flags, bitorder="little")
+        payload[at : at + bits.size] |= bits
+
     def to_host(self, payload: Array) -> bytes:
         return payload.tobytes()
 
@@ -170,6 +174,7 @@ class NumpyOps:
         count: int,
         sound: Sequence[Array],
         check: Callable[[list[bytes], list[list[bool]]], list[bool]],
+        tensors: int,
     ) -> list[bool]:
         heads = [head.tobytes() for head in gathered.reshape(-1, width)[:, :count]]
         return check(heads, [each.tolist() for each in sound])

@@ -260,6 +260,10 @@ class Ops(Protocol[Array]):
         """Write a bitmap, bit i set when parts[i] has a NaN or an infinity (bit 0 lowest)."""
         ...
 
+    def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
+        """Set bit i of such a bitmap where flags[i], an answer of `examine`; leave the others."""
+        ...
+
     def to_host(self, payload: Array) -> bytes:
         """The bytes of a uint8 array. Waits for the device."""
         ...
@@ -271,12 +275,13 @@ class Ops(Protocol[Array]):
         count: int,
         sound: Sequence[Array],
         check: Callable[[list[bytes], list[list[bool]]], list[bool]],
+        tensors: int,
     ) -> Sequence[bool]:
         """What `check` says to the first `count` bytes of each of P payloads of `width` bytes.
 
         sound: answers of `unpack_index`, which `check` is given too, a list of P each. Waits for
-        the device. What `check` returns is for `deliver`; only an implementation that runs at once
-        gives it as bools.
+        the device. What `check` returns, a bool for each of `tensors`, is for `deliver`; only an
+        implementation that runs at once gives it as bools.
         """
         ...
 

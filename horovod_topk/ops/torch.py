@@ -179,6 +179,13 @@ class TorchOps:
         weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
         payload[at : at + count] = (bits.view(count, 8) * weights).sum(1, dtype=torch.uint8)
 
+    def store_flags(self, payload: Tensor, at: int, flags: Sequence[bool]) -> None:
+        data = sum(flag << bit for bit, flag in enumerate(flags)).to_bytes(
+            -(-len(flags) // 8), "little"
+        )
+        bits = torch.tensor(list(data), dtype=torch.uint8, device=payload.device)
+        payload[at : at + len(data)] |= bits
+
     def to_host(self, payload: Tensor) -> bytes:
         return bytes(payload.tolist())  # headers only, and torch may have no NumPy
 
@@ -189,6 +196,7 @@ class TorchOps:
         count: int,
         sound: Sequence[Tensor],
         check: Callable[[list[bytes], list[list[bool]]], list[bool]],
+        tensors: int,
     ) -> list[bool]:
         heads = [bytes(head) for head in gathered.view(-1, width)[:, :count].tolist()]
         return check(heads, torch.stack(list(sound)).tolist() if sound else [])

@@ -737,7 +737,7 @@ def test_examine_hands_every_head_and_answer_to_the_host(backend: Backend) -> No
         seen.extend([heads, answers])
         return [True, False, True]
 
-    flags = backend.ops.examine(gathered, 4, 3, sound, check)
+    flags = backend.ops.examine(gathered, 4, 3, sound, check, 3)
     assert seen == [[bytes([0, 1, 2]), bytes([4, 5, 6])], [[True, True], [True, False]]]
     gradients = [backend.array(np.zeros(2), "float32") for _ in range(3)]
     for position, gradient in enumerate(gradients):
@@ -755,7 +755,7 @@ def test_examine_without_answers(backend: Backend) -> None:
         seen.extend([heads, answers])
         return [False]
 
-    backend.ops.examine(backend.array(np.arange(4), "uint8"), 2, 1, [], check)
+    backend.ops.examine(backend.array(np.arange(4), "uint8"), 2, 1, [], check, 1)
     assert seen == [[b"\0", b"\2"], []]
 
 
@@ -950,7 +950,7 @@ def test_either_of_two_answers(backend: Backend) -> None:
     ops, gathered = backend.ops, backend.array(np.zeros(4), "uint8")
     pairs = list(itertools.product([False, True], repeat=2))
     left, right = (
-        ops.examine(gathered, 4, 4, [], lambda heads, answers, flags=flags: flags)
+        ops.examine(gathered, 4, 4, [], lambda heads, answers, flags=flags: flags, 4)
         for flags in ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
     )
     found = ops.either(left, right)
@@ -960,6 +960,17 @@ def test_either_of_two_answers(backend: Backend) -> None:
     for position, (one, other) in enumerate(pairs):
         ops.deliver(total, 1.0, target, found[position])
         assert np.isnan(backend.numpy(target)).all() == (one or other)
+
+
+@each_way
+@given(
+    flags=st.lists(st.booleans(), min_size=1, max_size=20), data=st.binary(min_size=6, max_size=6)
+)
+def test_flags_are_added_to_a_bitmap(backend: Backend, flags: list[bool], data: bytes) -> None:
+    payload = backend.array(np.frombuffer(data, np.uint8), "uint8")
+    backend.ops.store_flags(payload, 2, flags)
+    before, after = (int.from_bytes(each, "little") for each in (data, backend.numpy(payload)))
+    assert after == before | sum(flag << 16 + bit for bit, flag in enumerate(flags))
 
 
 # Rules for all.
