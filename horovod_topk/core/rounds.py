@@ -69,7 +69,7 @@ class ReducedBucket(Generic[Array]):
         collective: Collective[Array],
     ) -> None:
         self._bucket, self._arenas, self._states = bucket, arenas, states
-        self._ops, self._method = ops, _method(bucket)
+        self._ops, self._method, self._codec = ops, _method(bucket), codec
         self._legs = [_leg(plan, ops, codec, collective) for plan in round_plans(bucket)]
         self.rounds = len(self._legs)
         self._round: int | None = None  # under way; None: nothing is
@@ -82,10 +82,12 @@ class ReducedBucket(Generic[Array]):
         """`BucketExchange.send`: the first round."""
         ops, arenas = self._ops, self._arenas
         self._name, self._flags, self._works = name, None, []
-        for piece, gradient in zip(self._bucket.tensors, gradients, strict=True):
+        pairs = zip(self._bucket.tensors, gradients, strict=True)
+        for position, (piece, gradient) in enumerate(pairs):
             values = ops.view(arenas.candidate, piece.start, piece.stop)
             ops.compensate(ops.view(arenas.residual, piece.start, piece.stop), gradient, values)
-            self._works.append(Work(values, self._state_of(piece)))
+            key = self._codec.key(self._bucket, position, rows=False)
+            self._works.append(Work(values, self._state_of(piece), key=key))
         self._start(0)
 
     def advance(self) -> None:

@@ -27,6 +27,7 @@ import tensorflow as tf
 from horovod_topk.kernels import native
 from horovod_topk.ops import tensorflow_packing as packing
 from horovod_topk.ops.coding import DEAL
+from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import Fused
 
 log = logging.getLogger("horovod_topk")
@@ -138,6 +139,11 @@ class TensorFlowOps:
 
     def arange(self, count: int, device: str = "") -> Array:
         return Buffer(tf.range(count, dtype=tf.int64))
+
+    def random_bits(self, stream: Stream, count: int, bits: int, device: str = "") -> Array:
+        blocks = tf.range(-(-count // 4), dtype=tf.int64)
+        drawn = _shifted(tf.stack(words(stream, blocks, _shifted), 1), 32 - bits)
+        return Buffer(tf.reshape(drawn, [-1])[:count])
 
     def view(self, array: Array, start: int, stop: int) -> Array:
         return _stretch_of(array, start, stop)
@@ -403,6 +409,11 @@ class BucketOperations:
         for total, gradient in zip(totals, gradients, strict=True):
             _write(gradient, tf.ensure_shape(total, [gradient.numel]))
         return None
+
+
+def _shifted(word: Any, by: int) -> Any:
+    """A word, or words, shifted to the right."""
+    return word >> by if isinstance(word, int) else tf.bitwise.right_shift(word, by)
 
 
 def _bitmap(flags: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from horovod_topk.kernels import native, triton
 from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import DEAL
+from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import Fused
 
 log = logging.getLogger("horovod_topk")
@@ -51,6 +53,11 @@ class TorchOps:
 
     def arange(self, count: int, device: str = "cpu") -> Tensor:
         return torch.arange(count, device=device)
+
+    def random_bits(self, stream: Stream, count: int, bits: int, device: str) -> Tensor:
+        blocks = torch.arange(-(-count // 4), device=device)
+        drawn = torch.stack(words(stream, blocks, operator.rshift), 1) >> (32 - bits)
+        return drawn.view(-1)[:count]
 
     def view(self, array: Tensor, start: int, stop: int) -> Tensor:
         return array[start:stop]

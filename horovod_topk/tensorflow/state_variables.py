@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
@@ -21,7 +22,8 @@ from horovod_topk.core.state import State
 from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY, converted
 from horovod_topk.core.stats import describe
 from horovod_topk.core.step import Step, Storage
-from horovod_topk.methods.protocol import Method
+from horovod_topk.errors import ConfigError
+from horovod_topk.methods.protocol import Method, Seeded
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.learning_rates import VariableRates
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
@@ -167,7 +169,10 @@ class VariableState(State[Array]):
                 },
             )
 
-        codec = PayloadCodec(self.ops)
+        codec, committed = PayloadCodec(self.ops), None
+        if isinstance(self.config, Seeded):
+            committed = self.schedule_in_graphs.read()
+        codec.draw_from(lambda: committed, lambda: self.collective.rank)
         return Step(plan, storage, self.ops, codec, exchange, name)
 
     def count(self, plan: Plan, rate: Any = None) -> None:
@@ -177,7 +182,17 @@ class VariableState(State[Array]):
             self.rates.take_on(tuple(t.spec.name for t in plan.tensors()), rate)
 
     def _choose_exchange(self, plan: Plan) -> None:
-        """Choose the exchange, with all ranks."""
+        """Choose the exchange, with all ranks.
+
+        Raises:
+            ConfigError: ranks may come and go, and a graph has this rank's random numbers.
+        """
+        if isinstance(self.config, Seeded) and elastic():
+            raise ConfigError(
+                f"{type(self.config).__name__} draws random numbers by the rank that a graph was "
+                "built on, and this job is elastic",
+                cure="Use TopKEF, or run without --min-np and --max-np",
+            )
         self.exchange = exchange_of(plan, self.ops, self.collective)
         log.info("TopKEF: %s", describe(self.exchange))
         self.parts = {RESIDUALS: Part(self.ops)}

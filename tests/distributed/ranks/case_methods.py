@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import horovod.torch as hvd
 import pytest
 import torch
+from oracle.dithered import Dithered
 from oracle.two_rounds import TwoRounds
 
 import horovod_topk.torch
@@ -21,13 +22,14 @@ from horovod_topk.torch import TopKEF
 from training import Setup
 from witness import assert_ranks_equal, bits
 
-METHODS["TwoRounds"] = TwoRounds
+METHODS |= {"TwoRounds": TwoRounds, "Dithered": Dithered}
 EVERY = {
     "float32": ("Dense", {}),
     "float16": ("Dense", {"values": "float16"}),
     "bfloat16": ("Dense", {"values": "bfloat16"}),
     "dense over an allgather": ("Dense", {"exchange": "allgather"}),
     "Horovod's allreduce": ("Dense", {"exchange": "allreduce"}),
+    "random numbers": ("Dithered", {"min_numel": 16}),
     "two rounds": ("TwoRounds", {"min_numel": 16, "columns": 3}),
 }
 

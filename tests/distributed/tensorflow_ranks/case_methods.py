@@ -9,7 +9,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
-from oracle.backends import TENSORFLOW
+from oracle.backends import NUMPY, TENSORFLOW
+from oracle.dithered import Dithered
 from oracle.two_rounds import TwoRounds
 from oracle.world import World
 from proof import assert_ranks_equal, ranks_equal
@@ -24,7 +25,7 @@ from horovod_topk.errors import PayloadError
 from horovod_topk.methods import METHODS
 
 SHAPES = [(60, 50), (7,), (515,)]
-METHODS["TwoRounds"] = TwoRounds
+METHODS |= {"TwoRounds": TwoRounds, "Dithered": Dithered}
 WAYS = pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 
 
@@ -130,6 +131,29 @@ def test_two_rounds_are_those_of_simulated_ranks(graph: bool) -> None:
 
 @WAYS
 @pytest.mark.world_size(2, 3, 4)
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_random_numbers_are_those_of_simulated_ranks(exchange: str, graph: bool) -> None:
+    """To the bit, with NumPy: the count of steps that they follow from is a tensor here."""
+    settings = {"exchange": exchange, "min_numel": 8}
+    compression = horovod_topk.tensorflow.Dithered(name=f"drawn.{exchange}.{graph}", **settings)
+    take = Steps(Linear(SHAPES), compression, graph)
+    names: list[str] = []
+    for step in (0, 1, 99, 2):
+        exchanged = take(step, spoiled=step == 99 and hvd.rank() == 1)
+        if not names:
+            names = list(compression.state_dict()["residuals"])
+            specs = [TensorSpec(n, s, "float32") for n, s in zip(names, SHAPES, strict=True)]
+            world = World(make_plan(specs, Dithered(**settings)), hvd.size(), NUMPY)
+        if step != 99:  # that one is rolled back, and its random numbers are drawn again
+            everyone = [gradients(rank, step) for rank in range(hvd.size())]
+            named = [{n: g.numpy() for n, g in zip(names, one, strict=True)} for one in everyone]
+            expected = world.step(named)[hvd.rank()]
+            assert all(map(np.array_equal, exchanged, (expected[name] for name in names)))
+    assert compression.stats().rolled_back == 1
+
+
+@WAYS
+@pytest.mark.world_size(2, 3, 4)
 def test_two_rounds_train_through_a_tape(graph: bool) -> None:
     """With a second trace for the last batch, residuals and state go on."""
     model = Perceptron()
@@ -209,7 +233,8 @@ class Steps:
 
         self._exchange, self._model = tf.function(exchange) if graph else exchange, model
 
-    def __call__(self, step: int) -> list[Any]:
+    def __call__(self, step: int, *, spoiled: bool = False) -> list[Any]:
         shapes = [variable.shape for variable in self._model.variables]
         mine = [noise(hvd.rank(), 10 * step + i, shape) for i, shape in enumerate(shapes)]
+        mine = [each * np.nan for each in mine] if spoiled else mine
         return [each.numpy() for each in self._exchange(*mine)]
