@@ -71,6 +71,7 @@ def arrays_in(state: Any) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.one_in(4, first=2)
 @pytest.mark.everywhere(one_in=4)
 @WAYS
 @pytest.mark.world_size(2, 3, 4)
@@ -103,6 +104,7 @@ def test_a_checkpoint_goes_on_and_a_nan_changes_nothing(
     assert_ranks_equal(expected)
 
 
+@pytest.mark.one_in(2)
 @WAYS
 @pytest.mark.world_size(2, 3, 4)
 def test_two_rounds_are_those_of_simulated_ranks(graph: bool) -> None:
@@ -129,6 +131,7 @@ def test_two_rounds_are_those_of_simulated_ranks(graph: bool) -> None:
         assert ours[part]["shared"] == theirs[part]["shared"] == (part == "state.q")
 
 
+@pytest.mark.one_in(4)
 @WAYS
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
@@ -152,6 +155,7 @@ def test_random_numbers_are_those_of_simulated_ranks(exchange: str, graph: bool)
     assert compression.stats().rolled_back == 1
 
 
+@pytest.mark.one_in(2, first=1)
 @WAYS
 @pytest.mark.world_size(2, 3, 4)
 def test_two_rounds_train_through_a_tape(graph: bool) -> None:
