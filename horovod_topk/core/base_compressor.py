@@ -280,6 +280,12 @@ def check_elastic(config: Settings) -> None:
         ConfigError: they may.
     """
     exchange = config.exchange
+    if exchange == "reduce" and elastic():
+        raise ConfigError(
+            f"{type(config).__name__} splits its sums among a fixed number of ranks, and this job "
+            "is elastic",
+            cure="Use TopKEF with exchange='allgather', or run without --min-np and --max-np",
+        )
     if exchange in ("sharded", "hierarchical") and elastic():
         raise ConfigError(
             f"exchange={exchange!r} deals residuals out to a fixed number of ranks, and this job "

@@ -11,7 +11,7 @@ all of it for a bucket at once, to the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +20,8 @@ from horovod_topk.core.payload import HEADER_BYTES
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.errors import PayloadError
-from horovod_topk.methods.protocol import Codec, Read, Sent
+from horovod_topk.methods.keys import Key
+from horovod_topk.methods.protocol import Codec, Read, Seeded, SeededCodec, Sent
 from horovod_topk.ops import Clears, Fused, Ops, Together
 
 Array = TypeVar("Array")
@@ -35,6 +36,36 @@ class PayloadCodec(Generic[Array]):
     def __init__(self, ops: Ops[Array]) -> None:
         self._ops = ops
         self._kernels: dict[bytes, Fused[Array] | None] = {}
+        self._committed: Callable[[], Any] = lambda: 0
+        self._rank: Callable[[], int] = lambda: 0
+
+    def draw_from(self, committed: Callable[[], Any], rank: Callable[[], int]) -> None:
+        """Have methods draw their random numbers for a step of this rank.
+
+        Args:
+            committed: gives the steps that were committed before this one; a tensor in a graph.
+            rank: gives this rank.
+        """
+        self._committed, self._rank = committed, rank
+
+    def key(self, bucket: BucketPlan, position: int, rows: bool, ago: int = 0) -> Key | None:
+        """What a piece's random numbers follow from, for a method that draws some.
+
+        Args:
+            bucket: with the piece.
+            position: of the piece.
+            rows: whether what is read was written by all ranks; else by this one.
+            ago: steps committed since it was written.
+        """
+        method: object = bucket.config
+        if not isinstance(method, Seeded):
+            return None
+        rank, written = self._rank(), position // len(bucket.gradients)
+
+        def writer(row: int) -> int:
+            return bucket.sender(row * bucket.writers + written) if rows else rank
+
+        return Key(method.seed, bucket.place(position), self._committed() - ago, rank, writer)
 
     def new_payload(self, bucket: BucketPlan) -> Array:
         """A zeroed buffer that opens with the bucket's header."""
@@ -53,7 +84,7 @@ class PayloadCodec(Generic[Array]):
         if kernel is not None:
             kernel.encode(arenas.residual, arenas.candidate, gradients, payload)
             return
-        sent = [self._encode(bucket, piece, arenas, gradients) for piece in bucket.tensors]
+        sent = [self._encode(arenas, gradients, at) for at in range(len(bucket.tensors))]
         checked = [each.checked for each in sent]
         self._ops.store_nonfinite(payload, bucket.layout.flags_at, checked)
         for piece, each in zip(bucket.tensors, sent, strict=True):
@@ -93,12 +124,13 @@ class PayloadCodec(Generic[Array]):
         Raises:
             PayloadError, PlanMismatchError: what a rank sent is no payload of this bucket.
         """
-        width = bucket.layout.payload_bytes // bucket.writers
+        writers, examine = bucket.writers, self._ops.examine
+        width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
             check = partial(self._check, bucket, ())
-            flags = self._ops.examine(gathered, width, bucket.layout.body_at, (), check)
-            each = flags if bucket.writers == 1 else [flags[t.gradient] for t in bucket.tensors]
+            flags = examine(gathered, width, bucket.layout.body_at, (), check, tensors)
+            each = flags if writers == 1 else [flags[t.gradient] for t in bucket.tensors]
             wrong = kernel.decode(gathered, scale, each, gradients)
             if wrong is not None:
                 raise self._damaged(bucket, wrong[1], wrong[0])
@@ -106,7 +138,7 @@ class PayloadCodec(Generic[Array]):
         read = self._read(bucket, gathered)
         sound = [(position, fact) for position, each in read.items() for fact in each.sound]
         check, facts = partial(self._check, bucket, sound), [fact for _, fact in sound]
-        flags = self._ops.examine(gathered, width, bucket.layout.body_at, facts, check)
+        flags = examine(gathered, width, bucket.layout.body_at, facts, check, tensors)
         totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
         for position, of_piece in read.items():
             piece = bucket.tensors[position]
@@ -125,7 +157,7 @@ class PayloadCodec(Generic[Array]):
         if isinstance(kernel, Clears):
             kernel.clear(payload, arrays)
             return
-        for position, each in self._read(bucket, payload).items():
+        for position, each in self._read(bucket, payload, rows=False).items():
             if each.index is not None:
                 piece = bucket.tensors[position]
                 at = self._in_gradient(bucket, piece, self._ops.row(each.index, 0))
@@ -143,16 +175,19 @@ class PayloadCodec(Generic[Array]):
             before, after = after, before
         gradient = ops.clone(after)
         ops.deduct(gradient, None, before)
-        for position, each in self._read(bucket, payload).items():
+        read = self._read(bucket, payload, rows=False, ago=int(committed))
+        for position, each in read.items():
             piece = bucket.tensors[position]
             ops.accumulate(self._slice(gradient, piece), each.index, each.values)
         return ops.norm(gradient)
 
     def _encode(
-        self, bucket: BucketPlan, piece: Any, arenas: Arenas[Array], gradients: Sequence[Array]
+        self, arenas: Arenas[Array], gradients: Sequence[Array], position: int
     ) -> Sent[Array]:
         """Compensate and encode one piece; the candidate is e + g afterwards."""
-        ops, gradient = self._ops, gradients[piece.gradient]
+        ops, bucket = self._ops, arenas.plan
+        piece = bucket.tensors[position]
+        gradient = gradients[piece.gradient]
         if bucket.parts > 1:
             own = ops.arange(piece.numel, bucket.device)
             gradient = ops.take(gradient, self._in_gradient(bucket, piece, own))
@@ -160,15 +195,25 @@ class PayloadCodec(Generic[Array]):
         ops.compensate(self._slice(arenas.residual, piece), gradient, candidate)
         if not piece.numel:
             return Sent([], candidate, None, candidate)
-        return _method(bucket).encode(ops, bucket, piece, candidate)
+        method, key = _method(bucket), self.key(bucket, position, rows=False)
+        if key is not None and isinstance(method, SeededCodec):
+            return method.encode_keyed(ops, bucket, piece, candidate, key)
+        return method.encode(ops, bucket, piece, candidate)
 
-    def _read(self, bucket: BucketPlan, gathered: Array) -> dict[int, Read[Array]]:
-        """What payloads have of each piece that has elements, by its position."""
-        return {
-            position: _method(bucket).decode(self._ops, bucket, piece, gathered)
-            for position, piece in enumerate(bucket.tensors)
-            if piece.numel
-        }
+    def _read(
+        self, bucket: BucketPlan, gathered: Array, *, rows: bool = True, ago: int = 0
+    ) -> dict[int, Read[Array]]:
+        """What payloads have of each piece that has elements, by its position; see `key`."""
+        ops, method, read = self._ops, _method(bucket), {}
+        for position, piece in enumerate(bucket.tensors):
+            if not piece.numel:
+                continue
+            key = self.key(bucket, position, rows, ago)
+            if key is not None and isinstance(method, SeededCodec):
+                read[position] = method.decode_keyed(ops, bucket, piece, gathered, key)
+            else:
+                read[position] = method.decode(ops, bucket, piece, gathered)
+        return read
 
     def _check(
         self,

@@ -55,6 +55,7 @@ class Compressor(State[Array]):
         super().__init__(plan.config, plan.reduction, ops)
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
         self._agreed = plan
+        codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
         self.registry = ResidualRegistry(plan, ops, exchange.holders)
         self.owned = ResidualRegistry(plan, ops, exchange.owned) if exchange.parts else None
         self.velocity: ResidualRegistry[Array] | None = None

@@ -38,6 +38,8 @@ class BucketPlan:
     digests: tuple[bytes, ...]  # of the payloads that make one, 8 bytes each; see `headers`
     parts: int = 1  # owners that gradients are split among
     senders: tuple[int, ...] = ()  # ranks of the payloads as they are read; (): 0, 1, 2, ...
+    leg: str = "direct"  # see `Method.piece`
+    part: int = 0  # owner whose shards its only payload carries
 
     @cached_property
     def writers(self) -> int:
@@ -89,6 +91,11 @@ class BucketPlan:
     def names(self, flags: Iterable[bool]) -> tuple[str, ...]:
         """Names of the flagged gradients, given one flag for each."""
         return tuple(t.spec.name for t, flag in zip(self.gradients, flags, strict=True) if flag)
+
+    def place(self, position: int) -> tuple[str, str, int]:
+        """Tensor, leg and owner of a piece: the same where it is written and where it is read."""
+        part = self.part if self.writers == 1 else position // len(self.gradients)
+        return self.tensors[position].spec.name, self.leg, part
 
     def sender(self, position: int) -> int:
         """The rank that wrote the payload in a position."""
@@ -318,6 +325,7 @@ def lay_out(
     alignment: int = 1,
     owners: int = 1,
     identity: object = None,
+    part: int = 0,
 ) -> BucketPlan:
     """A payload for tensors or shards, one after another in the arenas and in the body.
 
@@ -330,17 +338,20 @@ def lay_out(
         alignment: elements; every part begins at a multiple of it in the arenas.
         owners: that its gradients are split among.
         identity: what else ranks have in common that read it.
+        part: owner whose shards it carries.
     """
-    config = config.narrowed([part.spec.name for part in parts])
+    config = config.narrowed([each.spec.name for each in parts])
     pieces, start = [], 0
-    for part in parts:
-        pieces.append(replace(config.piece(part, leg), start=start))
-        start += -(-part.numel // alignment) * alignment
+    for each in parts:
+        pieces.append(replace(config.piece(each, leg), start=start))
+        start += -(-each.numel // alignment) * alignment
     body_at = payload.body_at(len(pieces))
     placed, end = config.lay_out(pieces, body_at)
     layout = payload.layout(len(pieces), end)
     dtype = RESIDUAL_DTYPE[parts[0].spec.dtype]
-    plan = BucketPlan(ordinal, tuple(placed), dtype, config, reduction, layout, (), owners)
+    plan = BucketPlan(
+        ordinal, tuple(placed), dtype, config, reduction, layout, (), owners, leg=leg, part=part
+    )
     facts = [[piece.spec.name, *_facts(piece)] for piece in placed]
     return replace(plan, digests=(digest([*plan._own, leg, owners, identity, facts]),))
 

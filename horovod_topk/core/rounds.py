@@ -4,12 +4,17 @@ Each round is a sharded exchange of arrays that travel whole: their elements go 
 which add them up in rank order, and the sums or means come back to all. So a round has the headers,
 digests and flags of any payload, and every rank has the same bits after it.
 
-A bucket of which every tensor is flagged ends with the round that says so: every rank sees the same
-flags. That is how a rank that fails ends a step for all.
+A flagged tensor is sent as NaN in the remaining rounds, and becomes NaN on every rank. A bucket of
+which every tensor is flagged ends with the round that says so: every rank sees the same flags, and
+no rank waits for a round that another one has left out. (A graph runs all rounds, on NaN.) That is
+how a rank that fails ends a step for all: whether its method raises, or it cannot read what came,
+or it abandons the step, it sends flags for every tensor in the next round that others wait for,
+and takes part in no later one.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +24,7 @@ from horovod_topk.core.exchange.sharded import ShardedBucket
 from horovod_topk.core.plan import BucketPlan, Plan, lay_out
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import shard
+from horovod_topk.errors import TopKError
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.protocol import Piece, Rounds, TensorSpec, Work
 from horovod_topk.ops import Ops
@@ -63,7 +69,7 @@ class ReducedBucket(Generic[Array]):
         collective: Collective[Array],
     ) -> None:
         self._bucket, self._arenas, self._states = bucket, arenas, states
-        self._ops, self._method = ops, _method(bucket)
+        self._ops, self._method, self._codec = ops, _method(bucket), codec
         self._legs = [_leg(plan, ops, codec, collective) for plan in round_plans(bucket)]
         self.rounds = len(self._legs)
         self._round: int | None = None  # under way; None: nothing is
@@ -76,10 +82,12 @@ class ReducedBucket(Generic[Array]):
         """`BucketExchange.send`: the first round."""
         ops, arenas = self._ops, self._arenas
         self._name, self._flags, self._works = name, None, []
-        for piece, gradient in zip(self._bucket.tensors, gradients, strict=True):
+        pairs = zip(self._bucket.tensors, gradients, strict=True)
+        for position, (piece, gradient) in enumerate(pairs):
             values = ops.view(arenas.candidate, piece.start, piece.stop)
             ops.compensate(ops.view(arenas.residual, piece.start, piece.stop), gradient, values)
-            self._works.append(Work(values, self._state_of(piece)))
+            key = self._codec.key(self._bucket, position, rows=False)
+            self._works.append(Work(values, self._state_of(piece), key=key))
         self._start(0)
 
     def advance(self) -> None:
@@ -106,11 +114,13 @@ class ReducedBucket(Generic[Array]):
         """`BucketExchange.drain`. Ranks that go on with the step are sent flags, which end it."""
         if self._round is None:
             return
-        leg, following = self._legs[self._round], self._round + 1
+        leg = self._legs[self._round]
         if not self._returning:
             leg.drain()
-        elif not self._ended and self._take(leg) and following < len(self._legs):
-            self._legs[following].abort(f"{self._name}.{following}")
+        elif not self._ended:
+            with contextlib.suppress(TopKError):  # the others have been told
+                if self._take(leg):
+                    self._give_up(self._round + 1)
         self._round = None
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
@@ -139,37 +149,64 @@ class ReducedBucket(Generic[Array]):
         return 0.0
 
     def _start(self, i: int) -> None:
-        """Send what the method has added up in round i; NaN where a tensor was flagged before."""
-        ops, arrays = self._ops, []
-        for position, (piece, work) in enumerate(
-            zip(self._bucket.tensors, self._works, strict=True)
-        ):
-            count = _elements(self._method, piece, i)
-            array = ops.zeros(count, self._bucket.residual_dtype, self._bucket.device)
-            if count:
-                sent = work.values
-                if not piece.whole:
-                    sent = self._method.send(ops, self._bucket, piece, i, work)
-                ops.assign(array, sent)
-                if self._flags is not None:
-                    ops.deliver(ops.clone(array), 1.0, array, self._flags[position])
+        """Send what the method has added up in round i.
+
+        Raises:
+            Exception: the method's own; the others are told.
+        """
+        try:
+            arrays = [self._array(i, at, piece) for at, piece in enumerate(self._bucket.tensors)]
+        except Exception:
+            self._give_up(i)
+            raise
+        for work, array in zip(self._works, arrays, strict=True):
             work.sent.append(array)
-            arrays.append(array)
         self._round, self._returning, self._ended = i, False, False
         self._legs[i].send(arrays, f"{self._name}.{i}")
 
+    def _array(self, i: int, position: int, piece: Piece) -> Array:
+        """What a tensor has added up in round i; NaN if it was flagged before."""
+        ops, work = self._ops, self._works[position]
+        count = _elements(self._method, piece, i)
+        array = ops.zeros(count, self._bucket.residual_dtype, self._bucket.device)
+        if count:
+            whole = piece.whole
+            sent = work.values if whole else self._method.send(ops, self._bucket, piece, i, work)
+            ops.assign(array, sent)
+            if self._flags is not None:
+                ops.deliver(ops.clone(array), 1.0, array, self._flags[position])
+        return array
+
     def _take(self, leg: ShardedBucket[Array]) -> bool:
-        """Take a round's sums; whether the step goes on, which it does not if all are flagged."""
+        """Take a round's sums; whether the step goes on, which it does not if all are flagged.
+
+        Raises:
+            PayloadError, PlanMismatchError: they are no sums of this bucket; the others are told.
+        """
+        assert self._round is not None
         ops, reduced = self._ops, []
         for tensor in leg.bucket.tensors:
             reduced.append(ops.zeros(tensor.numel, leg.bucket.residual_dtype, leg.bucket.device))
-        flags = leg.receive(reduced)
+        try:
+            flags = leg.receive(reduced)
+        except TopKError:
+            self._give_up(self._round + 1)
+            raise
         self._flags = flags if self._flags is None else ops.either(self._flags, flags)
         for work, array in zip(self._works, reduced, strict=True):
             work.reduced.append(array)
         if isinstance(self._flags, list) and all(self._flags):  # a graph runs on
             self._ended = True
         return not self._ended
+
+    def _give_up(self, i: int) -> None:
+        """Leave the step: ranks that go on with it wait for this one in round i, if there is one.
+
+        What they are sent there flags every tensor, and ends the step for them.
+        """
+        self._round = None
+        if i < len(self._legs):
+            self._legs[i].abort(f"{self._name}.{i}")
 
     def _finish(self, piece: Piece, work: Work[Array]) -> tuple[Array, Array]:
         if piece.whole or not piece.numel:

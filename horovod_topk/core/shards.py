@@ -117,6 +117,7 @@ def _leg(bucket: BucketPlan, parts: int, leg: str) -> tuple[BucketPlan, ...]:
             alignment=ALIGNMENT,
             owners=parts,
             identity=[part, DEAL],
+            part=part,
         )
         for part in range(parts)
     ]

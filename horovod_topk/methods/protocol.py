@@ -13,13 +13,14 @@ eagerly and in graphs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from horovod_topk.config import Settings
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.keys import Key
 from horovod_topk.ops import Fused, Ops
 from horovod_topk.ops.coding import value_bytes
 
@@ -210,26 +211,65 @@ class Codec(Method):
 
     def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
         """What a piece sends of e + g: `values`, [n] of the residual's dtype, n > 0."""
-        dtype = bucket.residual_dtype
-        if piece.whole:
-            return Sent([(piece.at, ops.pack_values(values, dtype))], values, None, values)
-        data = self.pack(ops, values)
-        rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
-        read = ops.row(self.unpack(ops, rows, piece.numel, dtype), 0)
-        return Sent([(piece.at, data)], read, None, values)
+        return _encoded(ops, bucket, piece, values, self.pack, self.unpack)
 
     def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
         """What payloads behind each other have of a piece, n > 0."""
-        dtype, width = bucket.residual_dtype, bucket.payload_bytes
-        if piece.whole:
-            rows = ops.load(gathered, width, piece.at, whole_bytes(piece))
-            return Read(ops.unpack_values(rows, piece.numel, dtype, dtype))
-        rows = ops.load(gathered, width, piece.at, self.data_bytes(piece))
-        return Read(self.unpack(ops, rows, piece.numel, dtype))
+        return _decoded(ops, bucket, piece, gathered, self.data_bytes, self.unpack)
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
         """Encodes and decodes all of a bucket at once; None: `encode` and `decode` will do."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seeded(Method):
+    """A method of either kind that draws random numbers, of which all follow from a seed.
+
+    A codec derives from `SeededCodec`. A method of rounds derives from `Rounds, Seeded`, in this
+    order, and finds its key in `Work.key`.
+    """
+
+    seed: int = 0  # of the random numbers; equal on all ranks
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(
+                f"seed={self.seed!r} is no whole number from 0 on",
+                cure="Pass seed=0, or another whole number, on all ranks",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeededCodec(Codec, Seeded):
+    """A codec that draws random numbers: `Codec`, with a key in each call.
+
+    Write to the key of `pack_keyed` as `key.own` (of this rank) or `key.shared`; a row of what
+    arrives was drawn with `key.of_row(row)` or `key.shared`.
+    """
+
+    def pack_keyed(self, ops: Ops[Array], values: Array, key: Key) -> Array:
+        """`Codec.pack`."""
+        raise NotImplementedError(f"{type(self).__name__} has no pack_keyed")
+
+    def unpack_keyed(self, ops: Ops[Array], rows: Array, numel: int, dtype: str, key: Key) -> Array:
+        """`Codec.unpack`; that itself where reading needs no random numbers."""
+        return self.unpack(ops, rows, numel, dtype)
+
+    def encode_keyed(
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, key: Key
+    ) -> Sent[Array]:
+        """`Codec.encode`."""
+        pack, unpack = partial(self.pack_keyed, key=key), partial(self.unpack_keyed, key=key)
+        return _encoded(ops, bucket, piece, values, pack, unpack)
+
+    def decode_keyed(
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array, key: Key
+    ) -> Read[Array]:
+        """`Codec.decode`."""
+        unpack = partial(self.unpack_keyed, key=key)
+        return _decoded(ops, bucket, piece, gathered, self.data_bytes, unpack)
 
 
 @dataclass(frozen=True)
@@ -249,6 +289,7 @@ class Work(Generic[Array]):
     following: what it becomes if this step commits; what is left out stays as it is.
     reduced: what the rounds so far gave: sums or means over ranks, equal on all of them.
     sent: what this rank gave to each of them.
+    key: of random numbers, for a method that is `Seeded`.
     """
 
     values: Array
@@ -256,6 +297,7 @@ class Work(Generic[Array]):
     following: dict[str, Array] = field(default_factory=dict)
     reduced: list[Array] = field(default_factory=list)
     sent: list[Array] = field(default_factory=list)
+    key: Key | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +339,41 @@ class Rounds(Method):
         The residual keeps the rest of `values`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no finish")
+
+
+def _encoded(
+    ops: Ops[Array],
+    bucket: Bucket,
+    piece: Any,
+    values: Array,
+    pack: Callable[[Ops[Array], Array], Array],
+    unpack: Callable[[Ops[Array], Array, int, str], Array],
+) -> Sent[Array]:
+    """What a piece sends when all its elements travel, in another form unless it is whole."""
+    dtype = bucket.residual_dtype
+    if piece.whole:
+        return Sent([(piece.at, ops.pack_values(values, dtype))], values, None, values)
+    data = pack(ops, values)
+    rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
+    read = ops.row(unpack(ops, rows, piece.numel, dtype), 0)
+    return Sent([(piece.at, data)], read, None, values)
+
+
+def _decoded(
+    ops: Ops[Array],
+    bucket: Bucket,
+    piece: Any,
+    gathered: Array,
+    data_bytes: Callable[[Any], int],
+    unpack: Callable[[Ops[Array], Array, int, str], Array],
+) -> Read[Array]:
+    """What payloads have of such a piece."""
+    dtype, width = bucket.residual_dtype, bucket.payload_bytes
+    if piece.whole:
+        rows = ops.load(gathered, width, piece.at, whole_bytes(piece))
+        return Read(ops.unpack_values(rows, piece.numel, dtype, dtype))
+    rows = ops.load(gathered, width, piece.at, data_bytes(piece))
+    return Read(unpack(ops, rows, piece.numel, dtype))
 
 
 def whole_bytes(piece: Piece) -> int:

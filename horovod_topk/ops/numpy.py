@@ -6,6 +6,7 @@ Written for clarity, not speed. Source of the selection rule: a stable sort by m
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from horovod_topk.ops import coding
 from horovod_topk.ops.coding import DEAL
+from horovod_topk.ops.philox import Stream, words
 
 Array = NDArray[Any]
 
@@ -29,6 +31,11 @@ class NumpyOps:
 
     def arange(self, count: int, device: str = "cpu") -> Array:
         return np.arange(count)
+
+    def random_bits(self, stream: Stream, count: int, bits: int, device: str = "") -> Array:
+        blocks = np.arange(-(-count // 4), dtype=np.int64)
+        drawn: Array = np.stack(words(stream, blocks, operator.rshift), 1) >> (32 - bits)
+        return drawn.reshape(-1)[:count]
 
     def view(self, array: Array, start: int, stop: int) -> Array:
         return array[start:stop]
@@ -160,6 +167,10 @@ class NumpyOps:
         bits = np.packbits([not np.isfinite(part).all() for part in parts], bitorder="little")
         payload[at : at + bits.size] = bits
 
+    def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
+        bits = np.packbits(flags, bitorder="little")
+        payload[at : at + bits.size] |= bits
+
     def to_host(self, payload: Array) -> bytes:
         return payload.tobytes()
 
@@ -170,6 +181,7 @@ class NumpyOps:
         count: int,
         sound: Sequence[Array],
         check: Callable[[list[bytes], list[list[bool]]], list[bool]],
+        tensors: int,
     ) -> list[bool]:
         heads = [head.tobytes() for head in gathered.reshape(-1, width)[:, :count]]
         return check(heads, [each.tolist() for each in sound])

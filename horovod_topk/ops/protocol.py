@@ -9,7 +9,7 @@ Rules for implementations:
 - Nothing here waits for a device, save `to_host`, `examine` and `norm`, and `select` where
   its docstring says so.
 - Where an implementation builds a graph, `examine` and all that follows from it run with the graph.
-- No verb draws random numbers or depends on more than its arguments: equal input, equal bits.
+- No verb depends on more than its arguments: equal input, equal bits. `random_bits` too.
 
 `horovod_topk.ops.numpy` is the oracle in tests: the shortest code that is right.
 """
@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TypeVar, runtime_checkable
+
+from horovod_topk.ops.philox import Stream
 
 Array = TypeVar("Array")
 Taken = TypeVar("Taken", contravariant=True)  # arrays, of a protocol that returns none
@@ -112,6 +114,14 @@ class Ops(Protocol[Array]):
 
     def arange(self, count: int, device: str) -> Array:
         """int64 indices 0, 1, ... count - 1."""
+        ...
+
+    def random_bits(self, stream: Stream, count: int, bits: int, device: str) -> Array:
+        """[count] int64, uniform in [0, 2^bits): the high bits of words of Philox4x32-10.
+
+        bits: 1 to 32. The same on every device and in every framework; see
+        `horovod_topk.ops.philox`.
+        """
         ...
 
     def view(self, array: Array, start: int, stop: int) -> Array:
@@ -260,6 +270,10 @@ class Ops(Protocol[Array]):
         """Write a bitmap, bit i set when parts[i] has a NaN or an infinity (bit 0 lowest)."""
         ...
 
+    def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
+        """Set bit i of such a bitmap where flags[i], an answer of `examine`; leave the others."""
+        ...
+
     def to_host(self, payload: Array) -> bytes:
         """The bytes of a uint8 array. Waits for the device."""
         ...
@@ -271,12 +285,13 @@ class Ops(Protocol[Array]):
         count: int,
         sound: Sequence[Array],
         check: Callable[[list[bytes], list[list[bool]]], list[bool]],
+        tensors: int,
     ) -> Sequence[bool]:
         """What `check` says to the first `count` bytes of each of P payloads of `width` bytes.
 
         sound: answers of `unpack_index`, which `check` is given too, a list of P each. Waits for
-        the device. What `check` returns is for `deliver`; only an implementation that runs at once
-        gives it as bools.
+        the device. What `check` returns, a bool for each of `tensors`, is for `deliver`; only an
+        implementation that runs at once gives it as bools.
         """
         ...
 

@@ -27,6 +27,7 @@ import tensorflow as tf
 from horovod_topk.kernels import native
 from horovod_topk.ops import tensorflow_packing as packing
 from horovod_topk.ops.coding import DEAL
+from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import Fused
 
 log = logging.getLogger("horovod_topk")
@@ -124,18 +125,25 @@ class TensorFlowOps:
 
     Args:
         kernels: use kernels of ours where there are any; the verbs alone if False.
+        defers: where `examine` finds a fault while a graph runs, flag every tensor and note the
+            error in `raised`, for the end of the step: other ranks wait for the collectives that
+            come before it.
     """
 
-    def __init__(self, *, kernels: bool = True) -> None:
-        self._use_kernels = kernels
-
-    raised: Exception | None = None  # by `examine`, last: a graph hands on no more than the text
+    def __init__(self, *, kernels: bool = True, defers: bool = False) -> None:
+        self._use_kernels, self._defers = kernels, defers
+        self.raised: Exception | None = None  # by `examine`, in a graph
 
     def zeros(self, numel: int, dtype: str, device: str = "") -> Array:
         return Buffer(tf.zeros([numel], dtype))
 
     def arange(self, count: int, device: str = "") -> Array:
         return Buffer(tf.range(count, dtype=tf.int64))
+
+    def random_bits(self, stream: Stream, count: int, bits: int, device: str = "") -> Array:
+        blocks = tf.range(-(-count // 4), dtype=tf.int64)
+        drawn = _shifted(tf.stack(words(stream, blocks, _shifted), 1), 32 - bits)
+        return Buffer(tf.reshape(drawn, [-1])[:count])
 
     def view(self, array: Array, start: int, stop: int) -> Array:
         return _stretch_of(array, start, stop)
@@ -265,12 +273,14 @@ class TensorFlowOps:
         _write(stretch, tf.constant(list(data), tf.uint8, [len(data)]))
 
     def store_nonfinite(self, payload: Array, at: int, parts: Sequence[Array]) -> None:
-        count = -(-len(parts) // 8)
         finite = [tf.reduce_all(tf.math.is_finite(part.value)) for part in parts]
-        flags = tf.pad(tf.cast(~tf.stack(finite), tf.int32), [[0, count * 8 - len(parts)]])
-        weights = tf.constant([1 << bit for bit in range(8)])
-        packed = tf.reduce_sum(tf.reshape(flags, [count, 8]) * weights, 1)
-        _write(self.view(payload, at, at + count), tf.cast(packed, tf.uint8))
+        bits = _bitmap(~tf.stack(finite))
+        _write(self.view(payload, at, at + bits.shape[0]), bits)
+
+    def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
+        bits = _bitmap(tf.convert_to_tensor(flags))
+        stretch = self.view(payload, at, at + bits.shape[0])
+        _write(stretch, tf.bitwise.bitwise_or(stretch.value, bits))
 
     def to_host(self, payload: Array) -> bytes:
         return bytes(payload.value.numpy())
@@ -282,24 +292,32 @@ class TensorFlowOps:
         count: int,
         sound: Sequence[Array],
         check: Callable[[list[bytes], list[list[bool]]], list[bool]],
+        tensors: int,
     ) -> Sequence[bool]:
         heads = _rows(gathered, width)[:, :count]
         answers = tf.stack([each.value for each in sound]) if sound else tf.zeros([0, 1], tf.bool)
 
         def on_host(rows: Any, answers: Any) -> list[bool]:
+            return check([bytes(row) for row in rows.numpy()], answers.numpy().tolist())
+
+        def in_graph(rows: Any, answers: Any) -> Any:
             try:
-                return check([bytes(row) for row in rows.numpy()], answers.numpy().tolist())
+                return tf.constant(on_host(rows, answers))
             except Exception as error:
-                self.raised = error
-                raise
+                if not self._defers:
+                    raise
+                self.raised = self.raised or error
+                return tf.fill([tensors], True)
 
         if tf.executing_eagerly():
             return on_host(heads, answers)
-        flags = tf.py_function(lambda *args: tf.constant(on_host(*args)), [heads, answers], tf.bool)
-        flat: Sequence[bool] = tf.reshape(flags, [-1])
+        flags = tf.py_function(in_graph, [heads, answers], tf.bool)
+        flat: Sequence[bool] = tf.ensure_shape(flags, [tensors])
         return flat
 
     def either(self, left: Sequence[bool], right: Sequence[bool]) -> Sequence[bool]:
+        if isinstance(left, list) and isinstance(right, list):
+            return [a or b for a, b in zip(left, right, strict=True)]
         either: Sequence[bool] = tf.logical_or(left, right)
         return either
 
@@ -391,6 +409,20 @@ class BucketOperations:
         for total, gradient in zip(totals, gradients, strict=True):
             _write(gradient, tf.ensure_shape(total, [gradient.numel]))
         return None
+
+
+def _shifted(word: Any, by: int) -> Any:
+    """A word, or words, shifted to the right."""
+    return word >> by if isinstance(word, int) else tf.bitwise.right_shift(word, by)
+
+
+def _bitmap(flags: Tensor) -> Tensor:
+    """Bits in uint8, the first one lowest."""
+    numel = flags.shape[0]
+    count = -(-numel // 8)
+    padded = tf.pad(tf.cast(flags, tf.int32), [[0, count * 8 - numel]])
+    weights = tf.constant([1 << bit for bit in range(8)])
+    return tf.cast(tf.reduce_sum(tf.reshape(padded, [count, 8]) * weights, 1), tf.uint8)
 
 
 def _threads() -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from horovod_topk.kernels import native, triton
 from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import DEAL
+from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import Fused
 
 log = logging.getLogger("horovod_topk")
@@ -51,6 +53,11 @@ class TorchOps:
 
     def arange(self, count: int, device: str = "cpu") -> Tensor:
         return torch.arange(count, device=device)
+
+    def random_bits(self, stream: Stream, count: int, bits: int, device: str) -> Tensor:
+        blocks = torch.arange(-(-count // 4), device=device)
+        drawn = torch.stack(words(stream, blocks, operator.rshift), 1) >> (32 - bits)
+        return drawn.view(-1)[:count]
 
     def view(self, array: Tensor, start: int, stop: int) -> Tensor:
         return array[start:stop]
@@ -179,6 +186,13 @@ class TorchOps:
         weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
         payload[at : at + count] = (bits.view(count, 8) * weights).sum(1, dtype=torch.uint8)
 
+    def store_flags(self, payload: Tensor, at: int, flags: Sequence[bool]) -> None:
+        data = sum(flag << bit for bit, flag in enumerate(flags)).to_bytes(
+            -(-len(flags) // 8), "little"
+        )
+        bits = torch.tensor(list(data), dtype=torch.uint8, device=payload.device)
+        payload[at : at + len(data)] |= bits
+
     def to_host(self, payload: Tensor) -> bytes:
         return bytes(payload.tolist())  # headers only, and torch may have no NumPy
 
@@ -189,6 +203,7 @@ class TorchOps:
         count: int,
         sound: Sequence[Tensor],
         check: Callable[[list[bytes], list[list[bool]]], list[bool]],
+        tensors: int,
     ) -> list[bool]:
         heads = [bytes(head) for head in gathered.view(-1, width)[:, :count].tolist()]
         return check(heads, torch.stack(list(sound)).tolist() if sound else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from horovod_topk import process_sets
 from horovod_topk.core.agreement import gather_bytes
 from horovod_topk.core.nodes import Location
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
+from horovod_topk.tensorflow.variables import apart
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class HorovodCollective:
         mine = counts[self.rank]
         received = self._scatter(array, counts, name)
         if mine == 0:  # of unknown length, or a graph would find that there is nothing to do
+            tf.raw_ops.Assert(condition=True, data=[received])  # runs although nobody needs it
             return _Gathered(tf.ensure_shape(received, [None]))
         rows = tf.reshape(tf.ensure_shape(received, [mine * self.size]), [self.size, mine])
         total = rows[0]
@@ -87,7 +90,7 @@ class HorovodCollective:
     def allreduce(self, array: Array, name: str) -> _Gathered:
         """A named allreduce, while a graph is built."""
         total = _allreduce(
-            array.value,
+            _at_run_time(array.value),
             name=f"allreduce.{name}",
             op=hvd.Sum,
             ignore_name_scope=True,
@@ -107,7 +110,7 @@ class HorovodCollective:
     def _gather(self, tensor: Any, name: str) -> Any:
         """Named as `horovod.torch` names it, so that ranks of both frameworks meet."""
         return hvd.allgather(
-            tensor,
+            _at_run_time(tensor),
             name=f"allgather.{name}",
             ignore_name_scope=True,
             process_set=self._process_set,
@@ -115,7 +118,7 @@ class HorovodCollective:
 
     def _scatter(self, array: Array, counts: Sequence[int], name: str) -> Any:
         received, _ = hvd.alltoall(
-            array.value,
+            _at_run_time(array.value),
             splits=tf.constant(list(counts), tf.int32),
             name=f"alltoall.{name}",
             ignore_name_scope=True,
@@ -127,6 +130,28 @@ class HorovodCollective:
         """Groups of Horovod's ranks, of ranks within the process set."""
         ranks = self._process_set.ranks
         return [[ranks[rank] for rank in group] for group in groups]
+
+
+@functools.cache
+def _start() -> Any:
+    """A variable with the position at which every payload begins, [0]."""
+    return apart(_zero)
+
+
+def _zero() -> Any:
+    with tf.device("cpu"):
+        return tf.Variable([0], False, dtype=tf.int32)
+
+
+def _at_run_time(tensor: Any) -> Any:
+    """The same flat tensor, not copied, as something that is known only when the graph runs.
+
+    Horovod's operations are not marked as stateful. TensorFlow runs one whose input is a constant,
+    such as the payload of a rank that owns nothing of a bucket, while it optimises the graph. Other
+    ranks wait in the collectives before it, which this rank never reaches: a deadlock. No optimiser
+    can look through a slice that begins where a variable says.
+    """
+    return tf.slice(tensor, _start().read_value(), [-1])
 
 
 class HorovodTalk:

@@ -58,6 +58,7 @@ class OptimizerState(Attached[VariableState]):
         self._names = names = names_of(variables)
         self._functions: dict[tuple[str, float], Callable[..., list[Any]]] = {}
         self._traced: dict[str, CachedPlan] = {}  # those that graphs have, by name
+        self._raised: Exception | None = None  # in the last step
         self.created = next(_COUNT)
         check_elastic(config)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
@@ -89,7 +90,8 @@ class OptimizerState(Attached[VariableState]):
             ShapeChangedError, UnsupportedDtypeError: the gradients cannot be compressed.
             PlanMismatchError: ranks disagree on what they exchange.
             PayloadError: another rank's bytes are no payload. While a tf.function runs, TensorFlow
-                hands on the text of this one alone, in an error of its own.
+                hands on the text of this one alone, in an error of its own. This rank takes part in
+                the step to its end, with flags for every tensor, so that no other rank waits.
         """
         mine = [i for i, gradient in enumerate(gradients) if is_dense(gradient)]
         self._note_skipped(gradients)
@@ -120,13 +122,12 @@ class OptimizerState(Attached[VariableState]):
             self._functions[key] = tf.function(
                 lambda dense, lr: self._build(cached, ratio, dense, lr), autograph=False
             )
-        ops = self._state.ops
-        ops.raised = None
+        self._raised = None
         try:
             return self._functions[key](gradients, rate)
         except tf.errors.OpError:
-            if ops.raised is not None:
-                raise ops.raised from None
+            if self._raised is not None:
+                raise self._raised from None
             raise
 
     def _plan(self, names: list[str], gradients: list[Any], variables: list[Any]) -> CachedPlan:
@@ -161,12 +162,16 @@ class OptimizerState(Attached[VariableState]):
                 if state is not None:
                     state._count(state._traced[name], flags, norm)
 
-            tf.py_function(count, [flags, norm_of(gradients)], [])
-            return exchanged
+            counted = tf.py_function(count, [flags, norm_of(gradients)], [])
+            with tf.control_dependencies([counted]):  # which raises what was found on the way
+                return [tf.identity(each) for each in exchanged]
 
     def _count(self, cached: CachedPlan, flags: Any, norm: Any) -> None:
-        """Note the end of a step, on the host."""
+        """Note the end of a step, on the host; raise what `TensorFlowOps` has deferred."""
         state, plan = self._state, cached.plan
+        self._raised, state.ops.raised = state.ops.raised, None
+        if self._raised is not None:
+            raise self._raised
         assert state.exchange is not None  # it has exchanged these gradients
         state.plan, state.last_norm = plan, float(norm)
         names = [tensor.spec.name for tensor in plan.tensors()]

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
@@ -16,12 +17,13 @@ from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.residual import Arenas
+from horovod_topk.core.rounds import is_shared, state_names, state_plan
 from horovod_topk.core.state import State
-from horovod_topk.core.state_dict import OWNED, RESIDUALS, VELOCITY, converted
+from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY, converted
 from horovod_topk.core.stats import describe
 from horovod_topk.core.step import Step, Storage
-from horovod_topk.errors import UnsupportedOperationError
-from horovod_topk.methods.protocol import Method, Rounds
+from horovod_topk.errors import ConfigError
+from horovod_topk.methods.protocol import Method, Seeded
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.learning_rates import VariableRates
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
@@ -87,7 +89,7 @@ class VariableState(State[Array]):
         collective: Collective[Array],
     ) -> None:
         self.schedule_in_graphs = TracedSchedule(config)
-        self.ops, self.collective, self._stores = TensorFlowOps(), collective, stores
+        self.ops, self.collective, self._stores = TensorFlowOps(defers=True), collective, stores
         super().__init__(config, reduction, self.ops, self.schedule_in_graphs)
         self._names, self.later = names, set(names)
         self.rates = VariableRates() if config.follow_lr else None
@@ -126,6 +128,9 @@ class VariableState(State[Array]):
         """
         if self.exchange is None:
             self._choose_exchange(plan)
+        for name in state_names(plan):
+            part = self.parts.setdefault(METHOD_STATE + name, Part(self.ops))
+            part.facts = {SHARED: is_shared(plan, name)}
         if self.config.momentum:
             check_dtypes(plan)
         for bucket in plan.buckets:
@@ -158,9 +163,16 @@ class VariableState(State[Array]):
                 [arenas_of(RESIDUALS, each, at, rate) for at, each in enumerate(holders)],
                 [arenas_of(OWNED, each, 0, rate) for each in owned],
                 arenas_of(VELOCITY, bucket, 0, None) if self.config.momentum else None,
+                {
+                    each: arenas_of(METHOD_STATE + each, state_plan(bucket, each), 0, None)
+                    for each in state_names(plan)
+                },
             )
 
-        codec = PayloadCodec(self.ops)
+        codec, committed = PayloadCodec(self.ops), None
+        if isinstance(self.config, Seeded):
+            committed = self.schedule_in_graphs.read()
+        codec.draw_from(lambda: committed, lambda: self.collective.rank)
         return Step(plan, storage, self.ops, codec, exchange, name)
 
     def count(self, plan: Plan, rate: Any = None) -> None:
@@ -173,13 +185,13 @@ class VariableState(State[Array]):
         """Choose the exchange, with all ranks.
 
         Raises:
-            UnsupportedOperationError: the method has several rounds.
+            ConfigError: ranks may come and go, and a graph has this rank's random numbers.
         """
-        if isinstance(self.config, Rounds):
-            raise UnsupportedOperationError(
-                f"{type(self.config).__name__} is a method of rounds, and graphs of TensorFlow "
-                "with one have been seen to wait for ever",
-                cure="Use it in PyTorch, or a method whose payloads are gathered, such as TopKEF",
+        if isinstance(self.config, Seeded) and elastic():
+            raise ConfigError(
+                f"{type(self.config).__name__} draws random numbers by the rank that a graph was "
+                "built on, and this job is elastic",
+                cure="Use TopKEF, or run without --min-np and --max-np",
             )
         self.exchange = exchange_of(plan, self.ops, self.collective)
         log.info("TopKEF: %s", describe(self.exchange))
@@ -204,6 +216,10 @@ class VariableState(State[Array]):
             make(self.parts[OWNED], stores.owned, exchange.owned(bucket), orders)
         if VELOCITY in self.parts:
             make(self.parts[VELOCITY], stores.velocities, (bucket,), {})
+        for key in self.parts:
+            if key.startswith(METHOD_STATE):
+                name = key.removeprefix(METHOD_STATE)
+                make(self.parts[key], stores.methods[name], (state_plan(bucket, name),), {})
         if self.rates is not None:
             for spec in (tensor.spec for tensor in bucket.tensors):
                 rate = replace(spec, shape=(1,), dtype="float64")

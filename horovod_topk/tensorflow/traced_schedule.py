@@ -80,6 +80,10 @@ class TracedSchedule:
         levels = self._schedule.levels
         return tf.switch_case(self._position(), [lambda r=r: build(r) for r in levels])
 
+    def read(self) -> Any:
+        """How many steps were committed before this one, in a graph: [] int64."""
+        return self._committed.read_value()
+
     def count(self) -> None:
         """Count a committed step, in a graph."""
         self._committed.assign_add(1)

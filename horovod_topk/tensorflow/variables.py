@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -126,6 +127,9 @@ class Stores:
     owned: StateVariables = field(default_factory=StateVariables)  # owner's residuals
     velocities: StateVariables = field(default_factory=StateVariables)
     rates: StateVariables = field(default_factory=StateVariables)  # learning rates, [1] float64
+    methods: dict[str, StateVariables] = field(  # a method's own, by name
+        default_factory=lambda: defaultdict(StateVariables)
+    )
 
 
 def _zeros(sizes: Sequence[int], dtype: str, device: str) -> Sequence[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import struct
 from fractions import Fraction
 from typing import Any
@@ -21,7 +22,9 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from oracle.backends import TORCH, Backend, each_way
 
+from horovod_topk.methods.keys import uniform
 from horovod_topk.ops import coding
+from horovod_topk.ops.philox import Stream, philox
 
 WIDE = ("float32", "float64")  # of residuals and candidates
 INTEGERS = ("int16", "int32", "int64", "uint8")
@@ -737,7 +740,7 @@ def test_examine_hands_every_head_and_answer_to_the_host(backend: Backend) -> No
         seen.extend([heads, answers])
         return [True, False, True]
 
-    flags = backend.ops.examine(gathered, 4, 3, sound, check)
+    flags = backend.ops.examine(gathered, 4, 3, sound, check, 3)
     assert seen == [[bytes([0, 1, 2]), bytes([4, 5, 6])], [[True, True], [True, False]]]
     gradients = [backend.array(np.zeros(2), "float32") for _ in range(3)]
     for position, gradient in enumerate(gradients):
@@ -755,7 +758,7 @@ def test_examine_without_answers(backend: Backend) -> None:
         seen.extend([heads, answers])
         return [False]
 
-    backend.ops.examine(backend.array(np.arange(4), "uint8"), 2, 1, [], check)
+    backend.ops.examine(backend.array(np.arange(4), "uint8"), 2, 1, [], check, 1)
     assert seen == [[b"\0", b"\2"], []]
 
 
@@ -950,7 +953,7 @@ def test_either_of_two_answers(backend: Backend) -> None:
     ops, gathered = backend.ops, backend.array(np.zeros(4), "uint8")
     pairs = list(itertools.product([False, True], repeat=2))
     left, right = (
-        ops.examine(gathered, 4, 4, [], lambda heads, answers, flags=flags: flags)
+        ops.examine(gathered, 4, 4, [], lambda heads, answers, flags=flags: flags, 4)
         for flags in ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
     )
     found = ops.either(left, right)
@@ -960,6 +963,74 @@ def test_either_of_two_answers(backend: Backend) -> None:
     for position, (one, other) in enumerate(pairs):
         ops.deliver(total, 1.0, target, found[position])
         assert np.isnan(backend.numpy(target)).all() == (one or other)
+
+
+@each_way
+@given(
+    flags=st.lists(st.booleans(), min_size=1, max_size=20), data=st.binary(min_size=6, max_size=6)
+)
+def test_flags_are_added_to_a_bitmap(backend: Backend, flags: list[bool], data: bytes) -> None:
+    payload = backend.array(np.frombuffer(data, np.uint8), "uint8")
+    backend.ops.store_flags(payload, 2, flags)
+    before, after = (int.from_bytes(each, "little") for each in (data, backend.numpy(payload)))
+    assert after == before | sum(flag << 16 + bit for bit, flag in enumerate(flags))
+
+
+# Random numbers.
+
+# Counter, key and output of Philox4x32-10: kat_vectors of Random123, the authors' own code.
+PUBLISHED = [
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([2**32 - 1] * 4, [2**32 - 1] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), PUBLISHED)
+def test_philox_gives_the_published_numbers(
+    counter: list[int], key: list[int], expected: list[int]
+) -> None:
+    assert list(philox(tuple(counter), tuple(key), operator.rshift)) == expected
+    arrays = tuple(np.full(3, word) for word in counter)
+    found = philox(arrays, tuple(key), operator.rshift)
+    assert np.array(found).T.tolist() == [expected] * 3
+
+
+WORDS = st.integers(0, 2**32 - 1)
+
+
+@each_way
+@given(
+    key=st.tuples(WORDS, WORDS),
+    committed=st.integers(0, 2**62),
+    array=WORDS,
+    count=st.integers(0, 21),
+    bits=st.integers(1, 32),
+)
+def test_random_bits_are_words_of_philox(
+    backend: Backend, key: tuple[int, int], committed: int, array: int, count: int, bits: int
+) -> None:
+    stream = Stream(key, committed).number(array)
+    found = backend.ops.random_bits(stream, count, bits, "cpu")
+    assert dtype_name(found) == "int64"
+    steps = committed % 2**32, committed >> 32
+    blocks = [philox((b, array, *steps), key, operator.rshift) for b in range(-(-count // 4))]
+    expected = [word >> (32 - bits) for block in blocks for word in block][:count]
+    assert backend.numpy(found).tolist() == expected
+
+
+@each_way
+def test_uniform_numbers_fill_the_interval(backend: Backend) -> None:
+    found = backend.numpy(uniform(backend.ops, Stream((1, 2), 3), 4000, "float32", "cpu"))
+    assert found.dtype == np.float32
+    assert 0 <= found.min() < 1e-3
+    assert 1 - 1e-3 < found.max() < 1
+    assert abs(found.mean() - 0.5) < 3 * math.sqrt(1 / 12 / found.size)
+    assert np.array_equal(found * 2**24, np.round(found * 2**24))
 
 
 # Rules for all.

@@ -2,10 +2,10 @@
 
 For tests alone.
 
-A tensor is seen as a matrix M of 8 columns. Round 0 adds up p = M (c - q), with q of the step
-before and a constant c; round 1 adds up q' = M^T p / |p|^2, and p q'^T is applied: PowerSGD of rank
-1 (Vogels 2019). q' is shared state, since all ranks received it. Whether the count of steps is
-odd is a rank's own state.
+A tensor is seen as a matrix M of 8 columns, or as many as are asked for. Round 0 adds up
+p = M (c - q), with q of the step before and a constant c; round 1 adds up q' = M^T p / |p|^2, and
+p q'^T is applied: PowerSGD of rank 1 (Vogels 2019). q' is shared state, since all ranks received
+it. Whether the count of steps is odd is a rank's own state.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ class TwoRounds(Rounds):
     id: ClassVar[int] = 250
     rounds: ClassVar[int] = 2
     min_numel: int = 64
+    columns: int = COLUMNS
 
     def piece(self, part: Piece, leg: str) -> Piece:
         part = super().piece(part, leg)
-        return replace(part, whole=part.whole or part.numel % COLUMNS > 0)
+        return replace(part, whole=part.whole or part.numel % self.columns > 0)
 
     def state(self, piece: Piece) -> Mapping[str, StateSpec]:
-        return {"q": StateSpec(COLUMNS, shared=True), "steps": StateSpec(1)}
+        return {"q": StateSpec(self.columns, shared=True), "steps": StateSpec(1)}
 
     def elements(self, piece: Piece, i: int) -> int:
-        return piece.numel // COLUMNS if i == 0 else COLUMNS
+        return piece.numel // self.columns if i == 0 else self.columns
 
     def send(self, ops: Ops[Any], bucket: Bucket, piece: Piece, i: int, work: Work[Any]) -> Any:
-        rows = piece.numel // COLUMNS
+        columns = self.columns
+        rows = piece.numel // columns
         if i == 0:
-            direction = _counted(ops, bucket, COLUMNS)  # 0, 1, ... 7
+            direction = _counted(ops, bucket, columns)  # 0, 1, 2 ...
             ops.deduct(direction, None, work.state["q"])
-            return ops.matmul(work.values, direction, (rows, COLUMNS, 1))
+            return ops.matmul(work.values, direction, (rows, columns, 1))
         p = work.reduced[0]
-        along = ops.matmul(ops.transposed(work.values, rows), p, (COLUMNS, rows, 1))
+        along = ops.matmul(ops.transposed(work.values, rows), p, (columns, rows, 1))
         return ops.divided(along, ops.matmul(p, p, (1, rows, 1)))
 
     def finish(
@@ -55,7 +57,7 @@ class TwoRounds(Rounds):
         steps = ops.view(_counted(ops, bucket, 2), 1, 2)
         ops.deduct(steps, None, work.state["steps"])  # 1, 0, 1, 0 ...
         work.following |= {"q": q, "steps": steps}
-        shape = (piece.numel // COLUMNS, 1, COLUMNS)
+        shape = (piece.numel // self.columns, 1, self.columns)
         return ops.matmul(p, q, shape), ops.matmul(p, work.sent[1], shape)
 
 

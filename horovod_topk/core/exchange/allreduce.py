@@ -154,4 +154,4 @@ class AllreduceBucket(Generic[Array]):
             bits = int.from_bytes(head[lane_bytes:], "little")
             return [bool(bits >> position & 1) for position in range(count)]
 
-        return ops.examine(row, size, size, [], check)
+        return ops.examine(row, size, size, [], check, count)

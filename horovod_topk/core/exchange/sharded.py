@@ -149,12 +149,14 @@ class ShardedBucket(Generic[Array]):
         try:
             self._check(arrived, arrive)
             scale = _scale(arrive, self._collective.size)
-            self._codec.decode(arrive, arrived, scale, self._totals)
+            flags = self._codec.decode(arrive, arrived, scale, self._totals)
         except TopKError:  # the others wait for this rank, and have to hear of it
             self._flag_all()
             self._pending = self._gather()
             raise
         self._codec.encode(self._owned, self._totals, self._back)
+        if not isinstance(flags, list):  # a graph goes on where a host raises: tell the others
+            self._ops.store_flags(self._back, self._owned.plan.layout.flags_at, flags)
         self._pending = self._gather()
 
     def drain(self) -> None:

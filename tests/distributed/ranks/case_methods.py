@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import horovod.torch as hvd
 import pytest
 import torch
+from oracle.dithered import Dithered
 from oracle.two_rounds import TwoRounds
 
 import horovod_topk.torch
@@ -20,14 +22,15 @@ from horovod_topk.torch import TopKEF
 from training import Setup
 from witness import assert_ranks_equal, bits
 
-METHODS["TwoRounds"] = TwoRounds
+METHODS |= {"TwoRounds": TwoRounds, "Dithered": Dithered}
 EVERY = {
     "float32": ("Dense", {}),
     "float16": ("Dense", {"values": "float16"}),
     "bfloat16": ("Dense", {"values": "bfloat16"}),
     "dense over an allgather": ("Dense", {"exchange": "allgather"}),
     "Horovod's allreduce": ("Dense", {"exchange": "allreduce"}),
-    "two rounds": ("TwoRounds", {}),
+    "random numbers": ("Dithered", {"min_numel": 16}),
+    "two rounds": ("TwoRounds", {"min_numel": 16, "columns": 3}),
 }
 
 
@@ -105,6 +108,49 @@ def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
             for here, there in zip(states_in(before), states_in(after), strict=True):
                 assert all(torch.equal(e, there[tensor]) for tensor, e in here.items())
     assert torch.equal(bits(again.parameters()), bits(task.parameters()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faulty(TwoRounds):
+    """Raises on the last rank in round `fails_in` of a step, once `armed`."""
+
+    fails_in: int = 1
+    armed: ClassVar[bool] = False
+
+    def send(self, ops: Any, bucket: Any, piece: Any, i: int, work: Any) -> Any:
+        if self.armed and i == self.fails_in and hvd.rank() == hvd.size() - 1:
+            raise ArithmeticError(f"round {i} of {piece.spec.name}")
+        return super().send(ops, bucket, piece, i, work)
+
+
+@pytest.mark.everywhere
+@pytest.mark.world_size(2, 3, 4)
+@pytest.mark.parametrize("fails_in", [0, 1])
+def test_a_rank_whose_method_raises_ends_the_step_for_all(
+    fails_in: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others see NaN and roll the step back; none waits for the round that never comes."""
+    monkeypatch.setitem(METHODS, "Faulty", Faulty)
+    task, optimizer = start("Faulty", fails_in=fails_in, min_numel=16, columns=3)
+    training.ordinary(task, optimizer, 0)
+    before = bits(e for part in states_in(TopKEF.of(optimizer).state_dict()) for e in part.values())
+    monkeypatch.setattr(Faulty, "armed", True)
+    optimizer.zero_grad()
+    if hvd.rank() == hvd.size() - 1:
+        with pytest.raises(ArithmeticError, match=f"round {fails_in} of "):
+            task.loss(hvd.rank(), 1).backward()
+            optimizer.synchronize()
+        optimizer.load_state_dict(optimizer.state_dict())  # Horovod's own way out of a step
+    else:
+        task.loss(hvd.rank(), 1).backward()
+        optimizer.synchronize()
+        assert all(p.grad.isnan().all() for p in task.parameters())
+    monkeypatch.setattr(Faulty, "armed", False)
+    optimizer.zero_grad()
+    after = bits(e for part in states_in(TopKEF.of(optimizer).state_dict()) for e in part.values())
+    assert torch.equal(after, before)
+    training.ordinary(task, optimizer, 2)
+    assert_ranks_equal(task.parameters())
 
 
 def test_a_method_that_is_not_known() -> None:

@@ -14,12 +14,16 @@ import pytest
 import tensorflow as tf
 import tf_keras
 from kerasses import LIBRARIES, Words, compiled, data, distributed, fit, same
+from oracle.two_rounds import TwoRounds
 from proof import assert_ranks_equal, ranks_equal
 
+import horovod_topk.tensorflow
 import horovod_topk.tensorflow.keras as hvd_keras
 from horovod_topk.errors import NotAttachedError, UnsupportedOperationError
+from horovod_topk.methods import METHODS
 from horovod_topk.tensorflow import TopKEF
 
+METHODS["TwoRounds"] = TwoRounds
 EVERYTHING = {"ratio": 1.0, "min_numel": 0}
 SPARSE = {"ratio": 0.02, "min_numel": 0}
 WAYS = pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
@@ -57,6 +61,22 @@ def test_exchanges_with_owners(library: Any, exchange: str) -> None:
     stats = TopKEF.of(ours.optimizer).stats()
     assert (stats.exchange, stats.steps) == (exchange, 32)
     assert stats.residual_norm + stats.owned_norm > 0
+
+
+@pytest.mark.one_in(4)
+@WAYS
+@BOTH
+@pytest.mark.world_size(2, 4)
+def test_a_method_of_two_rounds(library: Any, eager: bool) -> None:
+    compression = horovod_topk.tensorflow.TwoRounds(min_numel=16, columns=3)
+    model = fit(library, OPTIMIZERS["momentum"](library), compression, eager=eager)
+    assert_ranks_equal(model.get_weights())
+    state = TopKEF.of(model.optimizer)
+    assert state.stats().steps == 32
+    assert state.stats().residual_norm > 0
+    kept = state.state_dict()["state.q"]["residuals"].values()
+    assert all(np.any(each) == (len(each) > 0) for each in kept)
+    assert_ranks_equal(kept)
 
 
 @pytest.mark.one_in(5)

@@ -1,4 +1,4 @@
-"""Methods other than Top-K in TensorFlow: dense in a fixed order."""
+"""Methods other than Top-K in TensorFlow: dense in a fixed order, and one of two rounds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
+from oracle.backends import NUMPY, TENSORFLOW
+from oracle.dithered import Dithered
 from oracle.two_rounds import TwoRounds
-from tapes import Linear, noise
+from oracle.world import World
+from proof import assert_ranks_equal, ranks_equal
+from tapes import Linear, Perceptron, batch, batch_size, noise, step_of
 
 import horovod_topk.tensorflow
 from horovod_topk import checkpoint
-from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.state_dict import parts_of
+from horovod_topk.errors import PayloadError
 from horovod_topk.methods import METHODS
 
 SHAPES = [(60, 50), (7,), (515,)]
-METHODS["TwoRounds"] = TwoRounds
+METHODS |= {"TwoRounds": TwoRounds, "Dithered": Dithered}
+WAYS = pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 
 
 def gradients(rank: int, step: int) -> list[Any]:
@@ -53,33 +61,184 @@ def test_dense_is_the_mean_in_rank_order(values: str, exchange: str) -> None:
     assert rounded == (values != "float32")
 
 
-@pytest.mark.everywhere
+def arrays_in(state: Any) -> dict[str, bytes]:
+    """Residuals of a state dict, and what it has beside them: owners' residuals, method state."""
+    parts = {"": state, **{part: state[part] for part in parts_of(state)}}
+    return {
+        f"{part}.{name}": each.numpy().tobytes()
+        for part, holder in parts.items()
+        for name, each in holder["residuals"].items()
+    }
+
+
+@pytest.mark.one_in(4, first=2)
+@pytest.mark.everywhere(one_in=4)
+@WAYS
 @pytest.mark.world_size(2, 3, 4)
-def test_a_checkpoint_goes_on_and_a_nan_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["Dense", "TwoRounds"])
+def test_a_checkpoint_goes_on_and_a_nan_changes_nothing(
+    method: str, graph: bool, tmp_path: Path
+) -> None:
     folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
-    first, second = (horovod_topk.tensorflow.Dense(name=f"dense.{i}") for i in range(2))
+    make = getattr(horovod_topk.tensorflow, method)
+    first, second = (make(name=f"{method}.{graph}.{i}") for i in range(2))
     model, other = Linear(SHAPES), Linear(SHAPES)
     for step in range(3):
-        model.exchange(first, gradients(hvd.rank(), step))
+        model.exchange(first, gradients(hvd.rank(), step), graph=graph)
     checkpoint.save(folder, first)
     checkpoint.load(folder, second)
     for step in range(3, 6):
         if step == 4:
             bad = [np.array(each) for each in gradients(hvd.rank(), 99)]
             bad[0][3, 3] = np.nan if hvd.rank() == 1 else 0
-            exchanged = other.exchange(second, [tf.constant(each) for each in bad])
+            before = arrays_in(second.state_dict())
+            exchanged = other.exchange(second, [tf.constant(each) for each in bad], graph=graph)
             assert np.isnan(exchanged[0]).all()
             assert np.isfinite(exchanged[1]).all()
-        expected = model.exchange(first, gradients(hvd.rank(), step))
-        assert all(
-            map(np.array_equal, other.exchange(second, gradients(hvd.rank(), step)), expected)
-        )
+            assert arrays_in(second.state_dict()) == before
+        expected = model.exchange(first, gradients(hvd.rank(), step), graph=graph)
+        again = other.exchange(second, gradients(hvd.rank(), step), graph=graph)
+        assert all(map(np.array_equal, again, expected))
     assert second.stats().rolled_back == 1
-    gathered = hvd.allgather_object([each.tobytes() for each in expected], name="exchanged")
-    assert all(each == gathered[0] for each in gathered)
+    assert arrays_in(second.state_dict()) == arrays_in(first.state_dict())
+    assert_ranks_equal(expected)
 
 
-def test_a_method_of_rounds_is_refused() -> None:
-    compression = horovod_topk.tensorflow.TwoRounds()
-    with pytest.raises(UnsupportedOperationError, match="TwoRounds is a method of rounds"):
-        Linear(SHAPES).exchange(compression, gradients(hvd.rank(), 0))
+@pytest.mark.one_in(2)
+@WAYS
+@pytest.mark.world_size(2, 3, 4)
+def test_two_rounds_are_those_of_simulated_ranks(graph: bool) -> None:
+    """To the bit: the same sums, residuals and state, shared and of each rank."""
+    compression, model = horovod_topk.tensorflow.TwoRounds(name=f"world.{graph}"), Linear(SHAPES)
+    names: list[str] = []
+    for step in range(4):
+        everyone = [gradients(rank, step) for rank in range(hvd.size())]
+        exchanged = model.exchange(compression, everyone[hvd.rank()], graph=graph)
+        if not names:
+            names = list(compression.state_dict()["residuals"])
+            specs = [TensorSpec(n, s, "float32") for n, s in zip(names, SHAPES, strict=True)]
+            world = World(make_plan(specs, TwoRounds()), hvd.size(), TENSORFLOW)
+        named = [{n: g.numpy() for n, g in zip(names, one, strict=True)} for one in everyone]
+        expected = world.step(named)[hvd.rank()]
+        for name, mine in zip(names, exchanged, strict=True):
+            np.testing.assert_allclose(mine, expected[name], rtol=1e-5, atol=1e-6)
+    ours, theirs = compression.state_dict(), world.ranks[hvd.rank()].state_dict()
+    assert parts_of(ours) == parts_of(theirs) == ["state.q", "state.steps"]
+    for part in parts_of(ours):
+        for name, mine in ours[part]["residuals"].items():
+            there = TENSORFLOW.numpy(theirs[part]["residuals"][name])
+            np.testing.assert_allclose(mine.numpy(), there, rtol=1e-4, atol=1e-5)
+        assert ours[part]["shared"] == theirs[part]["shared"] == (part == "state.q")
+
+
+@pytest.mark.one_in(4)
+@WAYS
+@pytest.mark.world_size(2, 3, 4)
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_random_numbers_are_those_of_simulated_ranks(exchange: str, graph: bool) -> None:
+    """To the bit, with NumPy: the count of steps that they follow from is a tensor here."""
+    settings = {"exchange": exchange, "min_numel": 8}
+    compression = horovod_topk.tensorflow.Dithered(name=f"drawn.{exchange}.{graph}", **settings)
+    take = Steps(Linear(SHAPES), compression, graph)
+    names: list[str] = []
+    for step in (0, 1, 99, 2):
+        exchanged = take(step, spoiled=step == 99 and hvd.rank() == 1)
+        if not names:
+            names = list(compression.state_dict()["residuals"])
+            specs = [TensorSpec(n, s, "float32") for n, s in zip(names, SHAPES, strict=True)]
+            world = World(make_plan(specs, Dithered(**settings)), hvd.size(), NUMPY)
+        if step != 99:  # that one is rolled back, and its random numbers are drawn again
+            everyone = [gradients(rank, step) for rank in range(hvd.size())]
+            named = [{n: g.numpy() for n, g in zip(names, one, strict=True)} for one in everyone]
+            expected = world.step(named)[hvd.rank()]
+            assert all(map(np.array_equal, exchanged, (expected[name] for name in names)))
+    assert compression.stats().rolled_back == 1
+
+
+@pytest.mark.one_in(2, first=1)
+@WAYS
+@pytest.mark.world_size(2, 3, 4)
+def test_two_rounds_train_through_a_tape(graph: bool) -> None:
+    """With a second trace for the last batch, residuals and state go on."""
+    model = Perceptron()
+    compression = horovod_topk.tensorflow.TwoRounds(min_numel=16, columns=3)
+    step = step_of(model, compression)
+    run = tf.function(step) if graph else step
+    before = [variable.numpy() for variable in model.variables]
+    for position in range(10):
+        run(*batch(position, batch_size(position)))
+    assert_ranks_equal(model.variables)
+    assert not np.array_equal(before[0], model.variables[0])
+    assert (compression.stats().steps, compression.stats().residual_norm > 0) == (10, True)
+
+
+SMALL = {
+    "of a sum": ("TwoRounds", {}, (10, 8)),
+    "of a shard": ("Dense", {}, (7,)),
+    "of a node's sum": ("TopKEF", {"exchange": "hierarchical"}, (7,)),
+}
+
+
+@pytest.mark.world_size(2, 3, 4)
+@pytest.mark.parametrize("owner", SMALL)
+def test_a_bucket_of_which_some_rank_owns_nothing(owner: str) -> None:
+    """TensorFlow must neither send what is constant while it builds a graph, nor leave it out."""
+    name, settings, shape = SMALL[owner]
+    compression = getattr(horovod_topk.tensorflow, name)(name=f"small.{name}", **settings)
+    model = Linear([shape])
+    for step in range(3):
+        exchanged = model.exchange(compression, [noise(hvd.rank(), step, shape)], graph=True)
+        assert_ranks_equal(exchanged)
+    assert compression.stats().steps == 3
+
+
+@pytest.mark.one_in(4)
+@WAYS
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("leg", range(4))
+def test_a_rank_that_cannot_read_a_payload_ends_the_step_for_all(
+    leg: int, graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """leg: scatter and gather of the first round, and of the second."""
+    compression = horovod_topk.tensorflow.TwoRounds(name=f"fails.{graph}.{leg}")
+    take, failing = Steps(Linear([(10, 8), (16, 8)]), compression, graph), hvd.rank() == 1
+    check, legs = PayloadCodec._check, list[int]()
+
+    def refuse(codec: Any, *args: Any) -> list[bool]:
+        legs.append(len(legs))
+        if len(legs) == 4 + leg + 1:  # in the second step
+            raise PayloadError("the test refuses it", cure="None")
+        return check(codec, *args)
+
+    if failing:
+        monkeypatch.setattr(PayloadCodec, "_check", refuse)
+    take(0)
+    before = arrays_in(compression.state_dict())
+    if failing:
+        with pytest.raises(tf.errors.OpError if graph else PayloadError, match="refuses it"):
+            take(1)
+    else:
+        assert all(np.isnan(each).all() == (leg < 3) for each in take(1))
+    if failing or leg < 3:  # when the last leg fails, the others have all that they need
+        assert arrays_in(compression.state_dict()) == before
+    exchanged = take(2)
+    assert leg == 3 or ranks_equal(exchanged)
+
+
+class Steps:
+    """Exchanges in one graph, or eagerly."""
+
+    def __init__(self, model: Linear, compression: Any, graph: bool) -> None:
+        def exchange(*mine: Any) -> list[Any]:
+            with tf.GradientTape() as tape:
+                loss = model.loss(*mine)
+            tape = hvd.DistributedGradientTape(tape, compression=compression)
+            return list(tape.gradient(loss, model.variables))
+
+        self._exchange, self._model = tf.function(exchange) if graph else exchange, model
+
+    def __call__(self, step: int, *, spoiled: bool = False) -> list[Any]:
+        shapes = [variable.shape for variable in self._model.variables]
+        mine = [noise(hvd.rank(), 10 * step + i, shape) for i, shape in enumerate(shapes)]
+        mine = [each * np.nan for each in mine] if spoiled else mine
+        return [each.numpy() for each in self._exchange(*mine)]

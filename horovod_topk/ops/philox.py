@@ -1,0 +1,75 @@
+"""Random numbers by Philox4x32-10, with the same bits in every framework.
+
+A counter-based generator has no state: a number follows from a key of 64 bits and a counter of 128
+bits (Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3). The counter is
+
+    word 0      the block: numbers 4 b to 4 b + 3 of an array are block b
+    word 1      which of the arrays that a method draws for one tensor in one step
+    words 2, 3  how many steps were committed before this one, the low word first
+
+so that a step that was rolled back draws the same numbers again, and a run that goes on from a
+checkpoint draws those of a run that did not stop.
+
+The words of a counter are 32-bit numbers in int64 arrays, Python's integers where all elements are
+equal. No product overflows: multipliers are split into halves of 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+WORD = 0xFFFFFFFF
+ROUNDS = 10
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+
+Word = Any  # an int64 array, or an int
+Shift = Callable[[Word, int], Word]  # right, by a number of bits
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All random numbers of one key in one step; see `horovod_topk.ops.Ops.random_bits`."""
+
+    key: tuple[int, int]  # two words
+    committed: Any  # steps before this one: an int, or in a graph a tensor, [] int64
+    array: int = 0  # which of the arrays that are drawn for a tensor in a step
+
+    def number(self, array: int) -> Self:
+        """Those of another array, independent of the others."""
+        return replace(self, array=array)
+
+
+def words(stream: Stream, blocks: Word, shift: Shift) -> tuple[Word, Word, Word, Word]:
+    """The four words of each block.
+
+    Args:
+        stream: what they follow from.
+        blocks: [B] int64, 0, 1, 2 ...
+        shift: shifts int64 arrays to the right; they are never negative.
+    """
+    committed = stream.committed
+    counter = blocks, stream.array, committed & WORD, shift(committed, 32)
+    return philox(counter, stream.key, shift)
+
+
+def philox(
+    counter: tuple[Word, Word, Word, Word], key: tuple[int, int], shift: Shift
+) -> tuple[Word, Word, Word, Word]:
+    """The generator itself, on words; `shift` as in `words`."""
+    a, b, c, d = counter
+    for i in range(ROUNDS):
+        left, right = ((k + i * by) & WORD for k, by in zip(key, KEY_STEPS, strict=True))
+        high, low = _product(a, MULTIPLIERS[0], shift)
+        other_high, other_low = _product(c, MULTIPLIERS[1], shift)
+        a, b, c, d = other_high ^ b ^ left, other_low, high ^ d ^ right, low
+    return a, b, c, d
+
+
+def _product(word: Word, by: int, shift: Shift) -> tuple[Word, Word]:
+    """The high and the low word of a product of two words."""
+    low = word * (by & 0xFFFF)
+    middle = word * (by >> 16) + shift(low, 16)
+    return shift(middle, 16), (middle & 0xFFFF) * 0x10000 + (low & 0xFFFF)

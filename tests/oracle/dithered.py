@@ -1,0 +1,79 @@
+"""Methods that draw random numbers, of both kinds. For tests alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from horovod_topk.methods.keys import Key, uniform
+from horovod_topk.methods.protocol import Bucket, Piece, Rounds, Seeded, SeededCodec, Work
+from horovod_topk.ops import Ops, coding
+
+LARGE = 64.0  # a reader with another key than the writer's has values that are so far off
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dithered(SeededCodec):
+    """Subtractive dither: float16 of the values and random numbers, which readers take off again.
+
+    One random number of the sender's own and one that all ranks share are added to each value.
+    """
+
+    id: ClassVar[int] = 253
+
+    def data_bytes(self, piece: Piece) -> int:
+        return coding.value_bytes("float16", piece.numel)
+
+    def pack_keyed(self, ops: Ops[Any], values: Any, key: Key) -> Any:
+        total = ops.clone(values)
+        ops.compensate(_dither(ops, key, None, total), total, total)
+        return ops.pack_values(total, "float16")
+
+    def unpack_keyed(self, ops: Ops[Any], rows: Any, numel: int, dtype: str, key: Key) -> Any:
+        read = ops.unpack_values(rows, numel, "float16", dtype)
+        count = ops.numel(read) // numel
+        out = ops.zeros(count * numel, dtype, "cpu")
+        for row in range(count):
+            here = ops.view(out, row * numel, (row + 1) * numel)
+            ops.assign(here, ops.row(read, row))
+            ops.deduct(here, None, _dither(ops, key, row, here))
+        return ops.load(out, numel, 0, numel)
+
+
+def _dither(ops: Ops[Any], key: Key, row: int | None, like: Any) -> Any:
+    own, count = key.own if row is None else key.of_row(row), ops.numel(like)
+    drawn = [uniform(ops, each, count, "float32", "cpu") for each in (own, key.shared.number(1))]
+    total = ops.zeros(count, "float32", "cpu")
+    for each in drawn:
+        ops.compensate(each, total, total)
+    ops.deliver(ops.clone(total), LARGE, total, False)
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class DitheredSum(Rounds, Seeded):
+    """Ranks add up their values and shared random numbers, which each takes off the mean."""
+
+    id: ClassVar[int] = 254
+    rounds: ClassVar[int] = 1
+    min_numel: int = 64
+
+    def elements(self, piece: Piece, i: int) -> int:
+        return piece.numel
+
+    def send(self, ops: Ops[Any], bucket: Bucket, piece: Piece, i: int, work: Work[Any]) -> Any:
+        total = ops.clone(work.values)
+        ops.compensate(_shared(ops, work, total), total, total)
+        return total
+
+    def finish(
+        self, ops: Ops[Any], bucket: Bucket, piece: Piece, work: Work[Any]
+    ) -> tuple[Any, Any]:
+        applied = ops.clone(work.reduced[0])
+        ops.deduct(applied, None, _shared(ops, work, applied))
+        return applied, ops.clone(work.values)
+
+
+def _shared(ops: Ops[Any], work: Work[Any], like: Any) -> Any:
+    assert work.key is not None
+    return uniform(ops, work.key.shared, ops.numel(like), "float32", "cpu")
