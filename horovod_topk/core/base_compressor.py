@@ -288,7 +288,7 @@ def check_elastic(config: Settings) -> None:
         )
     if exchange in ("sharded", "hierarchical") and elastic():
         raise ConfigError(
-            f"exchange={exchange!r} deals residuals out to a fixed number of ranks, and this job "
+            f"exchange={exchange!r} splits residuals among a fixed number of ranks, and this job "
             "is elastic",
             cure="Pass exchange='allgather', or run without --min-np and --max-np",
         )

@@ -22,7 +22,7 @@ from horovod_topk.core.residual import Arenas
 from horovod_topk.errors import PayloadError
 from horovod_topk.methods.keys import Key
 from horovod_topk.methods.protocol import Codec, Read, Seeded, SeededCodec, Sent
-from horovod_topk.ops import Clears, Fused, Ops, Together
+from horovod_topk.ops import Fused, Ops, SupportsShardedEncode, SupportsZeroing
 
 Array = TypeVar("Array")
 
@@ -90,7 +90,7 @@ class PayloadCodec(Generic[Array]):
         for piece, each in zip(bucket.tensors, sent, strict=True):
             for at, data in each.parts:
                 self._ops.store(payload, at, data)
-            self._ops.deduct(self._slice(arenas.candidate, piece), each.index, each.values)
+            self._ops.subtract_at(self._slice(arenas.candidate, piece), each.index, each.values)
 
     def encode_shards(
         self,
@@ -101,7 +101,7 @@ class PayloadCodec(Generic[Array]):
         """Fill a payload for each shard; in one pass over the gradients where a kernel can."""
         kernels: list[Any] = [self._kernel(each.plan) for each in arenas]
         first: object = kernels[0]
-        if isinstance(first, Together):
+        if isinstance(first, SupportsShardedEncode):
             residuals = [each.residual for each in arenas]
             candidates = [each.candidate for each in arenas]
             first.encode_shards(kernels, residuals, candidates, gradients, payloads)
@@ -124,12 +124,12 @@ class PayloadCodec(Generic[Array]):
         Raises:
             PayloadError, PlanMismatchError: what a rank sent is no payload of this bucket.
         """
-        writers, examine = bucket.writers, self._ops.examine
+        writers, validate = bucket.writers, self._ops.validate
         width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
             check = partial(self._check, bucket, ())
-            flags = examine(gathered, width, bucket.layout.body_at, (), check, tensors)
+            flags = validate(gathered, width, bucket.layout.body_at, (), check, tensors)
             each = flags if writers == 1 else [flags[t.gradient] for t in bucket.tensors]
             wrong = kernel.decode(gathered, scale, each, gradients)
             if wrong is not None:
@@ -138,31 +138,31 @@ class PayloadCodec(Generic[Array]):
         read = self._read(bucket, gathered)
         sound = [(position, fact) for position, each in read.items() for fact in each.sound]
         check, facts = partial(self._check, bucket, sound), [fact for _, fact in sound]
-        flags = examine(gathered, width, bucket.layout.body_at, facts, check, tensors)
+        flags = validate(gathered, width, bucket.layout.body_at, facts, check, tensors)
         totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
         for position, of_piece in read.items():
             piece = bucket.tensors[position]
             index = self._rows_in_gradient(bucket, piece, of_piece.index, gathered)
             self._ops.accumulate(totals[piece.gradient], index, of_piece.values)
         for position, (total, gradient) in enumerate(zip(totals, gradients, strict=True)):
-            self._ops.deliver(total, scale, gradient, flags[position])
+            self._ops.write_scaled(total, scale, gradient, flags[position])
         return flags
 
-    def clear(self, bucket: BucketPlan, payload: Array, arrays: Sequence[Array]) -> None:
+    def zero_sent(self, bucket: BucketPlan, payload: Array, arrays: Sequence[Array]) -> None:
         """Write zeros where a payload of this process's own has entries.
 
         arrays: flat, one for each gradient; those that were sent whole stay as they are.
         """
         kernel: object = self._kernel(bucket)
-        if isinstance(kernel, Clears):
-            kernel.clear(payload, arrays)
+        if isinstance(kernel, SupportsZeroing):
+            kernel.zero_sent(payload, arrays)
             return
         for position, each in self._read(bucket, payload, rows=False).items():
             if each.index is not None:
                 piece = bucket.tensors[position]
                 at = self._in_gradient(bucket, piece, self._ops.row(each.index, 0))
                 array = arrays[piece.gradient]
-                self._ops.deduct(array, at, self._ops.take(array, at))
+                self._ops.subtract_at(array, at, self._ops.take(array, at))
 
     def gradient_norm(self, arenas: Arenas[Array], payload: Array, *, committed: bool) -> float:
         """Norm of g = e' - e + (what receivers read): the law of conservation, solved for g.
@@ -174,7 +174,7 @@ class PayloadCodec(Generic[Array]):
         if committed:
             before, after = after, before
         gradient = ops.clone(after)
-        ops.deduct(gradient, None, before)
+        ops.subtract_at(gradient, None, before)
         read = self._read(bucket, payload, rows=False, ago=int(committed))
         for position, each in read.items():
             piece = bucket.tensors[position]
@@ -254,7 +254,7 @@ class PayloadCodec(Generic[Array]):
         """Indices into the gradient, of indices into a piece of it."""
         if bucket.parts == 1:
             return index
-        return self._ops.spot(index, bucket.parts, piece.first)
+        return self._ops.global_index(index, bucket.parts, piece.first)
 
     def _rows_in_gradient(
         self, bucket: BucketPlan, piece: Any, index: Array | None, gathered: Array

@@ -89,7 +89,7 @@ class Correction(Generic[Array]):
     ) -> None:
         """out = m u + g."""
         for u, gradient, new in zip(velocities, gradients, out, strict=True):
-            self._ops.accelerate(u, self._factor, gradient, new)
+            self._ops.update_velocity(u, self._factor, gradient, new)
 
     def _views(self, bucket: BucketPlan, arena: Array) -> list[Array]:
         return [self._ops.view(arena, tensor.start, tensor.stop) for tensor in bucket.tensors]

@@ -167,7 +167,7 @@ class Part(Generic[Array]):
     def _places(self, spec: TensorSpec, piece: Piece[Array]) -> Array:
         """Index in its tensor of each element of a piece."""
         own = self._ops.arange(piece.numel, spec.device)
-        return self._ops.spot(own, piece.parts, piece.first)
+        return self._ops.global_index(own, piece.parts, piece.first)
 
 
 def as_row(ops: Ops[Array], array: Array) -> Array:

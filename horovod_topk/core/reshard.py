@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from horovod_topk.core.residual import as_row, scaled
 from horovod_topk.core.shards import first_block
 from horovod_topk.ops import Ops
-from horovod_topk.ops.coding import DEAL
+from horovod_topk.ops.coding import SHARD_BLOCK
 
 Array = TypeVar("Array")
 StateDict = Mapping[str, Any]
@@ -92,7 +92,7 @@ def rescaling(reduction: str, before: int, after: int) -> float:
 
 
 class _Part:
-    """A shard: one of so many that a tensor's blocks are dealt to."""
+    """A shard: one of so many that a tensor's blocks are split into."""
 
     def __init__(self, name: str, owned: StateDict) -> None:
         rank: int = owned["rank"]
@@ -109,11 +109,13 @@ class _Part:
         if count == 0:
             return 0
         last = count - 1
-        return (last // DEAL * self._parts + self._first) * DEAL + last % DEAL + 1
+        return (
+            (last // SHARD_BLOCK * self._parts + self._first) * SHARD_BLOCK + last % SHARD_BLOCK + 1
+        )
 
     def places(self, count: int, ops: Ops[Array]) -> Array:
         """Where `count` elements of the shard lie in the tensor."""
-        return ops.spot(ops.arange(count, "cpu"), self._parts, self._first)
+        return ops.global_index(ops.arange(count, "cpu"), self._parts, self._first)
 
 
 def _parts_of(owned: StateDict) -> Iterator[tuple[str, _Part, Any]]:

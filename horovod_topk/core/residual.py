@@ -105,14 +105,14 @@ class ResidualRegistry(Part[Array]):
     def scale(self, factor: float) -> None:
         """Multiply every residual."""
         for arenas in self.all_arenas():
-            self._ops.deliver(arenas.residual, factor, arenas.residual, False)
+            self._ops.write_scaled(arenas.residual, factor, arenas.residual, False)
 
     def rescale(self, factors: Mapping[str, float]) -> None:
         """Multiply the residuals of some tensors, by name, in place."""
         for name, factor in factors.items():
             for piece in self.pieces.get(name, ()):
                 view = piece.read()
-                self._ops.deliver(view, factor, view, False)
+                self._ops.write_scaled(view, factor, view, False)
 
     def turn_to(self, plan: Plan) -> None:
         """Take on a plan of the same tensors in the same places; residuals stay where they are."""
@@ -167,5 +167,5 @@ class ResidualRegistry(Part[Array]):
 def scaled(values: Array, factor: float, ops: Ops[Array], like: Array | None = None) -> Array:
     """A scaled copy; of the dtype of `like`."""
     out = ops.clone(values if like is None else like)
-    ops.deliver(ops.clone(values), factor, out, False)
+    ops.write_scaled(ops.clone(values), factor, out, False)
     return out

@@ -131,13 +131,13 @@ class ReducedBucket(Generic[Array]):
         pairs = zip(self._bucket.tensors, self._works, targets, strict=True)
         for position, (piece, work, target) in enumerate(pairs):
             applied, sent = self._finish(piece, work)
-            ops.deliver(applied, gain, target, flags[position])
-            ops.deduct(work.values, None, sent)
+            ops.write_scaled(applied, gain, target, flags[position])
+            ops.subtract_at(work.values, None, sent)
             self._follow(piece, work)
         return flags
 
-    def clear(self, arrays: Sequence[Array]) -> None:
-        """`BucketExchange.clear`: all is sent, in some form."""
+    def zero_sent(self, arrays: Sequence[Array]) -> None:
+        """`BucketExchange.zero_sent`: all is sent, in some form."""
 
     def swap(self) -> None:
         """`BucketExchange.swap`."""
@@ -174,7 +174,7 @@ class ReducedBucket(Generic[Array]):
             sent = work.values if whole else self._method.send(ops, self._bucket, piece, i, work)
             ops.assign(array, sent)
             if self._flags is not None:
-                ops.deliver(ops.clone(array), 1.0, array, self._flags[position])
+                ops.write_scaled(ops.clone(array), 1.0, array, self._flags[position])
         return array
 
     def _take(self, leg: ShardedBucket[Array]) -> bool:

@@ -1,9 +1,9 @@
 """Plans of exchanges with owners: who owns which elements, and what travels to and from them.
 
-A tensor's elements are dealt out in blocks of 512: of P owners, owner p has blocks f, f + P,
-f + 2 P, ... with f = p - c modulo P and c the CRC-32 of the tensor's name. So a hot row or layer
-loads no owner, small tensors do not all lie with the first, and who owns what does not depend on
-the other tensors. An owner's elements of a tensor, in their order, are its shard, and selection is
+A tensor's elements are split among owners in blocks of 512: of P owners, owner p has blocks f,
+f + P, f + 2 P, ... with f = p - c modulo P and c the CRC-32 of the tensor's name. So a hot row or
+layer loads no owner, small tensors do not all lie with the first, and who owns what does not depend
+on the other tensors. An owner's elements of a tensor, in their order, are its shard; selection is
 for each shard: every payload's size follows from the plan alone.
 
     scatter   each rank sends every owner the largest of its shards      ratio
@@ -26,7 +26,7 @@ from functools import cached_property
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, lay_out
 from horovod_topk.methods.protocol import Piece
-from horovod_topk.ops.coding import DEAL
+from horovod_topk.ops.coding import SHARD_BLOCK
 
 ALIGNMENT = 64  # elements; shards begin at cache lines in the arenas
 
@@ -86,9 +86,9 @@ def first_block(name: str, parts: int, part: int) -> int:
 
 def shard_numel(numel: int, parts: int, first: int) -> int:
     """Elements in blocks first, first + parts, ... of a tensor."""
-    whole, rest = divmod(numel, DEAL)
+    whole, rest = divmod(numel, SHARD_BLOCK)
     blocks = max(0, -(-(whole - first) // parts))
-    return blocks * DEAL + (rest if whole % parts == first else 0)
+    return blocks * SHARD_BLOCK + (rest if whole % parts == first else 0)
 
 
 def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
@@ -116,7 +116,7 @@ def _leg(bucket: BucketPlan, parts: int, leg: str) -> tuple[BucketPlan, ...]:
             bucket.reduction,
             alignment=ALIGNMENT,
             owners=parts,
-            identity=[part, DEAL],
+            identity=[part, SHARD_BLOCK],
             part=part,
         )
         for part in range(parts)

@@ -118,7 +118,7 @@ class Step(Generic[Array]):
             bucket.exchange.send(gradients, name)
         else:
             bucket.exchange.send(self._correction.correct(velocity, gradients), name)
-            self._correction.mask(velocity, bucket.exchange.clear)
+            self._correction.mask(velocity, bucket.exchange.zero_sent)
         self.sent.add(ordinal)
 
     def advance(self) -> None:

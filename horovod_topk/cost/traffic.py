@@ -64,7 +64,7 @@ def exchange_of(kind: str, nodes: Nodes, rank: int = 0) -> Exchange[bytes]:
 
 
 class _AsRank(HierarchicalExchange[bytes]):
-    """As a rank has it, of plans that all ranks share: dealing out takes longer than counting."""
+    """As a rank has it, of plans that all ranks share: splitting takes longer than counting."""
 
     def __init__(self, nodes: Nodes, rank: int, plans: dict[bytes, NodePlan]) -> None:
         collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)

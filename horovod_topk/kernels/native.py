@@ -89,8 +89,8 @@ def _declare(library: Library) -> None:
         "topkef_encode": [address, address, address, address, address, ctypes.c_int],
         "topkef_encode_shards": [address, number, *[address] * 4, ctypes.c_int],
         "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
-        "topkef_clear": [address, address, address, ctypes.c_int],
-        "topkef_accelerate": [address, real, address, address, number, *[ctypes.c_int] * 2],
+        "topkef_zero_sent": [address, address, address, ctypes.c_int],
+        "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
         getattr(library, name).argtypes = types
@@ -100,7 +100,7 @@ def _declare(library: Library) -> None:
     library.topkef_encode.restype = None
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
-    library.topkef_accelerate.restype = None
+    library.topkef_update_velocity.restype = None
 
 
 class Bucket:
@@ -172,10 +172,10 @@ class Bucket:
         )
         return None if wrong < 0 else divmod(wrong, self.tensors)
 
-    def clear(self, payload: int, arrays: Sequence[int], threads: int) -> bool:
+    def zero_sent(self, payload: int, arrays: Sequence[int], threads: int) -> bool:
         """Write zeros where a payload has entries; False if they cannot be, and nothing is."""
         places = _addresses(arrays)
-        return bool(self._library.topkef_clear(self._handle, payload, places, threads))
+        return bool(self._library.topkef_zero_sent(self._handle, payload, places, threads))
 
 
 def _addresses(each: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:

@@ -60,5 +60,5 @@ def uniform(ops: Ops[Array], stream: Stream, count: int, dtype: str, device: str
     """Numbers in [0, 1), [count] of a float dtype: multiples of 2^-24, the same in all of them."""
     numbers, out = (ops.zeros(count, dtype, device) for _ in range(2))
     ops.assign(numbers, ops.random_bits(stream, count, 24, device))
-    ops.deliver(numbers, 2.0**-24, out, False)
+    ops.write_scaled(numbers, 2.0**-24, out, False)
     return out

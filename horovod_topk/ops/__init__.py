@@ -3,6 +3,6 @@
 Importing this package loads no framework; import the submodule you need.
 """
 
-from horovod_topk.ops.protocol import Clears, Fused, Ops, Together
+from horovod_topk.ops.protocol import Fused, Ops, SupportsShardedEncode, SupportsZeroing
 
-__all__ = ["Clears", "Fused", "Ops", "Together"]
+__all__ = ["Fused", "Ops", "SupportsShardedEncode", "SupportsZeroing"]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_topk.ops import coding
-from horovod_topk.ops.coding import DEAL
+from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.philox import Stream, words
 
 Array = NDArray[Any]
@@ -56,7 +56,7 @@ class NumpyOps:
     def compensate(self, residual: Array, gradient: Array, out: Array) -> None:
         np.add(residual, gradient.reshape(-1).astype(residual.dtype), out=out)
 
-    def accelerate(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
+    def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         np.add(velocity * velocity.dtype.type(factor), gradient.reshape(-1), out=out)
 
     def select(self, candidate: Array, k: int) -> Array:
@@ -129,7 +129,7 @@ class NumpyOps:
         ]
         return np.array(kept), np.array(sound)
 
-    def deduct(self, candidate: Array, index: Array | None, sent: Array) -> None:
+    def subtract_at(self, candidate: Array, index: Array | None, sent: Array) -> None:
         candidate[slice(None) if index is None else index] -= sent.astype(candidate.dtype)
 
     def matmul(self, left: Array, right: Array, shape: tuple[int, int, int]) -> Array:
@@ -143,13 +143,15 @@ class NumpyOps:
     def divided(self, array: Array, by: Array) -> Array:
         return array / by if by[0] != 0 else np.zeros_like(array)
 
-    def spot(self, index: Array, parts: int, first: int) -> Array:
-        place: Array = (index // DEAL * parts + first) * DEAL + index % DEAL
+    def global_index(self, index: Array, parts: int, first: int) -> Array:
+        place: Array = (index // SHARD_BLOCK * parts + first) * SHARD_BLOCK + index % SHARD_BLOCK
         return place
 
-    def deal(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
+    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
         for first, out in zip(firsts, outs, strict=True):
-            out[...] = gradient.reshape(-1)[self.spot(np.arange(out.size), len(firsts), first)]
+            out[...] = gradient.reshape(-1)[
+                self.global_index(np.arange(out.size), len(firsts), first)
+            ]
 
     def rows(self, gathered: Array, width: int) -> int:
         return gathered.size // width
@@ -174,7 +176,7 @@ class NumpyOps:
     def to_host(self, payload: Array) -> bytes:
         return payload.tobytes()
 
-    def examine(
+    def validate(
         self,
         gathered: Array,
         width: int,
@@ -196,7 +198,7 @@ class NumpyOps:
         for rank, row in enumerate(values.astype(out.dtype)):
             out[slice(None) if index is None else index[rank]] += row
 
-    def deliver(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
+    def write_scaled(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
         scaled = (total * total.dtype.type(scale)).reshape(gradient.shape)
         gradient[...] = np.nan if poisoned else scaled
 

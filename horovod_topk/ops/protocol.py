@@ -6,9 +6,9 @@ Rules for implementations:
   strides; its elements are taken in row-major (logical) order.
 - dtypes are named by strings: float16, bfloat16, float32, float64, int16, int32, int64, uint8.
 - `out` and `candidate` are written in place; other arguments are never written.
-- Nothing here waits for a device, save `to_host`, `examine` and `norm`, and `select` where
+- Nothing here waits for a device, save `to_host`, `validate` and `norm`, and `select` where
   its docstring says so.
-- Where an implementation builds a graph, `examine` and all that follows from it run with the graph.
+- Where an implementation builds a graph, `validate` and all that follows run with the graph.
 - No verb depends on more than its arguments: equal input, equal bits. `random_bits` too.
 
 `horovod_topk.ops.numpy` is the oracle in tests: the shortest code that is right.
@@ -38,7 +38,7 @@ class Fused(Protocol[Taken]):
         3   flags_at: byte of the non-finite flags in a payload
         4   payload_bytes
         5   1 to select by a sampled threshold (`Ops.sample`), 0 to select exactly (`Ops.select`)
-        6   parts: of so many shards that gradients are dealt to, each tensor is one; else 1
+        6   parts: of so many shards that gradients are split into, each tensor is one; else 1
 
     and then come 9 for each tensor:
 
@@ -67,7 +67,7 @@ class Fused(Protocol[Taken]):
     ) -> tuple[int, int] | None:
         """gradient[...] = scale times the sum over payloads in their order; all NaN if flagged.
 
-        flags: the answers of `Ops.examine`, one for each tensor of the recipe. Indices that do not
+        flags: the answers of `Ops.validate`, one for each tensor of the recipe. Indices that do not
         ascend or lie outside a tensor are never followed; where they are noticed at once, this
         returns (rank, position of the tensor), and no gradient has changed.
         """
@@ -75,7 +75,7 @@ class Fused(Protocol[Taken]):
 
 
 @runtime_checkable
-class Together(Protocol[Taken]):
+class SupportsShardedEncode(Protocol[Taken]):
     """What a `Fused` may offer too: all shards of a bucket in one pass over its gradients."""
 
     def encode_shards(
@@ -94,10 +94,10 @@ class Together(Protocol[Taken]):
 
 
 @runtime_checkable
-class Clears(Protocol[Taken]):
+class SupportsZeroing(Protocol[Taken]):
     """What a `Fused` may offer too: zeros where a payload of this process's own has entries."""
 
-    def clear(self, payload: Taken, arrays: Sequence[Taken]) -> None:
+    def zero_sent(self, payload: Taken, arrays: Sequence[Taken]) -> None:
         """array[i] = 0 for every index i of its tensor; a tensor without indices stays as it is.
 
         arrays: flat, of the residual's dtype, one for each gradient.
@@ -148,7 +148,7 @@ class Ops(Protocol[Array]):
         """out = residual + gradient, in the residual's dtype."""
         ...
 
-    def accelerate(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
+    def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         """out = factor * velocity + gradient, all of one dtype; rounded twice."""
         ...
 
@@ -215,7 +215,7 @@ class Ops(Protocol[Array]):
         """
         ...
 
-    def deduct(self, candidate: Array, index: Array | None, sent: Array) -> None:
+    def subtract_at(self, candidate: Array, index: Array | None, sent: Array) -> None:
         """candidate[index] -= sent; index None means all elements, indices are unique."""
         ...
 
@@ -235,18 +235,18 @@ class Ops(Protocol[Array]):
         """array / by, where `by` has one element; zeros where that is 0. A new array."""
         ...
 
-    def spot(self, index: Array, parts: int, first: int) -> Array:
+    def global_index(self, index: Array, parts: int, first: int) -> Array:
         """Where elements of a shard lie: (i // 512 * parts + first) * 512 + i % 512.
 
         index: int64, into the shard; what comes back is into its tensor.
         """
         ...
 
-    def deal(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
+    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
         """outs[p] = the shard of a gradient whose first block is firsts[p], of len(firsts) shards.
 
-        Its element i is element `spot(i, len(firsts), firsts[p])` of the gradient, cast to the
-        dtype of `outs`, which are as long as the shards.
+        Its element i is element `global_index(i, len(firsts), firsts[p])` of the gradient, cast to
+        the dtype of `outs`, which are as long as the shards.
         """
         ...
 
@@ -271,14 +271,14 @@ class Ops(Protocol[Array]):
         ...
 
     def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
-        """Set bit i of such a bitmap where flags[i], an answer of `examine`; leave the others."""
+        """Set bit i of such a bitmap where flags[i], an answer of `validate`; leave the others."""
         ...
 
     def to_host(self, payload: Array) -> bytes:
         """The bytes of a uint8 array. Waits for the device."""
         ...
 
-    def examine(
+    def validate(
         self,
         gathered: Array,
         width: int,
@@ -290,13 +290,13 @@ class Ops(Protocol[Array]):
         """What `check` says to the first `count` bytes of each of P payloads of `width` bytes.
 
         sound: answers of `unpack_index`, which `check` is given too, a list of P each. Waits for
-        the device. What `check` returns, a bool for each of `tensors`, is for `deliver`; only an
-        implementation that runs at once gives it as bools.
+        the device. What `check` returns, a bool for each of `tensors`, is for `write_scaled`; only
+        an implementation that runs at once gives it as bools.
         """
         ...
 
     def either(self, left: Sequence[bool], right: Sequence[bool]) -> Sequence[bool]:
-        """Which of two answers of `examine` are true, position by position."""
+        """Which of two answers of `validate` are true, position by position."""
         ...
 
     def accumulator(self, gradient: Array, dtype: str) -> Array:
@@ -310,10 +310,10 @@ class Ops(Protocol[Array]):
         """
         ...
 
-    def deliver(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
+    def write_scaled(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
         """gradient[...] = total * scale, cast to its dtype; all NaN if `poisoned`.
 
-        `poisoned` is one of the answers of `examine`.
+        `poisoned` is one of the answers of `validate`.
         """
         ...
 

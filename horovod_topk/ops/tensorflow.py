@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from horovod_topk.kernels import native
 from horovod_topk.ops import tensorflow_packing as packing
-from horovod_topk.ops.coding import DEAL
+from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import Fused
 
@@ -125,14 +125,14 @@ class TensorFlowOps:
 
     Args:
         kernels: use kernels of ours where there are any; the verbs alone if False.
-        defers: where `examine` finds a fault while a graph runs, flag every tensor and note the
+        defers: where `validate` finds a fault while a graph runs, flag every tensor and note the
             error in `raised`, for the end of the step: other ranks wait for the collectives that
             come before it.
     """
 
     def __init__(self, *, kernels: bool = True, defers: bool = False) -> None:
         self._use_kernels, self._defers = kernels, defers
-        self.raised: Exception | None = None  # by `examine`, in a graph
+        self.raised: Exception | None = None  # by `validate`, in a graph
 
     def zeros(self, numel: int, dtype: str, device: str = "") -> Array:
         return Buffer(tf.zeros([numel], dtype))
@@ -163,7 +163,7 @@ class TensorFlowOps:
     def compensate(self, residual: Array, gradient: Array, out: Array) -> None:
         _write(out, residual.value + tf.cast(_flat(gradient), residual.dtype))
 
-    def accelerate(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
+    def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         kept = velocity.value * _scalar(factor, velocity.dtype)
         _write(out, kept + _flat(gradient))
 
@@ -223,7 +223,7 @@ class TensorFlowOps:
         index, sound = packing.unpack_index(rows.value, count, numel, kind)
         return Buffer(index), Buffer(sound)
 
-    def deduct(self, candidate: Array, index: Array | None, sent: Array) -> None:
+    def subtract_at(self, candidate: Array, index: Array | None, sent: Array) -> None:
         amount = tf.cast(sent.value, candidate.dtype)
         if index is None:
             _write(candidate, candidate.value - amount)
@@ -243,17 +243,20 @@ class TensorFlowOps:
     def divided(self, array: Array, by: Array) -> Array:
         return Buffer(tf.math.divide_no_nan(array.value, by.value))
 
-    def spot(self, index: Array, parts: int, first: int) -> Array:
+    def global_index(self, index: Array, parts: int, first: int) -> Array:
         at = index.value
-        return Buffer((at // DEAL * parts + first) * DEAL + at % DEAL)
+        return Buffer((at // SHARD_BLOCK * parts + first) * SHARD_BLOCK + at % SHARD_BLOCK)
 
-    def deal(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
+    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
         flat, parts = _flat(gradient), len(firsts)
-        rounds = gradient.numel // (DEAL * parts)
-        whole = tf.reshape(flat[: rounds * parts * DEAL], [rounds, parts, DEAL])
-        rest = flat[rounds * parts * DEAL :]
+        rounds = gradient.numel // (SHARD_BLOCK * parts)
+        whole = tf.reshape(flat[: rounds * parts * SHARD_BLOCK], [rounds, parts, SHARD_BLOCK])
+        rest = flat[rounds * parts * SHARD_BLOCK :]
         for first, out in zip(firsts, outs, strict=True):
-            shard = [tf.reshape(whole[:, first], [-1]), rest[first * DEAL : (first + 1) * DEAL]]
+            shard = [
+                tf.reshape(whole[:, first], [-1]),
+                rest[first * SHARD_BLOCK : (first + 1) * SHARD_BLOCK],
+            ]
             _write(out, tf.cast(tf.concat(shard, 0), out.dtype))
 
     def rows(self, gathered: Array, width: int) -> int:
@@ -285,7 +288,7 @@ class TensorFlowOps:
     def to_host(self, payload: Array) -> bytes:
         return bytes(payload.value.numpy())
 
-    def examine(
+    def validate(
         self,
         gathered: Array,
         width: int,
@@ -332,7 +335,7 @@ class TensorFlowOps:
             where = tf.reshape(index.value, [-1, 1])
             _write(out, tf.tensor_scatter_nd_add(out.value, where, tf.reshape(amounts, [-1])))
 
-    def deliver(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
+    def write_scaled(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
         factor = _scalar(scale, total.dtype)
         if poisoned is not False:  # NaN times anything is NaN
             factor = tf.where(poisoned, tf.constant(math.nan, total.dtype), factor)

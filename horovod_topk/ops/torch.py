@@ -19,7 +19,7 @@ from torch import Tensor
 
 from horovod_topk.kernels import native, triton
 from horovod_topk.ops import torch_packing as packing
-from horovod_topk.ops.coding import DEAL
+from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import Fused
 
@@ -77,7 +77,9 @@ class TorchOps:
     def compensate(self, residual: Tensor, gradient: Tensor, out: Tensor) -> None:
         torch.add(residual, gradient.reshape(-1), out=out)
 
-    def accelerate(self, velocity: Tensor, factor: float, gradient: Tensor, out: Tensor) -> None:
+    def update_velocity(
+        self, velocity: Tensor, factor: float, gradient: Tensor, out: Tensor
+    ) -> None:
         library = native.find().library if self._use_kernels else None
         if library is None or velocity.device.type != "cpu":
             torch.mul(velocity, factor, out=out)
@@ -86,7 +88,7 @@ class TorchOps:
         packed = _packed(gradient)
         places = velocity.data_ptr(), factor, packed.data_ptr(), out.data_ptr()
         size = out.numel(), out.element_size()
-        library.topkef_accelerate(*places, *size, torch.get_num_threads())
+        library.topkef_update_velocity(*places, *size, torch.get_num_threads())
 
     def select(self, candidate: Tensor, k: int) -> Tensor:
         magnitude = candidate.abs()
@@ -137,7 +139,7 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         return packing.unpack_index(rows, count, numel, kind)
 
-    def deduct(self, candidate: Tensor, index: Tensor | None, sent: Tensor) -> None:
+    def subtract_at(self, candidate: Tensor, index: Tensor | None, sent: Tensor) -> None:
         sent = sent.to(candidate.dtype)
         if index is None:
             candidate.sub_(sent)
@@ -154,17 +156,17 @@ class TorchOps:
     def divided(self, array: Tensor, by: Tensor) -> Tensor:
         return torch.where(by != 0, array / by, torch.zeros_like(array))
 
-    def spot(self, index: Tensor, parts: int, first: int) -> Tensor:
-        return (index // DEAL * parts + first) * DEAL + index % DEAL
+    def global_index(self, index: Tensor, parts: int, first: int) -> Tensor:
+        return (index // SHARD_BLOCK * parts + first) * SHARD_BLOCK + index % SHARD_BLOCK
 
-    def deal(self, gradient: Tensor, firsts: Sequence[int], outs: Sequence[Tensor]) -> None:
+    def split_shards(self, gradient: Tensor, firsts: Sequence[int], outs: Sequence[Tensor]) -> None:
         flat, parts = gradient.reshape(-1), len(firsts)
-        rounds = flat.numel() // (DEAL * parts)
-        whole = flat[: rounds * parts * DEAL].view(rounds, parts, DEAL)
-        rest = flat[rounds * parts * DEAL :]
+        rounds = flat.numel() // (SHARD_BLOCK * parts)
+        whole = flat[: rounds * parts * SHARD_BLOCK].view(rounds, parts, SHARD_BLOCK)
+        rest = flat[rounds * parts * SHARD_BLOCK :]
         for first, out in zip(firsts, outs, strict=True):
-            out[: rounds * DEAL].view(rounds, DEAL).copy_(whole[:, first])
-            out[rounds * DEAL :].copy_(rest[first * DEAL : (first + 1) * DEAL])
+            out[: rounds * SHARD_BLOCK].view(rounds, SHARD_BLOCK).copy_(whole[:, first])
+            out[rounds * SHARD_BLOCK :].copy_(rest[first * SHARD_BLOCK : (first + 1) * SHARD_BLOCK])
 
     def rows(self, gathered: Tensor, width: int) -> int:
         return gathered.numel() // width
@@ -196,7 +198,7 @@ class TorchOps:
     def to_host(self, payload: Tensor) -> bytes:
         return bytes(payload.tolist())  # headers only, and torch may have no NumPy
 
-    def examine(
+    def validate(
         self,
         gathered: Tensor,
         width: int,
@@ -223,7 +225,7 @@ class TorchOps:
             else:
                 out.index_add_(0, index[rank], row)
 
-    def deliver(self, total: Tensor, scale: float, gradient: Tensor, poisoned: bool) -> None:
+    def write_scaled(self, total: Tensor, scale: float, gradient: Tensor, poisoned: bool) -> None:
         if poisoned:
             gradient.fill_(math.nan)
             return
@@ -311,10 +313,10 @@ class CpuBucket:
                     gradient.copy_(target)
         return wrong
 
-    def clear(self, payload: Tensor, arrays: Sequence[Tensor]) -> None:
+    def zero_sent(self, payload: Tensor, arrays: Sequence[Tensor]) -> None:
         threads = torch.get_num_threads()
         places = [array.data_ptr() for array in arrays]
-        if not self._kernel.clear(payload.data_ptr(), places, threads):
+        if not self._kernel.zero_sent(payload.data_ptr(), places, threads):
             raise AssertionError("a payload of our own has indices that cannot be")
 
 

@@ -72,7 +72,7 @@ class _Norms:
         """`Norms.reduce`."""
         factor, ops = tf.minimum(threshold / norm, 1.0), TensorFlowOps()
         for gradient in gradients:
-            ops.deliver(gradient, factor, gradient, False)
+            ops.write_scaled(gradient, factor, gradient, False)
 
 
 def norm_of(gradients: Sequence[Any]) -> Any:

@@ -107,7 +107,7 @@ def plan_of(
 def _asked_groups(
     specs: Sequence[TensorSpec], of_variable: dict[int, TensorSpec], groups: Groups
 ) -> list[list[TensorSpec]]:
-    """`groups=` as lists of specs: those given, or the specs dealt out to a number of them."""
+    """`groups=` as lists of specs: those given, or the specs split among a number of them."""
     if groups is None:
         return []
     if isinstance(groups, tuple):

@@ -102,7 +102,7 @@ class StateVariables:
         entry = self._of[key]
         if entry.order != order:
             raise ShapeChangedError(
-                f"its residual is dealt out as {entry.order}, these gradients as {order} (name, "
+                f"its residual is split as {entry.order}, these gradients as {order} (name, "
                 "ranks, this rank, reduction)",
                 tensor=spec.name,
                 cure="Give variables that are in several lists, process sets or reductions names "

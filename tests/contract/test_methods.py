@@ -190,7 +190,7 @@ def read(plans: tuple[BucketPlan, ...], payloads: bytes, whole: BucketPlan) -> G
                 got = method.decode(NUMPY.ops, plan, piece, row)
                 assert all(fact.all() for fact in got.sound)
                 index = np.arange(piece.numel) if got.index is None else got.index[0]
-                places = NUMPY.ops.spot(index, plan.parts, piece.first)
+                places = NUMPY.ops.global_index(index, plan.parts, piece.first)
                 values[piece.spec.name][index if plan.parts == 1 else places] = got.values[0]
     return values
 
@@ -244,7 +244,7 @@ def test_what_is_not_sent_to_owners_or_back_stays_in_residuals(case: Case) -> No
                 mean = _reduced(bucket, [one[key] for one in sent])
                 for rank, plan in enumerate(split.back):
                     own = plan.tensors[position]
-                    at = NUMPY.ops.spot(np.arange(own.numel), case.ranks, own.first)
+                    at = NUMPY.ops.global_index(np.arange(own.numel), case.ranks, own.first)
                     assert_same(left[rank][key], owned[rank][key] + mean[at] - back[key][at])
                 assert_applied(applied, tensor, back[key])
 

@@ -140,7 +140,7 @@ def test_velocities_are_rounded_twice(
     out = backend.ops.zeros(gradient.size, dtype, "cpu")
     given_ = backend.array(velocity, dtype), factor, backend.array(gradient, dtype)
     with np.errstate(all="ignore"):
-        backend.ops.accelerate(*given_, out)
+        backend.ops.update_velocity(*given_, out)
         expected = velocity * velocity.dtype.type(factor) + gradient
         assert bits(backend, out) == canonical(backend, expected)
 
@@ -299,7 +299,7 @@ def test_take(backend: Backend, data: st.DataObject) -> None:
 
 @each_way
 @given(data=st.data(), sent_dtype=st.sampled_from(["float16", "float32"]), everything=st.booleans())
-def test_deduct_and_accumulate_touch_the_index_alone(
+def test_subtract_at_and_accumulate_touch_the_index_alone(
     backend: Backend, data: st.DataObject, sent_dtype: str, everything: bool
 ) -> None:
     values, index = data.draw(arrays_with_index(backend, "float32"))
@@ -308,7 +308,7 @@ def test_deduct_and_accumulate_touch_the_index_alone(
     given_index = None if everything else backend.array(index, "int64")
     with np.errstate(all="ignore"):
         out = backend.array(values, "float32")
-        backend.ops.deduct(out, given_index, backend.array(amount, sent_dtype))
+        backend.ops.subtract_at(out, given_index, backend.array(amount, sent_dtype))
         expected = values.copy()
         expected[index] -= amount.astype(np.float32)
         assert bits(backend, out) == canonical(backend, expected)
@@ -728,7 +728,7 @@ def test_load_reads_a_row_of_each_payload(backend: Backend, at: int, count: int)
 
 
 @each_way
-def test_examine_hands_every_head_and_answer_to_the_host(backend: Backend) -> None:
+def test_validate_hands_every_head_and_answer_to_the_host(backend: Backend) -> None:
     gathered = backend.array(np.arange(8), "uint8")
     sound = [
         backend.ops.unpack_index(backend.ops.load(gathered, 4, 0, 2), 1, numel, "int16")[1]
@@ -740,25 +740,27 @@ def test_examine_hands_every_head_and_answer_to_the_host(backend: Backend) -> No
         seen.extend([heads, answers])
         return [True, False, True]
 
-    flags = backend.ops.examine(gathered, 4, 3, sound, check, 3)
+    flags = backend.ops.validate(gathered, 4, 3, sound, check, 3)
     assert seen == [[bytes([0, 1, 2]), bytes([4, 5, 6])], [[True, True], [True, False]]]
     gradients = [backend.array(np.zeros(2), "float32") for _ in range(3)]
     for position, gradient in enumerate(gradients):
-        backend.ops.deliver(backend.array(np.ones(2), "float32"), 1.0, gradient, flags[position])
+        backend.ops.write_scaled(
+            backend.array(np.ones(2), "float32"), 1.0, gradient, flags[position]
+        )
     assert [backend.numpy(g)[0] for g in gradients] == pytest.approx(
         [math.nan, 1, math.nan], nan_ok=True
     )
 
 
 @each_way
-def test_examine_without_answers(backend: Backend) -> None:
+def test_validate_without_answers(backend: Backend) -> None:
     seen = []
 
     def check(heads: list[bytes], answers: list[list[bool]]) -> list[bool]:
         seen.extend([heads, answers])
         return [False]
 
-    backend.ops.examine(backend.array(np.arange(4), "uint8"), 2, 1, [], check, 1)
+    backend.ops.validate(backend.array(np.arange(4), "uint8"), 2, 1, [], check, 1)
     assert seen == [[b"\0", b"\2"], []]
 
 
@@ -807,7 +809,7 @@ def test_accumulator_and_deliver_fill_gradients_of_any_layout(backend: Backend) 
             assert backend.numpy(total).tolist() == [0.0] * len(before)
             values = np.arange(10.0, 10.0 + len(before))
             backend.ops.accumulate(total, None, backend.array(values[None], "float64"))
-            backend.ops.deliver(total, 0.5, gradient, False)
+            backend.ops.write_scaled(total, 0.5, gradient, False)
             assert backend.numpy(gradient).reshape(-1).tolist() == (values / 2).tolist()
 
 
@@ -817,22 +819,22 @@ def test_accumulator_and_deliver_fill_gradients_of_any_layout(backend: Backend) 
     scale=st.sampled_from([1.0, 0.5, 1 / 3]),
     dtype=st.sampled_from(["float16", "float32"]),
 )
-def test_deliver_scales_in_the_wide_dtype_and_rounds_once(
+def test_write_scaled_scales_in_the_wide_dtype_and_rounds_once(
     backend: Backend, data: st.DataObject, scale: float, dtype: str
 ) -> None:
     values = data.draw(arrays(backend, "float32"))
     gradient = backend.ops.zeros(values.size, dtype, "cpu")
     with np.errstate(all="ignore"):
-        backend.ops.deliver(backend.array(values, "float32"), scale, gradient, False)
+        backend.ops.write_scaled(backend.array(values, "float32"), scale, gradient, False)
         assert bits(backend, gradient) == canonical(
             backend, (values * np.float32(scale)).astype(dtype)
         )
 
 
 @each_way
-def test_deliver_scales_float64_by_a_float64(backend: Backend) -> None:
+def test_write_scaled_scales_float64_by_a_float64(backend: Backend) -> None:
     values, gradient = np.array([1.0, -3.0, 1e-9]), backend.ops.zeros(3, "float64", "cpu")
-    backend.ops.deliver(backend.array(values, "float64"), 1 / 3, gradient, False)
+    backend.ops.write_scaled(backend.array(values, "float64"), 1 / 3, gradient, False)
     assert bits(backend, gradient) == canonical(backend, values * (1 / 3))
 
 
@@ -841,7 +843,7 @@ def test_a_poisoned_gradient_is_nan_throughout(backend: Backend) -> None:
     for dtype in backend.gradient_dtypes:
         for gradient, before in gradients_of_any_layout(backend, dtype):
             total = backend.array(np.array(before), "float64")
-            backend.ops.deliver(total, 0.5, gradient, True)
+            backend.ops.write_scaled(total, 0.5, gradient, True)
             poisoned = backend.numpy(gradient)
             assert np.isnan(poisoned).all()
             assert poisoned.size == len(before)
@@ -949,11 +951,11 @@ def test_divided_by_one_number(backend: Backend, data: st.DataObject, wide: str)
 
 @each_way
 def test_either_of_two_answers(backend: Backend) -> None:
-    """Of `examine`, which may give tensors; `deliver` takes what comes of them."""
+    """Of `validate`, which may give tensors; `write_scaled` takes what comes of them."""
     ops, gathered = backend.ops, backend.array(np.zeros(4), "uint8")
     pairs = list(itertools.product([False, True], repeat=2))
     left, right = (
-        ops.examine(gathered, 4, 4, [], lambda heads, answers, flags=flags: flags, 4)
+        ops.validate(gathered, 4, 4, [], lambda heads, answers, flags=flags: flags, 4)
         for flags in ([pair[0] for pair in pairs], [pair[1] for pair in pairs])
     )
     found = ops.either(left, right)
@@ -961,7 +963,7 @@ def test_either_of_two_answers(backend: Backend) -> None:
     target = backend.array(np.ones(2), "float32")
     total = backend.array(np.full(2, 3.0), "float32")
     for position, (one, other) in enumerate(pairs):
-        ops.deliver(total, 1.0, target, found[position])
+        ops.write_scaled(total, 1.0, target, found[position])
         assert np.isnan(backend.numpy(target)).all() == (one or other)
 
 
@@ -1056,26 +1058,26 @@ def test_bfloat16_gradients_lose_nothing_but_their_own_rounding(values: Array) -
     TORCH.ops.compensate(torch.zeros(values.size), rounded, out)
     assert bits(TORCH, out) == bits(TORCH, rounded.float() + 0.0)
     back = torch.empty_like(rounded)
-    TORCH.ops.deliver(out, 1.0, back, False)
+    TORCH.ops.write_scaled(out, 1.0, back, False)
     assert torch.equal(back, rounded)
 
 
 @each_way
 @given(numel=st.integers(0, 5000), parts=st.integers(1, 5), data=st.data())
-def test_spot_finds_the_elements_of_every_part_th_block(
+def test_global_index_finds_the_elements_of_every_part_th_block(
     backend: Backend, numel: int, parts: int, data: st.DataObject
 ) -> None:
     first = data.draw(st.integers(0, parts - 1))
     blocks = [np.arange(at, at + 512) for at in range(512 * first, 512 * parts * 11, 512 * parts)]
     expected = np.concatenate(blocks)[:numel]
-    spots = backend.ops.spot(backend.ops.arange(numel, "cpu"), parts, first)
+    spots = backend.ops.global_index(backend.ops.arange(numel, "cpu"), parts, first)
     assert dtype_name(spots) == "int64"
     assert backend.numpy(spots).tolist() == expected.tolist()
 
 
 @each_way
 @given(numel=st.integers(0, 5000), parts=st.integers(1, 5), data=st.data())
-def test_deal_gives_each_shard_every_part_th_block(
+def test_split_shards_gives_each_shard_every_part_th_block(
     backend: Backend, numel: int, parts: int, data: st.DataObject
 ) -> None:
     firsts = data.draw(st.permutations(range(parts)))
@@ -1090,5 +1092,5 @@ def test_deal_gives_each_shard_every_part_th_block(
     whole = backend.ops.zeros(numel, "float32", "cpu")
     ends = list(itertools.accumulate(map(len, shards)))
     outs = [backend.ops.view(whole, e - len(s), e) for e, s in zip(ends, shards, strict=True)]
-    backend.ops.deal(backend.array(values, dtype), firsts, outs)
+    backend.ops.split_shards(backend.array(values, dtype), firsts, outs)
     assert backend.numpy(whole).tolist() == np.concatenate(shards).tolist()

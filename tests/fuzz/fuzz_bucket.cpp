@@ -324,7 +324,7 @@ int64_t first_wrong(const Job &job, const uint8_t *gathered, int64_t ranks,
 }
 
 /* Zeros where a payload has entries, and nothing else; nothing at all if it is damaged. */
-void check_cleared(const Job &job, const topkef_bucket *bucket, const uint8_t *payload,
+void check_zeroed(const Job &job, const topkef_bucket *bucket, const uint8_t *payload,
                    int64_t wrong, size_t offset, int threads) {
   std::vector<Memory> arrays;
   std::vector<void *> places;
@@ -334,7 +334,7 @@ void check_cleared(const Job &job, const topkef_bucket *bucket, const uint8_t *p
     std::fill(each.room.begin(), each.room.end(), 0xff);
     places.push_back(each.data());
   }
-  REQUIRE(topkef_clear(bucket, payload, places.data(), threads) == (wrong < 0));
+  REQUIRE(topkef_zero_sent(bucket, payload, places.data(), threads) == (wrong < 0));
   for (size_t i = 0; i < arrays.size(); ++i) {
     const Tensor &t = job.tensors[i];
     std::vector<uint8_t> expected(arrays[i].room.size() - offset, 0xff);
@@ -347,13 +347,13 @@ void check_cleared(const Job &job, const topkef_bucket *bucket, const uint8_t *p
 }
 
 /* m u + g, rounded twice, in memory of exactly that size. */
-void check_accelerated(Input &input, size_t offset, int threads) {
+void check_velocity(Input &input, size_t offset, int threads) {
   const int64_t count = input.below(5000);
   Memory u((size_t)count * 4, offset), g((size_t)count * 4, offset);
   draw_values(input, u.data(), count * 4, 4);
   draw_values(input, g.data(), count * 4, 4);
   Memory out((size_t)count * 4, offset);
-  topkef_accelerate(u.data(), 0.9, g.data(), out.data(), count, 4, threads);
+  topkef_update_velocity(u.data(), 0.9, g.data(), out.data(), count, 4, threads);
   for (int64_t i = 0; i < count; ++i) {
     volatile float kept = 0.9f * float_at(u.data(), i);
     float expected = kept + float_at(g.data(), i), found = float_at(out.data(), i);
@@ -452,7 +452,7 @@ void run(const uint8_t *data, size_t size) {
     std::memset(payload + 32, 0xff, (size_t)(job.payload_bytes - 32));
     topkef_encode(bucket, e.data(), g.data(), left.data(), payload, threads);
     check_format(job, payload);
-    check_cleared(job, bucket, payload, -1, offset, threads);
+    check_zeroed(job, bucket, payload, -1, offset, threads);
     for (size_t t = 0; t < job.tensors.size(); ++t)
       if (job.residual_bytes == 4 && job.tensors[t].dtype == 2)
         check_laws(job, job.tensors[t], residuals[t].data(), gradients[t].data(),
@@ -468,9 +468,9 @@ void run(const uint8_t *data, size_t size) {
       check_decoded(job, job.tensors[t], gathered.data(), ranks, gradients[t].data());
   for (int64_t damage = 1 + input.below(20); damage > 0; --damage)
     gathered.data()[32 + input.below(job.payload_bytes * ranks - 32)] = (uint8_t)input.number(1);
-  check_cleared(job, bucket, gathered.data(), first_wrong(job, gathered.data(), 1, flags), offset,
+  check_zeroed(job, bucket, gathered.data(), first_wrong(job, gathered.data(), 1, flags), offset,
                 threads);
-  check_accelerated(input, offset, threads);
+  check_velocity(input, offset, threads);
   for (uint8_t &flag : flags) flag = input.number(1) % 4 == 0;
   auto rooms = [&] {
     std::vector<std::vector<uint8_t>> copies;

@@ -203,8 +203,8 @@ def test_zeros_where_entries_were_sent(isa: str, dtype: str, indices: str) -> No
         kernel.encode(arenas, [torch.from_numpy(g) for g in normal(whole)], payload)
         found = [torch.from_numpy(g) for g in normal(whole)]
         expected = [each.numpy().copy() for each in found]
-        kernel.clear(bucket, payload, found)
-        codec.clear(bucket, payload.numpy(), expected)
+        kernel.zero_sent(bucket, payload, found)
+        codec.zero_sent(bucket, payload.numpy(), expected)
         for one, other, tensor in zip(found, expected, whole.tensors, strict=True):
             np.testing.assert_array_equal(one.numpy(), other)
             assert (one == 0).any() == (tensor.index is not None)
@@ -218,7 +218,7 @@ def test_velocities_have_the_bits_of_two_roundings(isa: str, dtype: str, threads
         u, g = (RNG.standard_normal(numel).astype(dtype) for _ in range(2))
         out = np.empty_like(u)
         places = u.ctypes.data, 0.9, g.ctypes.data, out.ctypes.data
-        FOUND.library.topkef_accelerate(*places, numel, out.itemsize, threads)
+        FOUND.library.topkef_update_velocity(*places, numel, out.itemsize, threads)
         np.testing.assert_array_equal(out, u * u.dtype.type(0.9) + g)
 
 
@@ -244,11 +244,11 @@ def test_shards_that_go_together_become_what_each_would(
     """Random values, and some that grow towards the end, so that lists run full."""
     settings = {"ratio": 0.02, "selection": selection, "exchange": "sharded"}
     sizes = (1_700_000 if threads > 1 else 300_001, 700, 40_000, 9_000)
-    dealt = shard(bucket_of(*sizes, **settings), parts)
+    split = shard(bucket_of(*sizes, **settings), parts)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    together, alone = Dealt(dealt), Dealt(dealt)
+    together, alone = Shards(split), Shards(split)
     for step in range(3):
-        gradients = [torch.from_numpy(g) for g in normal(dealt.bucket)]
+        gradients = [torch.from_numpy(g) for g in normal(split.bucket)]
         if step == 1:
             gradients = [torch.arange(g.numel(), dtype=torch.float32) for g in gradients]
         together.codec.encode_shards(together.arenas, gradients, together.payloads)
@@ -258,15 +258,15 @@ def test_shards_that_go_together_become_what_each_would(
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-class Dealt:
+class Shards:
     """All shards of a bucket, as one rank sends them."""
 
-    def __init__(self, dealt: ShardedPlan) -> None:
+    def __init__(self, split: ShardedPlan) -> None:
         self.codec = PayloadCodec(TorchOps())
         self.arenas = [
-            Arenas(each, torch.zeros(each.numel), torch.zeros(each.numel)) for each in dealt.scatter
+            Arenas(each, torch.zeros(each.numel), torch.zeros(each.numel)) for each in split.scatter
         ]
-        self.payloads = [self.codec.new_payload(each) for each in dealt.scatter]
+        self.payloads = [self.codec.new_payload(each) for each in split.scatter]
 
     def swap(self) -> list[torch.Tensor]:
         """Payloads and what is left."""

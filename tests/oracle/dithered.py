@@ -36,7 +36,7 @@ class Dithered(SeededCodec):
         for row in range(count):
             here = ops.view(out, row * numel, (row + 1) * numel)
             ops.assign(here, ops.row(read, row))
-            ops.deduct(here, None, _dither(ops, key, row, here))
+            ops.subtract_at(here, None, _dither(ops, key, row, here))
         return ops.load(out, numel, 0, numel)
 
 
@@ -46,7 +46,7 @@ def _dither(ops: Ops[Any], key: Key, row: int | None, like: Any) -> Any:
     total = ops.zeros(count, "float32", "cpu")
     for each in drawn:
         ops.compensate(each, total, total)
-    ops.deliver(ops.clone(total), LARGE, total, False)
+    ops.write_scaled(ops.clone(total), LARGE, total, False)
     return total
 
 
@@ -70,7 +70,7 @@ class DitheredSum(Rounds, Seeded):
         self, ops: Ops[Any], bucket: Bucket, piece: Piece, work: Work[Any]
     ) -> tuple[Any, Any]:
         applied = ops.clone(work.reduced[0])
-        ops.deduct(applied, None, _shared(ops, work, applied))
+        ops.subtract_at(applied, None, _shared(ops, work, applied))
         return applied, ops.clone(work.values)
 
 

@@ -52,7 +52,7 @@ def _in_graph(method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return tuple(Buffer(each) for each in answer)
     if answer is None:
         return None
-    return Buffer(answer) if arrays[-1] else [bool(flag) for flag in answer]  # of `examine`
+    return Buffer(answer) if arrays[-1] else [bool(flag) for flag in answer]  # of `validate`
 
 
 def _tensors(result: Any) -> Any:

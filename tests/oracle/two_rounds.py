@@ -44,7 +44,7 @@ class TwoRounds(Rounds):
         rows = piece.numel // columns
         if i == 0:
             direction = _counted(ops, bucket, columns)  # 0, 1, 2 ...
-            ops.deduct(direction, None, work.state["q"])
+            ops.subtract_at(direction, None, work.state["q"])
             return ops.matmul(work.values, direction, (rows, columns, 1))
         p = work.reduced[0]
         along = ops.matmul(ops.transposed(work.values, rows), p, (columns, rows, 1))
@@ -55,7 +55,7 @@ class TwoRounds(Rounds):
     ) -> tuple[Any, Any]:
         p, q = work.reduced
         steps = ops.view(_counted(ops, bucket, 2), 1, 2)
-        ops.deduct(steps, None, work.state["steps"])  # 1, 0, 1, 0 ...
+        ops.subtract_at(steps, None, work.state["steps"])  # 1, 0, 1, 0 ...
         work.following |= {"q": q, "steps": steps}
         shape = (piece.numel // self.columns, 1, self.columns)
         return ops.matmul(p, q, shape), ops.matmul(p, work.sent[1], shape)

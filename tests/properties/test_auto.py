@@ -175,5 +175,5 @@ def test_owners_are_refused_where_ranks_come_and_go(
     if kind in ("allgather", "auto"):
         check_elastic(config)
         return
-    with pytest.raises(ConfigError, match=f"exchange='{kind}' deals residuals out"):
+    with pytest.raises(ConfigError, match=f"exchange='{kind}' splits residuals among"):
         check_elastic(config)

@@ -58,7 +58,7 @@ def owed(world: World) -> dict[str, NDArray[Any]]:
         for part, rank in enumerate(node[:parts]):
             for name, own in kept[rank].items():
                 first = first_block(name, parts, part)
-                places = NUMPY.ops.spot(np.arange(own.size), parts, first)
+                places = NUMPY.ops.global_index(np.arange(own.size), parts, first)
                 total[name][places] += own / world.size
     return total
 

@@ -40,7 +40,7 @@ class ThreeRounds(Rounds):
 
     def send(self, ops: Ops[Any], bucket: Bucket, piece: Piece, i: int, work: Work[Any]) -> Any:
         out = ops.zeros(piece.numel, bucket.residual_dtype, bucket.device)
-        ops.deliver(work.values, 1 / 4, out, False)
+        ops.write_scaled(work.values, 1 / 4, out, False)
         if i:
             ops.compensate(work.reduced[-1], out, out)
         return out

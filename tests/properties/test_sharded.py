@@ -45,7 +45,7 @@ def owed(world: World) -> dict[str, NDArray[Any]]:
         total[name] = np.mean([one[name].astype(np.float64) for one in world.residuals()], 0)
         for rank, own in enumerate(world.owned()):
             first = first_block(name, world.size, rank)
-            places = NUMPY.ops.spot(np.arange(own[name].size), world.size, first)
+            places = NUMPY.ops.global_index(np.arange(own[name].size), world.size, first)
             total[name][places] += own[name]
     return total
 
@@ -90,11 +90,11 @@ def test_two_collectives_a_bucket_of_sizes_that_the_plan_knows(data: st.DataObje
     world = World(job.plan, job.ranks, NUMPY, name="job.7")
     for gradients in data.draw(steps(job, 2)):
         world.step(gradients)
-    dealt = [shard(bucket, job.ranks) for bucket in job.plan.buckets]
+    split = [shard(bucket, job.ranks) for bucket in job.plan.buckets]
     for rank, compressor in enumerate(world.ranks):
         sent = [(name, len(payload)) for name, payload in world.payloads(rank)]
-        there = [(f"job.7.{d.bucket.ordinal}.scatter", d.scatter_bytes * job.ranks) for d in dealt]
-        back = [(f"job.7.{d.bucket.ordinal}.gather", d.gather_bytes) for d in dealt]
+        there = [(f"job.7.{d.bucket.ordinal}.scatter", d.scatter_bytes * job.ranks) for d in split]
+        back = [(f"job.7.{d.bucket.ordinal}.gather", d.gather_bytes) for d in split]
         assert sorted(sent) == sorted((there + back) * 2)
         assert compressor.traffic().payload_bytes == sum(size for _, size in there + back)
 
@@ -102,7 +102,7 @@ def test_two_collectives_a_bucket_of_sizes_that_the_plan_knows(data: st.DataObje
 @given(numel=st.integers(0, 9000), parts=st.integers(1, 9), name=st.text(max_size=3))
 def test_every_element_has_one_owner(numel: int, parts: int, name: str) -> None:
     places = [
-        NUMPY.ops.spot(np.arange(shard_numel(numel, parts, first)), parts, first)
+        NUMPY.ops.global_index(np.arange(shard_numel(numel, parts, first)), parts, first)
         for first in (first_block(name, parts, part) for part in range(parts))
     ]
     assert np.array_equal(np.sort(np.concatenate(places)), np.arange(numel))
@@ -173,13 +173,13 @@ def test_a_damaged_payload_names_the_rank_that_sent_it(backend: Backend, leg: st
     world = World(plan_of(), 3, backend)
     gradients = some_gradients(np.random.default_rng(0), 3)
     world.launch(gradients)
-    dealt = shard(world.plan.buckets[0], 3)
+    split = shard(world.plan.buckets[0], 3)
     if leg == "gather":
         for compressor in world.ranks:
             compressor.step.advance()
     posted = world.network._posted[(f"job.0.0.{leg}", 0)]
     # For rank 0 in a scatter: of rank 2's payloads the first.
-    each = dealt.scatter[0] if leg == "scatter" else dealt.gather[2]
+    each = split.scatter[0] if leg == "scatter" else split.gather[2]
     conv = each.tensors[0]
     size = index_bytes("packed", conv.numel, conv.k)
     stretch = backend.ops.view(posted[2], conv.index_at, conv.index_at + size)
@@ -246,7 +246,7 @@ def test_a_rank_that_abandons_a_step_does_not_hold_up_the_others() -> None:
 def test_ranks_that_deal_otherwise_do_not_read_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     (bucket,) = plan_of().buckets
     here = shard(bucket, 2)
-    monkeypatch.setattr("horovod_topk.core.shards.DEAL", 64)
+    monkeypatch.setattr("horovod_topk.core.shards.SHARD_BLOCK", 64)
     there = shard(bucket, 2)
     assert {p.digest for p in here.scatter}.isdisjoint(p.digest for p in there.scatter)
     assert {p.digest for p in here.gather}.isdisjoint(p.digest for p in there.gather)
@@ -276,6 +276,6 @@ def test_what_a_rank_owes_includes_what_it_owns() -> None:
 
 def test_counters_are_of_both_directions() -> None:
     world = World(plan_of(), 2, NUMPY)
-    dealt = shard(world.plan.buckets[0], 2)
-    mine = [*dealt.scatter, dealt.gather[0]]
+    split = shard(world.plan.buckets[0], 2)
+    mine = [*split.scatter, split.gather[0]]
     assert world.ranks[0].traffic().selected == sum(plan.entries for plan in mine)

@@ -14,7 +14,7 @@ import pytest
 
 from horovod_topk import cli
 from horovod_topk.cli.models import known_specs
-from horovod_topk.core import exchange
+from horovod_topk.core.exchange import hierarchical, sharded
 from horovod_topk.core.plan import BucketPlan, make_plan
 from horovod_topk.methods.topk import VALUES, TopK
 
@@ -92,22 +92,22 @@ def test_the_rank_that_sends_most_is_listed(capsys: pytest.CaptureFixture[str]) 
     assert rows(capsys.readouterr().out)["hierarchical", "int8"][0] == 103_897_280
 
 
-def test_buckets_are_dealt_out_once_for_each_kind_of_values(
+def test_buckets_are_split_once_for_each_kind_of_values(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That takes long where there are many ranks, and was done for each rank and each question."""
-    dealt = []
-    for name in ("shard", "shard_sums"):
-        deal = getattr(exchange, name)
+    split = []
+    for module, name in ((sharded, "shard"), (hierarchical, "shard_sums")):
+        original = getattr(module, name)
 
-        def count(bucket: BucketPlan, parts: Any, deal: Any = deal) -> Any:
-            dealt.append((deal.__name__, bucket.config.value_kind(bucket.residual_dtype)))
-            return deal(bucket, parts)
+        def count(bucket: BucketPlan, parts: Any, original: Any = original) -> Any:
+            split.append((original.__name__, bucket.config.value_kind(bucket.residual_dtype)))
+            return original(bucket, parts)
 
-        monkeypatch.setattr(exchange, name, count)
+        monkeypatch.setattr(module, name, count)
     assert cli.main(["bytes", "--model", "resnet18", "--ranks", "6", "--local-size", "3"]) == 0
     buckets = len(make_plan(known_specs("resnet18"), TopK()).buckets)
-    assert len(dealt) == 2 * len(VALUES) * buckets
+    assert len(split) == 2 * len(VALUES) * buckets
 
 
 @pytest.mark.one_in(3)

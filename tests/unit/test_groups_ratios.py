@@ -150,9 +150,9 @@ def test_owners_send_the_same_share(leg: str) -> None:
 
 
 def test_so_do_owners_of_nodes() -> None:
-    dealt = shard_sums(plan_of(RULES).buckets[0], Nodes(((0, 1), (2, 3))))
-    assert sum(p.tensors[3].k for p in dealt.sums) == 5000
-    assert 20 <= sum(p.tensors[0].k for p in dealt.sums) <= 22
+    split = shard_sums(plan_of(RULES).buckets[0], Nodes(((0, 1), (2, 3))))
+    assert sum(p.tensors[3].k for p in split.sums) == 5000
+    assert 20 <= sum(p.tensors[0].k for p in split.sums) <= 22
 
 
 def test_a_level_is_the_least_that_a_tensor_sends() -> None:

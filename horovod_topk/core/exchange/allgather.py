@@ -101,9 +101,9 @@ class AllgatherBucket(Generic[Array]):
             gain = gain * (1 / ranks)
         return self._codec.decode(bucket, gathered, gain, targets)
 
-    def clear(self, arrays: Sequence[Array]) -> None:
-        """`BucketExchange.clear`."""
-        self._codec.clear(self._bucket, self._payload, arrays)
+    def zero_sent(self, arrays: Sequence[Array]) -> None:
+        """`BucketExchange.zero_sent`."""
+        self._codec.zero_sent(self._bucket, self._payload, arrays)
 
     def swap(self) -> None:
         """`BucketExchange.swap`."""

@@ -88,7 +88,7 @@ class AllreduceBucket(Generic[Array]):
         ops, bucket = self._ops, self._bucket
         for piece, gradient in zip(bucket.tensors, gradients, strict=True):
             if piece.numel:
-                ops.deal(gradient, [0], [ops.view(self._array, piece.start, piece.stop)])
+                ops.split_shards(gradient, [0], [ops.view(self._array, piece.start, piece.stop)])
         data = ops.zeros(4 * LANES, "uint8", bucket.device)
         ops.store_bytes(data, 0, struct.pack(f"<{LANES}f", *self._digest))
         lanes = ops.unpack_values(as_row(ops, data), LANES, "float32", bucket.residual_dtype)
@@ -119,11 +119,11 @@ class AllreduceBucket(Generic[Array]):
         flags = self._examine(sums)
         scale = 1.0 / ranks if bucket.reduction == "average" else 1.0
         for position, (total, target) in enumerate(zip(sums, targets, strict=True)):
-            ops.deliver(total, gain * scale, target, flags[position])
+            ops.write_scaled(total, gain * scale, target, flags[position])
         return flags
 
-    def clear(self, arrays: Sequence[Array]) -> None:
-        """`BucketExchange.clear`: all is sent whole."""
+    def zero_sent(self, arrays: Sequence[Array]) -> None:
+        """`BucketExchange.zero_sent`: all is sent whole."""
 
     def swap(self) -> None:
         """`BucketExchange.swap`: there is no residual."""
@@ -154,4 +154,4 @@ class AllreduceBucket(Generic[Array]):
             bits = int.from_bytes(head[lane_bytes:], "little")
             return [bool(bits >> position & 1) for position in range(count)]
 
-        return ops.examine(row, size, size, [], check, count)
+        return ops.validate(row, size, size, [], check, count)

@@ -217,7 +217,7 @@ class HierarchicalBucket(Generic[Array]):
         """`BucketExchange.send`."""
         self._name = name
         for gradient, (firsts, outs) in zip(gradients, self._split, strict=True):
-            self._ops.deal(gradient, firsts, outs)
+            self._ops.split_shards(gradient, firsts, outs)
         self._reduced = self._reduce()
 
     def advance(self) -> None:
@@ -260,8 +260,8 @@ class HierarchicalBucket(Generic[Array]):
         scale = 1.0 / ranks if plan.bucket.reduction == "average" else 1.0
         return self._codec.decode(plan.result, self._in_rows(), gain * scale, targets)
 
-    def clear(self, arrays: Sequence[Array]) -> None:
-        """`BucketExchange.clear`: all is sent whole, to the owners on this node."""
+    def zero_sent(self, arrays: Sequence[Array]) -> None:
+        """`BucketExchange.zero_sent`: all is sent whole, to the owners on this node."""
 
     def swap(self) -> None:
         """`BucketExchange.swap`."""

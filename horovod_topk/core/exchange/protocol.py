@@ -131,7 +131,7 @@ class BucketExchange(Protocol[Given]):
         """
         ...
 
-    def clear(self, arrays: Sequence[Any]) -> None:
+    def zero_sent(self, arrays: Sequence[Any]) -> None:
         """Write zeros where an element was sent, but in those that were sent whole.
 
         arrays: flat, one for each gradient.

@@ -1,4 +1,4 @@
-/* The C interface: a bucket's tensors, dealt out to threads. */
+/* The C interface: a bucket's tensors, shared out to threads. */
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -27,7 +27,7 @@ namespace {
 #endif
 constexpr int64_t SPLIT = TOPKEF_SPLIT;  // elements a thread should have at least
 #ifndef TOPKEF_TOGETHER
-#define TOPKEF_TOGETHER (8 * DEAL)
+#define TOPKEF_TOGETHER (8 * SHARD_BLOCK)
 #endif
 constexpr int64_t TOGETHER = TOPKEF_TOGETHER;  // elements of shards that go together
 constexpr int64_t TILE = 4096;           // elements summed at a time, within the first-level cache
@@ -322,11 +322,11 @@ void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const Indices
   for (int64_t at = chunk.from; at < chunk.to; at += TILE) {
     int64_t count = std::min(TILE, chunk.to - at);
     sum(total, at, count, &rows);
-    const Dealt dealt = bucket.recipe.dealt(tensor);
-    for (int64_t run = dealt.parts > 1 ? DEAL : count, i = 0; i < count; i += run)
+    const ShardLayout layout = bucket.recipe.shard_layout(tensor);
+    for (int64_t run = layout.parts > 1 ? SHARD_BLOCK : count, i = 0; i < count; i += run)
       bucket.passes->deliver[tensor.dtype](
           reinterpret_cast<uint8_t *>(total) + i * bucket.recipe.residual_bytes, scale,
-          static_cast<uint8_t *>(gradient) + dealt.natural(at + i) * width, std::min(run, count - i));
+          static_cast<uint8_t *>(gradient) + layout.natural(at + i) * width, std::min(run, count - i));
   }
   bucket.passes->fence();
 }
@@ -334,9 +334,9 @@ void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const Indices
 void poison(const topkef_bucket &bucket, const Chunk &chunk, void *gradient) {
   const TensorRecipe &tensor = bucket.tensors[(size_t)chunk.tensor];
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  const Dealt dealt = bucket.recipe.dealt(tensor);
+  const ShardLayout layout = bucket.recipe.shard_layout(tensor);
   for (int64_t j = chunk.from; j < chunk.to; ++j)
-    switch (int64_t i = dealt.natural(j); tensor.dtype) {
+    switch (int64_t i = layout.natural(j); tensor.dtype) {
       case FLOAT16: store(static_cast<Half *>(gradient), i, narrow<Half>(nan)); break;
       case BFLOAT16: store(static_cast<Brain *>(gradient), i, narrow<Brain>(nan)); break;
       case FLOAT32: store(static_cast<float *>(gradient), i, (float)nan); break;
@@ -434,7 +434,7 @@ int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered, int6
   return -1;
 }
 
-int topkef_clear(const topkef_bucket *bucket, const uint8_t *payload, void *const *arrays,
+int topkef_zero_sent(const topkef_bucket *bucket, const uint8_t *payload, void *const *arrays,
                  int threads) {
   const int64_t tensors = bucket->recipe.tensors;
   const std::vector<uint8_t> flags((size_t)tensors);
@@ -443,13 +443,13 @@ int topkef_clear(const topkef_bucket *bucket, const uint8_t *payload, void *cons
   parallel(tensors, threads, [&](int64_t t) {
     const TensorRecipe &tensor = bucket->tensors[(size_t)t];
     if (tensor.index == NONE) return;
-    bucket->passes->clear(arrays[tensor.gradient], indices.rows(t, nullptr).indices, tensor.k,
-                          bucket->recipe.dealt(tensor));
+    bucket->passes->zero_sent(arrays[tensor.gradient], indices.rows(t, nullptr).indices, tensor.k,
+                          bucket->recipe.shard_layout(tensor));
   });
   return 1;
 }
 
-void topkef_accelerate(const void *velocity, double factor, const void *gradient, void *out,
+void topkef_update_velocity(const void *velocity, double factor, const void *gradient, void *out,
                        int64_t count, int width, int threads) {
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
   auto u = static_cast<const uint8_t *>(velocity), g = static_cast<const uint8_t *>(gradient);
@@ -457,7 +457,7 @@ void topkef_accelerate(const void *velocity, double factor, const void *gradient
   parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
     KeepDenormals keep;
     const int64_t at = i * CHUNK * width, n = std::min(CHUNK, count - i * CHUNK);
-    passes->accelerate(u + at, factor, g + at, to + at, n, count >= CACHED);
+    passes->update_velocity(u + at, factor, g + at, to + at, n, count >= CACHED);
     passes->fence();
   });
 }

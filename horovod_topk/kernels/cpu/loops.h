@@ -15,8 +15,8 @@
 namespace {
 
 using topkef::BLOCK;
-using topkef::DEAL;
-using topkef::Dealt;
+using topkef::SHARD_BLOCK;
+using topkef::ShardLayout;
 using topkef::List;
 using topkef::Rows;
 using topkef::STREAMS;
@@ -46,7 +46,7 @@ inline void fence() {}
 
 constexpr int64_t AHEAD = 16;  // entries whose places are asked of memory before it is their turn
 constexpr int64_t TURN = 512;  // elements of one stretch before it is another's turn
-static_assert(BLOCK % TURN == 0 && DEAL % TURN == 0, "turns neither part blocks nor what is dealt");
+static_assert(BLOCK % TURN == 0 && SHARD_BLOCK % TURN == 0, "turns part neither blocks nor shard blocks");
 
 inline int trailing_zeros(uint64_t bits) {
 #ifdef __BMI__
@@ -97,11 +97,11 @@ inline void append(uint64_t found, int64_t at, const R *e, const G *g, End<R> *e
 /* One element after the other where lanes do not fit: before a cache line, or at the end. */
 template <class R, class G>
 inline void gather_few(const R *e, const G *g, R *out, Stretch *stretch, int64_t count,
-                       Dealt dealt) {
+                       ShardLayout layout) {
   End<R> end(stretch->list);
   for (int64_t i = 0; i < count; ++i, ++stretch->at) {
     int64_t at = stretch->at;
-    const G *own = g + (dealt.natural(at) - at);
+    const G *own = g + (layout.natural(at) - at);
     bool is = lanes_slowly<R, G>(e + at, own + at, out + at,
                                  (typename Real<R>::Bits)stretch->least, 1);
     if (is) end.write(end.size++, e, own, at);
@@ -113,13 +113,13 @@ inline void gather_few(const R *e, const G *g, R *out, Stretch *stretch, int64_t
  * keep memory busier than one, and longer turns than a cache line's keep what fetches ahead. */
 template <class R, class G, int streams>
 inline void gather_turns(const R *e, const G *g, R *out, Stretch *stretches, int64_t count,
-                         int64_t turn, Dealt dealt) {
+                         int64_t turn, ShardLayout layout) {
   for (int64_t done = 0; done < count; done += turn)
     for (int s = 0; s < streams; ++s) {
       Stretch &stretch = stretches[s];
       End<R> end(stretch.list);
       int64_t at = stretch.at;
-      const G *own = g + (dealt.natural(at) - at);  // the same for a whole block that is dealt
+      const G *own = g + (layout.natural(at) - at);  // the same for a whole block of a shard
       for (const int64_t stop = at + turn; at < stop; at += 64) {
         auto least = (typename Real<R>::Bits)stretch.least;
         uint64_t found = lanes<R, G>(e + at, own + at, out + at, least);
@@ -134,51 +134,51 @@ inline bool can_go_on(const Stretch &stretch) {
   return stretch.at < stretch.to && stretch.list.capacity - stretch.list.size >= BLOCK;
 }
 
-/* Elements before a cache line begins. Blocks that are dealt stay whole, wherever they lie. */
+/* Elements before a cache line begins. Blocks of a shard stay whole, wherever they lie. */
 template <class R>
-inline int64_t before_lines(const R *out, const Stretch &stretch, Dealt dealt) {
-  return dealt.parts > 1 ? 0 : unaligned(out + stretch.at, stretch.to - stretch.at);
+inline int64_t before_lines(const R *out, const Stretch &stretch, ShardLayout layout) {
+  return layout.parts > 1 ? 0 : unaligned(out + stretch.at, stretch.to - stretch.at);
 }
 
 /* The next block of one stretch, or what comes before a cache line, or what is left. */
 template <class R, class G>
-inline void gather_next(const R *e, const G *g, R *out, Stretch *stretch, Dealt dealt) {
-  int64_t left = stretch->to - stretch->at, head = before_lines(out, *stretch, dealt);
+inline void gather_next(const R *e, const G *g, R *out, Stretch *stretch, ShardLayout layout) {
+  int64_t left = stretch->to - stretch->at, head = before_lines(out, *stretch, layout);
   if (head || left < 64)
-    gather_few<R, G>(e, g, out, stretch, head ? head : left, dealt);
+    gather_few<R, G>(e, g, out, stretch, head ? head : left, layout);
   else
-    gather_turns<R, G, 1>(e, g, out, stretch, (left < BLOCK ? left : BLOCK) / 64 * 64, 64, dealt);
+    gather_turns<R, G, 1>(e, g, out, stretch, (left < BLOCK ? left : BLOCK) / 64 * 64, 64, layout);
 }
 
 /* Whether all streams can take another block, from cache lines on. */
 template <class R>
-inline bool go_together(const R *out, const Stretch *stretches, int64_t count, Dealt dealt) {
+inline bool go_together(const R *out, const Stretch *stretches, int64_t count, ShardLayout layout) {
   bool all = count == STREAMS;
   for (int64_t s = 0; s < count && all; ++s) {
     int64_t left = stretches[s].to - stretches[s].at;
-    all = can_go_on(stretches[s]) && left >= BLOCK && !before_lines(out, stretches[s], dealt);
+    all = can_go_on(stretches[s]) && left >= BLOCK && !before_lines(out, stretches[s], layout);
   }
   return all;
 }
 
 template <class R, class G>
 void gather(const void *residual, const void *gradient, void *candidate, Stretch *stretches,
-            int64_t count, Dealt dealt) {
+            int64_t count, ShardLayout layout) {
   auto e = static_cast<const R *>(residual);
   auto g = static_cast<const G *>(gradient);
   auto out = static_cast<R *>(candidate);
   for (int64_t s = 0; s < count; ++s)
-    if (can_go_on(stretches[s])) gather_next<R, G>(e, g, out, &stretches[s], dealt);
-  while (go_together(out, stretches, count, dealt))
-    gather_turns<R, G, STREAMS>(e, g, out, stretches, BLOCK, TURN, dealt);
+    if (can_go_on(stretches[s])) gather_next<R, G>(e, g, out, &stretches[s], layout);
+  while (go_together(out, stretches, count, layout))
+    gather_turns<R, G, STREAMS>(e, g, out, stretches, BLOCK, TURN, layout);
   for (int64_t s = 0; s < count; ++s)
-    while (can_go_on(stretches[s])) gather_next<R, G>(e, g, out, &stretches[s], dealt);
+    while (can_go_on(stretches[s])) gather_next<R, G>(e, g, out, &stretches[s], layout);
   fence();
 }
 
-/* Whether the stretch can take another block of what is dealt. */
+/* Whether the stretch can take another block of what is layout. */
 inline bool takes_block(const Stretch &stretch) {
-  return stretch.to - stretch.at >= DEAL && stretch.list.capacity - stretch.list.size >= DEAL;
+  return stretch.to - stretch.at >= SHARD_BLOCK && stretch.list.capacity - stretch.list.size >= SHARD_BLOCK;
 }
 
 /* The next block of one shard. `next`: what the processor should fetch meanwhile. */
@@ -188,9 +188,9 @@ inline void gather_block(const topkef::Shard &shard, const G *g, int64_t parts, 
   auto e = static_cast<const R *>(shard.e);
   auto out = static_cast<R *>(shard.out);
   const auto least = (typename Real<R>::Bits)stretch.least;
-  const G *own = g + (Dealt{parts, shard.first}.natural(stretch.at) - stretch.at);
+  const G *own = g + (ShardLayout{parts, shard.first}.natural(stretch.at) - stretch.at);
   End<R> end(stretch.list);
-  for (const int64_t stop = stretch.at + DEAL; stretch.at < stop; stretch.at += 64) {
+  for (const int64_t stop = stretch.at + SHARD_BLOCK; stretch.at < stop; stretch.at += 64) {
     for (int64_t i = 0; next && i < 64; i += 64 / (int64_t)sizeof(R)) __builtin_prefetch(next + i);
     if (next) next += 64;
     append(lanes<R, G>(e + stretch.at, own + stretch.at, out + stretch.at, least), stretch.at, e,
@@ -219,18 +219,18 @@ void gather_shards(const topkef::Shard *shards, int64_t count, const void *gradi
     }
   for (int64_t s = 0; s < count; ++s)
     gather<R, G>(shards[s].e, gradient, shards[s].out, shards[s].stretch, 1,
-                 Dealt{parts, shards[s].first});
+                 ShardLayout{parts, shards[s].first});
 }
 
 template <class R, class G>
 void sum(const void *residual, const void *gradient, int64_t at, int64_t count, void *sums,
-         Dealt dealt) {
+         ShardLayout layout) {
   auto to = static_cast<R *>(sums);
   for (int64_t stop = at + count; at < stop;) {
-    int64_t run = dealt.parts > 1 ? DEAL - at % DEAL : count;
+    int64_t run = layout.parts > 1 ? SHARD_BLOCK - at % SHARD_BLOCK : count;
     run = run < stop - at ? run : stop - at;
     auto e = static_cast<const R *>(residual) + at;
-    auto g = static_cast<const G *>(gradient) + dealt.natural(at);
+    auto g = static_cast<const G *>(gradient) + layout.natural(at);
     for (int64_t i = 0; i < run; ++i) to[i] = load(e, i) + (R)widen(load(g, i));
     at += run;
     to += run;
@@ -296,7 +296,7 @@ void deliver(void *sum, double scale, void *gradient, int64_t n) {
 }
 
 template <class R>
-inline void accelerate_slowly(const R *u, R m, const R *g, R *out, int64_t n) {
+inline void update_velocity_slowly(const R *u, R m, const R *g, R *out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) store(out, i, m * load(u, i) + load(g, i));
 }
 
@@ -308,24 +308,24 @@ inline int64_t stream_velocity(const R *, R, const R *, R *, int64_t) {
 #endif
 
 template <class R>
-void accelerate(const void *velocity, double factor, const void *gradient, void *sum, int64_t n,
+void update_velocity(const void *velocity, double factor, const void *gradient, void *sum, int64_t n,
                 bool past_caches) {
   auto u = static_cast<const R *>(velocity), g = static_cast<const R *>(gradient);
   auto out = static_cast<R *>(sum);
   const auto m = (R)factor;
   int64_t done = past_caches ? unaligned(out, n) : 0;
-  accelerate_slowly(u, m, g, out, done);
+  update_velocity_slowly(u, m, g, out, done);
   if (past_caches) done += stream_velocity(u + done, m, g + done, out + done, n - done);
-  accelerate_slowly(u + done, m, g + done, out + done, n - done);
+  update_velocity_slowly(u + done, m, g + done, out + done, n - done);
 }
 
 template <class R>
-void clear(void *array, const uint8_t *index, int64_t count, Dealt dealt) {
+void zero_sent(void *array, const uint8_t *index, int64_t count, ShardLayout layout) {
   auto to = static_cast<R *>(array);
   auto places = reinterpret_cast<const uint32_t *>(index);
   auto natural = [&](int64_t i) {
     const auto place = (int64_t)load(places, i);
-    return dealt.parts == 1 ? place : dealt.natural(place);
+    return layout.parts == 1 ? place : layout.natural(place);
   };
   for (int64_t i = 0; i < count; ++i) {
     if (i + AHEAD < count) __builtin_prefetch(to + natural(i + AHEAD), 1);
@@ -355,8 +355,8 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->drop = drop<R>;
   passes->fence = fence;
   passes->spread = spread<R>;
-  passes->accelerate = accelerate<R>;
-  passes->clear = clear<R>;
+  passes->update_velocity = update_velocity<R>;
+  passes->zero_sent = zero_sent<R>;
   passes->pack_index[topkef::PACKED] = pack_packed;
   passes->pack_index[topkef::SHORT] = pack_plain<uint16_t>;
   passes->pack_index[topkef::LONG] = pack_plain<uint32_t>;

@@ -55,18 +55,20 @@ struct Rows {
   int64_t *read;  // one a rank
 };
 
-/* Where elements of a shard lie in a gradient that is dealt out in blocks of DEAL: the shard has every
- * `parts`-th block, from `first` on. Arenas have the shard's elements one after the other. */
-constexpr int64_t DEAL = 512;
-struct Dealt {
+/* Where elements of a shard lie in a gradient that is split into blocks of SHARD_BLOCK: the shard has
+ * every `parts`-th block, from `first` on. Arenas have the shard's elements one after the other. */
+constexpr int64_t SHARD_BLOCK = 512;
+struct ShardLayout {
   int64_t parts, first;
 
-  int64_t natural(int64_t i) const { return (i / DEAL * parts + first) * DEAL + i % DEAL; }
+  int64_t natural(int64_t i) const {
+    return (i / SHARD_BLOCK * parts + first) * SHARD_BLOCK + i % SHARD_BLOCK;
+  }
 };
 
 /* out = e + g, but where |e + g| >= least: there the entry joins the list, and out is 0. Every stretch goes on to its end, or until its list has no room for a block. */
 using Gather = void (*)(const void *e, const void *g, void *out, Stretch *stretches, int64_t count,
-                        Dealt dealt);
+                        ShardLayout layout);
 
 /* A stretch of a shard, and where that lies. */
 struct Shard {
@@ -82,7 +84,7 @@ using GatherShards = void (*)(const Shard *shards, int64_t count, const void *g,
 
 /* sums[0..count) = e + g, from element `at` on. */
 using Sum = void (*)(const void *e, const void *g, int64_t at, int64_t count, void *sums,
-                     Dealt dealt);
+                     ShardLayout layout);
 
 /* Where the k best of several lists end, 1 <= k <= their sizes. Their scratch is one stretch of
  * memory, which the first begins. */
@@ -119,7 +121,7 @@ using Accelerate = void (*)(const void *velocity, double factor, const void *gra
                             int64_t n, bool past_caches);
 
 /* array[natural(index[i])] = 0, of the residual's dtype; indices of 4 bytes, of any alignment. */
-using Clear = void (*)(void *array, const uint8_t *index, int64_t count, Dealt dealt);
+using ZeroSent = void (*)(void *array, const uint8_t *index, int64_t count, ShardLayout layout);
 
 /* After it, what was streamed past the caches is seen by all. */
 using Fence = void (*)();
@@ -138,8 +140,8 @@ struct Passes {
   Scatter scatter[KINDS];
   Scatter add[KINDS];          // no indices, all elements in order
   Deliver deliver[DTYPES];     // [gradient's dtype]
-  Accelerate accelerate;
-  Clear clear;
+  Accelerate update_velocity;
+  ZeroSent zero_sent;
   Fence fence;
 };
 

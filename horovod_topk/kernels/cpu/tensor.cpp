@@ -94,7 +94,7 @@ class WholeTensor final : public Encoder {
     alignas(64) double sums[4 * PACE];
     for (int64_t at = beginning(tensor_.numel, part, parts); at < to; at += 4 * PACE) {
       int64_t count = std::min(4 * PACE, to - at);
-      sum_(source.residual, source.gradient, at, count, sums, bucket_.dealt(tensor_));
+      sum_(source.residual, source.gradient, at, count, sums, bucket_.shard_layout(tensor_));
       finite_[(size_t)part] &=
           (uint8_t)pack_(sums, {at, count, tensor_.numel}, payload + tensor_.value_at,
                          static_cast<uint8_t *>(source.candidate) + at * bucket_.residual_bytes);
@@ -158,7 +158,7 @@ class TopK final : public Encoder {
  public:
   TopK(const BucketRecipe &bucket, const TensorRecipe &tensor, const Passes *passes)
       : tensor_(tensor),
-        dealt_(bucket.dealt(tensor)),
+        layout_(bucket.shard_layout(tensor)),
         kind_(bucket.kind),
         sampled_(bucket.sampled != 0),
         passes_(passes),
@@ -175,7 +175,7 @@ class TopK final : public Encoder {
 
   void gather(const Source &source, uint8_t *, int64_t part) override {
     do
-      gather_(source.residual, source.gradient, source.candidate, stretch(part), streams_, dealt_);
+      gather_(source.residual, source.gradient, source.candidate, stretch(part), streams_, layout_);
     while (!relieve(source, part));
   }
 
@@ -248,7 +248,7 @@ class TopK final : public Encoder {
     for (int64_t row = 0; row < sample.rows; ++row) {
       int64_t first = row * sample.stride;
       prefetch(source, std::min(first + AHEAD * sample.stride, tensor_.numel - 1));
-      sum_(source.residual, source.gradient, first, sample.run, value + row * sample.run, dealt_);
+      sum_(source.residual, source.gradient, first, sample.run, value + row * sample.run, layout_);
     }
     all.list.size = sample.size();
     return (Bits)passes_->choose(&all, 1, rank).least;
@@ -257,7 +257,7 @@ class TopK final : public Encoder {
   void prefetch(const Source &source, int64_t at) const {
     __builtin_prefetch(static_cast<const R *>(source.residual) + at);
     __builtin_prefetch(static_cast<const uint8_t *>(source.gradient) +
-                       dealt_.natural(at) * dtype_bytes(tensor_.dtype));
+                       layout_.natural(at) * dtype_bytes(tensor_.dtype));
   }
 
   /* Set out from the beginning of all stretches, with empty lists one after the other. */
@@ -321,7 +321,7 @@ class TopK final : public Encoder {
     }
     std::copy_backward(list.index + from, list.index + list.size, list.index + size);
     std::copy_backward(value + from, value + list.size, value + size);
-    sum_(source.residual, source.gradient, 0, length, value, dealt_);
+    sum_(source.residual, source.gradient, 0, length, value, layout_);
     for (int64_t i = 0; i < length; ++i) {
       list.index[i] = (uint32_t)i;
       store(static_cast<R *>(source.candidate), i, (R)0);
@@ -370,7 +370,7 @@ class TopK final : public Encoder {
   }
 
   const TensorRecipe tensor_;
-  const Dealt dealt_;
+  const ShardLayout layout_;
   const int64_t kind_;
   const bool sampled_;
   const Passes *const passes_;

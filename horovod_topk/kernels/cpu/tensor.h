@@ -18,7 +18,7 @@ struct TensorRecipe {
 struct BucketRecipe {
   int64_t tensors, residual_bytes, kind, flags_at, payload_bytes, sampled, parts;
 
-  Dealt dealt(const TensorRecipe &tensor) const { return {parts, tensor.first}; }
+  ShardLayout shard_layout(const TensorRecipe &tensor) const { return {parts, tensor.first}; }
 };
 
 /* Where a tensor's elements are. */

@@ -36,7 +36,7 @@ enum Type { FLOAT = 1, DOUBLE = 2, UINT8 = 4, BFLOAT16 = 14, HALF = 19 };
 enum Code { OK = 0, INVALID_ARGUMENT = 3, RESOURCE_EXHAUSTED = 8, DATA_LOSS = 15 };
 
 constexpr int64_t HEAD = 7, EACH = 9;  // numbers of a recipe, as in bucket.cpp
-constexpr int64_t DEAL = 512;         // as in passes.h
+constexpr int64_t SHARD_BLOCK = 512;         // as in passes.h
 constexpr size_t LINE = 64;            // bytes; what TensorFlow wants aligned
 
 using Create = void *(*)(TF_Construction *);
@@ -217,7 +217,7 @@ class Kernel {
   /* Elements that a gradient has at least. */
   int64_t reach(int64_t t) const {
     int64_t last = numel(t) - 1;
-    return last < 0 ? 0 : (last / DEAL * recipe[6] + number(t, 7)) * DEAL + last % DEAL + 1;
+    return last < 0 ? 0 : (last / SHARD_BLOCK * recipe[6] + number(t, 7)) * SHARD_BLOCK + last % SHARD_BLOCK + 1;
   }
 
  private:

@@ -61,11 +61,11 @@ TOPKEF_API int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gat
  *
  * arrays: of the residuals' dtype, as many as the recipe's tensors refer to, of the gradients' sizes.
  * Returns 0 if the indices are not sound: nothing has been written then. */
-TOPKEF_API int topkef_clear(const topkef_bucket *bucket, const uint8_t *payload,
+TOPKEF_API int topkef_zero_sent(const topkef_bucket *bucket, const uint8_t *payload,
                             void *const *arrays, int threads);
 
 /* out = factor * velocity + gradient, `count` elements of 4 or 8 bytes; `out` may be `velocity`. */
-TOPKEF_API void topkef_accelerate(const void *velocity, double factor, const void *gradient,
+TOPKEF_API void topkef_update_velocity(const void *velocity, double factor, const void *gradient,
                                   void *out, int64_t count, int width, int threads);
 
 #ifdef __cplusplus

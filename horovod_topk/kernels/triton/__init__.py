@@ -39,7 +39,7 @@ def _unfit(recipe: Sequence[int]) -> str | None:
     if recipe[2] not in (FLOAT32, FLOAT16):
         return "its kind of values is neither float32 nor float16"
     if recipe[6] != 1:
-        return "its gradients are dealt out to shards"
+        return "its gradients are split into shards"
     if PACKED in recipe[HEAD + 3 :: SHARE]:
         return "its indices are packed; indices='plain' are not"
     numel = sum(recipe[HEAD::SHARE])

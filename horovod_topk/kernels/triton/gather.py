@@ -204,7 +204,7 @@ def bfloat16_bits(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def deliver(
+def write_scaled(
     address: tl.tensor,
     dtype: tl.tensor,
     at: tl.tensor,
@@ -237,9 +237,9 @@ def write_block(
     lanes = at + tl.arange(0, BLOCK)
     if (address % 16 == 0) & (at + BLOCK <= numel):
         lanes = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
-        deliver(tl.multiple_of(address, 16), dtype, lanes, values, None, KIND)
+        write_scaled(tl.multiple_of(address, 16), dtype, lanes, values, None, KIND)
     else:
-        deliver(address, dtype, lanes, values, lanes < numel, KIND)
+        write_scaled(address, dtype, lanes, values, lanes < numel, KIND)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from functools import cached_property
 
 HEAD, SHARE = 7, 9  # numbers of a recipe about the bucket, and about each tensor
 FLOAT32, FLOAT16 = 0, 1  # kinds of values that the kernels have
-_USED = 7  # numbers about a tensor that matter here: gradients are not dealt out
+_USED = 7  # numbers about a tensor that matter here: gradients are not split into shards
 PACKED = 1  # a kind of indices that they do not have
 SEARCHED, CARRIED, SAMPLED = 0, 1, 2  # how a tensor's threshold is found: see `_rule`
 _SAMPLED_ROWS, _SHORTEST_ROW = 1024, 2048  # these and the next two as `Ops.sample` has them

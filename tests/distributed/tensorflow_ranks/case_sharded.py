@@ -141,10 +141,10 @@ def test_what_was_loaded_waits_for_the_step_that_asks_for_it(settings: Any) -> N
 
 
 def test_a_variable_in_two_lists_under_two_names_is_refused() -> None:
-    """Its residual is dealt out by its name: read by another, elements would go astray."""
+    """Its residual is split by its name: read by another, elements would go astray."""
     compression, model = sharded(), Linear([(600,), (600,)])
     model.exchange(compression, [noise(hvd.rank(), i, (600,)) for i in range(2)])
-    with pytest.raises(ShapeChangedError, match=r"is dealt out as .*names of their own"):
+    with pytest.raises(ShapeChangedError, match=r"is split as .*names of their own"):
         some_of(model, 1).exchange(compression, [noise(hvd.rank(), 3, (600,))])
 
 
