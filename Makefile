@@ -25,6 +25,8 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # More arguments for the command behind a target: make test TESTS=tests/unit ARGS="-k payload"
 ARGS ?=
 TESTS ?= tests
+# How many tests run at once; 0: one, in this process. Those in network namespaces need 0.
+WORKERS ?= 2
 # Which tests: fast, all, or rest (what all adds to fast); tests/conftest.py says which these are.
 TIER ?= fast
 
@@ -40,9 +42,10 @@ demo: setup ## train a CNN on two ranks, dense and then with TopKEF; a table and
 	"$(VENV)/bin/python" scripts/demo.py $(ARGS)
 
 test: setup ## test every feature and every law, on real ranks too (8 minutes)
-	"$(VENV)/bin/python" -m pytest --tier=$(TIER) $(TESTS) $(ARGS)
+	"$(VENV)/bin/python" -m pytest --tier=$(TIER) -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
 
 test-all: TIER = all
+test-all: WORKERS = 0
 test-all: test ## run every test: laws and features on every controller, large sizes (half an hour)
 
 check: setup ## ruff (lint, format) and mypy

@@ -200,7 +200,7 @@ def assert_same(left: Array, right: Array) -> None:
     assert left.tobytes() == right.tobytes()
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @cases("allgather", of=lambda method: isinstance(method, Codec))
 def test_what_is_not_gathered_stays_in_the_residual(case: Case) -> None:
     world, steps = case.world(), gradients_of(case)
@@ -221,7 +221,7 @@ def test_what_is_not_gathered_stays_in_the_residual(case: Case) -> None:
                 assert_applied(applied, tensor, expected)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @cases("sharded", of=lambda method: isinstance(method, Codec))
 def test_what_is_not_sent_to_owners_or_back_stays_in_residuals(case: Case) -> None:
     world, steps = case.world(), gradients_of(case)
@@ -268,7 +268,7 @@ def assert_applied(applied: list[Gradients], tensor: Piece, expected: Array) -> 
             assert_same(got, expected.astype(tensor.spec.dtype))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @cases("reduce", "allreduce")
 def test_rounds_conserve_what_ranks_have_together(case: Case) -> None:
     """What all ranks apply, and the residuals that it leaves, are what they began with."""
@@ -295,7 +295,7 @@ def _all_kept(world: World) -> Gradients:
     return sums
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @cases()
 def test_a_tensor_that_travels_whole_is_exact(case: Case) -> None:
     """It leaves no residual; float16 values add up in float32."""
@@ -325,7 +325,7 @@ def _residuals(world: World) -> list[Gradients]:
 # Law 2.
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @cases()
 def test_all_ranks_have_the_same_bits(case: Case) -> None:
     for applied in run(case.world(), gradients_of(case), 4):
@@ -333,7 +333,7 @@ def test_all_ranks_have_the_same_bits(case: Case) -> None:
         assert all(np.isfinite(g).all() for g in applied[0].values())
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @cases()
 def test_two_runs_have_the_same_bits(case: Case) -> None:
     first, second = case.world(), case.world()
@@ -345,7 +345,7 @@ def test_two_runs_have_the_same_bits(case: Case) -> None:
 # Law 4.
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @cases()
 def test_sizes_follow_from_the_plan(case: Case) -> None:
     worlds = [case.world() for _ in range(2)]
@@ -366,7 +366,7 @@ def test_sizes_follow_from_the_plan(case: Case) -> None:
 VICTIMS = ("number", "few", "odd", "blocks", "half", "double")
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @cases()
 def test_a_bad_gradient_on_one_rank_leaves_no_trace(case: Case) -> None:
     troubled, untroubled = case.world(), case.world()
@@ -390,7 +390,7 @@ def test_a_bad_gradient_on_one_rank_leaves_no_trace(case: Case) -> None:
 # State dicts.
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @cases()
 def test_a_job_goes_on_from_its_state_dicts(case: Case) -> None:
     first, second, steps = case.world(), case.world(), gradients_of(case)
