@@ -33,7 +33,7 @@ def gradients(rank: int, step: int) -> list[Any]:
     return [noise(rank, 10 * step + i, shape) for i, shape in enumerate(SHAPES)]
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(one_in=3)
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("exchange", ["sharded", "allreduce"])
 @pytest.mark.parametrize("values", ["float32", "float16", "bfloat16"])
