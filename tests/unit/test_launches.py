@@ -117,7 +117,7 @@ EVERYWHERE = {(controller, ranks) for controller in ("gloo", "mpi") for ranks in
 
 @pytest.mark.parametrize(
     ("framework", "expected"),
-    [("torch", EVERYWHERE), ("tensorflow", EVERYWHERE - {("gloo", 4), ("mpi", 3)})],
+    [("torch", EVERYWHERE), ("tensorflow", EVERYWHERE - {("gloo", 4), ("mpi", 2), ("mpi", 3)})],
 )
 def test_where_laws_run_in_the_fast_tier(
     framework: str, expected: set[tuple[str, int]], launches: Any, cases: list[Case]
