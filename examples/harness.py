@@ -23,7 +23,7 @@ from tqdm import tqdm
 from horovod_topk.cli import launcher
 from horovod_topk.cli.processor import cpu_model
 from horovod_topk.cli.ratios import parse_ratios
-from horovod_topk.core.base_compressor import TAKE_OVER
+from horovod_topk.core.substitute import TAKE_OVER
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.topk import COMPACT, TopK
 

@@ -25,7 +25,8 @@ ROOMS = {
     "errors.py": set[str](),
     "ratios.py": {"horovod_topk.errors"},
     "config.py": {"horovod_topk.ratios", "horovod_topk.errors"},
-    "__init__.py": {"horovod_topk.errors", "horovod_topk.methods"},
+    "__init__.py": {"horovod_topk.errors", "horovod_topk.methods", "horovod_topk.reporting"},
+    "reporting.py": set[str](),
     "methods": {
         "horovod_topk.ops",
         "horovod_topk.config",
@@ -34,6 +35,7 @@ ROOMS = {
     },
     "core": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "horovod_topk.ops",
         "horovod_topk.config",
         "horovod_topk.ratios",
@@ -81,6 +83,7 @@ ROOMS = {
     },
     "cli": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "horovod_topk.__version__",
         "horovod_topk.cost",
         "horovod_topk.ops.protocol",
@@ -93,6 +96,7 @@ ROOMS = {
     "cli/canvas.py": {"matplotlib"},
     "cli/bench": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "torch",
         "horovod.torch",
         "matplotlib.axes",  # what a hint names
@@ -105,6 +109,7 @@ ROOMS = {
     },
     "cli/plan": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "matplotlib.axes",
         "horovod_topk.cli",
         "horovod_topk.cost",
@@ -115,6 +120,7 @@ ROOMS = {
     },
     "torch": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "torch",
         "horovod.torch",
         "horovod.common.exceptions",
@@ -127,6 +133,7 @@ ROOMS = {
     },
     "tensorflow": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "tensorflow",
         "keras",
         "horovod.tensorflow",
