@@ -110,7 +110,7 @@ class BaseCompressor(abc.ABC):
         put = substitute()
         if put is not None and not put.is_horovods:
             check_replaceable(settings)
-            announce(put, type(self).__name__)
+            announce(str(put), type(self).__name__)
             adapter = importlib.import_module(f"horovod_topk.{self.framework}")
             self.__class__ = getattr(adapter, put.name)
             positional, settings = (), dict(put.settings)
@@ -175,7 +175,7 @@ class BaseCompressor(abc.ABC):
             if made is not None:
                 own = made.config
                 check_replaceable({"momentum": own.momentum, "clip_norm": own.clip_norm})
-            announce(put, kind.__name__)
+            announce(str(put), kind.__name__)
             return None
         return kind() if made is None else made
 

@@ -14,6 +14,7 @@ optimizer does without them.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import logging
 import os
@@ -66,7 +67,8 @@ def parse(text: str) -> Substitute:
         raise ConfigError(
             f"{text!r}: there is no compressor {name!r}", cure=f"Write one of {known}"
         )
-    reject_unknown(settings, METHODS[name].__dataclass_fields__, name)
+    known_settings = {each.name for each in dataclasses.fields(METHODS[name])}
+    reject_unknown({*settings} - known_settings, known_settings, name)
     taken = {"momentum": 0.9} if settings.get("momentum") == TAKE_OVER else {}  # any valid one
     METHODS[name](**settings | taken)
     return Substitute(name, settings)
@@ -115,14 +117,16 @@ def horovods() -> str | None:
 
 
 @functools.cache
-def announce(asked: Substitute, script: str) -> None:
+def announce(asked: str, script: str) -> None:
     """Say, once, that a script's compressor is replaced.
 
-    script: name of the script's compressor.
+    Args:
+        asked: what the environment asks for.
+        script: name of the script's compressor.
     """
     if reporting.launched_rank() in (None, 0):
         log.warning("%s=%s takes the place of the script's %s", VARIABLE, asked, script)
-    reporting.note("compressor", used=str(asked), script=script)
+    reporting.note("compressor", used=asked, script=script)
 
 
 def check_replaceable(settings: Mapping[str, Any]) -> None:

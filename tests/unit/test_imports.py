@@ -107,6 +107,17 @@ ROOMS = {
         "horovod_topk.config",
         "horovod_topk.errors",
     },
+    "cli/horovodrun.py": {"horovod.common", "horovod.runner"},
+    "cli/process.py": {"psutil"},
+    "cli/compare": {
+        "horovod_topk.cli",
+        "horovod_topk.core.substitute",
+        "horovod_topk.reporting",
+        "horovod_topk.config",
+        "horovod_topk.errors",
+        "matplotlib",
+        "tqdm",
+    },
     "cli/plan": {
         "horovod_topk.methods",
         "horovod_topk.reporting",

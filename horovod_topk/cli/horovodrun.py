@@ -1,7 +1,7 @@
 """`horovodrun` itself, except that it asks no framework what Horovod was built with.
 
 To ask, it would import PyTorch or TensorFlow in a process of its own before it starts a rank, which
-takes seconds. The set-up has checked the build (scripts/setup/provision.py).
+takes seconds. A controller that Horovod was built without fails when the ranks start.
 """
 
 from __future__ import annotations
