@@ -64,7 +64,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         metavar="SEED",
         help=f"how many seeds, or two or more of them (default: {SEEDS})",
     )
-    add("--seed-argument", metavar="OPTION", help="the script's option for its seed, as --seed")
+    add("--seed-argument", metavar="NAME", help="the script's option for its seed: seed for --seed")
     add("--metric", help="what counts: a reported name, with :higher or :lower where not known")
     add("--target", type=number, metavar="QUALITY", help="quality whose time and bytes are shown")
     add("--budget", type=number, metavar="SECONDS", help="time at which quality is compared")

@@ -30,7 +30,7 @@ class Settings:
         compressors: by the names that tables show, each as in Python: "TopKEF(ratio=0.01)".
         baselines: dense ones that every comparison has: "none" and "fp16" are Horovod's own.
         seeds: how many, from 0 on, or a list of them.
-        seed_argument: the script's option for its seed; None: it calls `horovod_topk.seed()`.
+        seed_argument: the script's option for its seed, "seed" for --seed; None: it calls `horovod_topk.seed()`.
         grid: lists of values for arguments of the script: every combination is compared by itself.
         ranks: processes.
         hosts: as horovodrun takes them, "host1:1,host2:1"; None: this host.
