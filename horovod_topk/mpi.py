@@ -50,7 +50,7 @@ class _Sum(_Request):
 
 
 class MpiCollective:
-    """`horovod_topk.core.route.Collective` over an MPI communicator.
+    """`horovod_topk.core.exchange.Collective` over an MPI communicator.
 
     Collectives pair by the order in which they start, so ranks must launch buckets in one order.
     """

@@ -32,7 +32,7 @@ from horovod_topk.cli.models import resnet50_specs
 from horovod_topk.cli.processor import cpu_model
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.exchange import Allgather
+from horovod_topk.core.exchange.allgather import Allgather
 from horovod_topk.core.plan import make_plan
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.tensorflow import Array, Buffer
@@ -125,9 +125,8 @@ def in_torch(ratio: float) -> Callable[[], None]:
             gradients = [fresh[t.spec.name] for t in bucket.tensors]
             compressor.launch(bucket.ordinal, gradients)
         for bucket in plan.buckets:
-            gradients = [fresh[t.spec.name] for t in bucket.tensors]
             written = [targets[t.spec.name] for t in bucket.tensors]
-            compressor.finish(bucket.ordinal, gradients, written)
+            compressor.step.finish(bucket.ordinal, written)
         compressor.commit()
 
     return step

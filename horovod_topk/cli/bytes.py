@@ -10,8 +10,8 @@ from horovod_topk.cli.models import MODELS, elements, specs_of
 from horovod_topk.cli.options import add_device, add_model, add_selection, announce, whole
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.config import EXCHANGES
-from horovod_topk.core.choice import fewest
 from horovod_topk.core.exchange import ring_allreduce_bytes
+from horovod_topk.core.exchange.selection import fewest
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.cost.quantities import count
 from horovod_topk.cost.traffic import Busiest, Ranks, nodes_of

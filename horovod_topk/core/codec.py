@@ -12,9 +12,11 @@ all of it for a bucket at once, to the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core import payload as wire
+from horovod_topk.core.payload import HEADER_BYTES
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.errors import PayloadError
@@ -47,7 +49,7 @@ class PayloadCodec(Generic[Array]):
     def encode(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> None:
         """Fill a payload; leave in the candidate arena what was not sent."""
         bucket = arenas.plan
-        kernel = self._kernel(bucket)
+        kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
             kernel.encode(arenas.residual, arenas.candidate, gradients, payload)
             return
@@ -91,9 +93,11 @@ class PayloadCodec(Generic[Array]):
         Raises:
             PayloadError, PlanMismatchError: what a rank sent is no payload of this bucket.
         """
-        kernel = self._kernel(bucket)
+        width = bucket.layout.payload_bytes // bucket.writers
+        kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
-            flags = self._examine(bucket, gathered, [])
+            check = partial(self._check, bucket, ())
+            flags = self._ops.examine(gathered, width, bucket.layout.body_at, (), check)
             each = flags if bucket.writers == 1 else [flags[t.gradient] for t in bucket.tensors]
             wrong = kernel.decode(gathered, scale, each, gradients)
             if wrong is not None:
@@ -101,7 +105,8 @@ class PayloadCodec(Generic[Array]):
             return flags
         read = self._read(bucket, gathered)
         sound = [(position, fact) for position, each in read.items() for fact in each.sound]
-        flags = self._examine(bucket, gathered, sound)
+        check, facts = partial(self._check, bucket, sound), [fact for _, fact in sound]
+        flags = self._ops.examine(gathered, width, bucket.layout.body_at, facts, check)
         totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
         for position, of_piece in read.items():
             piece = bucket.tensors[position]
@@ -127,11 +132,15 @@ class PayloadCodec(Generic[Array]):
                 array = arrays[piece.gradient]
                 self._ops.deduct(array, at, self._ops.take(array, at))
 
-    def gradient_norm(
-        self, bucket: BucketPlan, before: Array, after: Array, payload: Array
-    ) -> float:
-        """Norm of g = e' - e + (what receivers read): the law of conservation, solved for g."""
-        ops = self._ops
+    def gradient_norm(self, arenas: Arenas[Array], payload: Array, *, committed: bool) -> float:
+        """Norm of g = e' - e + (what receivers read): the law of conservation, solved for g.
+
+        committed: whether e' has become the residual since.
+        """
+        ops, bucket = self._ops, arenas.plan
+        before, after = arenas.residual, arenas.candidate
+        if committed:
+            before, after = after, before
         gradient = ops.clone(after)
         ops.deduct(gradient, None, before)
         for position, each in self._read(bucket, payload).items():
@@ -161,29 +170,33 @@ class PayloadCodec(Generic[Array]):
             if piece.numel
         }
 
-    def _examine(
-        self, bucket: BucketPlan, gathered: Array, sound: Sequence[tuple[int, Array]]
-    ) -> Sequence[bool]:
+    def _check(
+        self,
+        bucket: BucketPlan,
+        sound: Sequence[tuple[int, Array]],
+        heads: list[bytes],
+        answers: list[list[bool]],
+    ) -> list[bool]:
         """Refuse foreign and damaged payloads; return which tensors any rank flagged.
 
-        sound: positions of pieces, and whether what each rank sent of them can be.
+        Args:
+            bucket: whose payloads they are.
+            sound: positions of pieces, and whether what each rank sent of them can be.
+            heads: header and flags of each payload.
+            answers: `sound`, on the host.
         """
-        layout, headers = bucket.layout, bucket.headers
-
-        def check(heads: list[bytes], answers: list[list[bool]]) -> list[bool]:
-            flagged = set[int]()
-            for position, head in enumerate(heads):
-                header, rank = headers[position % len(headers)], bucket.sender(position)
-                wire.check_header(head, header, rank, bucket.ordinal)
-                flags = head[layout.flags_at : layout.flags_at + layout.flags_bytes]
-                flagged.update(wire.flagged(flags, len(bucket.gradients)))
-            for (position, _), answer in zip(sound, answers, strict=True):
-                if not all(answer) and bucket.tensors[position].gradient not in flagged:
-                    raise self._damaged(bucket, position, answer.index(False))
-            return [position in flagged for position in range(len(bucket.gradients))]
-
-        facts, width = [fact for _, fact in sound], layout.payload_bytes // bucket.writers
-        return self._ops.examine(gathered, width, layout.body_at, facts, check)
+        headers, layout = bucket.headers, bucket.layout
+        begin, end, bits = layout.flags_at, layout.flags_at + layout.flags_bytes, 0
+        for position, head in enumerate(heads):
+            header = headers[position % len(headers)]
+            if head[:HEADER_BYTES] != header:
+                raise wire.foreign(head, header, bucket.sender(position), bucket.ordinal)
+            bits |= int.from_bytes(head[begin:end], "little")
+        flags = [bool(bits >> position & 1) for position in range(len(bucket.gradients))]
+        for (position, _), answer in zip(sound, answers, strict=True):
+            if not all(answer) and not flags[bucket.tensors[position].gradient]:
+                raise self._damaged(bucket, position, answer.index(False))
+        return flags
 
     @staticmethod
     def _damaged(bucket: BucketPlan, position: int, row: int) -> PayloadError:

@@ -8,7 +8,7 @@ was flagged. A launch after a finish begins a new step, and rolls back one that 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
@@ -21,7 +21,7 @@ from horovod_topk.core.residual import ResidualRegistry
 from horovod_topk.core.rounds import is_shared, state_names, state_plan
 from horovod_topk.core.state import State
 from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY
-from horovod_topk.core.step import Phase, Step, Storage
+from horovod_topk.core.step import Step, Storage
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -41,6 +41,7 @@ class Compressor(State[Array]):
 
     plan: Plan
     exchange: Exchange[Array]
+    step: Step[Array]  # of this ratio level; after `launch` it advances and finishes buckets
     rates: Rates | None
 
     def __init__(
@@ -64,7 +65,7 @@ class Compressor(State[Array]):
         parts |= {METHOD_STATE + name: part for name, part in self.states.items()}
         self._registries = {key: part for key, part in parts.items() if part is not None}
         self.parts = {**self._registries}
-        self._step = self._new_step()
+        self.step = self._new_step()
 
     @property
     def ranks(self) -> int:
@@ -76,43 +77,13 @@ class Compressor(State[Array]):
         """This one among them."""
         return self.exchange.rank
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a bucket is launched and not yet finished."""
-        return self._step.is_under_way
-
-    @property
-    def stages(self) -> int:
-        """How often buckets have to advance before they can be finished."""
-        return self._step.stages
-
-    def phase(self, ordinal: int) -> Phase:
-        """Progress of one bucket within the step."""
-        return self._step.phase(ordinal)
-
     def launch(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Compress a bucket and start its exchange, as `Step.begin`; maybe begin a new step."""
-        if self._step.is_open:
+        if self.step.received:
             self.rollback()
-        if not self._step.is_under_way:
-            self._fit()
-            self._follow()
-            self._turn_to(self.ratio)
-        self._step.begin(ordinal, gradients)
-
-    def advance(self) -> None:
-        """Take every bucket under way to its next collective, as `Step.advance`."""
-        self._step.advance()
-
-    def finish(
-        self,
-        ordinal: int,
-        gradients: Sequence[Array],
-        targets: Sequence[Array] | None = None,
-        gain: float = 1.0,
-    ) -> None:
-        """Wait for a bucket and replace its gradients by the exchanged ones, as `Step.finish`."""
-        self._step.finish(ordinal, gradients, targets, gain)
+        if not self.step.sent:
+            self._begin_step()
+        self.step.begin(ordinal, gradients)
 
     def commit(self) -> bool:
         """End the step: what was not sent becomes the residual, unless a tensor was flagged.
@@ -120,8 +91,8 @@ class Compressor(State[Array]):
         Returns:
             Whether the residuals changed. A call without a finished bucket does nothing.
         """
-        step = self._step
-        if step.is_under_way:
+        step = self.step
+        if step.sent:
             return False
         if step.flagged:
             self.rollback()
@@ -134,13 +105,13 @@ class Compressor(State[Array]):
 
     def rollback(self) -> None:
         """End the step: residuals stay as they were before it, bit for bit."""
-        flagged = self._step.flagged
-        if self._step.roll_back():
+        flagged = self.step.flagged
+        if self.step.roll_back():
             self.end_step(self.traffic(), flagged, committed=False)
 
     def abandon(self) -> None:
         """Forget a step in any phase; collectives under way are waited for."""
-        self._step.drain()
+        self.step.drain()
         self.rollback()
 
     def about_to_change(self) -> None:
@@ -149,15 +120,15 @@ class Compressor(State[Array]):
 
     def has_changed(self) -> None:
         """`State.has_changed`."""
-        self._step.forget_gradients()
+        self.step.forget_gradients()
 
     def replan(self, plan: Plan) -> None:
         """Take on a plan with fewer tensors, and keep their residuals; the others have to be 0."""
-        self._step.drain_others(plan)
+        self.step.drain_others(plan)
         for registry in self._registries.values():
             registry.replan(plan)
         self.plan = plan
-        self._step.replan(plan)
+        self.step.replan(plan)
 
     def traffic(self) -> Traffic:
         """Bytes of this rank, each step."""
@@ -177,34 +148,39 @@ class Compressor(State[Array]):
 
     def gradient_norm(self) -> float:
         """Euclidean norm of the gradients launched last. Waits for the device."""
-        return self._step.gradient_norm()
+        return self.step.gradient_norm()
 
     def _sent(self) -> list[ResidualRegistry[Array]]:
         """What later steps send: this rank's residuals, and the owner's."""
         return [self.registry] if self.owned is None else [self.registry, self.owned]
 
-    def _fit(self) -> None:
-        """Rescale residuals where ranks have come or gone: those that came have zeros."""
-        before, self.ranks_before = self.ranks_before, self.ranks
-        if before is not None and before != self.ranks:
-            self.registry.scale(rescaling(self.plan.reduction, before, self.ranks))
+    def _begin_step(self) -> None:
+        """Rescale residuals whose units have changed, and take the step's ratio level.
 
-    def _follow(self) -> None:
+        Ranks may have come, whose residuals are zero, or gone.
+        """
+        ranks, ratio = self.exchange.ranks, self.ratio
+        before, self.ranks_before = self.ranks_before, ranks
+        if before is not None and before != ranks:
+            self.registry.scale(rescaling(self.plan.reduction, before, ranks))
+        if self.rates is not None:
+            self._follow(self.rates.turn())
+        if ratio != self.plan.config.ratio:
+            self._turn_to(ratio)
+
+    def _follow(self, factors: Mapping[str, float]) -> None:
         """Rescale residuals where learning rates have changed."""
-        factors = {} if self.rates is None else self.rates.turn()
         if factors:
             for registry in self._sent():
                 registry.rescale(factors)
-            self._step.forget_gradients()
+            self.step.forget_gradients()
 
     def _turn_to(self, ratio: float) -> None:
         """Take another ratio level, where there is nothing under way."""
-        if ratio == self.plan.config.ratio:
-            return
         self.plan = self.plan.under(self.schedule.settings(ratio))
         for registry in self._registries.values():
             registry.turn_to(self.plan)
-        self._step = self._new_step()
+        self.step = self._new_step()
 
     def _new_step(self) -> Step[Array]:
         label = self.schedule.label(self.plan.config.ratio)

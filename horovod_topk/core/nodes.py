@@ -33,14 +33,14 @@ class Nodes:
         return min(self.sizes)
 
     @property
-    def lanes(self) -> tuple[tuple[int, ...], ...]:
+    def cross_groups(self) -> tuple[tuple[int, ...], ...]:
         """Owners of the same shards, one of each node, by their position on it; ascending."""
         return tuple(tuple(sorted(node[i] for node in self.ranks)) for i in range(self.owners))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes and lanes of more than one rank: who exchanges with whom."""
-        return tuple(group for group in (*self.ranks, *self.lanes) if len(group) > 1)
+        """Nodes and cross_groups of more than one rank: who exchanges with whom."""
+        return tuple(group for group in (*self.ranks, *self.cross_groups) if len(group) > 1)
 
     def of(self, rank: int) -> tuple[int, ...]:
         """The ranks of a rank's node."""

@@ -36,7 +36,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horovod_topk.errors import PayloadError, PlanMismatchError
+from horovod_topk.errors import PayloadError, PlanMismatchError, TopKError
 
 MAGIC = b"HTKP"
 VERSION = 2
@@ -72,20 +72,13 @@ def header(method: int, tensors: int, digest: bytes) -> bytes:
     return _HEADER.pack(MAGIC, VERSION, method, 0, tensors, digest, 0)
 
 
-def check_length(received: int | None, payload_bytes: int, ranks: int, bucket: int) -> None:
-    """Refuse a gathered buffer that is not one payload a rank.
-
-    received: bytes; None in a graph that outlives a number of ranks, as in elastic jobs.
-
-    Raises:
-        PayloadError: the lengths differ.
-    """
-    if received is not None and received != payload_bytes * ranks:
-        raise PayloadError(
-            f"bucket {bucket}: {received} bytes arrived from {ranks} ranks, the plan says "
-            f"{payload_bytes} from each",
-            cure="Start all ranks with the same model, settings and version of horovod_topk",
-        )
+def wrong_length(received: int, payload_bytes: int, ranks: int, bucket: int) -> PayloadError:
+    """The error for a gathered buffer of `received` bytes that is not one payload a rank."""
+    return PayloadError(
+        f"bucket {bucket}: {received} bytes arrived from {ranks} ranks, the plan says "
+        f"{payload_bytes} from each",
+        cure="Start all ranks with the same model, settings and version of horovod_topk",
+    )
 
 
 def check_counts(received: Sequence[int], planned: int, name: str) -> None:
@@ -105,43 +98,40 @@ def check_counts(received: Sequence[int], planned: int, name: str) -> None:
             )
 
 
-def check_header(received: bytes, expected: bytes, rank: int, bucket: int) -> None:
-    """Refuse a payload that another plan wrote.
+def foreign(received: bytes, expected: bytes, rank: int, bucket: int) -> TopKError:
+    """The error for a payload whose header is not that of the own plan.
 
-    Raises:
-        PayloadError: not a payload of this format and version.
-        PlanMismatchError: a payload of another plan.
+    It is a PlanMismatchError for a payload of another plan, and a PayloadError for one of another
+    method or format, or for no payload at all.
     """
-    if received[:HEADER_BYTES] == expected:
-        return
     where = f"bucket {bucket}, rank {rank}"
     magic, version, method, measures, tensors, digest, reserved = _HEADER.unpack(
         received[:HEADER_BYTES]
     )
     own = _HEADER.unpack(expected)
     if magic != MAGIC:
-        raise PayloadError(
+        return PayloadError(
             f"{where}: the bytes {magic.hex()} do not open a payload ({MAGIC.hex()} does)",
             cure="Make sure that all ranks run horovod_topk, and that no other collective uses "
             "this name",
         )
     if version != VERSION:
-        raise PayloadError(
+        return PayloadError(
             f"{where}: format version {version}, this rank reads version {VERSION}",
             cure="Install the same version of horovod_topk on all ranks",
         )
     if method != own[2]:
-        raise PayloadError(
+        return PayloadError(
             f"{where}: method {method}, this rank's is {own[2]}",
             cure="Pass the same compression= on all ranks",
         )
     if measures != own[3] or reserved:
-        raise PayloadError(
+        return PayloadError(
             f"{where}: {measures} bytes of measures and {reserved} in reserved bytes, this version "
             f"writes {own[3]} and 0",
             cure="Install the same version of horovod_topk on all ranks",
         )
-    raise PlanMismatchError(
+    return PlanMismatchError(
         f"{where}: its plan has {tensors} tensors and digest {digest.hex()}, this rank's has "
         f"{own[4]} and {own[5].hex()}",
         cure="Start all ranks with the same model, settings and groups",
@@ -156,12 +146,6 @@ def damaged(bucket: int, rank: int, tensor: str) -> PayloadError:
         tensor=tensor,
         cure="The payload was damaged on its way: check the network and the memory of that rank",
     )
-
-
-def flagged(flags: bytes, tensors: int) -> list[int]:
-    """Positions of the tensors whose non-finite bit is set."""
-    bits = int.from_bytes(flags, "little")
-    return [t for t in range(tensors) if bits >> t & 1]
 
 
 def _aligned(offset: int, alignment: int) -> int:

@@ -39,12 +39,12 @@ class BucketPlan:
     parts: int = 1  # owners that gradients are split among
     senders: tuple[int, ...] = ()  # ranks of the payloads as they are read; (): 0, 1, 2, ...
 
-    @property
+    @cached_property
     def writers(self) -> int:
         """Payloads, one behind the other, that are read as one: more than 1 for shards."""
         return len(self.digests)
 
-    @property
+    @cached_property
     def gradients(self) -> tuple[Any, ...]:
         """A tensor for each gradient."""
         return self.tensors[: len(self.tensors) // self.writers]
@@ -104,7 +104,7 @@ class BucketPlan:
         """The first bytes of its only payload, or of the first, equal on every rank and step."""
         return payload.header(self.config.id, len(self.gradients), self.digest)
 
-    @property
+    @cached_property
     def headers(self) -> tuple[bytes, ...]:
         """The first bytes of each writer's payload.
 

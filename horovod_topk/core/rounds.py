@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.exchange import Collective
+from horovod_topk.core.exchange.sharded import ShardedBucket
 from horovod_topk.core.plan import BucketPlan, Plan, lay_out
 from horovod_topk.core.residual import Arenas
-from horovod_topk.core.route import Collective, Sharded
 from horovod_topk.core.shards import shard
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.protocol import Piece, Rounds, TensorSpec, Work
@@ -42,8 +43,8 @@ def round_plans(bucket: BucketPlan) -> list[BucketPlan]:
     return [round_plan(bucket, i) for i in range(_method(bucket).rounds)]
 
 
-class Reduced(Generic[Array]):
-    """`horovod_topk.core.route.Route` of one bucket: its method's rounds, one after another.
+class ReducedBucket(Generic[Array]):
+    """`BucketExchange` of a method of rounds: one round after another.
 
     Args:
         bucket: with a method of rounds.
@@ -71,13 +72,8 @@ class Reduced(Generic[Array]):
         self._flags: Sequence[bool] | None = None  # of the rounds so far
         self._works: list[Work[Array]] = []
 
-    @property
-    def is_under_way(self) -> bool:
-        """`Route.is_under_way`."""
-        return self._round is not None
-
     def send(self, gradients: Sequence[Array], name: str) -> None:
-        """`Route.send`: the first round."""
+        """`BucketExchange.send`: the first round."""
         ops, arenas = self._ops, self._arenas
         self._name, self._flags, self._works = name, None, []
         for piece, gradient in zip(self._bucket.tensors, gradients, strict=True):
@@ -97,8 +93,8 @@ class Reduced(Generic[Array]):
         elif following < len(self._legs) and self._take(leg):
             self._start(following)
 
-    def wait(self) -> None:
-        """`Route.wait`."""
+    def _wait(self) -> None:
+        """Wait for the last round's sums; start what is missing of it."""
         assert self._round is not None
         while not self._ended and (self._round + 1 < len(self._legs) or not self._returning):
             self.advance()
@@ -107,7 +103,7 @@ class Reduced(Generic[Array]):
         self._round = None
 
     def drain(self) -> None:
-        """`Route.drain`. Ranks that go on with the step are sent flags, which end it."""
+        """`BucketExchange.drain`. Ranks that go on with the step are sent flags, which end it."""
         if self._round is None:
             return
         leg, following = self._legs[self._round], self._round + 1
@@ -118,7 +114,8 @@ class Reduced(Generic[Array]):
         self._round = None
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
-        """`Route.receive`."""
+        """`BucketExchange.receive`."""
+        self._wait()
         ops, flags = self._ops, self._flags
         assert flags is not None
         pairs = zip(self._bucket.tensors, self._works, targets, strict=True)
@@ -130,15 +127,15 @@ class Reduced(Generic[Array]):
         return flags
 
     def clear(self, arrays: Sequence[Array]) -> None:
-        """`Route.clear`: all is sent, in some form."""
+        """`BucketExchange.clear`: all is sent, in some form."""
 
     def swap(self) -> None:
-        """`Route.swap`."""
+        """`BucketExchange.swap`."""
         for arenas in (self._arenas, *self._states.values()):
             arenas.swap()
 
     def gradient_norm(self, *, committed: bool) -> float:
-        """`Route.gradient_norm`."""
+        """`BucketExchange.gradient_norm`."""
         return 0.0
 
     def _start(self, i: int) -> None:
@@ -161,10 +158,9 @@ class Reduced(Generic[Array]):
         self._round, self._returning, self._ended = i, False, False
         self._legs[i].send(arrays, f"{self._name}.{i}")
 
-    def _take(self, leg: Sharded[Array]) -> bool:
+    def _take(self, leg: ShardedBucket[Array]) -> bool:
         """Take a round's sums; whether the step goes on, which it does not if all are flagged."""
         ops, reduced = self._ops, []
-        leg.wait()
         for tensor in leg.bucket.tensors:
             reduced.append(ops.zeros(tensor.numel, leg.bucket.residual_dtype, leg.bucket.device))
         flags = leg.receive(reduced)
@@ -232,7 +228,7 @@ def _stretch(arenas: Arenas[Any], piece: Piece) -> tuple[int, int]:
 
 def _leg(
     plan: BucketPlan, ops: Ops[Array], codec: PayloadCodec[Array], collective: Collective[Array]
-) -> Sharded[Array]:
+) -> ShardedBucket[Array]:
     """A round's exchange; what travels whole leaves no residual, which is zero throughout."""
     split = shard(plan, collective.size)
     make: Callable[[BucketPlan], Arenas[Array]] = lambda each: Arenas(  # noqa: E731
@@ -241,7 +237,9 @@ def _leg(
         ops.zeros(each.numel, each.residual_dtype, each.device),
     )
     owned = make(split.gather[collective.rank])
-    return Sharded(split, [make(each) for each in split.scatter], owned, ops, codec, collective)
+    return ShardedBucket(
+        split, [make(each) for each in split.scatter], owned, ops, codec, collective
+    )
 
 
 def _elements(method: Rounds, piece: Piece, i: int) -> int:

@@ -100,7 +100,7 @@ def shard(bucket: BucketPlan, parts: int) -> ShardedPlan:
 def shard_sums(bucket: BucketPlan, nodes: Nodes) -> NodePlan:
     """Split a bucket among the owners of each node."""
     sums = _leg(bucket, nodes.owners, "sums")
-    senders = tuple(rank for row in zip(*nodes.lanes, strict=True) for rank in row)
+    senders = tuple(rank for row in zip(*nodes.cross_groups, strict=True) for rank in row)
     result = replace(_joined(sums), senders=senders)
     return NodePlan(bucket, tuple(map(_packed, sums)), result)
 

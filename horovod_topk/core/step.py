@@ -19,31 +19,20 @@ builds a step while it traces, and decides by a condition in the graph.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.exchange import Exchange
+from horovod_topk.core.exchange import BucketExchange, Exchange
 from horovod_topk.core.momentum import Correction
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.probe import Probe
 from horovod_topk.core.residual import Arenas
-from horovod_topk.core.route import Route
-from horovod_topk.errors import GradientChangedError, NotLaunchedError, TopKError
+from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
-
-
-class Phase(enum.Enum):
-    """Progress of one bucket within a step."""
-
-    IDLE = "idle"
-    SENT = "sent"  # begun, its gradients not yet replaced
-    RECEIVED = "received"  # gradients replaced, candidate not yet committed
 
 
 @dataclass(frozen=True)
@@ -58,13 +47,11 @@ class Storage(Generic[Array]):
 
 @dataclass
 class Bucket(Generic[Array]):
-    """One bucket's exchange and phase."""
+    """One bucket's exchange, and what its last step has left."""
 
     plan: BucketPlan
-    route: Route[Array]
+    exchange: BucketExchange[Array]
     velocity: Arenas[Array] | None
-    probe: Probe[Array] | None
-    phase: Phase = Phase.IDLE
     flags: Sequence[bool] = ()
     committed_last: bool = False  # whether the last step that began was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
@@ -78,8 +65,12 @@ class Step(Generic[Array]):
         storage: gives each bucket's memory.
         ops, codec, exchange: what arrays are computed, encoded and exchanged with.
         name: prefix of the collectives' names, equal on all ranks.
-        probes: whether to check that gradients do not change while their bucket is under way. In a
-            graph they cannot.
+
+    Attributes:
+        sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
+        received: of those whose gradients are replaced, and whose candidates are neither committed
+            nor rolled back.
+        stages: how often buckets have to advance before they can be finished.
     """
 
     def __init__(
@@ -90,29 +81,14 @@ class Step(Generic[Array]):
         codec: PayloadCodec[Array],
         exchange: Exchange[Array],
         name: str,
-        *,
-        probes: bool = True,
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._correction = Correction(plan.config, ops)
-        self._probes = probes
+        self.sent: set[int] = set()
+        self.received: set[int] = set()
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a bucket has begun and is not finished."""
-        return any(bucket.phase is Phase.SENT for bucket in self._buckets.values())
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a finished bucket is neither committed nor rolled back."""
-        return any(bucket.phase is Phase.RECEIVED for bucket in self._buckets.values())
-
-    @property
-    def stages(self) -> int:
-        """How often buckets have to advance before they can be finished."""
-        return self._exchange.turns
+        self.stages = exchange.stages
 
     @property
     def flagged(self) -> tuple[str, ...]:
@@ -122,14 +98,9 @@ class Step(Generic[Array]):
         """
         return tuple(
             name
-            for bucket in self._buckets.values()
-            if bucket.phase is Phase.RECEIVED
-            for name in bucket.plan.names(bucket.flags)
+            for ordinal in sorted(self.received)
+            for name in self._buckets[ordinal].plan.names(self._buckets[ordinal].flags)
         )
-
-    def phase(self, ordinal: int) -> Phase:
-        """Progress of one bucket within the step."""
-        return self._buckets[ordinal].phase
 
     def begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Compress a bucket and start its first collective. Writes no gradient and no residual.
@@ -139,17 +110,16 @@ class Step(Generic[Array]):
             gradients: one a tensor, in the plan's order, of the planned shapes.
         """
         bucket = self._buckets[ordinal]
-        self._drain(bucket)
+        if ordinal in self.sent:
+            bucket.exchange.drain()
         bucket.committed_last, bucket.measurable = False, True
         name, velocity = f"{self.name}.{ordinal}", bucket.velocity
-        if bucket.probe is not None:
-            bucket.probe.take(gradients)
         if velocity is None:
-            bucket.route.send(gradients, name)
+            bucket.exchange.send(gradients, name)
         else:
-            bucket.route.send(self._correction.correct(velocity, gradients), name)
-            self._correction.mask(velocity, bucket.route.clear)
-        bucket.phase = Phase.SENT
+            bucket.exchange.send(self._correction.correct(velocity, gradients), name)
+            self._correction.mask(velocity, bucket.exchange.clear)
+        self.sent.add(ordinal)
 
     def advance(self) -> None:
         """Start the next collective of every bucket under way; `finish` does so for all `stages`.
@@ -160,7 +130,7 @@ class Step(Generic[Array]):
         failed: TopKError | None = None
         for bucket in self._buckets.values():
             try:
-                bucket.route.advance()
+                bucket.exchange.advance()
             except TopKError as error:  # other ranks wait for all of the buckets
                 failed = failed or error
         if failed is not None:
@@ -169,39 +139,39 @@ class Step(Generic[Array]):
     def finish(
         self,
         ordinal: int,
-        gradients: Sequence[Array],
-        targets: Sequence[Array] | None = None,
+        targets: Sequence[Array],
         gain: float = 1.0,
     ) -> Sequence[bool]:
-        """Wait for a bucket and replace its gradients by the exchanged ones.
+        """Wait for a bucket and write the exchanged gradients.
 
         Args:
             ordinal: the bucket.
-            gradients: those that it began with.
-            targets: where to write; the gradients themselves by default.
-            gain: what to multiply the result by; residuals stay in the units of `gradients`.
+            targets: where to write, such as the gradients that it began with.
+            gain: what to multiply the result by; residuals stay in the units that they have.
 
         Returns:
             One flag a tensor: whether any rank had a NaN or an infinity there. A graph gives a
             tensor.
 
         Raises:
-            NotLaunchedError: nothing is under way for this bucket.
-            GradientChangedError: a gradient is not what the bucket began with.
+            NotLaunchedError: the bucket has not begun.
             PayloadError, PlanMismatchError: a rank sent something else than this bucket.
         """
-        bucket = self._buckets[ordinal]
-        if not bucket.route.is_under_way:
+        if ordinal not in self.sent:
             raise NotLaunchedError(
-                f"bucket {ordinal} was finished in phase {bucket.phase.value!r}",
+                f"bucket {ordinal} was finished, and has not begun since it was finished last",
                 cure="Launch every bucket once before it is finished",
             )
         for _ in range(self.stages):
             self.advance()
-        bucket.route.wait()
-        _check_unchanged(bucket, gradients)
-        bucket.flags = bucket.route.receive(gradients if targets is None else targets, gain)
-        bucket.phase = Phase.RECEIVED
+        bucket = self._buckets[ordinal]
+        self.sent.remove(ordinal)
+        try:
+            bucket.flags = bucket.exchange.receive(targets, gain)
+        except BaseException:
+            bucket.exchange.drain()
+            raise
+        self.received.add(ordinal)
         return bucket.flags
 
     def commit(self) -> bool:
@@ -225,16 +195,18 @@ class Step(Generic[Array]):
     def drain(self) -> None:
         """Wait for collectives under way, and forget what they bring."""
         for bucket in self._buckets.values():
-            self._drain(bucket)
+            bucket.exchange.drain()
+        self.sent.clear()
 
     def drain_others(self, plan: Plan) -> None:
         """Drain the buckets that another plan has not."""
-        for bucket in self._buckets.values():
+        for ordinal, bucket in self._buckets.items():
             if bucket.plan not in plan.buckets:
-                self._drain(bucket)
+                bucket.exchange.drain()
+                self.sent.discard(ordinal)
 
     def replan(self, plan: Plan) -> None:
-        """Take on a plan with fewer tensors; unchanged buckets stay in their phase."""
+        """Take on a plan with fewer tensors; what is under way for unchanged buckets goes on."""
         same = {i: b for i, b in self._buckets.items() if b.plan in plan.buckets}
         self._buckets = {
             b.ordinal: same.get(b.ordinal) or self._make_bucket(b) for b in plan.buckets
@@ -242,9 +214,9 @@ class Step(Generic[Array]):
 
     def gradient_norm(self) -> float:
         """Euclidean norm of the gradients of the last step. Waits for the device."""
-        measurable = (bucket for bucket in self._buckets.values() if bucket.measurable)
+        measurable = (each for each in self._buckets.values() if each.measurable)
         return math.hypot(
-            *(bucket.route.gradient_norm(committed=bucket.committed_last) for bucket in measurable)
+            *(each.exchange.gradient_norm(committed=each.committed_last) for each in measurable)
         )
 
     def forget_gradients(self) -> None:
@@ -255,34 +227,17 @@ class Step(Generic[Array]):
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
         storage, ops = self._storage(plan), self._ops
         memory = storage.residuals, storage.owned, storage.states
-        route = self._exchange.route(plan, *memory, ops, self._codec)
-        return Bucket(plan, route, storage.velocity, Probe(ops) if self._probes else None)
-
-    def _drain(self, bucket: Bucket[Array]) -> None:
-        """Let a collective that nobody will read come to its end."""
-        bucket.route.drain()
-        if bucket.phase is Phase.SENT:
-            bucket.phase = Phase.IDLE
+        exchange = self._exchange.of(plan, *memory, ops, self._codec)
+        return Bucket(plan, exchange, storage.velocity)
 
     def _end(self, *, committed: bool) -> bool:
-        finished = [b for b in self._buckets.values() if b.phase is Phase.RECEIVED]
+        finished = [self._buckets[ordinal] for ordinal in sorted(self.received)]
+        self.received.clear()
         for bucket in finished:
             if committed:
-                bucket.route.swap()
+                bucket.exchange.swap()
                 if bucket.velocity is not None:
                     bucket.velocity.swap()
                 bucket.committed_last = True
-            bucket.phase, bucket.flags = Phase.IDLE, ()
+            bucket.flags = ()
         return bool(finished)
-
-
-def _check_unchanged(bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
-    """Refuse gradients that are not those that the bucket began with."""
-    if bucket.probe is None or bucket.probe.still(gradients):
-        return
-    names = ", ".join(t.spec.name for t in bucket.plan.tensors[:3])
-    raise GradientChangedError(
-        f"a gradient of bucket {bucket.plan.ordinal} ({names}, ...) is not the one that was sent",
-        cure="Clip, unscale or edit gradients after optimizer.synchronize(), then step inside "
-        "optimizer.skip_synchronize()",
-    )

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from horovod_topk.cost.collective_cost import CollectiveCost
 from horovod_topk.cost.machine import Network
-from horovod_topk.cost.sending import Sending
 
 Row = Sequence[float]
 SURPLUS = 1e-9  # of the error that a further constant has to take away
@@ -17,7 +17,7 @@ SURPLUS = 1e-9  # of the error that a further constant has to take away
 class Sample:
     """A collective that was timed."""
 
-    sending: Sending
+    collective: CollectiveCost
     seconds: float
     slowdown: float = 1.0  # `Machine.slowdown` where it was
     bandwidth: float | None = None  # bit/s of the card, if it is known
@@ -52,14 +52,14 @@ def fit(samples: Sequence[Sample]) -> Network:
 
 def _columns(sample: Sample) -> Row:
     """The factors of the constants, divided by the sample's time."""
-    sending, slow = sample.sending, sample.slowdown
-    bits = sending.network_bits or 8 * sending.sent_bytes  # of one node: within it
+    collective, slow = sample.collective, sample.slowdown
+    bits = collective.network_bits or 8 * collective.sent_bytes  # of one node: within it
     columns = (
-        sending.collectives,
-        sending.rounds,
+        collective.collectives,
+        collective.rounds,
         bits / (sample.bandwidth or 1.0),
-        slow * sending.sent_bytes if sample.bandwidth else 0.0,
-        slow * sending.added_bytes,
+        slow * collective.sent_bytes if sample.bandwidth else 0.0,
+        slow * collective.added_bytes,
     )
     return [each / sample.seconds for each in columns]
 

@@ -11,9 +11,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from horovod_topk.cost.collective_cost import CollectiveCost
 from horovod_topk.cost.machine import Machine
-from horovod_topk.cost.sending import Sending
-from horovod_topk.cost.ways import Piece, Way, Work
+from horovod_topk.cost.strategies import Piece, Strategy, Work
 
 FUSION_BYTES = 128 << 20  # HOROVOD_FUSION_THRESHOLD by default: the buffer of one collective
 # While backward goes on Horovod fuses what is ready when its thread is free. That depends on all
@@ -60,29 +60,33 @@ class Step:
         return min(1.0, max(0.0, 1 - exposed / self.exchange))
 
 
-def step(way: Way, machine: Machine, training: Training, *, overlap: bool) -> Step:
+def step(strategy: Strategy, machine: Machine, training: Training, *, overlap: bool) -> Step:
     """Predict the time of a step with this exchange.
 
     overlap: whether gradients are exchanged while backward computes others. Without overlap all
     gradients are computed, then all are sent, then all are decoded.
     """
     if not overlap:
-        return _timed(way, machine, training, FUSION_BYTES, overlap=False)
-    fused = [_timed(way, machine, training, limit, overlap=True) for limit in FUSED_BYTES]
+        return _timed(strategy, machine, training, FUSION_BYTES, overlap=False)
+    fused = [_timed(strategy, machine, training, limit, overlap=True) for limit in FUSED_BYTES]
     return min(fused, key=lambda each: each.seconds)
 
 
-def _timed(way: Way, machine: Machine, training: Training, limit: int, *, overlap: bool) -> Step:
+def _timed(
+    strategy: Strategy, machine: Machine, training: Training, limit: int, *, overlap: bool
+) -> Step:
     """limit: bytes that are fused at most."""
     slowdown = machine.slowdown(training.ranks_per_node)
-    before = [seconds(piece.before, machine) * slowdown for piece in way.pieces]
-    after = [seconds(piece.after, machine) * slowdown for piece in way.pieces]
+    before = [seconds(piece.before, machine) * slowdown for piece in strategy.pieces]
+    after = [seconds(piece.after, machine) * slowdown for piece in strategy.pieces]
     computed = training.compute + sum(before)
-    ready = _ready(way.pieces, before, training) if overlap else [computed] * len(before)
+    ready = _ready(strategy.pieces, before, training) if overlap else [computed] * len(before)
     exchange, sent_at, clock = 0.0, 0.0, ready[-1]
-    for group in _groups(way.pieces, limit):
-        sending = functools.reduce(Sending.fused, (way.pieces[i].sending for i in group))
-        taken = sending.seconds(machine.network, slowdown)
+    for group in _groups(strategy.pieces, limit):
+        collective = functools.reduce(
+            CollectiveCost.fused, (strategy.pieces[i].collective for i in group)
+        )
+        taken = collective.seconds(machine.network, slowdown)
         exchange += taken
         sent_at = max(sent_at, ready[group[-1]]) + taken
         if overlap:

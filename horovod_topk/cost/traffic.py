@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horovod_topk.core.choice import make_exchange
-from horovod_topk.core.exchange import (
-    Collective,
-    Exchange,
-    HierarchicalExchange,
-    Pending,
-    ShardedExchange,
-)
-from horovod_topk.core.hierarchy import Team
+from horovod_topk.core.exchange import Collective, Exchange, Pending
+from horovod_topk.core.exchange.hierarchical import Groups, HierarchicalExchange
+from horovod_topk.core.exchange.selection import make_exchange
+from horovod_topk.core.exchange.sharded import ShardedExchange
 from horovod_topk.core.nodes import Location, Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.shards import NodePlan
@@ -73,7 +68,7 @@ class _AsRank(HierarchicalExchange[bytes]):
 
     def __init__(self, nodes: Nodes, rank: int, plans: dict[bytes, NodePlan]) -> None:
         collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
-        super().__init__(collective, Team.of(collective, nodes))
+        super().__init__(collective, Groups.of(collective, nodes))
         self._plans = plans
 
 
@@ -121,9 +116,9 @@ class Ranks:
         """Entries of a bucket that every rank decodes in the end."""
         exchange = self._exchanges[0]
         if isinstance(exchange, ShardedExchange):
-            return sum(each.entries for each in exchange.dealt(bucket).back)  # at `gather_ratio`
+            return sum(each.entries for each in exchange.sharded(bucket).back)  # at `gather_ratio`
         if isinstance(exchange, HierarchicalExchange):
-            sums = exchange.dealt(bucket).sums
+            sums = exchange.sharded(bucket).sums
             return len(self._nodes.ranks) * sum(each.entries for each in sums)
         return exchange.ranks * bucket.entries
 
@@ -133,11 +128,11 @@ def _got(exchange: Exchange[bytes], plan: Plan) -> tuple[int, int]:
 
     A shard of each of them, if it is an owner, and what every other owner has gathered.
     """
-    if not isinstance(exchange, HierarchicalExchange) or exchange.team.size == 1:
+    if not isinstance(exchange, HierarchicalExchange) or exchange.groups.size == 1:
         return 0, 0
-    team, nodes = exchange.team, exchange.team.nodes
+    groups, nodes = exchange.groups, exchange.groups.nodes
     sums = [each for bucket in plan.buckets for each in exchange.owned(bucket)]
     shard = sum(each.numel * WIDTH[each.residual_dtype] for each in sums)
-    gathered = len(nodes.ranks) * sum(exchange.dealt(each).sum_bytes for each in plan.buckets)
-    added = (team.size - 1) * shard
-    return added + (nodes.owners - (team.lane is not None)) * gathered, added
+    gathered = len(nodes.ranks) * sum(exchange.sharded(each).sum_bytes for each in plan.buckets)
+    added = (groups.size - 1) * shard
+    return added + (nodes.owners - (groups.shard is not None)) * gathered, added

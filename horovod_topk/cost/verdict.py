@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from horovod_topk.cost.faster import Span, faster, written
+from horovod_topk.cost.crossover import Span, faster, written
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.quantities import milliseconds
 from horovod_topk.cost.step import Step, Training, step
-from horovod_topk.cost.ways import Way
+from horovod_topk.cost.strategies import Strategy
 
 TOO_COARSE = "sign"  # training diverged, or, corrected, lost 12% with a seed: docs/frontier.md
 SECOND = " In this exchange owners select a second time, which costs accuracy: docs/frontier.md."
@@ -20,7 +20,7 @@ UNCHECKED = " (by formulas that no measurement has confirmed)"
 class Row:
     """The cost of one exchange."""
 
-    way: Way
+    strategy: Strategy
     alone: Step  # without overlap
     overlapped: Step
     faster: tuple[Span, ...] | None  # than dense; None: no bandwidth counts, on one node
@@ -34,20 +34,24 @@ class Verdict:
     text: str
 
 
-def rows(ways: Sequence[Way], machine: Machine, training: Training, *, overlap: bool) -> list[Row]:
+def rows(
+    strategies: Sequence[Strategy], machine: Machine, training: Training, *, overlap: bool
+) -> list[Row]:
     """Return the cost of every exchange; the first one is what the others are compared with.
 
     overlap: whether steps with overlap are compared, or those without.
     """
-    between = ways[0].node_bytes > 0
+    between = strategies[0].node_bytes > 0
     return [
         Row(
-            way,
-            step(way, machine, training, overlap=False),
-            step(way, machine, training, overlap=True),
-            faster(ways[0], way, machine, training, overlap=overlap) if between else None,
+            strategy,
+            step(strategy, machine, training, overlap=False),
+            step(strategy, machine, training, overlap=True),
+            faster(strategies[0], strategy, machine, training, overlap=overlap)
+            if between
+            else None,
         )
-        for way in ways
+        for strategy in strategies
     ]
 
 
@@ -63,10 +67,10 @@ def judge(table: Sequence[Row], *, overlap: bool) -> Verdict:
         return row.overlapped if overlap else row.alone
 
     dense = table[0]
-    ours = [row for row in table if row.way.ours and row.way.values != TOO_COARSE]
+    ours = [row for row in table if row.strategy.ours and row.strategy.values != TOO_COARSE]
     best = min(ours, key=lambda row: taken(row).seconds)
     slow, fast = taken(dense), taken(best)
-    others = {_title(row): taken(row) for row in table[1:] if not row.way.ours}
+    others = {_title(row): taken(row) for row in table[1:] if not row.strategy.ours}
     besides = _besides(others, min(slow.seconds, fast.seconds))
     how = "with overlap" if overlap else "without overlap"
     if fast.seconds < slow.seconds:
@@ -76,12 +80,13 @@ def judge(table: Sequence[Row], *, overlap: bool) -> Verdict:
 
 def _pays(best: Row, slow: Step, fast: Step, how: str) -> str:
     where = "" if best.faster is None else f", and pays {written(best.faster)}"
+    chosen = f"exchange={best.strategy.exchange!r}, values={best.strategy.values!r}"
     return (
-        f"compress: exchange={best.way.exchange!r}, values={best.way.values!r} makes a step "
+        f"compress: {chosen} makes a step "
         f"{slow.seconds / fast.seconds:.2f} times faster than dense ({milliseconds(slow.seconds)} "
         f"to {milliseconds(fast.seconds)} ms, {how}){where}."
         + _within(best)
-        + (SECOND if best.way.exchange == "sharded" else "")
+        + (SECOND if best.strategy.exchange == "sharded" else "")
     )
 
 
@@ -99,7 +104,7 @@ def _besides(others: Mapping[str, Step], least: float) -> str:
 
 
 def _title(row: Row) -> str:
-    return "Horovod's own fp16" if row.way.exchange == "allreduce" else row.way.name
+    return "Horovod's own fp16" if row.strategy.exchange == "allreduce" else row.strategy.name
 
 
 def _does_not_pay(best: Row, slow: Step, fast: Step, how: str) -> str:
@@ -118,6 +123,6 @@ def _does_not_pay(best: Row, slow: Step, fast: Step, how: str) -> str:
     where = f" It would pay {written(best.faster)}." if best.faster else ""
     return (
         f"do not compress: dense takes {milliseconds(slow.seconds)} ms a step ({how}), the fastest "
-        f"of ours ({best.way.name}) {milliseconds(fast.seconds)} ms: {reason}."
+        f"of ours ({best.strategy.name}) {milliseconds(fast.seconds)} ms: {reason}."
         f"{where}{_within(best)}"
     )

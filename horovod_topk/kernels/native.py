@@ -29,7 +29,6 @@ CHOICES = {
 }
 
 Library = ctypes.CDLL
-Addresses = ctypes.Array[ctypes.c_void_p]
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,8 @@ def _declare(library: Library) -> None:
 class Bucket:
     """The kernels for one recipe; see `horovod_topk.ops.protocol.Fused` for what they do.
 
-    Arrays are addresses of packed elements in row-major order; `residuals`, `gradients` and
-    `candidates` have one a tensor. The caller keeps the memory alive during a call.
+    Arrays are addresses of packed elements in row-major order; `residuals`, `gradients`,
+    `candidates` and `arrays` have one a tensor. The caller keeps the memory alive during a call.
     """
 
     def __init__(self, recipe: Sequence[int], library: Library) -> None:
@@ -118,28 +117,30 @@ class Bucket:
         if not self._handle:
             raise ValueError(f"not a recipe: {recipe}")
         self.tensors = recipe[0]
+        self._addresses = ctypes.c_void_p * recipe[0]
         weakref.finalize(self, library.topkef_bucket_free, self._handle)
 
     def encode(
         self,
-        residuals: Addresses,
-        gradients: Addresses,
-        candidates: Addresses,
+        residuals: Sequence[int],
+        gradients: Sequence[int],
+        candidates: Sequence[int],
         payload: int,
         threads: int,
     ) -> None:
         """Fill a payload; leave in the candidates what is not sent."""
+        each = self._addresses
         self._library.topkef_encode(
-            self._handle, residuals, gradients, candidates, payload, threads
+            self._handle, each(*residuals), each(*gradients), each(*candidates), payload, threads
         )
 
     def encode_shards(
         self,
         shards: Sequence[Bucket],
-        residuals: Addresses,
-        gradients: Addresses,
-        candidates: Addresses,
-        payloads: Addresses,
+        residuals: Sequence[int],
+        gradients: Sequence[int],
+        candidates: Sequence[int],
+        payloads: Sequence[int],
         threads: int,
     ) -> None:
         """Fill a payload for each shard. Residuals and candidates: one a tensor, shard by shard.
@@ -147,12 +148,12 @@ class Bucket:
         shards: of the same gradients, this one among them.
         """
         self._library.topkef_encode_shards(
-            addresses([shard._handle for shard in shards]),
+            _addresses([shard._handle for shard in shards]),
             len(shards),
-            residuals,
-            gradients,
-            candidates,
-            payloads,
+            _addresses(residuals),
+            _addresses(gradients),
+            _addresses(candidates),
+            _addresses(payloads),
             threads,
         )
 
@@ -162,20 +163,21 @@ class Bucket:
         ranks: int,
         scale: float,
         flags: Sequence[bool],
-        gradients: Addresses,
+        gradients: Sequence[int],
         threads: int,
     ) -> tuple[int, int] | None:
         """Replace gradients; or say which (rank, tensor) has indices that cannot be."""
         wrong = self._library.topkef_decode(
-            self._handle, gathered, ranks, scale, bytes(flags), gradients, threads
+            self._handle, gathered, ranks, scale, bytes(flags), self._addresses(*gradients), threads
         )
         return None if wrong < 0 else divmod(wrong, self.tensors)
 
-    def clear(self, payload: int, arrays: Addresses, threads: int) -> bool:
+    def clear(self, payload: int, arrays: Sequence[int], threads: int) -> bool:
         """Write zeros where a payload has entries; False if they cannot be, and nothing is."""
-        return bool(self._library.topkef_clear(self._handle, payload, arrays, threads))
+        places = _addresses(arrays)
+        return bool(self._library.topkef_clear(self._handle, payload, places, threads))
 
 
-def addresses(each: Sequence[int]) -> Addresses:
+def _addresses(each: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     """Addresses as the library takes them."""
     return (ctypes.c_void_p * len(each))(*each)

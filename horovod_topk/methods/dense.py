@@ -31,7 +31,7 @@ class Dense(Codec):
     It sends every element. Each element's owner adds up the ranks' values in float32, in rank
     order, so that every rank and every run gets the same bits. Over "allgather" and "hierarchical"
     it sends more bytes than over "sharded", its default. `exchange="allreduce"` is Horovod's own
-    allreduce, in an order of its own and without residuals (`horovod_topk.core.allreduce`).
+    allreduce, in an order of its own and without residuals.
 
     Args:
         values: format in which elements are sent: "float32" (float64 for float64 gradients),

@@ -191,12 +191,6 @@ class NumpyOps:
     def fused(self, recipe: Sequence[int], device: str) -> None:
         return None
 
-    def peek(self, gradients: Sequence[Array], count: int) -> Array:
-        return np.concatenate([gradient.reshape(-1)[:count] for gradient in gradients])
-
-    def same(self, left: Array, right: Array) -> bool:
-        return bool(np.array_equal(left, right, equal_nan=True))
-
     def norm(self, array: Array) -> float:
         return float(np.linalg.norm(array.astype(np.float64)))
 

@@ -6,7 +6,7 @@ Rules for implementations:
   strides; its elements are taken in row-major (logical) order.
 - dtypes are named by strings: float16, bfloat16, float32, float64, int16, int32, int64, uint8.
 - `out` and `candidate` are written in place; other arguments are never written.
-- Nothing here waits for a device, save `to_host`, `examine`, `same` and `norm`, and `select` where
+- Nothing here waits for a device, save `to_host`, `examine` and `norm`, and `select` where
   its docstring says so.
 - Where an implementation builds a graph, `examine` and all that follows from it run with the graph.
 - No verb draws random numbers or depends on more than its arguments: equal input, equal bits.
@@ -304,17 +304,6 @@ class Ops(Protocol[Array]):
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
         """A kernel for buckets of this recipe on this device, or None: the verbs will do."""
-        ...
-
-    def peek(self, gradients: Sequence[Array], count: int) -> Array:
-        """The first `count` elements of each gradient in row-major order, behind each other.
-
-        A new array, of a dtype that holds all of them exactly; a smaller gradient gives all it has.
-        """
-        ...
-
-    def same(self, left: Array, right: Array) -> bool:
-        """Whether two arrays hold the same values, NaN equal to NaN. Waits for the device."""
         ...
 
     def norm(self, array: Array) -> float:

@@ -326,15 +326,6 @@ class TensorFlowOps:
         operations = find_operations()
         return None if operations is None else BucketOperations(recipe, operations)
 
-    def peek(self, gradients: Sequence[Array], count: int) -> Array:
-        firsts = [tf.reshape(gradient.value, [-1])[:count] for gradient in gradients]
-        return Buffer(tf.concat([tf.cast(first, tf.float64) for first in firsts], 0))
-
-    def same(self, left: Array, right: Array) -> bool:
-        a, b = left.value, right.value
-        both_nan = tf.math.is_nan(a) & tf.math.is_nan(b)
-        return bool(tf.reduce_all((a == b) | both_nan))
-
     def norm(self, array: Array) -> float:
         return float(tf.norm(tf.cast(array.value, tf.float64)))
 

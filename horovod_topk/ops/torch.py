@@ -231,12 +231,6 @@ class TorchOps:
 
         return TritonBucket(recipe, device)
 
-    def peek(self, gradients: Sequence[Tensor], count: int) -> Tensor:
-        return torch.cat([_first(gradient, count) for gradient in gradients])
-
-    def same(self, left: Tensor, right: Tensor) -> bool:
-        return bool(((left == right) | (left.isnan() & right.isnan())).all())
-
     def norm(self, array: Tensor) -> float:
         return float(torch.linalg.vector_norm(array, dtype=torch.float64))
 
@@ -252,11 +246,12 @@ class CpuBucket:
     def encode(
         self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
     ) -> None:
-        packed = [_packed(gradient) for gradient in gradients]
+        packed = [g if g.is_contiguous() and not g.is_neg() else _packed(g) for g in gradients]
+        e, left = residual.data_ptr(), candidate.data_ptr()
         self._kernel.encode(
-            self._places(residual),
-            _places_of(packed),
-            self._places(candidate),
+            [e + offset for offset in self._offsets],
+            [gradient.data_ptr() for gradient in packed],
+            [left + offset for offset in self._offsets],
             payload.data_ptr(),
             torch.get_num_threads(),
         )
@@ -273,52 +268,46 @@ class CpuBucket:
         self._kernel.encode_shards(
             [each._kernel for each in kernels],
             _places_in(kernels, residuals),
-            _places_of(packed),
+            [gradient.data_ptr() for gradient in packed],
             _places_in(kernels, candidates),
-            _places_of(payloads),
+            [payload.data_ptr() for payload in payloads],
             torch.get_num_threads(),
         )
 
     def decode(
         self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]
     ) -> tuple[int, int] | None:
-        targets = [g if _packed(g) is g else torch.empty(g.shape, dtype=g.dtype) for g in gradients]
+        targets = [
+            g if g.is_contiguous() and not g.is_neg() else torch.empty(g.shape, dtype=g.dtype)
+            for g in gradients
+        ]
         wrong = self._kernel.decode(
             gathered.data_ptr(),
             gathered.numel() // self._payload_bytes,
             scale,
             flags,
-            _places_of(targets),
+            [target.data_ptr() for target in targets],
             torch.get_num_threads(),
         )
         if wrong is None:
-            _note_writing(gradients)
             for target, gradient in zip(targets, gradients, strict=True):
+                _note_writing(gradient)
                 if target is not gradient:
                     gradient.copy_(target)
         return wrong
 
     def clear(self, payload: Tensor, arrays: Sequence[Tensor]) -> None:
         threads = torch.get_num_threads()
-        if not self._kernel.clear(payload.data_ptr(), _places_of(arrays), threads):
+        places = [array.data_ptr() for array in arrays]
+        if not self._kernel.clear(payload.data_ptr(), places, threads):
             raise AssertionError("a payload of our own has indices that cannot be")
 
-    def _places(self, arena: Tensor) -> native.Addresses:
-        return _places_in([self], [arena])
 
-
-def _places_in(kernels: Sequence[CpuBucket], arenas: Sequence[Tensor]) -> native.Addresses:
+def _places_in(kernels: Sequence[CpuBucket], arenas: Sequence[Tensor]) -> list[int]:
     """Where each tensor begins, in one arena after the other."""
     pairs = zip(kernels, arenas, strict=True)
     starts = [(arena.data_ptr(), each._offsets) for each, arena in pairs]
-    return native.addresses([first + offset for first, offsets in starts for offset in offsets])
-
-
-def _first(gradient: Tensor, count: int) -> Tensor:
-    """The first elements of a tensor in row-major order, flat; a view where that is possible."""
-    if gradient.is_contiguous():
-        return gradient.as_strided((min(count, gradient.numel()),), (1,))
-    return gradient.reshape(-1)[:count]
+    return [first + offset for first, offsets in starts for offset in offsets]
 
 
 def _packed(tensor: Tensor) -> Tensor:
@@ -328,18 +317,13 @@ def _packed(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
-def _note_writing(tensors: Sequence[Tensor]) -> None:
-    """What autograd has saved of them is no longer what it was."""
-    note = getattr(torch.autograd.graph, "increment_version", None)  # from PyTorch 2.2 on
-    for tensor in tensors:
-        if note is not None:
-            note(tensor)
-        else:
-            tensor.view(-1)[:0].zero_()
+def _write_nothing(tensor: Tensor) -> None:
+    """Count a write in place without writing."""
+    tensor.view(-1)[:0].zero_()
 
 
-def _places_of(tensors: Sequence[Tensor]) -> native.Addresses:
-    return native.addresses([tensor.data_ptr() for tensor in tensors])
+# Tells autograd that what it has saved of a tensor is no longer what it was.
+_note_writing = getattr(torch.autograd.graph, "increment_version", _write_nothing)  # PyTorch 2.2
 
 
 def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:

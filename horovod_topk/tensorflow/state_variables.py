@@ -9,13 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.exchange import Collective
+from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.residual import Arenas
-from horovod_topk.core.route import Collective
 from horovod_topk.core.state import State
 from horovod_topk.core.state_dict import OWNED, RESIDUALS, VELOCITY, converted
 from horovod_topk.core.stats import describe
@@ -161,7 +161,7 @@ class VariableState(State[Array]):
             )
 
         codec = PayloadCodec(self.ops)
-        return Step(plan, storage, self.ops, codec, exchange, name, probes=False)
+        return Step(plan, storage, self.ops, codec, exchange, name)
 
     def count(self, plan: Plan, rate: Any = None) -> None:
         """Note in a graph that a step is committed."""

@@ -43,7 +43,9 @@ class _Handle:
     handle: int
 
     def wait(self) -> Tensor:
-        result: Any = result_of(self.handle)
+        while not hvd.poll(self.handle):  # as `rest_until_done`, which this spares a call
+            time.sleep(_PAUSE)
+        result: Any = hvd.synchronize(self.handle)
         received: Tensor = result[0] if isinstance(result, tuple) else result
         return received
 

@@ -46,7 +46,7 @@ class Hooks:
 
     def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
-        slot = self._buckets.slot(parameter)
+        slot = self._buckets.slots.get(parameter)
         if slot is not None and slot.exchanged is not None:
             slot.check_not_exchanged()
             slot.exchanged = None

@@ -5,7 +5,7 @@ What is applied has to be what was exchanged: each check raises before anything 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,14 +31,6 @@ class ReadyGradient:
     version: int  # counts in-place writes; see torch.Tensor._version
     address: int  # of `dense`: assigning to `.data` changes no version
 
-    def is_still(self, gradient: Tensor | None) -> bool:
-        """Whether `gradient` is this one, not written to since."""
-        return (
-            gradient is self.owner
-            and gradient._version == self.version
-            and self.dense.data_ptr() == self.address
-        )
-
     def note_writing(self) -> None:
         """Count what has been written to the gradient so far as our own writing."""
         self.version = self.owner._version
@@ -56,6 +48,15 @@ class Slot:
         self.dtype, self.device = DTYPES[spec.dtype], torch.device(spec.device)
         self.ready: ReadyGradient | None = None  # from its hook until its bucket is finished
         self.exchanged: ReadyGradient | None = None  # from then until the optimizer's step
+
+    def is_still(self, seen: ReadyGradient) -> bool:
+        """Whether the parameter's gradient is one that was seen, not written to since."""
+        gradient = self.parameter.grad
+        return (
+            gradient is seen.owner
+            and gradient._version == seen.version
+            and seen.dense.data_ptr() == seen.address
+        )
 
     def check_matches(self, gradient: Tensor) -> None:
         """Refuse a gradient that its residual does not fit, or that cannot be written to.
@@ -96,8 +97,8 @@ class Slot:
 
     def is_changed(self) -> bool:
         """Whether someone has changed the exchanged gradient since; clearing it does not count."""
-        gradient = self.parameter.grad
-        return not (self.exchanged is None or gradient is None or self.exchanged.is_still(gradient))
+        exchanged = self.exchanged
+        return not (exchanged is None or self.parameter.grad is None or self.is_still(exchanged))
 
     def check_not_exchanged(self) -> None:
         """Refuse to send what was received: error feedback would count it twice.
@@ -120,20 +121,27 @@ class Slot:
             )
 
 
-def check_unchanged(slots: Iterable[Slot]) -> None:
-    """Refuse gradients that are not those that were ready.
+def changed(slot: Slot) -> GradientChangedError:
+    """The error for a gradient that is not the one that was ready."""
+    return GradientChangedError(
+        "its gradient was modified or replaced between backward() and synchronize()",
+        tensor=slot.spec.name,
+        cure="Clip, unscale or edit gradients after optimizer.synchronize(), then step "
+        "inside optimizer.skip_synchronize()",
+    )
 
-    Raises:
-        GradientChangedError: one was replaced or written to.
+
+def first_elements(gradients: Sequence[Tensor]) -> Tensor:
+    """The first 16 elements of each gradient in row-major order, one gradient after another.
+
+    The result has a dtype that holds all of them exactly.
     """
-    for slot in slots:
-        if slot.ready is not None and not slot.ready.is_still(slot.parameter.grad):
-            raise GradientChangedError(
-                "its gradient was modified or replaced between backward() and synchronize()",
-                tensor=slot.spec.name,
-                cure="Clip, unscale or edit gradients after optimizer.synchronize(), then step "
-                "inside optimizer.skip_synchronize()",
-            )
+    return torch.cat(
+        [
+            g.as_strided((min(16, g.numel()),), (1,)) if g.is_contiguous() else g.reshape(-1)[:16]
+            for g in gradients
+        ]
+    )
 
 
 def any_applied(slots: Iterable[Slot]) -> bool:

@@ -20,11 +20,10 @@ from torch import Tensor
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.attached import Attached
 from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic
-from horovod_topk.core.choice import exchange_of
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.stats import Stats, describe
-from horovod_topk.core.step import Phase
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.buckets import Buckets
@@ -35,7 +34,7 @@ from horovod_topk.torch.momentum import advise, check_not_twice, hand_over, own_
 from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preprocessing import Preprocessing
 from horovod_topk.torch.rates import followed
-from horovod_topk.torch.ready import Slot
+from horovod_topk.torch.ready import Slot, first_elements
 from horovod_topk.torch.scaling import Scaler
 from horovod_topk.torch.sparse import check_may_leave
 from horovod_topk.torch.stepping import check_evaluates_once
@@ -92,7 +91,8 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         ops = TorchOps()
         self._prefix = config.name or f"topkef.{plan.digest.hex()}"
         self._ordinal = _free_ordinal(self._prefix)
-        if not elastic():  # there, ranks that join late construct theirs alone
+        self._is_elastic = elastic()
+        if not self._is_elastic:  # there, ranks that join late construct theirs alone
             self._ordinal = agree(plan, self._ordinal, ops, collective)
         exchange = exchange_of(plan, ops, collective)
         name = f"{self._prefix}.{self._ordinal}"
@@ -172,35 +172,40 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         Raises:
             ShapeChangedError, GradientChangedError, RepeatedSynchronizeError, ConfigError.
         """
-        slot = self._buckets.slot(id(p))
+        slot = self._buckets.slots.get(id(p))
         if slot is None:
             return None
         optimizer: Any = self._optimizer()
-        self._forget_abandoned(optimizer)
+        if self._handles is not optimizer._handles:
+            self._forget_abandoned(optimizer)
         fired = optimizer._allreduce_delay[p] == 0
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         gradient, is_sparse = p.grad, p.grad.is_sparse
         if not fired and not self._late_are_checked:
-            self._buckets.check_late(self._is_sent)
+            self._buckets.check_late(self._compressor.step.sent)
             self._check_late_sparse(optimizer)
             self._late_are_checked = True
         if is_sparse and not optimizer.sparse_as_dense:
             self._release(slot)
             return None
         dense = gradient.to_dense() if is_sparse else gradient
-        self._buckets.add(slot, gradient, dense)
+        is_complete = self._buckets.add(slot, gradient, dense)
         if not fired:
             self._late[slot.spec.name] += 1
-        self._launch_if_complete(slot.ordinal)
+        if is_complete:
+            self._launch(slot.ordinal)
         return partial(self._collect, slot)
 
     def _collect(self, slot: Slot) -> Tensor:
         """The exchanged gradient of a parameter; the first of a bucket waits for all of it."""
-        if self._is_sent(slot.ordinal):
+        ordinal, step, gain = slot.ordinal, self._compressor.step, 1.0
+        if slot.exchanged is None or ordinal in step.sent:
             with torch.no_grad():
-                self._finish(slot.ordinal)
-            self._buckets.note_exchanged(slot.ordinal)
+                if self._preprocessing is not None:
+                    gain = self._preprocessing.gain(self._optimizer())
+                step.finish(ordinal, self._buckets.gradients(ordinal), gain)
+            self._buckets.note_exchanged(ordinal)
             self._late_are_checked = False
         assert slot.exchanged is not None  # its bucket is finished
         return slot.exchanged.dense
@@ -209,24 +214,19 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         """Note that `synchronize()` is over: from here on a user may change gradients."""
         self._hooks.late_clipping.begin()
 
-    def _is_sent(self, ordinal: int) -> bool:
-        return self._compressor.phase(ordinal) is Phase.SENT
-
-    def _launch_if_complete(self, ordinal: int) -> None:
-        if self._buckets.is_complete(ordinal):
-            with torch.no_grad():
-                self._launch(ordinal)
-
+    @torch.no_grad()
     def _launch(self, ordinal: int) -> None:
-        if elastic() and not self._compressor.is_under_way:
+        if self._is_elastic and not self._compressor.step.sent:
             self._meet()
+        self._buckets.sent.pop(ordinal, None)
         gradients = self._buckets.gradients(ordinal)
         if self._preprocessing is not None:
-            if not self._compressor.is_under_way:
+            if not self._compressor.step.sent:
                 self._preprocessing.begin(self._optimizer(), self._compressor.ranks)
             self._preprocessing.apply(gradients)
             for slot in self._buckets.slots_of(ordinal):
                 slot.note_writing()
+        self._buckets.sent[ordinal] = first_elements(gradients)
         self._compressor.launch(ordinal, gradients)
 
     def _meet(self) -> None:
@@ -245,17 +245,10 @@ class OptimizerState(Attached[Compressor[Tensor]]):
                 units,
             )
 
-    def _finish(self, ordinal: int) -> None:
-        gradients, gain = self._buckets.gradients(ordinal), 1.0
-        if self._preprocessing is not None:
-            gain = self._preprocessing.gain(self._optimizer())
-        self._compressor.finish(ordinal, gradients, gain=gain)
-
     def _forget_abandoned(self, optimizer: Any) -> None:
         """Drop a step that `optimizer.load_state_dict()` cut off: it replaces the handles."""
-        if self._handles is not optimizer._handles:
-            self._compressor.abandon()
-            self._forget_step(optimizer)
+        self._compressor.abandon()
+        self._forget_step(optimizer)
 
     def _drop_step(self) -> None:
         """Have nothing under way, as Horovod does in `optimizer.load_state_dict()`."""
@@ -284,8 +277,8 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         self._compressor.replan(plan)
         self._buckets.index(plan)
         self._skip(name, "sparse gradient: exchanged by Horovod's own allgather")
-        if slot.ordinal in self._buckets:
-            self._launch_if_complete(slot.ordinal)
+        if slot.ordinal in self._buckets and self._buckets.is_complete(slot.ordinal):
+            self._launch(slot.ordinal)
 
     def _check_late_sparse(self, optimizer: Any) -> None:
         """Refuse before `synchronize()` sends anything; see `Buckets.check_late`."""

@@ -16,7 +16,7 @@ from itertools import groupby
 
 from planning.grid import Cell
 from planning.guesses import Row
-from planning.ways import DENSE
+from planning.strategies import DENSE
 from study.markdown import table
 
 
@@ -49,14 +49,14 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def _verdict(cell: Cell, rows: Sequence[Row]) -> Verdict:
-    dense = next(row for row in rows if row.way == DENSE.name)
+    dense = next(row for row in rows if row.strategy == DENSE.name)
     ours = [row for row in rows if row is not dense]
     planned = min(ours, key=lambda row: row.planned)
     measured = min(ours, key=lambda row: row.measured)
     return Verdict(
         cell,
-        planned.way,
-        measured.way,
+        planned.strategy,
+        measured.strategy,
         dense.planned / planned.planned,
         dense.measured / measured.measured,
         _tells_apart(dense.repeats, measured.repeats),

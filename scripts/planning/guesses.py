@@ -11,15 +11,15 @@ from typing import Any
 from cluster import Link
 from horovod_topk.cli.models import known_specs
 from horovod_topk.core.nodes import Nodes
+from horovod_topk.cost.collective_cost import CollectiveCost
 from horovod_topk.cost.fit import Sample, fit
 from horovod_topk.cost.machine import Kernels, Machine
-from horovod_topk.cost.sending import Sending
 from horovod_topk.cost.step import Training, step
+from horovod_topk.cost.strategies import Strategy, compressed, dense
 from horovod_topk.cost.traffic import nodes_of
-from horovod_topk.cost.ways import Way, compressed, dense
 from horovod_topk.methods.topk import TopK
 from planning.grid import FITTED, GUESSED, Cell
-from planning.ways import DENSE, NONE, WAYS, Exchange
+from planning.strategies import DENSE, NONE, STRATEGIES, Exchange
 
 Job = dict[str, Any]  # what a cell's ranks found, and where
 
@@ -29,7 +29,7 @@ class Row:
     """A step with one exchange on one cell."""
 
     cell: Cell
-    way: str
+    strategy: str
     planned: float  # seconds, without overlap
     overlapped: float  # seconds, planned with overlap
     repeats: tuple[float, ...]
@@ -67,9 +67,9 @@ def machine_of(jobs: Sequence[Job]) -> Machine:
     """Constants, fitted on the cells for fitting."""
     cores = float(jobs[0]["machine"]["cores"])
     samples = [
-        Sample(Sending(**sending), took, max(1.0, cell.hosts / cores), _rate(cell))
+        Sample(CollectiveCost(**collective), took, max(1.0, cell.hosts / cores), _rate(cell))
         for cell, job in zip(FITTED, jobs, strict=True)
-        for sending, took in job["samples"]
+        for collective, took in job["samples"]
     ]
     each = [Kernels(**job["kernels"]) for job in jobs]
     names = Kernels.__dataclass_fields__
@@ -87,10 +87,10 @@ def guesses(machine: Machine, cell: Cell, job: Job) -> Iterator[Row]:
     network = replace(machine.network, bandwidth=_rate(cell))
     there = replace(machine, network=network, crowd=cell.hosts)
     training = Training(statistics.median(job["repeats"][NONE.name]))
-    for exchange in WAYS[1:]:
-        way = _way(cell.model, exchange, nodes)
+    for exchange in STRATEGIES[1:]:
+        strategy = _way(cell.model, exchange, nodes)
         planned, overlapped = (
-            step(way, there, training, overlap=overlap).seconds for overlap in (False, True)
+            step(strategy, there, training, overlap=overlap).seconds for overlap in (False, True)
         )
         repeats = tuple(job["repeats"][exchange.name])
         yield Row(cell, exchange.name, planned, overlapped, repeats)
@@ -102,7 +102,7 @@ def _rate(cell: Cell) -> float:
     return rate
 
 
-def _way(model: str, exchange: Exchange, nodes: Nodes) -> Way:
+def _way(model: str, exchange: Exchange, nodes: Nodes) -> Strategy:
     specs = known_specs(model)
     if exchange == DENSE:
         return dense(specs, nodes)

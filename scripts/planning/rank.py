@@ -28,20 +28,20 @@ from horovod_topk.cli.plan.measure import timed
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.methods.topk import TopK
 from planning.grid import LEAST, MOST, SETTLED
-from planning.ways import DENSE, NONE, WAYS, Exchange
+from planning.strategies import DENSE, NONE, STRATEGIES, Exchange
 from shapes import Shapes
 
 LONG = 15.0  # seconds of repeats; after them, no more than the least number
 
 
-def training(hvd: Any, model: Shapes, way: Exchange) -> Callable[[], None]:
+def training(hvd: Any, model: Shapes, strategy: Exchange) -> Callable[[], None]:
     """A training step with one exchange."""
     directions = directions_of(model, hvd.rank())
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-9)
-    if way != NONE:
+    if strategy != NONE:
         from horovod_topk.torch import TopKEF
 
-        compression = hvd.Compression.none if way == DENSE else TopKEF(**asdict(way))
+        compression = hvd.Compression.none if strategy == DENSE else TopKEF(**asdict(strategy))
         names = model.named_parameters()
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=names, compression=compression
@@ -77,12 +77,12 @@ def repeated(step: Callable[[], None], warm_up: int) -> list[float]:
     return taken
 
 
-def steps(hvd: Any, name: str, ways: Iterable[Exchange]) -> dict[str, list[float]]:
+def steps(hvd: Any, name: str, strategies: Iterable[Exchange]) -> dict[str, list[float]]:
     """Step times of each exchange; dense has one warm-up step, in which names are cached."""
     found = {}
-    for way in ways:
-        step = training(hvd, Shapes(name), way)
-        found[way.name] = repeated(step, warm_up=1 if way == DENSE else SETTLED)
+    for strategy in strategies:
+        step = training(hvd, Shapes(name), strategy)
+        found[strategy.name] = repeated(step, warm_up=1 if strategy == DENSE else SETTLED)
         del step
         gc.collect()
     return found
@@ -91,7 +91,7 @@ def steps(hvd: Any, name: str, ways: Iterable[Exchange]) -> dict[str, list[float
 def samples(framework: Framework) -> list[tuple[dict[str, Any], float]]:
     """The collectives and their times."""
     nodes = nodes_of(framework.hvd.size(), framework.hvd.local_size())
-    return [(asdict(sending), took) for sending, took in timed(framework, nodes)]
+    return [(asdict(collective), took) for collective, took in timed(framework, nodes)]
 
 
 def main() -> None:
@@ -111,8 +111,10 @@ def main() -> None:
     if args.model is None:
         found["samples"] = samples(framework)
     else:
-        ways = [way for way in WAYS if not (args.without_dense and way == DENSE)]
-        found["repeats"] = steps(hvd, args.model, ways)
+        strategies = [
+            strategy for strategy in STRATEGIES if not (args.without_dense and strategy == DENSE)
+        ]
+        found["repeats"] = steps(hvd, args.model, strategies)
     if hvd.rank() == 0:
         args.json.write_text(json.dumps(found))
     hvd.shutdown()

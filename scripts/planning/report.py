@@ -13,7 +13,7 @@ from horovod_topk.cost.quantities import milliseconds
 from planning import agreement
 from planning.grid import CELLS, FITTED, LEAST, MOST, SETTLED
 from planning.guesses import Job, Row, machine_of, rows
-from planning.ways import WAYS
+from planning.strategies import STRATEGIES
 from study.markdown import table
 
 MEDIAN, TENTH = 0.15, 0.30  # wanted errors: the median, and the 90th percentile
@@ -142,7 +142,10 @@ def _constants(network: Network) -> str:
 
 def errors(found: Sequence[Row]) -> str:
     """How far the plan is off, without and with overlap, and the noise floor."""
-    groups = {way.name: [row for row in found if row.way == way.name] for way in WAYS[1:]}
+    groups = {
+        strategy.name: [row for row in found if row.strategy == strategy.name]
+        for strategy in STRATEGIES[1:]
+    }
     lines = [
         _errors(plan, name, each, [seconds(row) for row in each])
         for plan, seconds in PLANS.items()
@@ -179,7 +182,7 @@ def _line(row: Row) -> list[str]:
         str(row.cell.hosts),
         row.cell.rate,
         row.cell.model or "",
-        row.way,
+        row.strategy,
         f"{row.measured:.3f}",
         f"{row.spread:.0%}",
         f"{row.planned:.3f}",
@@ -190,15 +193,15 @@ def _line(row: Row) -> list[str]:
 def draw(found: Sequence[Row], path: Path) -> None:
     """Planned against measured steps of all cells, a colour for each exchange."""
     with canvas(path, width=6.5) as axes:
-        for way in WAYS[1:]:
-            mine = [row for row in found if row.way == way.name]
+        for strategy in STRATEGIES[1:]:
+            mine = [row for row in found if row.strategy == strategy.name]
             axes.plot(
                 [row.measured for row in mine],
                 [row.planned for row in mine],
                 "o",
                 ms=4,
                 alpha=0.7,
-                label=way.name,
+                label=strategy.name,
             )
         ends = [min(row.measured for row in found), max(row.measured for row in found)]
         axes.plot(ends, ends, color="#888888", linewidth=1, zorder=0)

@@ -148,13 +148,13 @@ class Both:
     def gradients(self) -> list[Array]:
         return [np.full(t.spec.shape, 5, t.spec.dtype) for t in self.bucket.tensors]
 
-    def places(self, arena: Array) -> native.Addresses:
+    def places(self, arena: Array) -> list[int]:
         views = [arena[t.start : t.stop] for t in self.bucket.tensors]
         return self.addresses(views)
 
     @staticmethod
-    def addresses(arrays: list[Array]) -> native.Addresses:
-        return native.addresses([array.ctypes.data for array in arrays])
+    def addresses(arrays: list[Array]) -> list[int]:
+        return [array.ctypes.data for array in arrays]
 
 
 def bucket_of(*sizes: int, dtype: str = "float32", **settings: Any) -> BucketPlan:
@@ -504,7 +504,7 @@ def test_memory_that_is_not_aligned(isa: str, values: str, indices: str, offset:
     payload = moved(aligned.codec.new_payload(bucket))
     shifted = [moved(gradient) for gradient in gradients]
     width = [4 * t.start for t in bucket.tensors]
-    places = [native.addresses([a.ctypes.data + w for w in width]) for a in (residual, candidate)]
+    places = [[a.ctypes.data + w for w in width] for a in (residual, candidate)]
     aligned.kernel.encode(places[0], Both.addresses(shifted), places[1], payload.ctypes.data, 1)
     assert payload.tobytes() == expected.tobytes()
     assert candidate.tobytes() == aligned.residual.tobytes()

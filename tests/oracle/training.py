@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_topk.core.agreement import agree
-from horovod_topk.core.choice import make_exchange
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Collective
+from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.methods.topk import TopK
@@ -69,9 +69,14 @@ def _gradients(rank: int, step: int) -> dict[str, NDArray[Any]]:
 def _step(
     compressor: Compressor[NDArray[Any]], gradients: dict[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
-    for verb in (compressor.launch, compressor.finish):
-        for bucket in compressor.plan.buckets:
-            verb(bucket.ordinal, [gradients[t.spec.name] for t in bucket.tensors])
+    buckets = {
+        bucket.ordinal: [gradients[t.spec.name] for t in bucket.tensors]
+        for bucket in compressor.plan.buckets
+    }
+    for ordinal, arrays in buckets.items():
+        compressor.launch(ordinal, arrays)
+    for ordinal, arrays in buckets.items():
+        compressor.step.finish(ordinal, arrays)
     return gradients
 
 

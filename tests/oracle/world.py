@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_topk.core.choice import choose, make_exchange
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange.selection import choose, make_exchange
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import ResidualRegistry
@@ -56,14 +56,14 @@ class World:
 
     def finish(self, gain: float = 1.0) -> list[Gradients]:
         """Receive on every rank; returns the exchanged gradients, times `gain`."""
-        for _ in range(self.ranks[0].stages):
+        for _ in range(self.ranks[0].step.stages):
             for compressor in self.ranks:
                 with np.errstate(all="ignore"):
-                    compressor.advance()
+                    compressor.step.advance()
         for rank, compressor in enumerate(self.ranks):
             for bucket in self.plan.buckets:
                 with np.errstate(all="ignore"):
-                    compressor.finish(bucket.ordinal, self._of_bucket(rank, bucket), gain=gain)
+                    compressor.step.finish(bucket.ordinal, self._of_bucket(rank, bucket), gain=gain)
         to_numpy = self.backend.numpy
         return [{name: to_numpy(array) for name, array in one.items()} for one in self._arrays]
 

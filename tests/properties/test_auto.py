@@ -13,8 +13,13 @@ from oracle.world import nodes_of_sizes
 
 from horovod_topk.config import EXCHANGES
 from horovod_topk.core.base_compressor import check_elastic
-from horovod_topk.core.choice import SECOND_SELECTION, choose, exchange_of, make_exchange
 from horovod_topk.core.exchange import Exchange
+from horovod_topk.core.exchange.selection import (
+    SECOND_SELECTION,
+    choose,
+    exchange_of,
+    make_exchange,
+)
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.errors import ConfigError

@@ -13,7 +13,6 @@ from oracle.world import Gradients, World, same_bits
 
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.stats import StepCounters
-from horovod_topk.core.step import Phase
 from horovod_topk.methods.topk import TopK
 
 ENDINGS = ("commit", "roll back", "poison", "forget", "send again")
@@ -138,7 +137,7 @@ def test_a_step_that_nobody_ended_is_rolled_back_by_the_next() -> None:
     for compressor, gradient in zip(world.ranks, again, strict=True):
         compressor.launch(0, [gradient])
     for compressor, gradient in zip(world.ranks, again, strict=True):
-        compressor.finish(0, [gradient])
+        compressor.step.finish(0, [gradient])
     assert world.commit() == [True, True]
     assert [(c.steps, c.rolled_back) for c in world.ranks] == [(1, 1), (1, 1)]
     assert all(one["a"].any() and not one["b"].any() for one in world.residuals())
@@ -168,7 +167,7 @@ def test_commit_and_rollback_without_a_finished_step_do_nothing() -> None:
     world.launch(ones())
     assert world.commit() == [False, False]
     world.rollback()
-    assert [world.ranks[0].phase(i) for i in (0, 1)] == [Phase.SENT, Phase.SENT]
+    assert world.ranks[0].step.sent == {0, 1}
     world.finish()
     assert world.commit() == [True, True]
     after = world.residuals()
@@ -182,7 +181,7 @@ def test_a_step_does_not_commit_in_part() -> None:
     world = two_buckets()
     world.launch(ones(b=np.nan))
     for compressor, arrays in zip(world.ranks, world._arrays, strict=True):
-        compressor.finish(0, [arrays["a"]])
+        compressor.step.finish(0, [arrays["a"]])
     before = world.residuals()
     assert world.commit() == [False, False]
     assert same_bits(world.residuals(), before)
@@ -193,7 +192,7 @@ def test_abandon_ends_a_step_in_any_phase() -> None:
     world.launch(ones())
     for compressor in world.ranks:
         compressor.abandon()
-    assert world.ranks[0].phase(0) is Phase.IDLE
+    assert not world.ranks[0].step.sent
     assert world.network.awaited == [["job.0.0", "job.0.1"]] * 2
     assert world.commit() == [False, False]
     assert not any(e.any() for one in world.residuals() for e in one.values())

@@ -84,13 +84,13 @@ def _frozen(backend: Backend, state: Any) -> Any:
 
 def finish(world: World, *ranks: int) -> list[NDArray[Any]]:
     """What some ranks have in the end of a step, in lock-step; then they end it."""
-    for _ in range(world.ranks[0].stages):
+    for _ in range(world.ranks[0].step.stages):
         for rank in ranks:
-            world.ranks[rank].advance()
+            world.ranks[rank].step.advance()
     applied = []
     for rank in ranks:
         arrays = world._of_bucket(rank, world.plan.buckets[0])
-        world.ranks[rank].finish(0, arrays)
+        world.ranks[rank].step.finish(0, arrays)
         world.ranks[rank].rollback()
         applied += [world.backend.numpy(array) for array in arrays]
     return applied
@@ -185,7 +185,7 @@ def test_a_rank_that_abandons_a_step_ends_it_for_all(backend: Backend, method: R
         world.launch(gradients_of(1, world.plan))
         for _ in range(before_it):
             for compressor in world.ranks:
-                compressor.advance()
+                compressor.step.advance()
         world.ranks[1].abandon()
         applied = finish(world, 0, 2)
         if before_it < stages:
@@ -201,11 +201,11 @@ def test_two_ranks_that_abandon_a_step() -> None:
     world.launch(gradients_of(1, world.plan))
     world.ranks[2].abandon()
     for compressor in world.ranks[:2]:
-        compressor.advance()
+        compressor.step.advance()
     world.ranks[0].reset()
     assert all(np.isnan(g).all() for g in finish(world, 1))
     for compressor in world.ranks:
-        assert not compressor.is_under_way
+        assert not compressor.step.sent
     for saved, compressor in zip(started().ranks, world.ranks, strict=True):
         compressor.load_state_dict(saved.state_dict())
     assert_goes_on(world, before, [0, 1, 0])
@@ -219,12 +219,12 @@ def test_an_owner_that_refuses_a_payload_tells_the_others(method: Rounds, i: int
     world.launch(gradients_of(1, world.plan))
     for _ in range(2 * i):
         for compressor in world.ranks:
-            compressor.advance()
+            compressor.step.advance()
     damage(world, f"job.0.0.{i}.scatter", of=2)
     with pytest.raises(PayloadError, match="bucket 0, rank 2: the bytes 00000000"):
-        world.ranks[0].advance()
+        world.ranks[0].step.advance()
     for compressor in world.ranks[1:]:
-        compressor.advance()
+        compressor.step.advance()
     assert all(np.isnan(g).all() for g in finish(world, 1, 2))
     world.ranks[0].abandon()
     assert_goes_on(world, before, [0, 1, 1])
@@ -238,11 +238,11 @@ def test_sums_that_no_rank_can_read_are_refused_by_all(i: int) -> None:
     world.launch(gradients_of(1, world.plan))
     for _ in range(2 * i + 1):
         for compressor in world.ranks:
-            compressor.advance()
+            compressor.step.advance()
     damage(world, f"job.0.0.{i}.gather", of=2)
     for rank, compressor in enumerate(world.ranks):
         with pytest.raises(PayloadError, match="bucket 0, rank 2: the bytes 00000000"):
-            compressor.finish(0, world._of_bucket(rank, world.plan.buckets[0]))
+            compressor.step.finish(0, world._of_bucket(rank, world.plan.buckets[0]))
     for compressor in world.ranks:
         compressor.abandon()
     assert_goes_on(world, before, [0, 0, 0])
@@ -255,12 +255,12 @@ def test_a_rank_that_cannot_read_the_sums_of_a_round_ends_the_step_for_all() -> 
     before = kept(world)
     world.launch(gradients_of(1, world.plan))
     for compressor in world.ranks:
-        compressor.advance()
+        compressor.step.advance()
     for compressor in world.ranks[1:]:
-        compressor.advance()
+        compressor.step.advance()
     damage(world, "job.0.0.0.gather", of=2)
     with pytest.raises(PayloadError, match="bucket 0, rank 2: the bytes 00000000"):
-        world.ranks[0].advance()
+        world.ranks[0].step.advance()
     world.ranks[0].abandon()
     assert all(np.isnan(g).all() for g in finish(world, 1, 2))
     assert_goes_on(world, before, [0, 1, 1])
@@ -285,12 +285,12 @@ def test_with_a_thread_for_each_rank_nobody_waits_for_ever(stage: int) -> None:
         if collective.rank == 1:
             try:
                 for _ in range(stage):
-                    compressor.advance()
+                    compressor.step.advance()
                 raise TopKError("a user's own error", cure="None")
             except TopKError:
                 compressor.abandon()
                 return arrays
-        compressor.finish(0, arrays)
+        compressor.step.finish(0, arrays)
         compressor.rollback()
         return arrays
 

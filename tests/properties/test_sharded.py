@@ -176,7 +176,7 @@ def test_a_damaged_payload_names_the_rank_that_sent_it(backend: Backend, leg: st
     dealt = shard(world.plan.buckets[0], 3)
     if leg == "gather":
         for compressor in world.ranks:
-            compressor.advance()
+            compressor.step.advance()
     posted = world.network._posted[(f"job.0.0.{leg}", 0)]
     # For rank 0 in a scatter: of rank 2's payloads the first.
     each = dealt.scatter[0] if leg == "scatter" else dealt.gather[2]
@@ -216,12 +216,12 @@ def test_an_owner_that_refuses_a_payload_tells_the_others() -> None:
     posted = world.network._posted[("job.0.0.scatter", 1)]
     posted[2][0:4] = 0  # of rank 2's payload for rank 0 the magic
     with pytest.raises(PayloadError, match="bucket 0, rank 2: the bytes 00000000"):
-        world.ranks[0].advance()
+        world.ranks[0].step.advance()
     for compressor in world.ranks[1:]:
-        compressor.advance()
+        compressor.step.advance()
     for rank in (1, 2):
         gradients = world._of_bucket(rank, world.plan.buckets[0])
-        world.ranks[rank].finish(0, gradients)
+        world.ranks[rank].step.finish(0, gradients)
         assert all(np.isnan(g).all() for g in gradients)
         assert not world.ranks[rank].commit()
     world.ranks[0].abandon()
@@ -233,10 +233,10 @@ def test_a_rank_that_abandons_a_step_does_not_hold_up_the_others() -> None:
     world = World(plan_of(), 2, NUMPY)
     random = np.random.default_rng(0)
     world.launch(some_gradients(random, 2))
-    world.ranks[1].advance()
+    world.ranks[1].step.advance()
     world.ranks[0].reset()
     gradients = world._of_bucket(1, world.plan.buckets[0])
-    world.ranks[1].finish(0, gradients)
+    world.ranks[1].step.finish(0, gradients)
     assert all(np.isnan(g).all() for g in gradients)
     assert not world.ranks[1].commit()
     exchanged = world.step(some_gradients(random, 2))

@@ -15,15 +15,24 @@ from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost import powersgd
-from horovod_topk.cost.faster import Span, faster, written
+from horovod_topk.cost.collective_cost import HEADERS, CollectiveCost, ring_allreduce
+from horovod_topk.cost.crossover import Span, faster, written
 from horovod_topk.cost.fit import Sample, fit, least_squares
 from horovod_topk.cost.machine import Kernels, Machine, Network
 from horovod_topk.cost.quantities import bits_per_second, milliseconds, rate, seconds
-from horovod_topk.cost.sending import HEADERS, Sending, ring_allreduce
 from horovod_topk.cost.step import Training, step
+from horovod_topk.cost.strategies import (
+    Piece,
+    Strategy,
+    Work,
+    all_strategies,
+    compressed,
+    dense,
+    half,
+    low_rank,
+)
 from horovod_topk.cost.traffic import exchange_of, nodes_of
 from horovod_topk.cost.verdict import judge, rows
-from horovod_topk.cost.ways import Piece, Way, Work, all_ways, compressed, dense, half, low_rank
 from horovod_topk.methods.topk import TopK
 
 NOTHING = Kernels(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -44,26 +53,26 @@ def machine(bandwidth: float) -> Machine:
 
 def test_a_ring_allreduce_by_hand() -> None:
     """8 ranks, 8 MB: 14 MB sent in 14 messages, and 14 more that negotiate; 7 MB are added."""
-    sending = ring_allreduce(8_000_000, APART)
-    assert sending == Sending(1, 28, 14_000_000, 0, 14_000_000, 7_000_000)
+    collective = ring_allreduce(8_000_000, APART)
+    assert collective == CollectiveCost(1, 28, 14_000_000, 0, 14_000_000, 7_000_000)
     network = Network(1e9, latency=1e-4, overhead=2e-3, copy=1e-9, add=2e-9)
     by_hand = 0.002 + 0.0028 + 0.112 * (1 + 66 / 1448) + 0.014 + 0.014
-    assert sending.seconds(network) == pytest.approx(by_hand)
-    assert sending.seconds(network, slowdown=3) == pytest.approx(by_hand + 2 * 0.028)
+    assert collective.seconds(network) == pytest.approx(by_hand)
+    assert collective.seconds(network, slowdown=3) == pytest.approx(by_hand + 2 * 0.028)
 
 
 def test_nodes_of_several_ranks_share_their_card() -> None:
     """A ring leaves each node once, and passes the other ranks within it meanwhile."""
-    sending = ring_allreduce(8_000_000, TOGETHER)
-    assert (sending.network_bytes, sending.local_bytes) == (14_000_000, 14_000_000)
+    collective = ring_allreduce(8_000_000, TOGETHER)
+    assert (collective.network_bytes, collective.local_bytes) == (14_000_000, 14_000_000)
     slow_inside = Network(1e9, 0.0, 0.0, local_bandwidth=5e8)
-    assert sending.seconds(slow_inside) == pytest.approx(8 * 14e6 / 5e8)
+    assert collective.seconds(slow_inside) == pytest.approx(8 * 14e6 / 5e8)
     assert ring_allreduce(8_000_000, nodes_of(4, 4)).network_bytes == 0
 
 
 def test_legs_of_a_hierarchical_exchange_follow_each_other() -> None:
     network = Network(1e9, 0.0, 0.0, local_bandwidth=1e9)
-    both = Sending(3, 0, 1000, 1000, 2000)
+    both = CollectiveCost(3, 0, 1000, 1000, 2000)
     apart = replace(both, ring=False)
     assert apart.seconds(network) == pytest.approx(8e-6 * (1 + HEADERS) + 8e-6)
     assert both.seconds(network) == pytest.approx(8e-6 * (1 + HEADERS))
@@ -75,33 +84,33 @@ def test_legs_of_a_hierarchical_exchange_follow_each_other() -> None:
 def test_bytes_are_those_of_traffic(kind: str, nodes: object, values: str) -> None:
     assert isinstance(nodes, type(APART))
     config = TopK(values=values)
-    way, plan = compressed(SPECS, nodes, kind, config), make_plan(SPECS, config)
+    strategy, plan = compressed(SPECS, nodes, kind, config), make_plan(SPECS, config)
     each = [exchange_of(kind, nodes, rank).traffic(plan) for rank in range(sum(nodes.sizes))]
-    assert way.sent_bytes == max(traffic.sent_bytes for traffic in each)
-    assert {way.node_bytes} == {traffic.node_bytes for traffic in each}
+    assert strategy.sent_bytes == max(traffic.sent_bytes for traffic in each)
+    assert {strategy.node_bytes} == {traffic.node_bytes for traffic in each}
 
 
 def test_uneven_nodes_have_few_owners() -> None:
     """7 ranks on nodes of 3, 3 and 1: one owner a node, to whom the others send all they have."""
     specs, config = [TensorSpec("w", (10_000,), "float32")], TopK()
-    sending = compressed(specs, nodes_of(7, 3), "hierarchical", config).pieces[0].sending
+    collective = compressed(specs, nodes_of(7, 3), "hierarchical", config).pieces[0].collective
     exchange = exchange_of("hierarchical", nodes_of(7, 3))
-    payload = exchange.dealt(make_plan(specs, config).buckets[0]).sum_bytes
-    assert sending.sent_bytes == 40_000 + 3 * payload  # the second rank hands on what it has got
-    assert sending.added_bytes == 2 * 40_000
-    assert sending.local_bytes == 2 * 40_000  # which the owner gets
-    assert sending.network_bytes == 2 * payload
+    payload = exchange.sharded(make_plan(specs, config).buckets[0]).sum_bytes
+    assert collective.sent_bytes == 40_000 + 3 * payload  # the second rank hands on what it has got
+    assert collective.added_bytes == 2 * 40_000
+    assert collective.local_bytes == 2 * 40_000  # which the owner gets
+    assert collective.network_bytes == 2 * payload
 
 
 def test_owners_of_even_nodes_by_hand() -> None:
     """4 ranks on 2 nodes: an owner sends and gets half of 2048 elements, and hands on its half."""
     specs, config = [TensorSpec("w", (2048,), "float32")], TopK()
-    sending = compressed(specs, nodes_of(4, 2), "hierarchical", config).pieces[0].sending
+    collective = compressed(specs, nodes_of(4, 2), "hierarchical", config).pieces[0].collective
     exchange = exchange_of("hierarchical", nodes_of(4, 2))
-    payload = exchange.dealt(make_plan(specs, config).buckets[0]).sum_bytes
-    assert sending.added_bytes == 4 * 1024
-    assert sending.local_bytes == 4 * 1024 + 2 * payload
-    assert sending.sent_bytes == sending.local_bytes + payload
+    payload = exchange.sharded(make_plan(specs, config).buckets[0]).sum_bytes
+    assert collective.added_bytes == 4 * 1024
+    assert collective.local_bytes == 4 * 1024 + 2 * payload
+    assert collective.sent_bytes == collective.local_bytes + payload
 
 
 def test_bytes_of_dense_and_fp16() -> None:
@@ -114,11 +123,11 @@ def test_messages_by_hand() -> None:
     """4 ranks: a ring of 3; an alltoall of 3 and 3 lengths; 6 that negotiate each collective."""
     specs, config = [TensorSpec("w", (10_000,), "float32")], TopK()
     gather = compressed(specs, nodes_of(4, 1), "allgather", config).pieces[0]
-    assert (gather.sending.collectives, gather.sending.rounds) == (1, 3 + 6)
+    assert (gather.collective.collectives, gather.collective.rounds) == (1, 3 + 6)
     sharded = compressed(specs, nodes_of(4, 1), "sharded", config).pieces[0]
-    assert (sharded.sending.collectives, sharded.sending.rounds) == (2, 6 + 3 + 12)
+    assert (sharded.collective.collectives, sharded.collective.rounds) == (2, 6 + 3 + 12)
     nested = compressed(specs, nodes_of(4, 2), "hierarchical", config).pieces[0]
-    assert (nested.sending.collectives, nested.sending.rounds) == (3, (2 + 1 + 4) + (1 + 2))
+    assert (nested.collective.collectives, nested.collective.rounds) == (3, (2 + 1 + 4) + (1 + 2))
 
 
 def test_work_by_hand() -> None:
@@ -140,31 +149,31 @@ def test_powersgd_by_hand() -> None:
     found = powersgd.factors([(100, 6, 10), (5, 5), (7,), ()], rank=2)
     assert found.elements == 2 * 160 + 25 + 7 + 1
     assert found.multiplied == 3 * 6000 * 2 + 100 * 4
-    way = low_rank([TensorSpec("w", (100, 60), "float32")], nodes_of(2, 1), 2)
-    assert way.sent_bytes == 4 * 320
-    assert way.pieces[0].sending.collectives == 3
+    strategy = low_rank([TensorSpec("w", (100, 60), "float32")], nodes_of(2, 1), 2)
+    assert strategy.sent_bytes == 4 * 320
+    assert strategy.pieces[0].collective.collectives == 3
 
 
 # Steps
 
 
 def piece(elements: int, kilobytes: int, fusion_bytes: int | None = None) -> Piece:
-    sending = Sending(1, 0, 0, 1000 * kilobytes, 1000 * kilobytes)
-    return Piece(elements, Work(encoded=elements), sending, Work(cleared=elements), fusion_bytes)
+    collective = CollectiveCost(1, 0, 0, 1000 * kilobytes, 1000 * kilobytes)
+    return Piece(elements, Work(encoded=elements), collective, Work(cleared=elements), fusion_bytes)
 
 
 def test_a_step_by_hand() -> None:
-    """Two pieces of 1 s of encoding, 1 s of decoding and 4 + 1 s on the way; 6 s of compute."""
+    """Two pieces of 1 s of encoding, 1 s of decoding and 4 + 1 s on the network; 6 s of compute."""
     network = Network(1.0, 0.0, overhead=1.0, local_bandwidth=8000.0)  # 1 kB/s
     there = Machine(network, Kernels(encode=1.0, clear=1.0, decode=0, multiply=0, triad=0))
-    way = Way("", "", (piece(1, 4), piece(1, 4)), 0, 0)
+    strategy = Strategy("", "", (piece(1, 4), piece(1, 4)), 0, 0)
     training = Training(6.0, forward=1 / 3)
-    alone = step(way, there, training, overlap=False)
+    alone = step(strategy, there, training, overlap=False)
     assert alone.seconds == pytest.approx(6 + 2 + 2 * 5 + 2)
     assert alone.efficiency == pytest.approx(6 / 20)
     assert alone.hidden == pytest.approx(0)
     # ready at 2 + 2 + 1 = 5 and 5 + 2 + 1 = 8; sent until 10 and 15; decoded until 11 and 16
-    overlapped = step(way, there, training, overlap=True)
+    overlapped = step(strategy, there, training, overlap=True)
     assert overlapped.seconds == pytest.approx(16)
     assert overlapped.hidden == pytest.approx(1 - (16 - 6 - 4) / 10)
 
@@ -175,8 +184,8 @@ def test_what_is_ready_at_once_is_fused() -> None:
     training = Training(6.0, forward=1 / 3)
 
     def exchange(size: int | None, *, overlap: bool) -> float:
-        way = Way("", "", tuple(piece(1, 1, size) for _ in range(3)), 0, 0)
-        return step(way, there, training, overlap=overlap).exchange
+        strategy = Strategy("", "", tuple(piece(1, 1, size) for _ in range(3)), 0, 0)
+        return step(strategy, there, training, overlap=overlap).exchange
 
     assert exchange(None, overlap=False) == pytest.approx(3 + 3)
     assert exchange(1000, overlap=False) == pytest.approx(3 + 1)
@@ -190,9 +199,9 @@ def test_ranks_that_share_cores_compute_slowly() -> None:
     assert (shared.slowdown(1), shared.slowdown(8)) == (1.0, 4.0)
     assert replace(shared, crowd=6).slowdown(1) == 3.0
     assert MACHINE.slowdown(8) == 1.0
-    way = compressed(SPECS, APART, "allgather", TopK())
+    strategy = compressed(SPECS, APART, "allgather", TopK())
     crowded = replace(shared, crowd=6)
-    quick, slow = (step(way, m, TRAINING, overlap=False) for m in (MACHINE, crowded))
+    quick, slow = (step(strategy, m, TRAINING, overlap=False) for m in (MACHINE, crowded))
     assert slow.kernels == pytest.approx(3 * quick.kernels)
 
 
@@ -200,18 +209,18 @@ def test_ranks_that_share_cores_compute_slowly() -> None:
 @pytest.mark.parametrize("nodes", [APART, TOGETHER])
 def test_more_bandwidth_is_never_slower(nodes: object, overlap: bool) -> None:
     assert isinstance(nodes, type(APART))
-    for way in all_ways(SPECS, nodes, TopK(), rank=4, values=["float32", "int4"]):
+    for strategy in all_strategies(SPECS, nodes, TopK(), rank=4, values=["float32", "int4"]):
         times = [
-            step(way, machine(10 ** (6 + i / 4)), TRAINING, overlap=overlap).seconds
+            step(strategy, machine(10 ** (6 + i / 4)), TRAINING, overlap=overlap).seconds
             for i in range(25)
         ]
-        assert all(a >= b - 1e-12 for a, b in itertools.pairwise(times)), way.name
+        assert all(a >= b - 1e-12 for a, b in itertools.pairwise(times)), strategy.name
         assert times[-1] >= TRAINING.compute
 
 
 def test_overlap_never_costs_and_hides_no_more_than_all() -> None:
-    for way in all_ways(SPECS, APART, TopK(), rank=4, values=["float32"]):
-        alone, overlapped = (step(way, MACHINE, TRAINING, overlap=o) for o in (False, True))
+    for strategy in all_strategies(SPECS, APART, TopK(), rank=4, values=["float32"]):
+        alone, overlapped = (step(strategy, MACHINE, TRAINING, overlap=o) for o in (False, True))
         assert 0 <= overlapped.hidden <= 1
         assert overlapped.seconds <= alone.seconds + 1e-12
 
@@ -269,10 +278,10 @@ def test_bandwidths_in_words() -> None:
 
 
 def test_on_one_node_no_bandwidth_is_named() -> None:
-    ways = all_ways(SPECS, nodes_of(4, 4), TopK(), rank=4, values=["float32"])
+    strategies = all_strategies(SPECS, nodes_of(4, 4), TopK(), rank=4, values=["float32"])
     for local in (1e8, 1e14):
         here = replace(MACHINE, network=replace(NETWORK, local_bandwidth=local))
-        table = rows(ways, here, TRAINING, overlap=True)
+        table = rows(strategies, here, TRAINING, overlap=True)
         assert {row.faster for row in table} == {None}
         text = judge(table, overlap=True).text
         assert "On one node nothing crosses a network card." in text
@@ -281,15 +290,17 @@ def test_on_one_node_no_bandwidth_is_named() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_verdict_flips_at_the_last_crossing(overlap: bool) -> None:
-    ways = all_ways(SPECS, APART, TopK(), rank=4, values=["float32", "int8"])
+    strategies = all_strategies(SPECS, APART, TopK(), rank=4, values=["float32", "int8"])
     last = max(
         row.faster[-1].below
-        for row in rows(ways, MACHINE, TRAINING, overlap=overlap)
-        if row.way.ours and row.faster
+        for row in rows(strategies, MACHINE, TRAINING, overlap=overlap)
+        if row.strategy.ours and row.faster
     )
 
     def verdict(bandwidth: float) -> tuple[bool, str]:
-        found = judge(rows(ways, machine(bandwidth), TRAINING, overlap=overlap), overlap=overlap)
+        found = judge(
+            rows(strategies, machine(bandwidth), TRAINING, overlap=overlap), overlap=overlap
+        )
         return found.compress, found.text
 
     below, above = verdict(last / 1.02), verdict(last * 1.02)
@@ -301,18 +312,18 @@ def test_the_verdict_flips_at_the_last_crossing(overlap: bool) -> None:
 
 
 def test_signs_are_not_recommended() -> None:
-    ways = all_ways(SPECS, APART, TopK(), rank=4, values=["float32", "sign"])
-    found = judge(rows(ways, machine(1e7), TRAINING, overlap=False), overlap=False)
+    strategies = all_strategies(SPECS, APART, TopK(), rank=4, values=["float32", "sign"])
+    found = judge(rows(strategies, machine(1e7), TRAINING, overlap=False), overlap=False)
     assert found.compress
     assert "values='float32'" in found.text
 
 
 def test_the_verdict_names_what_is_faster_still() -> None:
-    ways = all_ways(SPECS, APART, TopK(), rank=4, values=["float32"])
+    strategies = all_strategies(SPECS, APART, TopK(), rank=4, values=["float32"])
 
     def verdict(kernels: Kernels, bandwidth: float) -> str:
         here = replace(machine(bandwidth), kernels=kernels)
-        return judge(rows(ways, here, TRAINING, overlap=False), overlap=False).text
+        return judge(rows(strategies, here, TRAINING, overlap=False), overlap=False).text
 
     free = verdict(replace(KERNELS, multiply=0.0, triad=0.0), 1e8)
     assert free.startswith("compress: ")
@@ -331,12 +342,12 @@ def test_constants_are_found_again() -> None:
     """Of allreduces and allgathers at 2 and 4 ranks, without noise."""
     network = Network(3e8, latency=2e-4, overhead=1.5e-3, add=3e-10)
     sent = [
-        sending
+        collective
         for ranks in (2, 4)
         for size in (4, 10_000, 1_000_000, 30_000_000)
-        for sending in (
+        for collective in (
             ring_allreduce(size, nodes_of(ranks, 1)),
-            Sending(1, 3 * (ranks - 1), (ranks - 1) * size, 0, (ranks - 1) * size),
+            CollectiveCost(1, 3 * (ranks - 1), (ranks - 1) * size, 0, (ranks - 1) * size),
         )
     ]
     found = fit([Sample(each, each.seconds(network)) for each in sent])
@@ -365,7 +376,9 @@ def test_no_constant_is_negative() -> None:
     assert least_squares([[1.0, 0.0], [1.0, 1.0]], [1.0, 0.5]) == pytest.approx([0.75, 0.0])
     assert least_squares([[1.0], [1.0]], [-1.0, -2.0]) == [0.0]
     with pytest.raises(ValueError, match="do not tell the bandwidth"):
-        fit([Sample(Sending(1, 2, 4, 0, 4), 1.0), Sample(Sending(1, 2, 4, 0, 4), 1.0)])
+        fit(
+            [Sample(CollectiveCost(1, 2, 4, 0, 4), 1.0), Sample(CollectiveCost(1, 2, 4, 0, 4), 1.0)]
+        )
 
 
 def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     head, *_, verdict = text.splitlines()
     assert head.startswith("resnet18: 11,689,512 float32 in 62 tensors, 8 ranks on 8 nodes")
     assert verdict.startswith(("compress: ", "do not compress: "))
-    for way in ("allreduce     float16", "PowerSGD      rank 4", "sharded       int4"):
-        assert way in text
+    for strategy in ("allreduce     float16", "PowerSGD      rank 4", "sharded       int4"):
+        assert strategy in text
     assert "constants: " in text
     assert "hierarchical" not in text
 
@@ -51,15 +51,15 @@ def test_bytes_are_those_of_the_command_bytes(
         (e, v): (int(sent.replace(",", "")), int(left.replace(",", "")))
         for e, v, sent, left, *_ in table
     }
-    ways = found(capsys, *size)["ways"]
+    strategies = found(capsys, *size)["strategies"]
     planned = {
-        (way["exchange"], way["values"]): (way["sent_bytes"], way["node_bytes"])
-        for way in ways
-        if way["exchange"] != "PowerSGD"
+        (strategy["exchange"], strategy["values"]): (strategy["sent_bytes"], strategy["node_bytes"])
+        for strategy in strategies
+        if strategy["exchange"] != "PowerSGD"
     }
     # of the rank with most of them; of dense, the whole model's
     assert planned == listed
-    assert len(ways) == 3 + len(VALUES) * (2 if local_size == 1 else 3)
+    assert len(strategies) == 3 + len(VALUES) * (2 if local_size == 1 else 3)
 
 
 def test_json_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,12 +67,14 @@ def test_json_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert (answer["ranks"], answer["nodes"], answer["overlap"]) == (8, 8, False)
     assert answer["machine"]["network"]["bandwidth"] == 1e10
     assert answer["machine"]["network"]["latency"] == pytest.approx(5e-5)
-    dense, *_ = answer["ways"]
+    dense, *_ = answer["strategies"]
     alone = dense["alone"]
     assert alone["seconds"] == pytest.approx(0.0625 + alone["exchange"])
     assert alone["efficiency"] == pytest.approx(0.0625 / alone["seconds"])
     fastest = min(
-        way["alone"]["seconds"] for way in answer["ways"] if way["exchange"] in "allgather sharded"
+        strategy["alone"]["seconds"]
+        for strategy in answer["strategies"]
+        if strategy["exchange"] in "allgather sharded"
     )
     assert answer["compress"] == (fastest < alone["seconds"])
 
@@ -84,7 +86,9 @@ def test_it_may_pay_on_fast_networks_alone(
     path.write_text('{"c1": [32, 1, 3, 3], "b1": [32], "fc": [10, 1152], "fb": [10]}')
     arguments = ["--model", str(path), "--compute", "5ms", "--ratio", "0.3", "--values", "float32"]
     answer = found(capsys, *arguments, "--bandwidth", "40gbit")
-    (gathered,) = (way for way in answer["ways"] if way["exchange"] == "allgather")
+    (gathered,) = (
+        strategy for strategy in answer["strategies"] if strategy["exchange"] == "allgather"
+    )
     ((above, below),) = (span.values() for span in gathered["faster"])
     assert 1e8 < above < 4e10
     assert below is None
@@ -105,7 +109,7 @@ def test_given_constants_take_the_place_of_measured_ones(
     assert answer["machine"]["origin"] == "a test"
     assert answer["machine"]["network"]["bandwidth"] == 1e9
     assert (answer["machine"]["cores"], answer["machine"]["crowd"]) == (4.0, 8)
-    assert all(way["alone"]["kernels"] == 0 for way in answer["ways"])
+    assert all(strategy["alone"]["kernels"] == 0 for strategy in answer["strategies"])
 
 
 def test_do_not_compress_on_one_fast_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,18 +146,18 @@ def test_momentum_correction_takes_time_and_no_process_sets(
 ) -> None:
     nodes = ("--ranks", "8", "--local-size", "4", "--values", "int4")
     plain, corrected = found(capsys, *nodes), found(capsys, *nodes, "--momentum")
-    assert {way["exchange"] for way in plain["ways"]} - {
-        way["exchange"] for way in corrected["ways"]
+    assert {strategy["exchange"] for strategy in plain["strategies"]} - {
+        strategy["exchange"] for strategy in corrected["strategies"]
     } == {"hierarchical"}
-    for way in corrected["ways"]:
+    for strategy in corrected["strategies"]:
         (before,) = [
             each
-            for each in plain["ways"]
-            if (each["exchange"], each["values"]) == (way["exchange"], way["values"])
+            for each in plain["strategies"]
+            if (each["exchange"], each["values"]) == (strategy["exchange"], strategy["values"])
         ]
-        ours = way["exchange"] in ("allgather", "sharded")
-        assert (way["alone"]["kernels"] > before["alone"]["kernels"]) == ours
-        assert way["alone"]["exchange"] == before["alone"]["exchange"]
+        ours = strategy["exchange"] in ("allgather", "sharded")
+        assert (strategy["alone"]["kernels"] > before["alone"]["kernels"]) == ours
+        assert strategy["alone"]["exchange"] == before["alone"]["exchange"]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +252,7 @@ def test_a_gpu_has_plain_indices_and_a_cpus_constants(
     """Unless a file gives constants that were measured on a GPU."""
     on_cpu, on_gpu = found(capsys), found(capsys, "--device", "cuda")
     assert (on_cpu["device"], on_gpu["device"]) == ("cpu", "cuda")
-    for before, after in zip(on_cpu["ways"], on_gpu["ways"], strict=True):
+    for before, after in zip(on_cpu["strategies"], on_gpu["strategies"], strict=True):
         ours = before["exchange"] in ("allgather", "sharded")
         assert (after["node_bytes"] > before["node_bytes"]) == ours
         assert after["alone"]["kernels"] == before["alone"]["kernels"]

@@ -11,13 +11,13 @@ import pytest
 
 import plan_grid
 from horovod_topk.cli.plan.measure import gathered
+from horovod_topk.cost.collective_cost import ring_allreduce
 from horovod_topk.cost.machine import Kernels, Machine, Network
-from horovod_topk.cost.sending import ring_allreduce
 from horovod_topk.cost.traffic import nodes_of
 from planning import agreement, report
 from planning.grid import CELLS, FITTED, GUESSED, Cell
 from planning.guesses import Row, guesses, machine_of, rows
-from planning.ways import DENSE, NONE, WAYS
+from planning.strategies import DENSE, NONE, STRATEGIES
 from runs import Runs
 
 CELL = Cell(2, "1gbit", "resnet18")
@@ -40,10 +40,10 @@ def fitted(cell: Cell) -> dict[str, Any]:
 
 def guessed(cell: Cell, factor: float = 1.0) -> dict[str, Any]:
     """Steps that take so many times as long as planned."""
-    empty = {NONE.name: [0.1], **{way.name: [1.0] for way in WAYS[1:]}}
+    empty = {NONE.name: [0.1], **{strategy.name: [1.0] for strategy in STRATEGIES[1:]}}
     planned = guesses(MACHINE, cell, {"repeats": empty})
     found = {
-        row.way: [factor * row.planned * noise for noise in (0.9, 1.0, 1.1)] for row in planned
+        row.strategy: [factor * row.planned * noise for noise in (0.9, 1.0, 1.1)] for row in planned
     }
     return {"repeats": {NONE.name: [0.1], **found}, "machine": THERE}
 
@@ -51,9 +51,12 @@ def guessed(cell: Cell, factor: float = 1.0) -> dict[str, Any]:
 JOBS = {cell.name: fitted(cell) for cell in FITTED}
 
 
-def of_a_cell(*ways: tuple[str, float, list[float]], cell: Cell = CELL) -> list[Row]:
-    """Way, planned seconds, repeats."""
-    return [Row(cell, way, planned, planned / 2, tuple(repeats)) for way, planned, repeats in ways]
+def of_a_cell(*strategies: tuple[str, float, list[float]], cell: Cell = CELL) -> list[Row]:
+    """Strategy, planned seconds, repeats."""
+    return [
+        Row(cell, strategy, planned, planned / 2, tuple(repeats))
+        for strategy, planned, repeats in strategies
+    ]
 
 
 PAYS = of_a_cell(
@@ -88,7 +91,7 @@ def test_constants_come_from_the_cells_to_fit_on() -> None:
 @pytest.mark.parametrize("cell", [CELL, Cell(8, "100mbit", "resnet50")])
 def test_steps_as_planned_have_no_error_and_others_have(cell: Cell) -> None:
     right = rows({**JOBS, cell.name: guessed(cell)})
-    assert [row.way for row in right] == [way.name for way in WAYS[1:]]
+    assert [row.strategy for row in right] == [strategy.name for strategy in STRATEGIES[1:]]
     assert max(row.error for row in right) < 1e-3
     twice = rows({**JOBS, cell.name: guessed(cell, factor=2.0)})
     assert [row.error for row in twice] == pytest.approx([0.5] * 3, rel=1e-3)
@@ -164,7 +167,10 @@ def test_dense_steps_and_constants_outlast_what_is_measured_again(
 
     def measured(cell: Cell, *options: str) -> dict[str, Any]:
         told.append((cell, *options))
-        return {"repeats": {way.name: [7.0] for way in WAYS if way != DENSE}, "machine": {}}
+        return {
+            "repeats": {strategy.name: [7.0] for strategy in STRATEGIES if strategy != DENSE},
+            "machine": {},
+        }
 
     monkeypatch.setattr(plan_grid, "KEPT", Runs(CELLS, path))
     monkeypatch.setattr(plan_grid, "measure", measured)

@@ -31,7 +31,7 @@ class Settings:
         baselines: dense ones that every comparison has: "none" and "fp16" are Horovod's own.
         seeds: how many, from 0 on, or a list of them.
         seed_argument: the script's option for its seed, "seed" for --seed; None: it calls `horovod_topk.seed()`.
-        grid: lists of values for arguments of the script: every combination is compared by itself.
+        grid: lists of values for arguments of the script; each combination is compared alone.
         ranks: processes.
         hosts: as horovodrun takes them, "host1:1,host2:1"; None: this host.
         network: rate of the links of emulated hosts, one a rank, such as "100mbit"; None: none.

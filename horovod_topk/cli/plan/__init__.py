@@ -17,8 +17,8 @@ from horovod_topk.cli.options import announce
 from horovod_topk.cli.plan import arguments, measure, picture, table
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost.machine import Machine
+from horovod_topk.cost.strategies import all_strategies
 from horovod_topk.cost.verdict import judge, rows
-from horovod_topk.cost.ways import all_ways
 from horovod_topk.errors import TopKError
 
 DESCRIPTION = (
@@ -82,12 +82,14 @@ def _keep(machine: Machine, path: Path) -> None:
 
 def _print(args: argparse.Namespace, asked: arguments.Asked, machine: Machine) -> None:
     announce(sum(asked.nodes.sizes))
-    ways = all_ways(asked.specs, asked.nodes, asked.config, rank=asked.rank, values=asked.values)
-    found = rows(ways, machine, asked.training, overlap=asked.overlap)
+    strategies = all_strategies(
+        asked.specs, asked.nodes, asked.config, rank=asked.rank, values=asked.values
+    )
+    found = rows(strategies, machine, asked.training, overlap=asked.overlap)
     verdict = judge(found, overlap=asked.overlap)
     if args.json:
         print(json.dumps(table.as_json(asked, machine, found, verdict), indent=1))
     else:
         print("\n".join(table.lines(asked, machine, found, verdict)))
     if args.picture:
-        picture.draw(Path(args.picture), asked, machine, ways)
+        picture.draw(Path(args.picture), asked, machine, strategies)

@@ -17,10 +17,10 @@ from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.arguments import Asked, Place
 from horovod_topk.cli.processor import cpu_model
 from horovod_topk.core.nodes import Nodes, nodes_of
+from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_allreduce
 from horovod_topk.cost.fit import Sample, fit
 from horovod_topk.cost.machine import Kernels, Machine, Network
 from horovod_topk.cost.quantities import count
-from horovod_topk.cost.sending import Sending, negotiation, ring_allreduce
 from horovod_topk.reporting import launched_rank
 
 FLOAT = 4  # bytes
@@ -79,12 +79,12 @@ def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> P
 
 
 def _network(
-    samples: Iterable[tuple[Sending, float]], nodes: Nodes, slowdown: float, asked: Asked
+    samples: Iterable[tuple[CollectiveCost, float]], nodes: Nodes, slowdown: float, asked: Asked
 ) -> Network:
     """Of what was timed. On one node nothing reaches a card, and what is found is within it."""
     alone = len(nodes.ranks) == 1
     known = None if alone else asked.bandwidth
-    network = fit([Sample(sending, took, slowdown, known) for sending, took in samples])
+    network = fit([Sample(collective, took, slowdown, known) for collective, took in samples])
     local = asked.local_bandwidth or (network.bandwidth if alone else None)
     return replace(network, local_bandwidth=local)
 
@@ -94,7 +94,7 @@ def _unknown() -> Network:
     return Network(bandwidth=1.0, latency=0.0, overhead=0.0)
 
 
-def timed(framework: Framework, nodes: Nodes) -> Iterator[tuple[Sending, float]]:
+def timed(framework: Framework, nodes: Nodes) -> Iterator[tuple[CollectiveCost, float]]:
     """What was sent, and seconds: in each repeat the slowest rank's, and their first quartile.
 
     Other programs on a machine make some repeats longer, and none shorter.
@@ -113,11 +113,11 @@ def timed(framework: Framework, nodes: Nodes) -> Iterator[tuple[Sending, float]]
             break
 
 
-def gathered(size: int, nodes: Nodes) -> Sending:
+def gathered(size: int, nodes: Nodes) -> CollectiveCost:
     """An allgather of so many bytes a rank: a ring, as in `horovod_topk.core.exchange`."""
     ranks = sum(nodes.sizes)
     sent = (ranks - 1) * size
-    return Sending(
+    return CollectiveCost(
         collectives=1,
         rounds=ranks - 1 + negotiation(ranks),
         network_bytes=sent if len(nodes.ranks) > 1 else 0,

@@ -12,7 +12,7 @@ from horovod_topk.cli.plan.arguments import Asked
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.quantities import milliseconds
 from horovod_topk.cost.step import step
-from horovod_topk.cost.ways import Way
+from horovod_topk.cost.strategies import Strategy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ COLOURS = ("#444444", "#999999", "#c98f00", "#d1495b", "#1f77b4", "#2e933c")
 SHOWN = ("float32", "int8", "int4")  # formats of TopKEF that are drawn; more would be unreadable
 
 
-def draw(path: Path, asked: Asked, machine: Machine, ways: Sequence[Way]) -> None:
+def draw(path: Path, asked: Asked, machine: Machine, strategies: Sequence[Strategy]) -> None:
     """Draw step time against bandwidth; the end of the file's name chooses its format.
 
     Raises:
@@ -30,18 +30,18 @@ def draw(path: Path, asked: Asked, machine: Machine, ways: Sequence[Way]) -> Non
     """
     try:
         with canvas(path, width=8) as axes:
-            _fill(axes, asked, machine, ways)
+            _fill(axes, asked, machine, strategies)
     except (OSError, ValueError) as error:
         raise ValueError(f"--picture {path}: {error}") from error
 
 
-def _fill(axes: Axes, asked: Asked, machine: Machine, ways: Sequence[Way]) -> None:
-    shown = [way for way in ways if not way.ours or way.values in SHOWN]
-    for position, way in enumerate(shown):
+def _fill(axes: Axes, asked: Asked, machine: Machine, strategies: Sequence[Strategy]) -> None:
+    shown = [strategy for strategy in strategies if not strategy.ours or strategy.values in SHOWN]
+    for position, strategy in enumerate(shown):
         style = ("-", "--", ":")[position // len(COLOURS) % 3]
-        took = [1e3 * _seconds(way, machine, asked, bandwidth) for bandwidth in BANDWIDTHS]
+        took = [1e3 * _seconds(strategy, machine, asked, bandwidth) for bandwidth in BANDWIDTHS]
         colour = COLOURS[position % len(COLOURS)]
-        axes.plot([b / 1e6 for b in BANDWIDTHS], took, style, color=colour, label=way.name)
+        axes.plot([b / 1e6 for b in BANDWIDTHS], took, style, color=colour, label=strategy.name)
     axes.axvline(machine.network.bandwidth / 1e6, color="#cccccc", zorder=0)
     axes.set(xscale="log", yscale="log", xlabel="Mbit/s of a node's card", ylabel="ms a step")
     compute = milliseconds(asked.training.compute)
@@ -49,6 +49,6 @@ def _fill(axes: Axes, asked: Asked, machine: Machine, ways: Sequence[Way]) -> No
     axes.legend(frameon=False, fontsize=8)
 
 
-def _seconds(way: Way, machine: Machine, asked: Asked, bandwidth: float) -> float:
+def _seconds(strategy: Strategy, machine: Machine, asked: Asked, bandwidth: float) -> float:
     there = replace(machine, network=replace(machine.network, bandwidth=bandwidth))
-    return step(way, there, asked.training, overlap=asked.overlap).seconds
+    return step(strategy, there, asked.training, overlap=asked.overlap).seconds

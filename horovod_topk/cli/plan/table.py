@@ -10,7 +10,7 @@ from typing import Any
 from horovod_topk.cli.bytes import gradients_on
 from horovod_topk.cli.plan.arguments import Asked
 from horovod_topk.core.plan import make_plan
-from horovod_topk.cost.faster import Span, written
+from horovod_topk.cost.crossover import Span, written
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.quantities import count, milliseconds, rate
 from horovod_topk.cost.step import Step
@@ -51,9 +51,9 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
     yield _columns(*HEAD, *OVERLAPPED)
     for row in rows:
         yield _columns(
-            row.way.exchange,
-            row.way.values,
-            f"{row.way.node_bytes:,}",
+            row.strategy.exchange,
+            row.strategy.values,
+            f"{row.strategy.node_bytes:,}",
             milliseconds(row.alone.exchange),
             milliseconds(row.alone.kernels),
             *_step(row.alone),
@@ -117,12 +117,12 @@ def as_json(
         "momentum corrected": asked.config.momentum > 0,
         "machine": asdict(machine),
         "training": asdict(asked.training),
-        "ways": [
+        "strategies": [
             {
-                "exchange": row.way.exchange,
-                "values": row.way.values,
-                "sent_bytes": row.way.sent_bytes,
-                "node_bytes": row.way.node_bytes,
+                "exchange": row.strategy.exchange,
+                "values": row.strategy.values,
+                "sent_bytes": row.strategy.sent_bytes,
+                "node_bytes": row.strategy.node_bytes,
                 "alone": _figures(row.alone),
                 "overlapped": _figures(row.overlapped),
                 "faster": None if row.faster is None else list(map(_span, row.faster)),

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "number.h"
+#include "float_formats.h"
 #include "passes.h"
 #include "tensor.h"
 #include "topkef.h"

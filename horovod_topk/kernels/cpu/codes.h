@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "number.h"
+#include "float_formats.h"
 #include "passes.h"
 
 namespace {

@@ -6,11 +6,11 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "choose.h"
 #include "codes.h"
-#include "number.h"
+#include "float_formats.h"
+#include "index_coding.h"
 #include "passes.h"
-#include "places.h"
+#include "select_k.h"
 
 namespace {
 

@@ -6,7 +6,7 @@
 #include <immintrin.h>
 
 #define TOPKEF_LANES
-#include "number.h"
+#include "float_formats.h"
 
 namespace {
 

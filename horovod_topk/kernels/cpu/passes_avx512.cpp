@@ -8,7 +8,7 @@
 #define TOPKEF_LANES
 #define TOPKEF_PART
 #define TOPKEF_POSITIONS
-#include "number.h"
+#include "float_formats.h"
 
 namespace {
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "codes.h"
-#include "number.h"
-#include "places.h"
+#include "float_formats.h"
+#include "index_coding.h"
 
 namespace topkef {
 

@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from horovod_topk.core.choice import make_exchange
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Exchange as Way
 from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
+from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import Plan, make_plan
 from horovod_topk.core.rates import Rates
@@ -81,11 +81,11 @@ class Compressed:
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
                 compressor.launch(ordinal, bucket)
-        for compressor, _ in pairs * self.compressors[0].stages:
-            compressor.advance()
+        for compressor, _ in pairs * self.compressors[0].step.stages:
+            compressor.step.advance()
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
-                compressor.finish(ordinal, bucket)
+                compressor.step.finish(ordinal, bucket)
         for compressor, _ in pairs:
             compressor.commit()
         return gradients[0]

@@ -57,7 +57,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class Collective:
-    """`horovod_topk.core.route.Collective` of one rank."""
+    """`horovod_topk.core.exchange.Collective` of one rank."""
 
     wire: Loopback
     rank: int

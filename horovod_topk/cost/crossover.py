@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.quantities import rate
 from horovod_topk.cost.step import Training, step
-from horovod_topk.cost.ways import Way
+from horovod_topk.cost.strategies import Strategy
 
-DECADES = [10.0**power for power in range(4, 15)]  # bit/s, at which ways are compared first
+DECADES = [10.0**power for power in range(4, 15)]  # bit/s, at which strategies are compared first
 PRECISE = 1e-9  # of a logarithm of bits a second
 
 
@@ -41,7 +41,7 @@ def written(spans: Iterable[Span]) -> str:
 
 
 def faster(
-    dense: Way, other: Way, machine: Machine, training: Training, *, overlap: bool
+    dense: Strategy, other: Strategy, machine: Machine, training: Training, *, overlap: bool
 ) -> tuple[Span, ...]:
     """Return the ranges, ascending, in which `other` is faster than `dense`; empty if none."""
 

@@ -2,12 +2,12 @@
  *
  * A histogram narrows the range, and again, until it is one magnitude: two or three rounds, of which
  * only the first sees all candidates. Local to the file that includes it. */
-#ifndef TOPKEF_CHOOSE_H
-#define TOPKEF_CHOOSE_H
+#ifndef TOPKEF_SELECT_K_H
+#define TOPKEF_SELECT_K_H
 
 #include <string.h>
 
-#include "number.h"
+#include "float_formats.h"
 #include "passes.h"
 
 namespace {

@@ -1,7 +1,7 @@
 /* Numbers as bits. Everything is local to the file that includes it: files compiled for different
  * instruction sets must not share code that the linker could take for the same. */
-#ifndef TOPKEF_NUMBER_H
-#define TOPKEF_NUMBER_H
+#ifndef TOPKEF_FLOAT_FORMATS_H
+#define TOPKEF_FLOAT_FORMATS_H
 
 #include <stdint.h>
 #include <string.h>

@@ -9,16 +9,12 @@ from typing import NoReturn, TypeVar
 
 from horovod_topk.core.agreement import gather_bytes
 from horovod_topk.core.base_compressor import elastic
-from horovod_topk.core.exchange import (
-    Allgather,
-    AllreduceExchange,
-    Collective,
-    Exchange,
-    HierarchicalExchange,
-    ReduceExchange,
-    ShardedExchange,
-)
-from horovod_topk.core.hierarchy import Team
+from horovod_topk.core.exchange import Collective, Exchange
+from horovod_topk.core.exchange.allgather import Allgather
+from horovod_topk.core.exchange.allreduce import AllreduceExchange
+from horovod_topk.core.exchange.hierarchical import Groups, HierarchicalExchange
+from horovod_topk.core.exchange.reduce import ReduceExchange
+from horovod_topk.core.exchange.sharded import ShardedExchange
 from horovod_topk.core.nodes import Location, Nodes, nodes_of
 from horovod_topk.core.plan import Plan
 from horovod_topk.errors import ConfigError
@@ -74,8 +70,8 @@ def make_exchange(
     if kind == "reduce":
         return ReduceExchange(collective, nodes, because)
     assert nodes is not None
-    team = Team.of(collective, nodes)
-    return HierarchicalExchange(collective, team, because or _reduced_to(nodes))
+    groups = Groups.of(collective, nodes)
+    return HierarchicalExchange(collective, groups, because or _reduced_to(nodes))
 
 
 def choose(
@@ -90,11 +86,11 @@ def choose(
     correction, which has to know what each rank sent. At the same ratio, whoever selects of what
     others have selected leaves out more than an allgather does: the reason says so.
     """
-    team: Team[Array] = Team(nodes, collective.rank, None, None)
+    groups: Groups[Array] = Groups(nodes, collective.rank, None, None)
     ways: list[Exchange[Array]] = [Allgather(collective, nodes), ShardedExchange(collective, nodes)]
     several = len(nodes.ranks) > 1 and max(nodes.sizes) > 1 and not plan.config.momentum
     if several and can_split:
-        ways.append(HierarchicalExchange(collective, team))
+        ways.append(HierarchicalExchange(collective, groups))
     cost = {way.kind: way.traffic(plan).node_bytes or 0 for way in ways}
     best = fewest(cost)
     if len(nodes.ranks) == 1:

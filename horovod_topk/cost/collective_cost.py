@@ -19,7 +19,7 @@ HEADERS = 66 / 1448
 
 
 @dataclass(frozen=True)
-class Sending:
+class CollectiveCost:
     """The collectives, one after the other, that exchange one piece of the gradients."""
 
     collectives: int
@@ -35,9 +35,9 @@ class Sending:
         """Bits that leave the busiest node, with packet headers."""
         return 8 * self.network_bytes * (1 + HEADERS)
 
-    def fused(self, other: Sending) -> Sending:
+    def fused(self, other: CollectiveCost) -> CollectiveCost:
         """Return both as one collective: bytes add up, messages do not."""
-        return Sending(
+        return CollectiveCost(
             self.collectives,
             self.rounds,
             self.network_bytes + other.network_bytes,
@@ -69,11 +69,11 @@ def negotiation(ranks: int) -> int:
     return 2 * (ranks - 1)
 
 
-def ring_allreduce(dense_bytes: int, nodes: Nodes) -> Sending:
+def ring_allreduce(dense_bytes: int, nodes: Nodes) -> CollectiveCost:
     """A reduce-scatter and an allgather, each of P - 1 messages (Patarasuk, Yuan 2009)."""
     ranks = sum(nodes.sizes)
     sent = ring_allreduce_bytes(dense_bytes, ranks)
-    return Sending(
+    return CollectiveCost(
         collectives=1,
         rounds=2 * (ranks - 1) + negotiation(ranks),
         network_bytes=sent if len(nodes.ranks) > 1 else 0,  # a ring leaves each node once

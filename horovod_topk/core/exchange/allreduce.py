@@ -13,12 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
-from horovod_topk.core.plan import BucketPlan
-from horovod_topk.core.residual import as_row
-from horovod_topk.core.route import Collective, Pending
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.exchange.protocol import (
+    BucketExchange,
+    Collective,
+    Over,
+    Pending,
+    Traffic,
+    ring_allreduce_bytes,
+)
+from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
+from horovod_topk.core.residual import Arenas, as_row
 from horovod_topk.errors import PlanMismatchError
 from horovod_topk.ops import Ops
 from horovod_topk.ops.coding import value_bytes
@@ -28,8 +36,45 @@ Array = TypeVar("Array")
 LANES = 4  # of 16 bits: float32 holds their sums over 256 ranks exactly
 
 
-class Allreduced(Generic[Array]):
-    """`horovod_topk.core.route.Route` of one bucket."""
+class AllreduceExchange(Over[Array]):
+    """Dense gradients are added up by Horovod's own allreduce."""
+
+    kind, stages, keeps, parts, part = "allreduce", 0, False, 0, None
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """None: nothing is left behind."""
+        return ()
+
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """Nothing."""
+        return ()
+
+    def of(
+        self,
+        bucket: BucketPlan,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
+        states: Mapping[str, Arenas[Array]],
+        ops: Ops[Array],
+        codec: PayloadCodec[Array],
+    ) -> BucketExchange[Array]:
+        """One allreduce."""
+        return AllreduceBucket(bucket, ops, self._collective)
+
+    def _count(self, plan: Plan) -> Traffic:
+        """Bytes of a step, sent in a ring from rank to rank."""
+        size = sum((b.numel + LANES) * WIDTH[b.residual_dtype] for b in plan.buckets)
+        entries = sum(bucket.entries for bucket in plan.buckets)
+        sent_bytes = ring_allreduce_bytes(size, self.ranks)
+
+        def between(rank: int) -> int:
+            return sent_bytes if self._is_at_an_edge(rank) else 0
+
+        return self._traffic(plan, entries, size, sent_bytes, between)
+
+
+class AllreduceBucket(Generic[Array]):
+    """`BucketExchange` of one bucket."""
 
     def __init__(self, bucket: BucketPlan, ops: Ops[Array], collective: Collective[Array]) -> None:
         self._bucket, self._ops, self._collective = bucket, ops, collective
@@ -38,13 +83,8 @@ class Allreduced(Generic[Array]):
         self._array = ops.zeros(size, bucket.residual_dtype, bucket.device)
         self._pending: Pending[Array] | None = None
 
-    @property
-    def is_under_way(self) -> bool:
-        """`Route.is_under_way`."""
-        return self._pending is not None
-
     def send(self, gradients: Sequence[Array], name: str) -> None:
-        """`Route.send`."""
+        """`BucketExchange.send`."""
         ops, bucket = self._ops, self._bucket
         for piece, gradient in zip(bucket.tensors, gradients, strict=True):
             if piece.numel:
@@ -56,28 +96,25 @@ class Allreduced(Generic[Array]):
         self._pending = self._collective.allreduce(self._array, name)
 
     def advance(self) -> None:
-        """`Route.advance`."""
-
-    def wait(self) -> None:
-        """`Route.wait`."""
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        self._sum = pending.wait()
+        """`BucketExchange.advance`."""
 
     def drain(self) -> None:
-        """`Route.drain`."""
+        """`BucketExchange.drain`."""
         if self._pending is not None:
             with contextlib.suppress(RuntimeError):
                 self._pending.wait()
         self._pending = None
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
-        """`Route.receive`.
+        """`BucketExchange.receive`.
 
         Raises:
             PlanMismatchError: ranks have different plans.
         """
         ops, bucket, ranks = self._ops, self._bucket, self._collective.size
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        self._sum = pending.wait()
         sums = [ops.view(self._sum, piece.start, piece.stop) for piece in bucket.tensors]
         flags = self._examine(sums)
         scale = 1.0 / ranks if bucket.reduction == "average" else 1.0
@@ -86,13 +123,13 @@ class Allreduced(Generic[Array]):
         return flags
 
     def clear(self, arrays: Sequence[Array]) -> None:
-        """`Route.clear`: all is sent whole."""
+        """`BucketExchange.clear`: all is sent whole."""
 
     def swap(self) -> None:
-        """`Route.swap`: there is no residual."""
+        """`BucketExchange.swap`: there is no residual."""
 
     def gradient_norm(self, *, committed: bool) -> float:
-        """`Route.gradient_norm`: not known, as the gradients' memory has the sums."""
+        """`BucketExchange.gradient_norm`: not known, as the gradients' memory has the sums."""
         return 0.0
 
     def _examine(self, sums: Sequence[Array]) -> Sequence[bool]:

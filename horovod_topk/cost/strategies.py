@@ -9,7 +9,7 @@ from horovod_topk.config import EXCHANGES
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.cost import powersgd
-from horovod_topk.cost.sending import Sending, negotiation, ring_allreduce
+from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_allreduce
 from horovod_topk.cost.traffic import Ranks
 from horovod_topk.methods.topk import VALUES, TopK
 
@@ -34,13 +34,13 @@ class Piece:
 
     elements: int
     before: Work  # before it is sent
-    sending: Sending
+    collective: CollectiveCost
     after: Work  # once it has arrived; of a sharded exchange also what owners do in between
     fusion_bytes: int | None = None  # that it fills of Horovod's fusion buffer; None: travels alone
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """One exchange of all gradients of a model."""
 
     exchange: str
@@ -56,27 +56,27 @@ class Way:
         return f"{self.exchange} {self.values}"
 
 
-def dense(specs: Sequence[TensorSpec], nodes: Nodes) -> Way:
+def dense(specs: Sequence[TensorSpec], nodes: Nodes) -> Strategy:
     """Return Horovod's allreduce of each tensor, as the tensors become ready."""
     return _whole("float32", FLOAT, specs, nodes)
 
 
-def half(specs: Sequence[TensorSpec], nodes: Nodes) -> Way:
+def half(specs: Sequence[TensorSpec], nodes: Nodes) -> Strategy:
     """Return Horovod's fp16 compression; a cast takes about as long as a triad."""
     return _whole("float16", HALF, specs, nodes)
 
 
-def _whole(values: str, width: int, specs: Sequence[TensorSpec], nodes: Nodes) -> Way:
+def _whole(values: str, width: int, specs: Sequence[TensorSpec], nodes: Nodes) -> Strategy:
     pieces = []
     for spec in specs:
         cast = Work(triads=spec.numel if width == HALF else 0)
         size = width * spec.numel
         pieces.append(Piece(spec.numel, cast, ring_allreduce(size, nodes), cast, size))
     total = ring_allreduce(width * sum(spec.numel for spec in specs), nodes)
-    return Way("allreduce", values, tuple(pieces), total.sent_bytes, total.network_bytes)
+    return Strategy("allreduce", values, tuple(pieces), total.sent_bytes, total.network_bytes)
 
 
-def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Way:
+def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Strategy:
     """Return PowerSGD, in buckets as large as ours, with three allreduces each."""
     plan = make_plan(specs, TopK())
     pieces = []
@@ -84,39 +84,41 @@ def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Way:
         shapes = [tensor.spec.shape for tensor in bucket.tensors]
         factors = powersgd.factors(shapes, rank)
         before = Work(multiplied=factors.multiplied, triads=2 * bucket.numel)
-        sending = ring_allreduce(FLOAT * factors.elements, nodes)
-        three = replace(sending, collectives=3, rounds=3 * sending.rounds)
+        collective = ring_allreduce(FLOAT * factors.elements, nodes)
+        three = replace(collective, collectives=3, rounds=3 * collective.rounds)
         pieces.append(Piece(bucket.numel, before, three, Work()))
-    sent = sum(piece.sending.sent_bytes for piece in pieces)
-    leaving = sum(piece.sending.network_bytes for piece in pieces)
-    return Way("PowerSGD", f"rank {rank}", tuple(pieces), sent, leaving)
+    sent = sum(piece.collective.sent_bytes for piece in pieces)
+    leaving = sum(piece.collective.network_bytes for piece in pieces)
+    return Strategy("PowerSGD", f"rank {rank}", tuple(pieces), sent, leaving)
 
 
-def compressed(specs: Sequence[TensorSpec], nodes: Nodes, kind: str, config: TopK) -> Way:
+def compressed(specs: Sequence[TensorSpec], nodes: Nodes, kind: str, config: TopK) -> Strategy:
     """Return one of our exchanges; the bytes are those of the rank that sends most."""
     plan, ranks = make_plan(specs, config), Ranks(kind, nodes)
     pieces = tuple(_piece(plan, bucket, kind, ranks, nodes) for bucket in plan.buckets)
     whole = ranks.busiest(plan)  # of one rank; of two buckets two ranks may send most
-    return Way(kind, config.values, pieces, whole.sent_bytes, whole.node_bytes, ours=True)
+    return Strategy(kind, config.values, pieces, whole.sent_bytes, whole.node_bytes, ours=True)
 
 
-def all_ways(
+def all_strategies(
     specs: Sequence[TensorSpec],
     nodes: Nodes,
     config: TopK,
     *,
     rank: int,
     values: Iterable[str] = VALUES,
-) -> list[Way]:
+) -> list[Strategy]:
     """Return dense, fp16, PowerSGD, and each of our exchanges with each format of values."""
-    ways = [dense(specs, nodes), half(specs, nodes), low_rank(specs, nodes, rank)]
+    strategies = [dense(specs, nodes), half(specs, nodes), low_rank(specs, nodes, rank)]
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
     if max(nodes.sizes) == 1 or config.momentum:  # it would be the allgather, or is refused
         kinds.remove("hierarchical")
     listed = list(values)
     for kind in kinds:
-        ways += [compressed(specs, nodes, kind, replace(config, values=each)) for each in listed]
-    return ways
+        strategies += [
+            compressed(specs, nodes, kind, replace(config, values=each)) for each in listed
+        ]
+    return strategies
 
 
 def _piece(plan: Plan, bucket: BucketPlan, kind: str, ranks: Ranks, nodes: Nodes) -> Piece:
@@ -124,7 +126,7 @@ def _piece(plan: Plan, bucket: BucketPlan, kind: str, ranks: Ranks, nodes: Nodes
     most = ranks.busiest(replace(plan, buckets=(bucket,)))
     collectives, rounds = _messages(kind, nodes)
     before, after = _work(kind, bucket, ranks.decoded(bucket), nodes)
-    sending = Sending(
+    collective = CollectiveCost(
         collectives,
         rounds,
         most.node_bytes,
@@ -134,7 +136,7 @@ def _piece(plan: Plan, bucket: BucketPlan, kind: str, ranks: Ranks, nodes: Nodes
         ring=kind != "hierarchical",
     )
     gathered = sum(nodes.sizes) * most.payload_bytes if kind == "allgather" else None
-    return Piece(bucket.numel, before, sending, after, gathered)
+    return Piece(bucket.numel, before, collective, after, gathered)
 
 
 def _messages(kind: str, nodes: Nodes) -> tuple[int, int]:

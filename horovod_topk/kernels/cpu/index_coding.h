@@ -1,12 +1,12 @@
 /* Indices as they are sent: plain, or packed as `horovod_topk.core.payload` has it (Elias 1974,
  * Fano 1971). Local to the file that includes it. */
-#ifndef TOPKEF_PLACES_H
-#define TOPKEF_PLACES_H
+#ifndef TOPKEF_INDEX_CODING_H
+#define TOPKEF_INDEX_CODING_H
 
 #include <stdint.h>
 #include <string.h>
 
-#include "number.h"
+#include "float_formats.h"
 #include "passes.h"
 
 namespace {

@@ -14,9 +14,9 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """As `horovod_topk.cost.ways` calls it."""
+        """As `horovod_topk.cost.strategies` calls it."""
         return f"{self.exchange} {self.values}".strip()
 
 
 NONE, DENSE = Exchange("none", ""), Exchange("allreduce", "float32")
-WAYS = (NONE, DENSE, Exchange("allgather", "float32"), Exchange("sharded", "int8"))
+STRATEGIES = (NONE, DENSE, Exchange("allgather", "float32"), Exchange("sharded", "int8"))

@@ -3,9 +3,9 @@
 Of every node the first L ranks own shards, L being the ranks of the smallest node; see
 `horovod_topk.core.shards`. The others take part in the sums alone.
 
-    reduce    within a node, gradients are added up, and each owner gets the sum of its shards
-    gather    between nodes, owners of the same shards exchange the largest of e + sum
-    spread    within a node, its owners hand on the payloads that they have gathered
+    reduce    local reduce-scatter: within a node, each owner gets the sum of its shards
+    gather    cross allgather: between nodes, owners of the same shards send the largest of e + sum
+    spread    local allgather: within a node, owners send the payloads that they have gathered
 
 Error feedback is the owners': e lies in their memory, 1 / L of the model each, in units of a node's
 sum; no other rank keeps anything. Every rank decodes all payloads, those of each shard in the order
@@ -23,16 +23,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from horovod_topk.core import payload as wire
 from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.exchange.protocol import (
+    BucketExchange,
+    Collective,
+    Over,
+    Pending,
+    Traffic,
+    check_split,
+)
 from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import Arenas
-from horovod_topk.core.route import Collective, Pending
-from horovod_topk.core.shards import NodePlan, first_block
+from horovod_topk.core.shards import NodePlan, first_block, shard_sums
 from horovod_topk.errors import TopKError
 from horovod_topk.ops import Ops
 
@@ -40,25 +48,25 @@ Array = TypeVar("Array")
 
 
 @dataclass(frozen=True)
-class Team(Generic[Array]):
-    """With whom a rank exchanges."""
+class Groups(Generic[Array]):
+    """The local and the cross group of a rank: its node, and the owners of the same shards."""
 
     nodes: Nodes
     rank: int
-    within: Collective[Array] | None  # the ranks of this node; None: this one alone
-    between: Collective[Array] | None  # owners of the same shards; None: none, or this one alone
+    local: Collective[Array] | None  # the ranks of this node; None: this one alone
+    cross: Collective[Array] | None  # owners of the same shards; None: none, or this one alone
 
     @classmethod
-    def of(cls, collective: Collective[Array], nodes: Nodes) -> Team[Array]:
+    def of(cls, collective: Collective[Array], nodes: Nodes) -> Groups[Array]:
         """That of this rank among all. A collective."""
         groups = nodes.groups
         found = dict(zip(groups, collective.split(groups), strict=True))
         rank = collective.rank
-        lane = next((lane for lane in nodes.lanes if rank in lane), ())
-        return cls(nodes, rank, found.get(nodes.of(rank)), found.get(lane))
+        cross = next((group for group in nodes.cross_groups if rank in group), ())
+        return cls(nodes, rank, found.get(nodes.of(rank)), found.get(cross))
 
     @property
-    def lane(self) -> int | None:
+    def shard(self) -> int | None:
         """Which shards this rank owns; None: it owns nothing."""
         position = self.nodes.position(self.rank)
         return position if position < self.nodes.owners else None
@@ -67,6 +75,98 @@ class Team(Generic[Array]):
     def size(self) -> int:
         """Ranks of this node."""
         return len(self.nodes.of(self.rank))
+
+
+class HierarchicalExchange(Over[Array]):
+    """Gradients are summed dense within a node, and travel sparse between nodes.
+
+    Args:
+        collective: all ranks.
+        groups: with whom this one exchanges.
+        because: `Exchange.because`.
+    """
+
+    kind, stages, keeps = "hierarchical", 2, False
+
+    def __init__(
+        self, collective: Collective[Array], groups: Groups[Array], because: str = ""
+    ) -> None:
+        super().__init__(collective, groups.nodes, because)
+        self.groups = groups
+        self._plans: dict[bytes, NodePlan] = {}  # by their bucket's digest
+
+    @property
+    def owner(self) -> Mapping[str, object]:
+        """This rank, and who shares a node."""
+        return {**super().owner, "nodes": [list(node) for node in self.groups.nodes.ranks]}
+
+    def sharded(self, bucket: BucketPlan) -> NodePlan:
+        """A bucket, split among owners."""
+        if bucket.digest not in self._plans:
+            split = shard_sums(bucket, self.groups.nodes)
+            check_split(bucket, max(each.numel for each in split.sums), "elements")
+            self._plans[bucket.digest] = split
+        return self._plans[bucket.digest]
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """None: a rank sends all that it has to the owners on its node."""
+        return ()
+
+    @property
+    def parts(self) -> int:
+        """As many as the smallest node has ranks."""
+        return self.groups.nodes.owners
+
+    @property
+    def part(self) -> int | None:
+        """This rank's position on its node, if it owns something."""
+        return self.groups.shard
+
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """The sums of this rank's shards, if it owns any."""
+        shard = self.groups.shard
+        return () if shard is None else (self.sharded(bucket).sums[shard],)
+
+    def of(
+        self,
+        bucket: BucketPlan,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
+        states: Mapping[str, Arenas[Array]],
+        ops: Ops[Array],
+        codec: PayloadCodec[Array],
+    ) -> BucketExchange[Array]:
+        """A dense sum within the node, an allgather between nodes, one within the node."""
+        (arenas,) = owned or (None,)
+        return HierarchicalBucket(self.sharded(bucket), arenas, ops, codec, self.groups)
+
+    def _count(self, plan: Plan) -> Traffic:
+        """Bytes of a step: to each owner on the node directly, then twice in a ring."""
+        groups, nodes = self.groups, self.groups.nodes
+        split = [self.sharded(bucket) for bucket in plan.buckets]
+        size, held = sum(each.sum_bytes for each in split), len(nodes.ranks)
+        handed = size if groups.shard is not None and held > 1 else 0
+        sent = (held - 1) * handed
+        if groups.size > 1:
+            shards = [_dense_bytes(each.sums[i] for each in split) for i in range(nodes.owners)]
+            kept, forwarded = (
+                (0, 0) if groups.shard is None else (shards[groups.shard], held * size)
+            )
+            handed += sum(shards) + forwarded
+            following = (nodes.position(self.rank) + 1) % groups.size
+            forwarding = nodes.owners - (following < nodes.owners)  # all but the next one's own
+            sent += sum(shards) - kept + forwarding * held * size
+
+        def between(rank: int) -> int:
+            return (held - 1) * size if nodes.position(rank) < nodes.owners else 0
+
+        entries = sum(each.entries for bucket in plan.buckets for each in self.owned(bucket))
+        return self._traffic(plan, entries, handed, sent, between)
+
+
+def _dense_bytes(plans: Iterable[BucketPlan]) -> int:
+    """Bytes of arenas."""
+    return sum(plan.numel * WIDTH[plan.residual_dtype] for plan in plans)
 
 
 @dataclass(frozen=True)
@@ -79,14 +179,14 @@ class _Done(Generic[Array]):
         return self.result
 
 
-class Hierarchical(Generic[Array]):
-    """`horovod_topk.core.route.Route` of one bucket: `reduce`, `gather` and `spread`.
+class HierarchicalBucket(Generic[Array]):
+    """`BucketExchange` of one bucket: `reduce`, `gather` and `spread`.
 
     Args:
-        plan: the bucket as it is dealt out.
+        plan: the bucket, split among owners.
         owned: what this rank keeps of its node's sums, if it owns shards.
         ops, codec: of the arrays.
-        team: with whom this rank exchanges.
+        groups: with whom this rank exchanges.
     """
 
     def __init__(
@@ -95,15 +195,15 @@ class Hierarchical(Generic[Array]):
         owned: Arenas[Array] | None,
         ops: Ops[Array],
         codec: PayloadCodec[Array],
-        team: Team[Array],
+        groups: Groups[Array],
     ) -> None:
         self._plan, self._owned, self._ops, self._codec = plan, owned, ops, codec
-        self._team = team
+        self._groups = groups
         device = plan.bucket.device
         self._out = ops.zeros(
             sum(each.numel for each in plan.sums), plan.bucket.residual_dtype, device
         )
-        self._dealt = list(self._deal_out())
+        self._split = list(self._split_gradients())
         count = plan.sum_bytes if owned is not None else 0
         self._back = ops.zeros(count, "uint8", device)
         if owned is not None:
@@ -113,16 +213,10 @@ class Hierarchical(Generic[Array]):
         self._spread: Pending[Array] | None = None
         self._unwanted: list[Pending[Array]] = []  # of a step that was forgotten
 
-    @property
-    def is_under_way(self) -> bool:
-        """`Route.is_under_way`."""
-        legs = self._reduced, self._gathered, self._spread
-        return any(leg is not None for leg in legs)
-
     def send(self, gradients: Sequence[Array], name: str) -> None:
-        """`Route.send`."""
+        """`BucketExchange.send`."""
         self._name = name
-        for gradient, (firsts, outs) in zip(gradients, self._dealt, strict=True):
+        for gradient, (firsts, outs) in zip(gradients, self._split, strict=True):
             self._ops.deal(gradient, firsts, outs)
         self._reduced = self._reduce()
 
@@ -131,17 +225,10 @@ class Hierarchical(Generic[Array]):
         if self._reduced is not None:
             self._compress()
         elif self._gathered is not None:
-            self._hand_on()
-
-    def wait(self) -> None:
-        """`Route.wait`."""
-        while self._spread is None:
-            self.advance()
-        pending, self._spread = self._spread, None
-        self._arrived = pending.wait()
+            self._spread_gathered()
 
     def drain(self) -> None:
-        """`Route.drain`. An owner's flags make the ranks that go on with the step roll it back.
+        """`BucketExchange.drain`. Ranks that go on roll the step back: an owner sends them flags.
 
         Others are not waited for, as ranks may come here in orders of their own. What has gone out
         between nodes already is handed on: other nodes have it too.
@@ -152,41 +239,47 @@ class Hierarchical(Generic[Array]):
             self._reduced = None
             self._unwanted += self._flag_all()
         if self._gathered is not None:
-            self._hand_on()
+            self._spread_gathered()
         if self._spread is not None:
             self._spread.wait()
             self._spread = None
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
-        """`Route.receive`."""
-        plan, nodes = self._plan, self._team.nodes
+        """`BucketExchange.receive`."""
+        plan, nodes = self._plan, self._groups.nodes
+        while self._spread is None:
+            self.advance()
+        pending, self._spread = self._spread, None
+        self._arrived = pending.wait()
         payloads = nodes.owners * len(nodes.ranks)
         received = self._ops.numel(self._arrived)
-        wire.check_length(received, plan.sum_bytes, payloads, plan.bucket.ordinal)
+        if received != plan.sum_bytes * payloads:
+            ordinal = plan.bucket.ordinal
+            raise wire.wrong_length(received, plan.sum_bytes, payloads, ordinal)
         ranks = sum(nodes.sizes)
         scale = 1.0 / ranks if plan.bucket.reduction == "average" else 1.0
         return self._codec.decode(plan.result, self._in_rows(), gain * scale, targets)
 
     def clear(self, arrays: Sequence[Array]) -> None:
-        """`Route.clear`: all is sent whole, to the owners on this node."""
+        """`BucketExchange.clear`: all is sent whole, to the owners on this node."""
 
     def swap(self) -> None:
-        """`Route.swap`."""
+        """`BucketExchange.swap`."""
         if self._owned is not None:
             self._owned.swap()
 
     def gradient_norm(self, *, committed: bool) -> float:
-        """`Route.gradient_norm`."""
+        """`BucketExchange.gradient_norm`."""
         return self._ops.norm(self._out)
 
     # The legs.
 
     def _reduce(self) -> Pending[Array]:
-        if self._team.within is None:
+        if self._groups.local is None:
             return _Done(self._out)
         counts = [each.numel for each in self._plan.sums]
-        counts += [0] * (self._team.size - len(counts))
-        return self._team.within.reduce_scatter(self._out, counts, f"{self._name}.reduce")
+        counts += [0] * (self._groups.size - len(counts))
+        return self._groups.local.reduce_scatter(self._out, counts, f"{self._name}.reduce")
 
     def _compress(self) -> None:
         assert self._reduced is not None
@@ -207,26 +300,26 @@ class Hierarchical(Generic[Array]):
         self._gathered = self._gather()
 
     def _gather(self) -> Pending[Array]:
-        if self._team.between is None:
+        if self._groups.cross is None:
             return _Done(self._back)
-        return self._team.between.allgather(self._back, f"{self._name}.gather")
+        return self._groups.cross.allgather(self._back, f"{self._name}.gather")
 
-    def _hand_on(self) -> None:
+    def _spread_gathered(self) -> None:
         assert self._gathered is not None
         pending, self._gathered = self._gathered, None
-        self._spread = self._hand_out(pending.wait())
+        self._spread = self._spread_payloads(pending.wait())
 
-    def _hand_out(self, payloads: Array) -> Pending[Array]:
-        if self._team.within is None:
+    def _spread_payloads(self, payloads: Array) -> Pending[Array]:
+        if self._groups.local is None:
             return _Done(payloads)
-        nodes = self._team.nodes
+        nodes = self._groups.nodes
         counts = [len(nodes.ranks) * self._plan.sum_bytes] * nodes.owners
-        counts += [0] * (self._team.size - len(counts))
-        return self._team.within.allgather(payloads, f"{self._name}.spread", counts)
+        counts += [0] * (self._groups.size - len(counts))
+        return self._groups.local.allgather(payloads, f"{self._name}.spread", counts)
 
     # What else it does.
 
-    def _deal_out(self) -> Iterator[tuple[list[int], list[Array]]]:
+    def _split_gradients(self) -> Iterator[tuple[list[int], list[Array]]]:
         """For each gradient the first blocks of its shards, and where they go in `_out`."""
         ends = list(itertools.accumulate(each.numel for each in self._plan.sums))
         parts = [
@@ -246,16 +339,16 @@ class Hierarchical(Generic[Array]):
         """Start the other legs with payloads that say that every tensor is non-finite."""
         self._settle()
         if self._owned is None:
-            return self._gather(), self._hand_out(self._back)
+            return self._gather(), self._spread_payloads(self._back)
         layout = self._owned.plan.layout
         flags = (1 << len(self._owned.plan.gradients)) - 1
         data = flags.to_bytes(layout.flags_bytes, "little")
         self._ops.store_bytes(self._back, layout.flags_at, data)
-        count, size = len(self._team.nodes.ranks), self._plan.sum_bytes
+        count, size = len(self._groups.nodes.ranks), self._plan.sum_bytes
         everyones = self._ops.zeros(count * size, "uint8", self._plan.bucket.device)
         for at in range(0, count * size, size):
             self._ops.store(everyones, at, self._back)
-        return self._gather(), self._hand_out(everyones)
+        return self._gather(), self._spread_payloads(everyones)
 
     def _settle(self) -> None:
         """Wait for what reads the memory that is about to be written."""
@@ -266,7 +359,7 @@ class Hierarchical(Generic[Array]):
     def _in_rows(self) -> Array:
         """The payloads that arrived, one for each shard and so on; they come shard after shard."""
         ops, size = self._ops, self._plan.sum_bytes
-        owners, nodes = self._team.nodes.owners, len(self._team.nodes.ranks)
+        owners, nodes = self._groups.nodes.owners, len(self._groups.nodes.ranks)
         if owners == 1 or nodes == 1:
             return self._arrived
         ordered = ops.zeros(owners * nodes * size, "uint8", self._plan.bucket.device)

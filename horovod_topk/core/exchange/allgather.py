@@ -1,0 +1,114 @@
+"""The allgather exchange: every rank sends its payload to every other and decodes all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar, cast
+
+from horovod_topk.core import payload as wire
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.exchange.protocol import BucketExchange, Collective, Over, Pending, Traffic
+from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+
+
+class Allgather(Over[Array]):
+    """Every rank sends its payload to every other; bytes grow with the number of ranks."""
+
+    kind, stages, keeps, parts, part = "allgather", 0, True, 0, None
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """The bucket itself."""
+        return (bucket,)
+
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """Nothing."""
+        return ()
+
+    def of(
+        self,
+        bucket: BucketPlan,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
+        states: Mapping[str, Arenas[Array]],
+        ops: Ops[Array],
+        codec: PayloadCodec[Array],
+    ) -> BucketExchange[Array]:
+        """One allgather."""
+        (arenas,) = residuals
+        return AllgatherBucket(bucket, arenas, ops, codec, self._collective)
+
+    def _count(self, plan: Plan) -> Traffic:
+        """Bytes of a step, sent in a ring from rank to rank."""
+        payload_bytes = sum(bucket.layout.payload_bytes for bucket in plan.buckets)
+        entries = sum(bucket.entries for bucket in plan.buckets)
+        sent_bytes = (self.ranks - 1) * payload_bytes
+
+        def between(rank: int) -> int:
+            return sent_bytes if self._is_at_an_edge(rank) else 0
+
+        return self._traffic(plan, entries, payload_bytes, sent_bytes, between)
+
+
+class AllgatherBucket(Generic[Array]):
+    """One allgather: every rank decodes every other's payload."""
+
+    def __init__(
+        self,
+        bucket: BucketPlan,
+        arenas: Arenas[Array],
+        ops: Ops[Array],
+        codec: PayloadCodec[Array],
+        collective: Collective[Array],
+    ) -> None:
+        self._bucket, self._arenas = bucket, arenas
+        self._ops, self._codec, self._collective = ops, codec, collective
+        self._payload = codec.new_payload(bucket)
+        self._pending: Pending[Array] | None = None
+
+    def send(self, gradients: Sequence[Array], name: str) -> None:
+        """`BucketExchange.send`."""
+        self._codec.encode(self._arenas, gradients, self._payload)
+        self._pending = self._collective.allgather(self._payload, name)
+
+    def advance(self) -> None:
+        """`BucketExchange.advance`."""
+
+    def drain(self) -> None:
+        """`BucketExchange.drain`. It may have failed, as where a rank of an elastic job is lost."""
+        if self._pending is not None:
+            with contextlib.suppress(RuntimeError):
+                self._pending.wait()
+        self._pending = None
+
+    def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
+        """`BucketExchange.receive`."""
+        bucket, size = self._bucket, self._bucket.layout.payload_bytes
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        gathered = pending.wait()
+        received = cast("int | None", self._ops.numel(gathered))
+        ranks = self._collective.size
+        if received is None:  # a graph that outlives a number of ranks, as in elastic jobs
+            ranks = self._ops.rows(gathered, size)
+        elif received != size * ranks:
+            raise wire.wrong_length(received, size, ranks, bucket.ordinal)
+        if bucket.reduction == "average":
+            gain = gain * (1 / ranks)
+        return self._codec.decode(bucket, gathered, gain, targets)
+
+    def clear(self, arrays: Sequence[Array]) -> None:
+        """`BucketExchange.clear`."""
+        self._codec.clear(self._bucket, self._payload, arrays)
+
+    def swap(self) -> None:
+        """`BucketExchange.swap`."""
+        self._arenas.swap()
+
+    def gradient_norm(self, *, committed: bool) -> float:
+        """`BucketExchange.gradient_norm`."""
+        return self._codec.gradient_norm(self._arenas, self._payload, committed=committed)

@@ -1,0 +1,70 @@
+"""The reduce exchange of methods of rounds; `horovod_topk.core.rounds` runs the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.exchange.protocol import BucketExchange, Collective, Over, Traffic
+from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.rounds import ReducedBucket, round_plans
+from horovod_topk.core.shards import shard
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+
+
+class ReduceExchange(Over[Array]):
+    """Arrays of a method of rounds are added up at their elements' owners, round after round."""
+
+    kind, keeps, parts, part = "reduce", True, 0, None
+
+    def __init__(
+        self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
+    ) -> None:
+        super().__init__(collective, nodes, because)
+        self.stages = 1
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """The bucket itself."""
+        return (bucket,)
+
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """Nothing."""
+        return ()
+
+    def of(
+        self,
+        bucket: BucketPlan,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
+        states: Mapping[str, Arenas[Array]],
+        ops: Ops[Array],
+        codec: PayloadCodec[Array],
+    ) -> BucketExchange[Array]:
+        """The rounds of the bucket's method."""
+        (arenas,) = residuals
+        bucket_exchange = ReducedBucket(bucket, arenas, states, ops, codec, self._collective)
+        self.stages = max(self.stages, 2 * bucket_exchange.rounds - 1)
+        return bucket_exchange
+
+    def _count(self, plan: Plan) -> Traffic:
+        """Bytes of a step: of each round to each owner directly, and back in a ring."""
+        entries = payload_bytes = sent_bytes = there = back = 0
+        others = self.ranks - 1
+        for bucket in plan.buckets:
+            for each in round_plans(bucket):
+                split = shard(each, self.ranks)
+                there, back = there + split.scatter_bytes, back + split.gather_bytes
+                entries += each.entries + split.gather[self.rank].entries
+        payload_bytes, sent_bytes = self.ranks * there + back, others * (there + back)
+
+        def between(rank: int) -> int:
+            assert self.nodes is not None
+            away = self.ranks - len(self.nodes.of(rank))
+            return away * there + self._is_at_an_edge(rank) * others * back
+
+        return self._traffic(plan, entries, payload_bytes, sent_bytes, between)

@@ -1,0 +1,240 @@
+"""The sharded exchange: entries go to the owner of their elements, and the owners' sums to all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
+
+from horovod_topk.core import payload as wire
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.exchange.protocol import (
+    BucketExchange,
+    Collective,
+    Over,
+    Pending,
+    Traffic,
+    check_split,
+)
+from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.shards import ShardedPlan, shard
+from horovod_topk.errors import TopKError
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+
+
+class ShardedExchange(Over[Array]):
+    """Entries go to the owner of their elements, and the owners' sums back to all.
+
+    About (P - 1) / P of a payload goes in each direction: more where shards become so small that
+    rounding up and headers count.
+    """
+
+    kind, stages, keeps = "sharded", 1, True
+
+    def __init__(
+        self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
+    ) -> None:
+        super().__init__(collective, nodes, because)
+        self._plans: dict[bytes, ShardedPlan] = {}  # by their bucket's digest
+
+    def sharded(self, bucket: BucketPlan) -> ShardedPlan:
+        """A bucket, split among owners."""
+        if bucket.digest not in self._plans:
+            split = shard(bucket, self.ranks)
+            check_split(bucket, split.scatter[0].layout.payload_bytes, "bytes")
+            self._plans[bucket.digest] = split
+        return self._plans[bucket.digest]
+
+    def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """A plan for each owner."""
+        return self.sharded(bucket).scatter
+
+    @property
+    def parts(self) -> int:
+        """As many as ranks."""
+        return self.ranks
+
+    @property
+    def part(self) -> int:
+        """This rank."""
+        return self.rank
+
+    def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
+        """The means of this rank's shards."""
+        return (self.sharded(bucket).gather[self.rank],)
+
+    def of(
+        self,
+        bucket: BucketPlan,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
+        states: Mapping[str, Arenas[Array]],
+        ops: Ops[Array],
+        codec: PayloadCodec[Array],
+    ) -> BucketExchange[Array]:
+        """One alltoall and one allgather."""
+        (mine,) = owned
+        return ShardedBucket(self.sharded(bucket), residuals, mine, ops, codec, self._collective)
+
+    def _count(self, plan: Plan) -> Traffic:
+        """Bytes of a step: to each owner directly, and back in a ring from rank to rank."""
+        others, split = self.ranks - 1, [self.sharded(bucket) for bucket in plan.buckets]
+        there = sum(each.scatter_bytes for each in split)
+        back = sum(each.gather_bytes for each in split)
+        mine = [leg for each in split for leg in (*each.scatter, each.back[self.rank])]
+        entries = sum(each.entries for each in mine)
+
+        def between(rank: int) -> int:
+            assert self.nodes is not None
+            away = self.ranks - len(self.nodes.of(rank))
+            return away * there + self._is_at_an_edge(rank) * others * back
+
+        payload_bytes, sent_bytes = self.ranks * there + back, others * (there + back)
+        return self._traffic(plan, entries, payload_bytes, sent_bytes, between)
+
+
+class ShardedBucket(Generic[Array]):
+    """One alltoall of entries to their owners, and one allgather of the owners' sums or means.
+
+    What an owner does not send back stays in its residual, in units of what is applied: of the mean
+    if gradients are averaged.
+    """
+
+    def __init__(
+        self,
+        plan: ShardedPlan,
+        arenas: Sequence[Arenas[Array]],
+        owned: Arenas[Array],
+        ops: Ops[Array],
+        codec: PayloadCodec[Array],
+        collective: Collective[Array],
+    ) -> None:
+        self._plan, self._arenas, self._owned = plan, arenas, owned
+        self._ops, self._codec, self._collective = ops, codec, collective
+        self.bucket = plan.bucket
+        size, device = plan.scatter_bytes, plan.bucket.device
+        self._out = ops.zeros(size * len(plan.scatter), "uint8", device)
+        self._parts = [
+            ops.view(self._out, p * size, (p + 1) * size) for p in range(len(plan.scatter))
+        ]
+        for part, scatter in zip(self._parts, plan.scatter, strict=True):
+            codec.open_payload(scatter, part)
+        self._back = codec.new_payload(owned.plan)
+        total = ops.zeros(owned.plan.numel, owned.plan.residual_dtype, device)
+        self._totals = [ops.view(total, t.start, t.stop) for t in owned.plan.tensors]
+        self._scattered: Pending[Array] | None = None
+        self._pending: Pending[Array] | None = None
+        self._unwanted: list[Pending[Array]] = []  # of a step that was forgotten
+        self._aborted = False  # whether that is also what was sent to owners
+
+    def send(self, gradients: Sequence[Array], name: str) -> None:
+        """`BucketExchange.send`."""
+        if self._aborted:
+            self._settle()
+        self._codec.encode_shards(self._arenas, gradients, self._parts)
+        self._name = name
+        self._scattered = self._collective.alltoall(self._out, f"{name}.scatter")
+
+    def advance(self) -> None:
+        """Add up what came for this rank's shards, and send the largest of it to all."""
+        if self._scattered is None:
+            return
+        scattered, self._scattered = self._scattered, None
+        arrived, arrive = scattered.wait(), self._plan.arrive[self._collective.rank]
+        self._settle()
+        try:
+            self._check(arrived, arrive)
+            scale = _scale(arrive, self._collective.size)
+            self._codec.decode(arrive, arrived, scale, self._totals)
+        except TopKError:  # the others wait for this rank, and have to hear of it
+            self._flag_all()
+            self._pending = self._gather()
+            raise
+        self._codec.encode(self._owned, self._totals, self._back)
+        self._pending = self._gather()
+
+    def drain(self) -> None:
+        """`BucketExchange.drain`. Ranks that go on are sent flags, and roll the step back.
+
+        That is not waited for, as ranks may come here in orders of their own.
+        """
+        if self._pending is not None:
+            self._pending.wait()
+        if self._scattered is not None:
+            self._scattered.wait()
+            self._settle()  # all ranks sent it before what has just arrived
+            self._flag_all()
+            self._unwanted.append(self._gather())
+        self._scattered = self._pending = None
+
+    def abort(self, name: str) -> None:
+        """Take part in a step that this rank does not go on with: say that all is flagged.
+
+        Nothing is waited for here.
+        """
+        self._settle()
+        self._name, self._aborted = name, True
+        for part, scatter in zip(self._parts, self._plan.scatter, strict=True):
+            self._flag(scatter, part)
+        self._unwanted.append(self._collective.alltoall(self._out, f"{name}.scatter"))
+        self._flag_all()
+        self._unwanted.append(self._gather())
+
+    def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
+        """`BucketExchange.receive`."""
+        self.advance()
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        gathered = pending.wait()
+        self._check(gathered, self._plan.gather[0])
+        return self._codec.decode(self._plan.result, gathered, gain, targets)
+
+    def clear(self, arrays: Sequence[Array]) -> None:
+        """`BucketExchange.clear`: where it was sent to an owner."""
+        for scatter, part in zip(self._plan.scatter, self._parts, strict=True):
+            self._codec.clear(scatter, part, arrays)
+
+    def swap(self) -> None:
+        """`BucketExchange.swap`."""
+        for arenas in (*self._arenas, self._owned):
+            arenas.swap()
+
+    def gradient_norm(self, *, committed: bool) -> float:
+        """`BucketExchange.gradient_norm`."""
+        pairs = zip(self._arenas, self._parts, strict=True)
+        norm = self._codec.gradient_norm
+        return math.hypot(*(norm(*pair, committed=committed) for pair in pairs))
+
+    def _gather(self) -> Pending[Array]:
+        return self._collective.allgather(self._back, f"{self._name}.gather")
+
+    def _settle(self) -> None:
+        """Wait for what reads the memory that is about to be written."""
+        for pending in self._unwanted:
+            pending.wait()
+        self._unwanted.clear()
+        self._aborted = False
+
+    def _flag_all(self) -> None:
+        """Say in the payload to all that every tensor is non-finite."""
+        self._flag(self._owned.plan, self._back)
+
+    def _flag(self, plan: BucketPlan, payload: Array) -> None:
+        layout, flags = plan.layout, (1 << len(plan.gradients)) - 1
+        self._ops.store_bytes(
+            payload, layout.flags_at, flags.to_bytes(layout.flags_bytes, "little")
+        )
+
+    def _check(self, received: Array, each: BucketPlan) -> None:
+        count, ordinal = self._ops.numel(received), self._plan.bucket.ordinal
+        ranks, size = self._collective.size, each.layout.payload_bytes
+        if count != size * ranks:
+            raise wire.wrong_length(count, size, ranks, ordinal)
+
+
+def _scale(bucket: BucketPlan, ranks: int) -> float:
+    return 1 / ranks if bucket.reduction == "average" else 1.0
