@@ -29,7 +29,7 @@ from horovod_topk.cli.compare.records import (
     Store,
 )
 from horovod_topk.cli.compare.run import Printed, command, record_of
-from horovod_topk.cli.compare.settings import Settings, metric_of, named, of_file
+from horovod_topk.cli.compare.settings import Settings, checked, metric_of, named, of_file
 from horovod_topk.cli.compare.uncertainty import BETTER, UNCLEAR, WORSE, difference
 from horovod_topk.cli.compare.verdict import NOT, PAYS, judge, overall
 from horovod_topk.cli.process import Ended, follow, rank_of
@@ -82,7 +82,8 @@ def settings_in(folder: Path, text: str) -> Settings:
     (folder / "train.py").write_text("print(1)")
     path = folder / "settings.toml"
     path.write_text('script = "train.py"\n' + text)
-    return of_file(path)
+    (found,) = of_file(path)
+    return checked(found)
 
 
 GRID = """
@@ -125,7 +126,8 @@ def test_runs_are_known_by_all_that_tells_them_apart(tmp_path: Path) -> None:
             cell.digest for _, cell in settings_in(tmp_path, other + GRID).cells()
         }
     (tmp_path / "train.py").write_text("print(2)")
-    assert not digests & {cell.digest for _, cell in of_file(tmp_path / "settings.toml").cells()}
+    (changed,) = of_file(tmp_path / "settings.toml")
+    assert not digests & {cell.digest for _, cell in changed.cells()}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,9 @@ def test_the_command_line_reaches_the_launcher(tmp_path: Path) -> None:
         ([1.0, 1.1, -0.01], UNCLEAR),
         ([1.0, 1.1, 0.9, 1.05, 0.95], BETTER),
         ([1.0, -1.1, 0.9, -1.05, 0.95], UNCLEAR),
-        ([2.0, 2.0], BETTER),
+        ([2.0, 2.0], UNCLEAR),
+        ([2.0] * 6, BETTER),
+        ([-2e-17] * 6, UNCLEAR),
         ([0.0, 0.0, 0.0, 0.0, 0.0], UNCLEAR),
     ],
 )
@@ -181,7 +185,7 @@ def records(level: float, pace: float, seeds: int = 5, **rest: Any) -> dict[int,
     """Runs whose loss ends near a level, with a pace in seconds a step."""
     found = {}
     for seed in range(seeds):
-        wobble = 1 + 0.001 * ((seed * 7) % 5)
+        wobble = 1 + 0.001 * ((seed * 7) % 5) * level * pace
         points = tuple(
             Point(s, s * pace * wobble, {"loss": level * wobble * (1 + 50 / s)})
             for s in range(10, 110, 10)
@@ -312,7 +316,7 @@ with open(os.environ["HOROVOD_TOPK_REPORT"], "a") as file:
     write(event="compressor", seconds=0.0)
     write(event="seed", seconds=0.0)
     for n in range(1, 11):
-        seconds, loss = n * step * (1 + seed / 1000), 1 / n + seed
+        seconds, loss = n * step * (1 + seed * step), 1 / n + seed
         write(event="report", seconds=seconds, step=n, metrics={"loss": loss})
 with open("runs.log", "a") as file:
     file.write("x")

@@ -118,6 +118,14 @@ ROOMS = {
         "matplotlib",
         "tqdm",
     },
+    "cli/compare/simulated": {
+        "horovod_topk.cli",
+        "horovod_topk.core",
+        "horovod_topk.methods",
+        "horovod_topk.ops.torch",
+        "horovod_topk.torch",
+        "torch",
+    },
     "cli/plan": {
         "horovod_topk.methods",
         "horovod_topk.reporting",

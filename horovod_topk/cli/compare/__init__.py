@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from horovod_topk.cli.compare.settings import (
-    BASELINES,
     SEEDS,
     Settings,
     checked,
@@ -42,7 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_where(parser)
     add("--json", type=Path, metavar="FILE", help="write figures and verdicts to this file")
     add("--picture", type=Path, metavar="FILE", help="draw quality against steps, time and bytes")
-    add("--out", type=Path, metavar="FOLDER", help="keep runs here (default: compare-SCRIPT)")
+    add(
+        "--out",
+        type=Path,
+        metavar="PATH",
+        help="keep runs in this folder, or in this file if it ends in .jsonl (default: "
+        "compare-SCRIPT)",
+    )
     add("--retry", action="store_true", help="run again what failed, diverged or was cut off")
     add("--no-runs", action="store_true", help="run nothing: report what has been run")
 
@@ -75,6 +80,12 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     add("--ranks", "-np", type=whole, metavar="COUNT", help="processes (default: 2)")
     add("--hosts", "-H", metavar="HOST:SLOTS,...", help="hosts, as horovodrun takes them")
     add("--network", metavar="RATE", help="emulate one host a rank with such links, as 100mbit")
+    add(
+        "--simulated",
+        action="store_true",
+        help="simulated ranks, for quality alone; the script has a function workload(**options)",
+    )
+    add("--jobs", type=whole, help="processes that train simulated ranks (default: 1)")
     add("--mpi", action="store_true", help="run over MPI and not over Gloo")
     add(
         "--limit",
@@ -87,14 +98,14 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run what has not been run, and report; 2 if the options or this machine do not allow it."""
     try:
-        settings = settings_of(args)
+        every = settings_of(args)
         for option in ("json", "picture"):
             if (path := getattr(args, option)) is not None:
                 (check_picture if option == "picture" else lambda p: check_writable("--json", p))(
                     path
                 )
         session = importlib.import_module("horovod_topk.cli.compare.session")  # needs the extra
-        status: int = session.main(settings, args)
+        status: int = session.main(every, args)
     except (ValueError, TopKError) as error:
         print(f"horovod-topk compare: {error}", file=sys.stderr)
         return 2
@@ -108,8 +119,8 @@ def main(args: argparse.Namespace) -> int:
     return status
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    """What the command line asks for.
+def settings_of(args: argparse.Namespace) -> list[Settings]:
+    """What the command line asks for: one comparison, or several of a TOML file.
 
     Raises:
         ConfigError, ValueError: it cannot be compared.
@@ -127,12 +138,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
         "network": args.network,
         "controller": "mpi" if args.mpi else None,
         "limit_seconds": args.limit,
+        "simulated": args.simulated,
+        "jobs": args.jobs,
     }
     asked: Mapping[str, Any] = {key: value for key, value in given.items() if value}
     if args.script.suffix == ".toml":
-        return checked(replace(of_file(args.script), **asked))
-    rest = {"compressors": {}, "baselines": BASELINES, "grid": {}} | dict(asked)
-    return checked(Settings(script=args.script, **rest))
+        return [checked(replace(each, **asked)) for each in of_file(args.script)]
+    return [checked(Settings(**{"script": args.script, "compressors": {}, **asked}))]
 
 
 def _seeds(given: list[int] | None) -> tuple[int, ...] | None:

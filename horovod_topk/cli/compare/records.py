@@ -83,34 +83,48 @@ class Record:
 
 
 class Store:
-    """A folder with the records of a comparison.
+    """The records of a comparison: a folder with a file for each, or one file of JSON lines.
 
     Args:
-        folder: made when the first record is kept.
+        path: of the folder, made when it is first needed; or of the file, which ends in .jsonl.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def path(self, cell: Cell) -> Path:
-        """Of a run's record."""
-        return self.folder / f"{cell.digest}.json"
+    def __init__(self, path: Path) -> None:
+        self.path, self.is_file = path, path.suffix == ".jsonl"
+        self.folder = path.parent if self.is_file else path
+        self._lines: dict[str, dict[str, Any]] = {}  # by digest; the last one counts
+        if self.is_file and path.exists():
+            for line in path.read_text().splitlines():
+                found = json.loads(line)
+                self._lines[_cell(found["cell"]).digest] = found
 
     def find(self, cell: Cell) -> Record | None:
         """A finished run, if this one is."""
-        path = self.path(cell)
-        return read(json.loads(path.read_text()), cell) if path.exists() else None
+        if self.is_file:
+            found = self._lines.get(cell.digest)
+            return None if found is None else _record(found, cell)
+        path = self.folder / f"{cell.digest}.json"
+        return _record(json.loads(path.read_text()), cell) if path.exists() else None
 
     def keep(self, record: Record) -> None:
         """Write a record at once or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.path(record.cell)
+        if self.is_file:
+            self._lines[record.cell.digest] = asdict(record)
+            with self.path.open("a") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+            return
+        path = self.folder / f"{record.cell.digest}.json"
         partial = path.with_suffix(".part")
         partial.write_text(json.dumps(asdict(record), indent=1) + "\n")
         partial.replace(path)
 
 
-def read(found: Mapping[str, Any], cell: Cell) -> Record:
-    """A record as `Store.keep` wrote it, or as a line of results has it."""
+def _cell(found: Mapping[str, Any]) -> Cell:
+    pairs = {key: tuple(tuple(each) for each in found[key]) for key in ("grid", "where")}
+    return Cell(found["compressor"], found["seed"], tuple(found["arguments"]), **pairs)
+
+
+def _record(found: Mapping[str, Any], cell: Cell) -> Record:
     points = tuple(Point(**point) for point in found["points"])
     return Record(**{**found, "cell": cell, "points": points})

@@ -37,6 +37,7 @@ class Row:
 class Found:
     """One variant of the grid."""
 
+    settings: Settings
     variant: tuple[tuple[str, Any], ...]
     metric: Metric
     runs: Mapping[str, Runs]  # by row
@@ -58,18 +59,19 @@ def found_in(
     metric = metric_of(settings.metric, reported)
     baselines = {name: records[name] for name in settings.baselines if records.get(name)}
     verdicts = {
-        name: judge(records[name], baselines, metric, settings.budget)
+        name: judge(records[name], baselines, metric, settings.budget, timed=not settings.simulated)
         for name in settings.compressors
         if records.get(name) and baselines
     }
-    budget = settings.budget or _common_time(every, metric)
+    budget = None if settings.simulated else settings.budget or _common_time(every, metric)
     dense = _dense_bytes(every)
     rows = tuple(
         _row(settings, name, runs, metric, budget, dense, baselines, verdicts.get(name))
         for name, runs in records.items()
         if runs
     )
-    return Found(variant, metric, records, rows, budget, overall(verdicts) if verdicts else "")
+    sentence = overall(verdicts) if verdicts and not settings.simulated else ""
+    return Found(settings, variant, metric, records, rows, budget, sentence)
 
 
 def _row(
@@ -96,10 +98,10 @@ def _row(
         {seed: run.outcome(metric.name) for seed, run in runs.items()},
         _mean([curve[-1][2] for curve in curves.values() if curve]),
         _mean([_at(curve, budget) for curve in curves.values()]),
-        _mean([run.seconds_per_step for run in good.values()]),
+        None if settings.simulated else _mean([run.seconds_per_step for run in good.values()]),
         _mean([run.waited for run in good.values()]),
         size,
-        _mean(times) if complete else None,
+        _mean(times) if complete and not settings.simulated else None,
         size * statistics.fmean(sent) if complete and size else None,
         max((run.peak_memory for run in good.values() if run.peak_memory), default=None),
         verdict,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,41 +23,67 @@ from horovod_topk.cli.compare.settings import Settings
 from horovod_topk.cli.compare.table import table
 
 
-def main(settings: Settings, args: argparse.Namespace) -> int:
+def main(every: Sequence[Settings], args: argparse.Namespace) -> int:
     """Run what has not been run, print, and write; the exit status: 1 if the first run failed."""
-    store = Store(args.out or Path(f"compare-{settings.script.stem}"))
-    if settings.network is not None and not args.no_runs:
-        check_network()
+    store = Store(args.out or Path(f"compare-{args.script.stem}"))
     if not args.no_runs:
+        if any(settings.network for settings in every):
+            check_network()
         with alone(store.folder):
-            if not run_all(settings, store, retry=args.retry):
+            if not run_all(every, store, retry=args.retry):
                 return 1
-    every = results(settings, store)
-    if not every:
-        raise ValueError(f"{store.folder} has no runs of these settings. Leave out --no-runs")
-    print("\n\n\n".join(table(settings, found) for found in every))
+    found = [each for settings in every for each in results(settings, store)]
+    if not found:
+        raise ValueError(f"{store.path} has no runs of these settings. Leave out --no-runs")
+    print("\n\n\n".join(map(table, found)))
     if args.json is not None:
-        args.json.write_text(json.dumps([summary(f) for f in every], indent=1) + "\n")
+        args.json.write_text(json.dumps([summary(each) for each in found], indent=1) + "\n")
     if args.picture is not None:
-        draw(args.picture, settings, every)
+        draw(args.picture, found)
     return 0
 
 
-def run_all(settings: Settings, store: Store, *, retry: bool = False) -> bool:
+Wanted = tuple[str, Cell, Settings]
+
+
+def run_all(every: Sequence[Settings], store: Store, *, retry: bool = False) -> bool:
     """Finish all runs, by turns; False if the very first one fails."""
-    cells = list(settings.cells())
-    missing = [(name, cell) for name, cell in cells if _is_missing(store, cell, retry=retry)]
-    for name, cell in (bar := tqdm(missing, unit="run", disable=not missing)):
-        bar.set_postfix_str(_title(name, cell))
-        record = run(settings, cell, store.folder)
-        store.keep(record)
-        if record.status != DONE:
+    wanted: dict[str, Wanted] = {}  # by digest: cases may share runs
+    for settings in every:
+        for name, cell in settings.cells():
+            wanted.setdefault(cell.digest, (name, cell, settings))
+    missing = [each for each in wanted.values() if _is_missing(store, each[1], retry=retry)]
+    first = next(iter(wanted), None)
+    with tqdm(total=len(missing), unit="run", disable=not missing) as bar:
+        for record in _records(missing, store, bar):
+            store.keep(record)
+            bar.update()
+            if record.status == DONE:
+                continue
+            name, cell, _ = wanted[record.cell.digest]
             bar.write(f"{_title(name, cell)}: {record.status}: {record.problem}", file=sys.stderr)
-            if len(missing) == len(cells) and cell == cells[0][1]:
-                bar.close()
+            if len(missing) == len(wanted) and record.cell.digest == first:
                 print("The first run ended so. Nothing else was run.", file=sys.stderr)
                 return False
     return True
+
+
+def _records(missing: Sequence[Wanted], store: Store, bar: tqdm[Any]) -> Iterator[Record]:
+    """Run, one after another; simulated ranks last, in processes that train many cells."""
+    tasks = []
+    for name, cell, settings in missing:
+        if settings.simulated:
+            options = {**settings.options, **dict(cell.grid)}
+            limit = settings.limit_seconds
+            task = (cell, settings.script, settings.ranks, tuple(options.items()), limit)
+            tasks.append(task)
+            continue
+        bar.set_postfix_str(_title(name, cell))
+        yield run(settings, cell, store.folder)
+    if tasks:
+        jobs = max(settings.jobs for _, _, settings in missing)
+        pool = importlib.import_module("horovod_topk.cli.compare.simulated.pool")  # PyTorch
+        yield from pool.results(tasks, jobs)
 
 
 def _is_missing(store: Store, cell: Cell, *, retry: bool) -> bool:
@@ -87,6 +114,8 @@ def summary(found: Found) -> dict[str, Any]:
     """A variant's figures as JSON; runs have files of their own."""
     rows = [asdict(row) for row in found.rows]
     return {
+        "title": found.settings.title,
+        "options": dict(found.settings.options),
         "variant": dict(found.variant),
         "metric": asdict(found.metric),
         "seconds": found.budget,

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from horovod_topk.core.substitute import HOROVODS, parse
 LOWER = ("loss", "error", "perplexity", "ppl", "nll", "bits_per_byte", "wer", "mse", "mae", "rmse")
 HIGHER = ("accuracy", "acc", "f1", "auc", "bleu", "map", "iou", "top1", "top5")
 SEEDS = 5
+BASELINES: dict[str, str] = {"dense float32": "none", "dense fp16": "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,9 @@ class Settings:
         compressors: by the names that tables show, each as in Python: "TopKEF(ratio=0.01)".
         baselines: dense ones that every comparison has: "none" and "fp16" are Horovod's own.
         seeds: how many, from 0 on, or a list of them.
-        seed_argument: the script's option for its seed, "seed" for --seed; None: it calls `horovod_topk.seed()`.
+        seed_argument: the script's option for its seed, "seed" for --seed; None: the script calls
+            `horovod_topk.seed()`.
+        options: arguments of the script by name, beside `arguments`.
         grid: lists of values for arguments of the script; each combination is compared alone.
         ranks: processes.
         hosts: as horovodrun takes them, "host1:1,host2:1"; None: this host.
@@ -41,15 +44,20 @@ class Settings:
         target: a quality to reach; None: the worse final one of the dense runs of a seed.
         budget: seconds at which quality is compared; None: the end of the faster run of a pair.
         version: of the script. None: runs are made again when the script has changed.
+        simulated: train on simulated ranks, for quality alone.
+        jobs: processes that train simulated ranks.
+        title: above the tables.
+        text: below the title, on a page.
     """
 
     script: Path
     arguments: tuple[str, ...] = ()
     compressors: Mapping[str, str]
-    baselines: Mapping[str, str]
+    baselines: Mapping[str, str] = field(default_factory=lambda: BASELINES)
     seeds: tuple[int, ...] = tuple(range(SEEDS))
     seed_argument: str | None = None
-    grid: Mapping[str, tuple[Any, ...]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ranks: int = 2
     hosts: str | None = None
     network: str | None = None
@@ -59,6 +67,10 @@ class Settings:
     target: float | None = None
     budget: float | None = None
     version: str | None = None
+    simulated: bool = False
+    jobs: int = 1
+    title: str = ""
+    text: str = ""
 
     @property
     def rows(self) -> dict[str, str]:
@@ -75,7 +87,7 @@ class Settings:
             ("ranks", self.ranks),
             ("hosts", self.hosts),
             ("network", self.network),
-            ("controller", self.controller),
+            ("controller", "simulated" if self.simulated else self.controller),
         )
 
     def variants(self) -> list[tuple[tuple[str, Any], ...]]:
@@ -85,7 +97,8 @@ class Settings:
 
     def cell(self, variant: tuple[tuple[str, Any], ...], name: str, seed: int) -> Cell:
         """A run."""
-        words = [word for key, value in variant for word in _words(key, value)]
+        options = [*self.options.items(), *variant]
+        words = [word for key, value in options for word in _words(key, value)]
         if self.seed_argument is not None:
             words += _words(self.seed_argument, seed)
         return Cell(self.rows[name], seed, (*self.arguments, *words), variant, self.where)
@@ -154,11 +167,11 @@ def named(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-BASELINES = {"dense float32": "none", "dense fp16": "fp16"}
+def of_file(path: Path) -> list[Settings]:
+    """Read a TOML file: its comparison, or one for each of its tables `[[cases]]`.
 
-
-def of_file(path: Path) -> Settings:
-    """Read a TOML file; paths in it are relative to its folder.
+    A case has the keys of a comparison, and what it leaves out from the rest of the file; its
+    `options` are added to those of the file. Paths are relative to the file's folder.
 
     Raises:
         ConfigError, ValueError: it cannot be read, or does not say what to compare.
@@ -167,23 +180,28 @@ def of_file(path: Path) -> Settings:
         found = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
+    cases = found.pop("cases", [{}])
+    options = found.pop("options", {})
+    return [
+        _of_table({**found, **case, "options": {**options, **case.get("options", {})}}, path)
+        for case in cases
+    ]
+
+
+def _of_table(found: Mapping[str, Any], path: Path) -> Settings:
     known = {each.name for each in fields(Settings)}
     reject_unknown({*found} - known, known, str(path))
     if "script" not in found:
         raise ValueError(f"{path}: script is missing. Write script = 'train.py'")
-    return checked(
-        Settings(
-            **{
-                **{key: tuple(v) if isinstance(v, list) else v for key, v in found.items()},
-                "script": path.parent / found["script"],
-                "arguments": tuple(map(str, found.get("arguments", ()))),
-                "compressors": _of_table(found.get("compressors", {}), path),
-                "baselines": _of_table(found.get("baselines", BASELINES), path),
-                "seeds": seeds_of(found.get("seeds", SEEDS)),
-                "grid": {k: tuple(v) for k, v in found.get("grid", {}).items()},
-            }
-        )
-    )
+    read = {
+        "script": path.parent / found["script"],
+        "arguments": tuple(map(str, found.get("arguments", ()))),
+        "compressors": _compressors(found.get("compressors", {}), path),
+        "baselines": _compressors(found.get("baselines", BASELINES), path),
+        "seeds": seeds_of(found.get("seeds", SEEDS)),
+        "grid": {key: tuple(values) for key, values in found.get("grid", {}).items()},
+    }
+    return Settings(**{**found, **read})
 
 
 def seeds_of(given: int | Sequence[int]) -> tuple[int, ...]:
@@ -191,7 +209,7 @@ def seeds_of(given: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(range(given)) if isinstance(given, int) else tuple(given)
 
 
-def _of_table(table: Mapping[str, Any], path: Path) -> dict[str, str]:
+def _compressors(table: Mapping[str, Any], path: Path) -> dict[str, str]:
     """Compressors by name; one is a text, or a table with `method` and its settings."""
     found = {}
     for name, value in table.items():
@@ -213,7 +231,7 @@ def checked(settings: Settings) -> Settings:
     """
     if not settings.script.is_file():
         raise ValueError(f"{settings.script}: no such script")
-    if not settings.compressors:
+    if not settings.compressors and not (settings.baselines and settings.grid):
         raise ValueError("nothing to compare. Give --compressors, such as 'TopKEF(ratio=0.01)'")
     if settings.ranks < 2:
         raise ValueError(f"{settings.ranks} rank exchanges nothing. Give --ranks 2 or more")
@@ -221,6 +239,8 @@ def checked(settings: Settings) -> Settings:
         raise ValueError(f"seeds {settings.seeds}: give one or more, each once")
     if settings.controller not in ("gloo", "mpi"):
         raise ValueError(f"controller {settings.controller!r}: write gloo or mpi")
+    if settings.simulated and (settings.hosts or settings.network):
+        raise ValueError("--simulated ranks have no network. Leave out --hosts and --network")
     if settings.hosts is not None and settings.network is not None:
         raise ValueError("--hosts and --network: emulated hosts have names of their own. Give one")
     clashes = settings.baselines.keys() & settings.compressors.keys()

@@ -8,34 +8,42 @@ from collections.abc import Iterator, Sequence
 from horovod_topk.cli.bench.table import aligned
 from horovod_topk.cli.compare.records import DONE
 from horovod_topk.cli.compare.result import Found, Row
-from horovod_topk.cli.compare.settings import Settings
-from horovod_topk.cli.compare.uncertainty import Difference
+from horovod_topk.cli.compare.uncertainty import ROUNDING, Difference
 
 DASH = "-"
 
 
-def table(settings: Settings, found: Found) -> str:
+def table(found: Found) -> str:
     """The figures, the differences to dense, and the verdicts."""
     parts = [
-        heading(settings, found),
-        "\n".join(aligned([_head(found), *(_figures(row) for row in found.rows)])),
-        "\n".join(aligned([_difference_head(found), *_differences(found)])),
+        heading(found),
+        "\n".join(aligned(_filled([_head(found), *map(_figures, found.rows)]))),
+        "\n".join(aligned(_filled([_difference_head(found), *_differences(found)]))),
         *_verdicts(found),
-        "\n".join(notes(settings, found)),
+        "\n".join(notes(found)),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def heading(settings: Settings, found: Found) -> str:
+def _filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The columns that have a figure; the first row is the head."""
+    columns = [c for c in zip(*rows, strict=True) if len(rows) == 1 or {*c[1:]} != {DASH}]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def heading(found: Found) -> str:
     """What was run."""
-    where = settings.hosts or (
-        f"emulated hosts, links of {settings.network}" if settings.network else "this host"
-    )
+    settings = found.settings
+    where = f"{settings.ranks} ranks on {settings.hosts or 'this host'}"
+    if settings.network:
+        where = f"{settings.ranks} ranks on emulated hosts, links of {settings.network}"
+    if settings.simulated:
+        where = f"{settings.ranks} simulated ranks"
     seeds = {seed for runs in found.runs.values() for seed in runs}
     variant = "".join(f", {name}={value}" for name, value in found.variant)
     better = "higher" if found.metric.higher_is_better else "lower"
     return (
-        f"{settings.script.name}{variant}: {settings.ranks} ranks on {where}, "
+        f"{settings.title or settings.script.name}{variant}: {where}, "
         f"{len(seeds)} of {len(settings.seeds)} seeds; {found.metric.name}, {better} is better"
     )
 
@@ -96,7 +104,7 @@ def _verdicts(found: Found) -> Iterator[str]:
     yield "\n".join([*lines, f"Verdict: {found.sentence}."] if found.sentence else lines)
 
 
-def notes(settings: Settings, found: Found) -> Iterator[str]:
+def notes(found: Found) -> Iterator[str]:
     """What a reader has to know of the figures."""
     for row in found.rows:
         for seed, outcome in row.outcomes.items():
@@ -109,7 +117,7 @@ def notes(settings: Settings, found: Found) -> Iterator[str]:
             "The script never asked for its seed: runs are repeats, and may be more alike than "
             "seeds are. Call horovod_topk.seed(), or give --seed-argument"
         )
-    if not any(run.waited for run in runs):
+    if not found.settings.simulated and not any(run.waited for run in runs):
         yield "Waiting for gradients is measured in PyTorch alone; s a step is all of a step."
 
 
@@ -117,9 +125,10 @@ def interval(found: Difference) -> str:
     """A mean and the ends of its interval."""
     if not found.values:
         return DASH
-    if math.isinf(found.low):
-        return f"{found.mean:+.4g}"
-    return f"{found.mean:+.4g} [{found.low:+.3g}, {found.high:+.3g}]"
+    mean = f"{0.0 if abs(found.mean) < ROUNDING else found.mean:+.4g}"
+    if math.isinf(found.low) and math.isinf(found.high):
+        return mean
+    return f"{mean} [{found.low:+.3g}, {found.high:+.3g}]"
 
 
 def factor(found: Difference) -> str:

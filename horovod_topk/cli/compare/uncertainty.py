@@ -17,6 +17,8 @@ from typing import Any
 
 FEWEST = 5  # seeds for the bootstrap
 RESAMPLES = 9_999
+NO_SPREAD = 6  # seeds that are all alike, as accuracies of few examples can be: a sign test
+ROUNDING = 1e-12  # of differences that should be zero
 BETTER, WORSE, UNCLEAR = "better", "worse", "cannot tell"
 
 
@@ -49,11 +51,11 @@ def difference(values: Sequence[float], level: float = 0.95) -> Difference:
 
     Needs NumPy and SciPy.
     """
-    found = tuple(map(float, values))
-    if len(found) < 2:
+    found = tuple(0.0 if abs(value) < ROUNDING else float(value) for value in values)
+    if set(found) == {0.0}:
+        return Difference(found, 0.0, 0.0)
+    if len(found) < 2 or (len({*found}) == 1 and len(found) < NO_SPREAD):
         return Difference(found, -math.inf, math.inf)
-    if len(set(found)) == 1:  # no spread at all: exact figures, such as bytes
-        return Difference(found, found[0], found[0])
     ends = [_student(found, level)]
     if len(found) >= FEWEST:
         ends.append(_bootstrap(found, level))

@@ -24,6 +24,8 @@ from horovod_topk.cli.compare.uncertainty import BETTER, UNCLEAR, WORSE, Differe
 PAYS, FASTER, NOT, UNKNOWN = "pays", "faster, but ends worse", "does not pay", "cannot tell"
 TRUST = 0.95
 
+NO_DIFFERENCE = Difference((), -math.inf, math.inf)
+
 Runs = Mapping[int, Record]  # of one compressor, by seed
 
 
@@ -46,7 +48,12 @@ class Verdict:
 
 
 def judge(
-    runs: Runs, baselines: Mapping[str, Runs], metric: Metric, budget: float | None = None
+    runs: Runs,
+    baselines: Mapping[str, Runs],
+    metric: Metric,
+    budget: float | None = None,
+    *,
+    timed: bool = True,
 ) -> Verdict:
     """The verdict on a compressor.
 
@@ -55,6 +62,7 @@ def judge(
         baselines: those of dense, float32 first.
         metric: what counts.
         budget: seconds at which quality is compared; None: the end of the faster one of each pair.
+        timed: whether seconds mean something; if not, the verdict is on quality at equal steps.
     """
     outcomes = {seed: run.outcome(metric.name) for seed, run in sorted(runs.items())}
     for outcome in (FAILED, LATE, DIVERGED):
@@ -65,6 +73,10 @@ def judge(
     beside = {
         name: _beside(runs, dense, metric, budget, level) for name, dense in baselines.items()
     }
+    if not timed:
+        quality = {name: Beside(each.steps, None, NO_DIFFERENCE) for name, each in beside.items()}
+        word = next(iter(quality.values())).steps.word
+        return Verdict(word, "quality at equal steps", quality)
     word, because = _rule(beside)
     return Verdict(word, because, beside)
 
