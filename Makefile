@@ -7,6 +7,8 @@ PYTHON := $(or $(shell command -v python3.11),$(shell command -v python3),python
 endif
 
 VENV := $(CURDIR)/.venv
+# Runs what the settings of a study ask for and has no results yet.
+COMPARE = "$(VENV)/bin/python" -m horovod_topk.cli compare
 # horovodrun looks for mpirun and python on PATH.
 export PATH := $(VENV)/bin:$(PATH)
 # For plain mpirun, in a container (root) and with more ranks than cores. horovodrun passes
@@ -54,16 +56,19 @@ check: setup ## ruff (lint, format) and mypy
 	"$(VENV)/bin/mypy"
 
 accuracy: setup ## make the published accuracy tables anew (hours)
-	"$(VENV)/bin/python" scripts/accuracy.py $(ARGS)
+	$(COMPARE) scripts/study/accuracy.toml --out docs/results/accuracy.jsonl $(ARGS)
+	"$(VENV)/bin/python" scripts/study_page.py accuracy
 
 frontier: setup ## quality against bytes, for every format and exchange, on simulated ranks (hours)
-	"$(VENV)/bin/python" scripts/frontier.py $(ARGS)
+	$(COMPARE) scripts/study/frontier.toml --out docs/results/frontier.jsonl $(ARGS)
+	"$(VENV)/bin/python" scripts/study_page.py frontier
 
 residuals: setup ## norms of residuals beside the bounds of theory, into docs/residuals.md (minutes)
 	"$(VENV)/bin/python" scripts/residuals.py $(ARGS)
 
 practice: setup ## clipping, loss scaling, momentum, restarts on real data, beside dense (an hour)
-	"$(VENV)/bin/python" scripts/practice.py $(ARGS)
+	$(COMPARE) scripts/study/practice.toml --out docs/results/practice.jsonl $(ARGS)
+	"$(VENV)/bin/python" scripts/study_page.py practice
 
 crashes: setup ## kill a hundred ranks of elastic jobs, and account for what is lost (a quarter of an hour)
 	"$(VENV)/bin/python" scripts/crashes.py $(ARGS)

@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 import horovod
 from tqdm import tqdm
 
+import horovod_topk
 from horovod_topk.cli import launcher
 from horovod_topk.cli.processor import cpu_model
 from horovod_topk.cli.ratios import parse_ratios
-from horovod_topk.core.base_compressor import TAKE_OVER
+from horovod_topk.core.substitute import TAKE_OVER
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.topk import COMPACT, TopK
 
@@ -303,6 +304,7 @@ class Run:
         row = {"step": len(self._seconds), "loss": loss} | scores
         for column, value in row.items():
             self._history.setdefault(column, []).append(round(value, 5))
+        horovod_topk.report(**row)  # to `horovod-topk compare`; otherwise nothing happens
         self._bar.set_postfix({column: f"{row[column]:.4f}" for column in ("loss", *scores)})
 
     def finish(self) -> None:

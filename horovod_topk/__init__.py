@@ -9,6 +9,7 @@
 
 from horovod_topk import errors
 from horovod_topk.methods.topk import TopK as TopKConfig
+from horovod_topk.reporting import report, seed
 
 __version__ = "0.1.0"
-__all__ = ["TopKConfig", "__version__", "errors"]
+__all__ = ["TopKConfig", "__version__", "errors", "report", "seed"]

@@ -24,7 +24,7 @@ from typing import Any
 import launch
 from cluster import Cluster, ClusterError, Link
 from cluster.host import CARD, NETWORK
-from horovod_topk.cli.bench.machine import machine
+from horovod_topk.cli.machine import machine
 from runs import Runs
 from trouble import report
 from trouble.runs import HOSTS, RATE, RUNS, STEPS, Run

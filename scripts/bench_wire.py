@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import launch
 from cluster import Cluster, ClusterError, Link
-from horovod_topk.cli.bench.machine import machine
+from horovod_topk.cli.machine import machine
 from wire import report
 
 RATE = "1gbit"

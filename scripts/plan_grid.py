@@ -26,7 +26,7 @@ from typing import Any
 
 import launch
 from cluster import Cluster, ClusterError, Link
-from horovod_topk.cli.bench.machine import machine
+from horovod_topk.cli.machine import machine
 from horovod_topk.cost import machine as machines
 from planning import report
 from planning.grid import CELLS, FITTED, Cell

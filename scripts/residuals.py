@@ -15,7 +15,6 @@ import sys
 import torch
 
 import launch
-from study import lock
 from study.residuals import page, records
 
 
@@ -28,8 +27,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)  # sums keep their order from run to run
     if args.only != "report":
-        with lock.alone("residuals"):
-            records.write()
+        records.write()
     print(f"written: {page.write().relative_to(launch.ROOT)}")
     return 0
 

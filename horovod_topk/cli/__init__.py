@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from horovod_topk import __version__
-from horovod_topk.cli import bench, doctor, plan
+from horovod_topk.cli import bench, compare, doctor, plan
 from horovod_topk.cli import bytes as traffic
-from horovod_topk.cli.options import Parser, joined
+from horovod_topk.cli.options import Parser, behind_dashes, joined
 
 DESCRIPTION = "Check, predict and measure gradient compression for Horovod."
 
@@ -22,10 +23,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, module in COMMANDS.items():
         described = module.DESCRIPTION
-        module.add_arguments(
-            commands.add_parser(name, help=described.partition(".")[0], description=described)
-        )
-    args = parser.parse_args(joined(sys.argv[1:] if arguments is None else arguments))
+        own = commands.add_parser(name, help=described.partition(".")[0], description=described)
+        module.add_arguments(own)
+    given = joined(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["compare"]:
+        given, of_script = behind_dashes(given)
+        args = parser.parse_args(given, argparse.Namespace(arguments=of_script))
+    else:
+        args = parser.parse_args(given)
     try:
         status: int = COMMANDS[args.command].main(args)
         sys.stdout.flush()
@@ -35,4 +40,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-COMMANDS = {"doctor": doctor, "bytes": traffic, "bench": bench, "plan": plan}
+COMMANDS = {"doctor": doctor, "bytes": traffic, "bench": bench, "plan": plan, "compare": compare}

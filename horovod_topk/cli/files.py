@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from horovod_topk.cli import canvas
-from horovod_topk.cli.frameworks import launched_rank
+from horovod_topk.reporting import launched_rank
 
 
 def prints() -> bool:

@@ -6,13 +6,10 @@ Both are imported when they are needed: `horovod_topk.cli` works with either, an
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from horovod_topk.ops.protocol import Ops
-
-RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # set by launchers
 
 
 class Framework(Protocol):
@@ -132,8 +129,3 @@ def find() -> Framework | None:
         except ImportError:
             continue
     return None
-
-
-def launched_rank() -> int | None:
-    """This process's rank, before Horovod is initialised; None: no launcher started it."""
-    return next((int(os.environ[name]) for name in RANKS if name in os.environ), None)

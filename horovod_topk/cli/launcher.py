@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from horovod_topk.cli.frameworks import RANKS
+from horovod_topk.reporting import RANKS
 
 VARIABLE = "OPAL_PREFIX"
 

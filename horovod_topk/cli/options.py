@@ -39,6 +39,14 @@ def joined(arguments: Iterable[str]) -> list[str]:
     return found
 
 
+def behind_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split a command line at the first `--`: own arguments, and those of a script."""
+    if "--" not in arguments:
+        return arguments, []
+    place = arguments.index("--")
+    return arguments[:place], arguments[place + 1 :]
+
+
 def whole(text: str) -> int:
     """Parse a whole number, for argparse.
 

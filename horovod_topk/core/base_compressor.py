@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import gc
+import importlib
 import inspect
 import os
 import types
@@ -15,11 +16,17 @@ from typing import Any, ClassVar, Protocol, Self
 
 from horovod_topk.config import Settings, reject_unknown
 from horovod_topk.core.stats import Stats, StepCounters
+from horovod_topk.core.substitute import (
+    TAKE_OVER,
+    announce,
+    check_replaceable,
+    horovods,
+    substitute,
+)
 from horovod_topk.errors import ConfigError, NotAttachedError
 from horovod_topk.methods import METHODS, Method
 
 ALONE = "world size 1: there is nobody to exchange with"  # why nothing is compressed
-TAKE_OVER = "optimizer"  # as `momentum`: the optimizer's own, from there on corrected
 _SETTINGS = ("config", "takes_over", "grad_scaler", "commit_dir")
 
 
@@ -82,6 +89,7 @@ class BaseCompressor(abc.ABC):
     from theirs.
     """
 
+    framework: ClassVar[str]  # "torch" or "tensorflow"
     method: ClassVar[type[Method]]
     config: Method
 
@@ -99,6 +107,13 @@ class BaseCompressor(abc.ABC):
         commit_dir: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
+        put = substitute()
+        if put is not None and not put.is_horovods:
+            check_replaceable(settings)
+            announce(str(put), type(self).__name__)
+            adapter = importlib.import_module(f"horovod_topk.{self.framework}")
+            self.__class__ = getattr(adapter, put.name)
+            positional, settings = (), dict(put.settings)
         known = {*self.method.__dataclass_fields__, "grad_scaler", "commit_dir"}
         reject_unknown({*settings} - known, known, type(self).__name__)
         self._check_scaler(grad_scaler)
@@ -143,12 +158,26 @@ class BaseCompressor(abc.ABC):
 
     @classmethod
     def asked(cls, compression: object) -> Self | None:
-        """Return our compressor that was passed as `compression=`; None: it is another's."""
+        """Return our compressor that was passed as `compression=`; None: it is another's.
+
+        Also None where the environment has Horovod serve the optimizer, which is another's then.
+        """
+        kind: type[Self]
+        made: Self | None = None
         if isinstance(compression, cls):
-            return compression
-        if isinstance(compression, type) and issubclass(compression, cls):
-            return compression()
-        return None
+            kind, made = type(compression), compression
+        elif isinstance(compression, type) and issubclass(compression, cls):
+            kind = compression
+        else:
+            return None
+        put = substitute()
+        if put is not None and put.is_horovods:
+            if made is not None:
+                own = made.config
+                check_replaceable({"momentum": own.momentum, "clip_norm": own.clip_norm})
+            announce(str(put), kind.__name__)
+            return None
+        return kind() if made is None else made
 
     @property
     def behind(self) -> State:
@@ -217,6 +246,9 @@ class BaseCompressor(abc.ABC):
         """The states behind this instance, oldest first."""
 
     def _only_state(self) -> State:
+        if name := horovods():
+            state: State = by_horovod(name, self.framework)
+            return state
         if len(self._living_states()) > 1:
             gc.collect()  # Horovod's optimizers are reference cycles
         states = self._living_states()
@@ -266,6 +298,12 @@ def _signature(method: type[Method]) -> inspect.Signature:
     ]
     more = [inspect.Parameter(n, keyword, default=None) for n in ("grad_scaler", "commit_dir")]
     return inspect.Signature([*own, *more])
+
+
+def by_horovod(name: str, framework: str) -> Any:
+    """The state where Horovod's own compression of this name serves the optimizer."""
+    module = importlib.import_module("horovod_topk.core.by_horovod")  # which imports this one
+    return module.ByHorovod(name, framework)
 
 
 def elastic() -> bool:

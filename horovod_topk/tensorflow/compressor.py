@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor as HorovodCompressor
 
-from horovod_topk.core.base_compressor import BaseCompressor
+from horovod_topk import reporting
+from horovod_topk.core.base_compressor import BaseCompressor, by_horovod
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.substitute import horovods
 from horovod_topk.elastic import Manager
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.methods.protocol import Method
@@ -90,6 +92,8 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
             NotAttachedError: it was not built with `compression=TopKEF`, or has exchanged nothing
                 yet.
         """
+        if name := horovods():
+            return by_horovod(name, "tensorflow")  # type: ignore[no-any-return]
         holder = optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
         exchange: Any = getattr(holder, "_allreduce_grads", None)
         if not isinstance(getattr(exchange, "compressor", None), Compressor):
@@ -108,12 +112,16 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         return state
 
     @staticmethod
-    def compress(tensor: Any) -> NoReturn:
+    def compress(tensor: Any) -> tuple[Any, Any]:
         """Refuse to compress a single tensor: a tensor without a variable has no residual.
 
+        Where the environment asks for Horovod's own compression, it compresses the tensor.
+
         Raises:
-            OutsideOptimizerError: always.
+            OutsideOptimizerError: otherwise.
         """
+        if name := horovods():
+            return getattr(hvd.Compression, name).compress(tensor)  # type: ignore[no-any-return]
         raise OutsideOptimizerError(
             f"TopKEF was asked to compress one tensor of shape {list(tensor.shape)} by itself",
             cure="Pass it to hvd.DistributedGradientTape(compression=...) or to "
@@ -122,7 +130,12 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
     @staticmethod
     def decompress(tensor: Any, ctx: object) -> Any:
-        """Return the tensor as it is: gradients are decoded before Horovod calls this."""
+        """Return the tensor as it is: gradients are decoded before Horovod calls this.
+
+        Where the environment asks for Horovod's own compression, it decompresses the tensor.
+        """
+        if name := horovods():
+            return getattr(hvd.Compression, name).decompress(tensor, ctx)
         return tensor
 
     @property
@@ -140,7 +153,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
         Before the first step the state dict is kept, and loaded in that step.
         """
-        if self._found_states():
+        if horovods() or self._found_states():
             super().load_state_dict(state)
         else:
             self._waiting = [state]
@@ -150,7 +163,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
         It may be given before the first step.
         """
-        if self._found_states():
+        if horovods() or self._found_states():
             super().on_step(callback)
         else:
             self._callbacks.append(callback)
@@ -164,7 +177,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
             state = self._only_state()
             assert isinstance(state, OptimizerState)
             state.set_ratio(ratio)
-        else:
+        elif not horovods():
             if ratio is not None:
                 Schedule(self.config).check(ratio)
             self._asked = [ratio]
@@ -192,6 +205,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         state = memory.state_of(config, variables, settings)
         if state not in self._states:
             self._states[state] = weakref.ref(memory)
+            reporting.watch(state)
             if self._manager is not None:
                 with tf.init_scope():
                     state.keep_with(self._manager)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn
+from typing import Any
 
+import horovod.torch as hvd
 import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
 
-from horovod_topk.core.base_compressor import BaseCompressor
+from horovod_topk import reporting
+from horovod_topk.core.base_compressor import BaseCompressor, by_horovod
+from horovod_topk.core.substitute import horovods
 from horovod_topk.elastic import Manager
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.methods.topk import Presets, TopK
@@ -68,6 +71,8 @@ class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Ho
             NotAttachedError: the optimizer was not built with `compression=TopKEF`.
         """
         state = getattr(optimizer, "_topkef", None)
+        if state is None and (name := horovods()):
+            return by_horovod(name, "torch")  # type: ignore[no-any-return]
         if not isinstance(state, OptimizerState):
             raise NotAttachedError(
                 f"{type(optimizer).__name__} was not built with compression=TopKEF",
@@ -76,12 +81,16 @@ class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Ho
         return state
 
     @staticmethod
-    def compress(tensor: torch.Tensor) -> NoReturn:
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Refuse to compress a single tensor: a tensor outside an optimizer has no residual.
 
+        Where the environment asks for Horovod's own compression, it compresses the tensor.
+
         Raises:
-            OutsideOptimizerError: always.
+            OutsideOptimizerError: otherwise.
         """
+        if name := horovods():
+            return getattr(hvd.Compression, name).compress(tensor)  # type: ignore[no-any-return]
         raise OutsideOptimizerError(
             f"TopKEF was asked to compress one tensor of shape {list(tensor.shape)} by itself",
             cure="Pass it to hvd.DistributedOptimizer(compression=...), not to hvd.allreduce",
@@ -89,7 +98,12 @@ class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Ho
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:
-        """Return the tensor as it is: gradients are decoded before Horovod calls this."""
+        """Return the tensor as it is: gradients are decoded before Horovod calls this.
+
+        Where the environment asks for Horovod's own compression, it decompresses the tensor.
+        """
+        if name := horovods():
+            return getattr(hvd.Compression, name).decompress(tensor, ctx)  # type: ignore[no-any-return]
         return tensor
 
     def attached(self, state: OptimizerState) -> None:
@@ -101,6 +115,7 @@ class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Ho
         if self._manager is not None:
             state.keep_with(self._manager)
         self._states.add(state)
+        reporting.watch(state)
 
     def keep(self, name: str) -> Manager:
         """Keep residuals through an elastic job; called by `horovod_topk.torch.elastic`.
@@ -115,6 +130,8 @@ class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Ho
 
     def set_ratio(self, ratio: float | None) -> None:
         """As `OptimizerState.set_ratio`, of the one optimizer behind this instance."""
+        if horovods():
+            return
         state = self._only_state()
         assert isinstance(state, OptimizerState)
         state.set_ratio(ratio)

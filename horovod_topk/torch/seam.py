@@ -26,6 +26,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOptimizer
 
+from horovod_topk import reporting
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.torch.compressor import Compressor
@@ -104,7 +105,8 @@ def _wrap_synchronize(original: Method) -> Method:
         state: OptimizerState | None = getattr(self, "_topkef", None)
         if state is not None and state.active:
             check_all_are_known(self)
-        original(self)
+        with reporting.waiting():
+            original(self)
         if state is not None and state.active:
             state.synchronized()
 

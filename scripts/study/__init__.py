@@ -1,1 +1,1 @@
-"""The accuracy study behind docs/accuracy.md: which trials, their results on disk, the report."""
+"""Studies: settings for `horovod-topk compare` (*.toml), what they train, their pages (*.md)."""

@@ -8,15 +8,7 @@ import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
 
-import curves
-import launch
-from study import results, trials
-from study.results import Comparison, Result
-from study.trials import Task
-
-NAMES = {"none": "dense", "topk": f"TopKEF {trials.RATIO:g}"}
 LEAST_FOR_ERROR = 3  # seeds; of fewer, every value is shown and no error
-OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW"}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -56,54 +48,3 @@ def standard_error(values: Sequence[float]) -> float:
 def rounded(value: float) -> float:
     """To two decimals, without a negative zero."""
     return round(value, 2) + 0.0
-
-
-def score(task: Task, value: float) -> str:
-    """A score in its task's unit."""
-    if not math.isfinite(value):
-        return "diverged"
-    return f"{100 * value:.2f}%" if task.column == "accuracy" else f"{value:.4f}"
-
-
-def scores_of(task: Task, scores: Sequence[float]) -> str:
-    """Final scores of all seeds in the task's unit, as `spread` shows them."""
-    if task.column == "accuracy":
-        return spread([100 * each for each in scores], unit="%")
-    return ", ".join(score(task, each) for each in scores)
-
-
-def differences(comparison: Comparison) -> str:
-    """TopKEF's scores less dense's: points of accuracy, or % of dense's bits a byte."""
-    if comparison.task.column == "accuracy":
-        return spread([100 * each for each in comparison.differences], sign="+") + " points"
-    return ", ".join(f"{gap:+.1%}" for gap in comparison.gaps)
-
-
-def reduction(run: Result) -> str:
-    """How many times fewer bytes a rank sends than with a dense ring allreduce."""
-    return f"{run['dense_bytes'] / run['sent_bytes']:.1f}x"
-
-
-def setting(comparison: Comparison) -> str:
-    """The script, the model's size, and the command of one compressed run."""
-    task, config = comparison.task, comparison.topk[0]["config"]
-    trial = trials.compared(task, config["lr"], comparison.steps, "topk")[0]
-    command = launch.command_line(task.example, trial.arguments, trials.RANKS)
-    return (
-        f"`{task.example}`: {comparison.topk[0]['parameters']:,} parameters, "
-        f"{config['batch_size']} examples a rank and step. To repeat one of these runs:\n\n"
-        f"```\n{command}\n```"
-    )
-
-
-def picture(comparison: Comparison, *, log: bool) -> str:
-    """Draws the training loss of all the runs; returns the link to it."""
-    task = comparison.task
-    path = results.FOLDER / f"{task.key}-{comparison.steps}steps.png"
-    title = (
-        f"{task.title}, {OPTIMIZERS[task.optimizer]}, {comparison.steps:,} steps, {trials.RANKS} "
-        "real ranks, every seed"
-    )
-    runs = {NAMES["none"]: comparison.dense, NAMES["topk"]: comparison.topk}
-    curves.draw(path, title, runs, log=log)
-    return f"![Training loss against steps and bytes: {title}](results/{path.name})"

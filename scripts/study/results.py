@@ -1,167 +1,161 @@
-"""Results on disk, one JSON file a trial, and the learning rates they speak for."""
+"""A study's results: the cases of its settings, with the runs that docs/results has of them."""
 
 from __future__ import annotations
 
-import json
+import fnmatch
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
-
-from tqdm import tqdm
 
 import launch
-from study import trials
-from study.trials import Task, Trial
+from horovod_topk.cli.compare.records import Record, Store
+from horovod_topk.cli.compare.result import Found
+from horovod_topk.cli.compare.session import results
+from horovod_topk.cli.compare.settings import Settings, of_file
+from horovod_topk.core.substitute import Substitute, parse
+from study.markdown import spread, standard_error
 
-FOLDER = launch.ROOT / "docs" / "results"
-PARTIAL = launch.ROOT / "build" / "trial.json"  # of the run under way
-
-Result = dict[str, Any]  # what an example writes with --json
-
-
-class Scored(Protocol):
-    """Something whose runs have scores."""
-
-    @property
-    def higher_is_better(self) -> bool:
-        """Whether a larger score is the better one."""
-        ...
-
-
-def path_of(trial: Trial) -> Path:
-    """Where the trial's result is, or will be."""
-    return FOLDER / f"{trial.name}.json"
-
-
-def load(wanted: Iterable[Trial]) -> list[Result]:
-    """The results of those trials that are finished."""
-    return [json.loads(path_of(t).read_text()) for t in wanted if path_of(t).exists()]
-
-
-def finish(wanted: Iterable[Trial], description: str) -> None:
-    """Runs those trials that have no result yet.
-
-    Raises:
-        RunFailedError: one failed; the results so far stay.
-    """
-    missing = [trial for trial in wanted if not path_of(trial).exists()]
-    if not missing:
-        return
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for trial in (bar := tqdm(missing, desc=description, unit="run")):
-        bar.set_postfix_str(trial.name)
-        launch.run(
-            trial.task.example,
-            [*trial.arguments, "--json", str(PARTIAL)],
-            ranks=trials.RANKS,
-            limit_seconds=120 + 0.5 * trial.steps,
-        )
-        PARTIAL.replace(path_of(trial))
-
-
-def final_score(task: Task, result: Result) -> float:
-    """The score at the end of a run; the worst possible one if the run diverged."""
-    score = float(result["history"][task.column][-1])
-    worst = -math.inf if task.higher_is_better else math.inf
-    return score if math.isfinite(score) else worst
-
-
-def sweep_scores(task: Task) -> dict[float, list[float]]:
-    """Final validation scores, one a seed, for each learning rate of the sweep so far.
-
-    While the best rate lies at the edge of the grid, the grid grows by the next rate of `LADDER`.
-    A rate that has not been run has no scores.
-    """
-    return grown(task.grid, partial(_scores, task), partial(best, task))
-
-
-def grown(
-    grid: Iterable[float],
-    scores_of: Callable[[float], list[float]],
-    best_of: Callable[[dict[float, list[float]]], float],
-) -> dict[float, list[float]]:
-    """Scores of the learning rates of a grid, and of the rates that it has to grow by.
-
-    Args:
-        grid: learning rates to begin with, of `trials.LADDER`.
-        scores_of: one score a seed for a learning rate; none if it has not been run.
-        best_of: the learning rate to prefer.
-    """
-    scores = {lr: scores_of(lr) for lr in grid}
-    while all(scores.values()):
-        lr = best_of(scores)
-        place = trials.LADDER.index(lr)
-        beyond = {min(scores): place - 1, max(scores): place + 1}.get(lr)
-        if beyond is None:
-            break
-        scores[trials.LADDER[beyond]] = scores_of(trials.LADDER[beyond])
-    return dict(sorted(scores.items()))
-
-
-def _scores(task: Task, lr: float) -> list[float]:
-    runs = trials.sweep(task, lr)
-    finished = load(runs)
-    return [final_score(task, each) for each in finished] if len(finished) == len(runs) else []
-
-
-def best(task: Scored, scores: dict[float, list[float]]) -> float:
-    """The learning rate with the best mean score; the smaller one of equals."""
-    sign = -1 if task.higher_is_better else 1
-    return min(sorted(scores), key=lambda lr: sign * statistics.mean(scores[lr]))
-
-
-def sweep(task: Task) -> float:
-    """Finishes the sweep, however far its grid has to grow; returns the learning rate chosen."""
-    while missing := [lr for lr, scores in sweep_scores(task).items() if not scores]:
-        wanted = [trial for lr in missing for trial in trials.sweep(task, lr)]
-        finish(wanted, f"sweep {task.key}")
-    return best(task, sweep_scores(task))
-
-
-def chosen(task: Task) -> float | None:
-    """The learning rate that the sweep chose; None while it is not finished."""
-    scores = sweep_scores(task)
-    return best(task, scores) if all(scores.values()) else None
+RESULTS = launch.ROOT / "docs" / "results"
+DENSE = "dense"
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The finished runs of a task at one length, by compression, in the order of the seeds."""
+class Row:
+    """A compressor of a case, beside the case's dense runs."""
 
-    task: Task
-    steps: int
-    dense: list[Result]
-    topk: list[Result]
+    name: str
+    asked: Substitute
+    metric: str
+    runs: dict[int, Record]  # by seed
+    dense: dict[int, Record]
 
-    def scores(self, runs: list[Result]) -> list[float]:
-        """Final scores on held-out data."""
-        return [final_score(self.task, run) for run in runs]
+    def scores(self) -> list[float | None]:
+        """Final scores by seed; None: diverged."""
+        return [end(self.metric, run) for run in self.runs.values()]
+
+    @cached_property
+    def costs(self) -> list[float]:
+        """How much worse than dense by seed: points, or % of dense's score; inf: diverged."""
+        found = []
+        for seed in self.runs.keys() & self.dense.keys():
+            ours, theirs = (end(self.metric, each[seed]) for each in (self.runs, self.dense))
+            assert theirs is not None
+            if ours is None:
+                found.append(math.inf)
+            elif self.metric == "accuracy":
+                found.append(100 * (theirs - ours))
+            else:
+                found.append(100 * (ours / theirs - 1))
+        return found
 
     @property
-    def differences(self) -> list[float]:
-        """TopKEF's score less dense's, seed by seed."""
-        pairs = zip(self.scores(self.topk), self.scores(self.dense), strict=True)
-        return [topk - dense for topk, dense in pairs]
+    def cost(self) -> float:
+        """The mean over seeds."""
+        return statistics.mean(self.costs) if self.costs else math.nan
 
     @property
-    def gaps(self) -> list[float]:
-        """TopKEF's score over dense's, less 1, seed by seed."""
-        pairs = zip(self.scores(self.topk), self.scores(self.dense), strict=True)
-        return [topk / dense - 1 for topk, dense in pairs]
+    def reach(self) -> tuple[float, float]:
+        """How far a picture's error bar goes down and up: of two seeds, to both values."""
+        if len(self.costs) > 2:
+            return standard_error(self.costs), standard_error(self.costs)
+        return self.cost - min(self.costs), max(self.costs) - self.cost
+
+    @property
+    def sent_bytes(self) -> float:
+        """A step and rank."""
+        return next(iter(self.runs.values())).sent_bytes or math.nan
+
+    @property
+    def reduction(self) -> float:
+        """How many times fewer bytes than a ring allreduce of float32."""
+        return (next(iter(self.runs.values())).dense_bytes or math.nan) / self.sent_bytes
+
+    @property
+    def difference(self) -> str:
+        """The difference to dense: points of accuracy (more is better) or % (fewer is better)."""
+        if not self.costs:
+            return "not run"
+        seeds = " (1 seed)" if len(self.costs) == 1 else ""
+        if diverged := sum(map(math.isinf, self.costs)):
+            return (
+                f"diverged{seeds}"
+                if diverged == len(self.costs)
+                else (f"{diverged} of {len(self.costs)} diverged")
+            )
+        if self.metric == "accuracy":
+            return spread([-cost for cost in self.costs], "+") + seeds
+        return spread(self.costs, "+", "%") + seeds
 
 
-def comparison(task: Task, steps: int) -> Comparison | None:
-    """The runs of this length; None unless all of them are finished."""
-    lr = chosen(task)
-    return None if lr is None else comparison_at(task, steps, lr)
+def end(metric: str, run: Record) -> float | None:
+    """The final score of a run; None: it diverged."""
+    return run.points[-1].metrics[metric]
 
 
-def comparison_at(task: Task, steps: int, lr: float) -> Comparison | None:
-    """The runs of this length at one learning rate; None unless all of them are finished."""
-    dense, topk = (load(trials.compared(task, lr, steps, name)) for name in trials.COMPRESSIONS)
-    complete = len(dense) == len(topk) == len(task.seeds)
-    return Comparison(task, steps, dense, topk) if complete else None
+def shown(metric: str, scores: Sequence[float | None]) -> str:
+    """Final scores of all seeds."""
+    known = [each for each in scores if each is not None]
+    if len(known) < len(scores):
+        return "diverged"
+    if metric == "accuracy":
+        return spread([100 * each for each in known], unit="%")
+    return ", ".join(f"{each:.4f}" for each in known)
+
+
+class Study:
+    """The cases of a settings file by title, as far as they have been run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.settings: list[Settings] = of_file(Path(__file__).with_name(f"{name}.toml"))
+        store = Store(RESULTS / f"{name}.jsonl")
+        every = [(each, results(each, store)) for each in self.settings]
+        self.cases: dict[str, list[Found]] = {each.title: found for each, found in every}
+
+    def titles(self, pattern: str) -> list[str]:
+        """Titles of the cases that match a pattern as of file names, in the order of the file."""
+        found = [t for t in self.cases if fnmatch.fnmatchcase(t, pattern)]
+        if not found:
+            raise ValueError(f"{self.name}: no case matches {pattern!r}")
+        return found
+
+    def found(self, title: str) -> Found:
+        """A case without a grid."""
+        (found,) = self.cases[self.titles(title)[0]]
+        return found
+
+    def rows(self, title: str) -> dict[str, Row]:
+        """A case's compressors by name, those that have been run."""
+        found = self.found(title)
+        dense = self._dense(found)
+        return {
+            name: Row(name, parse(call), found.metric.name, dict(found.runs[name]), dense)
+            for name, call in found.settings.compressors.items()
+            if found.runs[name]
+        }
+
+    def dense(self, title: str) -> dict[int, Record]:
+        """A case's dense runs by seed."""
+        return self._dense(self.found(title))
+
+    def _dense(self, found: Found) -> dict[int, Record]:
+        """Its own, or of the case whose options are the same but for one more."""
+        if own := found.runs.get(DENSE):
+            return dict(own)
+        options = found.settings.options.items()
+        for others in self.cases.values():
+            for other in others:
+                rest = other.settings.options.items()
+                if rest < options and len(options) == len(rest) + 1 and DENSE in other.runs:
+                    return dict(other.runs[DENSE])
+        raise ValueError(f"{found.settings.title}: no dense runs to compare with")
+
+    def runs(self) -> Iterator[Record]:
+        """Every run."""
+        for case in self.cases.values():
+            for found in case:
+                for runs in found.runs.values():
+                    yield from runs.values()

@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RANKS = HERE / "ranks"
 REPOSITORY = Path(__file__).parents[2]
-HOROVODRUN = sys.executable, str(Path(__file__).parent / "horovodrun.py")
+HOROVODRUN = sys.executable, "-m", "horovod_topk.cli.horovodrun"
 WITHOUT_TENSORFLOW = Path(__file__).parent / "without_tensorflow"
 
 TAG = "HOROVOD_TOPK_TEST_LAUNCH"

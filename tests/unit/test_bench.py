@@ -22,9 +22,9 @@ from horovod_topk.cli.bench.picture import draw
 from horovod_topk.cli.bench.script import time_script
 from horovod_topk.cli.bench.table import table
 from horovod_topk.cli.files import check_writable
-from horovod_topk.cli.frameworks import RANKS
 from horovod_topk.core.plan import TensorSpec
 from horovod_topk.errors import TopKError
+from horovod_topk.reporting import RANKS
 from horovod_topk.torch import TopKEF
 
 SPECS = [TensorSpec("c", (7,), "float32"), TensorSpec("b", (3, 5), "float32")]

@@ -17,8 +17,8 @@ from horovod_topk.cli.doctor import exchange, kernels, software, system
 from horovod_topk.cli.doctor.exchange import MARK
 from horovod_topk.cli.doctor.finding import Finding, version
 from horovod_topk.cli.doctor.software import Build
-from horovod_topk.cli.frameworks import RANKS
 from horovod_topk.kernels import native, triton
+from horovod_topk.reporting import RANKS
 
 BOTH = Build(("torch", "tensorflow"), ("gloo", "mpi"))
 

@@ -25,7 +25,8 @@ ROOMS = {
     "errors.py": set[str](),
     "ratios.py": {"horovod_topk.errors"},
     "config.py": {"horovod_topk.ratios", "horovod_topk.errors"},
-    "__init__.py": {"horovod_topk.errors", "horovod_topk.methods"},
+    "__init__.py": {"horovod_topk.errors", "horovod_topk.methods", "horovod_topk.reporting"},
+    "reporting.py": set[str](),
     "methods": {
         "horovod_topk.ops",
         "horovod_topk.config",
@@ -34,6 +35,7 @@ ROOMS = {
     },
     "core": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "horovod_topk.ops",
         "horovod_topk.config",
         "horovod_topk.ratios",
@@ -89,6 +91,7 @@ ROOMS = {
     },
     "cli": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "horovod_topk.__version__",
         "horovod_topk.cost",
         "horovod_topk.ops.protocol",
@@ -101,6 +104,7 @@ ROOMS = {
     "cli/canvas.py": {"matplotlib"},
     "cli/bench": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "torch",
         "horovod.torch",
         "matplotlib.axes",  # what a hint names
@@ -111,8 +115,28 @@ ROOMS = {
         "horovod_topk.config",
         "horovod_topk.errors",
     },
+    "cli/horovodrun.py": {"horovod.common", "horovod.runner"},
+    "cli/process.py": {"psutil"},
+    "cli/compare": {
+        "horovod_topk.cli",
+        "horovod_topk.core.substitute",
+        "horovod_topk.reporting",
+        "horovod_topk.config",
+        "horovod_topk.errors",
+        "matplotlib",
+        "tqdm",
+    },
+    "cli/compare/simulated": {
+        "horovod_topk.cli",
+        "horovod_topk.core",
+        "horovod_topk.methods",
+        "horovod_topk.ops.torch",
+        "horovod_topk.torch",
+        "torch",
+    },
     "cli/plan": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "matplotlib.axes",
         "horovod_topk.cli",
         "horovod_topk.cost",
@@ -123,6 +147,7 @@ ROOMS = {
     },
     "torch": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "torch",
         "horovod.torch",
         "horovod.common.exceptions",
@@ -135,6 +160,7 @@ ROOMS = {
     },
     "tensorflow": {
         "horovod_topk.methods",
+        "horovod_topk.reporting",
         "tensorflow",
         "keras",
         "horovod.tensorflow",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from horovod_topk import cli
+from horovod_topk import cli, reporting
 from horovod_topk.cli import frameworks
 from horovod_topk.cli.options import Parser, joined
 from horovod_topk.cli.plan import arguments, kernels, measure
@@ -193,7 +193,7 @@ def test_what_has_no_plan(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in frameworks.RANKS:
+    for name in reporting.RANKS:
         monkeypatch.delenv(name, raising=False)
     assert cli.main([*SEED, *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -1,10 +1,21 @@
-"""How the pages of the studies write what several seeds came to."""
+"""Pages of studies: every figure comes from docs/results, and results fit their settings."""
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+pytest.importorskip("matplotlib")
+
+from study import page
 from study.markdown import spread
+from study.results import RESULTS, Study
+
+STUDIES = ("accuracy", "frontier", "practice")
 
 
 def test_one_or_two_seeds_are_written_as_they_are() -> None:
@@ -16,3 +27,51 @@ def test_one_or_two_seeds_are_written_as_they_are() -> None:
 @pytest.mark.parametrize("values", [[1.0, 2.0, 3.0], [3.0, 1.0, 2.0]])
 def test_three_seeds_are_a_mean_with_its_standard_error(values: list[float]) -> None:
     assert spread(values, unit="%") == "2.00 ± 0.58%"
+
+
+@pytest.fixture(scope="module", params=STUDIES)
+def study(request: pytest.FixtureRequest) -> Study:
+    return Study(request.param)
+
+
+def test_every_result_belongs_to_a_setting(study: Study) -> None:
+    """Otherwise a run would be made again, and its old result would be on no page."""
+    lines = (RESULTS / f"{study.name}.jsonl").read_text().splitlines()
+    assert len(list(study.runs())) == len(lines) > 100
+
+
+def test_the_page_is_that_of_the_results(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("scatter", "curves", "bars"):
+        monkeypatch.setattr(page.pictures, name, lambda *_: None)
+    template = Path(page.__file__).with_name(f"{study.name}.md").read_text()
+    assert (RESULTS.parent / f"{study.name}.md").read_text() == page.made(study, template)
+
+
+def test_a_figure_that_is_not_there_is_an_error(study: Study) -> None:
+    with pytest.raises(ValueError, match="write one of"):
+        page.made(study, "so much: {{diference | x}}")
+    with pytest.raises(ValueError, match="no case matches"):
+        page.made(study, "so much: {{dense | x}}")
+
+
+def test_figures_come_from_runs() -> None:
+    """One figure by hand."""
+    lines = (RESULTS / "frontier.jsonl").read_text().splitlines()
+    ends: dict[str, Any] = {}
+    for line in map(json.loads, lines):
+        cell = line["cell"]
+        words = ("bytelm", "sgd", "equal", "4000")
+        given = cell["arguments"]
+        if cell["seed"] == 0 and {*words} <= {*given} and len(given) == 10:  # no ablation
+            ends[cell["compressor"]] = line["points"][-1]["metrics"]["bits_per_byte"]
+    cost = 100 * (ends["TopKEF(ratio=0.01)"] / ends["none"] - 1)
+    row = Study("frontier").rows("Byte GPT, SGD, equal shards")["allgather float32 0.01"]
+    assert row.costs[0] == pytest.approx(cost)
+
+
+def test_steps_to_a_score_lie_between_the_lengths_measured() -> None:
+    ends = {1000: 3.0, 2000: 2.0, 4000: 1.5}
+    assert page.needed(ends, 3.5) == 1000
+    assert page.needed(ends, 2.5) == pytest.approx(1000 * 2**0.5)
+    assert page.needed(ends, 2.0) == pytest.approx(2000)
+    assert page.needed(ends, 1.0) == math.inf

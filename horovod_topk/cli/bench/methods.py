@@ -8,7 +8,7 @@ from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
 from horovod_topk.config import EXCHANGES, reject_unknown
-from horovod_topk.core.base_compressor import TAKE_OVER
+from horovod_topk.core.substitute import TAKE_OVER
 from horovod_topk.methods.topk import COMPACT, INDICES, SELECTIONS, VALUES, TopK
 
 NONE, DENSE, TOPK = "none", "dense", "topk"

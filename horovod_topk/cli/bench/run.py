@@ -19,15 +19,15 @@ from horovod_topk.cli.bench.compute import Compute
 from horovod_topk.cli.bench.contestants import build
 from horovod_topk.cli.bench.figures import Result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
-from horovod_topk.cli.bench.machine import machine
 from horovod_topk.cli.bench.measure import Taken, race
 from horovod_topk.cli.bench.methods import KINDS, NONE, Method
 from horovod_topk.cli.bench.picture import check_comparable, draw
 from horovod_topk.cli.bench.script import check, time_script
 from horovod_topk.cli.bench.table import table
-from horovod_topk.cli.frameworks import launched_rank
+from horovod_topk.cli.machine import machine
 from horovod_topk.cli.models import Shape
 from horovod_topk.core.plan import TensorSpec
+from horovod_topk.reporting import launched_rank
 
 CURE = "run it as `horovodrun -np 2 horovod-topk bench`, or more"
 

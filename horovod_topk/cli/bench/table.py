@@ -14,7 +14,7 @@ HEAD = ("", "step, s", "exchange, s", "from", "to", "CPU, s", "faster", "card, b
 def table(result: Result) -> str:
     """With a line about the run above, and one below on what is not there."""
     rows = [HEAD, *rows_of(result)]
-    return "\n".join([heading(result), *_aligned(rows), *notes(result)])
+    return "\n".join([heading(result), *aligned(rows), *notes(result)])
 
 
 def heading(result: Result) -> str:
@@ -78,7 +78,8 @@ def notes(result: Result) -> Iterator[str]:
         )
 
 
-def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table, columns under each other; the first column is text."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *numbers in rows:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from horovod_topk.cli.frameworks import Framework, find, launched_rank
+from horovod_topk.cli.frameworks import Framework, find
 from horovod_topk.cli.plan import kernels
 from horovod_topk.cli.plan.arguments import Asked, Place
 from horovod_topk.cli.processor import cpu_model
@@ -21,6 +21,7 @@ from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_
 from horovod_topk.cost.fit import Sample, fit
 from horovod_topk.cost.machine import Kernels, Machine, Network
 from horovod_topk.cost.quantities import count
+from horovod_topk.reporting import launched_rank
 
 FLOAT = 4  # bytes
 ALLREDUCED = (1, 2**14, 2**17, 2**20, 2**22)  # float32: 4 bytes to 16 MiB

@@ -4,4 +4,4 @@ The runs are in `agenda`, what measures them in `watch`, the theory in `bounds`;
 all, into docs/results/residuals.json, and `page` makes page and picture of that file alone.
 """
 
-import study.frontier  # noqa: F401 - puts examples/ on the path
+import study.workloads  # noqa: F401 - puts examples/ on the path

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from study.frontier.cells import Cell
+from horovod_topk.cli.compare.simulated.training import Job
+from horovod_topk.core.substitute import parse
+from study.workloads import workload
 
-STEPS, LR, RATIO, SEED = 1000, 0.1, 0.01, 0  # the rate is the one of docs/frontier.md
+RANKS, STEPS, LR, RATIO, SEED = 4, 1000, 0.1, 0.01, 0  # the rate is the one of docs/frontier.md
 IDLE_EVERY = 4
 
 
 @dataclass(frozen=True)
 class Run:
-    """A cell of the study of docs/frontier.md, watched."""
+    """A run as those of docs/frontier.md, watched."""
 
     name: str
     title: str
@@ -21,10 +23,11 @@ class Run:
     values: str = "float32"
     idle_every: int = 0  # the last rank has no data in every so many-th step; 0: always some
 
-    def cell(self, steps: int = STEPS) -> Cell:
+    def job(self, steps: int = STEPS) -> Job:
         """What to train."""
-        common = (self.exchange, self.values, RATIO, LR, steps, SEED)
-        return Cell("digits", "sgd", self.shards, *common)
+        options = {"optimizer": "sgd", "shards": self.shards, "lr": LR, "steps": steps}
+        settings = f"ratio={RATIO}, values={self.values!r}, exchange={self.exchange!r}"
+        return Job(workload(task="digits", **options), parse(f"TopKEF({settings})"), RANKS, SEED)
 
 
 RUNS = (

@@ -13,8 +13,7 @@ import torch
 from tqdm import tqdm
 
 import launch
-from study.frontier.exchanges import Compressed
-from study.frontier.training import Job
+from horovod_topk.cli.compare.simulated.exchanges import Compressed
 from study.residuals import bounds
 from study.residuals.agenda import RATIO, RUNS, STEPS, Run
 from study.residuals.watch import Norms, Watched
@@ -47,18 +46,16 @@ def read() -> Record:
 
 def train(run: Run, steps: int = STEPS) -> Record:
     """A run's score and each rank's norms."""
-    cell = run.cell(steps)
-    job = Job(cell)
+    job = run.job(steps)
     assert isinstance(job.exchange, Compressed)
     names = [name for name, _ in job.model.named_parameters()]
     watched = Watched(job.exchange, names, run.idle_every)
     job.exchange = watched
     for _ in range(steps):
         job.step()
-    with torch.no_grad():
-        accuracy = job.workload.score(job.model, cell.evaluate_on)
+    accuracy = job.score()["accuracy"]
     ranks = [_rank(norms) for norms in watched.norms]
-    return {"steps": steps, "accuracy": round(accuracy, 5), "ranks": ranks}
+    return {"steps": steps, "accuracy": accuracy, "ranks": ranks}
 
 
 def _rank(norms: Norms) -> Record:

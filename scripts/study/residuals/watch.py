@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from horovod_topk.cli.compare.simulated.exchanges import Compressed, Gradients
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Traffic
-from study.frontier.exchanges import Compressed, Gradients
 from study.residuals import bounds
 
 
@@ -26,7 +26,7 @@ class Norms:
 
 
 class Watched:
-    """`study.frontier.exchanges.Exchange`.
+    """`horovod_topk.cli.compare.simulated.exchanges.Exchange`.
 
     Args:
         inner: what exchanges.

@@ -1,0 +1,78 @@
+"""Quality against steps, time and bytes: one row of three panels a variant of the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from horovod_topk.cli.compare.records import DONE
+from horovod_topk.cli.compare.result import Found, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#444444", "#999999", "#d1495b", "#1f77b4", "#2e933c", "#bb8800", "#8d6a9f", "#17889b")
+
+
+def draw(path: Path, every: Sequence[Found], *, timed: bool = True) -> None:
+    """Write a picture. Each seed is a thin line; the colour is the compressor's.
+
+    timed: whether one panel has seconds; never on simulated ranks.
+
+    Raises:
+        ModuleNotFoundError: Matplotlib, of the extra, is not installed.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no display is needed to write a file
+    from matplotlib import pyplot
+
+    timed = timed and not any(found.settings.simulated for found in every)
+    axes_of = ("steps", "seconds", "bytes") if timed else ("steps", "bytes")
+    size = (4.4 * len(axes_of), 4 * len(every))
+    figure, panels = pyplot.subplots(
+        len(every), len(axes_of), figsize=size, dpi=110, sharey="row", squeeze=False
+    )
+    for found, axes in zip(every, panels, strict=True):
+        for number, row in enumerate(found.rows):
+            _curves(dict(zip(axes_of, axes, strict=True)), found, row, COLOURS[number % 8])
+        _dress(dict(zip(axes_of, axes, strict=True)), found)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _curves(axes: Mapping[str, Axes], found: Found, row: Row, colour: str) -> None:
+    label: str | None = row.name
+    for run in found.runs[row.name].values():
+        curve = run.curve(found.metric.name)
+        if run.status != DONE or not curve:
+            continue
+        steps, seconds, values = zip(*curve, strict=True)
+        sent = [step * (row.bytes or 0) for step in steps]
+        style: dict[str, Any] = {"color": colour, "alpha": 0.75, "linewidth": 1.2, "label": label}
+        for name, at in (("steps", steps), ("seconds", seconds), ("bytes", sent)):
+            if name in axes and (name != "bytes" or row.bytes):
+                axes[name].plot(at, values, **style)
+        label = None
+
+
+def _dress(axes: Mapping[str, Axes], found: Found) -> None:
+    settings = found.settings
+    variant = "".join(f", {name}={value}" for name, value in found.variant)
+    network = f", {settings.network}" if settings.network else ""
+    ranks = "simulated ranks" if settings.simulated else "ranks"
+    axes["steps"].set_ylabel(found.metric.name)
+    title = settings.title or settings.script.stem
+    axes["steps"].set_title(f"{title}{variant}, {settings.ranks} {ranks}{network}", fontsize=10)
+    for name, each in axes.items():
+        each.set_xlabel("bytes sent by a rank" if name == "bytes" else name)
+        each.grid(alpha=0.3)
+        each.spines[["top", "right"]].set_visible(False)
+    if found.budget is not None and "seconds" in axes:
+        axes["seconds"].axvline(found.budget, color="#bb8800", linewidth=0.8, linestyle=":")
+    if axes["bytes"].has_data():
+        axes["bytes"].set_xscale("log")
+    axes["steps"].legend(frameon=False, fontsize=8)

@@ -1,0 +1,157 @@
+"""What a comparison found: for each variant of the grid, its compressors' figures and verdicts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_topk.cli.compare.curves import Metric, at_time, steps_to, time_to
+from horovod_topk.cli.compare.records import DONE, Record
+from horovod_topk.cli.compare.settings import Settings, metric_of
+from horovod_topk.cli.compare.verdict import Runs, Verdict, judge, overall
+
+HALF = 0.5  # bytes of fp16 over those of float32
+
+
+@dataclass(frozen=True)
+class Row:
+    """A compressor's figures: means over the seeds that ended well."""
+
+    name: str
+    compressor: str
+    outcomes: Mapping[int, str]  # by seed
+    final: float | None  # quality at the last step
+    at_time: float | None  # quality at the common time
+    seconds: float | None  # a step
+    waited: float | None  # of them, in which gradients were waited for
+    bytes: float | None  # a step and rank
+    to_target: float | None  # seconds; None: not all seeds reach it
+    bytes_to_target: float | None
+    memory: float | None  # bytes, of rank 0 at most
+    verdict: Verdict | None  # None: a baseline
+
+
+@dataclass(frozen=True)
+class Found:
+    """One variant of the grid."""
+
+    settings: Settings
+    variant: tuple[tuple[str, Any], ...]
+    metric: Metric
+    runs: Mapping[str, Runs]  # by row
+    rows: tuple[Row, ...]
+    budget: float | None  # seconds at which `at_time` is
+    sentence: str
+
+
+def found_in(
+    settings: Settings, records: Mapping[str, Runs], variant: tuple[tuple[str, Any], ...] = ()
+) -> Found:
+    """The figures and verdicts of one variant's runs.
+
+    Raises:
+        ValueError: it is not known which metric counts.
+    """
+    every = [run for runs in records.values() for run in runs.values()]
+    reported = sorted({name for run in every for point in run.points for name in point.metrics})
+    metric = metric_of(settings.metric, reported)
+    baselines = {name: records[name] for name in settings.baselines if records.get(name)}
+    verdicts = {
+        name: judge(records[name], baselines, metric, settings.budget, timed=not settings.simulated)
+        for name in settings.compressors
+        if records.get(name) and baselines
+    }
+    budget = None if settings.simulated else settings.budget or _common_time(every, metric)
+    dense = _dense_bytes(every)
+    rows = tuple(
+        _row(settings, name, runs, metric, budget, dense, baselines, verdicts.get(name))
+        for name, runs in records.items()
+        if runs
+    )
+    sentence = overall(verdicts) if verdicts and not settings.simulated else ""
+    return Found(settings, variant, metric, records, rows, budget, sentence)
+
+
+def _row(
+    settings: Settings,
+    name: str,
+    runs: Runs,
+    metric: Metric,
+    budget: float | None,
+    dense: float | None,
+    baselines: Mapping[str, Runs],
+    verdict: Verdict | None,
+) -> Row:
+    good = {seed: run for seed, run in runs.items() if run.outcome(metric.name) == DONE}
+    curves = {seed: run.curve(metric.name) for seed, run in good.items()}
+    size = _bytes(settings.rows[name], list(good.values()), dense)
+    targets = {seed: _target(settings, baselines, seed, metric) for seed in good}
+    reached = [_reached(curves[seed], targets[seed], metric) for seed in good]
+    times = [each[0] for each in reached if each is not None]
+    sent = [each[1] for each in reached if each is not None]
+    complete = bool(reached) and len(times) == len(reached)
+    return Row(
+        name,
+        settings.rows[name],
+        {seed: run.outcome(metric.name) for seed, run in runs.items()},
+        _mean([curve[-1][2] for curve in curves.values() if curve]),
+        _mean([_at(curve, budget) for curve in curves.values()]),
+        None if settings.simulated else _mean([run.seconds_per_step for run in good.values()]),
+        _mean([run.waited for run in good.values()]),
+        size,
+        _mean(times) if complete and not settings.simulated else None,
+        size * statistics.fmean(sent) if complete and size else None,
+        max((run.peak_memory for run in good.values() if run.peak_memory), default=None),
+        verdict,
+    )
+
+
+def _at(curve: Sequence[tuple[int, float, float]], seconds: float | None) -> float | None:
+    return None if seconds is None else at_time(curve, seconds)
+
+
+def _reached(
+    curve: Sequence[tuple[int, float, float]], target: float | None, metric: Metric
+) -> tuple[float, float] | None:
+    """Seconds and steps to a target; None: it is not reached."""
+    if target is None:
+        return None
+    seconds, steps = time_to(curve, target, metric), steps_to(curve, target, metric)
+    return None if seconds is None or steps is None else (seconds, steps)
+
+
+def _target(
+    settings: Settings, baselines: Mapping[str, Runs], seed: int, metric: Metric
+) -> float | None:
+    """The quality to reach with a seed: given, or the worse final one of the dense runs."""
+    if settings.target is not None:
+        return settings.target
+    runs = [each[seed] for each in baselines.values() if seed in each]
+    ends = [run.curve(metric.name)[-1][2] for run in runs if run.outcome(metric.name) == DONE]
+    return metric.worse(*ends) if ends else None
+
+
+def _common_time(runs: Sequence[Record], metric: Metric) -> float | None:
+    """The end of the fastest run."""
+    curves = [run.curve(metric.name) for run in runs if run.outcome(metric.name) == DONE]
+    return min((curve[-1][1] for curve in curves if curve), default=None)
+
+
+def _dense_bytes(runs: Sequence[Record]) -> float | None:
+    """Of a ring allreduce, as any compressor of this package counts them."""
+    return next((run.dense_bytes for run in runs if run.dense_bytes), None)
+
+
+def _bytes(compressor: str, runs: Sequence[Record], dense: float | None) -> float | None:
+    """A step and rank: counted, or for Horovod's own computed from the gradients' size."""
+    counted = _mean([run.sent_bytes for run in runs])
+    if counted is not None or dense is None:
+        return counted
+    return dense * {"none": 1.0, "fp16": HALF}.get(compressor, 1.0)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None

@@ -1,0 +1,154 @@
+"""One run of a training script under horovodrun, and the record that it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from horovod_topk import reporting
+from horovod_topk.cli.compare.records import DONE, FAILED, LATE, Cell, Point, Record
+from horovod_topk.cli.compare.settings import Settings
+from horovod_topk.cli.machine import machine
+from horovod_topk.cli.process import Ended, follow, rank_of, unprefixed
+from horovod_topk.core.substitute import VARIABLE
+
+NETLAB = Path(__file__).resolve().parents[3] / "scripts" / "netlab"
+Event = dict[str, Any]  # a line that `horovod_topk.reporting` has written
+
+
+def command(settings: Settings, cell: Cell) -> list[str]:
+    """What starts a run."""
+    script = [sys.executable, str(settings.script), *cell.arguments]
+    if settings.network is not None:  # scripts/netlab tells horovodrun of hosts and ranks
+        lab = [str(NETLAB), "--hosts", str(settings.ranks), "--rate", settings.network, "--"]
+        name = str(Path(sys.executable).with_name("horovodrun"))
+        return [*lab, name, f"--{settings.controller}", *script]
+    where = [] if settings.hosts is None else ["-H", settings.hosts]
+    program = [sys.executable, "-m", "horovod_topk.cli.horovodrun"]  # seconds faster to start
+    return [*program, "-np", str(settings.ranks), *where, f"--{settings.controller}", *script]
+
+
+def check_network() -> None:
+    """Check that links can be emulated.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if not NETLAB.exists():
+        raise ValueError(
+            f"--network needs {NETLAB.name} of this project's repository, which an installed "
+            "package has not. Run `python -m horovod_topk.cli compare` in a checkout"
+        )
+    if os.geteuid() != 0:
+        raise ValueError("--network builds network namespaces and needs root. Run it with sudo")
+
+
+def run(settings: Settings, cell: Cell, folder: Path) -> Record:
+    """Run a script once.
+
+    Args:
+        settings: how.
+        cell: what.
+        folder: which rank 0 can write to, for the time of the run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".events") as file:
+        events, printed = Path(file.name), Printed()
+        ended = follow(
+            command(settings, cell),
+            limit_seconds=settings.limit_seconds,
+            on_line=printed.line,
+            environment={
+                VARIABLE: cell.compressor,
+                reporting.REPORT: str(events),
+                reporting.SEED: str(cell.seed),
+                "PYTHONUNBUFFERED": "1",  # printed reports have the time at which they arrive
+            },
+        )
+        found = [json.loads(line) for line in events.read_text().splitlines()]
+    return record_of(settings, cell, ended, found, printed.events)
+
+
+class Printed:
+    """JSON lines with a step that rank 0 prints: reports of a script without `report()`."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def line(self, line: str) -> None:
+        """Read a line of output."""
+        text = unprefixed(line).strip()
+        if rank_of(line) not in (None, 0) or not text.startswith("{"):
+            return
+        try:
+            found = json.loads(text)
+            step = int(found.pop("step"))
+        except (ValueError, KeyError, TypeError):
+            return
+        numbers = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
+        event = {"event": "report", "seconds": time.monotonic(), "step": step, "metrics": numbers}
+        if numbers:
+            self.events.append(event)
+
+
+def record_of(
+    settings: Settings,
+    cell: Cell,
+    ended: Ended,
+    written: Sequence[Event],
+    printed: Sequence[Event],
+) -> Record:
+    """The record of a run that has ended.
+
+    Args:
+        settings, cell, ended: the run.
+        written: what rank 0 has written, in time's order.
+        printed: what it has printed; counts where it has reported nothing.
+    """
+    begun = next((e for e in written if e["event"] == "compressor"), None)
+    reports = [e for e in written if e["event"] == "report"] or list(printed)
+    problem = ended.problem(settings.limit_seconds)
+    status = LATE if ended.late else FAILED if problem else DONE
+    if problem:
+        problem = f"{problem}\n{ended.tail}"
+    elif begun is None:
+        status, problem = FAILED, NO_COMPRESSOR
+    elif not reports:
+        status, problem = FAILED, NO_REPORT
+    last: Mapping[str, Any] = reports[-1] if reports else {}
+    zero = begun["seconds"] if begun is not None else 0.0
+    exchanges = last.get("exchanges") or 0
+    return Record(
+        cell,
+        status,
+        problem or "",
+        tuple(_point(each, zero) for each in reports),
+        last["sent_bytes"] / exchanges if exchanges else None,
+        last["dense_bytes"] / exchanges if exchanges else None,
+        last["waited"] / last["step"] if last.get("waited") and last["step"] else None,
+        last.get("peak_memory"),
+        settings.seed_argument is not None or any(e["event"] == "seed" for e in written),
+        machine(),
+    )
+
+
+NO_COMPRESSOR = (
+    "the script never passed a compressor of horovod_topk to Horovod, so that it trained without "
+    "the one that was asked for. Pass compression=TopKEF"
+)
+NO_REPORT = (
+    "the script reported nothing. Call horovod_topk.report(step=..., loss=...) in it, or print "
+    'JSON lines such as {"step": 100, "loss": 0.3}'
+)
+
+
+def _point(event: Event, zero: float) -> Point:
+    metrics = {k: v if math.isfinite(v) else None for k, v in event["metrics"].items()}
+    return Point(event["step"], event["seconds"] - zero, metrics)

@@ -1,0 +1,252 @@
+"""What to compare: read from the command line, or from a TOML file."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from horovod_topk.cli.compare.curves import Metric
+from horovod_topk.cli.compare.records import Cell
+from horovod_topk.config import reject_unknown
+from horovod_topk.core.substitute import HOROVODS, parse
+
+LOWER = ("loss", "error", "perplexity", "ppl", "nll", "bits_per_byte", "wer", "mse", "mae", "rmse")
+HIGHER = ("accuracy", "acc", "f1", "auc", "bleu", "map", "iou", "top1", "top5")
+SEEDS = 5
+BASELINES: dict[str, str] = {"dense float32": "none", "dense fp16": "fp16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A comparison. In a TOML file these are the keys.
+
+    Args:
+        script: the training script.
+        arguments: its own.
+        compressors: by the names that tables show, each as in Python: "TopKEF(ratio=0.01)".
+        baselines: dense ones that every comparison has: "none" and "fp16" are Horovod's own.
+        seeds: how many, from 0 on, or a list of them.
+        seed_argument: the script's option for its seed, "seed" for --seed; None: the script calls
+            `horovod_topk.seed()`.
+        options: arguments of the script by name, beside `arguments`.
+        grid: lists of values for arguments of the script; each combination is compared alone.
+        ranks: processes.
+        hosts: as horovodrun takes them, "host1:1,host2:1"; None: this host.
+        network: rate of the links of emulated hosts, one a rank, such as "100mbit"; None: none.
+        controller: "gloo" or "mpi".
+        limit_seconds: a run that takes longer is ended.
+        metric: what counts, "accuracy" or "score:higher"; None: the only one that is reported.
+        target: a quality to reach; None: the worse final one of the dense runs of a seed.
+        budget: seconds at which quality is compared; None: the end of the faster run of a pair.
+        version: of the script. None: runs are made again when the script has changed.
+        simulated: train on simulated ranks, for quality alone.
+        jobs: processes that train simulated ranks.
+        title: above the tables.
+        text: below the title, on a page.
+    """
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    compressors: Mapping[str, str]
+    baselines: Mapping[str, str] = field(default_factory=lambda: BASELINES)
+    seeds: tuple[int, ...] = tuple(range(SEEDS))
+    seed_argument: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ranks: int = 2
+    hosts: str | None = None
+    network: str | None = None
+    controller: str = "gloo"
+    limit_seconds: float = 3600.0
+    metric: str | None = None
+    target: float | None = None
+    budget: float | None = None
+    version: str | None = None
+    simulated: bool = False
+    jobs: int = 1
+    title: str = ""
+    text: str = ""
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """Baselines and compressors, by name."""
+        return {**self.baselines, **self.compressors}
+
+    @property
+    def where(self) -> tuple[tuple[str, Any], ...]:
+        """What all runs have in common."""
+        content = self.version or hashlib.sha256(self.script.read_bytes()).hexdigest()[:16]
+        return (
+            ("script", self.script.name),
+            ("version", content),
+            ("ranks", self.ranks),
+            ("hosts", self.hosts),
+            ("network", self.network),
+            ("controller", "simulated" if self.simulated else self.controller),
+        )
+
+    def variants(self) -> list[tuple[tuple[str, Any], ...]]:
+        """Every combination of the grid's values; one without any where there is no grid."""
+        axes = [[(name, value) for value in values] for name, values in self.grid.items()]
+        return list(itertools.product(*axes))
+
+    def cell(self, variant: tuple[tuple[str, Any], ...], name: str, seed: int) -> Cell:
+        """A run."""
+        options = [*self.options.items(), *variant]
+        words = [word for key, value in options for word in _words(key, value)]
+        if self.seed_argument is not None:
+            words += _words(self.seed_argument, seed)
+        return Cell(self.rows[name], seed, (*self.arguments, *words), variant, self.where)
+
+    def cells(self) -> Iterator[tuple[str, Cell]]:
+        """All runs with their names, by turns: a seed of every compressor, then the next seed."""
+        for seed in self.seeds:
+            for variant in self.variants():
+                for name in self.rows:
+                    yield name, self.cell(variant, name, seed)
+
+
+def _words(key: str, value: object) -> list[str]:
+    """An argument of a script."""
+    option = key if key.startswith("-") else f"--{key}"
+    if isinstance(value, bool):
+        return [option] if value else []
+    return [option, str(value)]
+
+
+def metric_of(asked: str | None, reported: Sequence[str]) -> Metric:
+    """The metric to compare.
+
+    Args:
+        asked: "accuracy" or "score:higher"; None: the only one that was reported.
+        reported: names of all that were.
+
+    Raises:
+        ValueError: it cannot be told which, or in which direction it is better.
+    """
+    known = ", ".join(reported) or "none"
+    if asked is None:
+        if len(reported) != 1:
+            raise ValueError(f"--metric: the script reports {known}. Name the one that counts")
+        asked = reported[0]
+    name, _, direction = asked.partition(":")
+    if reported and name not in reported:
+        raise ValueError(f"--metric {name}: the script reports {known}. Name one of these")
+    if direction not in ("", "higher", "lower"):
+        raise ValueError(f"--metric {asked}: write {name}:higher or {name}:lower")
+    if not direction:
+        words = {name.lower(), *name.lower().split("_")}
+        direction = "higher" if words & {*HIGHER} else "lower" if words & {*LOWER} else ""
+    if not direction:
+        raise ValueError(
+            f"--metric {name}: is higher or lower better? Write {name}:higher or {name}:lower"
+        )
+    return Metric(name, direction == "higher")
+
+
+def named(texts: Sequence[str]) -> dict[str, str]:
+    """Compressors of the command line by name: "NAME=TopKEF(...)", or by themselves.
+
+    Raises:
+        ConfigError, ValueError: one is not valid, or a name stands twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, call = text.partition("=")
+        if not equals or "(" in name:
+            name, call = "", text
+        written = str(parse(call))
+        if (name or written) in found:
+            raise ValueError(f"--compressors: {name or written} is there twice. Name one: NAME=...")
+        found[name or written] = written
+    return found
+
+
+def of_file(path: Path) -> list[Settings]:
+    """Read a TOML file: its comparison, or one for each of its tables `[[cases]]`.
+
+    A case has the keys of a comparison, and what it leaves out from the rest of the file; its
+    `options` are added to those of the file. Paths are relative to the file's folder.
+
+    Raises:
+        ConfigError, ValueError: it cannot be read, or does not say what to compare.
+    """
+    try:
+        found = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    cases = found.pop("cases", [{}])
+    options = found.pop("options", {})
+    return [
+        _of_table({**found, **case, "options": {**options, **case.get("options", {})}}, path)
+        for case in cases
+    ]
+
+
+def _of_table(found: Mapping[str, Any], path: Path) -> Settings:
+    known = {each.name for each in fields(Settings)}
+    reject_unknown({*found} - known, known, str(path))
+    if "script" not in found:
+        raise ValueError(f"{path}: script is missing. Write script = 'train.py'")
+    read = {
+        "script": path.parent / found["script"],
+        "arguments": tuple(map(str, found.get("arguments", ()))),
+        "compressors": _compressors(found.get("compressors", {}), path),
+        "baselines": _compressors(found.get("baselines", BASELINES), path),
+        "seeds": seeds_of(found.get("seeds", SEEDS)),
+        "grid": {key: tuple(values) for key, values in found.get("grid", {}).items()},
+    }
+    return Settings(**{**found, **read})
+
+
+def seeds_of(given: int | Sequence[int]) -> tuple[int, ...]:
+    """Seeds from how many there are, or the seeds themselves."""
+    return tuple(range(given)) if isinstance(given, int) else tuple(given)
+
+
+def _compressors(table: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Compressors by name; one is a text, or a table with `method` and its settings."""
+    found = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            settings = {key: each for key, each in value.items() if key != "method"}
+            call = ", ".join(f"{key}={each!r}" for key, each in settings.items())
+            value = f"{value.get('method', 'TopKEF')}({call})"
+        if not isinstance(value, str):
+            raise ValueError(f"{path}: {name} = {value!r}: write a text such as 'TopKEF()'")
+        found[name] = str(parse(value))
+    return found
+
+
+def checked(settings: Settings) -> Settings:
+    """The settings with an absolute script, if they can be run.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if not settings.script.is_file():
+        raise ValueError(f"{settings.script}: no such script")
+    if not settings.compressors and not (settings.baselines and settings.grid):
+        raise ValueError("nothing to compare. Give --compressors, such as 'TopKEF(ratio=0.01)'")
+    if settings.ranks < 2:
+        raise ValueError(f"{settings.ranks} rank exchanges nothing. Give --ranks 2 or more")
+    if not settings.seeds or len({*settings.seeds}) < len(settings.seeds):
+        raise ValueError(f"seeds {settings.seeds}: give one or more, each once")
+    if settings.controller not in ("gloo", "mpi"):
+        raise ValueError(f"controller {settings.controller!r}: write gloo or mpi")
+    if settings.simulated and (settings.hosts or settings.network):
+        raise ValueError("--simulated ranks have no network. Leave out --hosts and --network")
+    if settings.hosts is not None and settings.network is not None:
+        raise ValueError("--hosts and --network: emulated hosts have names of their own. Give one")
+    clashes = settings.baselines.keys() & settings.compressors.keys()
+    if clashes:
+        raise ValueError(f"{', '.join(clashes)}: name of a baseline and of a compressor. Rename it")
+    return replace(settings, script=settings.script.resolve())
+
+
+__all__ = ["BASELINES", "HOROVODS", "Settings", "checked", "metric_of", "named", "of_file"]

@@ -1,0 +1,164 @@
+"""What P ranks do with their gradients between backward and step, dense and compressed."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from horovod_topk.cli.compare.simulated.loopback import Collective, Loopback
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange import Exchange as Route
+from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
+from horovod_topk.core.exchange.selection import choose, make_exchange
+from horovod_topk.core.nodes import Nodes
+from horovod_topk.core.plan import Plan, make_plan
+from horovod_topk.core.rates import Rates
+from horovod_topk.core.substitute import TAKE_OVER, Substitute
+from horovod_topk.methods import METHODS, Method
+from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch.momentum import check_not_twice, own_momentum, take_over
+from horovod_topk.torch.planning import spec_of
+
+Gradients = list[Tensor]  # of one rank, in the order of the model's parameters
+
+
+class Exchange(Protocol):
+    """Both of the below."""
+
+    def mean(self, gradients: list[Gradients]) -> Gradients:
+        """What every rank applies, given each one's gradients, which are overwritten."""
+        ...
+
+    def traffic(self) -> Traffic:
+        """Bytes a rank sends in a step."""
+        ...
+
+
+class Dense:
+    """Horovod's own allreduce: the mean of the ranks' gradients, added up in rank order.
+
+    Args:
+        model: whose gradients.
+        ranks: how many.
+        dtype: in which gradients travel and are added up; None: their own.
+    """
+
+    def __init__(self, model: nn.Module, ranks: int, dtype: torch.dtype | None = None) -> None:
+        sizes = [
+            (p.numel(), p.element_size() if dtype is None else dtype.itemsize)
+            for p in model.parameters()
+        ]
+        self._values = sum(count for count, _ in sizes)
+        self._bytes = sum(count * size for count, size in sizes)
+        self._full = sum(p.numel() * p.element_size() for p in model.parameters())
+        self._ranks, self._dtype = ranks, dtype
+
+    def mean(self, gradients: list[Gradients]) -> Gradients:
+        """`Exchange.mean`."""
+        full = [each.dtype for each in gradients[0]]
+        if self._dtype is not None:
+            gradients = [[each.to(self._dtype) for each in of_rank] for of_rank in gradients]
+        first, *others = gradients
+        for other in others:
+            torch._foreach_add_(first, other)
+        torch._foreach_div_(first, self._ranks)
+        return [each.to(dtype) for each, dtype in zip(first, full, strict=True)]
+
+    def traffic(self) -> Traffic:
+        """`Exchange.traffic`."""
+        sent = ring_allreduce_bytes(self._bytes, self._ranks)
+        dense = ring_allreduce_bytes(self._full, self._ranks)
+        return Traffic(self._values, self._bytes, sent, dense, between_bytes=None, node_bytes=None)
+
+
+def plain(model: nn.Module, ranks: int, name: str) -> Dense:
+    """Horovod's own compression of a name, "none" or "fp16"."""
+    return Dense(model, ranks, torch.float16 if name == "fp16" else None)
+
+
+def compressed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int, asked: Substitute
+) -> Compressed:
+    """A compressor of this package, as it would be beside an optimizer."""
+    settings: dict[str, Any] = dict(asked.settings)
+    takes_over = settings.get("momentum") == TAKE_OVER
+    if takes_over:
+        settings |= own_momentum(optimizer)
+    config = METHODS[asked.name](**settings)
+    if takes_over:
+        take_over(optimizer, config.momentum)
+    check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+    made = Compressed(model, ranks, config)
+    if config.follow_lr:
+        made.follow(optimizer)
+    return made
+
+
+class Compressed:
+    """A compressor a rank, over one loopback network."""
+
+    def __init__(self, model: nn.Module, ranks: int, config: Method) -> None:
+        self._positions = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+        ops, wire, plan = TorchOps(), Loopback(ranks), plan_of(model, config)
+        routes = [exchange_of(plan, wire, rank) for rank in range(ranks)]
+        self._plan = plan
+        self.compressors = [
+            Compressor(plan, ops, PayloadCodec(ops), route, "simulated") for route in routes
+        ]
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have residuals follow the learning rate of the optimizer's first parameter group."""
+        group = optimizer.param_groups[0]
+        for each in self.compressors:
+            each.rates = Rates(lambda: dict.fromkeys(self._positions, float(group["lr"])))
+
+    def mean(self, gradients: list[Gradients]) -> Gradients:
+        """`Exchange.mean`: as Horovod's optimizer with a compressor exchanges and commits."""
+        pairs = list(zip(self.compressors, map(self._in_buckets, gradients), strict=True))
+        for compressor, buckets in pairs:
+            for ordinal, bucket in buckets.items():
+                compressor.launch(ordinal, bucket)
+        for compressor, _ in pairs * self.compressors[0].step.stages:
+            compressor.step.advance()
+        for compressor, buckets in pairs:
+            for ordinal, bucket in buckets.items():
+                compressor.step.finish(ordinal, bucket)
+        for compressor, _ in pairs:
+            compressor.commit()
+        return gradients[0]
+
+    def traffic(self) -> Traffic:
+        """`Exchange.traffic`."""
+        return self.compressors[0].traffic()
+
+    def _in_buckets(self, gradients: Gradients) -> dict[int, list[Tensor]]:
+        return {
+            bucket.ordinal: [gradients[self._positions[t.spec.name]] for t in bucket.tensors]
+            for bucket in self._plan.buckets
+        }
+
+
+def exchange_of(plan: Plan, wire: Loopback, rank: int) -> Route[Tensor]:
+    """A rank's exchange, as the plan names it; nodes have two ranks where nodes count."""
+    kind, because, collective = plan.config.exchange, "", Collective(wire, rank)
+    pairs = Nodes(tuple(tuple(range(p, min(p + 2, wire.size))) for p in range(0, wire.size, 2)))
+    if kind == "auto":
+        kind, because = choose(plan, collective, pairs, can_split=True)
+        return make_exchange(kind, collective, pairs, because)
+    return make_exchange(kind, collective, pairs if kind == "hierarchical" else None)
+
+
+def counted_bytes(traffic: Traffic) -> int:
+    """Bytes that a rank sends, or, where nodes are known, that leave a node.
+
+    Compared with a ring allreduce's: where it runs from node to node, these are as many.
+    """
+    return traffic.sent_bytes if traffic.node_bytes is None else traffic.node_bytes
+
+
+def plan_of(model: nn.Module, config: Method) -> Plan:
+    """The plan that a compressor makes for an optimizer of the model, gradients averaged."""
+    return make_plan([spec_of(*each) for each in reversed(list(model.named_parameters()))], config)

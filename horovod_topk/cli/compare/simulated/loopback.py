@@ -1,0 +1,130 @@
+"""Collectives between the simulated ranks of one process, for `horovod_topk.core.exchange`.
+
+Ranks take turns in lock-step: all start a collective before the first waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from horovod_topk.core.nodes import Location
+
+Joined = Callable[[list[Tensor]], list[Tensor]]  # what every rank hands over -> what each receives
+
+
+@dataclass
+class Loopback:
+    """The wire between `size` ranks."""
+
+    size: int
+    posted: dict[str, list[Tensor]] = field(default_factory=dict)  # in rank order, by collective
+    arrived: dict[str, list[Tensor]] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], Loopback] = field(default_factory=dict)  # wires of some ranks
+
+    def receive(self, name: str, rank: int, joined: Joined) -> Tensor:
+        """What comes to a rank; the last one to ask ends the collective.
+
+        Raises:
+            RuntimeError: a rank has not started the collective.
+        """
+        if name not in self.arrived:
+            payloads = self.posted.pop(name)
+            if len(payloads) != self.size:
+                raise RuntimeError(f"{name}: {len(payloads)} of {self.size} ranks have started it")
+            self.arrived[name] = joined(payloads)
+        received = self.arrived[name][rank]
+        if rank == self.size - 1:
+            del self.arrived[name]
+        return received
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way."""
+
+    wire: Loopback
+    name: str
+    rank: int
+    joined: Joined
+
+    def wait(self) -> Tensor:
+        """What comes to this rank, in rank order."""
+        return self.wire.receive(self.name, self.rank, self.joined)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`horovod_topk.core.exchange.Collective` of one rank."""
+
+    wire: Loopback
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """How many exchange."""
+        return self.wire.size
+
+    @property
+    def location(self) -> Location:
+        """Where this rank runs: two ranks are a node."""
+        node, local = divmod(self.rank, 2)
+        return Location(f"node{node}", local, 2 * node)
+
+    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
+        """It always can."""
+        return True
+
+    def allgather(self, payload: Tensor, name: str, counts: Sequence[int] | None = None) -> Pending:
+        """All payloads, to every rank."""
+        return self._start(payload, name, _to_all)
+
+    def alltoall(self, payloads: Tensor, name: str) -> Pending:
+        """The p-th stretch of each, to rank p."""
+        return self._start(payloads, name, _to_each)
+
+    def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> Pending:
+        """A stretch of the sum, of so many elements, to each rank."""
+        return self._start(array, name, partial(_sum_to_each, counts))
+
+    def allreduce(self, array: Tensor, name: str) -> Pending:
+        """The sum, to every rank."""
+        return self._start(array, name, _sum_to_all)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Sequence[Collective | None]:
+        """The same among some of the ranks; None where this one is not of them."""
+        wires = [self.wire.groups.setdefault(tuple(g), Loopback(len(g))) for g in groups]
+        return [
+            Collective(wire, group.index(self.rank)) if self.rank in group else None
+            for wire, group in zip(wires, groups, strict=True)
+        ]
+
+    def _start(self, payload: Tensor, name: str, joined: Joined) -> Pending:
+        self.wire.posted.setdefault(name, []).append(payload)
+        return Pending(self.wire, name, self.rank, joined)
+
+
+def _to_all(payloads: list[Tensor]) -> list[Tensor]:
+    return [torch.cat(payloads)] * len(payloads)
+
+
+def _to_each(payloads: list[Tensor]) -> list[Tensor]:
+    ranks = len(payloads)
+    dealt = torch.stack(payloads).view(ranks, ranks, -1).transpose(0, 1)
+    return list(dealt.reshape(ranks, -1))
+
+
+def _sum_to_all(arrays: list[Tensor]) -> list[Tensor]:
+    (total,) = _sum_to_each([arrays[0].numel()], arrays)
+    return [total] * len(arrays)
+
+
+def _sum_to_each(counts: Sequence[int], arrays: list[Tensor]) -> list[Tensor]:
+    total = arrays[0].clone()
+    for other in arrays[1:]:
+        total += other
+    return list(torch.split(total, list(counts)))

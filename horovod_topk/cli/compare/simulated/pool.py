@@ -1,0 +1,48 @@
+"""Worker processes that train cells: each imports PyTorch once and has one thread."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
+
+from horovod_topk.cli.compare.records import FAILED, Record
+from horovod_topk.cli.compare.simulated.training import Task, train
+
+
+def results(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[Record]:
+    """Yield the record of each task, in the order in which they end.
+
+    tasks: arguments of `Task`.
+    """
+    folders = sys.path[:]
+    context = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
+    with ProcessPoolExecutor(jobs, context, _prepare, (folders,)) as pool:
+        futures = [pool.submit(_safely, Task(*task)) for task in tasks]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _prepare(folders: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    sys.path[:] = folders
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)  # sums keep their order from run to run
+
+
+def _safely(task: Task) -> Record:
+    """A record of whatever becomes of a task."""
+    try:
+        return train(task)
+    except Exception:
+        return Record(task.cell, FAILED, traceback.format_exc(limit=-3))

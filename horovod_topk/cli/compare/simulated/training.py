@@ -1,0 +1,103 @@
+"""Trains one cell on simulated ranks, in this process."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from horovod_topk.cli.compare.records import DONE, LATE, Cell, Point, Record
+from horovod_topk.cli.compare.simulated.exchanges import Exchange, compressed, counted_bytes, plain
+from horovod_topk.cli.compare.simulated.workload import Workload, load
+from horovod_topk.cli.machine import machine
+from horovod_topk.core.substitute import Substitute, parse
+
+
+@dataclass(frozen=True)
+class Task:
+    """A cell with what it takes to train it."""
+
+    cell: Cell
+    script: Path
+    ranks: int
+    options: tuple[tuple[str, Any], ...]  # of `workload()`
+    limit_seconds: float
+
+
+class Job:
+    """P ranks that train one model, in lock-step."""
+
+    def __init__(self, workload: Workload, compressor: Substitute, ranks: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.workload, self.ranks = workload, ranks
+        self.model: nn.Module = workload.model()
+        self._optimizer = workload.optimizer(self.model)
+        self.exchange: Exchange = exchange(self.model, self._optimizer, compressor, ranks)
+        self._schedule = workload.schedule(self._optimizer)
+        self._parameters = list(self.model.parameters())
+        self._batches: list[Iterator[Any]] = [
+            workload.batches(rank, ranks, seed) for rank in range(ranks)
+        ]
+
+    def step(self) -> None:
+        """A batch on every rank, an exchange, and a step that is the same on all."""
+        gradients = [self._gradients(next(source)) for source in self._batches]
+        with torch.no_grad():
+            mean = self.exchange.mean(gradients)
+        for parameter, gradient in zip(self._parameters, mean, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
+
+    @torch.no_grad()
+    def score(self) -> dict[str, float | None]:
+        """Metrics by name; None where one, or a weight, is not finite."""
+        finite = all(bool(p.isfinite().all()) for p in self._parameters)
+        found = self.workload.score(self.model)
+        return {
+            name: round(value, 6) if finite and math.isfinite(value) else None
+            for name, value in found.items()
+        }
+
+    def _gradients(self, batch: Any) -> list[Tensor]:
+        loss = self.workload.loss(self.model, batch)
+        return list(torch.autograd.grad(loss, self._parameters))
+
+
+def exchange(
+    model: nn.Module, optimizer: torch.optim.Optimizer, compressor: Substitute, ranks: int
+) -> Exchange:
+    """What exchanges the gradients of a model; takes the optimizer's momentum over if asked to."""
+    if compressor.is_horovods:
+        return plain(model, ranks, compressor.name)
+    return compressed(model, optimizer, ranks, compressor)
+
+
+def train(task: Task) -> Record:
+    """Train a cell; a run that diverges ends at once."""
+    workload = load(task.script)(**dict(task.options))
+    job = Job(workload, parse(task.cell.compressor), task.ranks, task.cell.seed)
+    points: list[Point] = []
+    began = time.perf_counter()
+    status = DONE
+    for step in range(1, workload.steps + 1):
+        job.step()
+        seconds = time.perf_counter() - began
+        if step % workload.every == 0 or step == workload.steps:
+            points.append(Point(step, round(seconds, 3), job.score()))
+            if None in points[-1].metrics.values():  # what is not finite stays so
+                break
+        if seconds > task.limit_seconds:
+            status = LATE
+            break
+    traffic = job.exchange.traffic()
+    record = Record(task.cell, status, points=tuple(points), machine=machine())
+    sent = float(counted_bytes(traffic))
+    return replace(record, sent_bytes=sent, dense_bytes=float(traffic.dense_bytes))

@@ -1,0 +1,70 @@
+"""What a script for simulated ranks provides: a model, its data, its loss and its score."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+SPARE = "workload"  # the name of the function
+
+
+class Workload(Protocol):
+    """A training run, less its loop. `workload(**options)` of the script returns one."""
+
+    steps: int  # of a run
+    every: int  # steps between two scores
+
+    def model(self) -> nn.Module:
+        """Return a new model, initialised by PyTorch's generator, which is seeded."""
+        ...
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer of the model's parameters."""
+        ...
+
+    def schedule(self, optimizer: Optimizer) -> Any:
+        """Return what has its `step()` called after every step, as a learning-rate scheduler."""
+        ...
+
+    def batches(self, rank: int, ranks: int, seed: int) -> Iterator[Any]:
+        """Yield a rank's batches for ever; their order depends on the arguments alone."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss of a batch."""
+        ...
+
+    def score(self, model: nn.Module) -> Mapping[str, float]:
+        """Return metrics on unseen data, by name. Gradients are off."""
+        ...
+
+
+def load(script: Path) -> Callable[..., Workload]:
+    """Return the function `workload` of a script.
+
+    Raises:
+        ValueError: it has none.
+    """
+    known = sys.modules.get(_name(script))
+    if known is None:
+        spec = importlib.util.spec_from_file_location(_name(script), script)
+        assert spec is not None and spec.loader is not None
+        known = importlib.util.module_from_spec(spec)
+        sys.modules[_name(script)] = known
+        sys.path.insert(0, str(script.parent))  # as where the interpreter starts a script
+        spec.loader.exec_module(known)
+    found = getattr(known, SPARE, None)
+    if not inspect.isfunction(found):
+        raise ValueError(f"{script} has no function {SPARE}(**options), which --simulated needs")
+    return found
+
+
+def _name(script: Path) -> str:
+    return f"horovod_topk_compared_{script.stem}"

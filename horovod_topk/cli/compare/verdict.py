@@ -1,0 +1,173 @@
+"""What the runs say of each compressor beside dense: the rule of docs/compare.md.
+
+Quality is compared at equal steps, with dense float32. Time is compared to the quality that both
+runs of a pair reach, with every dense baseline. A compressor
+
+    pays               reaches it sooner than every dense baseline, and ends no worse than float32
+    is faster, worse   reaches it sooner than every dense baseline, and ends worse
+    does not pay       reaches it later than some dense baseline, or is as slow and ends worse
+    cannot tell        otherwise
+
+"Sooner", "later" and "worse" are intervals without zero; see `uncertainty`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from horovod_topk.cli.compare.curves import Metric, at_step, at_time, time_to
+from horovod_topk.cli.compare.records import DIVERGED, DONE, FAILED, LATE, Record
+from horovod_topk.cli.compare.uncertainty import BETTER, UNCLEAR, WORSE, Difference, difference
+
+PAYS, FASTER, NOT, UNKNOWN = "pays", "faster, but ends worse", "does not pay", "cannot tell"
+TRUST = 0.95
+
+NO_DIFFERENCE = Difference((), -math.inf, math.inf)
+
+Runs = Mapping[int, Record]  # of one compressor, by seed
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A compressor beside one baseline, seed by seed."""
+
+    steps: Difference  # quality at equal steps, in units of the metric
+    time: Difference | None  # quality at equal wall-clock time; None: no common time
+    sooner: Difference  # log of baseline's seconds to the common quality over the compressor's
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the runs say of one compressor."""
+
+    word: str  # PAYS, FASTER, NOT or UNKNOWN; or how a run ended that did not end well
+    because: str
+    beside: Mapping[str, Beside]  # by baseline
+
+
+def judge(
+    runs: Runs,
+    baselines: Mapping[str, Runs],
+    metric: Metric,
+    budget: float | None = None,
+    *,
+    timed: bool = True,
+) -> Verdict:
+    """The verdict on a compressor.
+
+    Args:
+        runs: its own.
+        baselines: those of dense, float32 first.
+        metric: what counts.
+        budget: seconds at which quality is compared; None: the end of the faster one of each pair.
+        timed: whether seconds mean something; if not, the verdict is on quality at equal steps.
+    """
+    outcomes = {seed: run.outcome(metric.name) for seed, run in sorted(runs.items())}
+    for outcome in (FAILED, LATE, DIVERGED):
+        seeds = [str(seed) for seed, each in outcomes.items() if each == outcome]
+        if seeds:
+            return Verdict(outcome, f"with seed {', '.join(seeds)}", {})
+    level = 1 - (1 - TRUST) / len(baselines)
+    beside = {
+        name: _beside(runs, dense, metric, budget, level) for name, dense in baselines.items()
+    }
+    if not timed:
+        quality = {name: Beside(each.steps, None, NO_DIFFERENCE) for name, each in beside.items()}
+        word = next(iter(quality.values())).steps.word
+        return Verdict(word, "quality at equal steps", quality)
+    word, because = _rule(beside)
+    return Verdict(word, because, beside)
+
+
+def _rule(beside: Mapping[str, Beside]) -> tuple[str, str]:
+    """The rule above, and its reason."""
+    quality = next(iter(beside.values())).steps.word
+    later = [name for name, each in beside.items() if each.sooner.word == WORSE]
+    unclear = [name for name, each in beside.items() if each.sooner.word == UNCLEAR]
+    if later:
+        return NOT, f"reaches the same quality later than {' and '.join(later)}"
+    if unclear and quality == WORSE:
+        return NOT, f"ends worse, and is not shown to be faster than {' and '.join(unclear)}"
+    if unclear:
+        return UNKNOWN, f"not shown to be sooner or later than {' and '.join(unclear)}"
+    if quality == WORSE:
+        return FASTER, "reaches its own quality sooner than dense, and dense ends better"
+    ends = "ends better" if quality == BETTER else "is not shown to end worse"
+    return PAYS, f"reaches the same quality sooner than dense, and {ends}"
+
+
+def overall(verdicts: Mapping[str, Verdict]) -> str:
+    """One sentence about all compressors."""
+    paying = {name: v for name, v in verdicts.items() if v.word == PAYS}
+    if paying:
+        best = max(
+            paying, key=lambda name: min(b.sooner.mean for b in paying[name].beside.values())
+        )
+        return f"compress with {best}"
+    words = {verdict.word for verdict in verdicts.values()}
+    if FASTER in words:
+        return (
+            "no compressor keeps dense's quality: compress only if an earlier, worse result counts"
+        )
+    if words <= {NOT, DIVERGED}:
+        return "do not compress"
+    return "cannot tell: nothing is shown to pay. More seeds or longer runs may tell"
+
+
+def _beside(runs: Runs, dense: Runs, metric: Metric, budget: float | None, level: float) -> Beside:
+    pairs = _pairs(runs, dense, metric)
+    steps = [_at_steps(a, b, metric) for a, b in pairs]
+    times = [_at_times(a, b, metric, budget) for a, b in pairs]
+    sooner = [_sooner(a, b, metric) for a, b in pairs]
+    known = [each for each in times if each is not None]
+    return Beside(
+        difference([each for each in steps if each is not None], TRUST),
+        difference(known, TRUST) if known else None,
+        difference([each for each in sooner if each is not None], level),
+    )
+
+
+def _pairs(runs: Runs, dense: Runs, metric: Metric) -> list[tuple[Record, Record]]:
+    """Runs of the same seed that both trained to the end."""
+    return [
+        (runs[seed], dense[seed])
+        for seed in sorted(runs.keys() & dense.keys())
+        if dense[seed].outcome(metric.name) == DONE
+    ]
+
+
+def _at_steps(run: Record, dense: Record, metric: Metric) -> float | None:
+    a, b = run.curve(metric.name), dense.curve(metric.name)
+    if not a or not b:
+        return None
+    step = min(a[-1][0], b[-1][0])
+    ours, theirs = at_step(a, step), at_step(b, step)
+    return None if ours is None or theirs is None else metric.gain(ours, theirs)
+
+
+def _at_times(run: Record, dense: Record, metric: Metric, budget: float | None) -> float | None:
+    a, b = run.curve(metric.name), dense.curve(metric.name)
+    if not a or not b:
+        return None
+    seconds = min(a[-1][1], b[-1][1]) if budget is None else budget
+    ours, theirs = at_time(a, seconds), at_time(b, seconds)
+    return None if ours is None or theirs is None else metric.gain(ours, theirs)
+
+
+def _sooner(run: Record, dense: Record, metric: Metric) -> float | None:
+    """How much sooner a run reaches the quality that both of a pair reach, as a log of a ratio."""
+    a, b = run.curve(metric.name), dense.curve(metric.name)
+    if not a or not b:
+        return None
+    common = metric.worse(a[-1][2], b[-1][2])
+    ours, theirs = time_to(a, common, metric), time_to(b, common, metric)
+    if ours is None or theirs is None or ours <= 0 or theirs <= 0:
+        return None
+    return math.log(theirs / ours)
+
+
+def seeds_of(runs: Sequence[Runs]) -> list[int]:
+    """All seeds that any compressor has run."""
+    return sorted({seed for each in runs for seed in each})

@@ -1,0 +1,36 @@
+"""What a reader of figures needs to know of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from importlib import metadata
+
+from horovod_topk.cli.processor import cpu_model
+
+LIBRARIES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod")
+
+
+def machine() -> dict[str, object]:
+    """Of this host, and what runs on it."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],  # processes that wanted a core, in the last minute
+        "kernel": platform.release().split("-")[0],
+        "python": platform.python_version(),
+        **_versions(),
+        "cycle": os.environ.get("HOROVOD_CYCLE_TIME"),  # milliseconds; None: Horovod's default
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Of the libraries that are installed."""
+    found = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

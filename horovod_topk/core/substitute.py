@@ -1,0 +1,151 @@
+"""A compressor that the environment puts in the place of the one that a script passes.
+
+`HOROVOD_TOPK_COMPRESSION` is a compressor as one writes it in Python, with keywords whose values
+are literals: `TopKEF(ratio=0.01)`, `Dense(values="bfloat16")`. `none` and `fp16` are Horovod's own
+compression of these names. The text is parsed and never evaluated. While the variable is set, every
+compressor of this package becomes what it says, and a line in the log says so. What a script passes
+to Horovod that is none of ours stays as it is.
+
+`grad_scaler=` and `commit_dir=` belong to the script and are kept. All other settings of the
+script's compressor are replaced; `momentum=0.9` and `clip_norm=` are refused, since the script's
+optimizer does without them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_topk import reporting
+from horovod_topk.config import reject_unknown
+from horovod_topk.errors import ConfigError
+from horovod_topk.methods import METHODS
+
+VARIABLE = "HOROVOD_TOPK_COMPRESSION"
+HOROVODS = ("none", "fp16")  # hvd.Compression.none and .fp16
+TAKE_OVER = "optimizer"  # as `momentum`: the optimizer's own, from there on corrected
+
+log = logging.getLogger("horovod_topk")
+
+
+@dataclass(frozen=True)
+class Substitute:
+    """A compressor by its name, and its settings."""
+
+    name: str  # of METHODS or of HOROVODS
+    settings: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        """As it is written: `parse` reads it."""
+        if self.name in HOROVODS:
+            return self.name
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.settings.items())})"
+
+    @property
+    def is_horovods(self) -> bool:
+        """Whether Horovod's own path exchanges the gradients."""
+        return self.name in HOROVODS
+
+
+def parse(text: str) -> Substitute:
+    """Read a compressor, such as "TopKEF(ratio=0.01)".
+
+    Raises:
+        ConfigError: it is none, or one of its settings is not valid.
+    """
+    if text.strip() in HOROVODS:
+        return Substitute(text.strip(), {})
+    name, settings = _call(text)
+    if name not in METHODS:
+        known = ", ".join([*HOROVODS, *METHODS])
+        raise ConfigError(
+            f"{text!r}: there is no compressor {name!r}", cure=f"Write one of {known}"
+        )
+    known_settings = {each.name for each in dataclasses.fields(METHODS[name])}
+    reject_unknown({*settings} - known_settings, known_settings, name)
+    taken = {"momentum": 0.9} if settings.get("momentum") == TAKE_OVER else {}  # any valid one
+    METHODS[name](**settings | taken)
+    return Substitute(name, settings)
+
+
+def _call(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the keywords of a call, or of a name alone."""
+    cure = "Write it as in TopKEF(ratio=0.01, values='int8'): keywords, with literals as values"
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{text!r} is not a compressor ({error})", cure=cure) from error
+    if isinstance(node, ast.Name):
+        return node.id, {}
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
+        raise ConfigError(f"{text!r} is not a compressor with keyword arguments", cure=cure)
+    settings: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None or keyword.arg in settings:
+            raise ConfigError(f"{text!r}: each setting has to be named once", cure=cure)
+        try:
+            settings[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError as error:
+            value = ast.unparse(keyword.value)
+            raise ConfigError(f"{keyword.arg}={value} is not a literal", cure=cure) from error
+    return node.func.id, settings
+
+
+def substitute() -> Substitute | None:
+    """Return what the environment asks for; None: nothing, and every script has its own.
+
+    Raises:
+        ConfigError: the variable holds no compressor.
+    """
+    text = os.environ.get(VARIABLE)
+    return None if text is None else _parsed(text)
+
+
+_parsed = functools.cache(parse)
+
+
+def horovods() -> str | None:
+    """Return the name of Horovod's own compression, if the environment asks for one."""
+    asked = substitute()
+    return asked.name if asked is not None and asked.is_horovods else None
+
+
+@functools.cache
+def announce(asked: str, script: str) -> None:
+    """Say, once, that a script's compressor is replaced.
+
+    Args:
+        asked: what the environment asks for.
+        script: name of the script's compressor.
+    """
+    if reporting.launched_rank() in (None, 0):
+        log.warning("%s=%s takes the place of the script's %s", VARIABLE, asked, script)
+    reporting.note("compressor", used=asked, script=script)
+
+
+def check_replaceable(settings: Mapping[str, Any]) -> None:
+    """Refuse to replace a compressor whose settings do the work of the script's optimizer.
+
+    Raises:
+        ConfigError: a setting would be missing from dense training.
+    """
+    momentum = settings.get("momentum", 0)
+    if momentum not in (0, TAKE_OVER):
+        raise ConfigError(
+            f"{VARIABLE} replaces the script's compressor, whose momentum={momentum!r} its "
+            "optimizer does without",
+            cure="Give the optimizer its momentum, and momentum='optimizer' to the compressors "
+            "that are compared",
+        )
+    if settings.get("clip_norm") is not None:
+        raise ConfigError(
+            f"{VARIABLE} replaces the script's compressor, and clip_norm={settings['clip_norm']!r} "
+            "with it, so that dense gradients would not be clipped",
+            cure="Clip in the script, or leave clip_norm out",
+        )

@@ -1,0 +1,148 @@
+"""What a training script tells `horovod-topk compare`, and what it is told: `report` and `seed`.
+
+    import horovod_topk
+
+    torch.manual_seed(horovod_topk.seed(0))
+    ...
+    horovod_topk.report(step=step, loss=loss)
+
+Outside of a comparison `report` does nothing and `seed` returns its default. A comparison sets two
+environment variables on every rank:
+
+    HOROVOD_TOPK_REPORT   the file that rank 0 appends JSON lines to
+    HOROVOD_TOPK_SEED     the run's seed
+
+A line has the seconds of a clock that only moves forward; its zero has no meaning. This module
+imports no framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, SupportsFloat, TextIO
+
+REPORT = "HOROVOD_TOPK_REPORT"
+SEED = "HOROVOD_TOPK_SEED"
+RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # set by launchers
+
+
+class Counters(Protocol):
+    """What is read of `horovod_topk.core.stats.StepCounters`."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sent in a step."""
+        ...
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of a ring allreduce of dense gradients."""
+        ...
+
+
+class State(Protocol):
+    """What is asked of the error-feedback state behind an optimizer."""
+
+    def on_step(self, callback: Any) -> None:
+        """Call `callback` at the end of every step."""
+        ...
+
+
+def report(*, step: int, **metrics: SupportsFloat) -> None:
+    """Report metrics of a training run after a step, such as `report(step=100, loss=0.3)`.
+
+    Call it on every rank, or on rank 0 alone: only rank 0 writes. A metric that ranks compute on
+    different data has to be averaged over ranks before. Outside of `horovod-topk compare` nothing
+    happens.
+
+    Args:
+        step: training steps that are done.
+        metrics: numbers by name, for example `loss=` or `accuracy=`.
+
+    Raises:
+        ValueError: no metric was given.
+    """
+    file = _file()
+    if file is None:
+        return
+    if not metrics:
+        raise ValueError(f"report(step={step}) has no metric. Pass one, such as loss=0.3")
+    found = {name: float(value) for name, value in metrics.items()}
+    _write(file, "report", step=int(step), metrics=found, **_costs())
+
+
+def seed(default: int = 0) -> int:
+    """Return the seed of this run: that of `horovod-topk compare`, or `default` outside of it."""
+    asked = os.environ.get(SEED)
+    note("seed")
+    return default if asked is None else int(asked)
+
+
+def launched_rank() -> int | None:
+    """This process's rank, before Horovod is initialised; None: no launcher started it."""
+    return next((int(os.environ[name]) for name in RANKS if name in os.environ), None)
+
+
+# What the adapters tell, beside the script.
+
+
+@functools.cache
+def note(event: str, **details: str) -> None:
+    """Write that something happened, once; the training clock starts with the "compressor"."""
+    file = _file()
+    if file is not None:
+        _write(file, event, **details)
+
+
+def watch(state: State) -> None:
+    """Count the steps and bytes of an optimizer."""
+    if _file() is not None:
+        state.on_step(_count)
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Count the seconds of a block in which an optimizer waits for exchanged gradients."""
+    if _file() is None:
+        yield
+        return
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _totals["waited"] += time.perf_counter() - began
+
+
+_totals: dict[str, float] = {"sent_bytes": 0, "dense_bytes": 0, "exchanges": 0, "waited": 0.0}
+
+
+def _count(counters: Counters) -> None:
+    _totals["sent_bytes"] += counters.sent_bytes
+    _totals["dense_bytes"] += counters.dense_bytes
+    _totals["exchanges"] += 1
+
+
+def _costs() -> dict[str, float]:
+    """Totals so far, and the most memory that this process has had, in bytes."""
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
+    return _totals | {"peak_memory": peak}
+
+
+@functools.cache
+def _file() -> TextIO | None:
+    """What rank 0 writes to, one line at a time; None: this is no comparison, or another rank."""
+    path = os.environ.get(REPORT)
+    if path is None or launched_rank() not in (None, 0):
+        return None
+    return Path(path).open("a", buffering=1, encoding="utf-8")  # closed when the process ends
+
+
+def _write(file: TextIO, event: str, **details: object) -> None:
+    file.write(json.dumps({"event": event, "seconds": time.monotonic(), **details}) + "\n")

@@ -1,0 +1,176 @@
+"""Known truths: how often the verdict of `horovod-topk compare` is right where the truth is known.
+
+Runs are made up: a loss that falls with the square root of steps, as far as a seed's own data and
+weights let it, with noise of a run's own; a step takes a time that varies from run to run. The rule
+sees of them what it sees of real runs. With --trained, runs are trained on simulated ranks, and the
+compressor that drops gradients really does. Prints the tables of docs/compare.md.
+
+    python scripts/compare_truth.py [--comparisons 400]
+    python scripts/compare_truth.py --trained 20
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_topk.cli.compare.curves import Metric
+from horovod_topk.cli.compare.records import DONE, Cell, Point, Record
+from horovod_topk.cli.compare.simulated.training import Job
+from horovod_topk.cli.compare.table import markdown
+from horovod_topk.cli.compare.uncertainty import BETTER, UNCLEAR, WORSE
+from horovod_topk.cli.compare.verdict import FASTER, NOT, PAYS, UNKNOWN, judge
+from horovod_topk.core.substitute import parse
+from study.workloads import workload
+
+LOSS = Metric("loss", higher_is_better=False)
+STEPS, REPORTS = 1000, 20
+OF_SEED, OF_RUN, OF_TIME = 0.05, 0.01, 0.03  # relative spreads: loss by seed, by run; time by run
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is true of a compressor beside dense, and what the rule should say."""
+
+    name: str
+    progress: float  # steps of dense that a step is worth
+    seconds: float  # of a step, dense's being 1
+    quality: str  # BETTER, WORSE or UNCLEAR
+    verdict: str
+
+
+TRUTHS = (
+    Truth("dense by another name", 1.0, 1.0, UNCLEAR, UNKNOWN),
+    Truth("drops one gradient in ten", 0.9, 1.0, WORSE, NOT),
+    Truth("a fast network: 1.3 times slower, as good", 1.0, 1.3, UNCLEAR, NOT),
+    Truth("a slow network: 5 times faster, as good", 1.0, 0.2, UNCLEAR, PAYS),
+    Truth("a slow network: 5 times faster, worse", 0.7, 0.2, WORSE, FASTER),
+)
+
+
+def run(seed: int, level: float, truth: tuple[float, float], draw: np.random.Generator) -> Record:
+    """A made-up run. level: the loss of this seed's data and weights, times the usual one."""
+    progress, seconds = truth
+    pace = seconds * np.exp(OF_TIME * draw.normal())
+    steps = np.linspace(STEPS / REPORTS, STEPS, REPORTS)
+    values = (
+        level * (1 + 30 / np.sqrt(steps * progress)) * np.exp(OF_RUN * draw.normal(size=REPORTS))
+    )
+    points = tuple(
+        Point(int(step), float(step * pace), {"loss": float(value)})
+        for step, value in zip(steps, values, strict=True)
+    )
+    return Record(Cell("", seed, (), (), ()), DONE, points=points)
+
+
+def words(truth: Truth, seeds: int, comparisons: int) -> tuple[Counter[str], Counter[str]]:
+    """The verdicts of so many comparisons, and what they say of quality at equal steps."""
+    draw = np.random.default_rng(1)
+    verdicts, qualities = Counter[str](), Counter[str]()
+    for _ in range(comparisons):
+        levels = np.exp(OF_SEED * draw.normal(size=seeds))
+        own, float32, fp16 = (
+            {seed: run(seed, level, kind, draw) for seed, level in enumerate(levels)}
+            for kind in ((truth.progress, truth.seconds), (1.0, 1.0), (1.0, 1.0))
+        )
+        verdict = judge(own, {"float32": float32, "fp16": fp16}, LOSS)
+        verdicts[verdict.word] += 1
+        qualities[verdict.beside["float32"].steps.word] += 1
+    return verdicts, qualities
+
+
+def rows(seeds: int, comparisons: int) -> list[Sequence[str]]:
+    """A table: how often each word was said."""
+    kinds, grades = (PAYS, FASTER, NOT, UNKNOWN), (BETTER, WORSE, UNCLEAR)
+    found: list[Sequence[str]] = [("truth", *grades, "verdict:", *kinds)]
+    for truth in TRUTHS:
+        verdicts, qualities = words(truth, seeds, comparisons)
+        cells = [_cell(qualities, each, truth.quality, comparisons) for each in grades]
+        more = [_cell(verdicts, each, truth.verdict, comparisons) for each in kinds]
+        found.append((truth.name, *cells, "", *more))
+    return found
+
+
+def _cell(counted: Counter[str], word: str, right: str, comparisons: int) -> str:
+    share = f"{100 * counted[word] / comparisons:.1f}%"
+    return f"**{share}**" if word == right else share
+
+
+class Dropping:
+    """An allreduce that loses each gradient tensor of each rank once in ten steps, on average."""
+
+    def __init__(self, inner: Any, seed: int) -> None:
+        self._inner, self._generator = inner, torch.Generator().manual_seed(seed)
+
+    def mean(self, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        """`Exchange.mean` of what is left."""
+        for of_rank in gradients:
+            lost = torch.rand(len(of_rank), generator=self._generator) < 0.1
+            for gradient, is_lost in zip(of_rank, lost.tolist(), strict=True):
+                gradient.mul_(not is_lost)
+        found: list[torch.Tensor] = self._inner.mean(gradients)
+        return found
+
+
+def trained(seed: int, *, dropping: bool) -> Record:
+    """A digits CNN on four simulated ranks, early in its training."""
+    options = {"optimizer": "sgd", "shards": "equal", "lr": 0.05, "steps": TRAINED}
+    job = Job(workload(task="digits", **options), parse("none"), ranks=4, seed=seed)
+    if dropping:
+        job.exchange = Dropping(job.exchange, seed)
+    points = []
+    for step in range(1, TRAINED + 1):
+        job.step()
+        if step % 10 == 0:
+            points.append(Point(step, float(step), job.score()))
+    return Record(Cell("", seed, (), (), ()), DONE, points=tuple(points))
+
+
+def trained_rows(comparisons: int) -> list[Sequence[str]]:
+    """Comparisons of five seeds each, of runs that are really trained."""
+    grades = (BETTER, WORSE, UNCLEAR)
+    found: list[Sequence[str]] = [("truth", *grades)]
+    seeds = range(5 * comparisons)
+    dense = [trained(seed, dropping=False) for seed in seeds]
+    for name, right, dropping in TRAINED_TRUTHS:
+        counted = Counter[str]()
+        runs = [trained(seed, dropping=dropping) for seed in seeds]
+        for first in seeds[::5]:
+            pair = ({s: each[s] for s in seeds[first : first + 5]} for each in (runs, dense))
+            own, beside = pair
+            verdict = judge(own, {"float32": beside}, LOSS, timed=False)
+            counted[verdict.word] += 1
+        found.append((name, *(_cell(counted, each, right, comparisons) for each in grades)))
+    return found
+
+
+TRAINED = 40  # steps
+TRAINED_TRUTHS = (
+    ("dense by another name", UNCLEAR, False),
+    ("drops one gradient in ten", WORSE, True),
+)
+
+
+def main() -> None:
+    """Print a table for each number of seeds."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--comparisons", type=int, default=400)
+    parser.add_argument("--trained", type=int, default=0, help="comparisons of real training")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.trained:
+        print(f"5 seeds, {args.trained} comparisons\n\n{markdown(trained_rows(args.trained))}")
+        return
+    for seeds in (3, 5, 8):
+        print(f"{seeds} seeds, {args.comparisons} comparisons\n")
+        print(markdown(rows(seeds, args.comparisons)), "\n")
+
+
+if __name__ == "__main__":
+    main()

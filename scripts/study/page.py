@@ -1,0 +1,340 @@
+"""Pages of studies: Markdown with figures and tables put in from docs/results.
+
+    python scripts/study_page.py frontier
+
+A page is scripts/study/NAME.md, its settings are scripts/study/NAME.toml. In the page `{{...}}` is
+replaced, for example `{{difference | Byte GPT, SGD, equal shards | allgather int4 0.024}}`. The
+functions below are what may stand there; their arguments come after bars. Titles of cases may be
+patterns as of file names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from study import pictures
+from study.markdown import filled, spread, table
+from study.results import RESULTS, Row, Study, end, shown
+
+HELD_OUT = {"accuracy": "held-out accuracy", "bits_per_byte": "held-out bits a byte"}
+
+
+def difference(study: Study, case: str, name: str) -> str:
+    """A compressor's difference to dense."""
+    return study.rows(case)[name].difference
+
+
+def fewer(study: Study, case: str, name: str) -> str:
+    """How many times fewer bytes it sends."""
+    return f"{study.rows(case)[name].reduction:.0f}"
+
+
+def costs(study: Study, cases: str, name: str) -> str:
+    """The least and the largest cost of a compressor, over cases and seeds."""
+    found = [cost for title in study.titles(cases) for cost in study.rows(title)[name].costs]
+    return f"{min(found):.0f}% to {max(found):.0f}%"
+
+
+def dense(study: Study, case: str) -> str:
+    """Dense's final scores."""
+    metric = study.found(case).metric.name
+    return shown(metric, [end(metric, run) for run in study.dense(case).values()])
+
+
+def summary(study: Study, cases: str, *names: str) -> str:
+    """A row for each case: dense's score, and of each named compressor score and difference."""
+    head = ["", "seeds", "dense"]
+    head += [word for name in names for word in (name, "difference", "fewer bytes")]
+    rows = []
+    for title in study.titles(cases):
+        row, found = [title, str(len(study.dense(title))), dense(study, title)], study.rows(title)
+        for name in names:
+            each = found.get(name)
+            row += ["not run", "", ""] if each is None else _summed(each)
+        rows.append(row)
+    return table(head, rows)
+
+
+def _summed(row: Row) -> list[str]:
+    return [shown(row.metric, row.scores()), row.difference, f"{row.reduction:.1f}x"]
+
+
+def across(study: Study, cases: str, *names: str) -> str:
+    """A row for each named compressor, with its difference in every case."""
+    titles = study.titles(cases)
+    rows = []
+    for name in names:
+        found = [study.rows(title).get(name) for title in titles]
+        cells = ["not run" if r is None else f"{r.difference}; {r.reduction:.0f}x" for r in found]
+        rows.append([name, *cells])
+    return table(["", *titles], rows)
+
+
+def alike(study: Study, times: str, cases: str) -> str:
+    """Settings that send about as many times fewer bytes, at most 6% more."""
+    goal, titles = float(times), study.titles(cases)
+    kinds: dict[tuple[str, str], dict[str, Row]] = {}
+    for title in titles:
+        for row in study.rows(title).values():
+            if goal <= row.reduction <= 1.06 * goal and "gather_ratio" not in row.asked.settings:
+                best = kinds.setdefault(_kind(row), {})
+                if title not in best or row.reduction < best[title].reduction:
+                    best[title] = row
+    rows = []
+    for (way, values), found in sorted(kinds.items()):
+        cells = [
+            f"{found[t].difference}; ratio {found[t].asked.settings['ratio']:g}"
+            if t in found
+            else "not run"
+            for t in titles
+        ]
+        rows.append([way, values, *cells])
+    return table(["exchange", "values", *titles], rows)
+
+
+def _kind(row: Row) -> tuple[str, str]:
+    settings = row.asked.settings
+    way = settings.get("exchange", "allgather") + ", corrected" * ("momentum" in settings)
+    return way, settings.get("values", "float32")
+
+
+def everything(study: Study, case: str) -> str:
+    """Every compressor of a case, the one that sends most bytes first.
+
+    Bold: no other one sends fewer bytes and is better.
+    """
+    rows = sorted(study.rows(case).values(), key=lambda row: row.reduction)
+    lines = []
+    for row in rows:
+        beaten = any(r.reduction > row.reduction and r.cost <= row.cost for r in rows)
+        mark = "" if beaten or not math.isfinite(row.cost) else "**"
+        score = shown(row.metric, row.scores())
+        figures = [f"{row.sent_bytes:,.0f}", f"{row.reduction:.1f}x", score]
+        lines.append([row.name, *figures, f"{mark}{row.difference}{mark}", str(len(row.runs))])
+    metric = HELD_OUT[study.found(case).metric.name]
+    head = ["setting", "bytes a step and rank", "fewer bytes", metric, "difference", "seeds"]
+    return table(head, lines)
+
+
+def variants(study: Study, case: str) -> str:
+    """Dense's scores for each value of a case's grid; the best mean is bold."""
+    found = study.cases[study.titles(case)[0]]
+    metric = found[0].metric
+    scores = {
+        each.variant[0][1]: [end(metric.name, run) for run in each.runs["dense"].values()]
+        for each in found
+    }
+    best = max(scores, key=lambda value: metric.gain(_mean(scores[value]), 0.0))
+    rows = []
+    for value, ends in scores.items():
+        mark = "**" if value == best else ""
+        rows.append([f"{mark}{value:g}{mark}", *(shown(metric.name, [each]) for each in ends)])
+    seeds = [f"seed {seed}" for seed in found[0].settings.seeds]
+    missing = [[*row, *["-"] * (len(seeds) + 1 - len(row))] for row in rows]
+    return table([found[0].variant[0][0], *seeds], missing)
+
+
+def _mean(scores: Iterable[float | None]) -> float:
+    return statistics.mean(math.nan if each is None else each for each in scores)
+
+
+def seeds(study: Study, case: str) -> str:
+    """Every seed's final scores."""
+    rows, metric = study.rows(case), study.found(case).metric.name
+    columns = {"dense": study.dense(case), **{name: row.runs for name, row in rows.items()}}
+    lines = [
+        [str(seed), *(shown(metric, [end(metric, runs[seed])]) for runs in columns.values())]
+        for seed in study.dense(case)
+    ]
+    return table(["seed", *columns], lines)
+
+
+def patience(study: Study, cases: str, *names: str) -> str:
+    """Steps after which a run ends as a dense run of so many steps, seed by seed.
+
+    Between the lengths of the cases, final scores are interpolated over the logarithm of steps.
+    """
+    found = {study.found(t).settings.options["steps"]: t for t in study.titles(cases)}
+    metric, rows = study.found(found[min(found)]).metric.name, []
+    for steps in sorted(found):
+        goals = {s: end(metric, run) or 0.0 for s, run in study.dense(found[steps]).items()}
+        line = [f"{steps:,}"]
+        for name in names:
+            ends = {n: study.rows(t)[name].runs for n, t in found.items()}
+            of_seeds = [
+                needed({n: end(metric, runs[s]) or math.inf for n, runs in ends.items()}, goal)
+                for s, goal in goals.items()
+            ]
+            line.append(" and ".join(_steps(each, max(found)) for each in of_seeds))
+        rows.append(line)
+    return table(["steps, dense", *names], rows)
+
+
+def needed(ends: dict[int, float], goal: float) -> float:
+    """Steps after which a run ends at a goal, of final scores by length; less is better.
+
+    inf: more steps than were tried. Never less than the shortest length tried.
+    """
+    before: tuple[int, float] | None = None
+    for steps, score in sorted(ends.items()):
+        if score <= goal:
+            if before is None:
+                return steps
+            share = (before[1] - goal) / (before[1] - score)
+            return before[0] * (steps / before[0]) ** share
+        before = steps, score
+    return math.inf
+
+
+def _steps(steps: float, most: int) -> str:
+    return f"over {most:,}" if math.isinf(steps) else f"{round(steps, -1):,.0f}"
+
+
+def loops(study: Study, tolerance: str, *ratios: str) -> str:
+    """A row for each compressor before the "@" of its name, with its cost at each ratio after."""
+    rows: dict[str, dict[str, Row]] = {}
+    for title in study.cases:
+        for name, row in study.rows(title).items():
+            loop, ratio = name.split(" @ ")
+            rows.setdefault(loop, {})[ratio] = row
+    lines = []
+    for loop, found in rows.items():
+        first = found[ratios[0]]
+        mean = statistics.mean(end(first.metric, run) or math.nan for run in first.dense.values())
+        line = [loop, f"{100 * mean:.2f}%"]
+        for ratio in ratios:
+            mark = "**" if found[ratio].cost > float(tolerance) else ""
+            cost = spread(found[ratio].costs, "+")
+            line += [f"{mark}{cost}{mark}", f"{found[ratio].reduction:.0f}x"]
+        lines.append(line)
+    head = [word for ratio in ratios for word in (f"cost at {ratio}", "fewer bytes")]
+    return table(["", "dense", *head], lines)
+
+
+def within(study: Study, tolerance: str, ratio: str) -> str:
+    """How many loops cost so much at most at a ratio."""
+    found = _at(study, ratio)
+    return f"{sum(row.cost <= float(tolerance) for row in found)} of {len(found)}"
+
+
+def beyond(study: Study, tolerance: str, ratio: str) -> str:
+    """The loops that cost more, and how much."""
+    found = [row for row in _at(study, ratio) if row.cost > float(tolerance)]
+    return "; ".join(f"{row.name.split(' @ ')[0]} ({row.cost:+.2f})" for row in found)
+
+
+def _at(study: Study, ratio: str) -> list[Row]:
+    rows = [row for title in study.cases for row in study.rows(title).values()]
+    return [row for row in rows if row.name.endswith(f" @ {ratio}")]
+
+
+def same_ends(study: Study, case: str, beside: str, metric: str) -> str:
+    """How many runs of a case end with the same value as those of another case."""
+    pairs = []
+    for name, row in study.rows(case).items():
+        ratio = row.asked.settings["ratio"]
+        others = study.rows(beside).values()
+        plain = next(r for r in others if {**r.asked.settings} == {"ratio": ratio})
+        assert name
+        pairs += [(end(metric, run), end(metric, plain.runs[s])) for s, run in row.runs.items()]
+    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+
+
+def total(study: Study, case: str, metric: str) -> str:
+    """The sum of a metric over a case's compressed runs, and in how many it is above zero."""
+    rows = study.rows(case).values()
+    found = [end(metric, run) or 0 for row in rows for run in row.runs.values()]
+    return f"{sum(each > 0 for each in found)} of {len(found)} runs, {sum(found):.0f} in all"
+
+
+def scatter(study: Study, case: str, name: str) -> str:
+    """Link to a picture, which is drawn, of cost against bytes."""
+    title = f"{case}, {study.found(case).settings.ranks} simulated ranks"
+    pictures.scatter(RESULTS / name, title, list(study.rows(case).values()))
+    return f"![Quality against bytes: {title}](results/{name})"
+
+
+def curves(study: Study, case: str, name: str) -> str:
+    """Link to a picture, which is drawn, of all runs' curves."""
+    pictures.curves(RESULTS / name, study.found(case))
+    return f"![Every run against steps and bytes: {case}](results/{name})"
+
+
+def bars(study: Study, tolerance: str, name: str, *ratios: str) -> str:
+    """Link to a picture, which is drawn, of each loop's cost."""
+    pictures.bars(RESULTS / name, float(tolerance), {each: _at(study, each) for each in ratios})
+    return f"![Points of accuracy that each loop costs](results/{name})"
+
+
+def machine(study: Study) -> str:
+    """The runs, the machines and the days."""
+    found = list(study.runs())
+    places = {f"{r.machine['cpu']}, {r.machine['cores']} cores" for r in found}
+    versions = {
+        f"{library} {r.machine[key]}"
+        for r in found
+        for key, library in LIBRARIES.items()
+        if key in r.machine
+    }
+    days = sorted({str(run.machine["date"]) for run in found})
+    span = " to ".join(dict.fromkeys([days[0], days[-1]]))
+    return (
+        f"{len(found)} runs on {'; '.join(sorted(places))}; {', '.join(sorted(versions))}; {span}"
+    )
+
+
+LIBRARIES = {
+    "python": "Python",
+    "torch": "PyTorch",
+    "tensorflow": "TensorFlow",
+    "tensorflow-cpu": "TensorFlow",
+    "keras": "Keras",
+    "tf_keras": "tf-keras",
+    "horovod": "Horovod",
+}
+FUNCTIONS: dict[str, Callable[..., str]] = {
+    each.__name__: each
+    for each in (
+        *(difference, fewer, costs, dense, summary, across, alike, everything, variants, seeds),
+        *(patience, loops, within, beyond, same_ends, total, scatter, curves, bars, machine),
+    )
+}
+
+
+def made(study: Study, text: str) -> str:
+    """A page from its template.
+
+    Raises:
+        ValueError: a figure is asked for that there is none of.
+    """
+
+    def put(found: re.Match[str]) -> str:
+        name, *arguments = " ".join(found[1].split()).split(" | ")
+        if name not in FUNCTIONS:
+            raise ValueError(f"{{{{{found[1]}}}}}: write one of {', '.join(FUNCTIONS)}")
+        return FUNCTIONS[name](study, *arguments)
+
+    blocks = (
+        filled(re.sub(r"\{\{(.*?)\}\}", put, block, flags=re.S))
+        if _is_prose(block)
+        else re.sub(r"\{\{(.*?)\}\}", put, block, flags=re.S)
+        for block in text.split("\n\n")
+    )
+    return "\n\n".join(blocks)
+
+
+def _is_prose(block: str) -> bool:
+    """Whether figures stand in sentences, which are broken into lines anew."""
+    return "{{" in block and not block.startswith("{{")
+
+
+def write(name: str) -> Path:
+    """Write a study's page."""
+    template = Path(__file__).with_name(f"{name}.md").read_text()
+    path = RESULTS.parent / f"{name}.md"
+    path.write_text(made(Study(name), template))
+    return path

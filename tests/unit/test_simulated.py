@@ -1,0 +1,172 @@
+"""Simulated ranks: their loopback network, what a run is, and the pool that trains cells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from horovod_topk.cli.compare import session
+from horovod_topk.cli.compare.records import DIVERGED, DONE, FAILED, LATE, Cell, Record, Store
+from horovod_topk.cli.compare.settings import of_file
+from horovod_topk.cli.compare.simulated.loopback import Collective, Loopback
+from horovod_topk.cli.compare.simulated.training import Task, train
+from horovod_topk.cli.compare.simulated.workload import load
+from study.workloads import SHARDS, workload
+
+WORKLOADS = Path(workload.__code__.co_filename)
+OPTIONS = {"task": "digits", "optimizer": "sgd", "shards": "equal", "lr": 0.1, "steps": 5}
+
+
+def run(compressor: str, ranks: int = 2, limit: float = 100.0, **options: Any) -> Record:
+    cell = Cell(compressor, 0, (), (), ())
+    return train(Task(cell, WORKLOADS, ranks, tuple((OPTIONS | options).items()), limit))
+
+
+def scores(record: Record) -> list[float | None]:
+    return [point.metrics["accuracy"] for point in record.points]
+
+
+def ranks(size: int) -> list[Collective]:
+    wire = Loopback(size)
+    return [Collective(wire, rank) for rank in range(size)]
+
+
+def test_allgather_brings_every_payload_in_rank_order() -> None:
+    pending = [each.allgather(torch.tensor([each.rank] * 2), "a") for each in ranks(3)]
+    assert [each.wait().tolist() for each in pending] == [[0, 0, 1, 1, 2, 2]] * 3
+
+
+def test_alltoall_brings_each_rank_its_stretch_of_all() -> None:
+    everyone = ranks(3)
+    handed = [torch.tensor([10, 11, 12]) + 100 * each.rank for each in everyone]
+    pending = [each.alltoall(mine, "a") for each, mine in zip(everyone, handed, strict=True)]
+    assert [each.wait().tolist() for each in pending] == [
+        [10, 110, 210],
+        [11, 111, 211],
+        [12, 112, 212],
+    ]
+
+
+def test_ranks_of_a_group_add_up_among_themselves() -> None:
+    everyone = ranks(4)
+    groups = [(0, 1), (2, 3)]
+    team = [next(filter(None, each.split(groups))) for each in everyone]
+    handed = [torch.tensor([1.0, 2.0, 3.0]) * 10**each.rank for each in everyone]
+    pending = [
+        each.reduce_scatter(mine, [1, 2], "a") for each, mine in zip(team, handed, strict=True)
+    ]
+    assert [each.wait().tolist() for each in pending] == [
+        [11.0],
+        [22.0, 33.0],
+        [1100.0],
+        [2200.0, 3300.0],
+    ]
+
+
+def test_a_collective_that_a_rank_never_started_is_an_error() -> None:
+    first, _ = ranks(2)
+    pending = first.allgather(torch.zeros(1), "a")
+    with pytest.raises(RuntimeError, match="1 of 2"):
+        pending.wait()
+
+
+def test_a_run_is_scored_at_even_distances_and_repeats_to_the_bit() -> None:
+    first = run("TopKEF(ratio=0.01, values='int4', exchange='sharded')")
+    again = run("TopKEF(ratio=0.01, values='int4', exchange='sharded')")
+    assert [point.step for point in first.points] == [1, 2, 3, 4, 5]
+    assert scores(first) == scores(again)
+    assert first.sent_bytes is not None and first.dense_bytes is not None
+    assert 0 < 20 * first.sent_bytes < first.dense_bytes
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical", "auto"])
+def test_an_exchange_of_everything_trains_as_dense_does(exchange: str) -> None:
+    whole = run(f"TopKEF(ratio=1.0, exchange={exchange!r})", ranks=4)
+    assert scores(whole) == scores(run("none", ranks=4))
+
+
+def test_fp16_sends_half_and_trains_alike() -> None:
+    half, full = run("fp16"), run("none")
+    assert half.sent_bytes == full.sent_bytes / 2 and half.dense_bytes == full.dense_bytes
+    assert scores(half)[-1] == pytest.approx(scores(full)[-1], abs=0.02)
+
+
+def test_momentum_is_taken_over_from_the_optimizer() -> None:
+    corrected = run("TopKEF(ratio=1.0, momentum='optimizer')")
+    assert scores(corrected) == scores(run("none"))
+
+
+def test_a_run_that_diverges_ends_at_once() -> None:
+    record = run("TopKEF(ratio=0.01)", lr=1e30)
+    assert record.outcome("accuracy") == DIVERGED
+    assert record.points[-1].step < OPTIONS["steps"]
+
+
+def test_a_run_that_takes_too_long_is_cut_off() -> None:
+    assert run("none", limit=0.0, steps=50).status == LATE
+
+
+def test_skewed_shards_give_each_rank_few_labels_and_lose_no_row() -> None:
+    seen = {}
+    for shards in SHARDS:
+        study = workload(**OPTIONS | {"shards": shards})
+        sources = [study.batches(rank, 4, 0) for rank in range(4)]
+        seen[shards] = [
+            set(torch.cat([next(source)[1] for _ in range(10)]).tolist()) for source in sources
+        ]
+    assert all(len(labels) == 10 for labels in seen["equal"])
+    assert all(len(labels) <= 4 for labels in seen["skewed"])
+    assert set().union(*seen["skewed"]) == set(range(10))
+
+
+def test_a_script_without_a_workload_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text("x = 1")
+    with pytest.raises(ValueError, match="no function workload"):
+        load(tmp_path / "nothing.py")
+
+
+TOML = f"""
+script = "{WORKLOADS}"
+simulated = true
+seeds = 2
+metric = "accuracy"
+baselines = {{ dense = "none" }}
+compressors = {{ small = "TopKEF(ratio=0.01)" }}
+[options]
+task = "digits"
+optimizer = "sgd"
+shards = "equal"
+steps = 2
+[grid]
+lr = [0.1, 1e-3]
+"""
+
+
+@pytest.mark.slow
+def test_a_grid_is_trained_in_processes_and_kept_in_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(TOML)
+    settings, store = of_file(path), Store(tmp_path / "kept.jsonl")
+    assert session.run_all(settings, store)
+    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 8
+    assert session.run_all(settings, Store(tmp_path / "kept.jsonl"))
+    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 8
+    found = session.results(settings[0], Store(tmp_path / "kept.jsonl"))
+    assert [dict(each.variant) for each in found] == [{"lr": 0.1}, {"lr": 0.001}]
+    for each in found:
+        assert [row.name for row in each.rows] == ["dense", "small"]
+        assert each.rows[1].verdict is not None and each.budget is None
+        assert {run.status for runs in each.runs.values() for run in runs.values()} == {DONE}
+
+
+@pytest.mark.slow
+def test_a_cell_that_fails_is_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(TOML.replace('task = "digits"', 'task = "figits"'))
+    store = Store(tmp_path / "kept.jsonl")
+    assert not session.run_all(of_file(path), store)
+    (line,) = (tmp_path / "kept.jsonl").read_text().splitlines()
+    assert FAILED in line and "figits" in line
