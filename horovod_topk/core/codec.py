@@ -215,8 +215,8 @@ class PayloadCodec(Generic[Array]):
                 read[position] = method.decode(ops, bucket, piece, gathered)
         return read
 
+    @staticmethod
     def _check(
-        self,
         bucket: BucketPlan,
         sound: Sequence[tuple[int, Array]],
         heads: list[bytes],
@@ -240,7 +240,7 @@ class PayloadCodec(Generic[Array]):
         flags = [bool(bits >> position & 1) for position in range(len(bucket.gradients))]
         for (position, _), answer in zip(sound, answers, strict=True):
             if not all(answer) and not flags[bucket.tensors[position].gradient]:
-                raise self._damaged(bucket, position, answer.index(False))
+                raise PayloadCodec._damaged(bucket, position, answer.index(False))
         return flags
 
     @staticmethod

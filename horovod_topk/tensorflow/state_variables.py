@@ -169,10 +169,10 @@ class VariableState(State[Array]):
                 },
             )
 
-        codec, committed = PayloadCodec(self.ops), None
+        codec, committed, collective = PayloadCodec(self.ops), None, self.collective
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
-        codec.draw_from(lambda: committed, lambda: self.collective.rank)
+        codec.draw_from(lambda: committed, lambda: collective.rank)  # graphs outlive this state
         return Step(plan, storage, self.ops, codec, exchange, name)
 
     def count(self, plan: Plan, rate: Any = None) -> None:
