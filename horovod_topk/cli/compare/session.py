@@ -20,7 +20,7 @@ from horovod_topk.cli.compare.records import DONE, Cell, Record, Store
 from horovod_topk.cli.compare.result import Found, found_in
 from horovod_topk.cli.compare.run import check_network, run
 from horovod_topk.cli.compare.settings import Settings
-from horovod_topk.cli.compare.table import table
+from horovod_topk.cli.compare.table import overview, table
 
 
 def main(every: Sequence[Settings], args: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def main(every: Sequence[Settings], args: argparse.Namespace) -> int:
     found = [each for settings in every for each in results(settings, store)]
     if not found:
         raise ValueError(f"{store.path} has no runs of these settings. Leave out --no-runs")
-    print("\n\n\n".join(map(table, found)))
+    print("\n\n\n".join([*map(table, found), *([overview(found)] if len(found) > 1 else [])]))
     if args.json is not None:
         args.json.write_text(json.dumps([summary(each) for each in found], indent=1) + "\n")
     if args.picture is not None:
@@ -58,9 +58,11 @@ def run_all(every: Sequence[Settings], store: Store, *, retry: bool = False) -> 
         for record in _records(missing, store, bar):
             store.keep(record)
             bar.update()
+            name, cell, settings = wanted[record.cell.digest]
+            if settings.simulated:  # in other processes: the last that has ended
+                bar.set_postfix_str(_title(name, cell))
             if record.status == DONE:
                 continue
-            name, cell, _ = wanted[record.cell.digest]
             bar.write(f"{_title(name, cell)}: {record.status}: {record.problem}", file=sys.stderr)
             if len(missing) == len(wanted) and record.cell.digest == first:
                 print("The first run ended so. Nothing else was run.", file=sys.stderr)

@@ -7,6 +7,7 @@ import itertools
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class Settings:
         """Baselines and compressors, by name."""
         return {**self.baselines, **self.compressors}
 
-    @property
+    @cached_property
     def where(self) -> tuple[tuple[str, Any], ...]:
         """What all runs have in common."""
         content = self.version or hashlib.sha256(self.script.read_bytes()).hexdigest()[:16]

@@ -25,6 +25,21 @@ def table(found: Found) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def overview(every: Sequence[Found]) -> str:
+    """One row for each variant and compressor, where there are several variants."""
+    rows: list[Sequence[str]] = [("", "", "end", "better than dense by", "verdict")]
+    for found in every:
+        title = found.settings.title or found.settings.script.stem
+        name = ", ".join([title, *(f"{key}={value}" for key, value in found.variant)])
+        for row in found.rows:
+            word, gain = "", ""
+            if row.verdict:
+                word = row.verdict.word
+                gain = next((interval(b.steps) for b in row.verdict.beside.values()), DASH)
+            rows.append((name, row.name, number(row.final), gain, word))
+    return "\n".join(aligned(rows))
+
+
 def _filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     """The columns that have a figure; the first row is the head."""
     columns = [c for c in zip(*rows, strict=True) if len(rows) == 1 or {*c[1:]} != {DASH}]

@@ -27,8 +27,11 @@ def results(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[Record]:
         try:
             for future in as_completed(futures):
                 yield future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        except BaseException:  # Ctrl-C, or nobody wants more: a cell may take hours
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise
 
 
 def _prepare(folders: list[str]) -> None:
