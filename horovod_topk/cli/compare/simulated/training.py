@@ -58,13 +58,11 @@ class Job:
 
     @torch.no_grad()
     def score(self) -> dict[str, float | None]:
-        """Metrics by name; None where one, or a weight, is not finite."""
-        finite = all(bool(p.isfinite().all()) for p in self._parameters)
+        """Metrics by name; all None where one of them, or a weight, is not finite."""
         found = self.workload.score(self.model)
-        return {
-            name: round(value, 6) if finite and math.isfinite(value) else None
-            for name, value in found.items()
-        }
+        finite = all(bool(p.isfinite().all()) for p in self._parameters)
+        finite = finite and all(map(math.isfinite, found.values()))
+        return {name: round(value, 6) if finite else None for name, value in found.items()}
 
     def _gradients(self, batch: Any) -> list[Tensor]:
         loss = self.workload.loss(self.model, batch)
