@@ -19,9 +19,12 @@ OPTIONAL: dict[str, object] = {
     "warmup": None,
     "momentum": 0.0,
     "nesterov": False,
+    "velocity_kept": 0.0,
+    "taken_over": False,
     "follow_lr": False,
     "ratios": None,
 }  # setting -> the value that switches it off
+BY_ADAPTERS = {"taken_over"}  # what an adapter knows, and no user passes
 
 
 Stretches = tuple[tuple[int, float], ...]
@@ -44,12 +47,15 @@ class Settings:
         warmup: larger ratios for the first steps. A number of steps: the ratio goes down through
             0.25, 0.0625 and so on until it reaches `ratio` after that many steps. Pairs
             (until, ratio): that ratio until so many steps are committed. None: off.
-        momentum: the momentum for momentum correction with masking (`horovod_topk.core.momentum`),
-            which replaces the optimizer's own. "optimizer": take over the momentum of SGD, Adam or
-            AdamW, which is 0 in the optimizer then. A number: give the optimizer a momentum of 0
-            yourself. 0: off. With it, exchanged gradients are velocities, up to
-            1 / (1 - momentum) times larger than gradients: clip with `clip_norm`.
+        momentum: the momentum for momentum correction (`horovod_topk.core.momentum`), which replaces
+            the optimizer's own. "optimizer": take over the momentum of SGD, Adam or AdamW, whatever
+            a schedule makes of it. In PyTorch the optimizer's settings stay as they are, and
+            exchanged gradients have the size of gradients. A number: give the optimizer a momentum
+            of 0 yourself; exchanged gradients are velocities then, up to 1 / (1 - momentum) times
+            larger than gradients: clip with `clip_norm`. 0: off.
         nesterov: whether that momentum is Nesterov's.
+        velocity_kept: share of the velocity of a sent element that stays, in [0, 1]
+            (`horovod_topk.core.momentum`). 0: masking, as in the paper.
         follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
             that each gradient counts at the rate at which it was computed
             (`horovod_topk.core.rates`).
@@ -71,6 +77,8 @@ class Settings:
     warmup: int | Stretches | None = None  # steps with larger ratios; None: off
     momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether `momentum` is Nesterov's
+    velocity_kept: float = 0.7  # share of a sent element's velocity that stays
+    taken_over: bool = False  # whether `momentum` is the optimizer's own; adapters set it
     follow_lr: bool = False  # rescale residuals when the learning rate changes
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
     name: str | None = None  # prefix of the collectives' names; None: derived from the plan
@@ -82,6 +90,7 @@ class Settings:
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_nesterov(self.nesterov, self.momentum)
+        _check_share("velocity_kept", self.velocity_kept)
         _check_follow_lr(self.follow_lr)
         object.__setattr__(self, "ratios", checked_rules(self.ratios))
         _check_name(self.name)
@@ -145,6 +154,8 @@ class Settings:
         return {name: value for name, value in asdict(self).items() if not self._is_off(name)}
 
     def _is_off(self, name: str) -> bool:
+        if name == "velocity_kept" and not self.momentum:
+            return True
         return name in OPTIONAL and getattr(self, name) == OPTIONAL[name]
 
 
@@ -241,6 +252,16 @@ def _check_nesterov(nesterov: object, momentum: float) -> None:
         raise ConfigError(
             f"nesterov={nesterov!r} was given with momentum={momentum}",
             cure="Pass nesterov=True with a momentum above 0, or nesterov=False",
+        )
+
+
+def _check_share(setting: str, share: object) -> None:
+    is_number = isinstance(share, Real) and not isinstance(share, bool)
+    if not (is_number and 0.0 <= float(share) <= 1.0):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{setting}={share!r} is not a number in [0, 1]",
+            cure=f"Pass 0 for the masking of Deep Gradient Compression, 1 for none, or leave "
+            f"{setting}= out",
         )
 
 

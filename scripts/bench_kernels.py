@@ -121,8 +121,8 @@ class Corrected(Encoding):
         """Encode and commit."""
         sent = self._correction.correct(self._velocity, [self.gradients.current])
         self.codec.encode(self.arenas, sent, self.payload)
-        self._correction.mask(
-            self._velocity, partial(self.codec.zero_sent, self.bucket, self.payload)
+        self._correction.damp(
+            self._velocity, partial(self.codec.scale_sent, self.bucket, self.payload)
         )
         self._velocity.swap()
         self.arenas.swap()

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
-from horovod_topk.config import Settings, reject_unknown
+from horovod_topk.config import BY_ADAPTERS, Settings, reject_unknown
 from horovod_topk.core.stats import Stats, StepCounters
 from horovod_topk.core.substitute import (
     TAKE_OVER,
@@ -114,7 +114,7 @@ class BaseCompressor(abc.ABC):
             adapter = importlib.import_module(f"horovod_topk.{self.framework}")
             self.__class__ = getattr(adapter, put.name)
             positional, settings = (), dict(put.settings)
-        known = {*self.method.__dataclass_fields__, "grad_scaler", "commit_dir"}
+        known = {*self.method.__dataclass_fields__, "grad_scaler", "commit_dir"} - BY_ADAPTERS
         reject_unknown({*settings} - known, known, type(self).__name__)
         self._check_scaler(grad_scaler)
         self.grad_scaler = grad_scaler
@@ -295,6 +295,7 @@ def _signature(method: type[Method]) -> inspect.Signature:
     own = [
         each.replace(kind=each.kind if position == 0 else keyword)
         for position, each in enumerate(inspect.signature(method).parameters.values())
+        if each.name not in BY_ADAPTERS
     ]
     more = [inspect.Parameter(n, keyword, default=None) for n in ("grad_scaler", "commit_dir")]
     return inspect.Signature([*own, *more])

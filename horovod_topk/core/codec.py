@@ -18,11 +18,11 @@ from typing import Any, Generic, TypeVar
 from horovod_topk.core import payload as wire
 from horovod_topk.core.payload import HEADER_BYTES
 from horovod_topk.core.plan import BucketPlan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.residual import Arenas, scaled
 from horovod_topk.errors import PayloadError
 from horovod_topk.methods.keys import Key
 from horovod_topk.methods.protocol import Codec, Read, Seeded, SeededCodec, Sent
-from horovod_topk.ops import Fused, Ops, SupportsShardedEncode, SupportsZeroing
+from horovod_topk.ops import Fused, Ops, SupportsScaling, SupportsShardedEncode
 
 Array = TypeVar("Array")
 
@@ -148,21 +148,25 @@ class PayloadCodec(Generic[Array]):
             self._ops.write_scaled(total, scale, gradient, flags[position])
         return flags
 
-    def zero_sent(self, bucket: BucketPlan, payload: Array, arrays: Sequence[Array]) -> None:
-        """Write zeros where a payload of this process's own has entries.
+    def scale_sent(
+        self, bucket: BucketPlan, payload: Array, arrays: Sequence[Array], factor: float
+    ) -> None:
+        """Multiply by a factor, in [0, 1], where a payload of this process's own has entries.
 
         arrays: flat, one for each gradient; those that were sent whole stay as they are.
         """
         kernel: object = self._kernel(bucket)
-        if isinstance(kernel, SupportsZeroing):
-            kernel.zero_sent(payload, arrays)
+        if isinstance(kernel, SupportsScaling):
+            kernel.scale_sent(payload, arrays, factor)
             return
         for position, each in self._read(bucket, payload, rows=False).items():
             if each.index is not None:
                 piece = bucket.tensors[position]
                 at = self._in_gradient(bucket, piece, self._ops.row(each.index, 0))
                 array = arrays[piece.gradient]
-                self._ops.subtract_at(array, at, self._ops.take(array, at))
+                self._ops.subtract_at(
+                    array, at, scaled(self._ops.take(array, at), 1.0 - factor, self._ops)
+                )
 
     def gradient_norm(self, arenas: Arenas[Array], payload: Array, *, committed: bool) -> float:
         """Norm of g = e' - e + (what receivers read): the law of conservation, solved for g.

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
-from horovod_topk.core.momentum import check_dtypes
+from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.reshard import rescaling
@@ -34,6 +34,7 @@ class Compressor(State[Array]):
         plan: the tensors, at the ratio of the settings.
         ops, codec, exchange: what arrays are computed, encoded and exchanged with.
         name: prefix of the collectives' names, equal on all ranks.
+        momenta: momentum by tensor; None: as the settings say.
 
     Raises:
         UnsupportedDtypeError: momentum is corrected, and no velocity can be kept for a gradient.
@@ -51,10 +52,11 @@ class Compressor(State[Array]):
         codec: PayloadCodec[Array],
         exchange: Exchange[Array],
         name: str,
+        momenta: Momenta | None = None,
     ) -> None:
         super().__init__(plan.config, plan.reduction, ops)
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
-        self._agreed = plan
+        self._agreed, self._momenta = plan, momenta or Momenta(plan.config)
         codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
         self.registry = ResidualRegistry(plan, ops, exchange.holders)
         self.owned = ResidualRegistry(plan, ops, exchange.owned) if exchange.parts else None
@@ -170,6 +172,7 @@ class Compressor(State[Array]):
         before, self.ranks_before = self.ranks_before, ranks
         if before is not None and before != ranks:
             self.registry.scale(rescaling(self.plan.reduction, before, ranks))
+        self._momenta.turn()
         if self.rates is not None:
             self._follow(self.rates.turn())
         if ratio != self.plan.config.ratio:
@@ -192,7 +195,8 @@ class Compressor(State[Array]):
     def _new_step(self) -> Step[Array]:
         label = self.schedule.label(self.plan.config.ratio)
         name = f"{self.name}{label}"
-        return Step(self.plan, self._storage, self._ops, self._codec, self.exchange, name)
+        shared = self._ops, self._codec, self.exchange
+        return Step(self.plan, self._storage, *shared, name, self._momenta)
 
     def _storage(self, bucket: BucketPlan) -> Storage[Array]:
         i = bucket.ordinal

@@ -1,4 +1,4 @@
-"""Momentum correction with masking: Lin et al. 2018 (Deep Gradient Compression), sections 3.1, 3.2.
+"""Momentum correction: Lin et al. 2018 (Deep Gradient Compression), sections 3.1, 3.2.
 
 An optimizer's momentum sees what is applied: an element that is sent once in a hundred steps
 arrives with a hundred steps' gradients at once, and its velocity then carries it on, long after the
@@ -7,18 +7,25 @@ that:
 
     correct      u' = m u + g
     compensate   a  = e + u'         with `nesterov`: e + m u' + g
-    mask         u' = 0 where a was sent, as e is
+    damp         u' = s u' where a was sent
 
-The optimizer itself has no momentum then: p -= lr * (what is applied). A weight decay that it adds
-to that is 1 / (1 - m) times weaker than one that passes through a momentum. Tensors that are sent
-whole are not masked, so that at ratio 1 the sum over steps is that of heavy-ball momentum.
+The share s of a velocity that stays is `velocity_kept`. What an element sends is late by then, and
+what its velocity still holds will be later: with s = 1 training at a large learning rate diverges,
+and s = 0, which is the masking of the paper, makes all steps smaller. Tensors that are sent whole
+keep all of it, so that at ratio 1 the sum over steps is that of heavy-ball momentum.
+
+The optimizer itself has no momentum then: p -= lr * (what is applied). A momentum that was taken
+over from it (`taken_over`) leaves users what they know: they are given 1 - m times what is applied,
+which has the size of a gradient, and the optimizer's step multiplies by 1 / (1 - m), weight decay
+included. Its value may differ from tensor to tensor and from step to step.
 
 Velocities are kept, committed and rolled back as residuals are, in two arenas a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from horovod_topk.core.plan import BucketPlan, Plan
@@ -30,17 +37,56 @@ from horovod_topk.ops import Ops
 Array = TypeVar("Array")
 
 
+@dataclass(frozen=True)
+class Momentum:
+    """What one tensor's velocity is multiplied by in a step."""
+
+    factor: float  # m, in [0, 1)
+    nesterov: bool
+
+
+class Momenta:
+    """The momentum of every tensor in the step under way.
+
+    Args:
+        config: `momentum` and `nesterov` for all tensors and steps.
+        now: gives those of a step that begins now, by tensor name, if an optimizer has them.
+    """
+
+    def __init__(
+        self, config: Method, now: Callable[[], Mapping[str, Momentum]] | None = None
+    ) -> None:
+        self._common, self._now = Momentum(config.momentum, config.nesterov), now
+        self._own: Mapping[str, Momentum] = {}
+
+    def turn(self) -> None:
+        """Take on the present values, before a step's first bucket is sent."""
+        if self._now is not None:
+            self._own = self._now()
+
+    def of(self, name: str) -> Momentum:
+        """One tensor's."""
+        return self._own.get(name, self._common)
+
+
 class Correction(Generic[Array]):
     """The formulas, on one bucket's velocities.
 
     Args:
-        config: m as `momentum`, and `nesterov`.
+        config: of the plan.
+        momenta: of the tensors.
         ops: of the arrays.
     """
 
-    def __init__(self, config: Method, ops: Ops[Array]) -> None:
-        self._factor, self._nesterov = config.momentum, config.nesterov
-        self._ops = ops
+    def __init__(self, config: Method, momenta: Momenta, ops: Ops[Array]) -> None:
+        self._kept, self._taken_over = config.velocity_kept, config.taken_over
+        self._momenta, self._ops = momenta, ops
+
+    def units(self, bucket: BucketPlan) -> list[float]:
+        """What users are given of what is applied, for each tensor."""
+        if not self._taken_over:
+            return [1.0] * len(bucket.tensors)
+        return [1.0 - self._momenta.of(tensor.spec.name).factor for tensor in bucket.tensors]
 
     def correct(self, arenas: Arenas[Array], gradients: Sequence[Array]) -> list[Array]:
         """What is sent in place of the gradients, flat; the candidate becomes the new velocities.
@@ -48,7 +94,9 @@ class Correction(Generic[Array]):
         arenas: as residual, the velocities of the step before.
         """
         before, after = (self._views(arenas.plan, u) for u in (arenas.residual, arenas.candidate))
+        momenta = [self._momenta.of(tensor.spec.name) for tensor in arenas.plan.tensors]
         return self.apply(
+            momenta,
             before,
             gradients,
             after,
@@ -57,6 +105,7 @@ class Correction(Generic[Array]):
 
     def apply(
         self,
+        momenta: Sequence[Momentum],
         before: Sequence[Array],
         gradients: Sequence[Array],
         after: list[Array],
@@ -65,31 +114,37 @@ class Correction(Generic[Array]):
         """What is sent in place of the gradients, of flat arrays, one a tensor.
 
         Args:
+            momenta: of the tensors.
             before: velocities of the step before.
             gradients: of this step.
             after: becomes the new velocities.
             copied: copies `after`, where that takes less than a copy for each.
         """
-        self._accelerate(before, gradients, after)
-        if not self._nesterov:
+        self._accelerate(momenta, before, gradients, after)
+        if not any(momentum.nesterov for momentum in momenta):
             return after
         ahead = [self._ops.clone(u) for u in after] if copied is None else copied()
-        self._accelerate(after, gradients, ahead)
-        return ahead
+        self._accelerate(momenta, after, gradients, ahead)
+        return [a if m.nesterov else u for m, a, u in zip(momenta, ahead, after, strict=True)]
 
-    def mask(self, arenas: Arenas[Array], clear: Callable[[Sequence[Array]], None]) -> None:
-        """Forget the new velocity of what was sent.
+    def damp(self, arenas: Arenas[Array], scale: Callable[[Sequence[Array], float], None]) -> None:
+        """Keep a share of the new velocity of what was sent.
 
-        clear: writes zeros there; `Route.clear` of the way that it was sent.
+        scale: multiplies there; `BucketExchange.scale_sent` of the way that it was sent.
         """
-        clear(self._views(arenas.plan, arenas.candidate))
+        if self._kept < 1.0:
+            scale(self._views(arenas.plan, arenas.candidate), self._kept)
 
     def _accelerate(
-        self, velocities: Sequence[Array], gradients: Sequence[Array], out: Sequence[Array]
+        self,
+        momenta: Sequence[Momentum],
+        velocities: Sequence[Array],
+        gradients: Sequence[Array],
+        out: Sequence[Array],
     ) -> None:
         """out = m u + g."""
-        for u, gradient, new in zip(velocities, gradients, out, strict=True):
-            self._ops.update_velocity(u, self._factor, gradient, new)
+        for m, u, gradient, new in zip(momenta, velocities, gradients, out, strict=True):
+            self._ops.update_velocity(u, m.factor, gradient, new)
 
     def _views(self, bucket: BucketPlan, arena: Array) -> list[Array]:
         return [self._ops.view(arena, tensor.start, tensor.stop) for tensor in bucket.tensors]

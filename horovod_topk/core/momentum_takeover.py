@@ -89,6 +89,14 @@ def settings_of(kind: str, own: tuple[float, bool] | None, words: Words) -> dict
     return {"momentum": own[0], "nesterov": own[1]}
 
 
+def not_a_momentum(where: str, shown: str) -> ConfigError:
+    """What to raise where a momentum that is taken over has become something else."""
+    return ConfigError(
+        f"{where} has {shown}, and its momentum is taken over",
+        cure="Keep momentum, or the first of betas, in [0, 1), and dampening at 0",
+    )
+
+
 def note_taken(kind: str, momentum: float) -> None:
     """Say that an optimizer's momentum is taken over from here on."""
     log.info("TopKEF takes over the momentum of %s: %g", kind, momentum)

@@ -136,8 +136,8 @@ class ReducedBucket(Generic[Array]):
             self._follow(piece, work)
         return flags
 
-    def zero_sent(self, arrays: Sequence[Array]) -> None:
-        """`BucketExchange.zero_sent`: all is sent, in some form."""
+    def scale_sent(self, arrays: Sequence[Array], factor: float) -> None:
+        """`BucketExchange.scale_sent`: all is sent, in some form."""
 
     def swap(self) -> None:
         """`BucketExchange.swap`."""

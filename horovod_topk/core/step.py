@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
-from horovod_topk.core.momentum import Correction
+from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.errors import NotLaunchedError, TopKError
@@ -53,6 +53,7 @@ class Bucket(Generic[Array]):
     exchange: BucketExchange[Array]
     velocity: Arenas[Array] | None
     flags: Sequence[bool] = ()
+    units: Sequence[float] = (1.0,)  # of what users are given, one a tensor or one for all
     committed_last: bool = False  # whether the last step that began was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
 
@@ -65,6 +66,7 @@ class Step(Generic[Array]):
         storage: gives each bucket's memory.
         ops, codec, exchange: what arrays are computed, encoded and exchanged with.
         name: prefix of the collectives' names, equal on all ranks.
+        momenta: momentum by tensor; None: as the settings say.
 
     Attributes:
         sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
@@ -81,10 +83,11 @@ class Step(Generic[Array]):
         codec: PayloadCodec[Array],
         exchange: Exchange[Array],
         name: str,
+        momenta: Momenta | None = None,
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
-        self._correction = Correction(plan.config, ops)
+        self._correction = Correction(plan.config, momenta or Momenta(plan.config), ops)
         self.sent: set[int] = set()
         self.received: set[int] = set()
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
@@ -118,7 +121,8 @@ class Step(Generic[Array]):
             bucket.exchange.send(gradients, name)
         else:
             bucket.exchange.send(self._correction.correct(velocity, gradients), name)
-            self._correction.mask(velocity, bucket.exchange.zero_sent)
+            self._correction.damp(velocity, bucket.exchange.scale_sent)
+            bucket.units = self._correction.units(bucket.plan)
         self.sent.add(ordinal)
 
     def advance(self) -> None:
@@ -167,7 +171,10 @@ class Step(Generic[Array]):
         bucket = self._buckets[ordinal]
         self.sent.remove(ordinal)
         try:
-            bucket.flags = bucket.exchange.receive(targets, gain)
+            if len(set(bucket.units)) == 1:
+                bucket.flags = bucket.exchange.receive(targets, gain * bucket.units[0])
+            else:
+                bucket.flags = self._receive_each(bucket, targets, gain)
         except BaseException:
             bucket.exchange.drain()
             raise
@@ -223,6 +230,15 @@ class Step(Generic[Array]):
         """Have no gradient norm until the next step: the residuals have changed."""
         for bucket in self._buckets.values():
             bucket.measurable = False
+
+    def _receive_each(
+        self, bucket: Bucket[Array], targets: Sequence[Array], gain: float
+    ) -> Sequence[bool]:
+        """`BucketExchange.receive`, where each tensor has units of its own."""
+        flags = bucket.exchange.receive(targets, gain)
+        for target, unit in zip(targets, bucket.units, strict=True):
+            self._ops.write_scaled(self._ops.clone(target), unit, target, False)
+        return flags
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
         storage, ops = self._storage(plan), self._ops

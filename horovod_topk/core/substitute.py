@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_topk import reporting
-from horovod_topk.config import reject_unknown
+from horovod_topk.config import BY_ADAPTERS, reject_unknown
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import METHODS
 
@@ -67,7 +67,7 @@ def parse(text: str) -> Substitute:
         raise ConfigError(
             f"{text!r}: there is no compressor {name!r}", cure=f"Write one of {known}"
         )
-    known_settings = {each.name for each in dataclasses.fields(METHODS[name])}
+    known_settings = {each.name for each in dataclasses.fields(METHODS[name])} - BY_ADAPTERS
     reject_unknown({*settings} - known_settings, known_settings, name)
     taken = {"momentum": 0.9} if settings.get("momentum") == TAKE_OVER else {}  # any valid one
     METHODS[name](**settings | taken)

@@ -89,7 +89,7 @@ def _declare(library: Library) -> None:
         "topkef_encode": [address, address, address, address, address, ctypes.c_int],
         "topkef_encode_shards": [address, number, *[address] * 4, ctypes.c_int],
         "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
-        "topkef_zero_sent": [address, address, address, ctypes.c_int],
+        "topkef_scale_sent": [address, address, address, real, ctypes.c_int],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
@@ -172,10 +172,10 @@ class Bucket:
         )
         return None if wrong < 0 else divmod(wrong, self.tensors)
 
-    def zero_sent(self, payload: int, arrays: Sequence[int], threads: int) -> bool:
-        """Write zeros where a payload has entries; False if they cannot be, and nothing is."""
+    def scale_sent(self, payload: int, arrays: Sequence[int], factor: float, threads: int) -> bool:
+        """Multiply where a payload has entries; False if they cannot be, and nothing is changed."""
         places = _addresses(arrays)
-        return bool(self._library.topkef_zero_sent(self._handle, payload, places, threads))
+        return bool(self._library.topkef_scale_sent(self._handle, payload, places, factor, threads))
 
 
 def _addresses(each: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:

@@ -3,6 +3,6 @@
 Importing this package loads no framework; import the submodule you need.
 """
 
-from horovod_topk.ops.protocol import Fused, Ops, SupportsShardedEncode, SupportsZeroing
+from horovod_topk.ops.protocol import Fused, Ops, SupportsScaling, SupportsShardedEncode
 
-__all__ = ["Fused", "Ops", "SupportsShardedEncode", "SupportsZeroing"]
+__all__ = ["Fused", "Ops", "SupportsScaling", "SupportsShardedEncode"]

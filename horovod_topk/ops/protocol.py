@@ -94,11 +94,13 @@ class SupportsShardedEncode(Protocol[Taken]):
 
 
 @runtime_checkable
-class SupportsZeroing(Protocol[Taken]):
-    """What a `Fused` may offer too: zeros where a payload of this process's own has entries."""
+class SupportsScaling(Protocol[Taken]):
+    """What a `Fused` may offer too: a factor where a payload of this process's own has entries."""
 
-    def zero_sent(self, payload: Taken, arrays: Sequence[Taken]) -> None:
-        """array[i] = 0 for every index i of its tensor; a tensor without indices stays as it is.
+    def scale_sent(self, payload: Taken, arrays: Sequence[Taken], factor: float) -> None:
+        """array[i] -= (1 - factor) * array[i] for every index i of its tensor.
+
+        A tensor without indices stays as it is.
 
         arrays: flat, of the residual's dtype, one for each gradient.
         """

@@ -313,10 +313,10 @@ class CpuBucket:
                     gradient.copy_(target)
         return wrong
 
-    def zero_sent(self, payload: Tensor, arrays: Sequence[Tensor]) -> None:
+    def scale_sent(self, payload: Tensor, arrays: Sequence[Tensor], factor: float) -> None:
         threads = torch.get_num_threads()
         places = [array.data_ptr() for array in arrays]
-        if not self._kernel.zero_sent(payload.data_ptr(), places, threads):
+        if not self._kernel.scale_sent(payload.data_ptr(), places, factor, threads):
             raise AssertionError("a payload of our own has indices that cannot be")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.momentum import Correction
+from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.graph import clip
@@ -40,7 +40,8 @@ def with_momentum(
     not take part, as where gradients are exchanged.
     """
     result, ops = list(gradients), TensorFlowOps()
-    correction = Correction(config, ops)
+    momenta = Momenta(config)
+    correction = Correction(config, momenta, ops)
     moved: list[tuple[Any, Array]] = []
     for i, (name, gradient, variable) in enumerate(zip(names, gradients, variables, strict=True)):
         if is_dense(gradient):
@@ -49,7 +50,7 @@ def with_momentum(
             (velocity,) = velocities.of(inner, spec, [spec.numel])
             before, after = Buffer(velocity.value()), Buffer(tf.zeros_like(velocity))
             flat = Buffer(tf.cast(tf.reshape(gradient, [-1]), velocity.dtype))
-            (sent,) = correction.apply([before], [flat], [after])
+            (sent,) = correction.apply([momenta.of(name)], [before], [flat], [after])
             moved.append((velocity, after))
             result[i] = tf.reshape(tf.cast(sent.value, gradient.dtype), tf.shape(gradient))
     finite = [tf.reduce_all(tf.math.is_finite(after.value)) for _, after in moved]

@@ -21,22 +21,22 @@ class Hooks:
     Args:
         compressor: of its gradients.
         buckets: the same gradients, as they become ready.
-        takes_over: whether the optimizer's own momentum is corrected instead of it.
+        loan: the optimizer's own momentum, if it is corrected instead of it.
     """
 
     late_clipping: LateClipping  # once an optimizer is watched
 
     def __init__(
-        self, compressor: Compressor[torch.Tensor], buckets: Buckets, *, takes_over: bool
+        self, compressor: Compressor[torch.Tensor], buckets: Buckets, loan: momentum.Loan | None
     ) -> None:
-        self._compressor, self._buckets, self._takes_over = compressor, buckets, takes_over
+        self._compressor, self._buckets, self._loan = compressor, buckets, loan
 
     def watch(self, optimizer: Any) -> None:
-        """Take the momentum over, and be told of steps and of what gradients are added to."""
+        """Be told of steps and of what gradients are added to."""
         factor = self._compressor.plan.config.momentum
-        self.late_clipping = LateClipping(optimizer, factor, self._buckets)
-        if self._takes_over:
-            momentum.take_over(optimizer, factor)
+        given = 0.0 if self._loan is not None else factor  # users see velocities
+        self.late_clipping = LateClipping(optimizer, given, self._buckets)
+        if self._loan is not None:
             note_taken(type(optimizer).__name__, factor)
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         for p, accumulation in zip(trained, optimizer._grad_accs, strict=True):
@@ -55,16 +55,25 @@ class Hooks:
         """Returns what the step is given instead."""
         check_before(optimizer, args, kwargs)
         factor = self._compressor.plan.config.momentum
-        if self._takes_over:
-            momentum.take_over(optimizer, factor)
-        elif not factor:
+        if self._loan is not None:
+            if not optimizer._handles:  # else this step exchanges first, and calls on its own
+                self._loan.lend(optimizer)
+        elif factor:
+            momentum.check_not_twice(optimizer, factor)
+        else:
             momentum.give_back(optimizer)
-        momentum.check_not_twice(optimizer, factor)
         self.late_clipping.check(optimizer)
-        return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges)
+        failed = partial(self._take_back, optimizer)
+        return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges, failed)
+
+    def _take_back(self, optimizer: Any) -> None:
+        """End what the optimizer did without while it stepped."""
+        if self._loan is not None:
+            self._loan.take_back(optimizer)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._take_back(optimizer)
         check_after(optimizer)
         self.late_clipping.check(optimizer)  # of a closure that has exchanged within the step
         if self._buckets.are_applied():

@@ -1,32 +1,95 @@
 """Momentum correction beside PyTorch's optimizers: never applied twice, and never not at all.
 
-SGD has none of its own then. Adam and AdamW divide what arrives by the root of its mean square, so
-that its scale is of no matter: with betas=(0, b) they take the corrected velocity in the place of
-their first moment, and its square in the place of the gradient's.
+SGD has no momentum of its own while it steps, and takes p -= lr * v with the corrected velocity v.
+Adam and AdamW divide what arrives by the root of its mean square, so that its scale is of no
+matter: with betas=(0, b) they take the velocity in the place of their first moment, and its square
+in the place of the gradient's.
+
+A momentum that is taken over is lent for the step alone: parameter groups are as the user, or a
+scheduler, has set them whenever anybody else looks. Gradients hold (1 - m) v between exchange and
+step, and SGD's learning rate is divided by 1 - m during the step.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch.optim import SGD, Adam, AdamW
 
+from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
     check_once,
     none_to_correct,
+    not_a_momentum,
     settings_of,
 )
 from horovod_topk.core.momentum_takeover import advise as advise_of
-from horovod_topk.errors import ConfigError
 
 log = logging.getLogger("horovod_topk")
 
 WORDS = Words("torch.optim.SGD, Adam or AdamW", "momentum=0.9 or betas=(0.9, 0.999)")
 TAKEN = "topkef_momentum"  # in a parameter group, and so in checkpoints: what was taken over
+
+
+class Loan:
+    """An optimizer's own momentum, which it does without while it steps.
+
+    Args:
+        optimizer: SGD, Adam or AdamW.
+        names: of parameters; those without one are not compressed.
+    """
+
+    def __init__(self, optimizer: Any, names: Mapping[Any, str]) -> None:
+        self._optimizer = weakref.ref(optimizer)  # which holds the hooks, and so this
+        self._names = names
+        self._lent: list[dict[str, Any]] | None = None  # by parameter group, while it steps
+
+    def now(self) -> dict[str, Momentum]:
+        """The momentum of each parameter, by name.
+
+        Raises:
+            ConfigError: a parameter group has none that can be corrected any more.
+        """
+        optimizer: Any = self._optimizer()
+        found = dict[str, Momentum]()
+        for number, group in enumerate(optimizer.param_groups):
+            own = _own(group if self._lent is None else {**group, **self._lent[number]})
+            if own is None or not 0.0 <= own[0] < 1.0:
+                where = f"parameter group {number} of {type(optimizer).__name__}"
+                raise not_a_momentum(where, _shown(group))
+            names = self._names
+            found |= {names[p]: Momentum(*own) for p in group["params"] if p in names}
+        return found
+
+    def lend(self, optimizer: Any) -> None:
+        """Take the momentum off the optimizer, which applies gradients next."""
+        if self._lent is not None:
+            return
+        self._lent = []
+        for group in optimizer.param_groups:
+            _restore(group)
+            factor, nesterov = _now(group), bool(group.get("nesterov", False))
+            if TAKEN not in group:
+                _note_velocities(optimizer, group)
+            group[TAKEN] = factor, float(nesterov)
+            if "betas" in group:
+                self._lent.append({"betas": group["betas"]})
+                group["betas"] = (0.0, group["betas"][1])
+            else:
+                self._lent.append({key: group[key] for key in ("momentum", "nesterov", "lr")})
+                group.update(momentum=0.0, nesterov=False, lr=group["lr"] / (1.0 - factor))
+
+    def take_back(self, optimizer: Any) -> None:
+        """Give the parameter groups what they had."""
+        for group, lent in zip(optimizer.param_groups, self._lent or (), strict=False):
+            group.update(lent)
+        self._lent = None
 
 
 def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) -> None:
@@ -47,7 +110,7 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
             where=f"parameter group {number} of the optimizer",
             setting=setting,
             shown=group[setting],
-            applies=bool(group["betas"][0] if is_adam else group["momentum"]),
+            applies=bool(_now(group)),
             off=_off(group),
             normalises=is_adam,
             besides="; a scheduler that sets it needs cycle_momentum=False",
@@ -56,44 +119,38 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
 
 
 def own_momentum(optimizer: Any) -> dict[str, Any]:
-    """The settings that stand for the optimizer's momentum.
+    """The settings that stand for the optimizer's momentum, the largest of its parameter groups.
 
     Raises:
-        ConfigError: it has none that could be corrected, or not the same in all parameter groups.
+        ConfigError: it has none that could be corrected.
     """
     kind, is_known = type(optimizer).__name__, isinstance(optimizer, (SGD, Adam, AdamW))
-    found = [_own(group) for group in optimizer.param_groups]
-    if is_known and None not in found and len(set(found)) > 1:
-        raise ConfigError(
-            f"momentum='optimizer' was given, and parameter groups have {found}",
-            cure="Give all parameter groups the same momentum, without dampening",
-        )
-    return settings_of(kind, found[0] if is_known and None not in found else None, WORDS)
-
-
-def take_over(optimizer: Any, momentum: float) -> None:
-    """Take it off the optimizer: at first, and where it has loaded what it was without us."""
-    for group in optimizer.param_groups:
-        own = _own(group)
-        if own is not None and own[0] == momentum:
-            if _now(group):
-                _note_velocities(optimizer, group)
-            group[TAKEN] = (momentum, float(own[1]))
-            _set(group, 0.0, nesterov=False)
+    found = [_own(group) for group in optimizer.param_groups] if is_known else [None]
+    own = None if None in found else max(each for each in found if each is not None)
+    return settings_of(kind, own, WORDS)
 
 
 def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) -> None:
-    """Let the optimizer have what was taken over, or set off, where nobody corrects it.
+    """Let the optimizer have what was set off, or taken over by a version that set it to 0.
 
     Args:
         optimizer: maybe with the parameter groups of a checkpoint of a run that was compressed.
         momentum: of the settings, if it is a number; nesterov: of these.
     """
     for group in optimizer.param_groups:
-        taken = (momentum, float(nesterov)) if momentum else group.get(TAKEN)
-        if taken and not _now(group):
-            _set(group, taken[0], nesterov=bool(taken[1]))
-            log.info("TopKEF leaves momentum=%s to %s", taken[0], type(optimizer).__name__)
+        before = _now(group)
+        if momentum and not before:
+            _set(group, momentum, nesterov=nesterov)
+        _restore(group)
+        if _now(group) != before:
+            log.info("TopKEF leaves momentum=%s to %s", _now(group), type(optimizer).__name__)
+
+
+def _restore(group: Any) -> None:
+    """Undo what older versions did to a parameter group that is in a checkpoint: momentum 0."""
+    if TAKEN in group and not _now(group):
+        factor, nesterov = group[TAKEN]
+        _set(group, float(factor), nesterov=bool(nesterov))
 
 
 def _note_velocities(optimizer: Any, group: Any) -> None:
@@ -123,6 +180,11 @@ def _own(group: Any) -> tuple[float, bool] | None:
 def _now(group: Any) -> float:
     """What the optimizer itself applies."""
     return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+
+
+def _shown(group: Any) -> str:
+    keys = [key for key in ("betas", "momentum", "dampening") if key in group]
+    return ", ".join(f"{key}={group[key]}" for key in keys) or "none"
 
 
 def _set(group: Any, momentum: float, *, nesterov: bool) -> None:

@@ -23,6 +23,7 @@ from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange.selection import exchange_of
+from horovod_topk.core.momentum import Momenta
 from horovod_topk.core.stats import Stats, describe
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
@@ -30,7 +31,7 @@ from horovod_topk.torch.buckets import Buckets
 from horovod_topk.torch.clipping import clip_alone
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.hooks import Hooks
-from horovod_topk.torch.momentum import advise, check_not_twice, hand_over, own_momentum
+from horovod_topk.torch.momentum import Loan, advise, check_not_twice, hand_over, own_momentum
 from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preprocessing import Preprocessing
 from horovod_topk.torch.rates import followed
@@ -75,9 +76,9 @@ class OptimizerState(Attached[Compressor[Tensor]]):
             return
         check_elastic(config)
         check_evaluates_once(optimizer)
-        self._takes_over = takes_over
-        if takes_over:  # in `begin`
-            config = replace(config, **own_momentum(optimizer))
+        self._loan = Loan(optimizer, parameters) if takes_over else None
+        if takes_over:
+            config = replace(config, **own_momentum(optimizer), taken_over=True)
         else:
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
         advise(optimizer, config.momentum)
@@ -96,7 +97,10 @@ class OptimizerState(Attached[Compressor[Tensor]]):
             self._ordinal = agree(plan, self._ordinal, ops, collective)
         exchange = exchange_of(plan, ops, collective)
         name = f"{self._prefix}.{self._ordinal}"
-        self._compressor = self._state = Compressor(plan, ops, PayloadCodec(ops), exchange, name)
+        momenta = Momenta(plan.config, None if self._loan is None else self._loan.now)
+        self._compressor = self._state = Compressor(
+            plan, ops, PayloadCodec(ops), exchange, name, momenta
+        )
         self._compressor.rates = followed(optimizer, config)
         self._reduction = plan.reduction
         self._buckets.index(plan)
@@ -114,8 +118,7 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         if register_hooks is not None:
             register_hooks()
         if self.active:
-            takes_over = self._takes_over
-            self._hooks = Hooks(self._compressor, self._buckets, takes_over=takes_over)
+            self._hooks = Hooks(self._compressor, self._buckets, self._loan)
             self._hooks.watch(optimizer)
             _LIVE.add(self)
         else:

@@ -65,7 +65,10 @@ def check_evaluates_once(optimizer: Any) -> None:
 
 
 def with_one_exchange(
-    args: Sequence[Any], kwargs: Mapping[str, Any], exchanges: Callable[[], int]
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    exchanges: Callable[[], int],
+    failed: Callable[[], None],
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Have a step's closure refuse to be evaluated once more after an exchange in that step.
 
@@ -75,6 +78,7 @@ def with_one_exchange(
         args: of a `step` that begins now, itself among them.
         kwargs: the same.
         exchanges: how many there have been.
+        failed: called where the closure raises, since the step does not go on then.
 
     Returns:
         Arguments to go on with.
@@ -89,7 +93,11 @@ def with_one_exchange(
                 "the optimizer evaluated its closure once more in one step, which had exchanged "
                 "gradients already, and may have moved parameters by them"
             )
-        return closure()
+        try:
+            return closure()
+        except BaseException:
+            failed()
+            raise
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": evaluate}

@@ -190,9 +190,10 @@ def test_steps_in_a_row(isa: str, values: str, dtype: str, selection: str, indic
     both.decode(payloads[:3], 1 / 3)
 
 
+@pytest.mark.parametrize("factor", [0.0, 0.7])
 @pytest.mark.parametrize("indices", ["packed", "plain"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_zeros_where_entries_were_sent(isa: str, dtype: str, indices: str) -> None:
+def test_what_was_sent_is_scaled(isa: str, dtype: str, indices: str, factor: float) -> None:
     """In the natural order of gradients that are dealt out; what is sent whole stays."""
     sizes = (5, 1500, 4096, 70_001, 100_000)
     whole = bucket_of(*sizes, dtype=dtype, ratio=0.02, indices=indices, exchange="sharded")
@@ -203,11 +204,12 @@ def test_zeros_where_entries_were_sent(isa: str, dtype: str, indices: str) -> No
         kernel.encode(arenas, [torch.from_numpy(g) for g in normal(whole)], payload)
         found = [torch.from_numpy(g) for g in normal(whole)]
         expected = [each.numpy().copy() for each in found]
-        kernel.zero_sent(bucket, payload, found)
-        codec.zero_sent(bucket, payload.numpy(), expected)
+        kernel.scale_sent(bucket, payload, found, factor)
+        codec.scale_sent(bucket, payload.numpy(), expected, factor)
         for one, other, tensor in zip(found, expected, whole.tensors, strict=True):
             np.testing.assert_array_equal(one.numpy(), other)
-            assert (one == 0).any() == (tensor.index is not None)
+            if factor == 0.0:
+                assert (one == 0).any() == (tensor.index is not None)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -1,4 +1,4 @@
-"""Momentum correction: what is sparsified is m u + g, and u is forgotten where it was sent."""
+"""Momentum correction: what is sparsified is m u + g, and u keeps a share where it was sent."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from horovod_topk.errors import (
 from horovod_topk.methods.topk import TopK
 
 FACTORS = (0.5, 0.9)
+SHARES = (0.0, 0.7, 1.0)
 
 
 @st.composite
@@ -32,8 +33,18 @@ def corrected_jobs(draw: st.DrawFn, **choices: Any) -> Job:
     choices = {"exchanges": ("allgather", "sharded"), **choices}
     job = draw(jobs(dtypes=["float32", "float64"], **choices))
     factor = draw(st.sampled_from(FACTORS))
-    settings = {"momentum": factor, "nesterov": draw(st.booleans())}
+    settings = {
+        "momentum": factor,
+        "nesterov": draw(st.booleans()),
+        "velocity_kept": draw(st.sampled_from(SHARES)),
+    }
     return dataclasses.replace(job, config=dataclasses.replace(job.config, **settings))
+
+
+def kept(velocity: NDArray[Any], share: float) -> NDArray[Any]:
+    """u - (1 - s) u, each operation rounded by itself."""
+    left: NDArray[Any] = velocity - velocity * velocity.dtype.type(1.0 - share)
+    return left
 
 
 def without(job: Job) -> Job:
@@ -81,13 +92,15 @@ def test_it_is_error_feedback_of_velocities(backend: Backend, data: st.DataObjec
         for after, one in zip(velocities(world), moves, strict=True):
             for name, move in one.items():
                 flat, left = move.reshape(-1), after[name]
-                assert np.array_equal(left[left != 0], flat[left != 0])
+                sent = kept(flat, job.config.velocity_kept)
+                same = (left == flat) | (left == sent)
+                assert same[abs(left) > 1e-30].all()
 
 
 @each_backend
 @examples(20)
 @given(data=st.data())
-def test_velocity_is_forgotten_where_it_was_sent_and_nowhere_else(
+def test_velocity_keeps_a_share_where_it_was_sent_and_is_whole_elsewhere(
     backend: Backend, data: st.DataObject
 ) -> None:
     job = data.draw(corrected_jobs(exchanges=["allgather"]))
@@ -100,7 +113,7 @@ def test_velocity_is_forgotten_where_it_was_sent_and_nowhere_else(
         for name, g in one.items():
             left = g.reshape(-1).copy()
             if name not in whole:
-                left[chosen[name]] = 0
+                left[chosen[name]] = kept(left[chosen[name]], job.config.velocity_kept)
             tiny = abs(left) < np.finfo(left.dtype).tiny
             assert np.array_equal(after[name][~tiny], left[~tiny])
             assert (after[name][tiny] == left[tiny]).all() or not backend.denormals
@@ -159,7 +172,7 @@ def test_velocities_are_saved_and_loaded() -> None:
 
 
 def test_velocities_stay_from_level_to_level() -> None:
-    config = TopK(0.1, momentum=0.9, min_numel=0, warmup=((1, 0.25),))
+    config = TopK(0.1, momentum=0.9, velocity_kept=0, min_numel=0, warmup=((1, 0.25),))
     world = World(make_plan([TensorSpec("w", (40,), "float32")], config), 1, TORCH)
     step_of(world)
     before = velocities(world)
@@ -191,5 +204,8 @@ def test_what_cannot_be_corrected_is_refused() -> None:
     for nesterov, momentum in ((True, 0.0), (1, 0.9)):
         with pytest.raises(ConfigError, match="nesterov="):
             TopK(momentum=momentum, nesterov=nesterov)  # type: ignore[arg-type]
+    for share in (-0.1, 1.1, True, "0.9", float("nan")):
+        with pytest.raises(ConfigError, match="velocity_kept="):
+            TopK(momentum=0.9, velocity_kept=share)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="added up within"):
         TopK(momentum=0.9, exchange="hierarchical")

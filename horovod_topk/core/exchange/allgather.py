@@ -101,9 +101,9 @@ class AllgatherBucket(Generic[Array]):
             gain = gain * (1 / ranks)
         return self._codec.decode(bucket, gathered, gain, targets)
 
-    def zero_sent(self, arrays: Sequence[Array]) -> None:
-        """`BucketExchange.zero_sent`."""
-        self._codec.zero_sent(self._bucket, self._payload, arrays)
+    def scale_sent(self, arrays: Sequence[Array], factor: float) -> None:
+        """`BucketExchange.scale_sent`."""
+        self._codec.scale_sent(self._bucket, self._payload, arrays, factor)
 
     def swap(self) -> None:
         """`BucketExchange.swap`."""

@@ -122,8 +122,8 @@ class AllreduceBucket(Generic[Array]):
             ops.write_scaled(total, gain * scale, target, flags[position])
         return flags
 
-    def zero_sent(self, arrays: Sequence[Array]) -> None:
-        """`BucketExchange.zero_sent`: all is sent whole."""
+    def scale_sent(self, arrays: Sequence[Array], factor: float) -> None:
+        """`BucketExchange.scale_sent`: all is sent whole."""
 
     def swap(self) -> None:
         """`BucketExchange.swap`: there is no residual."""

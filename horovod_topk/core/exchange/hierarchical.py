@@ -260,8 +260,8 @@ class HierarchicalBucket(Generic[Array]):
         scale = 1.0 / ranks if plan.bucket.reduction == "average" else 1.0
         return self._codec.decode(plan.result, self._in_rows(), gain * scale, targets)
 
-    def zero_sent(self, arrays: Sequence[Array]) -> None:
-        """`BucketExchange.zero_sent`: all is sent whole, to the owners on this node."""
+    def scale_sent(self, arrays: Sequence[Array], factor: float) -> None:
+        """`BucketExchange.scale_sent`: all is sent whole, to the owners on this node."""
 
     def swap(self) -> None:
         """`BucketExchange.swap`."""

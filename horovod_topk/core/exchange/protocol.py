@@ -131,8 +131,8 @@ class BucketExchange(Protocol[Given]):
         """
         ...
 
-    def zero_sent(self, arrays: Sequence[Any]) -> None:
-        """Write zeros where an element was sent, but in those that were sent whole.
+    def scale_sent(self, arrays: Sequence[Any], factor: float) -> None:
+        """Multiply by a factor where an element was sent, but in those that were sent whole.
 
         arrays: flat, one for each gradient.
         """

@@ -195,10 +195,10 @@ class ShardedBucket(Generic[Array]):
         self._check(gathered, self._plan.gather[0])
         return self._codec.decode(self._plan.result, gathered, gain, targets)
 
-    def zero_sent(self, arrays: Sequence[Array]) -> None:
-        """`BucketExchange.zero_sent`: where it was sent to an owner."""
+    def scale_sent(self, arrays: Sequence[Array], factor: float) -> None:
+        """`BucketExchange.scale_sent`: where it was sent to an owner."""
         for scatter, part in zip(self._plan.scatter, self._parts, strict=True):
-            self._codec.zero_sent(scatter, part, arrays)
+            self._codec.scale_sent(scatter, part, arrays, factor)
 
     def swap(self) -> None:
         """`BucketExchange.swap`."""

@@ -434,17 +434,18 @@ int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered, int6
   return -1;
 }
 
-int topkef_zero_sent(const topkef_bucket *bucket, const uint8_t *payload, void *const *arrays,
-                 int threads) {
+int topkef_scale_sent(const topkef_bucket *bucket, const uint8_t *payload, void *const *arrays,
+                      double factor, int threads) {
   const int64_t tensors = bucket->recipe.tensors;
   const std::vector<uint8_t> flags((size_t)tensors);
   Indices indices(*bucket, payload, 1);
   if (indices.unpack(flags.data(), threads) >= 0) return 0;
   parallel(tensors, threads, [&](int64_t t) {
+    KeepDenormals keep;
     const TensorRecipe &tensor = bucket->tensors[(size_t)t];
     if (tensor.index == NONE) return;
-    bucket->passes->zero_sent(arrays[tensor.gradient], indices.rows(t, nullptr).indices, tensor.k,
-                          bucket->recipe.shard_layout(tensor));
+    bucket->passes->scale_sent(arrays[tensor.gradient], indices.rows(t, nullptr).indices, tensor.k,
+                               bucket->recipe.shard_layout(tensor), factor);
   });
   return 1;
 }

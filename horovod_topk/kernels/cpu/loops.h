@@ -320,16 +320,20 @@ void update_velocity(const void *velocity, double factor, const void *gradient, 
 }
 
 template <class R>
-void zero_sent(void *array, const uint8_t *index, int64_t count, ShardLayout layout) {
+void scale_sent(void *array, const uint8_t *index, int64_t count, ShardLayout layout,
+                double factor) {
   auto to = static_cast<R *>(array);
   auto places = reinterpret_cast<const uint32_t *>(index);
+  const auto lost = (R)(1.0 - factor);
   auto natural = [&](int64_t i) {
     const auto place = (int64_t)load(places, i);
     return layout.parts == 1 ? place : layout.natural(place);
   };
   for (int64_t i = 0; i < count; ++i) {
     if (i + AHEAD < count) __builtin_prefetch(to + natural(i + AHEAD), 1);
-    store(to, natural(i), (R)0);
+    const int64_t at = natural(i);
+    const R value = load(to, at);
+    store(to, at, value - lost * value);
   }
 }
 
@@ -356,7 +360,7 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->fence = fence;
   passes->spread = spread<R>;
   passes->update_velocity = update_velocity<R>;
-  passes->zero_sent = zero_sent<R>;
+  passes->scale_sent = scale_sent<R>;
   passes->pack_index[topkef::PACKED] = pack_packed;
   passes->pack_index[topkef::SHORT] = pack_plain<uint16_t>;
   passes->pack_index[topkef::LONG] = pack_plain<uint32_t>;

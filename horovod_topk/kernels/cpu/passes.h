@@ -120,8 +120,10 @@ using Deliver = void (*)(void *total, double scale, void *gradient, int64_t n);
 using Accelerate = void (*)(const void *velocity, double factor, const void *gradient, void *out,
                             int64_t n, bool past_caches);
 
-/* array[natural(index[i])] = 0, of the residual's dtype; indices of 4 bytes, of any alignment. */
-using ZeroSent = void (*)(void *array, const uint8_t *index, int64_t count, ShardLayout layout);
+/* a -= (1 - factor) * a for a = array[natural(index[i])], of the residual's dtype; indices of 4 bytes,
+ * of any alignment. */
+using ScaleSent = void (*)(void *array, const uint8_t *index, int64_t count, ShardLayout layout,
+                           double factor);
 
 /* After it, what was streamed past the caches is seen by all. */
 using Fence = void (*)();
@@ -141,7 +143,7 @@ struct Passes {
   Scatter add[KINDS];          // no indices, all elements in order
   Deliver deliver[DTYPES];     // [gradient's dtype]
   Accelerate update_velocity;
-  ZeroSent zero_sent;
+  ScaleSent scale_sent;
   Fence fence;
 };
 

@@ -57,12 +57,13 @@ TOPKEF_API int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gat
                                  int64_t ranks, double scale, const uint8_t *flags,
                                  void *const *gradients, int threads);
 
-/* Write zeros where `payload` has entries of tensors with indices; tensors sent whole stay as they are.
+/* array[i] -= (1 - factor) * array[i] for every index i that `payload` has; tensors sent whole stay as
+ * they are.
  *
  * arrays: of the residuals' dtype, as many as the recipe's tensors refer to, of the gradients' sizes.
  * Returns 0 if the indices are not sound: nothing has been written then. */
-TOPKEF_API int topkef_zero_sent(const topkef_bucket *bucket, const uint8_t *payload,
-                            void *const *arrays, int threads);
+TOPKEF_API int topkef_scale_sent(const topkef_bucket *bucket, const uint8_t *payload,
+                            void *const *arrays, double factor, int threads);
 
 /* out = factor * velocity + gradient, `count` elements of 4 or 8 bytes; `out` may be `velocity`. */
 TOPKEF_API void topkef_update_velocity(const void *velocity, double factor, const void *gradient,

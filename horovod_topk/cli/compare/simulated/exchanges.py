@@ -13,13 +13,14 @@ from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Exchange as Route
 from horovod_topk.core.exchange import Traffic, ring_allreduce_bytes
 from horovod_topk.core.exchange.selection import choose, make_exchange
+from horovod_topk.core.momentum import Momenta
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import Plan, make_plan
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.substitute import TAKE_OVER, Substitute
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch.momentum import check_not_twice, own_momentum, take_over
+from horovod_topk.torch.momentum import Loan, check_not_twice, own_momentum
 from horovod_topk.torch.planning import spec_of
 
 Gradients = list[Tensor]  # of one rank, in the order of the model's parameters
@@ -86,12 +87,17 @@ def compressed(
     settings: dict[str, Any] = dict(asked.settings)
     takes_over = settings.get("momentum") == TAKE_OVER
     if takes_over:
-        settings |= own_momentum(optimizer)
+        settings |= own_momentum(optimizer) | {"taken_over": True}
     config = METHODS[asked.name](**settings)
+    momenta = Momenta(config)
     if takes_over:
-        take_over(optimizer, config.momentum)
-    check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
-    made = Compressed(model, ranks, config)
+        loan = Loan(optimizer, {p: name for name, p in model.named_parameters()})
+        momenta = Momenta(config, loan.now)
+        optimizer.register_step_pre_hook(lambda it, *_: loan.lend(it))
+        optimizer.register_step_post_hook(lambda it, *_: loan.take_back(it))
+    else:
+        check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+    made = Compressed(model, ranks, config, momenta)
     if config.follow_lr:
         made.follow(optimizer)
     return made
@@ -100,13 +106,16 @@ def compressed(
 class Compressed:
     """A compressor a rank, over one loopback network."""
 
-    def __init__(self, model: nn.Module, ranks: int, config: Method) -> None:
+    def __init__(
+        self, model: nn.Module, ranks: int, config: Method, momenta: Momenta | None = None
+    ) -> None:
         self._positions = {name: i for i, (name, _) in enumerate(model.named_parameters())}
         ops, wire, plan = TorchOps(), Loopback(ranks), plan_of(model, config)
         routes = [exchange_of(plan, wire, rank) for rank in range(ranks)]
         self._plan = plan
         self.compressors = [
-            Compressor(plan, ops, PayloadCodec(ops), route, "simulated") for route in routes
+            Compressor(plan, ops, PayloadCodec(ops), route, "simulated", momenta)
+            for route in routes
         ]
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:

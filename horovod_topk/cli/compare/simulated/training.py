@@ -41,6 +41,7 @@ class Job:
         self.exchange: Exchange = exchange(self.model, self._optimizer, compressor, ranks)
         self._schedule = workload.schedule(self._optimizer)
         self._parameters = list(self.model.parameters())
+        self._clip_norm: float | None = getattr(workload, "clip_norm", None)
         self._batches: list[Iterator[Any]] = [
             workload.batches(rank, ranks, seed) for rank in range(ranks)
         ]
@@ -52,6 +53,8 @@ class Job:
             mean = self.exchange.mean(gradients)
         for parameter, gradient in zip(self._parameters, mean, strict=True):
             parameter.grad = gradient
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         self._optimizer.step()
         if self._schedule is not None:
             self._schedule.step()

@@ -16,7 +16,10 @@ SPARE = "workload"  # the name of the function
 
 
 class Workload(Protocol):
-    """A training run, less its loop. `workload(**options)` of the script returns one."""
+    """A training run, less its loop. `workload(**options)` of the script returns one.
+
+    With an attribute `clip_norm` that is a number, exchanged gradients are clipped to it.
+    """
 
     steps: int  # of a run
     every: int  # steps between two scores

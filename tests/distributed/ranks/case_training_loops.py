@@ -1,0 +1,213 @@
+"""Training loops as people have them, while the optimizer's momentum is taken over.
+
+Each is compared with a reference that shares no code with horovod_topk: dense training where
+everything is sent, error feedback of velocities by its formulas where it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
+
+import training
+from horovod_topk.errors import ConfigError
+from horovod_topk.torch import TopKEF
+from reference import ErrorFeedback
+from training import Setup, Task
+
+STEPS = 12
+LR = 0.05
+
+
+def whole(**settings: Any) -> TopKEF:
+    """Sends everything, so that only the momentum is ours."""
+    return TopKEF(**{"ratio": 1.0, "momentum": "optimizer", **settings})
+
+
+def heavy_ball(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, **{"lr": LR, "momentum": 0.9, **settings})
+
+
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return heavy_ball(parameters, nesterov=True)
+
+
+def one_cycle(optimizer: Any) -> Any:
+    """It moves momentum from 0.95 to 0.85 and back."""
+    return OneCycleLR(optimizer, max_lr=LR, total_steps=STEPS)
+
+
+def cyclic(optimizer: Any) -> Any:
+    return CyclicLR(optimizer, base_lr=LR / 10, max_lr=LR, step_size_up=4)
+
+
+def warmup(optimizer: Any) -> Any:
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+
+
+def in_two_groups(task: Task) -> Any:
+    """Of different learning rates and momenta; one has none."""
+    first, *others = task.parameters()
+    other = {"params": [first], "lr": LR / 2, "momentum": 0.5}
+    return [other, {"params": others[:2]}, {"params": others[2:], "momentum": 0.0}]
+
+
+def scaled(task: Task, optimizer: Any, step: int) -> None:
+    """Autocast, and GradScaler's recipe for Horovod."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = task.loss(hvd.rank(), step)
+    scaler.scale(loss).backward()
+    optimizer.synchronize()
+    scaler.unscale_(optimizer)
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+
+
+LOOPS = {
+    "momentum": (Setup(optimizer=heavy_ball), None),
+    "Nesterov": (Setup(optimizer=nesterov), None),
+    "OneCycleLR": (Setup(optimizer=heavy_ball), one_cycle),
+    "OneCycleLR, Nesterov": (Setup(optimizer=nesterov), one_cycle),
+    "CyclicLR": (Setup(optimizer=heavy_ball), cyclic),
+    "warm-up": (Setup(optimizer=heavy_ball), warmup),
+    "groups": (Setup(optimizer=heavy_ball, parameter_groups=in_two_groups), one_cycle),
+    "accumulation": (
+        Setup(
+            optimizer=heavy_ball,
+            options={"backward_passes_per_step": 2},
+            take_step=training.accumulated(2),
+        ),
+        one_cycle,
+    ),
+    "GradScaler": (Setup(optimizer=heavy_ball, take_step=scaled), one_cycle),
+}
+
+
+def run(setup: Setup, schedule: Callable[[Any], Any] | None, compression: Any) -> list[Tensor]:
+    """The parameters after training."""
+    task = setup.task()
+    optimizer = setup.distributed(task, compression)
+    scheduler = None if schedule is None else schedule(optimizer)
+    for step in range(STEPS):
+        setup.take_step(task, optimizer, step)
+        if scheduler is not None:
+            scheduler.step()
+    return training.snapshot(task)
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_trains_as_dense_does_where_everything_is_sent(loop: str) -> None:
+    ours, dense = (run(*LOOPS[loop], each) for each in (whole(), hvd.Compression.none))
+    tolerance = 1e-2 if loop == "GradScaler" else 1e-4  # bfloat16 rounds what differs by little
+    for one, other in zip(ours, dense, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance / 10)
+
+
+class Velocities(ErrorFeedback):
+    """Error feedback of m u + g, of which a share s stays where it was sent: units of gradients."""
+
+    def __init__(self, task: Task, make: Any, share: float, **settings: Any) -> None:
+        super().__init__(task, make, **settings)
+        self.share, self.factor = share, 0.0
+        self.velocities = [
+            {name: np.zeros(p.numel(), np.float32) for name, p in task.named_parameters()}
+            for _ in range(self.ranks)
+        ]
+
+    def _gradients(self, rank: int, batches: Any) -> dict[str, np.ndarray]:
+        gradients = super()._gradients(rank, batches)
+        return {
+            name: self.velocities[rank][name] * np.float32(self.factor) + gradient
+            for name, gradient in gradients.items()
+        }
+
+    def exchange(self, batches: Any) -> dict[str, np.ndarray]:
+        moved = [self._gradients(rank, batches) for rank in range(self.ranks)]
+        before = self.residuals
+        self.residuals = [dict(each) for each in before]
+        applied = super().exchange(batches)
+        for rank, each in enumerate(moved):
+            for name, velocity in each.items():
+                sent = self.residuals[rank][name] != before[rank][name] + velocity
+                self.velocities[rank][name] = np.where(sent, velocity * self.share, velocity)
+        return {name: each * np.float32(1 - self.factor) for name, each in applied.items()}
+
+
+@pytest.mark.everywhere
+@pytest.mark.world_size(2, 3, 4)
+def test_an_update_is_that_of_the_formulas() -> None:
+    """Of a few entries, while OneCycleLR moves momentum, with weight decay, clipped at the end.
+
+    p -= lr / (1 - m) (clip((1 - m) v) + w p)
+    """
+    decayed = Setup(optimizer=lambda parameters: heavy_ball(parameters, weight_decay=1e-2))
+    task, plain = decayed.task(), Setup(optimizer=training.plain_sgd).task()
+    compression = TopKEF(ratio=0.1, min_numel=0, momentum="optimizer", velocity_kept=0.75)
+    optimizer = decayed.distributed(task, compression)
+    schedule = one_cycle(optimizer)
+    by_hand = Velocities(plain, training.plain_sgd, 0.75, ranks=hvd.size(), ratio=0.1)
+    for step in range(STEPS):
+        group = optimizer.param_groups[0]
+        lr, by_hand.factor = group["lr"], group["momentum"]
+        applied = by_hand.exchange([step])
+        optimizer.zero_grad()
+        task.loss(hvd.rank(), step).backward()
+        optimizer.synchronize()
+        for name, p in task.named_parameters():
+            assert p.grad is not None
+            expected = torch.from_numpy(applied[name]).view(p.shape)
+            torch.testing.assert_close(p.grad, expected, rtol=1e-4, atol=1e-6)
+        torch.nn.utils.clip_grad_norm_(task.parameters(), 0.05)
+        before = training.snapshot(task)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert (group["lr"], group["momentum"]) == (lr, by_hand.factor)
+        for p, old in zip(task.parameters(), before, strict=True):
+            assert p.grad is not None
+            moved = old - lr / (1 - by_hand.factor) * (p.grad + 1e-2 * old)
+            torch.testing.assert_close(p.detach(), moved, rtol=1e-5, atol=1e-6)
+        plain.load_state_dict(task.state_dict())
+        schedule.step()
+
+
+def test_a_momentum_that_cannot_be_corrected_any_more_is_an_error_before_anything_is_sent() -> None:
+    setup = Setup(optimizer=heavy_ball)
+    task = setup.task()
+    optimizer = setup.distributed(task, whole(ratio=0.1))
+    training.ordinary(task, optimizer, 0)
+    state = TopKEF.of(optimizer)
+    before = state.stats()
+    optimizer.param_groups[0]["momentum"] = 1.0
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match=r"group 0 of \w+ has momentum=1\.0"):
+        training.ordinary(task, optimizer, 1)
+    assert state.stats().steps == before.steps
+    state.reset()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    training.ordinary(task, optimizer, 1)
+    assert state.stats().steps == before.steps + 1
+
+
+def test_a_closure_that_fails_leaves_parameter_groups_as_they_were() -> None:
+    setup = Setup(optimizer=heavy_ball)
+    task = setup.task()
+    optimizer = setup.distributed(task, whole(ratio=0.1))
+
+    def fail() -> float:
+        raise RuntimeError("no loss")
+
+    before = dict(optimizer.param_groups[0])
+    with optimizer.skip_synchronize(), pytest.raises(RuntimeError, match="no loss"):
+        optimizer.step(fail)
+    after = optimizer.param_groups[0]
+    assert all(after[key] == before[key] for key in ("lr", "momentum", "nesterov"))
