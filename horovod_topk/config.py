@@ -47,12 +47,11 @@ class Settings:
         warmup: larger ratios for the first steps. A number of steps: the ratio goes down through
             0.25, 0.0625 and so on until it reaches `ratio` after that many steps. Pairs
             (until, ratio): that ratio until so many steps are committed. None: off.
-        momentum: the momentum for momentum correction (`horovod_topk.core.momentum`), which replaces
-            the optimizer's own. "optimizer": take over the momentum of SGD, Adam or AdamW, whatever
-            a schedule makes of it. In PyTorch the optimizer's settings stay as they are, and
-            exchanged gradients have the size of gradients. A number: give the optimizer a momentum
-            of 0 yourself; exchanged gradients are velocities then, up to 1 / (1 - momentum) times
-            larger than gradients: clip with `clip_norm`. 0: off.
+        momentum: the momentum for momentum correction (`horovod_topk.core.momentum`), which
+            replaces the optimizer's own. "optimizer": take over the momentum of SGD, Adam or AdamW;
+            exchanged gradients have the size of gradients, and PyTorch's parameter groups stay as
+            they are. A number: give the optimizer a momentum of 0 yourself; exchanged gradients are
+            velocities then, up to 1 / (1 - momentum) times larger: clip with `clip_norm`. 0: off.
         nesterov: whether that momentum is Nesterov's.
         velocity_kept: share of the velocity of a sent element that stays, in [0, 1]
             (`horovod_topk.core.momentum`). 0: masking, as in the paper.
@@ -77,7 +76,7 @@ class Settings:
     warmup: int | Stretches | None = None  # steps with larger ratios; None: off
     momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether `momentum` is Nesterov's
-    velocity_kept: float = 0.7  # share of a sent element's velocity that stays
+    velocity_kept: float = 0.0  # share of a sent element's velocity that stays
     taken_over: bool = False  # whether `momentum` is the optimizer's own; adapters set it
     follow_lr: bool = False  # rescale residuals when the learning rate changes
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none

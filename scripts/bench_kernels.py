@@ -35,7 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.momentum import Correction
+from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import shard
@@ -113,7 +113,8 @@ class Corrected(Encoding):
 
     def __init__(self, gradients: Gradients, selection: str) -> None:
         super().__init__(gradients, 0.024, selection, TorchOps(), values="int4")
-        self._correction = Correction(TopK(0.024, "int4", momentum=0.9), TorchOps())
+        config = TopK(0.024, "int4", momentum=0.9)
+        self._correction = Correction(config, Momenta(config), TorchOps())
         zeros = (torch.zeros_like(gradients.current) for _ in range(2))
         self._velocity: Arenas[Tensor] = Arenas(self.bucket, *zeros)
 

@@ -34,6 +34,11 @@ class Taken:
     setting: str  # of the optimizer: "momentum" or "beta_1"
     value: float
 
+    @property
+    def step(self) -> float:
+        """What SGD multiplies its learning rate by: exchanged gradients are 1 - m velocities."""
+        return 1.0 / (1.0 - self.value) if self.setting == "momentum" else 1.0
+
 
 @dataclass(frozen=True)
 class Told:
@@ -65,7 +70,7 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
     own = None if setting is None else _number(_present(optimizer, setting))
     nesterov = setting == "momentum" and bool(optimizer.nesterov)
     settings = settings_of(kind, None if own is None else (own, nesterov), WORDS)
-    config = replace(config, **settings)
+    config = replace(config, **settings, taken_over=True)
     if setting is None or why_inactive(process_set) is not None:
         return Told(compressor, compressor.config, None)
     return Told(compressor, config, Taken(setting, config.momentum))
@@ -135,8 +140,18 @@ def apply_none(optimizer: Any, taken: Taken) -> None:
         optimizer._momentum = False
     else:
         setattr(optimizer, taken.setting, 0.0)
+    _scale_updates(optimizer, taken.step)
     get_config = optimizer.get_config
     optimizer.get_config = lambda: get_config() | {taken.setting: taken.value}
+
+
+def _scale_updates(optimizer: Any, factor: float) -> None:
+    """Have an optimizer of tf-keras multiply what it applies, after clipping."""
+    if factor == 1.0:
+        return
+    name = "_resource_apply_dense" if hasattr(optimizer, "_hyper") else "update_step"
+    update = getattr(optimizer, name)
+    setattr(optimizer, name, lambda gradient, *rest: update(gradient * factor, *rest))
 
 
 def _setting_of(optimizer: Any) -> str | None:

@@ -91,7 +91,8 @@ class Exchange:
         If the momentum is corrected and the optimizer clips gradients, that is warned of.
         """
         self._optimizer = weakref.ref(optimizer)  # which holds this
-        self._warnings = warn_of_late_clipping(optimizer, self.config.momentum)
+        momentum = 0.0 if self.config.taken_over else self.config.momentum
+        self._warnings = warn_of_late_clipping(optimizer, momentum)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(

@@ -34,6 +34,8 @@ def test_the_defaults() -> None:
         "warmup": None,
         "momentum": 0.0,
         "nesterov": False,
+        "velocity_kept": 0.0,
+        "taken_over": False,
         "follow_lr": False,
         "ratios": None,
         "name": None,
@@ -50,7 +52,8 @@ def test_settings_are_frozen_and_compare_by_value() -> None:
 
 def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopK)]
-    optional = {"momentum": 0.5, "nesterov": True, "follow_lr": True, "ratios": (("w", 1.0),)}
+    optional = {"momentum": 0.5, "nesterov": True, "velocity_kept": 0.5, "taken_over": True}
+    optional |= {"follow_lr": True, "ratios": (("w", 1.0),)}
     everything = TopK(clip_norm=1.0, warmup=100, **optional)
     assert list(everything.agreed()) == names
 

@@ -141,15 +141,15 @@ def test_plain_adam_draws_advice(caplog: pytest.LogCaptureFixture) -> None:
 
 
 CLIPPING: dict[str, Make] = {
-    "clipnorm": lambda: SGD(momentum=0.9, clipnorm=1.0),
-    "global_clipnorm": lambda: SGD(momentum=0.9, global_clipnorm=1.0),
-    "clipvalue": lambda: SGD(momentum=0.9, clipvalue=1.0),
-    "scaled": lambda: keras.optimizers.LossScaleOptimizer(SGD(momentum=0.9, clipnorm=1.0)),
-    "tf-keras": lambda: tf_keras.optimizers.SGD(momentum=0.9, clipnorm=1.0),
+    "clipnorm": lambda: SGD(clipnorm=1.0),
+    "global_clipnorm": lambda: SGD(global_clipnorm=1.0),
+    "clipvalue": lambda: SGD(clipvalue=1.0),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(SGD(clipnorm=1.0)),
+    "tf-keras": lambda: tf_keras.optimizers.SGD(clipnorm=1.0),
     "tf-keras, scaled": lambda: tf_keras.mixed_precision.LossScaleOptimizer(
-        tf_keras.optimizers.SGD(momentum=0.9, global_clipnorm=1.0)
+        tf_keras.optimizers.SGD(global_clipnorm=1.0)
     ),
-    "legacy": lambda: LEGACY.SGD(momentum=0.9, clipvalue=1.0),
+    "legacy": lambda: LEGACY.SGD(clipvalue=1.0),
 }
 
 
@@ -168,7 +168,7 @@ def test_an_sgd_that_clips_velocities_is_warned_of(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "horovod_topk"):
-        wrapped(CLIPPING[kind](), TopKEF.compact())
+        wrapped(CLIPPING[kind](), TopKEF(momentum=0.9))
     assert caplog.text.count("threshold 10 times larger") == 1
     assert "SGD has " in caplog.text
     assert "clip" in caplog.text.partition("SGD has ")[2].partition("=1.")[0]
@@ -176,11 +176,12 @@ def test_an_sgd_that_clips_velocities_is_warned_of(
 
 @pytest.mark.usefixtures("among_others")
 def test_clipping_that_does_no_harm_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Without momentum correction, before the exchange, or where Adam normalises."""
+    """Without momentum correction, of gradients, before the exchange, or where Adam normalises."""
     with caplog.at_level(logging.WARNING, "horovod_topk"):
         wrapped(SGD(momentum=0.9, clipnorm=1.0), TopKEF())
-        wrapped(SGD(momentum=0.9), TopKEF.compact(clip_norm=1.0))
-        wrapped(ADAMW(clipnorm=1.0), TopKEF.compact())
+        wrapped(SGD(momentum=0.9, clipnorm=1.0), TopKEF.compact())
+        wrapped(SGD(), TopKEF(momentum=0.9, clip_norm=1.0))
+        wrapped(keras.optimizers.AdamW(beta_1=0.0, clipnorm=1.0), TopKEF(momentum=0.9))
         wrapped(tf_keras.optimizers.Adam(clipvalue=1.0), TopKEF.compact())
     assert "times larger" not in caplog.text
 

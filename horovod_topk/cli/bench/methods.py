@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
-from horovod_topk.config import EXCHANGES, reject_unknown
+from horovod_topk.config import BY_ADAPTERS, EXCHANGES, reject_unknown
 from horovod_topk.core.substitute import TAKE_OVER
 from horovod_topk.methods.topk import COMPACT, INDICES, SELECTIONS, VALUES, TopK
 
@@ -29,7 +29,7 @@ WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two thing
     **dict.fromkeys(SELECTIONS, "selection"),
     **{value: "indices" for value in INDICES if value != "auto"},
 }
-UNFIT = ("name", "warmup", "follow_lr")  # settings that make no other step to time
+UNFIT = ("name", "warmup", "follow_lr", *BY_ADAPTERS)  # settings that make no other step to time
 SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,
@@ -37,6 +37,7 @@ NUMBERS: dict[str, Callable[[str], float]] = {
     "min_numel": int,
     "clip_norm": float,
     "momentum": float,
+    "velocity_kept": float,
 }
 EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # where the default is off
 TRUTH = {"True": True, "False": False}

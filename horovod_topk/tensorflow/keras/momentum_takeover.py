@@ -93,6 +93,11 @@ class _AppliesNone(SavesSlots):
         super().__init__(*args, **kwargs)
         setattr(self, self._topkef_taken.setting, 0.0)
 
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """As the base class, in whose units gradients are (1 - m) times velocities."""
+        rate = learning_rate * self._topkef_taken.step
+        super().update_step(gradient, variable, rate)  # type: ignore[misc]
+
     def get_config(self) -> dict[str, Any]:
         """As the user made it."""
         config: dict[str, Any] = super().get_config()  # type: ignore[misc]

@@ -8,6 +8,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
@@ -29,6 +30,12 @@ KINDS = pytest.mark.parametrize("kind", PAIRS)
 BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 
 
+def alike(one: Any, other: Any, within: float = 1e-5) -> bool:
+    """Whether two models have weights that differ by little."""
+    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
+    return all(np.allclose(a, b, rtol=10 * within, atol=within) for a, b in pairs)
+
+
 def pair(kind: str, optimizers: Any) -> tuple[Any, Any]:
     of_its_own, without = PAIRS[kind]
     return of_its_own(optimizers), without(optimizers)
@@ -37,10 +44,11 @@ def pair(kind: str, optimizers: Any) -> tuple[Any, Any]:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("library", "kind"), [(keras, "SGD"), (keras, "Adam"), (tf_keras, "Adam")])
 def test_the_optimizers_momentum_is_taken_over(library: Any, kind: str) -> None:
-    """The same, to the bit, as naming it twice."""
+    """The same training as naming it twice; gradients have another size, and Adam an epsilon."""
     of_its_own, without = pair(kind, library.optimizers)
     taken = fit(library, of_its_own, TopKEF(**TAKEN), epochs=1)
-    assert same(taken, fit(library, without, TopKEF(**NAMED), epochs=1))
+    named = fit(library, without, TopKEF(**NAMED), epochs=1)
+    assert alike(taken, named, within=1e-5 if kind == "SGD" else 2e-3)
     assert_ranks_equal(taken.get_weights())
     stats = TopKEF.of(taken.optimizer).stats()
     assert (stats.momentum, stats.steps) == (0.9, 8)
@@ -52,14 +60,14 @@ def test_within_a_loss_scale(library: Any) -> None:
     kind = tf_keras.mixed_precision if library is tf_keras else keras.optimizers
     of_its_own, without = map(kind.LossScaleOptimizer, pair("SGD", library.optimizers))
     taken = fit(library, of_its_own, TopKEF(**TAKEN), epochs=1)
-    assert same(taken, fit(library, without, TopKEF(**NAMED), epochs=1))
+    assert alike(taken, fit(library, without, TopKEF(**NAMED), epochs=1))
     assert_ranks_equal(taken.get_weights())
 
 
 def test_at_once_without_a_graph() -> None:
     of_its_own, without = pair("SGD", keras.optimizers)
     taken = fit(keras, of_its_own, TopKEF(**TAKEN), epochs=1, eager=True)
-    assert same(taken, fit(keras, without, TopKEF(**NAMED), epochs=1, eager=True))
+    assert alike(taken, fit(keras, without, TopKEF(**NAMED), epochs=1, eager=True))
     assert_ranks_equal(taken.get_weights())
 
 
@@ -69,7 +77,7 @@ def test_older_optimizers_of_tfkeras_and_horovods_other_name() -> None:
     optimizer = hvd.DistributedOptimizer(of_its_own, compression=TopKEF(**TAKEN))
     model = compiled(tf_keras, optimizer)
     train(model)
-    assert same(model, named)
+    assert alike(model, named)
     assert_ranks_equal(model.get_weights())
 
 
@@ -86,22 +94,34 @@ def test_compact_learns(library: Any, kind: str) -> None:
     assert model.evaluate(*data(), verbose=0)[0] < 0.9 * before
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("momentum", ["optimizer", 0.9])
+@pytest.mark.one_in(2)
 @BOTH
 def test_clipping_velocities_is_warned_of_once(
-    library: Any, momentum: Any, caplog: pytest.LogCaptureFixture
+    library: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Keras clips what it is given, and that is what was exchanged."""
-    own = {"momentum": 0.9} if momentum == "optimizer" else {}
-    optimizer = library.optimizers.SGD(0.05, clipnorm=1.0, **own)
-    model = fit(library, optimizer, TopKEF(**NAMED | {"momentum": momentum}), epochs=1)
+    optimizer = library.optimizers.SGD(0.05, clipnorm=1.0)
+    model = fit(library, optimizer, TopKEF(**NAMED), epochs=1)
     assert caplog.text.count("threshold 10 times larger") == 1
     (warning,) = TopKEF.of(model.optimizer).stats().warnings
     assert "SGD has clipnorm=1." in warning
     assert "TopKEF(clip_norm=...)" in warning
-    quiet = fit(library, library.optimizers.SGD(0.05, **own), TopKEF(**TAKEN if own else NAMED))
-    assert not TopKEF.of(quiet.optimizer).stats().warnings
+    taken = library.optimizers.SGD(0.05, momentum=0.9, clipnorm=1.0)
+    for quiet, settings in ((library.optimizers.SGD(0.05), NAMED), (taken, TAKEN)):
+        found = fit(library, quiet, TopKEF(**settings), epochs=1)
+        assert not TopKEF.of(found.optimizer).stats().warnings
+
+
+@pytest.mark.one_in(2)
+@BOTH
+def test_keras_clips_gradients_of_a_momentum_that_was_taken_over(library: Any) -> None:
+    """To a tenth of what clips the velocities of a momentum that is named."""
+    of_its_own = library.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.01)
+    without = library.optimizers.SGD(0.05, global_clipnorm=0.1)
+    clipped = fit(library, of_its_own, TopKEF(**TAKEN), epochs=1)
+    assert alike(clipped, fit(library, without, TopKEF(**NAMED), epochs=1))
+    free = fit(library, library.optimizers.SGD(0.05, momentum=0.9), TopKEF(**TAKEN), epochs=1)
+    assert not alike(clipped, free)
 
 
 @pytest.mark.one_in(2)
