@@ -24,7 +24,7 @@ import horovod_topk
 from horovod_topk.cli import launcher
 from horovod_topk.cli.processor import cpu_model
 from horovod_topk.cli.ratios import parse_ratios
-from horovod_topk.core.substitute import TAKE_OVER
+from horovod_topk.config import DEFERRED, check_settings
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.topk import COMPACT, TopK
 
@@ -128,10 +128,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
             if getattr(args, name) == parser.get_default(name):
                 setattr(args, name, value)
     if args.compression == "topk":
-        known = 0.9 if args.momentum == TAKE_OVER else args.momentum  # any that is valid
-        settings = vars(args) | {"momentum": known}
         try:
-            TopK(**topk_settings(argparse.Namespace(**settings)))
+            check_settings(TopK, topk_settings(args))
         except (ValueError, TopKError) as error:
             parser.error(str(error))
     return args
@@ -146,7 +144,7 @@ def positive(text: str) -> int:
 
 def momentum(text: str) -> float | str:
     """Parse a momentum: a number, or "optimizer" for the optimizer's own."""
-    return text if text == TAKE_OVER else float(text)
+    return text if text in DEFERRED["momentum"] else float(text)
 
 
 def check_launcher(hvd: Any) -> None:
@@ -172,7 +170,7 @@ def topk_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def own_momentum(args: argparse.Namespace) -> float:
     """Return the optimizer's momentum (AdamW: first beta); 0 if TopKEF is given it instead."""
-    corrected = args.compression == "topk" and args.momentum not in (0, TAKE_OVER)
+    corrected = args.compression == "topk" and args.momentum not in (0, *DEFERRED["momentum"])
     return 0.0 if corrected else 0.9
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from numbers import Real
-from typing import Self
+from typing import Any, Self
 
 from horovod_topk.errors import ConfigError, UnknownSettingError
 from horovod_topk.ratios import Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
@@ -24,6 +24,9 @@ OPTIONAL: dict[str, object] = {
     "follow_lr": False,
     "ratios": None,
 }  # setting -> the value that switches it off
+TAKE_OVER = "optimizer"  # as `momentum`: the optimizer's own, from there on corrected
+AUTO = "auto"  # as `momentum` and `follow_lr`: where the optimizer has what it takes
+DEFERRED: Mapping[str, tuple[str, ...]] = {"momentum": (TAKE_OVER, AUTO), "follow_lr": (AUTO,)}
 BY_ADAPTERS = {"taken_over"}  # what an adapter knows, and no user passes
 
 
@@ -51,13 +54,14 @@ class Settings:
             replaces the optimizer's own. "optimizer": take over the momentum of SGD, Adam or AdamW;
             exchanged gradients have the size of gradients, and PyTorch's parameter groups stay as
             they are. A number: give the optimizer a momentum of 0 yourself; exchanged gradients are
-            velocities then, up to 1 / (1 - momentum) times larger: clip with `clip_norm`. 0: off.
+            velocities then, up to 1 / (1 - momentum) times larger: clip with `clip_norm`. "auto":
+            as "optimizer" where there is a momentum that can be taken over, else 0. 0: off.
         nesterov: whether that momentum is Nesterov's.
         velocity_kept: share of the velocity of a sent element that stays, in [0, 1]
             (`horovod_topk.core.momentum`). 0: masking, as in the paper.
         follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
             that each gradient counts at the rate at which it was computed
-            (`horovod_topk.core.rates`).
+            (`horovod_topk.core.rates`). "auto": where the learning rate is known.
         ratios: a ratio for some tensors, instead of the method's. A mapping or a sequence of pairs.
             A key is a pattern of tensor names as in `fnmatch` ("head.*"), or a function of a
             tensor's name and shape that returns a bool. A value is a ratio or "dense". The first
@@ -172,6 +176,41 @@ def reject_unknown(unknown: Iterable[str], known: Iterable[str], of: str = "TopK
             f"{of} has no setting {keyword!r}",
             cure=f"{hint}The settings are {', '.join(known)}",
         )
+
+
+def split_deferred(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings of a method, and those that wait for the optimizer to be known.
+
+    Raises:
+        ConfigError: another one does not fit a momentum that is taken over.
+    """
+    deferred = {name: settings[name] for name in DEFERRED if _waits(settings, name)}
+    if "momentum" in deferred and settings.get("nesterov"):
+        raise ConfigError(
+            f"nesterov=True was given with momentum={deferred['momentum']!r}, which takes over "
+            "whether the optimizer's is Nesterov's as well",
+            cure="Leave nesterov= out, and set it in the optimizer",
+        )
+    own = {k: v for k, v in settings.items() if k not in deferred and k != "nesterov"}
+    if "nesterov" in settings and "momentum" not in deferred:
+        own["nesterov"] = settings["nesterov"]
+    return own, deferred
+
+
+def check_settings(method: Callable[..., Settings], settings: Mapping[str, Any]) -> None:
+    """Refuse settings that are valid beside no optimizer.
+
+    Raises:
+        ConfigError: as the method, and `split_deferred`.
+    """
+    own, deferred = split_deferred(settings)
+    taken = {"momentum": 0.9} if deferred.get("momentum") == TAKE_OVER else {}  # any valid one
+    method(**own, **taken)
+
+
+def _waits(settings: Mapping[str, Any], name: str) -> bool:
+    value = settings.get(name)
+    return isinstance(value, str) and value in DEFERRED[name]
 
 
 def check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:

@@ -12,12 +12,18 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
-from horovod_topk.config import BY_ADAPTERS, Settings, reject_unknown
+from horovod_topk.config import (
+    BY_ADAPTERS,
+    Settings,
+    check_settings,
+    reject_unknown,
+    split_deferred,
+)
 from horovod_topk.core.stats import Stats, StepCounters
 from horovod_topk.core.substitute import (
-    TAKE_OVER,
     announce,
     check_replaceable,
     horovods,
@@ -27,7 +33,7 @@ from horovod_topk.errors import ConfigError, NotAttachedError
 from horovod_topk.methods import METHODS, Method
 
 ALONE = "world size 1: there is nobody to exchange with"  # why nothing is compressed
-_SETTINGS = ("config", "takes_over", "grad_scaler", "commit_dir")
+_SETTINGS = ("config", "deferred", "grad_scaler", "commit_dir")
 
 
 class State(Protocol):
@@ -92,6 +98,7 @@ class BaseCompressor(abc.ABC):
     framework: ClassVar[str]  # "torch" or "tensorflow"
     method: ClassVar[type[Method]]
     config: Method
+    deferred: Mapping[str, str]  # settings that wait for the optimizer to be known
 
     def __init_subclass__(cls, method: type[Method] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -119,15 +126,8 @@ class BaseCompressor(abc.ABC):
         self._check_scaler(grad_scaler)
         self.grad_scaler = grad_scaler
         self.commit_dir = commit_dir
-        self.takes_over = settings.get("momentum") == TAKE_OVER  # once the optimizer is known
-        if self.takes_over:
-            del settings["momentum"]
-            if settings.pop("nesterov", False):
-                raise ConfigError(
-                    f"nesterov=True was given with momentum={TAKE_OVER!r}, which takes over "
-                    "whether the optimizer's is Nesterov's as well",
-                    cure="Leave nesterov= out, and set it in the optimizer",
-                )
+        check_settings(partial(self.method, *positional), settings)
+        settings, self.deferred = split_deferred(settings)
         self.config = self.method(*positional, **settings)
 
     def __getstate__(self) -> dict[str, Any]:

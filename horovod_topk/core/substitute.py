@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_topk import reporting
-from horovod_topk.config import BY_ADAPTERS, reject_unknown
+from horovod_topk.config import AUTO, BY_ADAPTERS, TAKE_OVER, check_settings, reject_unknown
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import METHODS
 
 VARIABLE = "HOROVOD_TOPK_COMPRESSION"
 HOROVODS = ("none", "fp16")  # hvd.Compression.none and .fp16
-TAKE_OVER = "optimizer"  # as `momentum`: the optimizer's own, from there on corrected
 
 log = logging.getLogger("horovod_topk")
 
@@ -69,8 +68,7 @@ def parse(text: str) -> Substitute:
         )
     known_settings = {each.name for each in dataclasses.fields(METHODS[name])} - BY_ADAPTERS
     reject_unknown({*settings} - known_settings, known_settings, name)
-    taken = {"momentum": 0.9} if settings.get("momentum") == TAKE_OVER else {}  # any valid one
-    METHODS[name](**settings | taken)
+    check_settings(METHODS[name], settings)
     return Substitute(name, settings)
 
 
@@ -136,7 +134,7 @@ def check_replaceable(settings: Mapping[str, Any]) -> None:
         ConfigError: a setting would be missing from dense training.
     """
     momentum = settings.get("momentum", 0)
-    if momentum not in (0, TAKE_OVER):
+    if momentum not in (0, TAKE_OVER, AUTO):
         raise ConfigError(
             f"{VARIABLE} replaces the script's compressor, whose momentum={momentum!r} its "
             "optimizer does without",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from horovod_topk.config import AUTO
 from horovod_topk.core.base_compressor import why_inactive
 from horovod_topk.core.momentum_takeover import (
     Own,
@@ -21,6 +23,8 @@ from horovod_topk.core.momentum_takeover import (
 )
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.compressor import Compressor
+
+log = logging.getLogger("horovod_topk")
 
 WORDS = Words("SGD, Adam or AdamW of Keras", "momentum=0.9 or beta_1=0.9")
 CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")  # settings of every optimizer of Keras
@@ -61,7 +65,13 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
         ConfigError: its momentum would be applied twice, or cannot be taken over.
     """
     optimizer, config = getattr(optimizer, "inner_optimizer", optimizer), compressor.config
-    if not compressor.takes_over:
+    if "follow_lr" in compressor.deferred:
+        config = replace(config, follow_lr=hasattr(optimizer, "learning_rate"))
+    asked = compressor.deferred.get("momentum")
+    if asked == AUTO and (why := _why_left(optimizer, config)):
+        log.info("TopKEF leaves momentum to %s: %s", type(optimizer).__name__, why)
+        asked = None
+    if asked is None:
         check_not_twice(optimizer, config)
         if hvd.is_initialized() and why_inactive(process_set) is None:
             _advise(optimizer, config.momentum)
@@ -70,10 +80,30 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
     own = None if setting is None else _number(_present(optimizer, setting))
     nesterov = setting == "momentum" and bool(optimizer.nesterov)
     settings = settings_of(kind, None if own is None else (own, nesterov), WORDS)
-    config = replace(config, **settings, taken_over=True)
     if setting is None or why_inactive(process_set) is not None:
-        return Told(compressor, compressor.config, None)
+        return Told(compressor, config, None)
+    config = replace(config, **settings, taken_over=True)
     return Told(compressor, config, Taken(setting, config.momentum))
+
+
+def _why_left(optimizer: Any, config: Method) -> str:
+    """Why a momentum is not taken over although it may be; empty: it is."""
+    setting = _setting_of(optimizer)
+    if setting is None:
+        return f"it is none of {WORDS.known}"
+    if not _number(_present(optimizer, setting)):
+        return "it has none, or one that changes by itself"
+    if config.exchange == "hierarchical":
+        return "exchange='hierarchical' adds gradients up within a node"
+    if any(bool(tf.reduce_any(tf.not_equal(slot, 0.0))) for slot in slots_of(optimizer)):
+        return "it has trained with it already"
+    return ""
+
+
+def slots_of(optimizer: Any) -> list[Any]:
+    """The variables that an optimizer keeps its momentum in."""
+    slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
+    return [slot for slot in slots if slot is not None]
 
 
 def check_not_twice(optimizer: Any, config: Method) -> None:

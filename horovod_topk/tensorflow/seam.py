@@ -24,6 +24,7 @@ import horovod._keras
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from horovod_topk.config import TAKE_OVER
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
@@ -81,7 +82,8 @@ class Exchange:
         self._memory = memory
         self.state: OptimizerState | None = None  # of the variables seen last
         self._settings = settings
-        self._sparse_as_dense = sparse_as_dense
+        # Horovod would exchange others, and nobody would give them their momentum.
+        self._sparse_as_dense = sparse_as_dense or config.taken_over
         self._stock = stock
         self._warnings: tuple[str, ...] = ()  # about the optimizer
 
@@ -175,7 +177,7 @@ def _told(compression: Any) -> Told | None:
             "neither tells its learning rate",
             cure="Give it to the DistributedOptimizer of a Keras, or leave it out",
         )
-    if compressor is not None and compressor.takes_over:
+    if compressor is not None and compressor.deferred.get("momentum") == TAKE_OVER:
         raise ConfigError(
             "momentum='optimizer' was given to a gradient tape, or to an optimizer of "
             "TensorFlow 1: neither tells what momentum is applied",

@@ -15,11 +15,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim import SGD, Adam, AdamW
 
+from horovod_topk.config import AUTO
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.momentum_takeover import (
     Own,
@@ -30,6 +33,7 @@ from horovod_topk.core.momentum_takeover import (
     settings_of,
 )
 from horovod_topk.core.momentum_takeover import advise as advise_of
+from horovod_topk.methods.protocol import Method
 
 log = logging.getLogger("horovod_topk")
 
@@ -116,6 +120,42 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
             besides="; a scheduler that sets it needs cycle_momentum=False",
         )
         check_once(momentum, nesterov, own)
+
+
+def settle_momentum(optimizer: Any, config: Method, asked: str | None) -> Method:
+    """The settings, with the optimizer's own momentum if it is taken over.
+
+    Args:
+        optimizer: of the gradients.
+        config: the settings.
+        asked: TAKE_OVER, AUTO, or None: the settings say which momentum is corrected.
+
+    Raises:
+        ConfigError: it would be applied twice, or cannot be taken over.
+    """
+    if asked is None:
+        check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+        return config
+    if asked == AUTO and (why := _why_left(optimizer, config)):
+        log.info("TopKEF leaves momentum to %s: %s", type(optimizer).__name__, why)
+        return config
+    return replace(config, **own_momentum(optimizer), taken_over=True)
+
+
+def _why_left(optimizer: Any, config: Method) -> str:
+    """Why a momentum is not taken over although it may be; empty: it is."""
+    if not isinstance(optimizer, (SGD, Adam, AdamW)):
+        return f"it is none of {WORDS.known}"
+    found = [_own(group) for group in optimizer.param_groups]
+    if None in found:
+        return "it is dampened"
+    if not any(each[0] for each in found if each is not None):
+        return "it has none"
+    if config.exchange == "hierarchical":
+        return "exchange='hierarchical' adds gradients up within a node"
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    narrow = {str(p.dtype) for p in parameters if p.dtype not in (torch.float32, torch.float64)}
+    return f"gradients are {', '.join(sorted(narrow))}" if narrow else ""
 
 
 def own_momentum(optimizer: Any) -> dict[str, Any]:

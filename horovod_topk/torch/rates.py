@@ -33,6 +33,11 @@ def followed(optimizer: Any, config: Method) -> Rates | None:
     return Rates(lambda: now(held()))
 
 
+def has_rates(optimizer: Any) -> bool:
+    """Whether every parameter group has a learning rate."""
+    return all("lr" in group for group in optimizer.param_groups)
+
+
 def now(optimizer: Any) -> dict[str, float]:
     """The rate of each parameter, by name."""
     names, rates = optimizer._parameter_names, dict[str, float]()

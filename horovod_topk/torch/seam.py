@@ -63,9 +63,7 @@ def _wrap_init(original: Method) -> Method:
         if "op" in arguments:
             reduction_of(arguments["op"], hvd)
         exchanges = _without_hooks(self, lambda: original(self, *args, **kwargs))
-        state = OptimizerState(
-            self, compressor.config, compressor.grad_scaler, takes_over=compressor.takes_over
-        )
+        state = OptimizerState(self, compressor.config, compressor.grad_scaler, compressor.deferred)
         compressor.attached(state)
         self._topkef = self._compression = state
         state.begin(self._register_hooks if exchanges else None)

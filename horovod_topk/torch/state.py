@@ -31,10 +31,16 @@ from horovod_topk.torch.buckets import Buckets
 from horovod_topk.torch.clipping import clip_alone
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.hooks import Hooks
-from horovod_topk.torch.momentum import Loan, advise, check_not_twice, hand_over, own_momentum
+from horovod_topk.torch.momentum import (
+    Loan,
+    advise,
+    check_not_twice,
+    hand_over,
+    settle_momentum,
+)
 from horovod_topk.torch.planning import plan_of
 from horovod_topk.torch.preprocessing import Preprocessing
-from horovod_topk.torch.rates import followed
+from horovod_topk.torch.rates import followed, has_rates
 from horovod_topk.torch.ready import Slot, first_elements
 from horovod_topk.torch.scaling import Scaler
 from horovod_topk.torch.sparse import check_may_leave
@@ -60,9 +66,9 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         optimizer: Any,
         config: Method,
         grad_scaler: Scaler | None = None,
-        *,
-        takes_over: bool = False,
+        deferred: Mapping[str, str] | None = None,
     ) -> None:
+        deferred = deferred or {}
         parameters = optimizer._parameter_names
         label = f"{type(optimizer).__name__} with {len(parameters)} parameters"
         super().__init__(optimizer.process_set, "average", label)
@@ -76,11 +82,13 @@ class OptimizerState(Attached[Compressor[Tensor]]):
             return
         check_elastic(config)
         check_evaluates_once(optimizer)
-        self._loan = Loan(optimizer, parameters) if takes_over else None
-        if takes_over:
-            config = replace(config, **own_momentum(optimizer), taken_over=True)
-        else:
-            check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
+        config = settle_momentum(optimizer, config, deferred.get("momentum"))
+        if "follow_lr" in deferred:
+            config = replace(config, follow_lr=has_rates(optimizer))
+        self._loan = None
+        if config.taken_over:
+            self._loan = Loan(optimizer, parameters)
+            optimizer.sparse_as_dense = True  # else Horovod would exchange them, without momentum
         advise(optimizer, config.momentum)
         self._attach(optimizer, config, grad_scaler)
 

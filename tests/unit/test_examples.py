@@ -61,7 +61,7 @@ def parsed(harness: Any, monkeypatch: pytest.MonkeyPatch, *given: str) -> Any:
 def test_compact_is_that_of_topkef(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     args = parsed(harness, monkeypatch, "--compression", "compact")
     found = harness.compression(args)
-    assert found.takes_over
+    assert found.deferred == {"momentum": "optimizer"}
     assert found.config == type(found).compact().config
     assert momentum_of(harness, args) == 0.9  # until it is taken over
     args = parsed(harness, monkeypatch, "--compression", "compact", "--ratio", "0.1")

@@ -128,6 +128,7 @@ ROOMS = {
     },
     "cli/compare/simulated": {
         "horovod_topk.cli",
+        "horovod_topk.config",
         "horovod_topk.core",
         "horovod_topk.methods",
         "horovod_topk.ops.torch",

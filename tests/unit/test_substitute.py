@@ -82,7 +82,7 @@ def test_settings_of_the_script_are_replaced_as_a_whole(
     monkeypatch.setenv(VARIABLE, "TopKEF(ratio=0.2)")
     made = adapter.TopKEF.compact(commit_dir="somewhere")
     assert (made.config.ratio, made.config.values) == (0.2, "float32")
-    assert not made.takes_over
+    assert not made.deferred
     assert made.commit_dir == "somewhere"
 
 

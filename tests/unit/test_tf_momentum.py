@@ -289,3 +289,31 @@ def test_tfkeras_applies_none_and_says_what_it_was(kind: str) -> None:
     config = inner(wrapped)._allreduce_grads.config
     assert (config.momentum, config.nesterov) == (value, nesterov)
     check_not_twice(wrapped, config)
+
+
+LEFT: dict[str, tuple[Make, str]] = {
+    "none": (lambda: SGD(), "it has none"),
+    "of another kind": (lambda: keras.optimizers.Adagrad(), "it is none of SGD, Adam or AdamW"),
+}
+
+
+@pytest.mark.usefixtures("among_others")
+@pytest.mark.parametrize("kind", LEFT)
+def test_auto_leaves_a_momentum_that_it_cannot_correct(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, why = LEFT[kind]
+    with caplog.at_level(logging.INFO, "horovod_topk"):
+        optimizer = wrapped(make(), TopKEF(momentum="auto", follow_lr="auto"))
+    config = optimizer._allreduce_grads.config
+    assert (config.momentum, config.taken_over, config.follow_lr) == (0.0, False, True)
+    assert f": {why}" in caplog.text
+
+
+@pytest.mark.usefixtures("among_others")
+def test_auto_takes_a_momentum_over_and_a_tape_has_none() -> None:
+    compressor = TopKEF(momentum="auto", follow_lr="auto")
+    config = wrapped(SGD(momentum=0.9), compressor)._allreduce_grads.config
+    assert (config.momentum, config.taken_over, config.follow_lr) == (0.9, True, True)
+    hvd.DistributedGradientTape(tf.GradientTape(), compression=compressor)
+    assert (compressor.config.momentum, compressor.config.follow_lr) == (0.0, False)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
-from horovod_topk.config import BY_ADAPTERS, EXCHANGES, reject_unknown
-from horovod_topk.core.substitute import TAKE_OVER
+from horovod_topk.config import BY_ADAPTERS, DEFERRED, EXCHANGES, reject_unknown
 from horovod_topk.methods.topk import COMPACT, INDICES, SELECTIONS, VALUES, TopK
 
 NONE, DENSE, TOPK = "none", "dense", "topk"
@@ -62,7 +61,8 @@ class Method:
     @property
     def own_momentum(self) -> float:
         """Momentum that the optimizer has to come with, for TopKEF to take over; 0: none."""
-        return OPTIMIZERS_OWN if self.settings.get("momentum") == TAKE_OVER else 0.0
+        own = self.settings.get("momentum") in DEFERRED["momentum"]
+        return OPTIMIZERS_OWN if own else 0.0
 
 
 def parse_methods(text: str) -> list[Method]:
@@ -144,7 +144,7 @@ def _setting(text: str) -> tuple[str, object]:
         return key, parse_ratios(value.split())
     if key == "nesterov":
         return key, _truth(key, value)
-    if key == "momentum" and value == TAKE_OVER:
+    if value in DEFERRED.get(key, ()):
         return key, value
     return key, _number(key, value) if key in NUMBERS else value
 

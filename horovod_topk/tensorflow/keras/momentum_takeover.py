@@ -13,7 +13,7 @@ import keras
 
 from horovod_topk.core.momentum_takeover import note_taken
 from horovod_topk.errors import ConfigError
-from horovod_topk.tensorflow.momentum import Taken
+from horovod_topk.tensorflow.momentum import Taken, slots_of
 
 
 def taking(optimizer: Any, taken: Taken) -> Any:
@@ -27,12 +27,6 @@ def taking(optimizer: Any, taken: Taken) -> Any:
     note_taken(base.__name__, taken.value)
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "_topkef_taken": taken}
     return type(base.__name__, (_AppliesNone, base), members)
-
-
-def slots_of(optimizer: Any) -> list[Any]:
-    """The variables that an optimizer keeps its momentum in."""
-    slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
-    return [slot for slot in slots if slot is not None]
 
 
 def _check_fresh(optimizer: Any, taken: Taken) -> None:

@@ -21,6 +21,7 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.torch import TopKEF
 from reference import ErrorFeedback
 from training import Setup, Task
+from witness import assert_same
 
 STEPS = 12
 LR = 0.05
@@ -178,6 +179,60 @@ def test_an_update_is_that_of_the_formulas() -> None:
             torch.testing.assert_close(p.detach(), moved, rtol=1e-5, atol=1e-6)
         plain.load_state_dict(task.state_dict())
         schedule.step()
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.01)
+
+
+def dampened(parameters: Any) -> torch.optim.Optimizer:
+    return heavy_ball(parameters, dampening=0.1)
+
+
+def narrow() -> Task:
+    return training.perceptron(torch.bfloat16)
+
+
+LEFT = {
+    "none": (Setup(optimizer=training.plain_sgd), "it has none"),
+    "of another kind": (Setup(optimizer=adagrad), "it is none of torch.optim.SGD, Adam or AdamW"),
+    "dampened": (Setup(optimizer=dampened), "it is dampened"),
+    "narrow": (Setup(narrow, heavy_ball), "gradients are torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_auto_leaves_a_momentum_that_it_cannot_correct(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup, why = LEFT[kind]
+    task = setup.task()
+    with caplog.at_level("INFO", "horovod_topk"):
+        optimizer = setup.distributed(task, TopKEF(momentum="auto", follow_lr="auto"))
+    assert f"TopKEF leaves momentum to {type(optimizer).__name__}: {why}" in caplog.text
+    before = dict(optimizer.param_groups[0])
+    training.ordinary(task, optimizer, 0)
+    assert TopKEF.of(optimizer).stats().momentum == 0.0
+    assert all(optimizer.param_groups[0][key] == before[key] for key in before if key != "params")
+
+
+@pytest.mark.parametrize("optimizer", [heavy_ball, nesterov, training.adamw])
+def test_auto_takes_a_momentum_over_that_it_can_correct(optimizer: Any) -> None:
+    setup = Setup(optimizer=optimizer)
+    found = [
+        run(setup, warmup, TopKEF(ratio=0.1, min_numel=0, momentum=momentum, follow_lr=follows))
+        for momentum, follows in (("auto", "auto"), ("optimizer", True))
+    ]
+    assert_same(*found)
+
+
+def test_a_sparse_gradient_has_the_momentum_that_was_taken_over() -> None:
+    """It is exchanged as a dense one."""
+    ours = Setup(training.Embedded, heavy_ball)
+    dense = Setup(training.Embedded, heavy_ball, {"sparse_as_dense": True})
+    pairs = zip(run(ours, None, whole()), run(dense, None, hvd.Compression.none), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_momentum_that_cannot_be_corrected_any_more_is_an_error_before_anything_is_sent() -> None:

@@ -19,15 +19,13 @@ from horovod_topk.tensorflow import TopKEF
 BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 LOST: dict[str, tuple[dict[str, Any], str]] = {
     "momentum": ({"momentum": 0.9}, "momentum of 0.9"),
-    "optimizer": ({"momentum": "optimizer"}, "momentum of 0.9"),
     "clip_norm": ({"clip_norm": 0.1}, "clip_norm=0.1"),
 }
 SETTINGS = pytest.mark.parametrize("setting", LOST)
 
 
-def sgd(library: Any, setting: str, **own: Any) -> Any:
-    """Of the momentum that a setting of TopKEF leaves to it."""
-    return library.optimizers.SGD(0.05, momentum=0.9 if setting == "optimizer" else 0.0, **own)
+def sgd(library: Any, momentum: float = 0.0) -> Any:
+    return library.optimizers.SGD(0.05, momentum=momentum)
 
 
 @pytest.mark.one_in(5)
@@ -35,7 +33,7 @@ def sgd(library: Any, setting: str, **own: Any) -> Any:
 @SETTINGS
 def test_it_is_refused_before_anything_has_changed(library: Any, setting: str) -> None:
     given, lost = LOST[setting]
-    words = Words(library, distributed(library, sgd(library, setting), TopKEF(**given)))
+    words = Words(library, distributed(library, sgd(library), TopKEF(**given)))
     before = words.weights()
     with pytest.raises(ConfigError, match="sparse_as_dense=True") as caught:
         words.fit()
@@ -71,23 +69,25 @@ def test_a_tapes_momentum_as_dense() -> None:
 
 @pytest.mark.one_in(3)
 @BOTH
-@pytest.mark.parametrize("setting", ["momentum", "optimizer"])
+@pytest.mark.parametrize("momentum", [0.9, "optimizer"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "loss scale"])
-def test_as_dense_it_has_its_momentum(library: Any, setting: str, scaled: bool) -> None:
-    """Where all is sent, what SGD itself makes of dense gradients; without momentum it is not."""
+def test_as_dense_it_has_its_momentum(library: Any, momentum: Any, scaled: bool) -> None:
+    """Where all is sent, what SGD itself makes of dense gradients; without momentum it is not.
 
-    def trained(compression: Any, optimizer: Any) -> list[Any]:
-        if scaled:
-            kind = keras.optimizers if library is keras else tf_keras.mixed_precision
-            optimizer = kind.LossScaleOptimizer(optimizer, initial_scale=8.0)
-        way = distributed(library, optimizer, compression, sparse_as_dense=True)
-        return Words(library, way).fit().weights()
-
-    ours = trained(TopKEF(ratio=1.0, **LOST[setting][0]), sgd(library, setting))
+    Where the momentum is taken over, sparse gradients are exchanged as dense ones.
+    """
+    taken_over = momentum == "optimizer"
+    optimizer = sgd(library, 0.9 if taken_over else 0.0)
+    if scaled:
+        kind = keras.optimizers if library is keras else tf_keras.mixed_precision
+        optimizer = kind.LossScaleOptimizer(optimizer, initial_scale=8.0)
+    compression = TopKEF(ratio=1.0, momentum=momentum)
+    way = distributed(library, optimizer, compression, sparse_as_dense=not taken_over)
+    ours = Words(library, way).fit().weights()
     assert_ranks_equal(ours)
     dense = [
         Words(library, distributed(library, optimizer, hvd.Compression.none)).fit().weights()
-        for optimizer in (library.optimizers.SGD(0.05, momentum=m) for m in (0.9, 0.0))
+        for optimizer in (sgd(library, m) for m in (0.9, 0.0))
     ]
     for mine, theirs in zip(ours, dense[0], strict=True):
         assert np.allclose(mine, theirs, rtol=1e-4, atol=1e-5)
@@ -99,7 +99,7 @@ def test_as_dense_it_has_its_momentum(library: Any, setting: str, scaled: bool) 
 def test_as_dense_it_is_clipped(library: Any) -> None:
     """With the others, to a norm of 0.1 on each rank of which the mean is taken."""
     compression = TopKEF(ratio=1.0, clip_norm=0.1)
-    way = distributed(library, sgd(library, "clip_norm"), compression, sparse_as_dense=True)
+    way = distributed(library, sgd(library), compression, sparse_as_dense=True)
     words = Words(library, way)
     before = words.weights()
     after = words.fit(epochs=1, batches=1).weights()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from horovod_topk.cli.compare.simulated.loopback import Collective, Loopback
+from horovod_topk.config import split_deferred
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Exchange as Route
@@ -17,10 +19,10 @@ from horovod_topk.core.momentum import Momenta
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import Plan, make_plan
 from horovod_topk.core.rates import Rates
-from horovod_topk.core.substitute import TAKE_OVER, Substitute
+from horovod_topk.core.substitute import Substitute
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch.momentum import Loan, check_not_twice, own_momentum
+from horovod_topk.torch.momentum import Loan, settle_momentum
 from horovod_topk.torch.planning import spec_of
 
 Gradients = list[Tensor]  # of one rank, in the order of the model's parameters
@@ -84,19 +86,17 @@ def compressed(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int, asked: Substitute
 ) -> Compressed:
     """A compressor of this package, as it would be beside an optimizer."""
-    settings: dict[str, Any] = dict(asked.settings)
-    takes_over = settings.get("momentum") == TAKE_OVER
-    if takes_over:
-        settings |= own_momentum(optimizer) | {"taken_over": True}
+    settings, deferred = split_deferred(asked.settings)
     config = METHODS[asked.name](**settings)
+    config = settle_momentum(optimizer, config, deferred.get("momentum"))
+    if "follow_lr" in deferred:
+        config = replace(config, follow_lr=True)
     momenta = Momenta(config)
-    if takes_over:
+    if config.taken_over:
         loan = Loan(optimizer, {p: name for name, p in model.named_parameters()})
         momenta = Momenta(config, loan.now)
         optimizer.register_step_pre_hook(lambda it, *_: loan.lend(it))
         optimizer.register_step_post_hook(lambda it, *_: loan.take_back(it))
-    else:
-        check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
     made = Compressed(model, ranks, config, momenta)
     if config.follow_lr:
         made.follow(optimizer)
