@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -170,3 +174,34 @@ def test_a_cell_that_fails_is_a_row(tmp_path: Path) -> None:
     assert not session.run_all(of_file(path), store)
     (line,) = (tmp_path / "kept.jsonl").read_text().splitlines()
     assert FAILED in line and "figits" in line
+
+
+SLEEPING = """
+import os, pathlib, time
+def workload():
+    pathlib.Path({!r}).write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+POOL = """
+import subprocess
+import sys
+import time
+from pathlib import Path
+from horovod_topk.cli.compare.records import Cell
+from horovod_topk.cli.compare.simulated.pool import results
+list(results([(Cell("none", 0, (), (), ()), Path({!r}), 2, (), 1.0)], 1))
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script, noted = tmp_path / "sleeping.py", tmp_path / "pid"
+    script.write_text(SLEEPING.format(str(noted)))
+    parent = subprocess.Popen([sys.executable, "-c", POOL.format(str(script))])
+    while not (noted.exists() and noted.read_text()):
+        time.sleep(0.1)
+    worker = psutil.Process(int(noted.read_text()))
+    parent.kill()
+    parent.wait()
+    worker.wait(timeout=20)
+    assert not worker.is_running()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -36,11 +38,20 @@ def results(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[Record]:
 
 def _prepare(folders: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path[:] = folders
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)  # sums keep their order from run to run
+
+
+def _end_with_parent() -> None:
+    """End this worker when its parent has ended, in whatever way."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _safely(task: Task) -> Record:
