@@ -114,7 +114,7 @@ def over(method: Method, exchange: str) -> Method | None:
 def cases(*exchanges: str, of: Callable[[Method], bool] = lambda method: True) -> Any:
     """A test for each row, exchange, number of ranks and framework.
 
-    The fast tier has a third of TensorFlow's that it would have: each builds several graphs.
+    The fast tier has about one of TensorFlow's for each law, as each builds several graphs.
     """
     found = [
         Case(name, method, ranks, backend)
@@ -124,7 +124,7 @@ def cases(*exchanges: str, of: Callable[[Method], bool] = lambda method: True) -
         for ranks in REDUCTIONS
         for backend in (NUMPY, TORCH, NATIVE, TENSORFLOW)
     ]
-    slow = [c.backend is TENSORFLOW and i // 4 % 3 != 1 for i, c in enumerate(found)]
+    slow = [c.backend is TENSORFLOW and i // 4 % 9 != 1 for i, c in enumerate(found)]
     marked = [
         pytest.param(case, marks=[pytest.mark.slow] * late, id=str(case))
         for case, late in zip(found, slow, strict=True)

@@ -55,18 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     choose(config, items, hvd.size())
-    gc.freeze()
+    gc.freeze()  # what is imported by now need not be searched after every case
 
 
 @pytest.fixture(autouse=True)
 def _forget_optimizers() -> Iterator[None]:
-    """Horovod's optimizers are reference cycles: end them with the case that made them.
-
-    What is left then need not be searched after the next case.
-    """
+    """Horovod's optimizers are reference cycles: end them with the case that made them."""
     yield
     gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

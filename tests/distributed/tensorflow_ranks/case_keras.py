@@ -62,7 +62,7 @@ def test_exchanges_with_owners(library: Any, exchange: str) -> None:
     ours = fit(library, OPTIMIZERS["momentum"](library), TopKEF(**SPARSE, exchange=exchange))
     assert_ranks_equal(ours.get_weights())
     stats = TopKEF.of(ours.optimizer).stats()
-    assert (stats.exchange, stats.steps) == (exchange, 32)
+    assert (stats.exchange, stats.steps) == (exchange, 16)
     assert stats.residual_norm + stats.owned_norm > 0
 
 
@@ -158,7 +158,7 @@ def test_tfkeras_aggregates_locally() -> None:
     dense = fit(tf_keras, make(tf_keras), hvd.Compression.none, **options)
     ours = fit(tf_keras, make(tf_keras), TopKEF(**EVERYTHING), **options)
     assert same(ours, dense)
-    assert TopKEF.of(ours.optimizer).stats().steps == 16
+    assert TopKEF.of(ours.optimizer).stats().steps == 8
 
 
 # Keras 3 alone.
@@ -191,7 +191,7 @@ def test_gradients_accumulate_before_they_are_exchanged() -> None:
 
     dense, ours = fit(keras, make(), hvd.Compression.none), fit(keras, make(), TopKEF(**EVERYTHING))
     assert same(ours, dense)
-    assert TopKEF.of(ours.optimizer).stats().steps == 8
+    assert TopKEF.of(ours.optimizer).stats().steps == 4
     assert_ranks_equal(ours.get_weights())
 
 
@@ -302,19 +302,14 @@ def test_of_names_what_is_not_ours() -> None:
         TopKEF.of(distributed(keras, keras.optimizers.SGD(0.05), hvd.Compression.none))
 
 
-def test_a_saved_model_loads_without_horovod_and_goes_on_with_it(tmp_path: Path) -> None:
-    make = OPTIMIZERS["momentum"]
-    whole = fit(keras, make(keras), TopKEF(**EVERYTHING), epochs=2)
-    half = fit(keras, make(keras), TopKEF(**EVERYTHING), epochs=1)
+def test_a_saved_model_loads_without_horovod(tmp_path: Path) -> None:
+    """That it goes on with Horovod, as if it had not stopped, is in case_tf_taking.py."""
+    model = fit(keras, OPTIMIZERS["momentum"](keras), TopKEF(**EVERYTHING), epochs=1)
     path = tmp_path / "model.keras"
-    half.save(path)
+    model.save(path)
     plain = keras.saving.load_model(path)
     assert type(plain.optimizer) is keras.optimizers.SGD
     assert int(plain.optimizer.iterations) == 8
-    again = hvd_keras.load_model(path, compression=TopKEF(**EVERYTHING))
-    again.fit(*data(), batch_size=8, shuffle=False, verbose=0)
-    assert same(again, whole)
-    assert_ranks_equal(again.get_weights())
 
 
 def test_the_copy_keeps_state_and_exclusions() -> None:
