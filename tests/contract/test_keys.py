@@ -89,6 +89,7 @@ def test_a_seed_is_a_whole_number(seed: Any) -> None:
 # A step.
 
 
+@pytest.mark.one_in(5)
 @each_method
 @each_backend
 def test_readers_draw_what_the_writers_drew(backend: Backend, method: Method) -> None:

@@ -112,7 +112,10 @@ def over(method: Method, exchange: str) -> Method | None:
 
 
 def cases(*exchanges: str, of: Callable[[Method], bool] = lambda method: True) -> Any:
-    """A test for each row, exchange, number of ranks and framework."""
+    """A test for each row, exchange, number of ranks and framework.
+
+    The fast tier has about one of TensorFlow's for each law, as each builds several graphs.
+    """
     found = [
         Case(name, method, ranks, backend)
         for name, row in ROWS.items()
@@ -121,7 +124,12 @@ def cases(*exchanges: str, of: Callable[[Method], bool] = lambda method: True) -
         for ranks in REDUCTIONS
         for backend in (NUMPY, TORCH, NATIVE, TENSORFLOW)
     ]
-    return pytest.mark.parametrize("case", found, ids=str)
+    slow = [c.backend is TENSORFLOW and i // 4 % 9 != 1 for i, c in enumerate(found)]
+    marked = [
+        pytest.param(case, marks=[pytest.mark.slow] * late, id=str(case))
+        for case, late in zip(found, slow, strict=True)
+    ]
+    return pytest.mark.parametrize("case", marked)
 
 
 def gradients_of(case: Case, seed: int = 0, texture: str = "normal") -> Iterator[list[Gradients]]:

@@ -69,7 +69,7 @@ def test_a_script_is_compared(script: str, controller: str, tmp_path: Path) -> N
     command = ["env", f"PYTHONPATH={REPOSITORY}"]  # without the stand-in for TensorFlow
     command += [sys.executable, "-m", "horovod_topk.cli", "compare", str(tmp_path / "train.py")]
     command += ["--seeds", "1", "--out", str(tmp_path / "kept")]
-    command += ["--compressors", "TopKEF(ratio=0.1)", "Dense(values='bfloat16')"]
+    command += ["--compressors", "TopKEF(ratio=0.1)"]
     command += ["--json", str(tmp_path / "out.json"), *(["--mpi"] if controller == "mpi" else [])]
     launch = run(command, tmp_path, LIMIT, {})
     assert launch.returncode == 0, launch.describe()
@@ -80,9 +80,8 @@ def test_a_script_is_compared(script: str, controller: str, tmp_path: Path) -> N
     assert all(set(row["outcomes"].values()) == {"done"} for row in rows.values())
     sparse, dense = rows["TopKEF(ratio=0.1)"], rows["dense float32"]
     assert sparse["bytes"] < rows["dense fp16"]["bytes"] < dense["bytes"]
-    assert rows["Dense(values='bfloat16')"]["bytes"] < 0.6 * dense["bytes"]
     kept = [json.loads(path.read_text()) for path in (tmp_path / "kept").glob("*.json")]
-    assert len(kept) == 4
+    assert len(kept) == 3
     ends = {each["cell"]["compressor"]: each["points"][-1]["metrics"]["loss"] for each in kept}
     assert len(set(ends.values())) == len(ends)  # each compressor has trained
     assert all(each["seeded"] and each["points"][-1]["step"] == 20 for each in kept)

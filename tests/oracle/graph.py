@@ -43,7 +43,8 @@ def _in_graph(method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return [buffer.value for buffer in inside.values()], _tensors(result)
 
     try:
-        written, answer = tf.function(traced)(*(place.value for place in places.values()))
+        graph = tf.function(traced, autograph=False)
+        written, answer = graph(*(place.value for place in places.values()))
     except tf.errors.OpError:
         raise (raised or [AssertionError("a graph failed by itself")])[0] from None
     for place, tensor in zip(places.values(), written, strict=True):

@@ -173,6 +173,7 @@ def test_what_one_rank_finds_non_finite_is_so_on_every_rank(
         assert same_bits(world.owned(), before)
 
 
+@pytest.mark.one_in(4)
 @each_backend
 @each_topology
 def test_state_dicts_have_what_the_owners_keep(backend: Backend, nodes: Nodes) -> None:

@@ -98,6 +98,7 @@ def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
     assert gap(Followed(plan, backend, follows=False)) > 0.1
 
 
+@pytest.mark.one_in(2)
 @each_backend
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_where_everything_is_sent_nothing_changes(backend: Backend, exchange: str) -> None:

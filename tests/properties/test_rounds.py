@@ -162,6 +162,7 @@ def test_rounds_of_buckets_are_under_way_together() -> None:
 # A rank that fails.
 
 
+@pytest.mark.one_in(3)
 @each_backend
 @pytest.mark.parametrize("method", [TwoRounds(), ThreeRounds()], ids=["two", "three"])
 def test_a_rank_that_abandons_a_step_ends_it_for_all(backend: Backend, method: Rounds) -> None:

@@ -78,6 +78,7 @@ def test_legs_of_a_hierarchical_exchange_follow_each_other() -> None:
     assert both.seconds(network) == pytest.approx(8e-6 * (1 + HEADERS))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", ["allgather", "sharded", "hierarchical"])
 @pytest.mark.parametrize("nodes", [APART, TOGETHER, nodes_of(4, 4), nodes_of(7, 3)])
 @pytest.mark.parametrize("values", ["float32", "int8"])

@@ -40,6 +40,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hierarchical" not in text
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("local_size", [1, 3, 4])
 def test_bytes_are_those_of_the_command_bytes(
     local_size: int, capsys: pytest.CaptureFixture[str]

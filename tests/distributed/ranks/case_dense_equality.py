@@ -19,7 +19,7 @@ from witness import assert_close, assert_ranks_equal, assert_same_history
 
 pytestmark = pytest.mark.everywhere
 
-STEPS = 25
+STEPS = 12
 
 
 def each_branch(task: Any) -> list[list[Tensor]]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from proof import ErrorFeedback, assert_ranks_equal, assert_same_history
-from tapes import Linear, Perceptron, noise, step_of, train
+from tapes import FEW, Linear, Perceptron, noise, step_of, train
 
 from horovod_topk.errors import ConfigError, PlanMismatchError
 from horovod_topk.tensorflow import TopKEF
@@ -52,8 +52,8 @@ def test_each_variable_is_as_the_formulas_have_it_at_its_ratio(graph: bool) -> N
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_all_variables_dense_equal_dense(exchange: str) -> None:
-    dense = train(hvd.Compression.none, steps=10)
-    ours = train(grouped(ratios={"*": "dense"}, exchange=exchange), steps=10)
+    dense = train(hvd.Compression.none, steps=FEW)
+    ours = train(grouped(ratios={"*": "dense"}, exchange=exchange), steps=FEW)
     assert_same_history(ours, dense)
 
 

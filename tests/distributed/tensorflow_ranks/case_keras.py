@@ -44,12 +44,15 @@ OPTIMIZERS: dict[str, Make] = {
 @WAYS
 @BOTH
 def test_everything_sent_equals_dense(library: Any, eager: bool) -> None:
-    """32 steps of `fit`, with a smaller batch at the end of each epoch."""
-    make = OPTIMIZERS["momentum"]
-    dense = fit(library, make(library), hvd.Compression.none, eager=eager)
-    ours = fit(library, make(library), TopKEF(**EVERYTHING), eager=eager)
+    """With a smaller batch at the end of each epoch. Residuals are no variables of either."""
+    make, options = OPTIMIZERS["momentum"], {"eager": eager, "epochs": 2}
+    dense = fit(library, make(library), hvd.Compression.none, **options)
+    ours = fit(library, make(library), TopKEF(**EVERYTHING), **options)
     assert same(ours, dense)
-    assert TopKEF.of(ours.optimizer).stats().steps == 32
+    assert TopKEF.of(ours.optimizer).stats().steps == 16
+    assert TopKEF.of(ours.optimizer).state_dict()["residuals"]
+    assert len(ours.variables) == len(dense.variables)
+    assert len(ours.optimizer.variables) == len(dense.optimizer.variables)
 
 
 @pytest.mark.one_in(3)
@@ -59,7 +62,7 @@ def test_exchanges_with_owners(library: Any, exchange: str) -> None:
     ours = fit(library, OPTIMIZERS["momentum"](library), TopKEF(**SPARSE, exchange=exchange))
     assert_ranks_equal(ours.get_weights())
     stats = TopKEF.of(ours.optimizer).stats()
-    assert (stats.exchange, stats.steps) == (exchange, 32)
+    assert (stats.exchange, stats.steps) == (exchange, 16)
     assert stats.residual_norm + stats.owned_norm > 0
 
 
@@ -69,10 +72,10 @@ def test_exchanges_with_owners(library: Any, exchange: str) -> None:
 @pytest.mark.world_size(2, 4)
 def test_a_method_of_two_rounds(library: Any, eager: bool) -> None:
     compression = horovod_topk.tensorflow.TwoRounds(min_numel=16, columns=3)
-    model = fit(library, OPTIMIZERS["momentum"](library), compression, eager=eager)
+    model = fit(library, OPTIMIZERS["momentum"](library), compression, eager=eager, epochs=1)
     assert_ranks_equal(model.get_weights())
     state = TopKEF.of(model.optimizer)
-    assert state.stats().steps == 32
+    assert state.stats().steps == 8
     assert state.stats().residual_norm > 0
     kept = state.state_dict()["state.q"]["residuals"].values()
     assert all(np.any(each) == (len(each) > 0) for each in kept)
@@ -100,15 +103,6 @@ def test_ranks_are_equal_and_learn(library: Any) -> None:
     assert state.stats().residual_norm > 0
     before = compiled(library, "sgd").evaluate(*data(), verbose=0)[0]
     assert model.evaluate(*data(), verbose=0)[0] < before
-
-
-@pytest.mark.one_in(2)
-@BOTH
-def test_residuals_are_no_variables_of_model_or_optimizer(library: Any) -> None:
-    dense = fit(library, OPTIMIZERS["momentum"](library), hvd.Compression.none, epochs=1)
-    ours = fit(library, OPTIMIZERS["momentum"](library), TopKEF, epochs=1)
-    assert len(ours.variables) == len(dense.variables)
-    assert len(ours.optimizer.variables) == len(dense.optimizer.variables)
 
 
 @pytest.mark.one_in(2, first=1)
@@ -164,7 +158,7 @@ def test_tfkeras_aggregates_locally() -> None:
     dense = fit(tf_keras, make(tf_keras), hvd.Compression.none, **options)
     ours = fit(tf_keras, make(tf_keras), TopKEF(**EVERYTHING), **options)
     assert same(ours, dense)
-    assert TopKEF.of(ours.optimizer).stats().steps == 16
+    assert TopKEF.of(ours.optimizer).stats().steps == 8
 
 
 # Keras 3 alone.
@@ -197,16 +191,8 @@ def test_gradients_accumulate_before_they_are_exchanged() -> None:
 
     dense, ours = fit(keras, make(), hvd.Compression.none), fit(keras, make(), TopKEF(**EVERYTHING))
     assert same(ours, dense)
-    assert TopKEF.of(ours.optimizer).stats().steps == 8
+    assert TopKEF.of(ours.optimizer).stats().steps == 4
     assert_ranks_equal(ours.get_weights())
-
-
-def test_train_on_batch() -> None:
-    model = compiled(keras, distributed(keras, keras.optimizers.SGD(0.05), TopKEF(**SPARSE)))
-    x, y = data()
-    for start in range(0, 40, 8):
-        model.train_on_batch(x[start : start + 8], y[start : start + 8])
-    assert_ranks_equal(model.get_weights())
 
 
 @pytest.fixture
@@ -224,7 +210,7 @@ def test_mixed_float16_equals_dense() -> None:
     assert same(ours, dense)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, first=1)
 @pytest.mark.usefixtures("mixed")
 @pytest.mark.parametrize(
     "compression", [hvd.Compression.none, TopKEF(**SPARSE)], ids=["none", "topk"]
@@ -249,6 +235,7 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(compression: Any) -> None:
     assert_ranks_equal(model.get_weights())
 
 
+@pytest.mark.slow  # without float16, case_tf_scaling.py has it exactly
 @pytest.mark.usefixtures("mixed")
 def test_residuals_do_not_depend_on_the_loss_scale() -> None:
     found = []
@@ -315,19 +302,14 @@ def test_of_names_what_is_not_ours() -> None:
         TopKEF.of(distributed(keras, keras.optimizers.SGD(0.05), hvd.Compression.none))
 
 
-def test_a_saved_model_loads_without_horovod_and_goes_on_with_it(tmp_path: Path) -> None:
-    make = OPTIMIZERS["momentum"]
-    whole = fit(keras, make(keras), TopKEF(**EVERYTHING), epochs=4)
-    half = fit(keras, make(keras), TopKEF(**EVERYTHING), epochs=2)
+def test_a_saved_model_loads_without_horovod(tmp_path: Path) -> None:
+    """That it goes on with Horovod, as if it had not stopped, is in case_tf_taking.py."""
+    model = fit(keras, OPTIMIZERS["momentum"](keras), TopKEF(**EVERYTHING), epochs=1)
     path = tmp_path / "model.keras"
-    half.save(path)
+    model.save(path)
     plain = keras.saving.load_model(path)
     assert type(plain.optimizer) is keras.optimizers.SGD
-    assert int(plain.optimizer.iterations) == 16
-    again = hvd_keras.load_model(path, compression=TopKEF(**EVERYTHING))
-    again.fit(*data(), batch_size=8, epochs=2, shuffle=False, verbose=0)
-    assert same(again, whole)
-    assert_ranks_equal(again.get_weights())
+    assert int(plain.optimizer.iterations) == 8
 
 
 def test_the_copy_keeps_state_and_exclusions() -> None:
@@ -435,11 +417,11 @@ def test_groups_take_keras_variables() -> None:
 
 def test_broadcast_starts_all_ranks_alike() -> None:
     callback = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(1)
-    model = fit(
-        keras, keras.optimizers.Adam(1e-3), TopKEF(**SPARSE), seed=hvd.rank(), callbacks=[callback]
-    )
+    make, compression = keras.optimizers.Adam, TopKEF(**SPARSE)
+    options = {"seed": hvd.rank(), "callbacks": [callback], "epochs": 1}
+    model = fit(keras, make(1e-3), compression, **options)
     assert_ranks_equal([*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)])
-    like_rank_1 = fit(keras, keras.optimizers.Adam(1e-3), TopKEF(**SPARSE), seed=1)
+    like_rank_1 = fit(keras, make(1e-3), TopKEF(**SPARSE), seed=1, epochs=1)
     assert same(model, like_rank_1)
 
 
@@ -458,10 +440,11 @@ def test_metrics_are_averaged() -> None:
     seen: dict[str, float] = {}
     average = hvd_keras.callbacks.MetricAverageCallback()
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.update(logs))
-    plain = fit(keras, keras.optimizers.SGD(0.05), TopKEF(**SPARSE), epochs=1)
+    options = {"compression": hvd.Compression.none, "epochs": 1}
+    plain = fit(keras, keras.optimizers.SGD(0.05), **options)
     mine = np.array([plain.history.history[name][0] for name in ("accuracy", "loss")])
     expected = hvd.allreduce(tf.constant(mine), op=hvd.Average).numpy()
-    fit(keras, keras.optimizers.SGD(0.05), TopKEF(**SPARSE), epochs=1, callbacks=[average, note])
+    fit(keras, keras.optimizers.SGD(0.05), **options, callbacks=[average, note])
     assert [seen["accuracy"], seen["loss"]] == pytest.approx(expected, rel=1e-6)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from proof import assert_ranks_equal
-from tapes import Linear, noise, train
+from tapes import FEW, Linear, noise, train
 
 from horovod_topk.errors import ShapeChangedError, StateDictError
 from horovod_topk.tensorflow import TopKEF
@@ -64,8 +64,8 @@ def kept(compression: TopKEF) -> dict[str, Any]:
 
 @pytest.mark.everywhere
 def test_dense_at_ratio_one() -> None:
-    ours = train(sharded(ratio=1.0), steps=10)
-    dense = train(hvd.Compression.none, steps=10)
+    ours = train(sharded(ratio=1.0), steps=FEW)
+    dense = train(hvd.Compression.none, steps=FEW)
     for mine, theirs in zip(ours[-1], dense[-1], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 

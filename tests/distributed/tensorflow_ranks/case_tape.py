@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from proof import ErrorFeedback, assert_ranks_equal, assert_same_history
-from tapes import Linear, Perceptron, batch, batch_size, noise, step_of, train
+from tapes import FEW, Linear, Perceptron, batch, batch_size, noise, step_of, train
 
 from horovod_topk.tensorflow import TopKEF
 
 EVERYTHING = {"ratio": 1.0, "min_numel": 0}
 WAYS = pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+DENSE = hvd.Compression.none
 SHAPES = [(30, 20), (7,), (3, 5), ()]
 
 
@@ -27,29 +28,30 @@ SHAPES = [(30, 20), (7,), (3, 5), ()]
     ids=["plain", "float64", "float16", "embedding", "absent"],
 )
 def test_everything_sent_equals_dense(graph: bool, model: dict[str, Any]) -> None:
-    dense = train(hvd.Compression.none, graph=graph, **model)
+    dense = train(DENSE, graph=graph, **model)
     assert_same_history(train(TopKEF(**EVERYTHING), graph=graph, **model), dense)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"op": hvd.Sum},
-        {"gradient_predivide_factor": 2.0},
-        {"groups": 2},
-        lambda model: {"groups": [model.variables[:2], [model.variables[3]]]},
+        {"op": hvd.Sum, "groups": 2},
+        lambda model: {
+            "gradient_predivide_factor": 2.0,
+            "groups": [model.variables[:2], [model.variables[3]]],
+        },
     ],
-    ids=["sum", "predivide", "groups=2", "groups=lists"],
+    ids=["sum, groups=2", "predivide, groups=lists"],
 )
 def test_everything_sent_equals_dense_with(options: Any) -> None:
-    dense = train(hvd.Compression.none, options=options)
-    assert_same_history(train(TopKEF(**EVERYTHING), options=options), dense)
+    dense = train(DENSE, options=options, steps=FEW)
+    assert_same_history(train(TopKEF(**EVERYTHING), options=options, steps=FEW), dense)
 
 
 def test_a_sparse_gradient_as_dense_equals_dense() -> None:
-    options = {"sparse_as_dense": True}
-    dense = train(hvd.Compression.none, options=options, embedding=True)
-    assert_same_history(train(TopKEF(**EVERYTHING), options=options, embedding=True), dense)
+    options = {"options": {"sparse_as_dense": True}, "embedding": True, "steps": FEW}
+    dense = train(DENSE, **options)
+    assert_same_history(train(TopKEF(**EVERYTHING), **options), dense)
 
 
 def test_more_groups_than_variables_are_as_many_buckets() -> None:
@@ -61,10 +63,9 @@ def test_more_groups_than_variables_are_as_many_buckets() -> None:
 
 @pytest.mark.world_size(3)
 def test_a_process_set_exchanges_among_its_members(pair: Any) -> None:
-    options = {"process_set": pair}
-    ours = train(TopKEF(**EVERYTHING), options=options) if pair.included() else []
-    dense = train(hvd.Compression.none, options=options) if pair.included() else []
+    options = {"options": {"process_set": pair}, "steps": FEW}
     if pair.included():
+        ours, dense = (train(each, **options) for each in (TopKEF(**EVERYTHING), DENSE))
         assert_same_history(ours, dense)
 
 
@@ -167,7 +168,7 @@ def test_a_smaller_batch_is_a_second_trace_and_no_third() -> None:
 def test_the_eager_way_traces_once() -> None:
     model, compression = Perceptron(), TopKEF(ratio=0.1, min_numel=0)
     step = step_of(model, compression)
-    for position in range(5):
+    for position in range(FEW + 1):
         step(*batch(position, batch_size(position)))
     (function,) = compression._living_states()[0]._functions.values()
     assert function.experimental_get_tracing_count() == 1

@@ -29,20 +29,13 @@ class Run:
 
     def __init__(self, compression: TopKEF, graph: bool) -> None:
         self.compression, self.seen = compression, list[StepCounters]()
-        self._model = Linear(SHAPES)
-        self._step = tf.function(self._exchange, autograph=False) if graph else self._exchange
+        self._model, self._graph = Linear(SHAPES), graph
         compression.on_step(self.seen.append)
 
     def take(self, step: int, factor: float = 1.0) -> list[Array]:
         """What this rank gets in a step."""
         mine = [factor * noise(hvd.rank(), 10 * step + i, s) for i, s in enumerate(SHAPES)]
-        return [each.numpy() for each in self._step(*mine)]
-
-    def _exchange(self, *mine: Any) -> list[Any]:
-        with tf.GradientTape() as tape:
-            loss = self._model.loss(*mine)
-        tape = hvd.DistributedGradientTape(tape, compression=self.compression)
-        return list(tape.gradient(loss, self._model.variables))
+        return self._model.exchange(self.compression, mine, graph=self._graph)
 
 
 def owed(compression: TopKEF) -> list[Array]:
@@ -59,9 +52,10 @@ def equal(ours: list[Array], theirs: list[Array]) -> bool:
 def test_equal_to_compressors_of_one_ratio_each(graph: bool, exchange: str) -> None:
     """One after another, each with the residuals of the one before."""
     ours, before = Run(TopKEF(**WARM, exchange=exchange), graph), None
+    singles = {r: Run(TopKEF(**SPARSE | {"ratio": r}, exchange=exchange), graph) for r in RATIOS}
     sizes = []
     for step, ratio in enumerate(RATIOS):
-        single = Run(TopKEF(**SPARSE | {"ratio": ratio}, exchange=exchange), graph)
+        single = singles[ratio]
         if before is not None:
             single.compression.load_state_dict(before)
         assert equal(ours.take(step), single.take(step))

@@ -16,6 +16,7 @@ from worked_example import register
 SHAPES = [(60, 50), (7,), (515,)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_it_exchanges_and_resumes_to_the_bit(exchange: str, tmp_path: Path) -> None:
     method = register(tmp_path)

@@ -28,14 +28,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     choose(config, items, hvd.size())
-    gc.freeze()  # what is imported by now need not be searched after every case
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _forget_models() -> Iterator[None]:
-    """End a case's models, and with them its residuals, with the case."""
+    """End a case's models, and with them its residuals, with the case.
+
+    TensorFlow keeps more with every graph: what is left by now is not searched again.
+    """
     yield
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def fit(
     optimizer: Any,
     compression: Any,
     *,
-    epochs: int = 4,
+    epochs: int = 2,
     eager: bool = False,
     seed: int = 0,
     callbacks: Any = (),
