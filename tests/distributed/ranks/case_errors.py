@@ -414,6 +414,7 @@ def test_exchanged_gradient_is_not_exchanged_again(
             repeat(task, optimizer)
 
 
+@pytest.mark.usefixtures("no_optimizers")
 def test_join() -> None:
     task, optimizer = warm()
     with (
@@ -428,12 +429,14 @@ def test_join() -> None:
     assert_still_works()
 
 
+@pytest.mark.usefixtures("no_optimizers")
 def test_join_sees_that_an_optimizer_is_gone_without_help() -> None:
     task, optimizer = warm()
     del task, optimizer  # a reference cycle: still there until someone collects
     assert hvd.join() in range(hvd.size())
 
 
+@pytest.mark.usefixtures("no_optimizers")
 def test_join_with_a_dense_optimizer() -> None:
     setup = Setup()
     task = setup.task()

@@ -60,8 +60,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _forget_optimizers() -> Iterator[None]:
-    """Horovod's optimizers are reference cycles: end them with the case that made them."""
+    """Horovod's optimizers are reference cycles: end them with the case that made them.
+
+    What is left then need not be searched after the next case.
+    """
     yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def no_optimizers() -> None:
+    """End what earlier cases have made and a traceback, for example, still held when they ended."""
+    gc.unfreeze()
     gc.collect()
 
 
