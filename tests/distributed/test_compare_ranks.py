@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from launcher import REPOSITORY, run
+from launcher import REPOSITORY, WITHOUT_TENSORFLOW, run
 
 pytestmark = pytest.mark.distributed
 
@@ -66,7 +67,8 @@ model.fit(data, epochs=4, steps_per_epoch=5, verbose=0, callbacks=[broadcast, re
 )
 def test_a_script_is_compared(script: str, controller: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
-    command = ["env", f"PYTHONPATH={REPOSITORY}"]  # without the stand-in for TensorFlow
+    stand_in = [] if script == KERAS else [str(WITHOUT_TENSORFLOW)]
+    command = ["env", f"PYTHONPATH={os.pathsep.join([*stand_in, str(REPOSITORY)])}"]
     command += [sys.executable, "-m", "horovod_topk.cli", "compare", str(tmp_path / "train.py")]
     command += ["--seeds", "1", "--out", str(tmp_path / "kept")]
     command += ["--compressors", "TopKEF(ratio=0.1)"]
