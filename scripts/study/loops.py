@@ -2,8 +2,7 @@
 
 `horovod-topk compare --simulated` calls `workload(**options)`. Five models predict the next byte of
 the sources of Python's standard library, which are split by file; one tells from which part of two
-photographs a patch is, and no patch of a held-out tile is trained on. No model, learning rate or
-seed of this study was used to choose another.
+photographs a patch is, and no patch of a held-out tile is trained on.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from horovod_topk.cli.compare.settings import of_file
 from horovod_topk.cli.compare.simulated.loopback import Collective, Loopback
 from horovod_topk.cli.compare.simulated.training import Task, train
 from horovod_topk.cli.compare.simulated.workload import load
+from study import loops
 from study.workloads import SHARDS, workload
 
 WORKLOADS = Path(workload.__code__.co_filename)
@@ -205,3 +206,17 @@ def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent.wait()
     worker.wait(timeout=20)
     assert not worker.is_running()
+
+
+@pytest.mark.parametrize("model", [name for name in loops.LOOPS if name != "wide"])
+def test_loops_of_the_study_train_and_clip(model: str) -> None:
+    options = {"model": model, "optimizer": "nesterov", "lr": 0.1, "steps": 2, "shards": "skewed"}
+    ends = []
+    for clip_norm in (None, 1e-6):
+        given = (options | {"clip_norm": clip_norm}).items()
+        call = "TopKEF(momentum='auto', velocity_kept=0.9, follow_lr='auto')"
+        task = Task(Cell(call, 0, (), (), ()), Path(loops.__file__), 2, tuple(given), 100.0)
+        record = train(task)
+        assert record.status == DONE
+        ends.append(record.points[-1].metrics)
+    assert ends[0] != ends[1] and None not in ends[0].values()
