@@ -43,7 +43,7 @@ setup: ## create .venv with both frameworks and Horovod (minutes the first time;
 demo: setup ## train a CNN on two ranks, dense and then with TopKEF; a table and a picture
 	"$(VENV)/bin/python" scripts/demo.py $(ARGS)
 
-test: setup ## test every feature and every law, on real ranks too (12 minutes on two cores)
+test: setup ## test every feature and every law, on real ranks too (10 minutes on two cores)
 	"$(VENV)/bin/python" -m pytest --tier=$(TIER) -n $(WORKERS) --dist worksteal $(TESTS) $(ARGS)
 
 test-all: TIER = all
