@@ -26,7 +26,7 @@ from horovod_topk.cli.processor import cpu_model
 from horovod_topk.cli.ratios import parse_ratios
 from horovod_topk.config import DEFERRED, check_settings
 from horovod_topk.errors import TopKError
-from horovod_topk.methods.topk import COMPACT, TopK
+from horovod_topk.methods.topk import TopK
 
 SPLITS = ("held-out", "validation")
 
@@ -44,9 +44,9 @@ def arguments(
     add = parser.add_argument
     add(
         "--compression",
-        choices=("none", "fp16", "topk", "compact"),
+        choices=("none", "fp16", "topk"),
         default="none",
-        help="how gradients are compressed; compact: topk with the settings of TopKEF.compact()",
+        help="how gradients are compressed (default: %(default)s)",
     )
     add(
         "--ratio",
@@ -70,8 +70,9 @@ def arguments(
     add(
         "--momentum",
         type=momentum,
-        default=TopK.momentum,
-        help="topk: momentum to correct, or 'optimizer' for the optimizer's own (default: off)",
+        default=TopK.beside_optimizers["momentum"],
+        help="topk: momentum to correct, 0 for none, or 'optimizer' for the optimizer's own "
+        "(default: the optimizer's own, if it has one)",
     )
     add(
         "--optimizer",
@@ -116,17 +117,8 @@ def add_evaluation(parser: argparse.ArgumentParser, *, every: int) -> None:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line; end with usage and the reason if TopKEF would refuse a setting.
-
-    `--compression compact` becomes topk with the settings of `TopKEF.compact()`, except for those
-    that were given.
-    """
+    """Parse the command line; end with usage and the reason if TopKEF would refuse a setting."""
     args = parser.parse_args()
-    if args.compression == "compact":
-        args.compression = "topk"
-        for name, value in COMPACT.items():
-            if getattr(args, name) == parser.get_default(name):
-                setattr(args, name, value)
     if args.compression == "topk":
         try:
             check_settings(TopK, topk_settings(args))

@@ -25,7 +25,7 @@ OPTIONAL: dict[str, object] = {
     "ratios": None,
 }  # setting -> the value that switches it off
 TAKE_OVER = "optimizer"  # as `momentum`: the optimizer's own, from there on corrected
-AUTO = "auto"  # as `momentum` and `follow_lr`: where the optimizer has what it takes
+AUTO = "auto"  # as `momentum`, `follow_lr` or `velocity_kept`: as it suits the optimizer
 DEFERRED: Mapping[str, tuple[str, ...]] = {"momentum": (TAKE_OVER, AUTO), "follow_lr": (AUTO,)}
 BY_ADAPTERS = {"taken_over"}  # what an adapter knows, and no user passes
 
@@ -55,10 +55,12 @@ class Settings:
             exchanged gradients have the size of gradients, and PyTorch's parameter groups stay as
             they are. A number: give the optimizer a momentum of 0 yourself; exchanged gradients are
             velocities then, up to 1 / (1 - momentum) times larger: clip with `clip_norm`. "auto":
-            as "optimizer" where there is a momentum that can be taken over, else 0. 0: off.
+            as "optimizer" where there is a momentum that can be taken over and not everything is
+            sent, else 0; `velocity_kept` is "auto" then unless it is given. 0: off.
         nesterov: whether that momentum is Nesterov's.
         velocity_kept: share of the velocity of a sent element that stays, in [0, 1]
-            (`horovod_topk.core.momentum`). 0: masking, as in the paper.
+            (`horovod_topk.core.momentum`). 0: masking, as in the paper. "auto": 0 for Adam and
+            AdamW; for SGD exp((1 - 1 / ratio) / 300), the less the later elements are sent.
         follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
             that each gradient counts at the rate at which it was computed
             (`horovod_topk.core.rates`). "auto": where the learning rate is known.
@@ -80,7 +82,7 @@ class Settings:
     warmup: int | Stretches | None = None  # steps with larger ratios; None: off
     momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether `momentum` is Nesterov's
-    velocity_kept: float = 0.0  # share of a sent element's velocity that stays
+    velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
     taken_over: bool = False  # whether `momentum` is the optimizer's own; adapters set it
     follow_lr: bool = False  # rescale residuals when the learning rate changes
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
@@ -93,7 +95,7 @@ class Settings:
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_nesterov(self.nesterov, self.momentum)
-        _check_share("velocity_kept", self.velocity_kept)
+        _check_kept(self.velocity_kept)
         _check_follow_lr(self.follow_lr)
         object.__setattr__(self, "ratios", checked_rules(self.ratios))
         _check_name(self.name)
@@ -185,6 +187,8 @@ def split_deferred(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
         ConfigError: another one does not fit a momentum that is taken over.
     """
     deferred = {name: settings[name] for name in DEFERRED if _waits(settings, name)}
+    if deferred.get("momentum") == AUTO:
+        settings = {"velocity_kept": AUTO, **settings}
     if "momentum" in deferred and settings.get("nesterov"):
         raise ConfigError(
             f"nesterov=True was given with momentum={deferred['momentum']!r}, which takes over "
@@ -293,13 +297,13 @@ def _check_nesterov(nesterov: object, momentum: float) -> None:
         )
 
 
-def _check_share(setting: str, share: object) -> None:
+def _check_kept(share: object) -> None:
     is_number = isinstance(share, Real) and not isinstance(share, bool)
-    if not (is_number and 0.0 <= float(share) <= 1.0):  # type: ignore[arg-type]
+    if share != AUTO and not (is_number and 0.0 <= float(share) <= 1.0):  # type: ignore[arg-type]
         raise ConfigError(
-            f"{setting}={share!r} is not a number in [0, 1]",
-            cure=f"Pass 0 for the masking of Deep Gradient Compression, 1 for none, or leave "
-            f"{setting}= out",
+            f"velocity_kept={share!r} is neither a number in [0, 1] nor {AUTO!r}",
+            cure="Pass 0 for the masking of Deep Gradient Compression, 1 for none, or leave "
+            "velocity_kept= out",
         )
 
 

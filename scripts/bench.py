@@ -112,7 +112,7 @@ def compute_with_one_thread() -> None:
 
 def in_torch(ratio: float) -> Callable[[], None]:
     """A step in PyTorch."""
-    config, ops = TopK(ratio=ratio), TorchOps()
+    config, ops = TopK(ratio=ratio, values="float32"), TorchOps()
     plan = make_plan(resnet50_specs(), config)
     collective = Collective(lambda payload: torch.cat([payload, payload]))
     compressor = Compressor(plan, ops, PayloadCodec(ops), Allgather(collective), "bench")
@@ -141,7 +141,7 @@ def in_tensorflow(ratio: float) -> Callable[[], None]:
         return Buffer(tf.concat([payload.value, payload.value], 0))
 
     settings = Settings("average", None, Alone(twice))
-    state = OptimizerState(TopK(ratio=ratio), variables, settings, Stores())
+    state = OptimizerState(TopK(ratio=ratio, values="float32"), variables, settings, Stores())
     collective = Collective(twice)
     state._state.collective = collective
     gradients = [tf.random.normal(v.shape, seed=i) for i, v in enumerate(variables)]

@@ -117,7 +117,9 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
     plain, _ = training_step(None)
-    compressed, optimizer = training_step(TopKEF(ratio=args.ratio, selection=args.selection))
+    compressed, optimizer = training_step(
+        TopKEF(ratio=args.ratio, values="float32", selection=args.selection)
+    )
     plan = TopKEF.of(optimizer)._compressor.plan
     sizes = [bucket.layout.payload_bytes for bucket in plan.buckets]
     for _ in range(args.settle):

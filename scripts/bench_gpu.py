@@ -55,7 +55,7 @@ def buckets(kind: str, ratio: float, selection: str) -> Iterator[tuple[str, Buck
     many = [replace(spec, dtype=kind, device=DEVICE) for spec in resnet50_specs()]
     numel = sum(spec.numel for spec in many)
     one = [TensorSpec("all", (numel,), kind, DEVICE)]
-    config = TopK(ratio=ratio, selection=selection)
+    config = TopK(ratio=ratio, selection=selection, values="float32")
     for name, specs in ((f"1 tensor, {numel:,}", one), (f"{len(many)} tensors", many)):
         yield f"{name}, {kind}", make_plan(specs, config, groups=[specs]).buckets[0]
 

@@ -109,7 +109,7 @@ class Encoding:
 
 
 class Corrected(Encoding):
-    """The same as `TopKEF.compact()` has it, with a velocity that is sent and masked."""
+    """The same as `TopKEF` has it, with a velocity that is sent and damped."""
 
     def __init__(self, gradients: Gradients, selection: str) -> None:
         super().__init__(gradients, 0.024, selection, TorchOps(), values="int4")
@@ -242,7 +242,7 @@ def measure_shards(numel: int, ratio: float, repeats: int) -> dict[str, float]:
 
 
 def measure_momentum(numel: int, repeats: int) -> dict[str, float]:
-    """Milliseconds of `TopKEF.compact()`'s encoding, without and with momentum correction."""
+    """Milliseconds of the default's encoding, without and with momentum correction."""
     gradients, settle = Gradients.of(numel), settling_steps(numel, 0.024)
     ways: dict[str, Step] = {"r += g": baselines(gradients, 0.024)["r += g"]}
     for selection in ("exact", "sampled"):

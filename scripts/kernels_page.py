@@ -78,7 +78,7 @@ packed indices.
 
 {momentum}
 
-One tensor of the same size, int4 values at ratio 0.024 as in `TopKEF.compact()`, with and without
+One tensor of the same size, int4 values at ratio 0.024 as by default, with and without
 momentum correction. Momentum correction keeps a velocity, sends it in place of the gradient, and
 sets its sent entries to zero.
 

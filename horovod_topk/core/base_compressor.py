@@ -126,6 +126,7 @@ class BaseCompressor(abc.ABC):
         self._check_scaler(grad_scaler)
         self.grad_scaler = grad_scaler
         self.commit_dir = commit_dir
+        settings = {**self.method.beside_optimizers, **settings}
         check_settings(partial(self.method, *positional), settings)
         settings, self.deferred = split_deferred(settings)
         self.config = self.method(*positional, **settings)
@@ -292,8 +293,12 @@ def _sections(text: str) -> tuple[str, str, str]:
 
 def _signature(method: type[Method]) -> inspect.Signature:
     keyword = inspect.Parameter.KEYWORD_ONLY
+    chosen = method.beside_optimizers
     own = [
-        each.replace(kind=each.kind if position == 0 else keyword)
+        each.replace(
+            kind=each.kind if position == 0 else keyword,
+            default=chosen.get(each.name, each.default),
+        )
         for position, each in enumerate(inspect.signature(method).parameters.values())
         if each.name not in BY_ADAPTERS
     ]

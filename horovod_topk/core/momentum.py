@@ -11,8 +11,13 @@ that:
 
 The share s of a velocity that stays is `velocity_kept`. What an element sends is late by then, and
 what its velocity still holds will be later: with s = 1 training at a large learning rate diverges,
-and s = 0, which is the masking of the paper, makes all steps smaller. Tensors that are sent whole
-keep all of it, so that at ratio 1 the sum over steps is that of heavy-ball momentum.
+and s = 0, which is the masking of the paper, makes all steps smaller, as a lower learning rate
+does. "auto" keeps the less of it, the longer elements wait:
+
+    s = exp((1 - 1 / ratio) / 300)         0.87 at ratio 0.024, 0.52 at 0.005
+
+and none for Adam and AdamW, which divide by the size of what they are given. Tensors that are sent
+whole keep all of it, so that at ratio 1 the sum over steps is that of heavy-ball momentum.
 
 The optimizer itself has no momentum then: p -= lr * (what is applied). A momentum that was taken
 over from it (`taken_over`) leaves users what they know: they are given 1 - m times what is applied,
@@ -24,10 +29,12 @@ Velocities are kept, committed and rolled back as residuals are, in two arenas a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from horovod_topk.config import AUTO
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.errors import UnsupportedDtypeError
@@ -35,6 +42,8 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
+
+DELAY = 300.0  # 1 / ratio, about, at which a share of 1 / e is kept
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class Correction(Generic[Array]):
     """
 
     def __init__(self, config: Method, momenta: Momenta, ops: Ops[Array]) -> None:
-        self._kept, self._taken_over = config.velocity_kept, config.taken_over
+        self._kept, self._taken_over = kept(config), config.taken_over
         self._momenta, self._ops = momenta, ops
 
     def units(self, bucket: BucketPlan) -> list[float]:
@@ -148,6 +157,13 @@ class Correction(Generic[Array]):
 
     def _views(self, bucket: BucketPlan, arena: Array) -> list[Array]:
         return [self._ops.view(arena, tensor.start, tensor.stop) for tensor in bucket.tensors]
+
+
+def kept(config: Method) -> float:
+    """Share of a sent element's velocity that stays, at the ratio of these settings."""
+    if config.velocity_kept != AUTO:
+        return float(config.velocity_kept)
+    return math.exp((1.0 - 1.0 / config.ratio) / DELAY)
 
 
 def check_dtypes(plan: Plan) -> None:

@@ -7,10 +7,12 @@ optimizers.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from horovod_topk.config import AUTO
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods.protocol import Method
 
 log = logging.getLogger("horovod_topk")
 
@@ -35,6 +37,25 @@ class Own:
     off: str  # what to pass for none
     normalises: bool  # whether it divides by the root of a mean square, as Adam
     besides: str = ""  # more of a cure
+
+
+def why_not_corrected(config: Method) -> str:
+    """Why a momentum is left to the optimizer whatever that is; empty: it need not be."""
+    if config.exchange == "hierarchical":
+        return "exchange='hierarchical' adds gradients up within a node"
+    if config.ratio == 1.0 and not config.withheld():
+        return "all elements are sent"
+    return ""
+
+
+def chosen_share(config: Method, *, normalises: bool) -> Method:
+    """The settings, where velocity_kept="auto" is left only where the ratio chooses it.
+
+    normalises: whether the optimizer divides by the root of a mean square, as Adam.
+    """
+    if normalises and config.velocity_kept == AUTO:
+        return replace(config, velocity_kept=0.0)
+    return config
 
 
 def check_once(momentum: float, nesterov: bool, own: Own) -> None:
@@ -128,7 +149,7 @@ def advise(kind: str) -> None:
     """Warn where plain error feedback is known to cost much (docs/frontier.md)."""
     log.warning(
         "TopKEF: %s divides by the mean square of what arrives late and all at once, and "
-        "trains language models much worse than without compression; with "
-        "TopKEF(momentum='optimizer') it hardly does",
+        "trains language models much worse than without compression; where TopKEF corrects its "
+        "momentum, as it does by default, it hardly does",
         kind,
     )

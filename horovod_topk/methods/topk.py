@@ -53,7 +53,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Self, TypeVar
 
-from horovod_topk.config import check_choice
+from horovod_topk.config import AUTO, check_choice
 from horovod_topk.errors import ConfigError, TensorTooLargeError
 from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Bucket, Codec, Piece, Read, Sent
 from horovod_topk.ops import Fused, Ops, coding
@@ -61,7 +61,7 @@ from horovod_topk.ratios import checked_ratio
 
 Array = TypeVar("Array")
 
-VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
+VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")  # and "auto"
 INDICES = ("auto", "packed", "plain")
 SELECTIONS = ("exact", "sampled")
 SECTION = 8  # bytes; sections begin at multiples of it
@@ -80,7 +80,6 @@ VALUE_CODE = {
     "sign": 5,
 }
 INDEX_CODE = {None: 0, "packed": 1, "int16": 2, "int32": 4}
-COMPACT: Mapping[str, Any] = {"ratio": 0.024, "values": "int4", "momentum": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,7 @@ class TopK(Codec):
         values: format in which values are sent: "float32" (float64 for float64 gradients),
             "float16", "bfloat16", "int8", "int4" or "sign". The rounding error stays in the
             residual. With "sign" it is so large that training may diverge (docs/frontier.md).
+            "auto": "int4", and "float32" at ratio 1.
         indices: format in which indices are sent: "packed" (compressed), "plain" (16 or 32 bits
             each), or "auto": plain on accelerators, packed elsewhere.
         gather_ratio: for the exchange "sharded", the share of a shard's elements that its owner
@@ -138,8 +138,10 @@ class TopK(Codec):
 
     id: ClassVar[int] = 1
 
-    ratio: float = 0.01  # share of each tensor's elements that a rank sends a step, in (0, 1]
-    values: str = "float32"  # format of values; the rounding error stays in the residual
+    beside_optimizers: ClassVar[Mapping[str, str]] = {"momentum": AUTO, "follow_lr": AUTO}
+
+    ratio: float = 0.024  # share of each tensor's elements that a rank sends a step, in (0, 1]
+    values: str = AUTO  # format of values; the rounding error stays in the residual
     indices: str = "auto"  # format of indices; "auto": plain on accelerators, else packed
     gather_ratio: float | None = None  # share that owners send back; None: as `ratio`
     selection: str = "exact"  # how the largest elements are found
@@ -149,6 +151,8 @@ class TopK(Codec):
         if self.gather_ratio is not None:
             back = checked_ratio(self.gather_ratio, "gather_ratio")
             object.__setattr__(self, "gather_ratio", back)
+        if self.values == AUTO:
+            object.__setattr__(self, "values", "float32" if self.ratio == 1.0 else "int4")
         check_choice("values", self.values, VALUES)
         check_choice("indices", self.indices, INDICES)
         check_choice("selection", self.selection, SELECTIONS)
@@ -305,26 +309,12 @@ class TopK(Codec):
 
 
 class Presets:
-    """Settings of `TopKEF` that go together; every framework's class has them."""
+    """What every framework's `TopKEF` has besides its settings."""
 
     @classmethod
     def compact(cls, **settings: Any) -> Self:
-        """Return a compressor with the settings recommended for Adam and AdamW.
-
-        They are a ratio of 0.024, values of 4 bits, and momentum correction with the optimizer's
-        own momentum (`momentum="optimizer"`). On a byte language model with four simulated ranks
-        they sent 51 times fewer bytes than dense float32; docs/frontier.md has the quality.
-
-        Args:
-            settings: keyword arguments of `TopKEF`, to add to these settings or to change them.
-
-        Raises:
-            ConfigError: a setting is out of its range, or two settings cannot be combined.
-            UnknownSettingError: there is no setting of this name.
-
-        Source: Lin et al. 2018 (Deep Gradient Compression) for momentum correction.
-        """
-        return cls(**{**COMPACT, **settings})
+        """Return a compressor with the default settings, which once were other ones than these."""
+        return cls(**settings)
 
 
 def _recipe(piece: Entries) -> tuple[int, ...]:

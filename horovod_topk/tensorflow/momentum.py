@@ -16,10 +16,12 @@ from horovod_topk.core.momentum_takeover import (
     Words,
     advise,
     check_once,
+    chosen_share,
     none_to_correct,
     note_taken,
     settings_of,
     warn_of_clipping,
+    why_not_corrected,
 )
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.compressor import Compressor
@@ -66,7 +68,8 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
     """
     optimizer, config = getattr(optimizer, "inner_optimizer", optimizer), compressor.config
     if "follow_lr" in compressor.deferred:
-        config = replace(config, follow_lr=hasattr(optimizer, "learning_rate"))
+        config = replace(config, follow_lr=_present(optimizer, "learning_rate") is not None)
+    config = chosen_share(config, normalises=_is_adam(optimizer))
     asked = compressor.deferred.get("momentum")
     if asked == AUTO and (why := _why_left(optimizer, config)):
         log.info("TopKEF leaves momentum to %s: %s", type(optimizer).__name__, why)
@@ -74,7 +77,7 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
     if asked is None:
         check_not_twice(optimizer, config)
         if hvd.is_initialized() and why_inactive(process_set) is None:
-            _advise(optimizer, config.momentum)
+            _advise(optimizer, config)
         return Told(compressor, config, None)
     kind, setting = type(optimizer).__name__, _setting_of(optimizer)
     own = None if setting is None else _number(_present(optimizer, setting))
@@ -93,8 +96,8 @@ def _why_left(optimizer: Any, config: Method) -> str:
         return f"it is none of {WORDS.known}"
     if not _number(_present(optimizer, setting)):
         return "it has none, or one that changes by itself"
-    if config.exchange == "hierarchical":
-        return "exchange='hierarchical' adds gradients up within a node"
+    if why := why_not_corrected(config):
+        return why
     if any(bool(tf.reduce_any(tf.not_equal(slot, 0.0))) for slot in slots_of(optimizer)):
         return "it has trained with it already"
     return ""
@@ -218,7 +221,9 @@ def _number(value: Any) -> float | None:
         return None if callable(value) else float(value)
 
 
-def _advise(optimizer: Any, momentum: float) -> None:
-    """Warn of an Adam whose own momentum is not corrected."""
-    if not momentum and _is_adam(optimizer) and _number(_present(optimizer, "beta_1")) != 0.0:
+def _advise(optimizer: Any, config: Method) -> None:
+    """Warn of an Adam whose own momentum is not corrected, and could be."""
+    if config.momentum or not _is_adam(optimizer) or why_not_corrected(config):
+        return
+    if _number(_present(optimizer, "beta_1")) != 0.0:
         advise(type(optimizer).__name__)

@@ -181,8 +181,8 @@ def _told(compression: Any) -> Told | None:
         raise ConfigError(
             "momentum='optimizer' was given to a gradient tape, or to an optimizer of "
             "TensorFlow 1: neither tells what momentum is applied",
-            cure="Pass momentum=0.9 to TopKEF, or to TopKEF.compact, and momentum=0.0 to SGD or "
-            "beta_1=0.0 to Adam; or give it to the DistributedOptimizer of a Keras",
+            cure="Pass momentum=0.9 to TopKEF, and momentum=0.0 to SGD or beta_1=0.0 to Adam; or "
+            "give it to the DistributedOptimizer of a Keras",
         )
     return None if compressor is None else Told(compressor, compressor.config, None)
 

@@ -28,9 +28,11 @@ from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
     check_once,
+    chosen_share,
     none_to_correct,
     not_a_momentum,
     settings_of,
+    why_not_corrected,
 )
 from horovod_topk.core.momentum_takeover import advise as advise_of
 from horovod_topk.methods.protocol import Method
@@ -133,6 +135,7 @@ def settle_momentum(optimizer: Any, config: Method, asked: str | None) -> Method
     Raises:
         ConfigError: it would be applied twice, or cannot be taken over.
     """
+    config = chosen_share(config, normalises=isinstance(optimizer, (Adam, AdamW)))
     if asked is None:
         check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
         return config
@@ -151,8 +154,8 @@ def _why_left(optimizer: Any, config: Method) -> str:
         return "it is dampened"
     if not any(each[0] for each in found if each is not None):
         return "it has none"
-    if config.exchange == "hierarchical":
-        return "exchange='hierarchical' adds gradients up within a node"
+    if why := why_not_corrected(config):
+        return why
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     narrow = {str(p.dtype) for p in parameters if p.dtype not in (torch.float32, torch.float64)}
     return f"gradients are {', '.join(sorted(narrow))}" if narrow else ""
@@ -252,9 +255,9 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
         log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
 
 
-def advise(optimizer: Any, momentum: float) -> None:
-    """Warn of an Adam whose own momentum is not corrected."""
-    if momentum or not isinstance(optimizer, (Adam, AdamW)):
+def advise(optimizer: Any, config: Method) -> None:
+    """Warn of an Adam whose own momentum is not corrected, and could be."""
+    if config.momentum or not isinstance(optimizer, (Adam, AdamW)) or why_not_corrected(config):
         return
     if any(group["betas"][0] for group in optimizer.param_groups):
         advise_of(type(optimizer).__name__)

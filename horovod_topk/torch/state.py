@@ -89,7 +89,7 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         if config.taken_over:
             self._loan = Loan(optimizer, parameters)
             optimizer.sparse_as_dense = True  # else Horovod would exchange them, without momentum
-        advise(optimizer, config.momentum)
+        advise(optimizer, config)
         self._attach(optimizer, config, grad_scaler)
 
     def _attach(self, optimizer: Any, config: Method, grad_scaler: Scaler | None) -> None:

@@ -53,7 +53,13 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     model = pytorch_digits.DigitsCNN()
-    topk = TopKEF(ratio=0.01, commit_dir=args.folder / "commits")
+    topk = TopKEF(
+        ratio=0.01,
+        values="float32",
+        momentum=0,
+        follow_lr=False,
+        commit_dir=args.folder / "commits",
+    )
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         named_parameters=model.named_parameters(),

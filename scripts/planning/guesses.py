@@ -106,4 +106,4 @@ def _way(model: str, exchange: Exchange, nodes: Nodes) -> Strategy:
     specs = known_specs(model)
     if exchange == DENSE:
         return dense(specs, nodes)
-    return compressed(specs, nodes, exchange.exchange, TopK(**asdict(exchange)))
+    return compressed(specs, nodes, exchange.exchange, TopK(ratio=0.01, **asdict(exchange)))

@@ -41,7 +41,9 @@ def training(hvd: Any, model: Shapes, strategy: Exchange) -> Callable[[], None]:
     if strategy != NONE:
         from horovod_topk.torch import TopKEF
 
-        compression = hvd.Compression.none if strategy == DENSE else TopKEF(**asdict(strategy))
+        compression = (
+            hvd.Compression.none if strategy == DENSE else TopKEF(ratio=0.01, **asdict(strategy))
+        )
         names = model.named_parameters()
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=names, compression=compression
@@ -105,7 +107,7 @@ def main() -> None:
     assert framework is not None, "Horovod serves no framework: horovod-topk doctor says why"
     found: dict[str, Any] = {}
     if args.model is None and launched_rank() == 0:
-        found["kernels"] = asdict(kernels.measure(framework, TopK()))
+        found["kernels"] = asdict(kernels.measure(framework, TopK(ratio=0.01, values="float32")))
     hvd = framework.hvd
     hvd.init()
     if args.model is None:

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))  # their data and schedules
+sys.path += [str(Path(__file__).parents[2] / each) for each in ("examples", "scripts")]
 
 import harness
 import pytorch_bytelm

@@ -20,6 +20,7 @@ from study import pictures
 from study.markdown import filled, spread, table
 from study.results import RESULTS, Row, Study, end, shown
 
+PLAIN = {"values": "float32", "momentum": 0, "follow_lr": False}  # error feedback alone
 HELD_OUT = {"accuracy": "held-out accuracy", "bits_per_byte": "held-out bits a byte"}
 
 
@@ -98,8 +99,8 @@ def alike(study: Study, times: str, cases: str) -> str:
 
 def _kind(row: Row) -> tuple[str, str]:
     settings = row.asked.settings
-    way = settings.get("exchange", "allgather") + ", corrected" * ("momentum" in settings)
-    return way, settings.get("values", "float32")
+    way = settings.get("exchange", "allgather") + ", corrected" * bool(settings["momentum"])
+    return way, settings["values"]
 
 
 def everything(study: Study, case: str) -> str:
@@ -238,7 +239,7 @@ def same_ends(study: Study, case: str, beside: str, metric: str) -> str:
     for name, row in study.rows(case).items():
         ratio = row.asked.settings["ratio"]
         others = study.rows(beside).values()
-        plain = next(r for r in others if {**r.asked.settings} == {"ratio": ratio})
+        plain = next(r for r in others if r.asked.settings == {**PLAIN, "ratio": ratio})
         assert name
         pairs += [(end(metric, run), end(metric, plain.runs[s])) for s, run in row.runs.items()]
     return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"

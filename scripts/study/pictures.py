@@ -35,9 +35,9 @@ def scatter(path: Path, title: str, rows: Sequence[Row]) -> None:
     kinds: dict[tuple[str, str, bool], list[Row]] = {}
     for row in rows:
         settings = row.asked.settings
-        kind = settings.get("exchange", "allgather"), settings.get("values", "float32")
+        kind = settings.get("exchange", "allgather"), settings["values"]
         if math.isfinite(row.cost):
-            kinds.setdefault((*kind, "momentum" in settings), []).append(row)
+            kinds.setdefault((*kind, bool(settings["momentum"])), []).append(row)
     for (exchange, values, corrected), found in sorted(kinds.items()):
         found.sort(key=lambda row: row.sent_bytes)
         axes.errorbar(

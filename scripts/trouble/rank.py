@@ -31,10 +31,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from horovod_topk.torch import TopKEF
 from trouble.runs import BATCH_SIZE, COMPUTE, LR, MARK, SEED, STEPS, WAYS
 
+PLAIN = {"ratio": 0.01, "momentum": 0, "follow_lr": False}
 COMPRESSIONS = {
     "dense": lambda: hvd.Compression.none,
-    "TopKEF": TopKEF,
-    "TopKEF int8": lambda: TopKEF(values="int8"),
+    "TopKEF": lambda: TopKEF(values="float32", **PLAIN),
+    "TopKEF int8": lambda: TopKEF(values="int8", **PLAIN),
 }
 
 

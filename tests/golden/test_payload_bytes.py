@@ -223,7 +223,7 @@ def test_a_sampled_selection(backend: Backend) -> None:
     rows 33 and 32, and the 7th largest of row 31, at element 31 * 2049 + 9. So elements from 63,528
     on are sent, and as many of the first as are missing.
     """
-    config = TopK(ratio=0.1, indices="plain", selection="sampled")
+    config = TopK(ratio=0.1, indices="plain", selection="sampled", values="float32")
     plan = make_plan([TensorSpec("w", (70_000,), "float32")], config)
     g = np.arange(1, 70_001, dtype=np.float32)
     chosen = [*range(528), *range(63_528, 70_000)]
@@ -241,7 +241,7 @@ def test_long_indices_stand_before_short_ones(backend: Backend) -> None:
     """2**16 elements still have 16-bit indices, one more has 32-bit ones."""
     sizes = {"short": 2**16, "long": 2**16 + 1, "dense": 3}
     specs = [TensorSpec(name, (n,), "float32") for name, n in sizes.items()]
-    plan = make_plan(specs, TopK(ratio=3e-5, indices="plain", min_numel=4))
+    plan = make_plan(specs, TopK(ratio=3e-5, indices="plain", min_numel=4, values="float32"))
     g = {name: np.zeros(n, np.float32) for name, n in sizes.items()}
     g["short"][[0, 65535]] = 1.5, -2.5
     g["long"][[65535, 65536]] = 3.5, -4.5
@@ -262,7 +262,7 @@ def test_long_indices_stand_before_short_ones(backend: Backend) -> None:
 def test_flags_are_bits_in_the_plans_order(backend: Backend) -> None:
     """Nine tensors: the first, the eighth and the ninth have a NaN or an infinity."""
     specs = [TensorSpec(str(i), (1,), "float32") for i in range(9)]
-    world = World(make_plan(specs, TopK()), 1, backend)
+    world = World(make_plan(specs, TopK(ratio=0.01, values="float32")), 1, backend)
     bad = {0: np.nan, 7: np.inf, 8: -np.inf}
     data = sent(world, {str(i): np.array([bad.get(i, 1.0)], np.float32) for i in range(9)})
     assert data[24:32] == bytes([0b1000_0001, 0b0000_0001, 0, 0, 0, 0, 0, 0])
@@ -273,7 +273,7 @@ def test_flags_are_bits_in_the_plans_order(backend: Backend) -> None:
 
 @each_framework
 def test_float16_values_saturate(backend: Backend) -> None:
-    plan = make_plan([TensorSpec("w", (4,), "float32")], TopK(values="float16"))
+    plan = make_plan([TensorSpec("w", (4,), "float32")], TopK(values="float16", ratio=0.01))
     data = sent(World(plan, 1, backend), {"w": np.array([65520, -1e9, 65504, 1], np.float32)})
     assert data[32:40] == bytes.fromhex("ff7b fffb ff7b 003c")
 
@@ -407,7 +407,7 @@ def indexed(backend: Backend, indices: str, numel: int) -> tuple[BucketPlan, lis
     """A bucket of v and w, which send 2 elements each, and b; and gradients of fives."""
     sizes = {"v": numel, "w": numel, "b": 3}
     specs = [TensorSpec(name, (n,), "float32") for name, n in sizes.items()]
-    config = TopK(ratio=2 / (numel + 1), indices=indices, min_numel=4)
+    config = TopK(ratio=2 / (numel + 1), indices=indices, min_numel=4, values="float32")
     gradients = [backend.array(np.full(n, 5.0), "float32") for n in sizes.values()]
     return make_plan(specs, config).buckets[0], gradients
 

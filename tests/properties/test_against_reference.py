@@ -42,7 +42,9 @@ def test_ten_steps_equal_the_formulas(backend: Backend, ranks: int, values: str)
 @each_framework
 def test_average_divides_by_the_number_of_ranks(backend: Backend) -> None:
     spec = TensorSpec("w", (500,), "float32")
-    world = World(make_plan([spec], TopK(ratio=float(RATIO), min_numel=0)), 3, backend)
+    world = World(
+        make_plan([spec], TopK(ratio=float(RATIO), min_numel=0, values="float32")), 3, backend
+    )
     reference = Reference(3, 500, RATIO, np.float32)
     random = np.random.default_rng(0)
     for step in range(STEPS):

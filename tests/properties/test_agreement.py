@@ -23,7 +23,7 @@ from horovod_topk.methods.topk import TopK
 
 W = TensorSpec("w", (100,), "float32")
 B = TensorSpec("b", (10,), "float32")
-AGREED = make_plan([W, B], TopK())
+AGREED = make_plan([W, B], TopK(ratio=0.01, values="float32"))
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,36 @@ class NextFormat(Plan):
 # field -> a plan that differs in it, what the others have, what this one has
 DIFFERENT = {
     "format": (NextFormat(AGREED.config, "average", AGREED.buckets), "2", "3"),
-    "settings": (make_plan([W, B], TopK(ratio=0.5)), '["ratio", 0.01]', '["ratio", 0.5]'),
-    "reduction": (make_plan([W, B], TopK(), "sum"), '"average"', '"sum"'),
-    "names": (make_plan([W, TensorSpec("c", (10,), "float32")], TopK()), '"b"', '"c"'),
+    "settings": (
+        make_plan([W, B], TopK(ratio=0.5, values="float32")),
+        '["ratio", 0.01]',
+        '["ratio", 0.5]',
+    ),
+    "reduction": (
+        make_plan([W, B], TopK(ratio=0.01, values="float32"), "sum"),
+        '"average"',
+        '"sum"',
+    ),
+    "names": (
+        make_plan([W, TensorSpec("c", (10,), "float32")], TopK(ratio=0.01, values="float32")),
+        '"b"',
+        '"c"',
+    ),
     "shapes": (
-        make_plan([W, TensorSpec("b", (2, 5), "float32")], TopK()),
+        make_plan([W, TensorSpec("b", (2, 5), "float32")], TopK(ratio=0.01, values="float32")),
         '["b", [10]]',
         '["b", [2, 5]]',
     ),
     "dtypes": (
-        make_plan([W, TensorSpec("b", (10,), "float16")], TopK()),
+        make_plan([W, TensorSpec("b", (10,), "float16")], TopK(ratio=0.01, values="float32")),
         '["b", "float32"]',
         '["b", "float16"]',
     ),
-    "buckets": (make_plan([W, B], TopK(), groups=[[W]]), '["w", "b"]', '["w"]'),
+    "buckets": (
+        make_plan([W, B], TopK(ratio=0.01, values="float32"), groups=[[W]]),
+        '["w", "b"]',
+        '["w"]',
+    ),
 }
 
 
@@ -89,7 +105,7 @@ def test_a_mismatch_names_rank_and_field_on_every_rank(field: str, odd: int) -> 
 
 
 def test_a_tensor_more_is_a_mismatch_of_names() -> None:
-    shorter = make_plan([W], TopK())
+    shorter = make_plan([W], TopK(ratio=0.01, values="float32"))
     messages = [str(answer.exception()) for answer in proposals([AGREED, shorter])]
     assert messages[0].startswith("ranks disagree on names: 1 entries on rank 1, 2 entries")
     assert messages[1].startswith("ranks disagree on names: 2 entries on rank 0, 1 entries")

@@ -151,7 +151,9 @@ def test_a_dense_step_pays_all_that_is_owed(backend: Backend, data: st.DataObjec
 def test_momentum_of_what_is_dense_is_that_of_the_optimizer(exchange: str) -> None:
     specs = [TensorSpec("w", (2000,), "float32"), TensorSpec("head", (40,), "float32")]
     rules = checked_rules({"head": "dense"})
-    config = TopK(0.01, momentum=0.5, min_numel=0, exchange=exchange, ratios=rules)
+    config = TopK(
+        0.01, momentum=0.5, min_numel=0, exchange=exchange, ratios=rules, values="float32"
+    )
     world = World(make_plan(specs, config), 2, TORCH)
     gradients = [
         {"w": np.ones(2000, np.float32), "head": np.full(40, rank + 1.0, np.float32)}
@@ -169,7 +171,8 @@ SPECS = [TensorSpec("w", (100,), "float32"), TensorSpec("b", (10,), "float32")]
 
 
 def plan_of(ratios: object = None, **settings: Any) -> Plan:
-    config = TopK(min_numel=0, ratios=checked_rules(ratios), **settings)
+    given = {"ratio": 0.01, "values": "float32", **settings}
+    config = TopK(min_numel=0, ratios=checked_rules(ratios), **given)
     return make_plan(SPECS, config)
 
 

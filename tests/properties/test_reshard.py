@@ -27,7 +27,7 @@ JOBS = [
 
 
 def job(backend: Backend, exchange: str, ranks: int, reduction: str, steps: int) -> World:
-    config = TopK(ratio=0.05, min_numel=0, exchange=exchange)
+    config = TopK(ratio=0.05, min_numel=0, exchange=exchange, values="float32")
     plan = make_plan(SPECS, config, reduction)
     world = World(plan, ranks, backend, nodes=nodes_of_sizes(SIZES[ranks]))
     noise = np.random.default_rng(ranks)

@@ -99,7 +99,9 @@ SPECS = [TensorSpec("a", (500,), "float32"), TensorSpec("b", (30,), "float64")]
 
 def warming(*stretches: tuple[int, float]) -> World:
     """Two ranks, two buckets."""
-    return World(make_plan(SPECS, TopK(0.01, min_numel=0, warmup=stretches)), 2, NUMPY)
+    return World(
+        make_plan(SPECS, TopK(0.01, min_numel=0, warmup=stretches, values="float32")), 2, NUMPY
+    )
 
 
 def ones(value: float = 1.0) -> list[Gradients]:
@@ -157,7 +159,7 @@ def test_warm_up_goes_on_where_a_state_dict_left_it() -> None:
 
 def test_a_state_dict_has_the_same_fields_with_and_without_warm_up() -> None:
     assert set(warming((1, 0.5)).ranks[0].state_dict()) == set(
-        World(make_plan(SPECS, TopK()), 2, NUMPY).ranks[0].state_dict()
+        World(make_plan(SPECS, TopK(ratio=0.01, values="float32")), 2, NUMPY).ranks[0].state_dict()
     )
 
 

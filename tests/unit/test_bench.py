@@ -86,12 +86,11 @@ def test_settings_of_momentum_correction_and_clipping() -> None:
     assert method_of("topk:momentum=optimizer").own_momentum == 0.9
 
 
-def test_compact_is_that_of_topkef() -> None:
-    found = method_of("topk-compact")
-    assert TopKEF(**found.settings).config == TopKEF.compact().config
+def test_topk_is_the_default() -> None:
+    found = method_of("topk")
+    assert TopKEF(**found.settings).config == TopKEF().config
     assert found.own_momentum == 0.9
-    assert method_of("topk-compact-sharded").settings == {**found.settings, "exchange": "sharded"}
-    assert method_of("topk-0.1-compact").settings == {**found.settings, "ratio": 0.1}
+    assert method_of("topk:momentum=0").own_momentum == 0
 
 
 def test_every_setting_that_is_offered_can_be_given() -> None:
@@ -112,18 +111,23 @@ def test_the_default_is_one_of_each_kind() -> None:
     [
         ("dnse", "'dnse' is none of none, dense"),
         ("topk-int9", "'int9' in 'topk-int9' is neither a ratio nor one of float32"),
-        ("topk:ratio=some", "ratio=some is no number: write ratio=0.01"),
+        ("topk:ratio=some", "ratio=some is no number: write ratio=0.024"),
         ("topk:vlaues=int8", "Did you mean 'values'?"),
         ("topk:ratio=3", "outside (0, 1]"),
         ("topk-1.5", "outside (0, 1]"),
         ("topk:momentum=some", "momentum=some is no number: write momentum=0.9"),
         ("topk:nesterov=1,momentum=0.9", "nesterov=1 is no truth value: write nesterov=True"),
-        ("topk:nesterov=True,momentum=optimizer", "nesterov=True was given with momentum=0"),
-        ("topk-compact-hierarchical", "momentum=0.9 with exchange='hierarchical'"),
+        (
+            "topk:nesterov=True,momentum=optimizer",
+            "nesterov=True was given with momentum='optimizer'",
+        ),
+        (
+            "topk:momentum=optimizer,exchange=hierarchical",
+            "momentum=0.9 with exchange='hierarchical'",
+        ),
         ("topk:warmup=1000", "write topk:ratio=0.25"),
         ("topk-0.001-int8-int4", "'topk-0.001-int8-int4' has two of values, int8 and int4"),
         ("topk:ratio=0.1,ratio=0.2", "has two of ratio, 0.1 and 0.2: leave one out"),
-        ("topk-compact-0.1-0.2", "has two of ratio, 0.1 and 0.2: leave one out"),
         ("none", "names nothing to compare with"),
     ],
 )

@@ -31,7 +31,7 @@ def taken(text: str) -> set[str]:
 
 
 def test_every_format_and_exchange_against_dense(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bytes", "--ranks", "8"]) == 0
+    assert cli.main(["bytes", "--ratio", "0.01", "--ranks", "8"]) == 0
     text = capsys.readouterr().out
     found = rows(text)
     assert found["allreduce", "float32"] == (2 * 7 * 4 * 25_557_032 // 8, 1.0)
@@ -43,11 +43,11 @@ def test_every_format_and_exchange_against_dense(capsys: pytest.CaptureFixture[s
 
 def test_a_gpu_has_plain_indices(capsys: pytest.CaptureFixture[str]) -> None:
     """As PyTorch's adapter plans them: the bytes are those of plans for a CUDA tensor."""
-    assert cli.main(["bytes", "--device", "cuda"]) == 0
+    assert cli.main(["bytes", "--ratio", "0.01", "--device", "cuda"]) == 0
     text = capsys.readouterr().out
     assert "ratio 0.01, gradients on a GPU (plain indices): bytes a step" in text
     on_gpu = rows(text)
-    cli.main(["bytes"])
+    cli.main(["bytes", "--ratio", "0.01"])
     text = capsys.readouterr().out
     assert "ratio 0.01, gradients on a CPU (packed indices): bytes a step" in text
     on_cpu = rows(text)
@@ -65,30 +65,30 @@ def test_the_adapter_plans_the_same_for_a_tensor_that_is_not_on_the_cpu(
     spec_of = importlib.import_module("horovod_topk.torch.planning").spec_of
     known = known_specs("resnet18")
     specs = [spec_of(spec.name, torch.empty(spec.shape, device="meta")) for spec in known]
-    buckets = make_plan(specs, TopK()).buckets
-    cli.main(["bytes", "--model", "resnet18", "--device", "cuda"])
+    buckets = make_plan(specs, TopK(ratio=0.01, values="float32")).buckets
+    cli.main(["bytes", "--ratio", "0.01", "--model", "resnet18", "--device", "cuda"])
     sent = rows(capsys.readouterr().out)["allgather", "float32"][0]
     assert sent == sum(7 * bucket.layout.payload_bytes for bucket in buckets)
 
 
 def test_nodes_make_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
     """Two nodes of four: the busiest node's bytes, and what `auto` makes of them."""
-    assert cli.main(["bytes", "--ranks", "8", "--local-size", "4"]) == 0
+    assert cli.main(["bytes", "--ratio", "0.01", "--ranks", "8", "--local-size", "4"]) == 0
     text = capsys.readouterr().out
     assert "8 ranks on 2 nodes" in text
     assert taken(text) == {"hierarchical"}
     found = rows(text)
     assert found["hierarchical", "int8"][1] > 250
     assert 40 < found["sharded", "int8"][1] < found["hierarchical", "int8"][1]
-    cli.main(["bytes", "--ranks", "8", "--local-size", "8"])
+    cli.main(["bytes", "--ratio", "0.01", "--ranks", "8", "--local-size", "8"])
     assert taken(capsys.readouterr().out) == {"allgather"}
-    cli.main(["bytes", "--ranks", "3", "--local-size", "2"])
+    cli.main(["bytes", "--ratio", "0.01", "--ranks", "3", "--local-size", "2"])
     assert "3 ranks on 2 nodes" in capsys.readouterr().out
 
 
 def test_the_rank_that_sends_most_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     """On uneven nodes that is none of the owners, of which the first rank is one."""
-    assert cli.main(["bytes", "--ranks", "7", "--local-size", "3"]) == 0
+    assert cli.main(["bytes", "--ratio", "0.01", "--ranks", "7", "--local-size", "3"]) == 0
     assert rows(capsys.readouterr().out)["hierarchical", "int8"][0] == 103_897_280
 
 
@@ -105,8 +105,13 @@ def test_buckets_are_split_once_for_each_kind_of_values(
             return original(bucket, parts)
 
         monkeypatch.setattr(module, name, count)
-    assert cli.main(["bytes", "--model", "resnet18", "--ranks", "6", "--local-size", "3"]) == 0
-    buckets = len(make_plan(known_specs("resnet18"), TopK()).buckets)
+    assert (
+        cli.main(
+            ["bytes", "--ratio", "0.01", "--model", "resnet18", "--ranks", "6", "--local-size", "3"]
+        )
+        == 0
+    )
+    buckets = len(make_plan(known_specs("resnet18"), TopK(ratio=0.01, values="float32")).buckets)
     assert len(split) == 2 * len(VALUES) * buckets
 
 
@@ -114,7 +119,7 @@ def test_buckets_are_split_once_for_each_kind_of_values(
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_a_resnet50_at_any_number_of_ranks(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
     """What the format and the exchange were made to reach, at ratio 0.01 and 0.001."""
-    cli.main(["bytes", "--ranks", str(ranks)])
+    cli.main(["bytes", "--ratio", "0.01", "--ranks", str(ranks)])
     one_percent = rows(capsys.readouterr().out)
     cli.main(["bytes", "--ranks", str(ranks), "--ratio", "0.001", "--min-numel", "0"])
     one_in_a_thousand = rows(capsys.readouterr().out)
@@ -124,9 +129,9 @@ def test_a_resnet50_at_any_number_of_ranks(ranks: int, capsys: pytest.CaptureFix
 
 
 def test_a_second_ratio_costs_what_it_sends(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["bytes", "--gather-ratio", "0.001"])
+    cli.main(["bytes", "--ratio", "0.01", "--gather-ratio", "0.001"])
     less = rows(capsys.readouterr().out)
-    cli.main(["bytes"])
+    cli.main(["bytes", "--ratio", "0.01"])
     same = rows(capsys.readouterr().out)
     assert less["allgather", "int8"] == same["allgather", "int8"]
     assert 1.5 < less["sharded", "int8"][1] / same["sharded", "int8"][1] < 2
@@ -144,14 +149,14 @@ def test_a_second_ratio_costs_what_it_sends(capsys: pytest.CaptureFixture[str]) 
 def test_models_have_the_parameters_they_are_known_for(
     model: str, parameters: int, tensors: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["bytes", "--model", model]) == 0
+    assert cli.main(["bytes", "--ratio", "0.01", "--model", model]) == 0
     assert capsys.readouterr().out.startswith(f"{parameters:,} float32 in {tensors} tensors")
 
 
 def test_shapes_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "shapes.json"
     path.write_text(json.dumps({"weight": [300, 400], "bias": [400]}))
-    assert cli.main(["bytes", "--model", str(path), "--ranks", "2"]) == 0
+    assert cli.main(["bytes", "--ratio", "0.01", "--model", str(path), "--ranks", "2"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("120,400 float32 in 2 tensors, 2 ranks")
     assert rows(text)["allreduce", "float32"][0] == 4 * 120_400

@@ -23,8 +23,8 @@ def refusal(**setting: Any) -> str:
 
 def test_the_defaults() -> None:
     assert dataclasses.asdict(TopK()) == {
-        "ratio": 0.01,
-        "values": "float32",
+        "ratio": 0.024,
+        "values": "int4",
         "indices": "auto",
         "exchange": "allgather",
         "gather_ratio": None,
@@ -40,6 +40,13 @@ def test_the_defaults() -> None:
         "ratios": None,
         "name": None,
     }
+
+
+def test_values_are_unrounded_where_all_are_sent() -> None:
+    assert TopK(ratio=1.0).values == "float32"
+    assert TopK(ratio=1.0, values="int4").values == "int4"
+    assert not TopK(ratio=1.0).withheld()
+    assert TopK(ratio=0.5).at(1.0).values == "float32"
 
 
 def test_settings_are_frozen_and_compare_by_value() -> None:

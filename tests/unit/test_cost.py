@@ -84,7 +84,7 @@ def test_legs_of_a_hierarchical_exchange_follow_each_other() -> None:
 @pytest.mark.parametrize("values", ["float32", "int8"])
 def test_bytes_are_those_of_traffic(kind: str, nodes: object, values: str) -> None:
     assert isinstance(nodes, type(APART))
-    config = TopK(values=values)
+    config = TopK(values=values, ratio=0.01)
     strategy, plan = compressed(SPECS, nodes, kind, config), make_plan(SPECS, config)
     each = [exchange_of(kind, nodes, rank).traffic(plan) for rank in range(sum(nodes.sizes))]
     assert strategy.sent_bytes == max(traffic.sent_bytes for traffic in each)
@@ -93,7 +93,7 @@ def test_bytes_are_those_of_traffic(kind: str, nodes: object, values: str) -> No
 
 def test_uneven_nodes_have_few_owners() -> None:
     """7 ranks on nodes of 3, 3 and 1: one owner a node, to whom the others send all they have."""
-    specs, config = [TensorSpec("w", (10_000,), "float32")], TopK()
+    specs, config = [TensorSpec("w", (10_000,), "float32")], TopK(ratio=0.01, values="float32")
     collective = compressed(specs, nodes_of(7, 3), "hierarchical", config).pieces[0].collective
     exchange = exchange_of("hierarchical", nodes_of(7, 3))
     payload = exchange.sharded(make_plan(specs, config).buckets[0]).sum_bytes
@@ -105,7 +105,7 @@ def test_uneven_nodes_have_few_owners() -> None:
 
 def test_owners_of_even_nodes_by_hand() -> None:
     """4 ranks on 2 nodes: an owner sends and gets half of 2048 elements, and hands on its half."""
-    specs, config = [TensorSpec("w", (2048,), "float32")], TopK()
+    specs, config = [TensorSpec("w", (2048,), "float32")], TopK(ratio=0.01, values="float32")
     collective = compressed(specs, nodes_of(4, 2), "hierarchical", config).pieces[0].collective
     exchange = exchange_of("hierarchical", nodes_of(4, 2))
     payload = exchange.sharded(make_plan(specs, config).buckets[0]).sum_bytes
@@ -122,7 +122,7 @@ def test_bytes_of_dense_and_fp16() -> None:
 
 def test_messages_by_hand() -> None:
     """4 ranks: a ring of 3; an alltoall of 3 and 3 lengths; 6 that negotiate each collective."""
-    specs, config = [TensorSpec("w", (10_000,), "float32")], TopK()
+    specs, config = [TensorSpec("w", (10_000,), "float32")], TopK(ratio=0.01, values="float32")
     gather = compressed(specs, nodes_of(4, 1), "allgather", config).pieces[0]
     assert (gather.collective.collectives, gather.collective.rounds) == (1, 3 + 6)
     sharded = compressed(specs, nodes_of(4, 1), "sharded", config).pieces[0]
@@ -133,7 +133,7 @@ def test_messages_by_hand() -> None:
 
 def test_work_by_hand() -> None:
     """10,000 elements at 1%: 100 entries of each of 4 ranks."""
-    specs, config = [TensorSpec("w", (10_000,), "float32")], TopK()
+    specs, config = [TensorSpec("w", (10_000,), "float32")], TopK(ratio=0.01, values="float32")
     gather = compressed(specs, nodes_of(4, 1), "allgather", config).pieces[0]
     assert (gather.before, gather.after) == (Work(encoded=10_000), Work(0, 10_000, 400))
     sharded = compressed(specs, nodes_of(4, 1), "sharded", config).pieces[0]
@@ -200,7 +200,7 @@ def test_ranks_that_share_cores_compute_slowly() -> None:
     assert (shared.slowdown(1), shared.slowdown(8)) == (1.0, 4.0)
     assert replace(shared, crowd=6).slowdown(1) == 3.0
     assert MACHINE.slowdown(8) == 1.0
-    strategy = compressed(SPECS, APART, "allgather", TopK())
+    strategy = compressed(SPECS, APART, "allgather", TopK(ratio=0.01, values="float32"))
     crowded = replace(shared, crowd=6)
     quick, slow = (step(strategy, m, TRAINING, overlap=False) for m in (MACHINE, crowded))
     assert slow.kernels == pytest.approx(3 * quick.kernels)
@@ -210,7 +210,9 @@ def test_ranks_that_share_cores_compute_slowly() -> None:
 @pytest.mark.parametrize("nodes", [APART, TOGETHER])
 def test_more_bandwidth_is_never_slower(nodes: object, overlap: bool) -> None:
     assert isinstance(nodes, type(APART))
-    for strategy in all_strategies(SPECS, nodes, TopK(), rank=4, values=["float32", "int4"]):
+    for strategy in all_strategies(
+        SPECS, nodes, TopK(ratio=0.01, values="float32"), rank=4, values=["float32", "int4"]
+    ):
         times = [
             step(strategy, machine(10 ** (6 + i / 4)), TRAINING, overlap=overlap).seconds
             for i in range(25)
@@ -220,7 +222,9 @@ def test_more_bandwidth_is_never_slower(nodes: object, overlap: bool) -> None:
 
 
 def test_overlap_never_costs_and_hides_no_more_than_all() -> None:
-    for strategy in all_strategies(SPECS, APART, TopK(), rank=4, values=["float32"]):
+    for strategy in all_strategies(
+        SPECS, APART, TopK(ratio=0.01, values="float32"), rank=4, values=["float32"]
+    ):
         alone, overlapped = (step(strategy, MACHINE, TRAINING, overlap=o) for o in (False, True))
         assert 0 <= overlapped.hidden <= 1
         assert overlapped.seconds <= alone.seconds + 1e-12
@@ -233,7 +237,10 @@ def test_overlap_never_costs_and_hides_no_more_than_all() -> None:
 @pytest.mark.parametrize("kind", ["allgather", "sharded"])
 def test_a_crossing_is_one(kind: str, overlap: bool) -> None:
     """At it both take equally long; below it ours is faster, above it dense."""
-    other, plain = compressed(SPECS, APART, kind, TopK()), dense(SPECS, APART)
+    other, plain = (
+        compressed(SPECS, APART, kind, TopK(ratio=0.01, values="float32")),
+        dense(SPECS, APART),
+    )
     (span,) = faster(plain, other, MACHINE, TRAINING, overlap=overlap)
     assert span.above == 0
     assert 1e6 < (at := span.below) < 1e12
@@ -250,7 +257,10 @@ def test_a_crossing_is_one(kind: str, overlap: bool) -> None:
 
 
 def test_there_may_be_no_crossing() -> None:
-    plain, other = dense(SPECS, APART), compressed(SPECS, APART, "allgather", TopK())
+    plain, other = (
+        dense(SPECS, APART),
+        compressed(SPECS, APART, "allgather", TopK(ratio=0.01, values="float32")),
+    )
     free = replace(MACHINE, kernels=NOTHING)
     assert faster(plain, other, free, TRAINING, overlap=False) == (Span(0.0, math.inf),)
     assert faster(plain, plain, free, TRAINING, overlap=False) == ()
@@ -258,7 +268,7 @@ def test_there_may_be_no_crossing() -> None:
 
 def test_fewer_messages_and_more_bytes_pay_on_fast_networks() -> None:
     """An allgather at 0.3 among 8 sends more than dense, in a ring that is half as long."""
-    specs, config = [TensorSpec("w", (12_000,), "float32")], TopK(0.3)
+    specs, config = [TensorSpec("w", (12_000,), "float32")], TopK(0.3, values="float32")
     plain, other = dense(specs, APART), compressed(specs, APART, "allgather", config)
     free = replace(machine(4e10), kernels=NOTHING)
     (span,) = faster(plain, other, free, TRAINING, overlap=False)
@@ -279,7 +289,9 @@ def test_bandwidths_in_words() -> None:
 
 
 def test_on_one_node_no_bandwidth_is_named() -> None:
-    strategies = all_strategies(SPECS, nodes_of(4, 4), TopK(), rank=4, values=["float32"])
+    strategies = all_strategies(
+        SPECS, nodes_of(4, 4), TopK(ratio=0.01, values="float32"), rank=4, values=["float32"]
+    )
     for local in (1e8, 1e14):
         here = replace(MACHINE, network=replace(NETWORK, local_bandwidth=local))
         table = rows(strategies, here, TRAINING, overlap=True)
@@ -291,7 +303,9 @@ def test_on_one_node_no_bandwidth_is_named() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_verdict_flips_at_the_last_crossing(overlap: bool) -> None:
-    strategies = all_strategies(SPECS, APART, TopK(), rank=4, values=["float32", "int8"])
+    strategies = all_strategies(
+        SPECS, APART, TopK(ratio=0.01, values="float32"), rank=4, values=["float32", "int8"]
+    )
     last = max(
         row.faster[-1].below
         for row in rows(strategies, MACHINE, TRAINING, overlap=overlap)
@@ -313,14 +327,18 @@ def test_the_verdict_flips_at_the_last_crossing(overlap: bool) -> None:
 
 
 def test_signs_are_not_recommended() -> None:
-    strategies = all_strategies(SPECS, APART, TopK(), rank=4, values=["float32", "sign"])
+    strategies = all_strategies(
+        SPECS, APART, TopK(ratio=0.01, values="float32"), rank=4, values=["float32", "sign"]
+    )
     found = judge(rows(strategies, machine(1e7), TRAINING, overlap=False), overlap=False)
     assert found.compress
     assert "values='float32'" in found.text
 
 
 def test_the_verdict_names_what_is_faster_still() -> None:
-    strategies = all_strategies(SPECS, APART, TopK(), rank=4, values=["float32"])
+    strategies = all_strategies(
+        SPECS, APART, TopK(ratio=0.01, values="float32"), rank=4, values=["float32"]
+    )
 
     def verdict(kernels: Kernels, bandwidth: float) -> str:
         here = replace(machine(bandwidth), kernels=kernels)

@@ -58,14 +58,12 @@ def parsed(harness: Any, monkeypatch: pytest.MonkeyPatch, *given: str) -> Any:
     return harness.harness.parse(parser)
 
 
-def test_compact_is_that_of_topkef(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = parsed(harness, monkeypatch, "--compression", "compact")
+def test_topk_is_the_default(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parsed(harness, monkeypatch, "--compression", "topk")
     found = harness.compression(args)
-    assert found.deferred == {"momentum": "optimizer"}
-    assert found.config == type(found).compact().config
+    assert found.config == type(found)().config
+    assert found.deferred == type(found)().deferred
     assert momentum_of(harness, args) == 0.9  # until it is taken over
-    args = parsed(harness, monkeypatch, "--compression", "compact", "--ratio", "0.1")
-    assert (args.ratio, args.values) == (0.1, "int4")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +74,10 @@ def test_compact_is_that_of_topkef(harness: Any, monkeypatch: pytest.MonkeyPatch
         (["--compression", "topk", "--ratio", "0"], "ratio=0.0 lies outside (0, 1]"),
         (["--compression", "topk", "--values", "int5"], "values='int5' is not available"),
         (["--compression", "topk", "--ratios", "fc"], "--ratios fc: write PATTERN=RATIO"),
-        (["--compression", "compact", "--exchange", "hierarchical"], "exchange='hierarchical'"),
+        (
+            ["--compression", "topk", "--momentum", "optimizer", "--exchange", "hierarchical"],
+            "exchange='hierarchical'",
+        ),
     ],
 )
 def test_what_an_example_refuses(

@@ -31,7 +31,8 @@ RULES = {"embedding.*": 0.001, "head.*": "dense"}
 
 
 def plan_of(ratios: object = None, specs: list[TensorSpec] = SPECS, **settings: Any) -> Plan:
-    return make_plan(specs, TopK(ratios=checked_rules(ratios), **settings))
+    given = {"ratio": 0.01, "values": "float32", **settings}
+    return make_plan(specs, TopK(ratios=checked_rules(ratios), **given))
 
 
 def sent(plan: Plan) -> dict[str, int]:
@@ -86,7 +87,7 @@ def test_small_tensors_are_dense_in_any_case() -> None:
 def test_a_pattern_may_match_what_takes_no_part() -> None:
     """Frozen parameters, and variables whose gradients are sparse or absent."""
     names = ["frozen.weight", *(spec.name for spec in SPECS)]
-    config = TopK(ratios=(("frozen.*", 0.5), ("head.*", 1.0)))
+    config = TopK(ratios=(("frozen.*", 0.5), ("head.*", 1.0)), ratio=0.01, values="float32")
     assert make_plan(SPECS, config, names=names) == plan_of({"head.*": "dense"})
 
 
@@ -95,9 +96,12 @@ def test_a_pattern_may_match_what_takes_no_part() -> None:
 
 def test_without_rules_nothing_changes() -> None:
     for nothing in (None, {}, [], ()):
-        assert plan_of(nothing) == make_plan(SPECS, TopK())
-    assert make_plan(SPECS, TopK()).digest.hex() == "65cb292f31a676d8"
-    assert make_plan(SPECS, TopK()).buckets[0].digest.hex() == "5842bcf6a0ecd787"
+        assert plan_of(nothing) == make_plan(SPECS, TopK(ratio=0.01, values="float32"))
+    assert make_plan(SPECS, TopK(ratio=0.01, values="float32")).digest.hex() == "65cb292f31a676d8"
+    assert (
+        make_plan(SPECS, TopK(ratio=0.01, values="float32")).buckets[0].digest.hex()
+        == "5842bcf6a0ecd787"
+    )
 
 
 def test_rules_that_change_nothing_are_off() -> None:
@@ -129,10 +133,13 @@ def test_a_tensor_less_keeps_the_ratios_of_the_others() -> None:
 
 
 def test_a_bucket_minds_the_ratios_of_its_own_tensors_alone() -> None:
-    config = TopK(ratios=checked_rules(RULES))
+    config = TopK(ratios=checked_rules(RULES), ratio=0.01, values="float32")
     both = make_plan(SPECS, config, groups=[[EMBEDDING], [BODY, BIAS], [HEAD]])
     one = make_plan(SPECS, replace(config, ratios=(("head.*", 1.0),)), groups=[[EMBEDDING]])
-    assert both.buckets[1].digest == make_plan([BODY, BIAS], TopK()).buckets[0].digest
+    assert (
+        both.buckets[1].digest
+        == make_plan([BODY, BIAS], TopK(ratio=0.01, values="float32")).buckets[0].digest
+    )
     assert both.buckets[0].digest != one.buckets[0].digest
     assert "head.weight" not in both.without(HEAD.name).own_ratios()
 
@@ -234,10 +241,12 @@ def test_a_predicate_that_says_neither_yes_nor_no(answer: object) -> None:
 
 def test_the_same_function_again_makes_equal_settings() -> None:
     """Tapes find what they keep by their settings."""
-    first, second = (TopK(ratios=checked_rules({longer(2): 0.5})) for _ in range(2))
+    first, second = (
+        TopK(ratios=checked_rules({longer(2): 0.5}), ratio=0.01, values="float32") for _ in range(2)
+    )
     assert first == second
     assert hash(first) == hash(second)
-    assert first != TopK(ratios=checked_rules({longer(3): 0.5}))
+    assert first != TopK(ratios=checked_rules({longer(3): 0.5}), ratio=0.01, values="float32")
 
 
 def longer(than: int) -> Callable[[str, tuple[int, ...]], bool]:
@@ -292,7 +301,8 @@ def test_bytes_of_a_model_with_ratios_of_its_own(
     path.write_text(json.dumps({spec.name: spec.shape for spec in SPECS}))
     found = {}
     for ratios in ([], ["--ratios", "head.*=dense"], ["--ratios", "head.*=dense", "emb*=0.5"]):
-        assert cli.main(["bytes", "--model", str(path), "--ranks", "2", *ratios]) == 0
+        command = ["bytes", "--model", str(path), "--ratio", "0.01", "--ranks", "2", *ratios]
+        assert cli.main(command) == 0
         head, _, *lines = capsys.readouterr().out.splitlines()
         found[len(ratios)] = int(lines[2].split()[2].replace(",", ""))
     assert "ratio 0.01, head.*=dense, emb*=0.5" in head

@@ -75,13 +75,15 @@ def test_k_is_the_decimal_ceiling(numel: int, digits: int) -> None:
 
 @pytest.mark.parametrize(("numel", "k", "index"), [(99, 99, None), (100, 10, "packed")])
 def test_tensors_below_min_numel_travel_dense(numel: int, k: int, index: str | None) -> None:
-    tensor = only(make_plan([spec("w", numel)], TopK(0.1, min_numel=100))).tensors[0]
+    tensor = only(
+        make_plan([spec("w", numel)], TopK(0.1, min_numel=100, values="float32"))
+    ).tensors[0]
     assert (tensor.k, tensor.index) == (k, index)
 
 
 @pytest.mark.parametrize(("numel", "index"), [(2**16, "int16"), (2**16 + 1, "int32")])
 def test_plain_indices_are_as_narrow_as_they_can_be(numel: int, index: str) -> None:
-    config = TopK(indices="plain")
+    config = TopK(indices="plain", ratio=0.01, values="float32")
     assert only(make_plan([spec("w", numel)], config)).tensors[0].index == index
 
 
@@ -100,7 +102,9 @@ def test_plain_indices_are_as_narrow_as_they_can_be(numel: int, index: str) -> N
 def test_indices_are_plain_on_accelerators_or_as_asked(
     indices: str, device: str, index: str
 ) -> None:
-    plan = make_plan([spec("w", 5000, device=device)], TopK(indices=indices))
+    plan = make_plan(
+        [spec("w", 5000, device=device)], TopK(indices=indices, ratio=0.01, values="float32")
+    )
     assert only(plan).tensors[0].index == index
 
 
@@ -139,7 +143,9 @@ def test_entries_that_cost_no_less_travel_dense(
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0, 2), (1,), ()])
 def test_tensors_of_no_or_one_element_travel_dense(shape: tuple[int, ...]) -> None:
-    tensor = only(make_plan([spec("w", *shape)], TopK(min_numel=0))).tensors[0]
+    tensor = only(
+        make_plan([spec("w", *shape)], TopK(min_numel=0, ratio=0.01, values="float32"))
+    ).tensors[0]
     assert (tensor.k, tensor.index) == (tensor.spec.numel, None)
 
 
@@ -159,7 +165,7 @@ def test_tensors_of_no_or_one_element_travel_dense(shape: tuple[int, ...]) -> No
     ],
 )
 def test_dtypes(dtype: str, values: str, residual: str, sent: str) -> None:
-    bucket = only(make_plan([spec("w", 5, dtype=dtype)], TopK(values=values)))
+    bucket = only(make_plan([spec("w", 5, dtype=dtype)], TopK(values=values, ratio=0.01)))
     assert (bucket.residual_dtype, bucket.config.value_kind(bucket.residual_dtype)) == (
         residual,
         sent,
@@ -204,12 +210,19 @@ def test_arenas_hold_every_element_once(job: Job) -> None:
 def test_buckets_are_filled_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "BUCKET_ELEMENTS", 10)
     specs = [spec("a", 4), spec("b", 6), spec("c", 1), spec("d", 50), spec("e", 3), spec("f", 0)]
-    assert names(make_plan(specs, TopK())) == [["a", "b"], ["c"], ["d"], ["e", "f"]]
+    assert names(make_plan(specs, TopK(ratio=0.01, values="float32"))) == [
+        ["a", "b"],
+        ["c"],
+        ["d"],
+        ["e", "f"],
+    ]
 
 
 def test_a_default_bucket_is_25_mebibytes_of_float32() -> None:
     specs = [spec(str(i), 2**20) for i in range(14)]
-    assert [len(names_) for names_ in names(make_plan(specs, TopK()))] == [6, 6, 2]
+    assert [
+        len(names_) for names_ in names(make_plan(specs, TopK(ratio=0.01, values="float32")))
+    ] == [6, 6, 2]
 
 
 def test_buckets_split_by_residual_dtype_and_device() -> None:
@@ -220,7 +233,7 @@ def test_buckets_split_by_residual_dtype_and_device() -> None:
         spec("d", 2, dtype="float16"),
         spec("e", 2, dtype="bfloat16"),
     ]
-    plan = make_plan(specs, TopK())
+    plan = make_plan(specs, TopK(ratio=0.01, values="float32"))
     assert names(plan) == [["a", "d", "e"], ["b"], ["c"]]
     assert [bucket.ordinal for bucket in plan.buckets] == [0, 1, 2]
     assert [bucket.device for bucket in plan.buckets] == ["cpu", "cpu", "cuda:0"]
@@ -229,7 +242,9 @@ def test_buckets_split_by_residual_dtype_and_device() -> None:
 def test_groups_are_buckets_and_the_rest_fill_default_ones() -> None:
     a, b, c, d, e = (spec(name, 2) for name in "abcde")
     wide = replace(e, dtype="float64")
-    plan = make_plan([a, b, c, d, wide], TopK(), groups=[[d, b], [], [wide, c]])
+    plan = make_plan(
+        [a, b, c, d, wide], TopK(ratio=0.01, values="float32"), groups=[[d, b], [], [wide, c]]
+    )
     assert names(plan) == [["d", "b"], ["e"], ["c"], ["a"]]
 
 
@@ -237,11 +252,11 @@ def test_a_tensor_in_two_groups_is_refused() -> None:
     """It would be sent twice and have two residuals under one name."""
     a, b = spec("a", 2), spec("b", 2)
     with pytest.raises(DuplicateNameError, match="'a'"):
-        make_plan([a, b], TopK(), groups=[[a], [a, b]])
+        make_plan([a, b], TopK(ratio=0.01, values="float32"), groups=[[a], [a, b]])
 
 
 def test_no_tensors_make_an_empty_plan() -> None:
-    plan = make_plan([], TopK())
+    plan = make_plan([], TopK(ratio=0.01, values="float32"))
     assert plan.buckets == ()
     assert len(plan.digest) == 8
 
@@ -251,18 +266,18 @@ def test_no_tensors_make_an_empty_plan() -> None:
 
 def test_without_keeps_the_other_buckets_and_all_ordinals() -> None:
     a, b, c = spec("a", 2), spec("b", 3), spec("c", 4)
-    plan = make_plan([a, b, c], TopK(), groups=[[a, b], [c]])
+    plan = make_plan([a, b, c], TopK(ratio=0.01, values="float32"), groups=[[a, b], [c]])
     less = plan.without("a")
     assert names(less) == [["b"], ["c"]]
     assert less.buckets[1] is plan.buckets[1]
     assert less.buckets[0].tensors[0].start == 0
-    assert less.buckets[0].digest == only(make_plan([b], TopK())).digest
+    assert less.buckets[0].digest == only(make_plan([b], TopK(ratio=0.01, values="float32"))).digest
     assert less.digest != plan.digest
 
 
 def test_a_bucket_left_empty_disappears() -> None:
     a, b = spec("a", 2), spec("b", 3)
-    plan = make_plan([a, b], TopK(), groups=[[a], [b]])
+    plan = make_plan([a, b], TopK(ratio=0.01, values="float32"), groups=[[a], [b]])
     assert [bucket.ordinal for bucket in plan.without("a").buckets] == [1]
     assert plan.without("a").without("b").buckets == ()
     assert plan.without("nobody") == plan
@@ -273,29 +288,29 @@ def test_a_bucket_left_empty_disappears() -> None:
 
 def test_duplicate_names_are_refused() -> None:
     with pytest.raises(DuplicateNameError, match=r"tensor 'w': .* more than one"):
-        make_plan([spec("w", 2), spec("v", 2), spec("w", 3)], TopK())
+        make_plan([spec("w", 2), spec("v", 2), spec("w", 3)], TopK(ratio=0.01, values="float32"))
 
 
 @pytest.mark.parametrize("dtype", ["int64", "complex64", "bool", "float8_e4m3fn"])
 def test_other_dtypes_are_refused(dtype: str) -> None:
     with pytest.raises(UnsupportedDtypeError) as caught:
-        make_plan([spec("w", 2, dtype=dtype)], TopK())
+        make_plan([spec("w", 2, dtype=dtype)], TopK(ratio=0.01, values="float32"))
     message = f"tensor 'w': dtype {dtype} cannot be compressed. Use one of"
     assert str(caught.value).startswith(message)
 
 
 def test_tensors_too_large_for_an_index_are_refused() -> None:
     for indices, kind in (("packed", "packed"), ("plain", "int32")):
-        plan = make_plan([spec("w", 2**32)], TopK(indices=indices))
+        plan = make_plan([spec("w", 2**32)], TopK(indices=indices, ratio=0.01, values="float32"))
         assert only(plan).tensors[0].index == kind
     with pytest.raises(TensorTooLargeError, match=r"'w': 4294967297 elements .* 4294967296"):
-        make_plan([spec("w", 2**32 + 1)], TopK())
+        make_plan([spec("w", 2**32 + 1)], TopK(ratio=0.01, values="float32"))
 
 
 def test_reductions() -> None:
-    assert make_plan([], TopK(), "sum").reduction == "sum"
+    assert make_plan([], TopK(ratio=0.01, values="float32"), "sum").reduction == "sum"
     with pytest.raises(ConfigError, match=r"reduction='mean' is unknown. Pass one of average, sum"):
-        make_plan([], TopK(), "mean")
+        make_plan([], TopK(ratio=0.01, values="float32"), "mean")
 
 
 # Bytes
@@ -367,7 +382,7 @@ def test_a_packed_index_has_little_more_than_its_entropy(exponent: int) -> None:
 
 def test_dense_bytes_count_the_gradients_own_width() -> None:
     specs = [spec("a", 10, dtype="float16"), spec("b", 10)]
-    assert only(make_plan(specs, TopK())).dense_bytes == 20 + 40
+    assert only(make_plan(specs, TopK(ratio=0.01, values="float32"))).dense_bytes == 20 + 40
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, 0), (2, 1000), (4, 1500), (8, 1750)])
@@ -377,7 +392,7 @@ def test_bytes_of_a_ring_allreduce(ranks: int, sent: int) -> None:
 
 def test_a_resnet50_sends_forty_times_less_on_two_ranks() -> None:
     """Against a ring allreduce, which at two ranks sends all gradients once."""
-    plan = make_plan(resnet50_specs(), TopK(ratio=0.01))
+    plan = make_plan(resnet50_specs(), TopK(ratio=0.01, values="float32"))
     elements = sum(tensor.spec.numel for tensor in plan.tensors())
     assert (sum(1 for _ in plan.tensors()), elements) == (161, 25_557_032)
     payload = sum(bucket.layout.payload_bytes for bucket in plan.buckets)
@@ -389,7 +404,7 @@ def test_a_resnet50_sends_forty_times_less_on_two_ranks() -> None:
 )
 def test_what_no_collective_can_deal_out_is_refused(exchange: str, ratio: float) -> None:
     """Horovod's splits have 32 bits: of an alltoall they count bytes, of a sum elements."""
-    plan = make_plan([TensorSpec("table", (2**31, 2), "float32")], TopK(ratio))
+    plan = make_plan([TensorSpec("table", (2**31, 2), "float32")], TopK(ratio, values="float32"))
     kind = exchange_of(exchange, nodes_of(4, 2))
     with pytest.raises(
         TensorTooLargeError, match=r"'table': each owner gets .* at most 2147483647"

@@ -21,7 +21,7 @@ from horovod_topk.cli.options import add_model, given, whole
 from horovod_topk.cost.quantities import bits_per_second
 from horovod_topk.errors import TopKError
 
-SHORTHAND = "topk-compact, topk-int8-sharded or topk:values=int8,exchange=sharded"
+SHORTHAND = "topk-int4, topk-int8-sharded or topk:values=int8,exchange=sharded"
 
 
 DESCRIPTION = (

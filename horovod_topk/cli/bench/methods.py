@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
-from horovod_topk.config import BY_ADAPTERS, DEFERRED, EXCHANGES, reject_unknown
-from horovod_topk.methods.topk import COMPACT, INDICES, SELECTIONS, VALUES, TopK
+from horovod_topk.config import BY_ADAPTERS, DEFERRED, EXCHANGES, check_settings, reject_unknown
+from horovod_topk.methods.topk import INDICES, SELECTIONS, VALUES, TopK
 
 NONE, DENSE, TOPK = "none", "dense", "topk"
 KINDS = {
@@ -52,17 +51,13 @@ class Method:
     settings: Mapping[str, object] = field(default_factory=dict)  # of TopKEF
 
     def __post_init__(self) -> None:
-        settings: dict[str, Any] = dict(self.settings)
-        if self.own_momentum:
-            TopK(**{**settings, "momentum": self.own_momentum})
-            del settings["momentum"]
-        TopK(**settings)  # checks them
+        check_settings(TopK, self.settings)
 
     @property
     def own_momentum(self) -> float:
         """Momentum that the optimizer has to come with, for TopKEF to take over; 0: none."""
-        own = self.settings.get("momentum") in DEFERRED["momentum"]
-        return OPTIMIZERS_OWN if own else 0.0
+        asked = {**TopK.beside_optimizers, **self.settings}["momentum"]
+        return OPTIMIZERS_OWN if asked in DEFERRED["momentum"] else 0.0
 
 
 def parse_methods(text: str) -> list[Method]:
@@ -99,8 +94,6 @@ def _names(text: str) -> Iterator[str]:
 def method_of(name: str) -> Method:
     """One of KINDS, topk-WORD-WORD, or topk:SETTING=VALUE,...
 
-    `topk-compact` is `TopKEF.compact()`.
-
     Raises:
         ValueError: it is neither; TopKError: TopKEF does not take a setting.
     """
@@ -110,10 +103,9 @@ def method_of(name: str) -> Method:
     if head == TOPK and colon:
         return Method(name, TOPK, _once(name, map(_setting, tail.split(","))))
     if name.startswith(f"{TOPK}-"):
-        words = [word for word in name.split("-")[1:] if word != "compact"]
+        words = name.split("-")[1:]
         settings = _once(name, (pair for word in words for pair in _word(word, name).items()))
-        compact = COMPACT if "compact" in name.split("-") else {}
-        return Method(name, TOPK, {**compact, **settings})
+        return Method(name, TOPK, settings)
     raise ValueError(
         f"--methods: {name!r} is none of {', '.join(KINDS)}, nor as topk-int8-sharded or "
         "topk:values=int8,ratio=0.01"
@@ -154,7 +146,7 @@ def _word(word: str, name: str) -> Mapping[str, object]:
         return {WORDS[word]: word}
     if word[:1].isdigit():
         return {"ratio": _number("ratio", word)}
-    known = ", ".join((*WORDS, "compact"))
+    known = ", ".join(WORDS)
     raise ValueError(f"--methods: {word!r} in {name!r} is neither a ratio nor one of {known}")
 
 

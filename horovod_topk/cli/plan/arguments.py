@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--momentum",
         action="store_true",
-        help="add the time of momentum correction, which TopKEF.compact() does (default: off)",
+        help="add the time of momentum correction (default: off)",
     )
     add(
         "--selection",

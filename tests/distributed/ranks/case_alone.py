@@ -11,7 +11,7 @@ import torch
 
 import training
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
-from horovod_topk.torch import TopKEF
+from plain import PlainTopKEF as TopKEF
 from training import Setup
 from witness import assert_same, assert_same_history
 
@@ -75,7 +75,7 @@ def test_a_momentum_that_was_taken_over_is_given_back() -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9),
         named_parameters=task.named_parameters(),
-        compression=TopKEF.compact(),
+        compression=TopKEF(momentum="optimizer"),
     )
     saved = optimizer.state_dict()
     saved["param_groups"][0] |= {"momentum": 0.0, "topkef_momentum": (0.8, 0.0)}

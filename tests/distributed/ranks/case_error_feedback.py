@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import training
-from horovod_topk.torch import TopKEF
+from plain import PlainTopKEF as TopKEF
 from reference import ErrorFeedback
 from training import Setup
 from witness import assert_same

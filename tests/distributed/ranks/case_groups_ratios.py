@@ -11,7 +11,7 @@ import torch
 
 import training
 from horovod_topk.errors import ConfigError, PlanMismatchError
-from horovod_topk.torch import TopKEF
+from plain import PlainTopKEF as TopKEF
 from resuming import assert_resumes
 from training import Setup
 from witness import assert_ranks_equal, assert_same_history, residuals

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import training
-from horovod_topk.torch import TopKEF
+from plain import PlainTopKEF as TopKEF
 from resuming import assert_resumes
 from training import Setup, Task
 from witness import assert_ranks_equal, assert_residuals, assert_same, residuals

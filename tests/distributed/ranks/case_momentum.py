@@ -14,7 +14,8 @@ import torch
 
 import training
 from horovod_topk.errors import ConfigError
-from horovod_topk.torch import TopKEF
+from horovod_topk.torch import TopKEF as DefaultTopKEF
+from plain import PlainTopKEF as TopKEF
 from resuming import assert_resumes
 from training import Setup, Task
 from witness import assert_same
@@ -91,7 +92,7 @@ def test_adamw_normalises_the_velocity_at_ratio_one() -> None:
 def test_adam_as_it_is_draws_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "horovod_topk"):
         Setup(optimizer=training.adamw).distributed(Setup().task(), TopKEF())
-    assert "with TopKEF(momentum='optimizer') it hardly does" in caplog.text
+    assert "as it does by default, it hardly does" in caplog.text
 
 
 def test_a_momentum_that_comes_later_is_refused() -> None:
@@ -139,14 +140,28 @@ def test_a_momentum_that_cannot_be_taken_over_is_refused() -> None:
 
     for optimizer in (adagrad, dampened):
         with pytest.raises(ConfigError, match="momentum='optimizer' was given, and"):
-            Setup(optimizer=optimizer).distributed(Setup().task(), TopKEF.compact())
+            Setup(optimizer=optimizer).distributed(Setup().task(), TopKEF(momentum="optimizer"))
 
 
-def test_compact_is_int4_with_momentum_correction() -> None:
-    compression = TopKEF.compact(min_numel=0)
-    optimizer = Setup(optimizer=heavy_ball).distributed(Setup().task(), compression)
-    config = TopKEF.of(optimizer)._compressor.plan.config
-    assert (config.values, config.ratio, config.momentum) == ("int4", 0.024, 0.9)
+@pytest.mark.parametrize(("optimizer", "kept"), [(heavy_ball, "auto"), (training.adamw, 0.0)])
+def test_the_default_corrects_momentum_and_follows_the_learning_rate(
+    optimizer: Any, kept: object
+) -> None:
+    setup = Setup(optimizer=optimizer)
+    for compression in (DefaultTopKEF, DefaultTopKEF(), DefaultTopKEF.compact()):
+        config = TopKEF.of(setup.distributed(setup.task(), compression))._compressor.plan.config
+        assert (config.values, config.ratio, config.momentum) == ("int4", 0.024, 0.9)
+        assert (config.follow_lr, config.velocity_kept) == (True, kept)
+
+
+def test_what_was_explicit_means_what_it_meant() -> None:
+    """Masking beside a momentum that is asked for by name; dense where all are sent."""
+    setup = Setup(optimizer=heavy_ball)
+    explicit = DefaultTopKEF(momentum="optimizer", values="float32")
+    config = TopKEF.of(setup.distributed(setup.task(), explicit))._compressor.plan.config
+    assert (config.velocity_kept, config.values) == (0.0, "float32")
+    optimizer = setup.distributed(setup.task(), DefaultTopKEF(ratio=1.0))
+    assert TopKEF.of(optimizer).stats().momentum == 0.0
 
 
 def of_an_older_version(saved: Any) -> Any:
@@ -158,7 +173,9 @@ def of_an_older_version(saved: Any) -> Any:
 
 def test_a_checkpoint_of_an_older_version_brings_along_what_was_taken_over() -> None:
     setup = Setup(optimizer=heavy_ball)
-    saved = of_an_older_version(setup.distributed(Setup().task(), TopKEF.compact()).state_dict())
+    saved = of_an_older_version(
+        setup.distributed(Setup().task(), TopKEF(momentum="optimizer")).state_dict()
+    )
 
     def loaded(parameters: Any) -> torch.optim.Optimizer:
         made = heavy_ball(parameters)
@@ -167,7 +184,7 @@ def test_a_checkpoint_of_an_older_version_brings_along_what_was_taken_over() -> 
         return made
 
     task = Setup(optimizer=loaded).task()
-    again = Setup(optimizer=loaded).distributed(task, TopKEF.compact())
+    again = Setup(optimizer=loaded).distributed(task, TopKEF(momentum="optimizer"))
     assert TopKEF.of(again)._compressor.plan.config.momentum == 0.9
     training.ordinary(task, again, 0)
     assert again.param_groups[0]["momentum"] == 0.9
@@ -175,7 +192,7 @@ def test_a_checkpoint_of_an_older_version_brings_along_what_was_taken_over() -> 
 
 def test_an_optimizer_without_momentum_has_none_to_take_over() -> None:
     with pytest.raises(ConfigError, match="SGD has none"):
-        PLAIN.distributed(PLAIN.task(), TopKEF.compact())
+        PLAIN.distributed(PLAIN.task(), TopKEF(momentum="optimizer"))
 
 
 @pytest.mark.parametrize("optimizer", [heavy_ball, training.adamw])
@@ -183,7 +200,9 @@ def test_a_momentum_that_was_taken_over_is_given_back_to_whoever_corrects_none(
     optimizer: Any,
 ) -> None:
     saved = of_an_older_version(
-        Setup(optimizer=optimizer).distributed(Setup().task(), TopKEF.compact()).state_dict()
+        Setup(optimizer=optimizer)
+        .distributed(Setup().task(), TopKEF(momentum="optimizer"))
+        .state_dict()
     )
     again = Setup(optimizer=optimizer)
     task = again.task()
@@ -204,7 +223,7 @@ def test_momentum_that_has_built_up_goes_no_further_and_that_is_said(
     task.loss(0, 0).backward()
     dense.step()
     saved, new = dense.state_dict(), setup.task()
-    optimizer = setup.distributed(new, TopKEF.compact(min_numel=0))
+    optimizer = setup.distributed(new, TopKEF(momentum="optimizer", min_numel=0))
     with caplog.at_level("WARNING", "horovod_topk"):
         training.ordinary(new, optimizer, 0)
         assert "starts at zero" not in caplog.text

@@ -13,7 +13,8 @@ from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOpt
 import training
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.errors import NotAttachedError
-from horovod_topk.torch import OptimizerState, TopKEF
+from horovod_topk.torch import OptimizerState
+from plain import PlainTopKEF as TopKEF
 from training import Setup
 from witness import assert_same_history, record, spoiled
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from proof import ErrorFeedback, assert_ranks_equal, assert_same_history
 from tapes import FEW, Linear, Perceptron, batch, batch_size, noise, step_of, train
 
-from horovod_topk.tensorflow import TopKEF
+from plain import PlainTopKEF as TopKEF
 
 EVERYTHING = {"ratio": 1.0, "min_numel": 0}
 WAYS = pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])

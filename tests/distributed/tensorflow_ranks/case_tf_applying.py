@@ -13,7 +13,7 @@ from kerasses import BATCH, compiled, data, distributed
 from proof import assert_ranks_equal
 
 from horovod_topk.errors import StepBeforeSynchronizeError
-from horovod_topk.tensorflow import TopKEF
+from plain import PlainTopKEF as TopKEF
 
 Scaler = tf_keras.mixed_precision.LossScaleOptimizer
 REFUSED = pytest.raises(StepBeforeSynchronizeError, match="compute_gradients")

@@ -16,7 +16,7 @@ from proof import Array, ErrorFeedback, assert_ranks_equal
 from tapes import Linear, noise
 
 from horovod_topk.errors import ConfigError, StateDictError, UnsupportedDtypeError
-from horovod_topk.tensorflow import TopKEF
+from plain import PlainTopKEF as TopKEF
 
 SHAPES = [(30, 20), (7,)]
 SPARSE = {"ratio": 0.1, "min_numel": 0, "momentum": 0.9}

@@ -17,7 +17,7 @@ from proof import assert_ranks_equal
 from tapes import noise
 
 from horovod_topk import checkpoint
-from horovod_topk.tensorflow import TopKEF
+from plain import PlainTopKEF as TopKEF
 
 SPARSE: dict[str, Any] = {"ratio": 0.05, "min_numel": 0}
 SHAPES = [(60, 50), (515,)]

@@ -14,7 +14,7 @@ from kerasses import LIBRARIES, Words, distributed
 from proof import assert_ranks_equal
 
 from horovod_topk.errors import ConfigError
-from horovod_topk.tensorflow import TopKEF
+from plain import PlainTopKEF as TopKEF
 
 BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 LOST: dict[str, tuple[dict[str, Any], str]] = {

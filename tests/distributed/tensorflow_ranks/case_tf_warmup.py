@@ -15,7 +15,7 @@ from tapes import Linear, noise
 
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.errors import ConfigError, StateDictError
-from horovod_topk.tensorflow import TopKEF
+from plain import PlainTopKEF as TopKEF
 
 SPARSE = {"ratio": 0.05, "min_numel": 0}
 WARM = SPARSE | {"warmup": [(2, 0.5), (4, 0.2)]}

@@ -86,8 +86,9 @@ def compressed(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int, asked: Substitute
 ) -> Compressed:
     """A compressor of this package, as it would be beside an optimizer."""
-    settings, deferred = split_deferred(asked.settings)
-    config = METHODS[asked.name](**settings)
+    method = METHODS[asked.name]
+    settings, deferred = split_deferred({**method.beside_optimizers, **asked.settings})
+    config = method(**settings)
     config = settle_momentum(optimizer, config, deferred.get("momentum"))
     if "follow_lr" in deferred:
         config = replace(config, follow_lr=True)

@@ -60,9 +60,9 @@ def load(script: Path) -> Callable[..., Workload]:
         spec = importlib.util.spec_from_file_location(_name(script), script)
         assert spec is not None and spec.loader is not None
         known = importlib.util.module_from_spec(spec)
-        sys.modules[_name(script)] = known
         sys.path.insert(0, str(script.parent))  # as where the interpreter starts a script
         spec.loader.exec_module(known)
+        sys.modules[_name(script)] = known
     found = getattr(known, SPARE, None)
     if not inspect.isfunction(found):
         raise ValueError(f"{script} has no function {SPARE}(**options), which --simulated needs")
