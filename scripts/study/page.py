@@ -99,7 +99,8 @@ def alike(study: Study, times: str, cases: str) -> str:
 
 def _kind(row: Row) -> tuple[str, str]:
     settings = row.asked.settings
-    way = settings.get("exchange", "allgather") + ", corrected" * bool(settings["momentum"])
+    kind = {0: "", "auto": ", the default"}.get(settings["momentum"], ", corrected")
+    way = settings.get("exchange", "allgather") + kind
     return way, settings["values"]
 
 

@@ -87,7 +87,7 @@ def test_kernels_compile_without_a_gpu(tier: str) -> None:
 
 def recipe_of(*sizes: int, dtype: str = "float32", **settings: Any) -> tuple[int, ...]:
     specs = [TensorSpec(f"t{i}", (n,), dtype) for i, n in enumerate(sizes)]
-    method = TopK(**settings)
+    method = TopK(**{"values": "float32", **settings})
     (bucket,) = make_plan(specs, method).buckets
     return method.recipe(bucket)
 
@@ -118,7 +118,7 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
 def test_tables_cover_every_element_once() -> None:
     bucket = make_plan(
         [TensorSpec(str(i), (n,), "float32") for i, n in enumerate((5, 5000, 0, 512, 40000))],
-        TopK(ratio=0.05, indices="plain", min_numel=100),
+        TopK(ratio=0.05, values="float32", indices="plain", min_numel=100),
     ).buckets[0]
     tables = Tables(bucket.config.recipe(bucket), SMALL)
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in tables.rows]
@@ -152,7 +152,8 @@ def plan(
 ) -> BucketPlan:
     """One bucket with plain indices; dtypes take turns."""
     specs = [TensorSpec(str(i), (n,), kinds[i % len(kinds)], DEVICE) for i, n in enumerate(sizes)]
-    config = TopK(min_numel=min_numel, indices="plain", **settings)
+    given = {"values": "float32", **settings}
+    config = TopK(min_numel=min_numel, indices="plain", **given)
     (bucket,) = make_plan(specs, config).buckets
     return bucket
 
@@ -169,7 +170,9 @@ def sending(shares: Sequence[tuple[int, int]]) -> BucketPlan:
         value_at, index_at = layout.body_at + 4 * sent, index16_at + 2 * sent
         tensors.append(Entries(spec, numel, i, 0, start, value_at, False, k, "int16", index_at))
         start, sent = start + numel, sent + k
-    return BucketPlan(0, tuple(tensors), "float32", TopK(), "average", layout, (bytes(8),))
+    return BucketPlan(
+        0, tuple(tensors), "float32", TopK(values="float32"), "average", layout, (bytes(8),)
+    )
 
 
 def canonical(array: Tensor) -> Tensor:
@@ -393,7 +396,9 @@ def case_gradients_of_any_layout() -> None:
         TensorSpec("b", (40, 30), "float16", DEVICE),
         TensorSpec("c", (64,), "bfloat16", DEVICE),
     ]
-    (bucket,) = make_plan(specs, TopK(ratio=0.05, indices="plain", min_numel=10)).buckets
+    (bucket,) = make_plan(
+        specs, TopK(ratio=0.05, values="float32", indices="plain", min_numel=10)
+    ).buckets
     pair = Pair(bucket)
     one = torch.randn(1503, device=DEVICE)[1:-1]
     two = torch.randn(30, 40, device=DEVICE).half().T
