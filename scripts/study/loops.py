@@ -42,7 +42,7 @@ class Loop:
         lr: peak of the learning rate, which rises for a tenth of the steps and falls as a cosine.
         steps: of a run.
         shards: equal, or skewed: what is alike lies on the same rank.
-        clip_norm: to clip exchanged gradients to; None: not at all.
+        clip_norm: to clip exchanged gradients to; 0: not at all.
         evaluate_on: held-out or validation.
     """
 
@@ -56,11 +56,12 @@ class Loop:
         lr: float,
         steps: int,
         shards: str = "equal",
-        clip_norm: float | None = None,
+        clip_norm: float = 0.0,
         evaluate_on: str = "held-out",
     ) -> None:
         self.steps, self.every = steps, max(1, steps // EVALUATIONS)
-        self.clip_norm, self.split, self.skewed = clip_norm, evaluate_on, shards == "skewed"
+        self.clip_norm: float | None = clip_norm or None
+        self.split, self.skewed = evaluate_on, shards == "skewed"
         self._kind, self._lr = optimizer, lr
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -179,12 +180,12 @@ class Patches(Loop):
         return cross_entropy(model(patches), parts)
 
     def score(self, model: nn.Module) -> dict[str, float]:
-        """Share of patches that are recognised, in percent."""
+        """Share of patches that are recognised."""
         patches, parts = self.columns(self.split)
         model.eval()
         found = torch.cat([model(each).argmax(dim=1) for each in patches.split(512)])
         model.train()
-        return {"accuracy": 100 * (found == parts).double().mean().item()}
+        return {"accuracy": (found == parts).double().mean().item()}
 
 
 LOOPS = {

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from study import pictures
+from study import matrix, pictures
 from study.markdown import filled, spread, table
 from study.results import RESULTS, Row, Study, end, shown
 
@@ -303,6 +303,7 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
     for each in (
         *(difference, fewer, costs, dense, summary, across, alike, everything, variants, seeds),
         *(patience, loops, within, beyond, same_ends, total, scatter, curves, bars, machine),
+        *(matrix.progress, matrix.means, matrix.cells, matrix.dots),
     )
 }
 

@@ -129,7 +129,10 @@ class Study:
 
     def rows(self, title: str) -> dict[str, Row]:
         """A case's compressors by name, those that have been run."""
-        found = self.found(title)
+        return self.rows_of(self.found(title))
+
+    def rows_of(self, found: Found) -> dict[str, Row]:
+        """The same of a variant of a case's grid; none without dense runs."""
         dense = self._dense(found)
         return {
             name: Row(name, parse(call), found.metric.name, dict(found.runs[name]), dense)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -403,6 +404,29 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
     with session.alone(tmp_path):  # noqa: SIM117
         with pytest.raises(ValueError, match="another comparison runs"), session.alone(tmp_path):
             pass
+
+
+def test_comparisons_take_turns(tmp_path: Path) -> None:
+    """So that those who stop early have some of each."""
+    both = [
+        Settings(
+            script=tmp_path / name,
+            version="1",
+            compressors={"ours": "TopKEF()"},
+            baselines={"d": "none"},
+        )
+        for name in ("one.py", "two.py")
+    ]
+    both[1] = dataclasses.replace(both[1], grid={"lr": (1, 2)})
+    order = [(s.script.name, dict(c.grid).get("lr"), c.seed) for _, c, s in session.by_turns(both)]
+    assert order[::2] == order[1::2]  # dense and ours in turn
+    assert order[:8:2] == [
+        ("one.py", None, 0),
+        ("two.py", 1, 0),
+        ("one.py", None, 1),
+        ("two.py", 2, 0),
+    ]
+    assert len({*order}) == len(order) // 2 == 15
 
 
 # report() and seed()

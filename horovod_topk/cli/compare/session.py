@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import fcntl
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,9 +50,8 @@ Wanted = tuple[str, Cell, Settings]
 def run_all(every: Sequence[Settings], store: Store, *, retry: bool = False) -> bool:
     """Finish all runs, by turns; False if the very first one fails."""
     wanted: dict[str, Wanted] = {}  # by digest: cases may share runs
-    for settings in every:
-        for name, cell in settings.cells():
-            wanted.setdefault(cell.digest, (name, cell, settings))
+    for name, cell, settings in by_turns(every):
+        wanted.setdefault(cell.digest, (name, cell, settings))
     missing = [each for each in wanted.values() if _is_missing(store, each[1], retry=retry)]
     first = next(iter(wanted), None)
     with tqdm(total=len(missing), unit="run", disable=not missing) as bar:
@@ -68,6 +68,17 @@ def run_all(every: Sequence[Settings], store: Store, *, retry: bool = False) -> 
                 print("The first run ended so. Nothing else was run.", file=sys.stderr)
                 return False
     return True
+
+
+def by_turns(every: Sequence[Settings]) -> Iterator[Wanted]:
+    """All runs: of each comparison in turn, a seed of a variant with every compressor."""
+    turns: list[list[Wanted]] = []
+    for settings in every:
+        for place, (name, cell) in enumerate(settings.cells()):
+            turn = place // len(settings.rows)
+            turns.extend([] for _ in range(turn + 1 - len(turns)))
+            turns[turn].append((name, cell, settings))
+    return itertools.chain.from_iterable(turns)
 
 
 def _records(missing: Sequence[Wanted], store: Store, bar: tqdm[Any]) -> Iterator[Record]:
