@@ -51,7 +51,7 @@ class Stats:
     momentum: float = 0.0  # the momentum that is corrected, taken over or given; 0: off
     residual_norm: float = 0.0  # of this rank's residuals: what it has not sent yet
     owned_norm: float = 0.0  # of the owner's residuals ("sharded" and "hierarchical")
-    gradient_norm: float = 0.0  # of this rank's gradients in the last step
+    gradient_norm: float = 0.0  # of this rank's gradients in the last step; TensorFlow: last 16
     ratios: Mapping[str, float] = field(default_factory=dict)  # tensor -> ratio of its own
     skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> reason not to
     lost_ranks: int = 0  # elastic jobs: ranks whose residuals were lost with them

@@ -26,6 +26,9 @@ from horovod_topk.tensorflow.variables import Stores
 
 log = logging.getLogger("horovod_topk")
 
+MEASURED = 16  # steps, of one of which the gradient's norm is measured: it takes a pass over memory
+NOT_MEASURED = -1.0
+
 _COUNT = itertools.count()
 _LIVE: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
 
@@ -152,6 +155,7 @@ class OptimizerState(Attached[VariableState]):
         """One step as a graph, and its end on the host."""
         cached = cached.at(ratio)
         with tf.name_scope("topkef"):
+            due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
             exchanged, flags = step(cached, gradients, self._state, rate)
             self._traced[cached.name] = cached
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
@@ -162,7 +166,8 @@ class OptimizerState(Attached[VariableState]):
                 if state is not None:
                     state._count(state._traced[name], flags, norm)
 
-            counted = tf.py_function(count, [flags, norm_of(gradients)], [])
+            norm = tf.cond(due, lambda: norm_of(gradients), lambda: NOT_MEASURED)
+            counted = tf.py_function(count, [flags, norm], [])
             with tf.control_dependencies([counted]):  # which raises what was found on the way
                 return [tf.identity(each) for each in exchanged]
 
@@ -173,7 +178,9 @@ class OptimizerState(Attached[VariableState]):
         if self._raised is not None:
             raise self._raised
         assert state.exchange is not None  # it has exchanged these gradients
-        state.plan, state.last_norm = plan, float(norm)
+        state.plan = plan
+        if norm >= 0:
+            state.last_norm = float(norm)
         names = [tensor.spec.name for tensor in plan.tensors()]
         pairs = zip(names, flags.numpy(), strict=True)
         flagged = [name for name, flag in pairs if flag]
