@@ -70,7 +70,7 @@ def arguments(
     add(
         "--momentum",
         type=momentum,
-        default=TopK.beside_optimizers["momentum"],
+        default=TopK.for_training["momentum"],
         help="topk: momentum to correct, 0 for none, or 'optimizer' for the optimizer's own "
         "(default: the optimizer's own, if it has one)",
     )

@@ -25,8 +25,12 @@ OPTIONAL: dict[str, object] = {
     "ratios": None,
 }  # setting -> the value that switches it off
 TAKE_OVER = "optimizer"  # as `momentum`: the optimizer's own, from there on corrected
-AUTO = "auto"  # as `momentum`, `follow_lr` or `velocity_kept`: as it suits the optimizer
-DEFERRED: Mapping[str, tuple[str, ...]] = {"momentum": (TAKE_OVER, AUTO), "follow_lr": (AUTO,)}
+AUTO = "auto"  # as `momentum` or another setting: as it suits the optimizer and the job
+DEFERRED: Mapping[str, tuple[str, ...]] = {
+    "momentum": (TAKE_OVER, AUTO),
+    "follow_lr": (AUTO,),
+    "warmup": (AUTO,),
+}  # setting -> values that wait for the optimizer and the job to be known
 BY_ADAPTERS = {"taken_over"}  # what an adapter knows, and no user passes
 
 
@@ -49,7 +53,8 @@ class Settings:
             None: off.
         warmup: larger ratios for the first steps. A number of steps: the ratio goes down through
             0.25, 0.0625 and so on until it reaches `ratio` after that many steps. Pairs
-            (until, ratio): that ratio until so many steps are committed. None: off.
+            (until, ratio): that ratio until so many steps are committed. "auto": ten times as many
+            elements in the first 60 steps, at most a quarter; none in elastic jobs. None: off.
         momentum: the momentum for momentum correction (`horovod_topk.core.momentum`), which
             replaces the optimizer's own. "optimizer": take over the momentum of SGD, Adam or AdamW;
             exchanged gradients have the size of gradients, and PyTorch's parameter groups stay as
@@ -79,7 +84,7 @@ class Settings:
     exchange: str = "allgather"  # how payloads travel; "auto": with the fewest bytes
     min_numel: int = 1024  # elements; smaller tensors are sent whole, in the same payload
     clip_norm: float | None = None  # norm of the applied gradient, at most; None: off
-    warmup: int | Stretches | None = None  # steps with larger ratios; None: off
+    warmup: int | Stretches | str | None = None  # steps with larger ratios; None: off
     momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether `momentum` is Nesterov's
     velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
@@ -120,7 +125,7 @@ class Settings:
         """The warm-up as pairs (until, ratio): that ratio until so many steps are committed."""
         if isinstance(self.warmup, int):
             return _exponential(self.warmup, self.ratio)
-        return self.warmup or ()
+        return self.warmup if isinstance(self.warmup, tuple) else ()
 
     @cached_property
     def own(self) -> Mapping[str, float]:

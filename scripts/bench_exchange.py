@@ -118,7 +118,7 @@ def main() -> None:
     hvd.init()
     plain, _ = training_step(None)
     compressed, optimizer = training_step(
-        TopKEF(ratio=args.ratio, values="float32", selection=args.selection)
+        TopKEF(args.ratio, values="float32", selection=args.selection, warmup=None)
     )
     plan = TopKEF.of(optimizer)._compressor.plan
     sizes = [bucket.layout.payload_bytes for bucket in plan.buckets]

@@ -12,10 +12,12 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
 from horovod_topk.config import (
+    AUTO,
     BY_ADAPTERS,
     Settings,
     check_settings,
@@ -126,7 +128,7 @@ class BaseCompressor(abc.ABC):
         self._check_scaler(grad_scaler)
         self.grad_scaler = grad_scaler
         self.commit_dir = commit_dir
-        settings = {**self.method.beside_optimizers, **settings}
+        settings = {**self.method.for_training, **settings}
         check_settings(partial(self.method, *positional), settings)
         settings, self.deferred = split_deferred(settings)
         self.config = self.method(*positional, **settings)
@@ -293,7 +295,7 @@ def _sections(text: str) -> tuple[str, str, str]:
 
 def _signature(method: type[Method]) -> inspect.Signature:
     keyword = inspect.Parameter.KEYWORD_ONLY
-    chosen = method.beside_optimizers
+    chosen = method.for_training
     own = [
         each.replace(
             kind=each.kind if position == 0 else keyword,
@@ -315,6 +317,11 @@ def by_horovod(name: str, framework: str) -> Any:
 def elastic() -> bool:
     """Whether ranks may come and go (`horovodrun --min-np`)."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def with_warmup(config: Method) -> Method:
+    """The settings with warmup="auto": ranks that join an elastic job may not know of steps."""
+    return config if elastic() else replace(config, warmup=AUTO)
 
 
 def check_elastic(config: Settings) -> None:

@@ -14,7 +14,7 @@ what its velocity still holds will be later: with s = 1 training at a large lear
 and s = 0, which is the masking of the paper, makes all steps smaller, as a lower learning rate
 does. "auto" keeps the less of it, the longer elements wait:
 
-    s = exp((1 - 1 / ratio) / 400)         0.90 at ratio 0.024, 0.61 at 0.005
+    s = exp((1 - 1 / ratio) / 400)         0.88 at ratio 0.02, 0.61 at 0.005
 
 and none for Adam and AdamW, which divide by the size of what they are given. Tensors that are sent
 whole keep all of it, so that at ratio 1 the sum over steps is that of heavy-ball momentum.

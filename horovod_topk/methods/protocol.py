@@ -142,7 +142,7 @@ class Method(Settings):
     """What both kinds have in common: settings (the fields), and a number in payloads."""
 
     id: ClassVar[int]  # in the payload's header: unique, and never given to another method
-    beside_optimizers: ClassVar[Mapping[str, str]] = {}  # defaults of compressors, of `DEFERRED`
+    for_training: ClassVar[Mapping[str, str]] = {}  # defaults of compressors, not of fields
 
     def at(self, ratio: float) -> Self:
         """The settings of a ratio level: of warm-up, or 1.0, at which all is sent unrounded."""

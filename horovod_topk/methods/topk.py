@@ -53,7 +53,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar, Self, TypeVar
 
-from horovod_topk.config import AUTO, check_choice
+from horovod_topk.config import AUTO, DEFERRED, check_choice
 from horovod_topk.errors import ConfigError, TensorTooLargeError
 from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Bucket, Codec, Piece, Read, Sent
 from horovod_topk.ops import Fused, Ops, coding
@@ -64,6 +64,7 @@ Array = TypeVar("Array")
 VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")  # and "auto"
 INDICES = ("auto", "packed", "plain")
 SELECTIONS = ("exact", "sampled")
+EARLY_STEPS, EARLY, MOST_EARLY = 60, 10, 0.25  # of warmup="auto": times `ratio`, at most so much
 SECTION = 8  # bytes; sections begin at multiples of it
 KINDS = (None, "int32", "int16", "packed")  # of indices, in the order of their sections
 
@@ -138,9 +139,9 @@ class TopK(Codec):
 
     id: ClassVar[int] = 1
 
-    beside_optimizers: ClassVar[Mapping[str, str]] = {"momentum": AUTO, "follow_lr": AUTO}
+    for_training: ClassVar[Mapping[str, str]] = dict.fromkeys(DEFERRED, AUTO)
 
-    ratio: float = 0.024  # share of each tensor's elements that a rank sends a step, in (0, 1]
+    ratio: float = 0.02  # share of each tensor's elements that a rank sends a step, in (0, 1]
     values: str = AUTO  # format of values; the rounding error stays in the residual
     indices: str = "auto"  # format of indices; "auto": plain on accelerators, else packed
     gather_ratio: float | None = None  # share that owners send back; None: as `ratio`
@@ -151,6 +152,10 @@ class TopK(Codec):
         if self.gather_ratio is not None:
             back = checked_ratio(self.gather_ratio, "gather_ratio")
             object.__setattr__(self, "gather_ratio", back)
+        if self.warmup == AUTO:
+            more = min(MOST_EARLY, EARLY * self.ratio)
+            early = ((EARLY_STEPS, more),) if more > self.ratio else None
+            object.__setattr__(self, "warmup", early)
         if self.values == AUTO:
             object.__setattr__(self, "values", "float32" if self.ratio == 1.0 else "int4")
         check_choice("values", self.values, VALUES)

@@ -25,6 +25,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk.config import TAKE_OVER
+from horovod_topk.core.base_compressor import with_warmup
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
@@ -184,7 +185,12 @@ def _told(compression: Any) -> Told | None:
             cure="Pass momentum=0.9 to TopKEF, and momentum=0.0 to SGD or beta_1=0.0 to Adam; or "
             "give it to the DistributedOptimizer of a Keras",
         )
-    return None if compressor is None else Told(compressor, compressor.config, None)
+    if compressor is None:
+        return None
+    config = compressor.config
+    if "warmup" in compressor.deferred:
+        config = with_warmup(config)
+    return Told(compressor, config, None)
 
 
 def _refuse_scaler() -> None:

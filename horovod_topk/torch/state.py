@@ -19,7 +19,7 @@ from torch import Tensor
 
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.attached import Attached
-from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic
+from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic, with_warmup
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange.selection import exchange_of
@@ -85,6 +85,8 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         config = settle_momentum(optimizer, config, deferred.get("momentum"))
         if "follow_lr" in deferred:
             config = replace(config, follow_lr=has_rates(optimizer))
+        if "warmup" in deferred:
+            config = with_warmup(config)
         self._loan = None
         if config.taken_over:
             self._loan = Loan(optimizer, parameters)

@@ -58,6 +58,7 @@ def main() -> None:
         values="float32",
         momentum=0,
         follow_lr=False,
+        warmup=None,
         commit_dir=args.folder / "commits",
     )
     optimizer = hvd.DistributedOptimizer(

@@ -41,9 +41,10 @@ def training(hvd: Any, model: Shapes, strategy: Exchange) -> Callable[[], None]:
     if strategy != NONE:
         from horovod_topk.torch import TopKEF
 
-        compression = (
-            hvd.Compression.none if strategy == DENSE else TopKEF(ratio=0.01, **asdict(strategy))
-        )
+        if strategy == DENSE:
+            compression = hvd.Compression.none
+        else:
+            compression = TopKEF(ratio=0.01, warmup=None, **asdict(strategy))
         names = model.named_parameters()
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=names, compression=compression

@@ -20,7 +20,12 @@ from study import matrix, pictures
 from study.markdown import filled, spread, table
 from study.results import RESULTS, Row, Study, end, shown
 
-PLAIN = {"values": "float32", "momentum": 0, "follow_lr": False}  # error feedback alone
+PLAIN = {
+    "values": "float32",
+    "momentum": 0,
+    "follow_lr": False,
+    "warmup": None,
+}
 HELD_OUT = {"accuracy": "held-out accuracy", "bits_per_byte": "held-out bits a byte"}
 
 

@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from horovod_topk.torch import TopKEF
 from trouble.runs import BATCH_SIZE, COMPUTE, LR, MARK, SEED, STEPS, WAYS
 
-PLAIN = {"ratio": 0.01, "momentum": 0, "follow_lr": False}
+PLAIN = {"ratio": 0.01, "momentum": 0, "follow_lr": False, "warmup": None}
 COMPRESSIONS = {
     "dense": lambda: hvd.Compression.none,
     "TopKEF": lambda: TopKEF(values="float32", **PLAIN),

@@ -40,7 +40,11 @@ def training(way: Way, model: Shapes) -> tuple[Callable[[], None], Any]:
     plain = torch.optim.SGD(model.parameters(), lr=1e-9)
     own = {DENSE: hvd.Compression.none, HALF: hvd.Compression.fp16}
     compression = own.get(way.exchange) or TopKEF(
-        ratio=way.ratio, values=way.values, exchange=way.exchange, min_numel=way.min_numel
+        ratio=way.ratio,
+        values=way.values,
+        exchange=way.exchange,
+        min_numel=way.min_numel,
+        warmup=None,
     )
     optimizer = hvd.DistributedOptimizer(plain, named_parameters=names, compression=compression)
     generator = torch.Generator().manual_seed(hvd.rank())

@@ -111,7 +111,7 @@ def test_the_default_is_one_of_each_kind() -> None:
     [
         ("dnse", "'dnse' is none of none, dense"),
         ("topk-int9", "'int9' in 'topk-int9' is neither a ratio nor one of float32"),
-        ("topk:ratio=some", "ratio=some is no number: write ratio=0.024"),
+        ("topk:ratio=some", "ratio=some is no number: write ratio=0.02"),
         ("topk:vlaues=int8", "Did you mean 'values'?"),
         ("topk:ratio=3", "outside (0, 1]"),
         ("topk-1.5", "outside (0, 1]"),

@@ -23,7 +23,7 @@ def refusal(**setting: Any) -> str:
 
 def test_the_defaults() -> None:
     assert dataclasses.asdict(TopK()) == {
-        "ratio": 0.024,
+        "ratio": 0.02,
         "values": "int4",
         "indices": "auto",
         "exchange": "allgather",
@@ -47,6 +47,13 @@ def test_values_are_unrounded_where_all_are_sent() -> None:
     assert TopK(ratio=1.0, values="int4").values == "int4"
     assert not TopK(ratio=1.0).withheld()
     assert TopK(ratio=0.5).at(1.0).values == "float32"
+
+
+def test_the_automatic_warmup_sends_ten_times_as_much() -> None:
+    assert TopK(warmup="auto").stretches == ((60, 0.2),)
+    assert TopK(0.001, warmup="auto").stretches == ((60, 0.01),)
+    assert TopK(0.1, warmup="auto").stretches == ((60, 0.25),)
+    assert TopK(0.5, warmup="auto").warmup is None
 
 
 def test_settings_are_frozen_and_compare_by_value() -> None:

@@ -64,9 +64,8 @@ def test_figures_come_from_runs() -> None:
         given = cell["arguments"]
         if cell["seed"] == 0 and {*words} <= {*given} and len(given) == 10:  # no ablation
             ends[cell["compressor"]] = line["points"][-1]["metrics"]["bits_per_byte"]
-    cost = 100 * (
-        ends["TopKEF(ratio=0.01, values='float32', momentum=0, follow_lr=False)"] / ends["none"] - 1
-    )
+    settings = "ratio=0.01, values='float32', momentum=0, follow_lr=False, warmup=None"
+    cost = 100 * (ends[f"TopKEF({settings})"] / ends["none"] - 1)
     row = Study("frontier").rows("Byte GPT, SGD, equal shards")["allgather float32 0.01"]
     assert row.costs[0] == pytest.approx(cost)
 

@@ -82,7 +82,7 @@ def test_settings_of_the_script_are_replaced_as_a_whole(
     monkeypatch.setenv(VARIABLE, "TopKEF(ratio=0.2)")
     made = adapter.TopKEF(values="int8", momentum="optimizer", commit_dir="somewhere")
     assert (made.config.ratio, made.config.values) == (0.2, "int4")
-    assert made.deferred == {"momentum": "auto", "follow_lr": "auto"}
+    assert made.deferred == dict.fromkeys(("momentum", "follow_lr", "warmup"), "auto")
     assert made.commit_dir == "somewhere"
 
 

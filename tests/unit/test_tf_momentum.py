@@ -115,7 +115,7 @@ def test_where_nothing_is_compressed_nothing_is_taken(monkeypatch: pytest.Monkey
 
 
 def test_a_number_beside_the_optimizers_own_is_refused() -> None:
-    number = TopKEF(momentum=0.9, follow_lr=False)
+    number = TopKEF(momentum=0.9, follow_lr=False, warmup=None)
     for optimizer in (keras.optimizers.Adam(), tf_keras.optimizers.Adam(), LEGACY.Adam()):
         with pytest.raises(ConfigError, match=r"beta_1=0\.9: it would be applied twice.*beta_1=0"):
             told(optimizer, number)

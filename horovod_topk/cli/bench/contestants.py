@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk.cli.bench.gradients import GivenGradients
-from horovod_topk.cli.bench.methods import Method
+from horovod_topk.cli.bench.methods import STEADY, Method
 from horovod_topk.torch import TopKEF
 from horovod_topk.torch.collective import rest_until_done
 
@@ -94,7 +94,7 @@ def _fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Con
 
 
 def _topk(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
-    compression = TopKEF(**method.settings)
+    compression = TopKEF(**STEADY, **method.settings)
     optimizer = _distributed(model, plain, name, compression)
     return Contestant(model, model, optimizer, warm_up=6)  # residuals fill
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
 from horovod_topk.config import BY_ADAPTERS, DEFERRED, EXCHANGES, check_settings, reject_unknown
@@ -39,6 +40,7 @@ NUMBERS: dict[str, Callable[[str], float]] = {
 }
 EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # where the default is off
 TRUTH = {"True": True, "False": False}
+STEADY: Mapping[str, Any] = {"warmup": None}  # steps are timed as they are after a warm-up
 OPTIMIZERS_OWN = 0.9  # momentum, where TopKEF takes it over
 
 
@@ -56,7 +58,7 @@ class Method:
     @property
     def own_momentum(self) -> float:
         """Momentum that the optimizer has to come with, for TopKEF to take over; 0: none."""
-        asked = {**TopK.beside_optimizers, **self.settings}["momentum"]
+        asked = {**TopK.for_training, **self.settings}["momentum"]
         return OPTIMIZERS_OWN if asked in DEFERRED["momentum"] else 0.0
 
 

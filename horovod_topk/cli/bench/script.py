@@ -24,7 +24,7 @@ import horovod.torch as hvd
 from horovod_topk.cli.bench.card import Sent, sent
 from horovod_topk.cli.bench.measure import Cost, Taken, taken
 from horovod_topk.cli.bench.meeting import meet
-from horovod_topk.cli.bench.methods import NONE, Method
+from horovod_topk.cli.bench.methods import NONE, STEADY, Method
 from horovod_topk.torch import TopKEF
 
 WARM_UP = 6  # steps
@@ -32,7 +32,7 @@ COMPRESSIONS: dict[str, Callable[[Method], Any]] = {
     NONE: lambda method: None,
     "dense": lambda method: hvd.Compression.none,
     "fp16": lambda method: hvd.Compression.fp16,
-    "topk": lambda method: TopKEF(**method.settings),
+    "topk": lambda method: TopKEF(**STEADY, **method.settings),
 }
 
 

@@ -27,7 +27,7 @@ class Run:
         """What to train."""
         options = {"optimizer": "sgd", "shards": self.shards, "lr": LR, "steps": steps}
         settings = f"ratio={RATIO}, values={self.values!r}, exchange={self.exchange!r}"
-        settings += ", momentum=0, follow_lr=False"
+        settings += ", momentum=0, follow_lr=False, warmup=None"
         return Job(workload(task="digits", **options), parse(f"TopKEF({settings})"), RANKS, SEED)
 
 

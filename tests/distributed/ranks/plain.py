@@ -6,7 +6,13 @@ from typing import Any
 
 from horovod_topk.torch import TopKEF
 
-SETTINGS = {"ratio": 0.01, "values": "float32", "momentum": 0, "follow_lr": False}
+SETTINGS = {
+    "ratio": 0.01,
+    "values": "float32",
+    "momentum": 0,
+    "follow_lr": False,
+    "warmup": None,
+}
 
 
 class PlainTopKEF(TopKEF):

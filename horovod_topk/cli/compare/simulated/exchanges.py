@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from horovod_topk.cli.compare.simulated.loopback import Collective, Loopback
 from horovod_topk.config import split_deferred
+from horovod_topk.core.base_compressor import with_warmup
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Exchange as Route
@@ -87,11 +88,13 @@ def compressed(
 ) -> Compressed:
     """A compressor of this package, as it would be beside an optimizer."""
     method = METHODS[asked.name]
-    settings, deferred = split_deferred({**method.beside_optimizers, **asked.settings})
+    settings, deferred = split_deferred({**method.for_training, **asked.settings})
     config = method(**settings)
     config = settle_momentum(optimizer, config, deferred.get("momentum"))
     if "follow_lr" in deferred:
         config = replace(config, follow_lr=True)
+    if "warmup" in deferred:
+        config = with_warmup(config)
     momenta = Momenta(config)
     if config.taken_over:
         loan = Loan(optimizer, {p: name for name, p in model.named_parameters()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +43,7 @@ class Job:
         self._schedule = workload.schedule(self._optimizer)
         self._parameters = list(self.model.parameters())
         self._clip_norm: float | None = getattr(workload, "clip_norm", None)
+        self.traffic = Counter[str]()  # bytes so far: sent, and of a dense ring allreduce
         self._batches: list[Iterator[Any]] = [
             workload.batches(rank, ranks, seed) for rank in range(ranks)
         ]
@@ -58,6 +60,8 @@ class Job:
         self._optimizer.step()
         if self._schedule is not None:
             self._schedule.step()
+        traffic = self.exchange.traffic()
+        self.traffic.update(sent=counted_bytes(traffic), dense=traffic.dense_bytes)
 
     @torch.no_grad()
     def score(self) -> dict[str, float | None]:
@@ -98,7 +102,6 @@ def train(task: Task) -> Record:
         if seconds > task.limit_seconds:
             status = LATE
             break
-    traffic = job.exchange.traffic()
     record = Record(task.cell, status, points=tuple(points), machine=machine())
-    sent = float(counted_bytes(traffic))
-    return replace(record, sent_bytes=sent, dense_bytes=float(traffic.dense_bytes))
+    means = {kind: total / step for kind, total in job.traffic.items()}
+    return replace(record, sent_bytes=means["sent"], dense_bytes=means["dense"])
