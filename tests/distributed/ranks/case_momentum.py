@@ -150,8 +150,9 @@ def test_the_default_corrects_momentum_and_follows_the_learning_rate(
     setup = Setup(optimizer=optimizer)
     for compression in (DefaultTopKEF, DefaultTopKEF(), DefaultTopKEF.compact()):
         config = TopKEF.of(setup.distributed(setup.task(), compression))._compressor.plan.config
-        assert (config.values, config.ratio, config.momentum) == ("int4", 0.024, 0.9)
+        assert (config.values, config.ratio, config.momentum) == ("int4", 0.02, 0.9)
         assert (config.follow_lr, config.velocity_kept) == (True, kept)
+        assert config.stretches == ((60, 0.2),)
 
 
 def test_what_was_explicit_means_what_it_meant() -> None:
