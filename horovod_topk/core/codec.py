@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from horovod_topk.core import payload as wire
 from horovod_topk.core.payload import HEADER_BYTES
 from horovod_topk.core.plan import BucketPlan
-from horovod_topk.core.residual import Arenas, scaled
+from horovod_topk.core.residual import Arenas, Squares, scaled
 from horovod_topk.errors import PayloadError
 from horovod_topk.methods.keys import Key
 from horovod_topk.methods.protocol import Codec, Read, Seeded, SeededCodec, Sent
@@ -168,8 +168,8 @@ class PayloadCodec(Generic[Array]):
                     array, at, scaled(self._ops.take(array, at), 1.0 - factor, self._ops)
                 )
 
-    def gradient_norm(self, arenas: Arenas[Array], payload: Array, *, committed: bool) -> float:
-        """Norm of g = e' - e + (what receivers read): the law of conservation, solved for g.
+    def squares(self, arenas: Arenas[Array], payload: Array, *, committed: bool) -> Squares:
+        """Of a = e' + (what receivers read), of g = a - e, and of e'.
 
         committed: whether e' has become the residual since.
         """
@@ -177,13 +177,14 @@ class PayloadCodec(Generic[Array]):
         before, after = arenas.residual, arenas.candidate
         if committed:
             before, after = after, before
-        gradient = ops.clone(after)
-        ops.subtract_at(gradient, None, before)
+        whole = ops.clone(after)
         read = self._read(bucket, payload, rows=False, ago=int(committed))
         for position, each in read.items():
             piece = bucket.tensors[position]
-            ops.accumulate(self._slice(gradient, piece), each.index, each.values)
-        return ops.norm(gradient)
+            ops.accumulate(self._slice(whole, piece), each.index, each.values)
+        compensated = ops.norm(whole) ** 2
+        ops.subtract_at(whole, None, before)
+        return Squares(ops.norm(whole) ** 2, compensated, ops.norm(after) ** 2)
 
     def _encode(
         self, arenas: Arenas[Array], gradients: Sequence[Array], position: int

@@ -17,7 +17,7 @@ from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.reshard import rescaling
-from horovod_topk.core.residual import ResidualRegistry
+from horovod_topk.core.residual import ResidualRegistry, Squares
 from horovod_topk.core.rounds import is_shared, state_names, state_plan
 from horovod_topk.core.state import State
 from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY
@@ -157,7 +157,11 @@ class Compressor(State[Array]):
 
     def gradient_norm(self) -> float:
         """Euclidean norm of the gradients launched last. Waits for the device."""
-        return self.step.gradient_norm()
+        return math.sqrt(self.squares().gradient)
+
+    def squares(self) -> Squares:
+        """`State.squares`."""
+        return self.step.squares()
 
     def _sent(self) -> list[ResidualRegistry[Array]]:
         """What later steps send: this rank's residuals, and the owner's."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.part import Part, Piece, as_row
 from horovod_topk.core.plan import BucketPlan, Plan
@@ -33,6 +33,22 @@ class Arenas(Generic[Array]):
     def swap(self) -> None:
         """Make the candidate the residual."""
         self.residual, self.candidate = self.candidate, self.residual
+
+
+@dataclass(frozen=True)
+class Squares:
+    """Sums of squares of what one rank compressed in a step: numbers, or scalars in a graph."""
+
+    gradient: Any = 0.0  # gradients, or their velocities where momentum is corrected
+    compensated: Any = 0.0  # these and the residual; 0: not known
+    left: Any = 0.0  # what of that was not sent
+
+    def __add__(self, other: Squares) -> Squares:
+        return Squares(
+            self.gradient + other.gradient,
+            self.compensated + other.compensated,
+            self.left + other.left,
+        )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.sharded import ShardedBucket
 from horovod_topk.core.plan import BucketPlan, Plan, lay_out
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import shard
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.dense import Dense
@@ -144,9 +144,9 @@ class ReducedBucket(Generic[Array]):
         for arenas in (self._arenas, *self._states.values()):
             arenas.swap()
 
-    def gradient_norm(self, *, committed: bool) -> float:
-        """`BucketExchange.gradient_norm`."""
-        return 0.0
+    def squares(self, *, committed: bool) -> Squares:
+        """`BucketExchange.squares`: not known."""
+        return Squares()
 
     def _start(self, i: int) -> None:
         """Send what the method has added up in round i.

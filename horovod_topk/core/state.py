@@ -18,6 +18,7 @@ from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
 from horovod_topk.core.rates import RATES, Units, rates_of
+from horovod_topk.core.residual import Squares
 from horovod_topk.core.schedule import Clock, Counter, HostCounter, Schedule
 from horovod_topk.core.state_dict import (
     ASKED,
@@ -37,7 +38,7 @@ from horovod_topk.core.state_dict import (
     steps_of,
     without,
 )
-from horovod_topk.core.stats import Stats, StepCounters, count_step, planned
+from horovod_topk.core.stats import Stats, StepCounters, count_step, measured, planned
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
 
@@ -104,8 +105,8 @@ class State(Generic[Array]):
         assert self.exchange is not None
         return self.exchange.rank, self.exchange.ranks
 
-    def gradient_norm(self) -> float:
-        """Euclidean norm of this rank's last gradients. Waits for the device."""
+    def squares(self) -> Squares:
+        """Sums of squares of what this rank compressed last. Waits for the device."""
         raise NotImplementedError
 
     def about_to_change(self) -> None:
@@ -289,7 +290,7 @@ class State(Generic[Array]):
             rolled_back=self.rolled_back,
             residual_norm=self.norm(RESIDUALS),
             owned_norm=self.norm(OWNED),
-            gradient_norm=self.gradient_norm(),
+            **measured(self.squares()),
         )
 
     def norm(self, key: str) -> float:

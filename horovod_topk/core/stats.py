@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.plan import Plan
+from horovod_topk.core.residual import Squares
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Stats:
     residual_norm: float = 0.0  # of this rank's residuals: what it has not sent yet
     owned_norm: float = 0.0  # of the owner's residuals ("sharded" and "hierarchical")
     gradient_norm: float = 0.0  # of this rank's gradients in the last step; TensorFlow: last 16
+    sent_share: float | None = None  # of the squares of gradient plus residual, what was sent then
     ratios: Mapping[str, float] = field(default_factory=dict)  # tensor -> ratio of its own
     skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> reason not to
     lost_ranks: int = 0  # elastic jobs: ranks whose residuals were lost with them
@@ -70,6 +73,15 @@ def count_step(
 ) -> StepCounters:
     """The counters of the step that ended as number `step`."""
     return StepCounters(step, committed, **asdict(traffic), flagged=tuple(flagged))
+
+
+def measured(squares: Squares) -> dict[str, Any]:
+    """What `Stats` says of the last step."""
+    known = squares.compensated > 0.0
+    return {
+        "gradient_norm": math.sqrt(squares.gradient),
+        "sent_share": 1.0 - squares.left / squares.compensated if known else None,
+    }
 
 
 def describe(exchange: Exchange[Any]) -> str:

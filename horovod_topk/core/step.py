@@ -19,7 +19,6 @@ builds a step while it traces, and decides by a condition in the graph.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -28,7 +27,7 @@ from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
@@ -219,15 +218,16 @@ class Step(Generic[Array]):
             b.ordinal: same.get(b.ordinal) or self._make_bucket(b) for b in plan.buckets
         }
 
-    def gradient_norm(self) -> float:
-        """Euclidean norm of the gradients of the last step. Waits for the device."""
+    def squares(self) -> Squares:
+        """Sums of squares of the last step. Waits for the device."""
         measurable = (each for each in self._buckets.values() if each.measurable)
-        return math.hypot(
-            *(each.exchange.gradient_norm(committed=each.committed_last) for each in measurable)
+        return sum(
+            (each.exchange.squares(committed=each.committed_last) for each in measurable),
+            Squares(),
         )
 
     def forget_gradients(self) -> None:
-        """Have no gradient norm until the next step: the residuals have changed."""
+        """Have no sums of squares until the next step: the residuals have changed."""
         for bucket in self._buckets.values():
             bucket.measurable = False
 

@@ -324,5 +324,5 @@ class Ops(Protocol[Array]):
         ...
 
     def norm(self, array: Array) -> float:
-        """Euclidean norm, summed in float64. Waits for the device."""
+        """Euclidean norm, summed in float64; in a graph a scalar. Waits for the device."""
         ...

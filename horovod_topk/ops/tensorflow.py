@@ -348,7 +348,8 @@ class TensorFlowOps:
         return None if operations is None else BucketOperations(recipe, operations)
 
     def norm(self, array: Array) -> float:
-        return float(tf.norm(tf.cast(array.value, tf.float64)))
+        norm: Any = tf.norm(tf.cast(array.value, tf.float64))
+        return float(norm) if tf.executing_eagerly() else norm
 
 
 @functools.cache

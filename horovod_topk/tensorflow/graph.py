@@ -18,15 +18,21 @@ from horovod_topk.tensorflow.state_variables import VariableState
 
 
 def step(
-    cached: CachedPlan, gradients: Sequence[Any], state: VariableState, rate: Any = None
-) -> tuple[list[Any], Any]:
+    cached: CachedPlan, gradients: Sequence[Any], state: VariableState, due: Any, rate: Any = None
+) -> tuple[list[Any], Any, Any]:
     """Exchange gradients, in the order of `cached.specs`.
 
-    rate: the learning rate, [] float64, if residuals follow it.
+    Args:
+        cached: the plan.
+        gradients: one a tensor.
+        state: what is committed.
+        due: whether to measure, [] bool.
+        rate: the learning rate, [] float64, if residuals follow it.
 
     Returns:
-        The exchanged gradients, and one flag a tensor, bucket by bucket: True where a rank had a
-        NaN or an infinity. The state has then stayed as it was, bit for bit.
+        The exchanged gradients; one flag a tensor, bucket by bucket, True where a rank had a NaN or
+        an infinity, and the state has then stayed as it was, bit for bit; and `Squares`, [3]
+        float64, below zero where they were not measured.
     """
     plan = cached.plan
     arrays: dict[str, Array] = {
@@ -45,8 +51,16 @@ def step(
         run.commit()
         state.count(plan, rate)
 
-    tf.cond(tf.reduce_any(flagged), lambda: None, commit)
-    return [arrays[spec.name].value for spec in cached.specs], flagged
+    def measure() -> Any:
+        squares = run.squares()
+        each = squares.gradient, squares.compensated, squares.left
+        return tf.stack([tf.convert_to_tensor(square, tf.float64) for square in each])
+
+    sound = tf.logical_not(tf.reduce_any(flagged))
+    tf.cond(sound, commit, lambda: None)
+    unknown = tf.fill([3], tf.constant(-1.0, tf.float64))
+    squares = tf.cond(tf.logical_and(due, sound), measure, lambda: unknown)
+    return [arrays[spec.name].value for spec in cached.specs], flagged, squares
 
 
 def clip(gradients: Sequence[Array], clip_norm: float, reduction: str, ranks: int) -> None:
@@ -73,8 +87,3 @@ class _Norms:
         factor, ops = tf.minimum(threshold / norm, 1.0), TensorFlowOps()
         for gradient in gradients:
             ops.write_scaled(gradient, factor, gradient, False)
-
-
-def norm_of(gradients: Sequence[Any]) -> Any:
-    """Euclidean norm of all of them."""
-    return tf.sqrt(2 * tf.add_n([tf.nn.l2_loss(tf.cast(g, tf.float32)) for g in gradients]))

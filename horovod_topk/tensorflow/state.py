@@ -13,11 +13,12 @@ import tensorflow as tf
 
 from horovod_topk.core.attached import Attached
 from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic
+from horovod_topk.core.residual import Squares
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.alone import clipped_alone, with_momentum
 from horovod_topk.tensorflow.collective import HorovodCollective
-from horovod_topk.tensorflow.graph import norm_of, step
+from horovod_topk.tensorflow.graph import step
 from horovod_topk.tensorflow.plan_cache import CachedPlan, PlanCache
 from horovod_topk.tensorflow.planning import Settings, names_of, spec_of, unwrap
 from horovod_topk.tensorflow.scaling import is_dense
@@ -26,8 +27,7 @@ from horovod_topk.tensorflow.variables import Stores
 
 log = logging.getLogger("horovod_topk")
 
-MEASURED = 16  # steps, of one of which the gradient's norm is measured: it takes a pass over memory
-NOT_MEASURED = -1.0
+MEASURED = 16  # steps, of one of which norms are measured: they take passes over memory
 
 _COUNT = itertools.count()
 _LIVE: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
@@ -156,22 +156,21 @@ class OptimizerState(Attached[VariableState]):
         cached = cached.at(ratio)
         with tf.name_scope("topkef"):
             due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
-            exchanged, flags = step(cached, gradients, self._state, rate)
+            exchanged, flags, squares = step(cached, gradients, self._state, due, rate)
             self._traced[cached.name] = cached
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
             this, name = weakref.ref(self), cached.name
 
-            def count(flags: Any, norm: Any) -> None:
+            def count(flags: Any, squares: Any) -> None:
                 state = this()
                 if state is not None:
-                    state._count(state._traced[name], flags, norm)
+                    state._count(state._traced[name], flags, squares.numpy())
 
-            norm = tf.cond(due, lambda: norm_of(gradients), lambda: NOT_MEASURED)
-            counted = tf.py_function(count, [flags, norm], [])
+            counted = tf.py_function(count, [flags, squares], [])
             with tf.control_dependencies([counted]):  # which raises what was found on the way
                 return [tf.identity(each) for each in exchanged]
 
-    def _count(self, cached: CachedPlan, flags: Any, norm: Any) -> None:
+    def _count(self, cached: CachedPlan, flags: Any, squares: Any) -> None:
         """Note the end of a step, on the host; raise what `TensorFlowOps` has deferred."""
         state, plan = self._state, cached.plan
         self._raised, state.ops.raised = state.ops.raised, None
@@ -179,8 +178,8 @@ class OptimizerState(Attached[VariableState]):
             raise self._raised
         assert state.exchange is not None  # it has exchanged these gradients
         state.plan = plan
-        if norm >= 0:
-            state.last_norm = float(norm)
+        if squares[0] >= 0.0:
+            state.last_squares = Squares(*map(float, squares))
         names = [tensor.spec.name for tensor in plan.tensors()]
         pairs = zip(names, flags.numpy(), strict=True)
         flagged = [name for name, flag in pairs if flag]

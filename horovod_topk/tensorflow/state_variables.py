@@ -16,7 +16,7 @@ from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.rounds import is_shared, state_names, state_plan
 from horovod_topk.core.state import State
 from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY, converted
@@ -65,6 +65,7 @@ class VariableArenas(Arenas[Array]):
         for tensor, variable in zip(self.plan.tensors, self._variables, strict=True):
             left = self._ops.view(self.candidate, tensor.start, tensor.stop)
             variable.assign(left.value)
+        super().swap()
 
 
 class VariableState(State[Array]):
@@ -93,7 +94,7 @@ class VariableState(State[Array]):
         super().__init__(config, reduction, self.ops, self.schedule_in_graphs)
         self._names, self.later = names, set(names)
         self.rates = VariableRates() if config.follow_lr else None
-        self.last_norm = 0.0  # of this rank's gradients
+        self.last_squares = Squares()
         self._specs: dict[str, TensorSpec] = {}
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -113,9 +114,9 @@ class VariableState(State[Array]):
         """`State.place`."""
         return self.collective.rank, self.collective.size
 
-    def gradient_norm(self) -> float:
-        """`State.gradient_norm`."""
-        return self.last_norm
+    def squares(self) -> Squares:
+        """`State.squares`: of the last step in which they were measured."""
+        return self.last_squares
 
     def know(self, plan: Plan, variables: Mapping[str, Any]) -> None:
         """Make state variables for the tensors of a plan, and give them what was loaded for them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from oracle.backends import NUMPY, Backend, each_backend
 from oracle.world import World, same_bits
 
 from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.core.stats import Stats
+from horovod_topk.core.stats import Stats, measured
 from horovod_topk.errors import StateDictError
 from horovod_topk.methods.topk import TopK
 
@@ -131,6 +132,20 @@ def test_norms_of_the_residual_and_of_the_last_gradient(backend: Backend, ending
     if ending != "open":
         getattr(job, ending)()
     assert compressor.gradient_norm() == pytest.approx(norm(gradients[0]), rel=1e-5)
+
+
+@each_backend
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_share_of_the_squares_that_was_sent(backend: Backend, exchange: str) -> None:
+    job = World(make_plan([A, B], replace(CONFIG, exchange=exchange)), 2, backend)
+    assert measured(job.ranks[0].squares())["sent_share"] is None
+    for seed in range(3):
+        before, gradients = job.residuals()[0], some_gradients(seed, job.size)
+        job.step(gradients)
+        whole = {name: before[name] + gradients[0][name] for name in before}
+        share = 1.0 - (norm(job.residuals()[0]) / norm(whole)) ** 2
+        assert 0.0 < share < 1.0
+        assert measured(job.ranks[0].squares())["sent_share"] == pytest.approx(share, rel=1e-5)
 
 
 @each_backend

@@ -10,7 +10,7 @@ from horovod_topk.core import payload as wire
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import BucketExchange, Collective, Over, Pending, Traffic
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -109,6 +109,6 @@ class AllgatherBucket(Generic[Array]):
         """`BucketExchange.swap`."""
         self._arenas.swap()
 
-    def gradient_norm(self, *, committed: bool) -> float:
-        """`BucketExchange.gradient_norm`."""
-        return self._codec.gradient_norm(self._arenas, self._payload, committed=committed)
+    def squares(self, *, committed: bool) -> Squares:
+        """`BucketExchange.squares`."""
+        return self._codec.squares(self._arenas, self._payload, committed=committed)

@@ -26,7 +26,7 @@ from horovod_topk.core.exchange.protocol import (
     ring_allreduce_bytes,
 )
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
-from horovod_topk.core.residual import Arenas, as_row
+from horovod_topk.core.residual import Arenas, Squares, as_row
 from horovod_topk.errors import PlanMismatchError
 from horovod_topk.ops import Ops
 from horovod_topk.ops.coding import value_bytes
@@ -128,9 +128,9 @@ class AllreduceBucket(Generic[Array]):
     def swap(self) -> None:
         """`BucketExchange.swap`: there is no residual."""
 
-    def gradient_norm(self, *, committed: bool) -> float:
-        """`BucketExchange.gradient_norm`: not known, as the gradients' memory has the sums."""
-        return 0.0
+    def squares(self, *, committed: bool) -> Squares:
+        """`BucketExchange.squares`: not known, as the gradients' memory has the sums."""
+        return Squares()
 
     def _examine(self, sums: Sequence[Array]) -> Sequence[bool]:
         """Compare the lanes; return which sums are not finite."""

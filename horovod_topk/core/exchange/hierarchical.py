@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from horovod_topk.core import payload as wire
@@ -39,7 +39,7 @@ from horovod_topk.core.exchange.protocol import (
 )
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import NodePlan, first_block, shard_sums
 from horovod_topk.errors import TopKError
 from horovod_topk.ops import Ops
@@ -268,9 +268,13 @@ class HierarchicalBucket(Generic[Array]):
         if self._owned is not None:
             self._owned.swap()
 
-    def gradient_norm(self, *, committed: bool) -> float:
-        """`BucketExchange.gradient_norm`."""
-        return self._ops.norm(self._out)
+    def squares(self, *, committed: bool) -> Squares:
+        """`BucketExchange.squares`: of this rank's gradients, and of what it sends as an owner."""
+        gradient = self._ops.norm(self._out) ** 2
+        if self._owned is None:
+            return Squares(gradient)
+        owned = self._codec.squares(self._owned, self._back, committed=committed)
+        return replace(owned, gradient=gradient)
 
     # The legs.
 

@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.nodes import Location, Nodes
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.errors import TensorTooLargeError
 from horovod_topk.ops import Ops
 
@@ -142,8 +142,11 @@ class BucketExchange(Protocol[Given]):
         """What was not sent becomes the residual."""
         ...
 
-    def gradient_norm(self, *, committed: bool) -> float:
-        """Norm of the gradients sent last. Waits for the device."""
+    def squares(self, *, committed: bool) -> Squares:
+        """Of what was sent last, as far as they are known. Waits for the device.
+
+        committed: whether that step was committed.
+        """
         ...
 
 

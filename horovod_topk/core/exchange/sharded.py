@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -18,7 +17,7 @@ from horovod_topk.core.exchange.protocol import (
 )
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.residual import Arenas
+from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import ShardedPlan, shard
 from horovod_topk.errors import TopKError
 from horovod_topk.ops import Ops
@@ -205,11 +204,10 @@ class ShardedBucket(Generic[Array]):
         for arenas in (*self._arenas, self._owned):
             arenas.swap()
 
-    def gradient_norm(self, *, committed: bool) -> float:
-        """`BucketExchange.gradient_norm`."""
-        pairs = zip(self._arenas, self._parts, strict=True)
-        norm = self._codec.gradient_norm
-        return math.hypot(*(norm(*pair, committed=committed) for pair in pairs))
+    def squares(self, *, committed: bool) -> Squares:
+        """`BucketExchange.squares`."""
+        pairs, squares = zip(self._arenas, self._parts, strict=True), self._codec.squares
+        return sum((squares(*pair, committed=committed) for pair in pairs), Squares())
 
     def _gather(self) -> Pending[Array]:
         return self._collective.allgather(self._back, f"{self._name}.gather")

@@ -158,6 +158,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(spoil: Any, message: str
 def test_stats_count_what_was_exchanged() -> None:
     compression, seen = TopKEF(ratio=0.01, min_numel=8), list[StepCounters]()
     model, _ = trained(compression, 1)
+    left = compression.stats().residual_norm
     TopKEF.on_step(compression, seen.append)
     trained(compression, 2, first=1, model=model)
     stats = compression.stats()
@@ -170,6 +171,7 @@ def test_stats_count_what_was_exchanged() -> None:
     measured = [noise(hvd.rank(), i, shape).numpy() for i, shape in enumerate(SHAPES)]  # of 16
     norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in measured))
     assert stats.gradient_norm == pytest.approx(norm, rel=1e-5)
+    assert stats.sent_share == pytest.approx(1.0 - (left / norm) ** 2, rel=1e-5)
 
 
 def test_residuals_end_with_their_model() -> None:
