@@ -219,8 +219,9 @@ def test_auto_leaves_a_momentum_that_it_cannot_correct(
 @pytest.mark.parametrize("optimizer", [heavy_ball, nesterov, training.adamw])
 def test_auto_takes_a_momentum_over_that_it_can_correct(optimizer: Any) -> None:
     setup = Setup(optimizer=optimizer)
+    same = {"ratio": 0.1, "min_numel": 0, "velocity_kept": 0.75}
     found = [
-        run(setup, warmup, TopKEF(ratio=0.1, min_numel=0, momentum=momentum, follow_lr=follows))
+        run(setup, warmup, TopKEF(**same, momentum=momentum, follow_lr=follows))
         for momentum, follows in (("auto", "auto"), ("optimizer", True))
     ]
     assert_same(*found)
