@@ -44,6 +44,12 @@ class Hooks:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was warned of."""
+        of_loan = () if self._loan is None else self._loan.warnings
+        return (*of_loan, *self.late_clipping.warnings)
+
     def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
         slot = self._buckets.slots.get(parameter)
@@ -56,7 +62,9 @@ class Hooks:
         check_before(optimizer, args, kwargs)
         factor = self._compressor.plan.config.momentum
         if self._loan is not None:
-            if not optimizer._handles:  # else this step exchanges first, and calls on its own
+            if optimizer._handles:  # this step exchanges first, and calls on its own
+                self._loan.take_back(optimizer)  # from a step that has failed
+            else:
                 self._loan.lend(optimizer)
         elif factor:
             momentum.check_not_twice(optimizer, factor)
