@@ -225,7 +225,7 @@ class OptimizerState(Attached[Compressor[Tensor]]):
 
     def synchronized(self) -> None:
         """Note that `synchronize()` is over: from here on a user may change gradients."""
-        self._hooks.late_clipping.begin()
+        self._hooks.synchronized()
 
     @torch.no_grad()
     def _launch(self, ordinal: int) -> None:

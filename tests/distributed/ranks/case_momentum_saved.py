@@ -80,7 +80,8 @@ def test_a_dense_checkpoint_goes_on_without_its_velocity_and_that_is_said(
     if optimizer is heavy_ball:  # Adam's mean square is of velocities
         for one, two in zip(task.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
-    has_loaded = hvd.rank() == 0 or not by_broadcast
+    # Horovod broadcasts into the tensors that Adam has by then, and SGD has none.
+    has_loaded = hvd.rank() == 0 or not by_broadcast or optimizer is training.adamw
     assert caplog.text.count(SAID) == has_loaded
     assert [SAID in each for each in TopKEF.of(ours).stats().warnings] == [True] * has_loaded
     assert_ranks_equal(task)

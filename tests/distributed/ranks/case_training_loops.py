@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 import training
-from horovod_topk.errors import ConfigError
+from horovod_topk.errors import ConfigError, RepeatedSynchronizeError
 from plain import PlainTopKEF as TopKEF
 from reference import ErrorFeedback
 from training import Setup, Task
@@ -319,6 +319,20 @@ def test_a_step_that_fails_is_no_part_of_what_is_saved() -> None:
     optimizer.zero_grad()
     training.ordinary(task, optimizer, 1)
     assert all(optimizer.param_groups[0][key] == before[key] for key in before)
+
+
+def test_a_step_that_is_refused_leaves_parameter_groups_as_they_were() -> None:
+    setup = Setup(optimizer=heavy_ball)
+    task = setup.task()
+    optimizer = setup.distributed(task, whole(ratio=0.1))
+    before = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    task.loss(hvd.rank(), 0).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning), pytest.raises(RepeatedSynchronizeError):
+        optimizer.step()
+    after = optimizer.param_groups[0]
+    assert {key: after[key] for key in before} == before
+    TopKEF.of(optimizer).reset()
 
 
 def test_a_sparse_gradient_has_the_momentum_that_was_taken_over() -> None:
