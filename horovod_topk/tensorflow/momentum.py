@@ -26,6 +26,7 @@ from horovod_topk.core.momentum_takeover import (
     warn_of_loaded,
     why_not_corrected,
 )
+from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.planning import unwrap
@@ -126,11 +127,7 @@ def _why_left(optimizer: Any, config: Method) -> str:
         return f"it is none of {WORDS.known}"
     if not _number(_present(optimizer, setting)):
         return "it has none, or one that changes by itself"
-    if why := why_not_corrected(config):
-        return why
-    if has_gathered(optimizer):
-        return "it has trained with it already"
-    return ""
+    return why_not_corrected(config)
 
 
 def has_gathered(optimizer: Any) -> bool:
@@ -165,6 +162,13 @@ def check_not_twice(optimizer: Any, config: Method) -> None:
     if present is None:
         raise none_to_correct(config.momentum, kind, WORDS.known)
     value = _number(present)
+    if config.taken_over and value != 0.0:
+        raise ConfigError(
+            f"the momentum of {kind} was taken over as {config.momentum}, and it has been given "
+            f"{setting}={present if value is None else value}: it would be applied twice",
+            cure="Build a new distributed optimizer with that momentum, or pass momentum=0 to "
+            "TopKEF",
+        )
     own = Own(
         kind,
         where="the optimizer",

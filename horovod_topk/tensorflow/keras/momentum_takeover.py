@@ -19,8 +19,11 @@ from horovod_topk.tensorflow.momentum import Taken, has_gathered, slots_of
 def taking(optimizer: Any, taken: Taken) -> Any:
     """The class for a copy of an optimizer that applies no momentum, of the same name.
 
+    If its momentum has gathered something, that is dropped with a warning: one rank may have loaded
+    a checkpoint, and all have to do the same.
+
     Raises:
-        ConfigError: its momentum has gathered something already, which would be lost.
+        ConfigError: it has, and momentum is "optimizer".
     """
     base = type(optimizer)
     _check_fresh(optimizer, taken)
@@ -30,8 +33,17 @@ def taking(optimizer: Any, taken: Taken) -> Any:
 
 
 def _check_fresh(optimizer: Any, taken: Taken) -> None:
-    if has_gathered(optimizer):
+    if not has_gathered(optimizer):
+        return
+    if not taken.may_leave:
         raise _would_be_lost(type(optimizer).__name__, taken)
+    taken.warn_of_loaded(optimizer)
+
+
+def drop_gathered(optimizer: Any, taken: Taken) -> None:
+    """Have a copy of an optimizer start without a momentum, if that is taken over."""
+    for slot in slots_of(_holder(optimizer)) if taken.is_over else ():
+        slot.assign(keras.ops.zeros_like(slot))
 
 
 def _would_be_lost(kind: str, taken: Taken) -> ConfigError:

@@ -149,3 +149,15 @@ def test_broadcasting_the_state_of_new_optimizers_moves_no_parameter() -> None:
     assert_same(training.snapshot(task), before)
     training.ordinary(task, ours, 0)
     assert_ranks_equal(task)
+
+
+def test_one_rank_alone_may_have_loaded_another_momentum_before_it_is_distributed() -> None:
+    """As of a schedule that moves it; it is broadcast afterwards."""
+    momentum = 0.8 if hvd.rank() == 0 else 0.9
+    setup = Setup(optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=momentum))
+    task = setup.task()
+    ours = setup.distributed(task, auto())
+    hvd.broadcast_optimizer_state(ours, root_rank=0)
+    training.ordinary(task, ours, 0)
+    assert ours.param_groups[0]["momentum"] == 0.8
+    assert_ranks_equal(task)

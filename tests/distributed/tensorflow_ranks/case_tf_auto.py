@@ -15,6 +15,7 @@ import tf_keras
 from kerasses import LIBRARIES, compiled, data, distributed, fit, same
 from proof import assert_ranks_equal
 
+import horovod_topk.tensorflow.keras as hvd_keras
 from plain import PlainTopKEF as TopKEF
 
 BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
@@ -133,6 +134,39 @@ def test_a_dense_checkpoint_is_loaded_without_its_velocity_and_that_is_said(
     assert [SAID in each for each in TopKEF.of(model.optimizer).stats().warnings] == [True]
     assert int(optimizer_weights(model)[0]) == 16  # iterations
     assert_ranks_equal(model.get_weights())
+
+
+def named(optimizer: Any, compression: Any) -> Any:
+    """A model whose variables have the same names once it is loaded; a Sequential's have not."""
+    inputs = keras.layers.Input((20,))
+    model = keras.Model(inputs, keras.layers.Dense(10, name="only")(inputs))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = distributed(keras, optimizer, compression)
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+    return model
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_one_rank_alone_may_load_a_dense_model(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It broadcasts that to the others, which have built theirs."""
+    path, compression = tmp_path / "model.keras", auto()
+    before = named(KINDS[kind](keras.optimizers), hvd.Compression.none)
+    train(before)
+    before.save(path)
+    if hvd.rank() == 0:
+        model = hvd_keras.load_model(path, compression=compression)
+    else:
+        model = named(KINDS[kind](keras.optimizers), compression)
+    callbacks = [hvd_keras.callbacks.BroadcastGlobalVariablesCallback()]
+    model.fit(*data(), batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+    assert_ranks_equal(model.get_weights())
+    stats = compression.stats()
+    assert (stats.momentum, int(model.optimizer.iterations)) == (0.9, 16)
+    assert SAID in caplog.text if hvd.rank() == 0 else SAID not in caplog.text
+    assert len(stats.warnings) == (hvd.rank() == 0)
 
 
 @pytest.mark.one_in(3, first=1)
