@@ -166,6 +166,8 @@ class Settings:
     def _is_off(self, name: str) -> bool:
         if name == "velocity_kept" and not self.momentum:
             return True
+        if name in ("momentum", "nesterov") and self.taken_over:
+            return True  # the optimizer's, which may move, and be another before a broadcast
         return name in OPTIONAL and getattr(self, name) == OPTIONAL[name]
 
 

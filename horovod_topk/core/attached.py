@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -48,7 +48,7 @@ class Attached(Generic[Kept]):
 
     framework: str
     _state: Kept  # where it is active
-    warnings: tuple[str, ...] = ()  # what was warned of for this optimizer, as in the log
+    warnings: Sequence[str] = ()  # what was warned of for this optimizer, as in the log
 
     def __init__(self, process_set: Any, reduction: str, label: str) -> None:
         self._process_set, self._reduction, self.label = process_set, reduction, label
@@ -64,7 +64,7 @@ class Attached(Generic[Kept]):
         """Totals and norms so far. Waits for the device; call it on any rank, it is local."""
         stats = self._state.stats() if self.active else Stats()
         skipped, late = dict(self._skipped), dict(self._late)
-        stats = replace(stats, skipped=skipped, late=late, warnings=self.warnings)
+        stats = replace(stats, skipped=skipped, late=late, warnings=tuple(self.warnings))
         return stats if self.manager is None else self.manager.counted(stats)
 
     @property

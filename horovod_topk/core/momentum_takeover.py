@@ -123,6 +123,21 @@ def note_taken(kind: str, momentum: float) -> None:
     log.info("TopKEF takes over the momentum of %s: %g", kind, momentum)
 
 
+def warn_of_loaded(kind: str) -> str:
+    """Warn that a momentum was loaded which has no place any more.
+
+    Returns:
+        The warning.
+    """
+    text = (
+        f"TopKEF takes the momentum of {kind} over, and starts at zero instead of from its "
+        "buffers: what was loaded is of training without compression. To go on from it, pass "
+        "momentum=0 to TopKEF"
+    )
+    log.warning("%s", text)
+    return text
+
+
 def warn_of_clipping(momentum: float, seen: str) -> str:
     """Warn that clipping after the exchange sees velocities, and makes SGD's steps smaller.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -21,10 +23,13 @@ from horovod_topk.core.momentum_takeover import (
     note_taken,
     settings_of,
     warn_of_clipping,
+    warn_of_loaded,
     why_not_corrected,
 )
+from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.compressor import Compressor
+from horovod_topk.tensorflow.planning import unwrap
 
 log = logging.getLogger("horovod_topk")
 
@@ -33,17 +38,41 @@ CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")  # settings of every opt
 SETTINGS = {"SGD": "momentum", "Adam": "beta_1", "AdamW": "beta_1"}  # by class, of Keras' own
 
 
-@dataclass(frozen=True)
+@dataclass
 class Taken:
     """An optimizer's momentum that was taken over: it applies none, and is saved with it."""
 
     setting: str  # of the optimizer: "momentum" or "beta_1"
     value: float
+    may_leave: bool = field(default=False, compare=False)  # momentum="auto": it may be given back
+    is_over: bool = field(default=True, compare=False)  # False: it was given back
+    warnings: list[str] = field(default_factory=list, compare=False)
 
     @property
     def step(self) -> float:
         """What SGD multiplies its learning rate by: exchanged gradients are 1 - m velocities."""
-        return 1.0 / (1.0 - self.value) if self.setting == "momentum" else 1.0
+        return 1.0 / (1.0 - self.value) if self.setting == "momentum" and self.is_over else 1.0
+
+    def leave_narrow(self, optimizer: Any, variables: Iterable[Any]) -> None:
+        """Give the momentum back, where the settings allow it, and a velocity would not fit.
+
+        Args:
+            optimizer: what it was taken from, before it has made its own variables.
+            variables: of the model.
+        """
+        if not (self.may_leave and self.is_over):
+            return
+        for inner in map(unwrap, variables):
+            if inner.dtype not in (tf.float32, tf.float64):
+                self.is_over, kind = False, type(optimizer).__name__
+                _set(optimizer, self.setting, self.value)
+                why = f"variable {inner.name!r} is {inner.dtype.name}"
+                log.info("TopKEF leaves momentum to %s after all: %s", kind, why)
+                return
+
+    def warn_of_loaded(self, optimizer: Any) -> None:
+        """Say that a momentum was loaded which goes no further."""
+        self.warnings.append(warn_of_loaded(type(optimizer).__name__))
 
 
 @dataclass(frozen=True)
@@ -88,7 +117,7 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
     if setting is None or why_inactive(process_set) is not None:
         return Told(compressor, config, None)
     config = replace(config, **settings, taken_over=True)
-    return Told(compressor, config, Taken(setting, config.momentum))
+    return Told(compressor, config, Taken(setting, config.momentum, may_leave=asked == AUTO))
 
 
 def _why_left(optimizer: Any, config: Method) -> str:
@@ -98,16 +127,19 @@ def _why_left(optimizer: Any, config: Method) -> str:
         return f"it is none of {WORDS.known}"
     if not _number(_present(optimizer, setting)):
         return "it has none, or one that changes by itself"
-    if why := why_not_corrected(config):
-        return why
-    if any(bool(tf.reduce_any(tf.not_equal(slot, 0.0))) for slot in slots_of(optimizer)):
-        return "it has trained with it already"
-    return ""
+    return why_not_corrected(config)
+
+
+def has_gathered(optimizer: Any) -> bool:
+    """Whether an optimizer has a momentum of gradients that it was given."""
+    return any(bool(tf.math.count_nonzero(unwrap(slot))) for slot in slots_of(optimizer))
 
 
 def slots_of(optimizer: Any) -> list[Any]:
     """The variables that an optimizer keeps its momentum in."""
     slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
+    if hasattr(optimizer, "_hyper"):  # of tf-keras' older ones
+        slots = [own.get("m", own.get("momentum")) for own in optimizer._slots.values()]
     return [slot for slot in slots if slot is not None]
 
 
@@ -130,6 +162,13 @@ def check_not_twice(optimizer: Any, config: Method) -> None:
     if present is None:
         raise none_to_correct(config.momentum, kind, WORDS.known)
     value = _number(present)
+    if config.taken_over and value != 0.0:
+        raise ConfigError(
+            f"the momentum of {kind} was taken over as {config.momentum}, and it has been given "
+            f"{setting}={present if value is None else value}: it would be applied twice",
+            cure="Build a new distributed optimizer with that momentum, or pass momentum=0 to "
+            "TopKEF",
+        )
     own = Own(
         kind,
         where="the optimizer",
@@ -167,26 +206,65 @@ def apply_none(optimizer: Any, taken: Taken) -> None:
     """Have a new optimizer of tf-keras leave its momentum to us, but say that it has it.
 
     Its configuration, and so what is saved, is as the user made it: whoever loads that takes the
-    momentum over again, or has Keras apply it.
+    momentum over again, or has Keras apply it. Where Keras would keep a momentum there are zeros.
     """
     note_taken(type(optimizer).__name__, taken.value)
-    if hasattr(optimizer, "_hyper"):  # of the older ones, whose SGD would keep velocities
-        optimizer._hyper[taken.setting] = 0.0
-        optimizer._momentum = False
-    else:
-        setattr(optimizer, taken.setting, 0.0)
-    _scale_updates(optimizer, taken.step)
+    _set(optimizer, taken.setting, 0.0)
+    _scale_updates(optimizer, taken)
+    _drop_loaded(optimizer, taken)
     get_config = optimizer.get_config
     optimizer.get_config = lambda: get_config() | {taken.setting: taken.value}
 
 
-def _scale_updates(optimizer: Any, factor: float) -> None:
+def _set(optimizer: Any, setting: str, value: float) -> None:
+    """Have an optimizer of Keras apply another momentum, before it has variables for it."""
+    if hasattr(optimizer, "_hyper"):  # of tf-keras' older ones, whose SGD would keep velocities
+        optimizer._set_hyper(setting, value)
+        optimizer._momentum = setting == "momentum" and value > 0.0
+    else:
+        setattr(optimizer, setting, value)
+
+
+def _scale_updates(optimizer: Any, taken: Taken) -> None:
     """Have an optimizer of tf-keras multiply what it applies, after clipping."""
-    if factor == 1.0:
-        return
     name = "_resource_apply_dense" if hasattr(optimizer, "_hyper") else "update_step"
     update = getattr(optimizer, name)
-    setattr(optimizer, name, lambda gradient, *rest: update(gradient * factor, *rest))
+
+    def scaled(gradient: Any, variable: Any, *rest: Any) -> Any:
+        result = update(gradient * taken.step, variable, *rest)
+        slot = _slot_of(optimizer, variable) if taken.is_over else None
+        if slot is None:
+            return result
+        with tf.control_dependencies([] if result is None else [result]):
+            return slot.assign(tf.zeros_like(slot))  # else what was applied now, to be saved
+
+    setattr(optimizer, name, scaled)
+
+
+def _slot_of(optimizer: Any, variable: Any) -> Any:
+    """Where an optimizer of tf-keras keeps one variable's momentum; None: nowhere."""
+    if hasattr(optimizer, "_hyper"):
+        return None if _is_a(optimizer, "SGD") else optimizer.get_slot(variable, "m")
+    return slots_of(optimizer)[optimizer._index_dict[optimizer._var_key(variable)]]
+
+
+def _drop_loaded(optimizer: Any, taken: Taken) -> None:
+    """Have an optimizer of tf-keras warn of a momentum that is loaded, and go on without."""
+
+    def watched(load: Any) -> Any:
+        @functools.wraps(load)
+        def loaded(saved: Any) -> None:
+            load(saved)
+            if taken.is_over and has_gathered(optimizer):
+                for slot in slots_of(optimizer):
+                    slot.assign(tf.zeros_like(slot))
+                taken.warn_of_loaded(optimizer)
+
+        return loaded
+
+    for name in ("set_weights", "load_own_variables"):
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, watched(getattr(optimizer, name)))
 
 
 def _setting_of(optimizer: Any) -> str | None:

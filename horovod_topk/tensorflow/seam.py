@@ -18,6 +18,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import horovod._keras
@@ -70,23 +71,30 @@ class Exchange:
 
     def __init__(
         self,
-        compressor: Compressor,
-        config: Method,
+        told: Told,
         settings: Settings,
         memory: Memory | None,
         sparse_as_dense: bool,
         stock: Function,
     ) -> None:
-        self.compressor, self.config = compressor, config
+        self.compressor, self._told = told.compressor, told
         self._optimizer: Callable[[], Any] = lambda: None
-        self.scale = scaling.scale_of(compressor.grad_scaler)
+        self.scale = scaling.scale_of(told.compressor.grad_scaler)
         self._memory = memory
         self.state: OptimizerState | None = None  # of the variables seen last
         self._settings = settings
-        # Horovod would exchange others, and nobody would give them their momentum.
-        self._sparse_as_dense = sparse_as_dense or config.taken_over
+        self._sparse_as_dense = sparse_as_dense
         self._stock = stock
-        self._warnings: tuple[str, ...] = ()  # about the optimizer
+        taken = told.taken
+        self._warnings: list[str] = [] if taken is None else taken.warnings  # about the optimizer
+
+    @property
+    def config(self) -> Method:
+        """The settings; without a momentum that was given back."""
+        told = self._told
+        if told.taken is None or told.taken.is_over:
+            return told.config
+        return replace(told.config, momentum=0.0, nesterov=False, taken_over=False)
 
     def guard(self, optimizer: Any) -> None:
         """Watch that an optimizer comes to no momentum of its own beside one that is corrected.
@@ -95,7 +103,7 @@ class Exchange:
         """
         self._optimizer = weakref.ref(optimizer)  # which holds this
         momentum = 0.0 if self.config.taken_over else self.config.momentum
-        self._warnings = warn_of_late_clipping(optimizer, momentum)
+        self._warnings += warn_of_late_clipping(optimizer, momentum)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(
@@ -116,14 +124,18 @@ class Exchange:
                 sparse gradient would go without one, or unclipped.
         """
         optimizer = self._optimizer()
-        check_not_twice(optimizer, self.config)
         grads, variables = list(grads), list(vars)
-        if self._sparse_as_dense:
+        if self._told.taken is not None:
+            self._told.taken.leave_narrow(optimizer, variables)
+        config = self.config
+        check_not_twice(optimizer, config)
+        # Horovod would exchange sparse ones, and nobody would give them their momentum.
+        if self._sparse_as_dense or config.taken_over:
             grads = [to_dense(gradient) for gradient in grads]
-        check_none_left_out(grads, variables, self.config)
-        self.state = self.compressor.state_of(variables, self.config, self._settings, self._memory)
+        check_none_left_out(grads, variables, config)
+        self.state = self.compressor.state_of(variables, config, self._settings, self._memory)
         self.state.warnings = self._warnings
-        changed = self.state.active or self.config.momentum or self.config.clip_norm is not None
+        changed = self.state.active or config.momentum or config.clip_norm is not None
         scale = self.scale() if changed else None
         if not self.state.active:
             theirs = self._by_horovod(grads, variables, use_generic_names)
@@ -131,7 +143,7 @@ class Exchange:
             return scaling.multiplied(self.state.alone(local, variables), scale)
         sparse = [g if is_sparse(g) else None for g in grads]
         local = scaling.divided(grads, scale, variables)
-        rate = rate_of(optimizer) if self.config.follow_lr else None
+        rate = rate_of(optimizer) if config.follow_lr else None
         exchanged = scaling.multiplied(self.state.exchange(local, variables, rate), scale)
         if all(gradient is None for gradient in sparse):
             return exchanged
@@ -162,7 +174,7 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
         sparse_as_dense = asked["sparse_as_dense"]
         asked |= {"compression": hvd.Compression.none, "groups": None}
         stock = original(*bound.args, **bound.kwargs)
-        return Exchange(compressor, told.config, settings, memory, sparse_as_dense, stock)
+        return Exchange(told, settings, memory, sparse_as_dense, stock)
 
     return _make_allreduce_grads_fn
 

@@ -30,6 +30,7 @@ class Hooks:
         self, compressor: Compressor[torch.Tensor], buckets: Buckets, loan: momentum.Loan | None
     ) -> None:
         self._compressor, self._buckets, self._loan = compressor, buckets, loan
+        self._has_exchanged = False  # since the last step
 
     def watch(self, optimizer: Any) -> None:
         """Be told of steps and of what gradients are added to."""
@@ -44,6 +45,12 @@ class Hooks:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was warned of."""
+        of_loan = () if self._loan is None else self._loan.warnings
+        return (*of_loan, *self.late_clipping.warnings)
+
     def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
         slot = self._buckets.slots.get(parameter)
@@ -56,7 +63,9 @@ class Hooks:
         check_before(optimizer, args, kwargs)
         factor = self._compressor.plan.config.momentum
         if self._loan is not None:
-            if not optimizer._handles:  # else this step exchanges first, and calls on its own
+            if self._exchanges_first(optimizer):  # and then comes here once more
+                self._loan.take_back(optimizer)  # from a step that has failed
+            else:
                 self._loan.lend(optimizer)
         elif factor:
             momentum.check_not_twice(optimizer, factor)
@@ -66,6 +75,16 @@ class Hooks:
         failed = partial(self._take_back, optimizer)
         return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges, failed)
 
+    def _exchanges_first(self, optimizer: Any) -> bool:
+        """Whether the step that begins is Horovod's around the optimizer's own."""
+        was_called = optimizer._synchronized or not self._has_exchanged
+        return bool(optimizer._should_synchronize and was_called)
+
+    def synchronized(self) -> None:
+        """Note that `synchronize()` is over: from here on a user may change gradients."""
+        self._has_exchanged = True
+        self.late_clipping.begin()
+
     def _take_back(self, optimizer: Any) -> None:
         """End what the optimizer did without while it stepped."""
         if self._loan is not None:
@@ -74,6 +93,7 @@ class Hooks:
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._take_back(optimizer)
+        self._has_exchanged = False
         check_after(optimizer)
         self.late_clipping.check(optimizer)  # of a closure that has exchanged within the step
         if self._buckets.are_applied():

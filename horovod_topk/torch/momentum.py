@@ -12,6 +12,7 @@ step, and SGD's learning rate is divided by 1 - m during the step.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Mapping
@@ -32,15 +33,17 @@ from horovod_topk.core.momentum_takeover import (
     none_to_correct,
     not_a_momentum,
     settings_of,
+    warn_of_loaded,
     why_not_corrected,
 )
 from horovod_topk.core.momentum_takeover import advise as advise_of
 from horovod_topk.methods.protocol import Method
+from horovod_topk.torch.momentum_saved import TAKEN, drop_loaded, save_zeros
 
 log = logging.getLogger("horovod_topk")
 
 WORDS = Words("torch.optim.SGD, Adam or AdamW", "momentum=0.9 or betas=(0.9, 0.999)")
-TAKEN = "topkef_momentum"  # in a parameter group, and so in checkpoints: what was taken over
+KNOWN = SGD, Adam, AdamW
 
 
 class Loan:
@@ -49,45 +52,65 @@ class Loan:
     Args:
         optimizer: SGD, Adam or AdamW.
         names: of parameters; those without one are not compressed.
+
+    Attributes:
+        warnings: what was warned of.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[Any, str]) -> None:
         self._optimizer = weakref.ref(optimizer)  # which holds the hooks, and so this
         self._names = names
+        self._met: list[Any] = []  # parameter groups; another one has been loaded, or added
+        self._factors: list[float] = []  # by parameter group, of gradients exchanged last
         self._lent: list[dict[str, Any]] | None = None  # by parameter group, while it steps
+        self.warnings: tuple[str, ...] = ()
+        save_zeros(optimizer, self)
+
+    def groups(self, optimizer: Any) -> list[Any]:
+        """The parameter groups as the user knows them, also while the optimizer steps."""
+        lent = self._lent or []
+        added: list[dict[str, Any]] = [{}] * (len(optimizer.param_groups) - len(lent))
+        pairs = zip(optimizer.param_groups, lent + added, strict=False)
+        return [{**group, **own} for group, own in pairs]
+
+    def is_met(self, group: Any) -> bool:
+        """Whether a parameter group has been stepped on, or exchanged for."""
+        return any(group is each for each in self._met)
 
     def now(self) -> dict[str, Momentum]:
-        """The momentum of each parameter, by name.
+        """The momentum of each parameter, by name, of a step that begins now.
 
         Raises:
             ConfigError: a parameter group has none that can be corrected any more.
         """
         optimizer: Any = self._optimizer()
-        found = dict[str, Momentum]()
-        for number, group in enumerate(optimizer.param_groups):
-            own = _own(group if self._lent is None else {**group, **self._lent[number]})
+        self._meet(optimizer)
+        found, factors, names = dict[str, Momentum](), list[float](), self._names
+        for number, group in enumerate(self.groups(optimizer)):
+            own = _own(group)
             if own is None or not 0.0 <= own[0] < 1.0:
                 where = f"parameter group {number} of {type(optimizer).__name__}"
                 raise not_a_momentum(where, _shown(group))
-            names = self._names
             found |= {names[p]: Momentum(*own) for p in group["params"] if p in names}
+            factors.append(own[0])
+        self._factors = factors
         return found
 
     def lend(self, optimizer: Any) -> None:
-        """Take the momentum off the optimizer, which applies gradients next."""
+        """Take the momentum off the optimizer, which applies gradients next.
+
+        They were exchanged with the momentum of that time, which may have been moved since.
+        """
         if self._lent is not None:
             return
-        self._lent = []
-        for group in optimizer.param_groups:
-            _restore(group)
-            factor, nesterov = _now(group), bool(group.get("nesterov", False))
-            if TAKEN not in group:
-                _note_velocities(optimizer, group)
-            group[TAKEN] = factor, float(nesterov)
+        self._meet(optimizer)
+        self._lent, factors = [], self._factors
+        for number, group in enumerate(optimizer.param_groups):
             if "betas" in group:
                 self._lent.append({"betas": group["betas"]})
-                group["betas"] = (0.0, group["betas"][1])
+                group["betas"] = (0.0 * group["betas"][0], group["betas"][1])
             else:
+                factor = factors[number] if number < len(factors) else _now(group)
                 self._lent.append({key: group[key] for key in ("momentum", "nesterov", "lr")})
                 group.update(momentum=0.0, nesterov=False, lr=group["lr"] / (1.0 - factor))
 
@@ -96,6 +119,20 @@ class Loan:
         for group, lent in zip(optimizer.param_groups, self._lent or (), strict=False):
             group.update(lent)
         self._lent = None
+
+    def _meet(self, optimizer: Any) -> None:
+        """Look at parameter groups that are new: a checkpoint may have brought them."""
+        if all(map(self.is_met, optimizer.param_groups)):
+            return
+        gathered = False
+        for group in optimizer.param_groups:
+            if not self.is_met(group):
+                is_ours = TAKEN in group
+                _restore(group)
+                gathered |= drop_loaded(optimizer, group) and not is_ours
+        self._met = list(optimizer.param_groups)
+        if gathered:
+            self.warnings = (warn_of_loaded(type(optimizer).__name__),)
 
 
 def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) -> None:
@@ -147,8 +184,10 @@ def settle_momentum(optimizer: Any, config: Method, asked: str | None) -> Method
 
 def _why_left(optimizer: Any, config: Method) -> str:
     """Why a momentum is not taken over although it may be; empty: it is."""
-    if not isinstance(optimizer, (SGD, Adam, AdamW)):
+    if not isinstance(optimizer, KNOWN):
         return f"it is none of {WORDS.known}"
+    if not _steps_as_known(optimizer):
+        return f"its step() is not that of {WORDS.known}"
     found = [_own(group) for group in optimizer.param_groups]
     if None in found:
         return "it is dampened"
@@ -157,8 +196,18 @@ def _why_left(optimizer: Any, config: Method) -> str:
     if why := why_not_corrected(config):
         return why
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    narrow = {str(p.dtype) for p in parameters if p.dtype not in (torch.float32, torch.float64)}
+    wide = torch.float32, torch.float64
+    narrow = {str(p.dtype) for p in parameters if p.requires_grad and p.dtype not in wide}
     return f"gradients are {', '.join(sorted(narrow))}" if narrow else ""
+
+
+def _steps_as_known(optimizer: Any) -> bool:
+    """Whether a class that derives from a known one leaves its `step` alone; Horovod's is none."""
+    found = (vars(cls)["step"] for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    steps = (inspect.unwrap(step) for step in found)
+    own = next(step for step in steps if not step.__module__.startswith("horovod."))
+    known: list[Any] = list(KNOWN)
+    return own in [inspect.unwrap(each.step) for each in known]
 
 
 def own_momentum(optimizer: Any) -> dict[str, Any]:
@@ -191,19 +240,9 @@ def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) 
 
 def _restore(group: Any) -> None:
     """Undo what older versions did to a parameter group that is in a checkpoint: momentum 0."""
-    if TAKEN in group and not _now(group):
-        factor, nesterov = group[TAKEN]
+    factor, nesterov = group.pop(TAKEN, (0.0, False))
+    if factor and not _now(group):
         _set(group, float(factor), nesterov=bool(nesterov))
-
-
-def _note_velocities(optimizer: Any, group: Any) -> None:
-    """Say so where momentum has built up that goes no further."""
-    kept = (key for p in group["params"] for key in optimizer.state.get(p, {}))
-    if {"momentum_buffer", "exp_avg"} & set(kept):
-        log.warning(
-            "TopKEF takes the momentum of %s over, and starts at zero instead of from its buffers",
-            type(optimizer).__name__,
-        )
 
 
 def _own(group: Any) -> tuple[float, bool] | None:

@@ -8,14 +8,17 @@ from typing import Any
 from horovod_topk.core.rates import Rates
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
+from horovod_topk.torch.momentum import Loan
 
 
-def followed(optimizer: Any, config: Method) -> Rates | None:
+def followed(optimizer: Any, config: Method, loan: Loan | None = None) -> Rates | None:
     """Those that residuals follow, if they do.
 
     They are read when a step's first bucket is sent, which is before `optimizer.step()`: a
     scheduler that steps after that, as PyTorch has it, is heard of at once, one that steps before
     it a step late. A rate that is a tensor on an accelerator is waited for.
+
+    loan: the optimizer's own momentum, if it is taken over: SGD has another rate while it steps.
 
     Raises:
         ConfigError: a parameter group has none.
@@ -30,7 +33,7 @@ def followed(optimizer: Any, config: Method) -> Rates | None:
                 cure="Leave follow_lr= out",
             )
     held = weakref.ref(optimizer)  # it holds the state, and so this
-    return Rates(lambda: now(held()))
+    return Rates(lambda: now(held(), loan))
 
 
 def has_rates(optimizer: Any) -> bool:
@@ -38,10 +41,10 @@ def has_rates(optimizer: Any) -> bool:
     return all("lr" in group for group in optimizer.param_groups)
 
 
-def now(optimizer: Any) -> dict[str, float]:
+def now(optimizer: Any, loan: Loan | None = None) -> dict[str, float]:
     """The rate of each parameter, by name."""
     names, rates = optimizer._parameter_names, dict[str, float]()
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if loan is None else loan.groups(optimizer):
         rate = float(group["lr"])
         rates |= {names[p]: rate for p in group["params"] if p in names}
     return rates

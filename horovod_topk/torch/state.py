@@ -111,7 +111,7 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         self._compressor = self._state = Compressor(
             plan, ops, PayloadCodec(ops), exchange, name, momenta
         )
-        self._compressor.rates = followed(optimizer, config)
+        self._compressor.rates = followed(optimizer, config, self._loan)
         self._reduction = plan.reduction
         self._buckets.index(plan)
         self._skipped |= plan.sent_dense()
@@ -159,7 +159,7 @@ class OptimizerState(Attached[Compressor[Tensor]]):
     def stats(self) -> Stats:
         """As `Attached.stats`."""
         if self.active:
-            self.warnings = self._hooks.late_clipping.warnings
+            self.warnings = self._hooks.warnings
         return super().stats()
 
     @torch.no_grad()
@@ -225,7 +225,7 @@ class OptimizerState(Attached[Compressor[Tensor]]):
 
     def synchronized(self) -> None:
         """Note that `synchronize()` is over: from here on a user may change gradients."""
-        self._hooks.late_clipping.begin()
+        self._hooks.synchronized()
 
     @torch.no_grad()
     def _launch(self, ordinal: int) -> None:

@@ -13,14 +13,17 @@ import keras
 
 from horovod_topk.core.momentum_takeover import note_taken
 from horovod_topk.errors import ConfigError
-from horovod_topk.tensorflow.momentum import Taken, slots_of
+from horovod_topk.tensorflow.momentum import Taken, has_gathered, slots_of
 
 
 def taking(optimizer: Any, taken: Taken) -> Any:
     """The class for a copy of an optimizer that applies no momentum, of the same name.
 
+    If its momentum has gathered something, that is dropped with a warning: one rank may have loaded
+    a checkpoint, and all have to do the same.
+
     Raises:
-        ConfigError: its momentum has gathered something already, which would be lost.
+        ConfigError: it has, and momentum is "optimizer".
     """
     base = type(optimizer)
     _check_fresh(optimizer, taken)
@@ -30,8 +33,17 @@ def taking(optimizer: Any, taken: Taken) -> Any:
 
 
 def _check_fresh(optimizer: Any, taken: Taken) -> None:
-    if any(slot.numpy().any() for slot in slots_of(optimizer)):
+    if not has_gathered(optimizer):
+        return
+    if not taken.may_leave:
         raise _would_be_lost(type(optimizer).__name__, taken)
+    taken.warn_of_loaded(optimizer)
+
+
+def drop_gathered(optimizer: Any, taken: Taken) -> None:
+    """Have a copy of an optimizer start without a momentum, if that is taken over."""
+    for slot in slots_of(_holder(optimizer)) if taken.is_over else ():
+        slot.assign(keras.ops.zeros_like(slot))
 
 
 def _would_be_lost(kind: str, taken: Taken) -> ConfigError:
@@ -48,6 +60,9 @@ class SavesSlots:
     def save_own_variables(self, store: Any) -> None:
         """As the base class, with zeros for the momentum."""
         this: Any = self
+        if not _holder(self)._topkef_taken.is_over:
+            super().save_own_variables(store)  # type: ignore[misc]
+            return
         super().save_own_variables(_Blanking(store, _places(self)))  # type: ignore[misc]
         for i, variable in enumerate(_without_slots(_holder(self)), start=len(this.variables)):
             store[str(i)] = _zeros(variable)
@@ -55,16 +70,23 @@ class SavesSlots:
     def load_own_variables(self, store: Any) -> None:
         """As the base class, without the momentum.
 
+        Where momentum="auto" has taken it over, one that has gathered something is warned of.
+
         Raises:
-            ConfigError: that has gathered something, which would be lost; nothing has changed.
+            ConfigError: it would be lost, and momentum is "optimizer"; nothing has changed.
         """
         this: Any = self
         holder, known = _holder(self), len(this.variables)
+        taken = holder._topkef_taken
         surplus = {str(known + i) for i in range(len(_without_slots(holder)))}
-        if len(store.keys()) == known + len(surplus):
-            if any(keras.ops.any(store[place]) for place in surplus | _places(self)):
-                raise _would_be_lost(type(holder).__name__, holder._topkef_taken)
-            store = {str(i): store[str(i)] for i in range(known)}
+        if taken.is_over and len(store.keys()) == known + len(surplus):
+            mine = _places(self)
+            if any(keras.ops.any(store[place]) for place in surplus | mine):
+                if not taken.may_leave:
+                    raise _would_be_lost(type(holder).__name__, taken)
+                taken.warn_of_loaded(holder)
+            kept = {str(i): store[str(i)] for i in range(known)}
+            store = {i: _zeros(value) if i in mine else value for i, value in kept.items()}
         super().load_own_variables(store)  # type: ignore[misc]
 
 
@@ -87,10 +109,21 @@ class _AppliesNone(SavesSlots):
         super().__init__(*args, **kwargs)
         setattr(self, self._topkef_taken.setting, 0.0)
 
+    def build(self, variables: Any) -> None:
+        """As the base class; it gets its momentum back for variables that no velocity fits."""
+        this: Any = self
+        if not this.built:
+            self._topkef_taken.leave_narrow(self, variables)
+        super().build(variables)  # type: ignore[misc]
+
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """As the base class, in whose units gradients are (1 - m) times velocities."""
+        this: Any = self
         rate = learning_rate * self._topkef_taken.step
         super().update_step(gradient, variable, rate)  # type: ignore[misc]
+        if self._topkef_taken.is_over and (slots := slots_of(self)):
+            slot = slots[this._get_variable_index(variable)]
+            this.assign(slot, keras.ops.zeros_like(slot))  # else it is saved, and applied again
 
     def get_config(self) -> dict[str, Any]:
         """As the user made it."""

@@ -18,7 +18,7 @@ import keras
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
-from horovod_topk.tensorflow.keras.momentum_takeover import SavesSlots, taking
+from horovod_topk.tensorflow.keras.momentum_takeover import SavesSlots, drop_gathered, taking
 from horovod_topk.tensorflow.momentum import Taken, told_of
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
@@ -91,6 +91,8 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     )
     cls, inner = _classes(optimizer, exchange, taken)
     distributed = copied(optimizer, cls, inner)
+    if taken is not None:
+        drop_gathered(distributed, taken)
     if isinstance(exchange, Exchange):
         exchange.guard(distributed)
     return distributed

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 import training
-from horovod_topk.errors import ConfigError
+from horovod_topk.errors import ConfigError, RepeatedSynchronizeError
 from plain import PlainTopKEF as TopKEF
 from reference import ErrorFeedback
 from training import Setup, Task
@@ -79,6 +79,10 @@ LOOPS = {
     "OneCycleLR": (Setup(optimizer=heavy_ball), one_cycle),
     "OneCycleLR, Nesterov": (Setup(optimizer=nesterov), one_cycle),
     "CyclicLR": (Setup(optimizer=heavy_ball), cyclic),
+    "rates as tensors": (
+        Setup(optimizer=lambda parameters: heavy_ball(parameters, lr=torch.tensor(LR))),
+        one_cycle,
+    ),
     "warm-up": (Setup(optimizer=heavy_ball), warmup),
     "groups": (Setup(optimizer=heavy_ball, parameter_groups=in_two_groups), one_cycle),
     "accumulation": (
@@ -193,7 +197,18 @@ def narrow() -> Task:
     return training.perceptron(torch.bfloat16)
 
 
+class Own(torch.optim.SGD):
+    """May use its settings in a way of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 LEFT = {
+    "with a step of its own": (
+        Setup(optimizer=lambda parameters: Own(parameters, lr=LR, momentum=0.9)),
+        "its step() is not that of torch.optim.SGD, Adam or AdamW",
+    ),
     "none": (Setup(optimizer=training.plain_sgd), "it has none"),
     "of another kind": (Setup(optimizer=adagrad), "it is none of torch.optim.SGD, Adam or AdamW"),
     "dampened": (Setup(optimizer=dampened), "it is dampened"),
@@ -219,11 +234,105 @@ def test_auto_leaves_a_momentum_that_it_cannot_correct(
 @pytest.mark.parametrize("optimizer", [heavy_ball, nesterov, training.adamw])
 def test_auto_takes_a_momentum_over_that_it_can_correct(optimizer: Any) -> None:
     setup = Setup(optimizer=optimizer)
+    same = {"ratio": 0.1, "min_numel": 0, "velocity_kept": 0.75}
     found = [
-        run(setup, warmup, TopKEF(ratio=0.1, min_numel=0, momentum=momentum, follow_lr=follows))
+        run(setup, warmup, TopKEF(**same, momentum=momentum, follow_lr=follows))
         for momentum, follows in (("auto", "auto"), ("optimizer", True))
     ]
     assert_same(*found)
+
+
+def test_a_momentum_that_is_set_to_zero_stays_there() -> None:
+    """In the middle of training; PyTorch's SGD would keep its velocity for later."""
+    setup, velocity = Setup(optimizer=heavy_ball), [0.0] * 6
+    task = setup.task()
+    optimizer = setup.distributed(task, whole())
+    for step, m in enumerate([0.9, 0.9, 0.0, 0.0, 0.9]):
+        optimizer.param_groups[0]["momentum"] = m
+        before = training.snapshot(task)
+        task.zero_grad()
+        gradients = torch.autograd.grad(task.loss(hvd.rank(), step), list(task.parameters()))
+        means = [hvd.allreduce(g, name=f"mean.{i}") for i, g in enumerate(gradients)]
+        velocity = [m * u + g for u, g in zip(velocity, means, strict=True)]
+        training.ordinary(task, optimizer, step)
+        assert optimizer.param_groups[0]["momentum"] == m
+        for p, old, u in zip(task.parameters(), before, velocity, strict=True):
+            torch.testing.assert_close(p.detach(), old - LR * u, rtol=1e-4, atol=1e-6)
+
+
+def test_momentum_that_moves_between_exchange_and_step_scales_no_step() -> None:
+    """Gradients are 1 - m velocities of the momentum that they were exchanged with."""
+    setup = Setup(optimizer=heavy_ball)
+    task = setup.task()
+    optimizer = setup.distributed(task, whole())
+    before = training.snapshot(task)
+    task.loss(hvd.rank(), 0).backward()
+    optimizer.synchronize()
+    gradients = [p.grad.clone() for p in task.parameters() if p.grad is not None]
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    for p, old, gradient in zip(task.parameters(), before, gradients, strict=True):
+        torch.testing.assert_close(p.detach(), old - LR / 0.1 * gradient)
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+
+
+@pytest.mark.parametrize("optimizer", [heavy_ball, training.adamw])
+def test_a_rank_without_a_batch_steps_as_one_with_zero_gradients(optimizer: Any) -> None:
+    """Whose residual follows the learning rate that the user has set."""
+
+    def skipping(backward: Callable[[Tensor], None]) -> Callable[[Task, Any, int], None]:
+        def take(task: Task, optimizer: Any, step: int) -> None:
+            optimizer.zero_grad()
+            loss = task.loss(hvd.rank(), step)
+            if hvd.rank() or step % 3:
+                loss.backward()
+            else:
+                backward(loss)
+            optimizer.step()
+
+        return take
+
+    setups = [
+        Setup(optimizer=optimizer, take_step=skipping(backward))
+        for backward in (lambda _: None, lambda loss: (loss * 0.0).backward())
+    ]
+    settings = {"ratio": 0.1, "min_numel": 0, "momentum": "auto", "follow_lr": "auto"}
+    assert_same(*(run(setup, warmup, TopKEF(**settings)) for setup in setups))
+
+
+def test_a_step_that_fails_is_no_part_of_what_is_saved() -> None:
+    """The user has interrupted it, and saves."""
+    setup = Setup(optimizer=heavy_ball)
+    task = setup.task()
+    optimizer = setup.distributed(task, whole(ratio=0.1))
+    before = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    task.loss(hvd.rank(), 0).backward()
+    optimizer.synchronize()
+    optimizer.param_groups[0]["weight_decay"] = "none"
+    with optimizer.skip_synchronize(), pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["weight_decay"] = before["weight_decay"]
+    (saved,) = optimizer.state_dict()["param_groups"]
+    assert {key: saved[key] for key in before} == before
+    TopKEF.of(optimizer).reset()
+    optimizer.zero_grad()
+    training.ordinary(task, optimizer, 1)
+    assert all(optimizer.param_groups[0][key] == before[key] for key in before)
+
+
+def test_a_step_that_is_refused_leaves_parameter_groups_as_they_were() -> None:
+    setup = Setup(optimizer=heavy_ball)
+    task = setup.task()
+    optimizer = setup.distributed(task, whole(ratio=0.1))
+    before = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    task.loss(hvd.rank(), 0).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"), pytest.raises(RepeatedSynchronizeError):
+        optimizer.step()
+    after = optimizer.param_groups[0]
+    assert {key: after[key] for key in before} == before
+    TopKEF.of(optimizer).reset()
 
 
 def test_a_sparse_gradient_has_the_momentum_that_was_taken_over() -> None:
