@@ -259,6 +259,7 @@ class CpuBucket:
         self._kernel = native.Bucket(recipe, library)
         self._payload_bytes, width = recipe[4], recipe[1]
         self._offsets = [start * width for start in recipe[9::9]]
+        self._corrects = set(recipe[13::9]) == {2 if width == 4 else 3}  # gradients as residuals
 
     def encode(
         self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
@@ -278,6 +279,7 @@ class CpuBucket:
         packed = [_packed(gradient) for gradient in gradients]
         correction = native.Correction.of([factor for each in factors for factor in each])
         if velocities is not None:
+            assert self._corrects  # `horovod_topk.core.momentum.check_dtypes` has seen to it
             _add_velocities(correction, velocities)
         self._kernel.encode_shards(
             [each._kernel for each in kernels],

@@ -47,7 +47,9 @@ inline void fence() {}
 #endif
 
 constexpr int64_t AHEAD = 16;  // entries whose places are asked of memory before it is their turn
-static_assert(BLOCK % TURN == 0 && SHARD_BLOCK % TURN == 0, "turns part neither blocks nor shard blocks");
+constexpr int64_t TURN = 512;  // elements of one stretch before it is another's turn
+static_assert(BLOCK % TURN == 0 && SHARD_BLOCK % TURN == 0 && TURN % TILE == 0,
+              "turns part neither blocks nor shard blocks");
 
 inline int trailing_zeros(uint64_t bits) {
 #ifdef __BMI__
@@ -112,10 +114,10 @@ inline void gather_turns(Tile<R, G> *tile, R *out, Stretch *stretches, int64_t c
       End<R> end(stretch.list);
       const int64_t at = stretch.at, turn = count - done < TURN ? count - done : TURN;
       const auto least = (typename Real<R>::Bits)stretch.least;
-      tile->take(at, turn);
-      for (int64_t i = 0; i < turn; i += 64) {
-        uint64_t found = lanes<R, G>(tile->e + i, tile->g + i, out + at + i, least);
-        append(found, at + i, tile->e + i, tile->g + i, &end);
+      for (int64_t i = at; i < at + turn; i += TILE) {
+        tile->take(i, TILE);
+        uint64_t found = lanes<R, G>(tile->e, tile->g, out + i, least);
+        append(found, i, tile->e, tile->g, &end);
       }
       stretch.list.size = end.size;
       stretch.at = at + turn;
@@ -176,18 +178,16 @@ template <class R, class G>
 inline void gather_block(const topkef::Shard &shard, int64_t parts, const R *next) {
   Stretch &stretch = *shard.stretch;
   Tile<R, G> tile(shard.source, {parts, shard.first});
-  auto out = static_cast<R *>(shard.source.candidate) + stretch.at;
+  auto out = static_cast<R *>(shard.source.candidate);
   const auto least = (typename Real<R>::Bits)stretch.least;
   End<R> end(stretch.list);
-  tile.take(stretch.at, SHARD_BLOCK);
-  for (int64_t i = 0; i < SHARD_BLOCK; i += 64) {
-    for (int64_t p = 0; next && p < 64; p += 64 / (int64_t)sizeof(R))
-      __builtin_prefetch(next + i + p);
-    append(lanes<R, G>(tile.e + i, tile.g + i, out + i, least), stretch.at + i, tile.e + i,
-           tile.g + i, &end);
+  for (const int64_t stop = stretch.at + SHARD_BLOCK; stretch.at < stop; stretch.at += TILE) {
+    for (int64_t i = 0; next && i < TILE; i += 64 / (int64_t)sizeof(R)) __builtin_prefetch(next + i);
+    if (next) next += TILE;
+    tile.take(stretch.at, TILE);
+    append(lanes<R, G>(tile.e, tile.g, out + stretch.at, least), stretch.at, tile.e, tile.g, &end);
   }
   stretch.list.size = end.size;
-  stretch.at += SHARD_BLOCK;
 }
 
 /* A processor follows a few streams by itself, and has to be told of more. */
@@ -215,7 +215,7 @@ void sum(const Source &source, int64_t at, int64_t count, void *sums, ShardLayou
   auto to = static_cast<R *>(sums);
   Tile<R, G> tile(source, layout);
   for (int64_t stop = at + count; at < stop;) {
-    int64_t run = layout.parts > 1 ? TURN - at % TURN : TURN;
+    int64_t run = TILE - at % TILE;
     run = run < stop - at ? run : stop - at;
     tile.take(at, run);
     for (int64_t i = 0; i < run; ++i) to[i] = load(tile.e, i) + (R)widen(load(tile.g, i));
@@ -287,9 +287,10 @@ void update_velocity(const void *velocity, double factor, const void *gradient, 
                 bool past_caches) {
   auto u = static_cast<const R *>(velocity), g = static_cast<const R *>(gradient);
   auto out = static_cast<R *>(sum);
-  alignas(64) R tile[TURN];
-  for (int64_t at = 0; at < n; at += TURN) {
-    const int64_t count = n - at < TURN ? n - at : TURN;
+  alignas(64) R tile[TILE];
+  const int64_t head = unaligned(out, n < TILE ? n : TILE);
+  for (int64_t at = 0, count = head; at < n; at += count) {
+    if (at || !head) count = n - at < TILE ? n - at : TILE;
     accelerate(u + at, (R)factor, g + at, tile, count);
     if (past_caches)
       put_past_caches(tile, out + at, count);

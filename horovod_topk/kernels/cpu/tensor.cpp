@@ -375,15 +375,20 @@ class TopK final : public Encoder {
     R *value = static_cast<R *>(list.value) + span.first;
     for (int64_t i = 0; i < span.count; ++i)
       __builtin_prefetch(static_cast<const R *>(source.candidate) + index[i], 0, 2);
+    if (is_damped(source))
+      for (int64_t i = 0; i < span.count; ++i)
+        __builtin_prefetch(static_cast<const R *>(source.following) + layout_.natural(index[i]), 0, 2);
     bool finite = passes_->pack[kind_](value, span, payload + tensor_.value_at, value);
     passes_->spread(source.candidate, index, value, span.count);
     damp(source, index, span.count);
     return finite;
   }
 
+  static bool is_damped(const Source &source) { return source.velocity && source.share < 1; }
+
   /* Keep a share of the new velocities of what was sent. */
   void damp(const Source &source, const uint32_t *index, int64_t count) const {
-    if (source.velocity && source.share < 1)
+    if (is_damped(source))
       passes_->scale_sent(source.following, reinterpret_cast<const uint8_t *>(index), count, layout_,
                           source.share);
   }

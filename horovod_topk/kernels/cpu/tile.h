@@ -1,4 +1,5 @@
-/* A few elements as they are added up: where they lie, or scaled and corrected in the first-level cache.
+/* A few elements as they are added up: where they lie, or scaled and corrected on the stack. They are
+ * few so that memory's streams advance together: what fetches ahead loses sight of one that rests.
  * Local to the file that includes it, which says before how whole cache lines leave (`stream`). */
 #ifndef TOPKEF_TILE_H
 #define TOPKEF_TILE_H
@@ -13,7 +14,7 @@
 
 namespace {
 
-constexpr int64_t TURN = 512;  // elements of one stretch before it is another's turn
+constexpr int64_t TILE = 64;  // elements that are done at once
 
 /* Elements before `out` reaches a cache line, at most n. */
 template <class R>
@@ -30,13 +31,11 @@ inline int64_t stream(const R *, R *, int64_t) {
 }
 #endif
 
-/* to[0..n) = from[0..n), past the caches as far as there are whole cache lines. */
+/* to[0..n) = from[0..n), past the caches from a cache line on. */
 template <class R>
 inline void put_past_caches(const R *from, R *to, int64_t n) {
-  int64_t done = unaligned(to, n);
-  memcpy(to, from, (size_t)done * sizeof(R));
-  done += stream(from + done, to + done, n - done);
-  memcpy(to + done, from + done, (size_t)(n - done) * sizeof(R));
+  const int64_t done = stream(from, to, n);
+  if (done < n) memcpy(to + done, from + done, (size_t)(n - done) * sizeof(R));
 }
 
 /* out = m u + g, each product and sum rounded; `out` is nothing's else, and aligned. */
@@ -54,9 +53,9 @@ class Tile {
 
   Tile(const topkef::Source &source, topkef::ShardLayout layout) : source_(source), layout_(layout) {}
 
-  /* Take TURN elements or fewer, of one block where there are several shards; new velocities are
+  /* Take TILE elements or fewer, of one block where there are several shards; new velocities are
    * written. */
-  void take(int64_t at, int64_t count) {
+  inline void take(int64_t at, int64_t count) {
     const int64_t natural = layout_.natural(at);
     e = static_cast<const R *>(source_.residual) + at;
     g = static_cast<const G *>(source_.gradient) + natural;
@@ -66,13 +65,13 @@ class Tile {
   }
 
  private:
-  void scale(int64_t count) {
+  inline void scale(int64_t count) {
     const auto factor = (R)source_.scale;
     for (int64_t i = 0; i < count; ++i) scaled_[i] = factor * load(e, i);
     e = scaled_;
   }
 
-  void correct(int64_t natural, int64_t count) {
+  inline void correct(int64_t natural, int64_t count) {
     const auto m = (R)source_.momentum;
     accelerate(static_cast<const R *>(source_.velocity) + natural, m, g, velocity_, count);
     if (source_.following)
@@ -83,9 +82,9 @@ class Tile {
 
   const topkef::Source &source_;
   const topkef::ShardLayout layout_;
-  alignas(64) R scaled_[TURN];
-  alignas(64) R velocity_[TURN];
-  alignas(64) R ahead_[TURN];
+  alignas(64) R scaled_[TILE];
+  alignas(64) R velocity_[TILE];
+  alignas(64) R ahead_[TILE];
 };
 
 }  // namespace
