@@ -16,13 +16,14 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core import payload as wire
+from horovod_topk.core.momentum import correct
 from horovod_topk.core.payload import HEADER_BYTES
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas, Squares, scaled
 from horovod_topk.errors import PayloadError
 from horovod_topk.methods.keys import Key
 from horovod_topk.methods.protocol import Codec, Read, Seeded, SeededCodec, Sent
-from horovod_topk.ops import Fused, Ops, SupportsScaling, SupportsShardedEncode
+from horovod_topk.ops import Fused, Ops, SupportsOnePass, SupportsScaling, Velocities
 
 Array = TypeVar("Array")
 
@@ -77,8 +78,23 @@ class PayloadCodec(Generic[Array]):
         """Write the bucket's header into a zeroed buffer."""
         self._ops.store_bytes(payload, 0, bucket.header)
 
-    def encode(self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array) -> None:
-        """Fill a payload; leave in the candidate arena what was not sent."""
+    def encode(
+        self,
+        arenas: Arenas[Array],
+        gradients: Sequence[Array],
+        payload: Array,
+        velocities: Velocities[Array] | None = None,
+    ) -> None:
+        """Fill a payload; leave in the candidate arena what was not sent.
+
+        velocities: corrects the gradients' momentum, and gets new velocities.
+        """
+        self.encode_shards([arenas], gradients, [payload], velocities)
+
+    def _encode_alone(
+        self, arenas: Arenas[Array], gradients: Sequence[Array], payload: Array
+    ) -> None:
+        """Fill a payload, by the method's kernel if there is one."""
         bucket = arenas.plan
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
@@ -97,17 +113,23 @@ class PayloadCodec(Generic[Array]):
         arenas: Sequence[Arenas[Array]],
         gradients: Sequence[Array],
         payloads: Sequence[Array],
+        velocities: Velocities[Array] | None = None,
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients where a kernel can."""
         kernels: list[Any] = [self._kernel(each.plan) for each in arenas]
         first: object = kernels[0]
-        if isinstance(first, SupportsShardedEncode):
-            residuals = [each.residual for each in arenas]
-            candidates = [each.candidate for each in arenas]
-            first.encode_shards(kernels, residuals, candidates, gradients, payloads)
+        if isinstance(first, SupportsOnePass):
+            residuals, candidates, factors = zip(*(each.unscaled() for each in arenas), strict=True)
+            first.encode_shards(
+                kernels, residuals, candidates, gradients, payloads, factors, velocities
+            )
             return
+        gradients = correct(gradients, velocities, self._ops)
         for each, payload in zip(arenas, payloads, strict=True):
-            self.encode(each, gradients, payload)
+            self._encode_alone(each, gradients, payload)
+        if velocities is not None and velocities.share < 1.0:
+            for each, payload in zip(arenas, payloads, strict=True):
+                self.scale_sent(each.plan, payload, velocities.after, velocities.share)
 
     def decode(
         self,

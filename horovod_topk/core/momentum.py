@@ -39,7 +39,7 @@ from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.errors import UnsupportedDtypeError
 from horovod_topk.methods.protocol import Method
-from horovod_topk.ops import Ops
+from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
 
@@ -79,7 +79,7 @@ class Momenta:
 
 
 class Correction(Generic[Array]):
-    """The formulas, on one bucket's velocities.
+    """What is done to one bucket's gradients and velocities.
 
     Args:
         config: of the plan.
@@ -97,66 +97,44 @@ class Correction(Generic[Array]):
             return [1.0] * len(bucket.tensors)
         return [1.0 - self._momenta.of(tensor.spec.name).factor for tensor in bucket.tensors]
 
-    def correct(self, arenas: Arenas[Array], gradients: Sequence[Array]) -> list[Array]:
-        """What is sent in place of the gradients, flat; the candidate becomes the new velocities.
+    def of(self, arenas: Arenas[Array]) -> Velocities[Array]:
+        """The velocities of a bucket in the step that begins; the candidate is to become theirs.
 
         arenas: as residual, the velocities of the step before.
         """
         before, after = (self._views(arenas.plan, u) for u in (arenas.residual, arenas.candidate))
-        momenta = [self._momenta.of(tensor.spec.name) for tensor in arenas.plan.tensors]
-        return self.apply(
-            momenta,
-            before,
-            gradients,
-            after,
-            lambda: self._views(arenas.plan, self._ops.clone(arenas.candidate)),
-        )
-
-    def apply(
-        self,
-        momenta: Sequence[Momentum],
-        before: Sequence[Array],
-        gradients: Sequence[Array],
-        after: list[Array],
-        copied: Callable[[], list[Array]] | None = None,
-    ) -> list[Array]:
-        """What is sent in place of the gradients, of flat arrays, one a tensor.
-
-        Args:
-            momenta: of the tensors.
-            before: velocities of the step before.
-            gradients: of this step.
-            after: becomes the new velocities.
-            copied: copies `after`, where that takes less than a copy for each.
-        """
-        self._accelerate(momenta, before, gradients, after)
-        if not any(momentum.nesterov for momentum in momenta):
-            return after
-        ahead = [self._ops.clone(u) for u in after] if copied is None else copied()
-        self._accelerate(momenta, after, gradients, ahead)
-        return [a if m.nesterov else u for m, a, u in zip(momenta, ahead, after, strict=True)]
-
-    def damp(self, arenas: Arenas[Array], scale: Callable[[Sequence[Array], float], None]) -> None:
-        """Keep a share of the new velocity of what was sent.
-
-        scale: multiplies there; `BucketExchange.scale_sent` of the way that it was sent.
-        """
-        if self._kept < 1.0:
-            scale(self._views(arenas.plan, arenas.candidate), self._kept)
-
-    def _accelerate(
-        self,
-        momenta: Sequence[Momentum],
-        velocities: Sequence[Array],
-        gradients: Sequence[Array],
-        out: Sequence[Array],
-    ) -> None:
-        """out = m u + g."""
-        for m, u, gradient, new in zip(momenta, velocities, gradients, out, strict=True):
-            self._ops.update_velocity(u, m.factor, gradient, new)
+        names = [tensor.spec.name for tensor in arenas.plan.tensors]
+        return velocities([self._momenta.of(name) for name in names], before, after, self._kept)
 
     def _views(self, bucket: BucketPlan, arena: Array) -> list[Array]:
         return [self._ops.view(arena, tensor.start, tensor.stop) for tensor in bucket.tensors]
+
+
+def velocities(
+    momenta: Sequence[Momentum], before: Sequence[Array], after: Sequence[Array], share: float
+) -> Velocities[Array]:
+    """Velocities of tensors with these momenta."""
+    factors, nesterov = [m.factor for m in momenta], [m.nesterov for m in momenta]
+    return Velocities(before, after, factors, nesterov, share)
+
+
+def correct(
+    gradients: Sequence[Array], own: Velocities[Array] | None, ops: Ops[Array]
+) -> Sequence[Array]:
+    """What is sent in place of the gradients, flat; `own.after` becomes the new velocities.
+
+    None is no correction. This is the definition that kernels follow to the bit.
+    """
+    if own is None:
+        return gradients
+    sent: list[Array] = []
+    tensors = zip(own.before, own.after, own.factors, own.nesterov, gradients, strict=True)
+    for before, after, m, is_nesterov, gradient in tensors:
+        ops.update_velocity(before, m, gradient, after)
+        sent.append(ops.clone(after) if is_nesterov else after)
+        if is_nesterov:
+            ops.update_velocity(after, m, gradient, sent[-1])
+    return sent
 
 
 def kept(config: Method) -> float:

@@ -4,13 +4,17 @@ A bucket has two flat arenas. `residual` is e, the truth;
 `candidate` receives e + g and then what is left after sending. Committing a step swaps the two
 names; rolling it back forgets the candidate. e itself is never written by a step, so a roll-back is
 exact to the bit.
+
+Where learning rates change at every step, so do the units of e, and a pass over memory that
+multiplies it would cost half as much as a step's sums. So a factor waits until e is read, and a
+kernel that multiplies on its way takes both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
 
 from horovod_topk.core.part import Part, Piece, as_row
 from horovod_topk.core.plan import BucketPlan, Plan
@@ -23,16 +27,64 @@ Array = TypeVar("Array")
 
 
 @dataclass
-class Arenas(Generic[Array]):
-    """The two arenas of one bucket, each of `plan.numel` elements of `plan.residual_dtype`."""
+class _Arena(Generic[Array]):
+    """An array, and what stretches of it are still to be multiplied by."""
 
-    plan: BucketPlan
-    residual: Array
-    candidate: Array
+    array: Array
+    factors: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def settled(self, ops: Ops[Array] | None) -> Array:
+        """The array, multiplied in place."""
+        for stretch, factor in self.factors.items():
+            assert ops is not None  # which `Arenas.rescale` was given
+            view = ops.view(self.array, *stretch)
+            ops.write_scaled(view, factor, view, False)
+        self.factors.clear()
+        return self.array
+
+
+class Arenas(Generic[Array]):
+    """The two arenas of one bucket, each of `plan.numel` elements of `plan.residual_dtype`.
+
+    Args:
+        plan: the bucket.
+        residual, candidate: the arrays.
+    """
+
+    def __init__(self, plan: BucketPlan, residual: Array, candidate: Array) -> None:
+        self.plan, self._verbs = plan, cast("Ops[Array] | None", None)
+        self._residual, self._candidate = _Arena(residual), _Arena(candidate)
+
+    @property
+    def residual(self) -> Array:
+        """What has not been sent, as the last commit left it."""
+        return self._residual.settled(self._verbs)
+
+    @property
+    def candidate(self) -> Array:
+        """What a commit makes the residual; after one, the residual before it."""
+        return self._candidate.settled(self._verbs)
+
+    def rescale(self, start: int, stop: int, factor: float, ops: Ops[Array]) -> None:
+        """Multiply a stretch of the residual, once it is read."""
+        self._verbs, waiting = ops, self._residual.factors
+        if (start, stop) in waiting:
+            self._residual.settled(ops)
+        waiting[start, stop] = factor
+
+    def unscaled(self) -> tuple[Array, Array, list[float]]:
+        """Residual and candidate as they lie, the candidate to be overwritten.
+
+        And what the residual of each tensor is still to be multiplied by.
+        """
+        self._candidate.factors.clear()
+        waiting = self._residual.factors
+        factors = [waiting.get((t.start, t.stop), 1.0) for t in self.plan.tensors]
+        return self._residual.array, self._candidate.array, factors
 
     def swap(self) -> None:
         """Make the candidate the residual."""
-        self.residual, self.candidate = self.candidate, self.residual
+        self._residual, self._candidate = self._candidate, self._residual
 
 
 @dataclass(frozen=True)
@@ -124,11 +176,12 @@ class ResidualRegistry(Part[Array]):
             self._ops.write_scaled(arenas.residual, factor, arenas.residual, False)
 
     def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the residuals of some tensors, by name, in place."""
-        for name, factor in factors.items():
-            for piece in self.pieces.get(name, ()):
-                view = piece.read()
-                self._ops.write_scaled(view, factor, view, False)
+        """Multiply the residuals of some tensors, by name, once they are read."""
+        for arenas in self.all_arenas():
+            for tensor in arenas.plan.tensors:
+                if tensor.spec.name in factors:
+                    factor = factors[tensor.spec.name]
+                    arenas.rescale(tensor.start, tensor.stop, factor, self._ops)
 
     def turn_to(self, plan: Plan) -> None:
         """Take on a plan of the same tensors in the same places; residuals stay where they are."""

@@ -21,13 +21,14 @@ from typing import Any, Generic, TypeVar
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.sharded import ShardedBucket
+from horovod_topk.core.momentum import correct
 from horovod_topk.core.plan import BucketPlan, Plan, lay_out
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import shard
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.protocol import Piece, Rounds, TensorSpec, Work
-from horovod_topk.ops import Ops
+from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
 
@@ -78,10 +79,13 @@ class ReducedBucket(Generic[Array]):
         self._flags: Sequence[bool] | None = None  # of the rounds so far
         self._works: list[Work[Array]] = []
 
-    def send(self, gradients: Sequence[Array], name: str) -> None:
+    def send(
+        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+    ) -> None:
         """`BucketExchange.send`: the first round."""
         ops, arenas = self._ops, self._arenas
         self._name, self._flags, self._works = name, None, []
+        gradients = correct(gradients, velocities, ops)
         pairs = zip(self._bucket.tensors, gradients, strict=True)
         for position, (piece, gradient) in enumerate(pairs):
             values = ops.view(arenas.candidate, piece.start, piece.stop)
@@ -135,9 +139,6 @@ class ReducedBucket(Generic[Array]):
             ops.subtract_at(work.values, None, sent)
             self._follow(piece, work)
         return flags
-
-    def scale_sent(self, arrays: Sequence[Array], factor: float) -> None:
-        """`BucketExchange.scale_sent`: all is sent, in some form."""
 
     def swap(self) -> None:
         """`BucketExchange.swap`."""

@@ -115,13 +115,11 @@ class Step(Generic[Array]):
         if ordinal in self.sent:
             bucket.exchange.drain()
         bucket.committed_last, bucket.measurable = False, True
-        name, velocity = f"{self.name}.{ordinal}", bucket.velocity
-        if velocity is None:
-            bucket.exchange.send(gradients, name)
-        else:
-            bucket.exchange.send(self._correction.correct(velocity, gradients), name)
-            self._correction.damp(velocity, bucket.exchange.scale_sent)
+        velocities = None
+        if bucket.velocity is not None:
+            velocities = self._correction.of(bucket.velocity)
             bucket.units = self._correction.units(bucket.plan)
+        bucket.exchange.send(gradients, f"{self.name}.{ordinal}", velocities)
         self.sent.add(ordinal)
 
     def advance(self) -> None:

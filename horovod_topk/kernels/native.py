@@ -86,8 +86,8 @@ def _declare(library: Library) -> None:
         "topkef_isa": [],
         "topkef_bucket_new": [address, number],
         "topkef_bucket_free": [address],
-        "topkef_encode": [address, address, address, address, address, ctypes.c_int],
-        "topkef_encode_shards": [address, number, *[address] * 4, ctypes.c_int],
+        "topkef_encode": [*[address] * 6, ctypes.c_int],
+        "topkef_encode_shards": [address, number, *[address] * 5, ctypes.c_int],
         "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
         "topkef_scale_sent": [address, address, address, real, ctypes.c_int],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
@@ -101,6 +101,37 @@ def _declare(library: Library) -> None:
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
     library.topkef_update_velocity.restype = None
+
+
+class Correction(ctypes.Structure):
+    """`topkef_correction` of cpu/topkef.h; what it has the address of lives as long as it."""
+
+    _fields_ = (
+        ("scales", ctypes.POINTER(ctypes.c_double)),
+        ("velocities", ctypes.POINTER(ctypes.c_void_p)),
+        ("following", ctypes.POINTER(ctypes.c_void_p)),
+        ("momenta", ctypes.POINTER(ctypes.c_double)),
+        ("nesterov", ctypes.c_char_p),
+        ("share", ctypes.c_double),
+    )
+
+    @classmethod
+    def of(cls, scales: Sequence[float]) -> Correction:
+        """Factors of residuals alone: one a tensor, shard by shard."""
+        return cls(scales=_numbers(scales))
+
+    def with_velocities(
+        self,
+        velocities: Sequence[int],
+        following: Sequence[int],
+        momenta: Sequence[float],
+        nesterov: Sequence[bool],
+        share: float,
+    ) -> Correction:
+        """The same with velocities: addresses and numbers, one a gradient."""
+        self.velocities, self.following = _addresses(velocities), _addresses(following)
+        self.momenta, self.nesterov, self.share = _numbers(momenta), bytes(nesterov), share
+        return self
 
 
 class Bucket:
@@ -130,9 +161,8 @@ class Bucket:
     ) -> None:
         """Fill a payload; leave in the candidates what is not sent."""
         each = self._addresses
-        self._library.topkef_encode(
-            self._handle, each(*residuals), each(*gradients), each(*candidates), payload, threads
-        )
+        places = each(*residuals), each(*gradients), each(*candidates), payload
+        self._library.topkef_encode(self._handle, *places, None, threads)
 
     def encode_shards(
         self,
@@ -142,6 +172,7 @@ class Bucket:
         candidates: Sequence[int],
         payloads: Sequence[int],
         threads: int,
+        correction: Correction | None = None,
     ) -> None:
         """Fill a payload for each shard. Residuals and candidates: one a tensor, shard by shard.
 
@@ -154,6 +185,7 @@ class Bucket:
             _addresses(gradients),
             _addresses(candidates),
             _addresses(payloads),
+            None if correction is None else ctypes.byref(correction),
             threads,
         )
 
@@ -181,3 +213,8 @@ class Bucket:
 def _addresses(each: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     """Addresses as the library takes them."""
     return (ctypes.c_void_p * len(each))(*each)
+
+
+def _numbers(each: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    """Numbers as the library takes them."""
+    return (ctypes.c_double * len(each))(*each)

@@ -17,7 +17,8 @@ Rules for implementations:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from horovod_topk.ops.philox import Stream
 
@@ -74,21 +75,40 @@ class Fused(Protocol[Taken]):
         ...
 
 
+@dataclass(frozen=True)
+class Velocities(Generic[Array]):
+    """Momentum correction of a bucket's gradients; see `horovod_topk.core.momentum`.
+
+    Each has one a gradient. Arrays are flat, of the gradients' dtype, which is the residual's.
+    """
+
+    before: Sequence[Array]  # u
+    after: Sequence[Array]  # become factor * u + g
+    factors: Sequence[float]
+    nesterov: Sequence[bool]  # whether factor * after + g is sent; else it is `after`
+    share: float  # of `after` that stays where an element was sent, but in tensors sent whole
+
+
 @runtime_checkable
-class SupportsShardedEncode(Protocol[Taken]):
-    """What a `Fused` may offer too: all shards of a bucket in one pass over its gradients."""
+class SupportsOnePass(Protocol[Array]):
+    """What a `Fused` may offer too: all that is done to a bucket's gradients, in one pass."""
 
     def encode_shards(
         self,
         kernels: Sequence[Self],
-        residuals: Sequence[Taken],
-        candidates: Sequence[Taken],
-        gradients: Sequence[Taken],
-        payloads: Sequence[Taken],
+        residuals: Sequence[Array],
+        candidates: Sequence[Array],
+        gradients: Sequence[Array],
+        payloads: Sequence[Array],
+        factors: Sequence[Sequence[float]],
+        velocities: Velocities[Array] | None,
     ) -> None:
         """As `Fused.encode` of each of `kernels`, this one the first, with what has its position.
 
-        They are shards of the same gradients.
+        They are shards of the same gradients, or a single bucket.
+
+        factors: what each tensor's residual is multiplied by where it is read.
+        velocities: corrects the gradients; to the bits of `update_velocity` and `scale_sent`.
         """
         ...
 

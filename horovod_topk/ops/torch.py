@@ -21,7 +21,7 @@ from horovod_topk.kernels import native, triton
 from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import Fused
+from horovod_topk.ops.protocol import Fused, Velocities
 
 log = logging.getLogger("horovod_topk")
 
@@ -259,19 +259,12 @@ class CpuBucket:
         self._kernel = native.Bucket(recipe, library)
         self._payload_bytes, width = recipe[4], recipe[1]
         self._offsets = [start * width for start in recipe[9::9]]
+        self._corrects = set(recipe[13::9]) == {2 if width == 4 else 3}  # gradients as residuals
 
     def encode(
         self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
     ) -> None:
-        packed = [g if g.is_contiguous() and not g.is_neg() else _packed(g) for g in gradients]
-        e, left = residual.data_ptr(), candidate.data_ptr()
-        self._kernel.encode(
-            [e + offset for offset in self._offsets],
-            [gradient.data_ptr() for gradient in packed],
-            [left + offset for offset in self._offsets],
-            payload.data_ptr(),
-            torch.get_num_threads(),
-        )
+        self.encode_shards([self], [residual], [candidate], gradients, [payload], (), None)
 
     def encode_shards(
         self,
@@ -280,8 +273,14 @@ class CpuBucket:
         candidates: Sequence[Tensor],
         gradients: Sequence[Tensor],
         payloads: Sequence[Tensor],
+        factors: Sequence[Sequence[float]],
+        velocities: Velocities[Tensor] | None,
     ) -> None:
         packed = [_packed(gradient) for gradient in gradients]
+        correction = native.Correction.of([factor for each in factors for factor in each])
+        if velocities is not None:
+            assert self._corrects  # `horovod_topk.core.momentum.check_dtypes` has seen to it
+            _add_velocities(correction, velocities)
         self._kernel.encode_shards(
             [each._kernel for each in kernels],
             _places_in(kernels, residuals),
@@ -289,6 +288,7 @@ class CpuBucket:
             _places_in(kernels, candidates),
             [payload.data_ptr() for payload in payloads],
             torch.get_num_threads(),
+            correction,
         )
 
     def decode(
@@ -325,6 +325,17 @@ def _places_in(kernels: Sequence[CpuBucket], arenas: Sequence[Tensor]) -> list[i
     pairs = zip(kernels, arenas, strict=True)
     starts = [(arena.data_ptr(), each._offsets) for each, arena in pairs]
     return [first + offset for first, offsets in starts for offset in offsets]
+
+
+def _add_velocities(correction: native.Correction, own: Velocities[Tensor]) -> None:
+    """Note where velocities lie, and what becomes of them."""
+    correction.with_velocities(
+        [u.data_ptr() for u in own.before],
+        [u.data_ptr() for u in own.after],
+        own.factors,
+        own.nesterov,
+        own.share,
+    )
 
 
 def _packed(tensor: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.momentum import Correction, Momenta
+from horovod_topk.core.momentum import Momenta, correct
+from horovod_topk.core.momentum import velocities as velocities_of
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.graph import clip
@@ -41,16 +42,17 @@ def with_momentum(
     """
     result, ops = list(gradients), TensorFlowOps()
     momenta = Momenta(config)
-    correction = Correction(config, momenta, ops)
     moved: list[tuple[Any, Array]] = []
     for i, (name, gradient, variable) in enumerate(zip(names, gradients, variables, strict=True)):
         if is_dense(gradient):
             inner = unwrap(variable)
             spec = spec_of(name, gradient, inner)
             (velocity,) = velocities.of(inner, spec, [spec.numel])
-            before, after = Buffer(velocity.value()), Buffer(tf.zeros_like(velocity))
-            flat = Buffer(tf.cast(tf.reshape(gradient, [-1]), velocity.dtype))
-            (sent,) = correction.apply([momenta.of(name)], [before], [flat], [after])
+            before: Array = Buffer(velocity.value())
+            after: Array = Buffer(tf.zeros_like(velocity))
+            flat: Array = Buffer(tf.cast(tf.reshape(gradient, [-1]), velocity.dtype))
+            own = velocities_of([momenta.of(name)], [before], [after], 1.0)
+            (sent,) = correct([flat], own, ops)
             moved.append((velocity, after))
             result[i] = tf.reshape(tf.cast(sent.value, gradient.dtype), tf.shape(gradient))
     finite = [tf.reduce_all(tf.math.is_finite(after.value)) for _, after in moved]

@@ -396,7 +396,7 @@ void check_shards(const Job &job, const std::vector<const void *> &residuals,
     std::vector<void *> left;
     for (auto &each : alone[s].left) left.push_back(each.data());
     topkef_encode(buckets[s], residuals.data(), gradients.data(), left.data(),
-                  alone[s].payload.data(), threads);
+                  alone[s].payload.data(), nullptr, threads);
     topkef_bucket_free(buckets[s]);
     buckets[s] = topkef_bucket_new(recipe.data(), (int64_t)recipe.size());
     e.insert(e.end(), residuals.begin(), residuals.end());
@@ -408,7 +408,7 @@ void check_shards(const Job &job, const std::vector<const void *> &residuals,
     for (auto &room : each.left) left.push_back(room.data());
   }
   topkef_encode_shards(buckets.data(), (int64_t)count, e.data(), gradients.data(), left.data(),
-                       payloads.data(), threads);
+                       payloads.data(), nullptr, threads);
   for (topkef_bucket *each : buckets) topkef_bucket_free(each);
   for (size_t s = 0; s < count; ++s) {
     alone[s].forget_nans(job);
@@ -450,7 +450,7 @@ void run(const uint8_t *data, size_t size) {
     }
     if (job.parts > 1) check_shards(job, e, g, threads);
     std::memset(payload + 32, 0xff, (size_t)(job.payload_bytes - 32));
-    topkef_encode(bucket, e.data(), g.data(), left.data(), payload, threads);
+    topkef_encode(bucket, e.data(), g.data(), left.data(), payload, nullptr, threads);
     check_format(job, payload);
     check_zeroed(job, bucket, payload, -1, offset, threads);
     for (size_t t = 0; t < job.tensors.size(); ++t)

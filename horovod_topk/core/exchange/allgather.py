@@ -11,7 +11,7 @@ from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import BucketExchange, Collective, Over, Pending, Traffic
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
-from horovod_topk.ops import Ops
+from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
 
@@ -70,9 +70,11 @@ class AllgatherBucket(Generic[Array]):
         self._payload = codec.new_payload(bucket)
         self._pending: Pending[Array] | None = None
 
-    def send(self, gradients: Sequence[Array], name: str) -> None:
+    def send(
+        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+    ) -> None:
         """`BucketExchange.send`."""
-        self._codec.encode(self._arenas, gradients, self._payload)
+        self._codec.encode(self._arenas, gradients, self._payload, velocities)
         self._pending = self._collective.allgather(self._payload, name)
 
     def advance(self) -> None:
@@ -100,10 +102,6 @@ class AllgatherBucket(Generic[Array]):
         if bucket.reduction == "average":
             gain = gain * (1 / ranks)
         return self._codec.decode(bucket, gathered, gain, targets)
-
-    def scale_sent(self, arrays: Sequence[Array], factor: float) -> None:
-        """`BucketExchange.scale_sent`."""
-        self._codec.scale_sent(self._bucket, self._payload, arrays, factor)
 
     def swap(self) -> None:
         """`BucketExchange.swap`."""

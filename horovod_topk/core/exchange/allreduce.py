@@ -25,10 +25,11 @@ from horovod_topk.core.exchange.protocol import (
     Traffic,
     ring_allreduce_bytes,
 )
+from horovod_topk.core.momentum import correct
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares, as_row
 from horovod_topk.errors import PlanMismatchError
-from horovod_topk.ops import Ops
+from horovod_topk.ops import Ops, Velocities
 from horovod_topk.ops.coding import value_bytes
 
 Array = TypeVar("Array")
@@ -83,9 +84,12 @@ class AllreduceBucket(Generic[Array]):
         self._array = ops.zeros(size, bucket.residual_dtype, bucket.device)
         self._pending: Pending[Array] | None = None
 
-    def send(self, gradients: Sequence[Array], name: str) -> None:
+    def send(
+        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+    ) -> None:
         """`BucketExchange.send`."""
         ops, bucket = self._ops, self._bucket
+        gradients = correct(gradients, velocities, ops)
         for piece, gradient in zip(bucket.tensors, gradients, strict=True):
             if piece.numel:
                 ops.split_shards(gradient, [0], [ops.view(self._array, piece.start, piece.stop)])
@@ -121,9 +125,6 @@ class AllreduceBucket(Generic[Array]):
         for position, (total, target) in enumerate(zip(sums, targets, strict=True)):
             ops.write_scaled(total, gain * scale, target, flags[position])
         return flags
-
-    def scale_sent(self, arrays: Sequence[Array], factor: float) -> None:
-        """`BucketExchange.scale_sent`: all is sent whole."""
 
     def swap(self) -> None:
         """`BucketExchange.swap`: there is no residual."""

@@ -37,12 +37,13 @@ from horovod_topk.core.exchange.protocol import (
     Traffic,
     check_split,
 )
+from horovod_topk.core.momentum import correct
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import NodePlan, first_block, shard_sums
 from horovod_topk.errors import TopKError
-from horovod_topk.ops import Ops
+from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
 
@@ -213,9 +214,11 @@ class HierarchicalBucket(Generic[Array]):
         self._spread: Pending[Array] | None = None
         self._unwanted: list[Pending[Array]] = []  # of a step that was forgotten
 
-    def send(self, gradients: Sequence[Array], name: str) -> None:
+    def send(
+        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+    ) -> None:
         """`BucketExchange.send`."""
-        self._name = name
+        self._name, gradients = name, correct(gradients, velocities, self._ops)
         for gradient, (firsts, outs) in zip(gradients, self._split, strict=True):
             self._ops.split_shards(gradient, firsts, outs)
         self._reduced = self._reduce()
@@ -259,9 +262,6 @@ class HierarchicalBucket(Generic[Array]):
         ranks = sum(nodes.sizes)
         scale = 1.0 / ranks if plan.bucket.reduction == "average" else 1.0
         return self._codec.decode(plan.result, self._in_rows(), gain * scale, targets)
-
-    def scale_sent(self, arrays: Sequence[Array], factor: float) -> None:
-        """`BucketExchange.scale_sent`: all is sent whole, to the owners on this node."""
 
     def swap(self) -> None:
         """`BucketExchange.swap`."""

@@ -23,7 +23,7 @@ from horovod_topk.core.nodes import Location, Nodes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.errors import TensorTooLargeError
-from horovod_topk.ops import Ops
+from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
 Given = TypeVar("Given", contravariant=True)
@@ -103,8 +103,13 @@ class Collective(Protocol[Array]):
 class BucketExchange(Protocol[Given]):
     """One bucket, sent and received step after step."""
 
-    def send(self, gradients: Sequence[Given], name: str) -> None:
-        """Encode gradients and start the first collective; writes no gradient and no residual."""
+    def send(
+        self, gradients: Sequence[Given], name: str, velocities: Velocities[Any] | None = None
+    ) -> None:
+        """Encode gradients and start the first collective; writes no gradient and no residual.
+
+        velocities: corrects the gradients' momentum, and gets new velocities.
+        """
         ...
 
     def advance(self) -> None:
@@ -128,13 +133,6 @@ class BucketExchange(Protocol[Given]):
 
         Raises:
             PayloadError, PlanMismatchError: it is not payloads of this bucket.
-        """
-        ...
-
-    def scale_sent(self, arrays: Sequence[Any], factor: float) -> None:
-        """Multiply by a factor where an element was sent, but in those that were sent whole.
-
-        arrays: flat, one for each gradient.
         """
         ...
 

@@ -20,7 +20,7 @@ from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import ShardedPlan, shard
 from horovod_topk.errors import TopKError
-from horovod_topk.ops import Ops
+from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
 
@@ -130,11 +130,13 @@ class ShardedBucket(Generic[Array]):
         self._unwanted: list[Pending[Array]] = []  # of a step that was forgotten
         self._aborted = False  # whether that is also what was sent to owners
 
-    def send(self, gradients: Sequence[Array], name: str) -> None:
+    def send(
+        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+    ) -> None:
         """`BucketExchange.send`."""
         if self._aborted:
             self._settle()
-        self._codec.encode_shards(self._arenas, gradients, self._parts)
+        self._codec.encode_shards(self._arenas, gradients, self._parts, velocities)
         self._name = name
         self._scattered = self._collective.alltoall(self._out, f"{name}.scatter")
 
@@ -193,11 +195,6 @@ class ShardedBucket(Generic[Array]):
         gathered = pending.wait()
         self._check(gathered, self._plan.gather[0])
         return self._codec.decode(self._plan.result, gathered, gain, targets)
-
-    def scale_sent(self, arrays: Sequence[Array], factor: float) -> None:
-        """`BucketExchange.scale_sent`: where it was sent to an owner."""
-        for scatter, part in zip(self._plan.scatter, self._parts, strict=True):
-            self._codec.scale_sent(scatter, part, arrays, factor)
 
     def swap(self) -> None:
         """`BucketExchange.swap`."""

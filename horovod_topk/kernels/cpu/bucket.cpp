@@ -214,14 +214,23 @@ struct Group {
   const void *const *residuals, *const *gradients;
   void *const *candidates;
   uint8_t *const *payloads;
+  const topkef_correction *correction;
 
   const TensorRecipe &recipe(int64_t s) const { return shards[s]->tensors[(size_t)tensor]; }
 
   Encoder &encoder(int64_t s) const { return *shards[s]->encoders[(size_t)tensor]; }
 
   Source source(int64_t s) const {
-    const int64_t at = s * shards[0]->recipe.tensors + tensor;
-    return {residuals[at], gradients[recipe(s).gradient], candidates[at]};
+    const int64_t at = s * shards[0]->recipe.tensors + tensor, g = recipe(s).gradient;
+    Source source{residuals[at], gradients[g], candidates[at]};
+    if (correction && correction->scales) source.scale = correction->scales[at];
+    if (!correction || !correction->velocities) return source;
+    source.velocity = correction->velocities[g];
+    source.following = correction->following[g];
+    source.momentum = correction->momenta[g];
+    source.nesterov = correction->nesterov[g] != 0;
+    source.share = correction->share;
+    return source;
   }
 
   /* How many threads work on it. */
@@ -277,14 +286,12 @@ struct Group {
 
   void gather_together(int64_t part) const {
     std::vector<Shard> all;
-    for (int64_t s = 0; s < count; ++s) {
-      const Source from = source(s);
-      all.push_back({from.residual, from.candidate, encoder(s).stretch(part), recipe(s).first});
-    }
+    for (int64_t s = 0; s < count; ++s)
+      all.push_back({source(s), encoder(s).stretch(part), recipe(s).first});
     std::sort(all.begin(), all.end(), [](auto &a, auto &b) { return a.first < b.first; });
     auto pass = shards[0]->passes->gather_shards[recipe(0).dtype];
     for (bool done = false; !done;) {
-      pass(all.data(), count, source(0).gradient, shards[0]->recipe.parts);
+      pass(all.data(), count, shards[0]->recipe.parts);
       done = true;
       for (int64_t s = 0; s < count; ++s) done &= encoder(s).relieve(source(s), part);
     }
@@ -375,20 +382,21 @@ void topkef_bucket_free(topkef_bucket *bucket) { delete bucket; }
 
 void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
                    const void *const *gradients, void *const *candidates, uint8_t *payload,
-                   int threads) {
-  topkef_encode_shards(&bucket, 1, residuals, gradients, candidates, &payload, threads);
+                   const topkef_correction *correction, int threads) {
+  topkef_encode_shards(&bucket, 1, residuals, gradients, candidates, &payload, correction, threads);
 }
 
 void topkef_encode_shards(topkef_bucket *const *shards, int64_t count, const void *const *residuals,
                           const void *const *gradients, void *const *candidates,
-                          uint8_t *const *payloads, int threads) {
+                          uint8_t *const *payloads, const topkef_correction *correction,
+                          int threads) {
   KeepDenormals keep;  // each task has one of its own, for its own thread
   threads = std::max(threads, 1);
   std::vector<Group> groups;
   std::vector<Task> tasks;
   std::vector<int64_t> split;
   for (int64_t t = 0; t < shards[0]->recipe.tensors; ++t) {
-    const Group group{shards, count, t, residuals, gradients, candidates, payloads};
+    const Group group{shards, count, t, residuals, gradients, candidates, payloads, correction};
     const int64_t parts = group.parts(threads);
     groups.push_back(group);
     for (int64_t p = 0; p < parts; ++p) tasks.push_back({t, p, parts});

@@ -11,12 +11,14 @@
 #include "index_coding.h"
 #include "passes.h"
 #include "select_k.h"
+#include "tile.h"
 
 namespace {
 
 using topkef::BLOCK;
 using topkef::SHARD_BLOCK;
 using topkef::ShardLayout;
+using topkef::Source;
 using topkef::List;
 using topkef::Rows;
 using topkef::STREAMS;
@@ -46,7 +48,8 @@ inline void fence() {}
 
 constexpr int64_t AHEAD = 16;  // entries whose places are asked of memory before it is their turn
 constexpr int64_t TURN = 512;  // elements of one stretch before it is another's turn
-static_assert(BLOCK % TURN == 0 && SHARD_BLOCK % TURN == 0, "turns part neither blocks nor shard blocks");
+static_assert(BLOCK % TURN == 0 && SHARD_BLOCK % TURN == 0 && TURN % TILE == 0,
+              "turns part neither blocks nor shard blocks");
 
 inline int trailing_zeros(uint64_t bits) {
 #ifdef __BMI__
@@ -54,14 +57,6 @@ inline int trailing_zeros(uint64_t bits) {
 #else
   return bits ? __builtin_ctzll(bits) : 64;
 #endif
-}
-
-/* Elements before `out` reaches a cache line, at most n. */
-template <class R>
-inline int64_t unaligned(const R *out, int64_t n) {
-  int64_t bytes = (int64_t)(-(uintptr_t)out & 63u);
-  int64_t head = bytes % (int64_t)sizeof(R) ? 0 : bytes / (int64_t)sizeof(R);
-  return head < n ? head : n;
 }
 
 /* Entries of a list that are being written. */
@@ -74,37 +69,37 @@ struct End {
   explicit End(const List &list)
       : index(list.index), value(static_cast<R *>(list.value)), size(list.size) {}
 
+  /* Element `i` of e and g, which is element `first + i` of the tensor. */
   template <class G>
-  void write(int64_t at, const R *e, const G *g, int64_t element) {
-    index[at] = (uint32_t)element;
-    value[at] = load(e, element) + (R)widen(load(g, element));
+  void write(int64_t at, const R *e, const G *g, int64_t first, int64_t i) {
+    index[at] = (uint32_t)(first + i);
+    value[at] = load(e, i) + (R)widen(load(g, i));
   }
 };
 
-/* Append the elements of set bits, `at` being the first. Two are written at once, whether or not
+/* Append the elements of set bits; the first of e and g is element `at` of the tensor. Two are written at once, whether or not
  * they are there: whether there are any is what no processor could foresee. */
 template <class R, class G>
 inline void append(uint64_t found, int64_t at, const R *e, const G *g, End<R> *end) {
   int count = __builtin_popcountll(found);
   int64_t size = end->size;
   for (int i = 0; i < 2; ++i, found &= found - 1)
-    end->write(size + i, e, g, at + (trailing_zeros(found) & 63));
+    end->write(size + i, e, g, at, trailing_zeros(found) & 63);
   for (int i = 2; i < count; ++i, found &= found - 1)
-    end->write(size + i, e, g, at + trailing_zeros(found));
+    end->write(size + i, e, g, at, trailing_zeros(found));
   end->size = size + count;
 }
 
 /* One element after the other where lanes do not fit: before a cache line, or at the end. */
 template <class R, class G>
-inline void gather_few(const R *e, const G *g, R *out, Stretch *stretch, int64_t count,
-                       ShardLayout layout) {
+inline void gather_few(Tile<R, G> *tile, R *out, Stretch *stretch, int64_t count) {
   End<R> end(stretch->list);
   for (int64_t i = 0; i < count; ++i, ++stretch->at) {
     int64_t at = stretch->at;
-    const G *own = g + (layout.natural(at) - at);
-    bool is = lanes_slowly<R, G>(e + at, own + at, out + at,
+    tile->take(at, 1);
+    bool is = lanes_slowly<R, G>(tile->e, tile->g, out + at,
                                  (typename Real<R>::Bits)stretch->least, 1);
-    if (is) end.write(end.size++, e, own, at);
+    if (is) end.write(end.size++, tile->e, tile->g, at, 0);
   }
   stretch->list.size = end.size;
 }
@@ -112,21 +107,20 @@ inline void gather_few(const R *e, const G *g, R *out, Stretch *stretch, int64_t
 /* `count` elements of `streams` stretches, a turn of so many of one after the other: several streams
  * keep memory busier than one, and longer turns than a cache line's keep what fetches ahead. */
 template <class R, class G, int streams>
-inline void gather_turns(const R *e, const G *g, R *out, Stretch *stretches, int64_t count,
-                         int64_t turn, ShardLayout layout) {
-  for (int64_t done = 0; done < count; done += turn)
+inline void gather_turns(Tile<R, G> *tile, R *out, Stretch *stretches, int64_t count) {
+  for (int64_t done = 0; done < count; done += TURN)
     for (int s = 0; s < streams; ++s) {
       Stretch &stretch = stretches[s];
       End<R> end(stretch.list);
-      int64_t at = stretch.at;
-      const G *own = g + (layout.natural(at) - at);  // the same for a whole block of a shard
-      for (const int64_t stop = at + turn; at < stop; at += 64) {
-        auto least = (typename Real<R>::Bits)stretch.least;
-        uint64_t found = lanes<R, G>(e + at, own + at, out + at, least);
-        append(found, at, e, own, &end);
+      const int64_t at = stretch.at, turn = count - done < TURN ? count - done : TURN;
+      const auto least = (typename Real<R>::Bits)stretch.least;
+      for (int64_t i = at; i < at + turn; i += TILE) {
+        tile->take(i, TILE);
+        uint64_t found = lanes<R, G>(tile->e, tile->g, out + i, least);
+        append(found, i, tile->e, tile->g, &end);
       }
       stretch.list.size = end.size;
-      stretch.at = at;
+      stretch.at = at + turn;
     }
 }
 
@@ -142,12 +136,12 @@ inline int64_t before_lines(const R *out, const Stretch &stretch, ShardLayout la
 
 /* The next block of one stretch, or what comes before a cache line, or what is left. */
 template <class R, class G>
-inline void gather_next(const R *e, const G *g, R *out, Stretch *stretch, ShardLayout layout) {
+inline void gather_next(Tile<R, G> *tile, R *out, Stretch *stretch, ShardLayout layout) {
   int64_t left = stretch->to - stretch->at, head = before_lines(out, *stretch, layout);
   if (head || left < 64)
-    gather_few<R, G>(e, g, out, stretch, head ? head : left, layout);
+    gather_few<R, G>(tile, out, stretch, head ? head : left);
   else
-    gather_turns<R, G, 1>(e, g, out, stretch, (left < BLOCK ? left : BLOCK) / 64 * 64, 64, layout);
+    gather_turns<R, G, 1>(tile, out, stretch, (left < BLOCK ? left : BLOCK) / 64 * 64);
 }
 
 /* Whether all streams can take another block, from cache lines on. */
@@ -162,17 +156,15 @@ inline bool go_together(const R *out, const Stretch *stretches, int64_t count, S
 }
 
 template <class R, class G>
-void gather(const void *residual, const void *gradient, void *candidate, Stretch *stretches,
-            int64_t count, ShardLayout layout) {
-  auto e = static_cast<const R *>(residual);
-  auto g = static_cast<const G *>(gradient);
-  auto out = static_cast<R *>(candidate);
+void gather(const Source &source, Stretch *stretches, int64_t count, ShardLayout layout) {
+  Tile<R, G> tile(source, layout);
+  auto out = static_cast<R *>(source.candidate);
   for (int64_t s = 0; s < count; ++s)
-    if (can_go_on(stretches[s])) gather_next<R, G>(e, g, out, &stretches[s], layout);
+    if (can_go_on(stretches[s])) gather_next<R, G>(&tile, out, &stretches[s], layout);
   while (go_together(out, stretches, count, layout))
-    gather_turns<R, G, STREAMS>(e, g, out, stretches, BLOCK, TURN, layout);
+    gather_turns<R, G, STREAMS>(&tile, out, stretches, BLOCK);
   for (int64_t s = 0; s < count; ++s)
-    while (can_go_on(stretches[s])) gather_next<R, G>(e, g, out, &stretches[s], layout);
+    while (can_go_on(stretches[s])) gather_next<R, G>(&tile, out, &stretches[s], layout);
   fence();
 }
 
@@ -183,18 +175,17 @@ inline bool takes_block(const Stretch &stretch) {
 
 /* The next block of one shard. `next`: what the processor should fetch meanwhile. */
 template <class R, class G>
-inline void gather_block(const topkef::Shard &shard, const G *g, int64_t parts, const R *next) {
+inline void gather_block(const topkef::Shard &shard, int64_t parts, const R *next) {
   Stretch &stretch = *shard.stretch;
-  auto e = static_cast<const R *>(shard.e);
-  auto out = static_cast<R *>(shard.out);
+  Tile<R, G> tile(shard.source, {parts, shard.first});
+  auto out = static_cast<R *>(shard.source.candidate);
   const auto least = (typename Real<R>::Bits)stretch.least;
-  const G *own = g + (ShardLayout{parts, shard.first}.natural(stretch.at) - stretch.at);
   End<R> end(stretch.list);
-  for (const int64_t stop = stretch.at + SHARD_BLOCK; stretch.at < stop; stretch.at += 64) {
-    for (int64_t i = 0; next && i < 64; i += 64 / (int64_t)sizeof(R)) __builtin_prefetch(next + i);
-    if (next) next += 64;
-    append(lanes<R, G>(e + stretch.at, own + stretch.at, out + stretch.at, least), stretch.at, e,
-           own, &end);
+  for (const int64_t stop = stretch.at + SHARD_BLOCK; stretch.at < stop; stretch.at += TILE) {
+    for (int64_t i = 0; next && i < TILE; i += 64 / (int64_t)sizeof(R)) __builtin_prefetch(next + i);
+    if (next) next += TILE;
+    tile.take(stretch.at, TILE);
+    append(lanes<R, G>(tile.e, tile.g, out + stretch.at, least), stretch.at, tile.e, tile.g, &end);
   }
   stretch.list.size = end.size;
 }
@@ -203,9 +194,7 @@ inline void gather_block(const topkef::Shard &shard, const G *g, int64_t parts, 
 constexpr int64_t FOLLOWED = 4;
 
 template <class R, class G>
-void gather_shards(const topkef::Shard *shards, int64_t count, const void *gradient,
-                   int64_t parts) {
-  auto g = static_cast<const G *>(gradient);
+void gather_shards(const topkef::Shard *shards, int64_t count, int64_t parts) {
   auto all_take = [&] {
     bool all = true;
     for (int64_t s = 0; s < count; ++s) all &= takes_block(*shards[s].stretch);
@@ -214,24 +203,22 @@ void gather_shards(const topkef::Shard *shards, int64_t count, const void *gradi
   while (all_take())
     for (int64_t s = 0; s < count; ++s) {
       const topkef::Shard &next = shards[s + 1 < count ? s + 1 : 0];
-      auto e = static_cast<const R *>(next.e) + next.stretch->at;
-      gather_block<R, G>(shards[s], g, parts, count > FOLLOWED ? e : nullptr);
+      auto e = static_cast<const R *>(next.source.residual) + next.stretch->at;
+      gather_block<R, G>(shards[s], parts, count > FOLLOWED ? e : nullptr);
     }
   for (int64_t s = 0; s < count; ++s)
-    gather<R, G>(shards[s].e, gradient, shards[s].out, shards[s].stretch, 1,
-                 ShardLayout{parts, shards[s].first});
+    gather<R, G>(shards[s].source, shards[s].stretch, 1, ShardLayout{parts, shards[s].first});
 }
 
 template <class R, class G>
-void sum(const void *residual, const void *gradient, int64_t at, int64_t count, void *sums,
-         ShardLayout layout) {
+void sum(const Source &source, int64_t at, int64_t count, void *sums, ShardLayout layout) {
   auto to = static_cast<R *>(sums);
+  Tile<R, G> tile(source, layout);
   for (int64_t stop = at + count; at < stop;) {
-    int64_t run = layout.parts > 1 ? SHARD_BLOCK - at % SHARD_BLOCK : count;
+    int64_t run = TILE - at % TILE;
     run = run < stop - at ? run : stop - at;
-    auto e = static_cast<const R *>(residual) + at;
-    auto g = static_cast<const G *>(gradient) + layout.natural(at);
-    for (int64_t i = 0; i < run; ++i) to[i] = load(e, i) + (R)widen(load(g, i));
+    tile.take(at, run);
+    for (int64_t i = 0; i < run; ++i) to[i] = load(tile.e, i) + (R)widen(load(tile.g, i));
     at += run;
     to += run;
   }
@@ -296,27 +283,20 @@ void deliver(void *sum, double scale, void *gradient, int64_t n) {
 }
 
 template <class R>
-inline void update_velocity_slowly(const R *u, R m, const R *g, R *out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) store(out, i, m * load(u, i) + load(g, i));
-}
-
-#ifndef TOPKEF_LANES
-template <class R>
-inline int64_t stream_velocity(const R *, R, const R *, R *, int64_t) {
-  return 0;
-}
-#endif
-
-template <class R>
 void update_velocity(const void *velocity, double factor, const void *gradient, void *sum, int64_t n,
                 bool past_caches) {
   auto u = static_cast<const R *>(velocity), g = static_cast<const R *>(gradient);
   auto out = static_cast<R *>(sum);
-  const auto m = (R)factor;
-  int64_t done = past_caches ? unaligned(out, n) : 0;
-  update_velocity_slowly(u, m, g, out, done);
-  if (past_caches) done += stream_velocity(u + done, m, g + done, out + done, n - done);
-  update_velocity_slowly(u + done, m, g + done, out + done, n - done);
+  alignas(64) R tile[TILE];
+  const int64_t head = unaligned(out, n < TILE ? n : TILE);
+  for (int64_t at = 0, count = head; at < n; at += count) {
+    if (at || !head) count = n - at < TILE ? n - at : TILE;
+    accelerate(u + at, (R)factor, g + at, tile, count);
+    if (past_caches)
+      put_past_caches(tile, out + at, count);
+    else
+      memcpy(out + at, tile, (size_t)count * sizeof(R));
+  }
 }
 
 template <class R>

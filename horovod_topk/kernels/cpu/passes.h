@@ -66,25 +66,39 @@ struct ShardLayout {
   }
 };
 
-/* out = e + g, but where |e + g| >= least: there the entry joins the list, and out is 0. Every stretch goes on to its end, or until its list has no room for a block. */
-using Gather = void (*)(const void *e, const void *g, void *out, Stretch *stretches, int64_t count,
-                        ShardLayout layout);
+/* Where a tensor's elements are, and what they are added up to: a = scale * e + g, or, with velocities,
+ *
+ *     u' = momentum * u + g
+ *     a  = scale * e + u'        with `nesterov`: scale * e + (momentum * u' + g)
+ *
+ * Each product and sum is rounded. Velocities lie as the gradient does, and have the residual's dtype. */
+struct Source {
+  const void *residual, *gradient;
+  void *candidate;
+  double scale = 1;                // of the residual
+  const void *velocity = nullptr;  // u; null: there is none, and what follows is not read
+  void *following = nullptr;       // becomes u'; null: nobody wants it
+  double momentum = 0, share = 1;  // `share` of u' stays where a was sent
+  bool nesterov = false;
+};
+
+/* out = a, but where |a| >= least: there the entry joins the list, and out is 0. Every stretch goes on to
+ * its end, or until its list has no room for a block. */
+using Gather = void (*)(const Source &source, Stretch *stretches, int64_t count, ShardLayout layout);
 
 /* A stretch of a shard, and where that lies. */
 struct Shard {
-  const void *e;
-  void *out;
+  Source source;
   Stretch *stretch;
   int64_t first;
 };
 
 /* The same of several shards of one gradient, block by block as the gradient has them: one pass over
  * it. Each stretch goes on to its end, or until its list has no room. */
-using GatherShards = void (*)(const Shard *shards, int64_t count, const void *g, int64_t parts);
+using GatherShards = void (*)(const Shard *shards, int64_t count, int64_t parts);
 
-/* sums[0..count) = e + g, from element `at` on. */
-using Sum = void (*)(const void *e, const void *g, int64_t at, int64_t count, void *sums,
-                     ShardLayout layout);
+/* sums[0..count) = a, from element `at` on. */
+using Sum = void (*)(const Source &source, int64_t at, int64_t count, void *sums, ShardLayout layout);
 
 /* Where the k best of several lists end, 1 <= k <= their sizes. Their scratch is one stretch of
  * memory, which the first begins. */

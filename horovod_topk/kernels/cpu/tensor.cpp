@@ -94,7 +94,7 @@ class WholeTensor final : public Encoder {
     alignas(64) double sums[4 * PACE];
     for (int64_t at = beginning(tensor_.numel, part, parts); at < to; at += 4 * PACE) {
       int64_t count = std::min(4 * PACE, to - at);
-      sum_(source.residual, source.gradient, at, count, sums, bucket_.shard_layout(tensor_));
+      sum_(source, at, count, sums, bucket_.shard_layout(tensor_));
       finite_[(size_t)part] &=
           (uint8_t)pack_(sums, {at, count, tensor_.numel}, payload + tensor_.value_at,
                          static_cast<uint8_t *>(source.candidate) + at * bucket_.residual_bytes);
@@ -175,7 +175,7 @@ class TopK final : public Encoder {
 
   void gather(const Source &source, uint8_t *, int64_t part) override {
     do
-      gather_(source.residual, source.gradient, source.candidate, stretch(part), streams_, layout_);
+      gather_(source, stretch(part), streams_, layout_);
     while (!relieve(source, part));
   }
 
@@ -243,21 +243,30 @@ class TopK final : public Encoder {
     Sample sample(tensor_.numel);
     Stretch all{0, 0, 0, Workspace<R>::own().sample.list(sample.size())};
     auto value = static_cast<R *>(all.list.value);
+    const Source glance = without_following(source);
     for (int64_t row = 0; row < std::min(AHEAD, sample.rows); ++row)
       prefetch(source, row * sample.stride);
     for (int64_t row = 0; row < sample.rows; ++row) {
       int64_t first = row * sample.stride;
       prefetch(source, std::min(first + AHEAD * sample.stride, tensor_.numel - 1));
-      sum_(source.residual, source.gradient, first, sample.run, value + row * sample.run, layout_);
+      sum_(glance, first, sample.run, value + row * sample.run, layout_);
     }
     all.list.size = sample.size();
     return (Bits)passes_->choose(&all, 1, rank).least;
   }
 
   void prefetch(const Source &source, int64_t at) const {
+    const int64_t natural = layout_.natural(at);
     __builtin_prefetch(static_cast<const R *>(source.residual) + at);
     __builtin_prefetch(static_cast<const uint8_t *>(source.gradient) +
-                       layout_.natural(at) * dtype_bytes(tensor_.dtype));
+                       natural * dtype_bytes(tensor_.dtype));
+    if (source.velocity) __builtin_prefetch(static_cast<const R *>(source.velocity) + natural);
+  }
+
+  /* Sums alone: new velocities are another pass's. */
+  static Source without_following(Source source) {
+    source.following = nullptr;
+    return source;
   }
 
   /* Set out from the beginning of all stretches, with empty lists one after the other. */
@@ -321,7 +330,7 @@ class TopK final : public Encoder {
     }
     std::copy_backward(list.index + from, list.index + list.size, list.index + size);
     std::copy_backward(value + from, value + list.size, value + size);
-    sum_(source.residual, source.gradient, 0, length, value, layout_);
+    sum_(without_following(source), 0, length, value, layout_);
     for (int64_t i = 0; i < length; ++i) {
       list.index[i] = (uint32_t)i;
       store(static_cast<R *>(source.candidate), i, (R)0);
@@ -348,9 +357,11 @@ class TopK final : public Encoder {
     const List &list = stretches_[0].list;
     passes_->pack_index[tensor_.index](list.index, tensor_.k, tensor_.numel,
                                        payload + tensor_.index_at);
-    if (kind_ == FULL)
+    if (kind_ == FULL) {
+      damp(source, list.index, tensor_.k);
       return passes_->pack[FULL](list.value, {0, tensor_.k, tensor_.k}, payload + tensor_.value_at,
                                  nullptr);
+    }
     bool finite = true;
     for (int64_t at = 0; at < tensor_.k; at += GOING_OUT)
       finite &= send_some(source, payload, {at, std::min(GOING_OUT, tensor_.k - at), tensor_.k});
@@ -364,9 +375,22 @@ class TopK final : public Encoder {
     R *value = static_cast<R *>(list.value) + span.first;
     for (int64_t i = 0; i < span.count; ++i)
       __builtin_prefetch(static_cast<const R *>(source.candidate) + index[i], 0, 2);
+    if (is_damped(source))
+      for (int64_t i = 0; i < span.count; ++i)
+        __builtin_prefetch(static_cast<const R *>(source.following) + layout_.natural(index[i]), 0, 2);
     bool finite = passes_->pack[kind_](value, span, payload + tensor_.value_at, value);
     passes_->spread(source.candidate, index, value, span.count);
+    damp(source, index, span.count);
     return finite;
+  }
+
+  static bool is_damped(const Source &source) { return source.velocity && source.share < 1; }
+
+  /* Keep a share of the new velocities of what was sent. */
+  void damp(const Source &source, const uint32_t *index, int64_t count) const {
+    if (is_damped(source))
+      passes_->scale_sent(source.following, reinterpret_cast<const uint8_t *>(index), count, layout_,
+                          source.share);
   }
 
   const TensorRecipe tensor_;

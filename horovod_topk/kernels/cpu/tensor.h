@@ -21,12 +21,6 @@ struct BucketRecipe {
   ShardLayout shard_layout(const TensorRecipe &tensor) const { return {parts, tensor.first}; }
 };
 
-/* Where a tensor's elements are. */
-struct Source {
-  const void *residual, *gradient;
-  void *candidate;
-};
-
 /* How a tensor is gone through. */
 struct Division {
   int64_t parts = 1;    // that may run at the same time

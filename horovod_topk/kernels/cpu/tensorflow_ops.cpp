@@ -306,7 +306,7 @@ void encode(void *state, TF_Context *context) {
   if (!payload) return;
   std::memcpy(payload, empty.data(), (size_t)bytes);
   topkef_encode(kernel->bucket, residuals.data(), gradients.data(), candidates.data(), payload,
-                (int)kernel->threads);
+                nullptr, (int)kernel->threads);
 }
 
 void decode(void *state, TF_Context *context) {

@@ -31,13 +31,29 @@ TOPKEF_API const char *topkef_isa(void);
 TOPKEF_API topkef_bucket *topkef_bucket_new(const int64_t *recipe, int64_t count);
 TOPKEF_API void topkef_bucket_free(topkef_bucket *bucket);
 
+/* What becomes of residuals and gradients before they are added up, and of velocities u afterwards:
+ *
+ *     a = scale * e + u'        u' = momentum * u + g
+ *     a = scale * e + (momentum * u' + g)  with `nesterov`
+ *     u' -= (1 - share) * u'    where a was sent, but in tensors that are sent whole
+ *
+ * Velocities are of the residuals' dtype, which is the gradients' then, and lie as the gradients do. */
+typedef struct topkef_correction {
+  const double *scales;           /* one a tensor, shard after shard; NULL: all are 1 */
+  const void *const *velocities;  /* one a gradient, as all that follow; NULL: there are none */
+  void *const *following;         /* become u'; must overlap nothing else */
+  const double *momenta;
+  const uint8_t *nesterov;        /* 0 or 1 */
+  double share;                   /* for all */
+} topkef_correction;
+
 /* Write flags, values and indices into `payload`, and into the candidates what is not sent.
  *
  * residuals, candidates: a pointer a tensor; candidates must overlap nothing else. gradients: as many
- * pointers as the recipe's tensors refer to. */
+ * pointers as the recipe's tensors refer to. correction: NULL for none. */
 TOPKEF_API void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
                               const void *const *gradients, void *const *candidates,
-                              uint8_t *payload, int threads);
+                              uint8_t *payload, const topkef_correction *correction, int threads);
 
 /* The same for shards of one bucket, buckets of which each has the same tensors and gradients: in one
  * pass over these, as far as it goes.
@@ -46,7 +62,7 @@ TOPKEF_API void topkef_encode(topkef_bucket *bucket, const void *const *residual
 TOPKEF_API void topkef_encode_shards(topkef_bucket *const *shards, int64_t count,
                                      const void *const *residuals, const void *const *gradients,
                                      void *const *candidates, uint8_t *const *payloads,
-                                     int threads);
+                                     const topkef_correction *correction, int threads);
 
 /* Replace gradients by `scale` times the sum over `ranks` payloads, added in their order.
  *

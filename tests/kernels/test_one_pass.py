@@ -1,0 +1,239 @@
+"""All that the default does to a gradient in one pass of the kernels: the bits of the verbs.
+
+Momentum (heavy-ball, Nesterov's, or each for some of the tensors), residuals in new units, damping,
+shards, threads, in every combination; and what a step that is rolled back leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.momentum import Momentum, velocities
+from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.shards import shard
+from horovod_topk.kernels import native
+from horovod_topk.methods.topk import TopK
+from horovod_topk.ops.numpy import NumpyOps
+from horovod_topk.ops.torch import TorchOps
+
+Array = NDArray[Any]
+
+FOUND = native.find()
+pytestmark = pytest.mark.skipif(FOUND.library is None, reason=f"no kernels: {FOUND.description}")
+
+ISAS = ("portable", "avx2", "avx512")
+SIZES = (5, 1500, 1300, 64, 4096, 70_001, 100_000, 1)
+
+
+class Side:
+    """One rank's state, compressed by one implementation.
+
+    Args:
+        ops: the implementation.
+        bucket: whole, with the velocities.
+        parts: the bucket itself, or its shards.
+        array: makes an array of it, from NumPy's.
+    """
+
+    def __init__(self, ops: Any, bucket: BucketPlan, parts: list[BucketPlan], array: Any) -> None:
+        self.ops, self.array, self.codec = ops, array, PayloadCodec(ops)
+        self.residuals = [self.arenas(part) for part in parts]
+        self.velocity = self.arenas(bucket)
+        self.payloads = [self.codec.new_payload(part) for part in parts]
+
+    def arenas(self, plan: BucketPlan) -> Arenas[Any]:
+        zeros = np.zeros(plan.numel, plan.residual_dtype)
+        return Arenas(plan, self.array(zeros.copy()), self.array(zeros.copy()))
+
+    def rescale(self, factors: list[float]) -> None:
+        """Multiply the residual of each tensor, once it is read."""
+        for arenas in self.residuals:
+            for tensor, factor in zip(arenas.plan.tensors, factors, strict=True):
+                if factor != 1.0:
+                    arenas.rescale(tensor.start, tensor.stop, factor, self.ops)
+
+    def encode(self, gradients: list[Array], momenta: list[Momentum] | None, share: float) -> None:
+        """One step as far as its payloads."""
+        own = None
+        if momenta is not None:
+            before, after = (
+                [self.ops.view(u, t.start, t.stop) for t in self.velocity.plan.tensors]
+                for u in (self.velocity.residual, self.velocity.candidate)
+            )
+            own = velocities(momenta, before, after, share)
+        given_ = [self.array(g.copy()) for g in gradients]
+        self.codec.encode_shards(self.residuals, given_, self.payloads, own)
+
+    def swap(self) -> None:
+        """Commit."""
+        for arenas in (*self.residuals, self.velocity):
+            arenas.swap()
+
+    def state(self) -> list[bytes]:
+        """All bits that a commit or a roll-back leaves."""
+        return [np.asarray(a.residual).tobytes() for a in (*self.residuals, self.velocity)]
+
+    def candidates(self) -> list[bytes]:
+        """All bits that a step writes."""
+        written = [*self.payloads, *(a.candidate for a in (*self.residuals, self.velocity))]
+        return [np.asarray(each).tobytes() for each in written]
+
+
+class Both:
+    """The same state twice: by kernels, and by the oracle's verbs."""
+
+    def __init__(self, dtype: str, parts: int = 1, sizes: tuple[int, ...] = SIZES, **settings: Any):
+        specs = [TensorSpec(f"t{i}", (n,), dtype) for i, n in enumerate(sizes)]
+        settings |= {"ratio": 0.02, "exchange": "allgather" if parts == 1 else "sharded"}
+        (self.bucket,) = make_plan(specs, TopK(**settings)).buckets
+        each = [self.bucket] if parts == 1 else list(shard(self.bucket, parts).scatter)
+        self.fused = Side(TorchOps(), self.bucket, each, torch.from_numpy)
+        self.verbs = Side(NumpyOps(), self.bucket, each, lambda array: array)
+        self.rng = np.random.default_rng(3)
+
+    def gradients(self, scale: float = 1.0) -> list[Array]:
+        shapes = (t.spec for t in self.bucket.tensors)
+        return [(scale * self.rng.standard_normal(s.shape)).astype(s.dtype) for s in shapes]
+
+    def step(
+        self, gradients: list[Array], momenta: list[Momentum] | None, share: float, *, commit: bool
+    ) -> None:
+        """One step of both; refuses a difference of a bit."""
+        for side in (self.fused, self.verbs):
+            side.encode(gradients, momenta, share)
+        assert self.fused.candidates() == self.verbs.candidates()
+        if commit:
+            self.fused.swap()
+            self.verbs.swap()
+        assert self.fused.state() == self.verbs.state()
+
+
+@pytest.fixture(params=ISAS[: ISAS.index(FOUND.description) + 1] if FOUND.library else ())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes new buckets use one instruction set."""
+    monkeypatch.setenv("HOROVOD_TOPK_ISA", request.param)
+    return str(request.param)
+
+
+def momenta_of(kind: str, count: int) -> list[Momentum] | None:
+    """Of so many tensors; "mixed": each its own."""
+    if kind == "none":
+        return None
+    return [
+        Momentum(0.9 - 0.1 * (i % 3) * (kind == "mixed"), kind == "nesterov" or i % 2 == 1)
+        if kind != "heavy-ball"
+        else Momentum(0.9, False)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("kind", "share", "rescaled"),
+    [
+        case
+        for case in itertools.product(
+            ("none", "heavy-ball", "nesterov", "mixed"), (0.0, 0.88, 1.0), (False, True)
+        )
+        if case[0] != "none" or (case[1] == 1.0 and case[2])
+    ],
+)
+@pytest.mark.parametrize("selection", ["exact", "sampled"])
+def test_the_bits_of_the_verbs(
+    isa: str, selection: str, kind: str, share: float, rescaled: bool, dtype: str, parts: int
+) -> None:
+    """Steps in a row, one of them rolled back, of tensors sent whole and in part."""
+    both = Both(dtype, parts, selection=selection, values="int4")
+    momenta = momenta_of(kind, len(SIZES))
+    for step, scale in enumerate((1.0, 1.1, 0.2, 3.0, 0.0)):
+        if rescaled and step:
+            factors = [1.0 + 0.01 * (step + i % 3) for i in range(len(SIZES))]
+            both.fused.rescale(factors)
+            both.verbs.rescale(factors)
+        both.step(both.gradients(scale), momenta, share, commit=step != 2)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("values", ["float32", "float16", "int8", "sign"])
+@pytest.mark.parametrize("indices", ["packed", "plain"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_all_formats_and_threads(
+    values: str, indices: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tensor is large enough for several threads."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    both = Both("float32", sizes=(700, 1_700_000, 9_000), values=values, indices=indices)
+    for step in range(3):
+        if step:
+            both.fused.rescale([0.97, 1.02, 1.0])
+            both.verbs.rescale([0.97, 1.02, 1.0])
+        both.step(both.gradients(), momenta_of("mixed", 3), 0.88, commit=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_residuals_of_short_gradients_take_new_units(dtype: str) -> None:
+    """Without momentum, which they cannot have."""
+    arenas = []
+    spec = TensorSpec("w", (70_001,), dtype)
+    (bucket,) = make_plan([spec], TopK(0.02, "int4")).buckets
+    gradient = torch.randn(spec.numel, generator=torch.Generator().manual_seed(1))
+    for ops in (TorchOps(), TorchOps(kernels=False)):
+        codec: PayloadCodec[torch.Tensor] = PayloadCodec(ops)
+        own = Arenas(bucket, torch.randn(bucket.numel).fill_(0.5), torch.zeros(bucket.numel))
+        own.rescale(0, spec.numel, 1.3, ops)
+        codec.encode(own, [gradient.to(getattr(torch, dtype))], codec.new_payload(bucket))
+        arenas.append(own)
+    assert torch.equal(arenas[0].candidate, arenas[1].candidate)
+    assert torch.equal(arenas[0].residual, arenas[1].residual)
+
+
+def test_a_step_that_is_rolled_back_writes_candidates_alone() -> None:
+    """NaN in its gradients and factors that wait: residual and velocity stay, bit for bit."""
+    both = Both("float32", values="int4")
+    momenta = momenta_of("nesterov", len(SIZES))
+    both.step(both.gradients(), momenta, 0.5, commit=True)
+    residual, velocity = both.fused.residuals[0].unscaled()[0].clone(), both.fused.state()[-1]
+    factors = [1.25] * len(SIZES)
+    both.fused.rescale(factors)
+    spoilt = both.gradients()
+    for gradient in spoilt:
+        gradient[0] = np.nan
+    both.fused.encode(spoilt, momenta, 0.5)
+    assert torch.equal(both.fused.residuals[0].unscaled()[0], residual)
+    assert both.fused.state()[-1] == velocity
+    assert torch.equal(both.fused.residuals[0].residual, residual * 1.25)  # its new units are kept
+    both.verbs.rescale(factors)
+    both.step(both.gradients(), momenta, 0.5, commit=True)
+
+
+@given(st.lists(st.sampled_from(["rescale", "read", "encode", "commit"]), max_size=8))
+def test_factors_that_wait_are_those_that_were_applied_at_once(steps: list[str]) -> None:
+    """However reads, roll-backs and commits come between them."""
+    both = Both("float32", sizes=(3000, 7), values="float32")
+    both.step(both.gradients(), None, 1.0, commit=True)
+    for position, step in enumerate(steps):
+        if step == "rescale":
+            for side in (both.fused, both.verbs):
+                side.rescale([1.1 + position / 7, 0.9])
+            both.verbs.state()  # applied at once
+        elif step == "read":
+            both.fused.state()
+        else:
+            gradients = both.gradients()
+            for side in (both.fused, both.verbs):
+                side.encode(gradients, None, 1.0)
+                if step == "commit":
+                    side.swap()
+    assert both.fused.state() == both.verbs.state()
