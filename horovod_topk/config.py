@@ -54,7 +54,8 @@ class Settings:
         warmup: larger ratios for the first steps. A number of steps: the ratio goes down through
             0.25, 0.0625 and so on until it reaches `ratio` after that many steps. Pairs
             (until, ratio): that ratio until so many steps are committed. "auto": ten times as many
-            elements in the first 60 steps, at most a quarter; none in elastic jobs. None: off.
+            elements in the first 60 steps with SGD, at most a quarter; none with other optimizers
+            and in elastic jobs. None: off.
         momentum: the momentum for momentum correction (`horovod_topk.core.momentum`), which
             replaces the optimizer's own. "optimizer": take over the momentum of SGD, Adam or AdamW;
             exchanged gradients have the size of gradients, and PyTorch's parameter groups stay as

@@ -12,12 +12,10 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
 from horovod_topk.config import (
-    AUTO,
     BY_ADAPTERS,
     Settings,
     check_settings,
@@ -317,11 +315,6 @@ def by_horovod(name: str, framework: str) -> Any:
 def elastic() -> bool:
     """Whether ranks may come and go (`horovodrun --min-np`)."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
-
-
-def with_warmup(config: Method) -> Method:
-    """The settings with warmup="auto": ranks that join an elastic job may not know of steps."""
-    return config if elastic() else replace(config, warmup=AUTO)
 
 
 def check_elastic(config: Settings) -> None:

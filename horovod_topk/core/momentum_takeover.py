@@ -7,10 +7,12 @@ optimizers.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from horovod_topk.config import AUTO
+from horovod_topk.core.base_compressor import elastic
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 
@@ -48,13 +50,23 @@ def why_not_corrected(config: Method) -> str:
     return ""
 
 
-def chosen_share(config: Method, *, normalises: bool) -> Method:
-    """The settings, where velocity_kept="auto" is left only where the ratio chooses it.
+def fitted(config: Method, deferred: Mapping[str, str], *, normalises: bool | None) -> Method:
+    """The settings, with what depends on the kind of optimizer.
 
-    normalises: whether the optimizer divides by the root of a mean square, as Adam.
+    Without SGD there are no larger ratios at first: where the size of a step follows from the
+    squares of gradients, as with Adam, training near the largest stable rate did not recover from
+    them. In elastic jobs there are none, as ranks that join may not know of steps.
+
+    Args:
+        config: the settings.
+        deferred: which of them are left to the compressor.
+        normalises: whether the optimizer divides by the root of a mean square, as Adam, or not, as
+            SGD; None: not known.
     """
     if normalises and config.velocity_kept == AUTO:
-        return replace(config, velocity_kept=0.0)
+        config = replace(config, velocity_kept=0.0)
+    if "warmup" in deferred and normalises is False and not elastic():
+        config = replace(config, warmup=AUTO)
     return config
 
 

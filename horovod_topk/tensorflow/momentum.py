@@ -12,13 +12,13 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk.config import AUTO
-from horovod_topk.core.base_compressor import why_inactive, with_warmup
+from horovod_topk.core.base_compressor import why_inactive
 from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
     advise,
     check_once,
-    chosen_share,
+    fitted,
     none_to_correct,
     note_taken,
     settings_of,
@@ -98,9 +98,9 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
     optimizer, config = getattr(optimizer, "inner_optimizer", optimizer), compressor.config
     if "follow_lr" in compressor.deferred:
         config = replace(config, follow_lr=_present(optimizer, "learning_rate") is not None)
-    if "warmup" in compressor.deferred:
-        config = with_warmup(config)
-    config = chosen_share(config, normalises=_is_adam(optimizer))
+    normalises = _is_adam(optimizer)
+    is_known = normalises or _is_a(optimizer, "SGD")
+    config = fitted(config, compressor.deferred, normalises=normalises if is_known else None)
     asked = compressor.deferred.get("momentum")
     if asked == AUTO and (why := _why_left(optimizer, config)):
         log.info("TopKEF leaves momentum to %s: %s", type(optimizer).__name__, why)

@@ -26,7 +26,6 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_topk.config import TAKE_OVER
-from horovod_topk.core.base_compressor import with_warmup
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
@@ -199,10 +198,7 @@ def _told(compression: Any) -> Told | None:
         )
     if compressor is None:
         return None
-    config = compressor.config
-    if "warmup" in compressor.deferred:
-        config = with_warmup(config)
-    return Told(compressor, config, None)
+    return Told(compressor, compressor.config, None)
 
 
 def _refuse_scaler() -> None:

@@ -29,7 +29,7 @@ from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
     check_once,
-    chosen_share,
+    fitted,
     none_to_correct,
     not_a_momentum,
     settings_of,
@@ -161,18 +161,21 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
         check_once(momentum, nesterov, own)
 
 
-def settle_momentum(optimizer: Any, config: Method, asked: str | None) -> Method:
-    """The settings, with the optimizer's own momentum if it is taken over.
+def settle_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
+    """The settings that fit an optimizer, with its own momentum if it is taken over.
 
     Args:
         optimizer: of the gradients.
         config: the settings.
-        asked: TAKE_OVER, AUTO, or None: the settings say which momentum is corrected.
+        deferred: which of them are left to the compressor; "momentum": TAKE_OVER or AUTO.
 
     Raises:
         ConfigError: it would be applied twice, or cannot be taken over.
     """
-    config = chosen_share(config, normalises=isinstance(optimizer, (Adam, AdamW)))
+    normalises = isinstance(optimizer, (Adam, AdamW))
+    is_known = normalises or isinstance(optimizer, SGD)
+    config = fitted(config, deferred, normalises=normalises if is_known else None)
+    asked = deferred.get("momentum")
     if asked is None:
         check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
         return config

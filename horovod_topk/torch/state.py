@@ -19,7 +19,7 @@ from torch import Tensor
 
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.attached import Attached
-from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic, with_warmup
+from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange.selection import exchange_of
@@ -82,11 +82,9 @@ class OptimizerState(Attached[Compressor[Tensor]]):
             return
         check_elastic(config)
         check_evaluates_once(optimizer)
-        config = settle_momentum(optimizer, config, deferred.get("momentum"))
+        config = settle_momentum(optimizer, config, deferred)
         if "follow_lr" in deferred:
             config = replace(config, follow_lr=has_rates(optimizer))
-        if "warmup" in deferred:
-            config = with_warmup(config)
         self._loan = None
         if config.taken_over:
             self._loan = Loan(optimizer, parameters)

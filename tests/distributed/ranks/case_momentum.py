@@ -143,16 +143,19 @@ def test_a_momentum_that_cannot_be_taken_over_is_refused() -> None:
             Setup(optimizer=optimizer).distributed(Setup().task(), TopKEF(momentum="optimizer"))
 
 
-@pytest.mark.parametrize(("optimizer", "kept"), [(heavy_ball, "auto"), (training.adamw, 0.0)])
-def test_the_default_corrects_momentum_and_follows_the_learning_rate(
-    optimizer: Any, kept: object
+@pytest.mark.parametrize(
+    ("optimizer", "kept", "early"),
+    [(heavy_ball, "auto", ((60, 0.2),)), (training.adamw, 0.0, ()), (adagrad, "auto", ())],
+)
+def test_the_default_depends_on_the_kind_of_optimizer(
+    optimizer: Any, kept: object, early: object
 ) -> None:
     setup = Setup(optimizer=optimizer)
     for compression in (DefaultTopKEF, DefaultTopKEF(), DefaultTopKEF.compact()):
         config = TopKEF.of(setup.distributed(setup.task(), compression))._compressor.plan.config
-        assert (config.values, config.ratio, config.momentum) == ("int4", 0.02, 0.9)
-        assert (config.follow_lr, config.velocity_kept) == (True, kept)
-        assert config.stretches == ((60, 0.2),)
+        assert (config.values, config.ratio, config.follow_lr) == ("int4", 0.02, True)
+        assert config.momentum == (0.0 if optimizer is adagrad else 0.9)
+        assert (config.velocity_kept, config.stretches) == (kept, early)
 
 
 def test_what_was_explicit_means_what_it_meant() -> None:

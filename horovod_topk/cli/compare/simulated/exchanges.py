@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from horovod_topk.cli.compare.simulated.loopback import Collective, Loopback
 from horovod_topk.config import split_deferred
-from horovod_topk.core.base_compressor import with_warmup
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange import Exchange as Route
@@ -90,11 +89,9 @@ def compressed(
     method = METHODS[asked.name]
     settings, deferred = split_deferred({**method.for_training, **asked.settings})
     config = method(**settings)
-    config = settle_momentum(optimizer, config, deferred.get("momentum"))
+    config = settle_momentum(optimizer, config, deferred)
     if "follow_lr" in deferred:
         config = replace(config, follow_lr=True)
-    if "warmup" in deferred:
-        config = with_warmup(config)
     momenta = Momenta(config)
     if config.taken_over:
         loan = Loan(optimizer, {p: name for name, p in model.named_parameters()})
