@@ -328,7 +328,10 @@ def test_a_step_that_is_refused_leaves_parameter_groups_as_they_were() -> None:
     before = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
     task.loss(hvd.rank(), 0).backward()
     optimizer.synchronize()
-    with pytest.warns(UserWarning, match="skip_synchronize"), pytest.raises(RepeatedSynchronizeError):
+    with (
+        pytest.warns(UserWarning, match="skip_synchronize"),
+        pytest.raises(RepeatedSynchronizeError),
+    ):
         optimizer.step()
     after = optimizer.param_groups[0]
     assert {key: after[key] for key in before} == before
