@@ -12,7 +12,10 @@ from horovod_topk.core.momentum_takeover import note_taken
 from horovod_topk.torch import momentum
 from horovod_topk.torch.buckets import Buckets
 from horovod_topk.torch.clipping_late import LateClipping
+from horovod_topk.torch.scaling import warn_of_scaler
 from horovod_topk.torch.stepping import check_after, check_before, with_one_exchange
+
+LOOKS = 8  # calls of the hook before a step, two a step
 
 
 class Hooks:
@@ -22,15 +25,25 @@ class Hooks:
         compressor: of its gradients.
         buckets: the same gradients, as they become ready.
         loan: the optimizer's own momentum, if it is corrected instead of it.
+        has_scaler: whether the loss's scaler is known.
     """
 
     late_clipping: LateClipping  # once an optimizer is watched
 
     def __init__(
-        self, compressor: Compressor[torch.Tensor], buckets: Buckets, loan: momentum.Loan | None
+        self,
+        compressor: Compressor[torch.Tensor],
+        buckets: Buckets,
+        loan: momentum.Loan | None,
+        *,
+        has_scaler: bool = False,
     ) -> None:
         self._compressor, self._buckets, self._loan = compressor, buckets, loan
         self._has_exchanged = False  # since the last step
+        config = compressor.plan.config
+        keeps = config.momentum or config.ratio < 1.0 or config.withheld()
+        self._looks = LOOKS if keeps and not has_scaler else 0  # for a scaler, still to be taken
+        self._of_scaler: tuple[str, ...] = ()
 
     def watch(self, optimizer: Any) -> None:
         """Be told of steps and of what gradients are added to."""
@@ -49,7 +62,7 @@ class Hooks:
     def warnings(self) -> tuple[str, ...]:
         """What was warned of."""
         of_loan = () if self._loan is None else self._loan.warnings
-        return (*of_loan, *self.late_clipping.warnings)
+        return (*of_loan, *self._of_scaler, *self.late_clipping.warnings)
 
     def _before_accumulation(self, parameter: int, _: Any) -> None:
         """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
@@ -61,6 +74,9 @@ class Hooks:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns what the step is given instead."""
         check_before(optimizer, args, kwargs)
+        if self._looks:
+            self._of_scaler = warn_of_scaler(type(optimizer).__name__)
+            self._looks = 0 if self._of_scaler else self._looks - 1
         factor = self._compressor.plan.config.momentum
         if self._loan is not None:
             if self._exchanges_first(optimizer):  # and then comes here once more

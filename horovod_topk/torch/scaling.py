@@ -13,6 +13,8 @@ overflow on any rank is a flag on every rank: all scalers skip, and no residual 
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +26,10 @@ from torch import Tensor
 
 from horovod_topk.core.plan import Plan
 from horovod_topk.errors import ConfigError, GradientChangedError, UnsupportedDtypeError
+
+log = logging.getLogger("horovod_topk")
+
+_DEPTH = 12  # frames between GradScaler.step() and a hook of the optimizer's step, at most
 
 
 class Scaler(Protocol):
@@ -38,6 +44,11 @@ class Scaler(Protocol):
         ...
 
 
+def _is_scaler(kind: type) -> bool:
+    """Whether a class is a GradScaler, wherever PyTorch has it."""
+    return all(hasattr(kind, each) for each in ("get_scale", "is_enabled", "unscale_"))
+
+
 def check_scaler(scaler: object) -> None:
     """Refuse what is no GradScaler.
 
@@ -50,6 +61,32 @@ def check_scaler(scaler: object) -> None:
         f"grad_scaler={scaler!r} is no gradient scaler",
         cure="Pass the torch.amp.GradScaler that scales the loss, or None",
     )
+
+
+def warn_of_scaler(kind: str) -> tuple[str, ...]:
+    """Warn if a GradScaler, which is not known, has called the step under way.
+
+    Args:
+        kind: the optimizer's class.
+
+    Returns:
+        The warning, if there is one.
+    """
+    frame = inspect.currentframe()
+    for _ in range(_DEPTH):
+        frame = None if frame is None else frame.f_back
+        caller: Any = None if frame is None else frame.f_locals.get("self")
+        if _is_scaler(type(caller)):
+            if not caller.is_enabled():
+                return ()
+            text = (
+                f"a GradScaler that TopKEF does not know steps {kind}: residuals and velocities "
+                f"are in units of its scale, {caller.get_scale():g} now, and count too much or too "
+                "little for some steps after each change of it. Pass TopKEF(grad_scaler=scaler)"
+            )
+            log.warning("%s", text)
+            return (text,)
+    return ()
 
 
 def check_dtypes(plan: Plan) -> None:

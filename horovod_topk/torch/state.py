@@ -96,6 +96,7 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         """Plan the exchange of an optimizer's gradients, with all ranks."""
         plan = plan_of(optimizer, config)
         self._preprocessing = Preprocessing.of(grad_scaler, plan)
+        self._has_scaler = grad_scaler is not None
         collective = HorovodCollective(optimizer.process_set)
         ops = TorchOps()
         self._prefix = config.name or f"topkef.{plan.digest.hex()}"
@@ -126,7 +127,8 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         if register_hooks is not None:
             register_hooks()
         if self.active:
-            self._hooks = Hooks(self._compressor, self._buckets, self._loan)
+            shared = self._compressor, self._buckets, self._loan
+            self._hooks = Hooks(*shared, has_scaler=self._has_scaler)
             self._hooks.watch(optimizer)
             _LIVE.add(self)
         else:

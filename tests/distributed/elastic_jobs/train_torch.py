@@ -19,7 +19,7 @@ model = torch.nn.Sequential(torch.nn.Linear(50, 60), torch.nn.Linear(60, 9))
 kept = os.environ.get("COMMIT_DIR")
 topk = TopKEF(0.05, min_numel=0, commit_dir=kept, warmup=[(3, 0.5)], values="int8")
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=1e-3),
+    torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9),
     named_parameters=model.named_parameters(),
     compression=topk,
 )

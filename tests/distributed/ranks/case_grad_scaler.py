@@ -173,3 +173,34 @@ def test_a_scale_of_zero_is_refused() -> None:
     optimizer.zero_grad()
     with nothing_changes(task, optimizer), pytest.raises(ConfigError, match=r"scale is 0\.0"):
         scaler.scale(task.loss(hvd.rank(), 1)).backward()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_scaler_that_is_not_known_is_warned_of(
+    told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Velocities and residuals are in units of its scale then, which changes."""
+    setup = Setup(optimizer=training.sgd)
+    task, scaler = setup.task(), scaler_at(1024.0)
+    own = {"grad_scaler": scaler} if told else {}
+    optimizer = setup.distributed(task, TopKEF(**SPARSE, momentum="auto", **own))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for step in range(3):
+        take(task, optimizer, scaler, step)
+        scaler.update()
+    warnings = TopKEF.of(optimizer).stats().warnings
+    assert caplog.text.count("Pass TopKEF(grad_scaler=scaler)") == len(warnings) == (not told)
+    assert all("in units of its scale, 1024 now" in each for each in warnings)
+
+
+def test_a_scaler_that_scales_nothing_is_not_warned_of() -> None:
+    """Nor one where nothing is kept from step to step."""
+    for scaler, settings in (
+        (GradScaler("cpu", enabled=False), SPARSE),
+        (scaler_at(1024.0), {"ratio": 1.0, "momentum": "auto"}),
+    ):
+        setup = Setup(optimizer=training.sgd)
+        task = setup.task()
+        optimizer = setup.distributed(task, TopKEF(**settings))
+        take(task, optimizer, scaler, 0)
+        assert not TopKEF.of(optimizer).stats().warnings
