@@ -1,13 +1,13 @@
 """A small convolutional network on scikit-learn's handwritten digits, in `fit` of Keras 3.
 
-    horovodrun -np 2 --gloo python examples/keras_digits.py --compression topk --ratio 0.01
+    horovodrun -np 2 --gloo python examples/keras_digits.py --compression topk
 
 Under Keras 3, Horovod 0.28.1's own wrapper trains without synchronising. So the optimizer and the
 callbacks come from horovod_topk here, with any compression or none. TopKEF is one more import and
 one more argument. In short:
 
     from horovod_topk.tensorflow import TopKEF
-    hvd_keras.DistributedOptimizer(optimizer, compression=TopKEF(ratio=0.01))
+    hvd_keras.DistributedOptimizer(optimizer, compression=TopKEF)
 
 It reports accuracy on 450 held-out images. 300 more images are kept for choosing settings.
 """

@@ -1,6 +1,6 @@
 """A small GPT on the bytes of text files, by default the sources of Python's standard library.
 
-    horovodrun -np 2 --gloo python examples/pytorch_bytelm.py --compression topk --ratio 0.01
+    horovodrun -np 2 --gloo python examples/pytorch_bytelm.py --compression topk
 
 It reports bits per byte on held-out files, a fifth of all. Another fifth is kept for choosing
 settings. `--data DIRECTORY --suffix .txt` trains on files of your own.

@@ -1,11 +1,11 @@
 """A small convolutional network on scikit-learn's handwritten digits (1,797 images of 8 x 8).
 
-    horovodrun -np 2 --gloo python examples/pytorch_digits.py --compression topk --ratio 0.01
+    horovodrun -np 2 --gloo python examples/pytorch_digits.py --compression topk
 
 It is an ordinary Horovod training script with one more import and one more argument. In short:
 
     from horovod_topk.torch import TopKEF
-    hvd.DistributedOptimizer(..., compression=TopKEF(ratio=0.01))
+    hvd.DistributedOptimizer(..., compression=TopKEF)
 
 It reports accuracy on 450 held-out images. 300 more images are kept for choosing settings.
 """

@@ -1,6 +1,6 @@
 """A small byte CNN that tells which package of Python's standard library 64 bytes come from.
 
-    horovodrun -np 2 --gloo python examples/pytorch_snippets.py --compression topk --ratio 0.01
+    horovodrun -np 2 --gloo python examples/pytorch_snippets.py --compression topk
 
 It reports accuracy on snippets of held-out files. Whole files are held out, so the network has to
 recognise a package by its style and vocabulary.

@@ -1,11 +1,11 @@
 """A small convolutional network on scikit-learn's handwritten digits, in a TensorFlow loop.
 
-    horovodrun -np 2 --gloo python examples/tensorflow_digits.py --compression topk --ratio 0.01
+    horovodrun -np 2 --gloo python examples/tensorflow_digits.py --compression topk
 
 It is an ordinary Horovod training script with one more import and one more argument. In short:
 
     from horovod_topk.tensorflow import TopKEF
-    compression = TopKEF(ratio=0.01)  # once, outside of the training step
+    compression = TopKEF()  # once, outside of the training step
     tape = hvd.DistributedGradientTape(tape, compression=compression)
 
 It reports accuracy on 450 held-out images. 300 more images are kept for choosing settings.

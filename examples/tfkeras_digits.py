@@ -1,12 +1,12 @@
 """A small convolutional network on scikit-learn's handwritten digits, in `fit` of tf-keras.
 
-    horovodrun -np 2 --gloo python examples/tfkeras_digits.py --compression topk --ratio 0.01
+    horovodrun -np 2 --gloo python examples/tfkeras_digits.py --compression topk
 
 tf-keras is Keras 2, for which Horovod's own wrapper and callbacks were made. This is an ordinary
 Horovod training script with one more import and one more argument. In short:
 
     from horovod_topk.tensorflow import TopKEF
-    hvd.DistributedOptimizer(optimizer, compression=TopKEF(ratio=0.01))
+    hvd.DistributedOptimizer(optimizer, compression=TopKEF)
 
 It reports accuracy on 450 held-out images. 300 more images are kept for choosing settings.
 """
