@@ -74,13 +74,13 @@ The sharded exchange sends each owner the largest entries of the owner's element
 many times as there are owners, in one pass over the gradient. Sampled selection, float32 values,
 packed indices.
 
-## Momentum correction
+## Momentum
 
 {momentum}
 
-One tensor of the same size, int4 values at ratio 0.024 as by default, with and without
-momentum correction. Momentum correction keeps a velocity, sends it in place of the gradient, and
-sets its sent entries to zero.
+One tensor of the same size, int4 values at ratio 0.02, as by default. *Momentum* keeps a velocity
+and sends it in place of the gradient; *damping* keeps a share of a sent entry's velocity; *rescale*
+multiplies the residual by the change of the learning rate. All of it is one pass over the tensor.
 
 ## Sizes and ratios
 
