@@ -116,7 +116,10 @@ class PayloadCodec(Generic[Array]):
         velocities: Velocities[Array] | None = None,
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients where a kernel can."""
-        kernels: list[Any] = [self._kernel(each.plan) for each in arenas]
+        known = self._kernels
+        kernels: list[Any] = [
+            known.get(each.plan.fingerprint) or self._kernel(each.plan) for each in arenas
+        ]
         first: object = kernels[0]
         if isinstance(first, SupportsOnePass):
             residuals, candidates, factors = zip(*(each.unscaled() for each in arenas), strict=True)

@@ -75,11 +75,11 @@ class Arenas(Generic[Array]):
     def unscaled(self) -> tuple[Array, Array, list[float]]:
         """Residual and candidate as they lie, the candidate to be overwritten.
 
-        And what the residual of each tensor is still to be multiplied by.
+        And what the residual of each tensor is still to be multiplied by; nothing if by 1 all.
         """
         self._candidate.factors.clear()
         waiting = self._residual.factors
-        factors = [waiting.get((t.start, t.stop), 1.0) for t in self.plan.tensors]
+        factors = [waiting.get((t.start, t.stop), 1.0) for t in self.plan.tensors if waiting]
         return self._residual.array, self._candidate.array, factors
 
     def swap(self) -> None:

@@ -178,13 +178,14 @@ class Bucket:
 
         shards: of the same gradients, this one among them.
         """
+        address, count, tensors = ctypes.c_void_p, len(shards), len(residuals)
         self._library.topkef_encode_shards(
-            _addresses([shard._handle for shard in shards]),
-            len(shards),
-            _addresses(residuals),
-            _addresses(gradients),
-            _addresses(candidates),
-            _addresses(payloads),
+            (address * count)(*[shard._handle for shard in shards]),
+            count,
+            (address * tensors)(*residuals),
+            (address * len(gradients))(*gradients),
+            (address * tensors)(*candidates),
+            (address * count)(*payloads),
             None if correction is None else ctypes.byref(correction),
             threads,
         )

@@ -107,7 +107,8 @@ class SupportsOnePass(Protocol[Array]):
 
         They are shards of the same gradients, or a single bucket.
 
-        factors: what each tensor's residual is multiplied by where it is read.
+        factors: what each tensor's residual is multiplied by where it is read; for a shard whose
+            residuals are read as they are, none.
         velocities: corrects the gradients; to the bits of `update_velocity` and `scale_sent`.
         """
         ...

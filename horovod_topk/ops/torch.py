@@ -258,13 +258,13 @@ class CpuBucket:
     def __init__(self, recipe: Sequence[int], library: native.Library) -> None:
         self._kernel = native.Bucket(recipe, library)
         self._payload_bytes, width = recipe[4], recipe[1]
-        self._offsets = [start * width for start in recipe[9::9]]
+        self._starts = [start * width for start in recipe[9::9]]
         self._corrects = set(recipe[13::9]) == {2 if width == 4 else 3}  # gradients as residuals
 
     def encode(
         self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
     ) -> None:
-        self.encode_shards([self], [residual], [candidate], gradients, [payload], (), None)
+        self.encode_shards([self], [residual], [candidate], gradients, [payload], [()], None)
 
     def encode_shards(
         self,
@@ -276,20 +276,37 @@ class CpuBucket:
         factors: Sequence[Sequence[float]],
         velocities: Velocities[Tensor] | None,
     ) -> None:
-        packed = [_packed(gradient) for gradient in gradients]
-        correction = native.Correction.of([factor for each in factors for factor in each])
-        if velocities is not None:
-            assert self._corrects  # `horovod_topk.core.momentum.check_dtypes` has seen to it
-            _add_velocities(correction, velocities)
+        packed = [g if g.is_contiguous() and not g.is_neg() else _packed(g) for g in gradients]
+        starts, correction = [each._starts for each in kernels], None
+        if velocities is not None or any(factors):
+            pairs = zip(factors, starts, strict=True)
+            scales = [each or [1.0] * len(tensors) for each, tensors in pairs]
+            correction = self._correction(scales, velocities)
         self._kernel.encode_shards(
             [each._kernel for each in kernels],
-            _places_in(kernels, residuals),
+            [e.data_ptr() + at for e, each in zip(residuals, starts, strict=True) for at in each],
             [gradient.data_ptr() for gradient in packed],
-            _places_in(kernels, candidates),
+            [e.data_ptr() + at for e, each in zip(candidates, starts, strict=True) for at in each],
             [payload.data_ptr() for payload in payloads],
             torch.get_num_threads(),
             correction,
         )
+
+    def _correction(
+        self, scales: Sequence[Sequence[float]], own: Velocities[Tensor] | None
+    ) -> native.Correction:
+        """What happens to residuals and gradients before they are encoded."""
+        correction = native.Correction.of([scale for each in scales for scale in each])
+        if own is not None:
+            assert self._corrects  # `horovod_topk.core.momentum.check_dtypes` has seen to it
+            correction.with_velocities(
+                [u.data_ptr() for u in own.before],
+                [u.data_ptr() for u in own.after],
+                own.factors,
+                own.nesterov,
+                own.share,
+            )
+        return correction
 
     def decode(
         self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]
@@ -318,24 +335,6 @@ class CpuBucket:
         places = [array.data_ptr() for array in arrays]
         if not self._kernel.scale_sent(payload.data_ptr(), places, factor, threads):
             raise AssertionError("a payload of our own has indices that cannot be")
-
-
-def _places_in(kernels: Sequence[CpuBucket], arenas: Sequence[Tensor]) -> list[int]:
-    """Where each tensor begins, in one arena after the other."""
-    pairs = zip(kernels, arenas, strict=True)
-    starts = [(arena.data_ptr(), each._offsets) for each, arena in pairs]
-    return [first + offset for first, offsets in starts for offset in offsets]
-
-
-def _add_velocities(correction: native.Correction, own: Velocities[Tensor]) -> None:
-    """Note where velocities lie, and what becomes of them."""
-    correction.with_velocities(
-        [u.data_ptr() for u in own.before],
-        [u.data_ptr() for u in own.after],
-        own.factors,
-        own.nesterov,
-        own.share,
-    )
 
 
 def _packed(tensor: Tensor) -> Tensor:

@@ -66,7 +66,9 @@ class Buckets:
         Raises:
             ShapeChangedError, OverlappingGradientError: it is not what was planned.
         """
-        slot.check_matches(dense)
+        kind = dense.shape, dense.dtype, dense.device
+        if kind != slot.kind or not dense.is_contiguous():
+            slot.check_matches(dense)
         self._missing[slot.ordinal] -= slot.ready is None
         slot.ready = ReadyGradient(gradient, dense, gradient._version, dense.data_ptr())
         return not self._missing[slot.ordinal]

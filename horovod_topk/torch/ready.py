@@ -39,13 +39,13 @@ class ReadyGradient:
 class Slot:
     """One parameter's place in its bucket, and how far its gradient has come in this step."""
 
-    __slots__ = ("device", "dtype", "exchanged", "ordinal", "parameter", "ready", "spec")
+    __slots__ = ("exchanged", "kind", "ordinal", "parameter", "ready", "spec")
 
     def __init__(self, parameter: Tensor, spec: TensorSpec, ordinal: int) -> None:
         self.parameter = parameter
         self.spec = spec
         self.ordinal = ordinal  # of its bucket
-        self.dtype, self.device = DTYPES[spec.dtype], torch.device(spec.device)
+        self.kind = spec.shape, DTYPES[spec.dtype], torch.device(spec.device)
         self.ready: ReadyGradient | None = None  # from its hook until its bucket is finished
         self.exchanged: ReadyGradient | None = None  # from then until the optimizer's step
 
@@ -65,11 +65,7 @@ class Slot:
             ShapeChangedError: of another shape, dtype or device.
             OverlappingGradientError: elements share memory.
         """
-        if (
-            gradient.shape != self.spec.shape
-            or gradient.dtype is not self.dtype
-            or gradient.device != self.device
-        ):
+        if (gradient.shape, gradient.dtype, gradient.device) != self.kind:
             found = spec_of(self.spec.name, gradient)
             raise ShapeChangedError(
                 f"its gradient is {describe(found)}, its residual {describe(self.spec)}",

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from horovod_topk.errors import ConfigError, GradientChangedError, UnsupportedDt
 
 log = logging.getLogger("horovod_topk")
 
+_SCALER_FILE = "grad_scaler.py"  # PyTorch's, in every release
 _DEPTH = 12  # frames between GradScaler.step() and a hook of the optimizer's step, at most
 
 
@@ -75,7 +77,11 @@ def warn_of_scaler(kind: str) -> tuple[str, ...]:
     frame = inspect.currentframe()
     for _ in range(_DEPTH):
         frame = None if frame is None else frame.f_back
-        caller: Any = None if frame is None else frame.f_locals.get("self")
+        if frame is None:
+            break
+        if Path(frame.f_code.co_filename).name != _SCALER_FILE:
+            continue  # reading `f_locals` would keep alive what it has, as long as the frame is
+        caller: Any = frame.f_locals.get("self")
         if _is_scaler(type(caller)):
             if not caller.is_enabled():
                 return ()

@@ -74,7 +74,7 @@ class AllgatherBucket(Generic[Array]):
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
     ) -> None:
         """`BucketExchange.send`."""
-        self._codec.encode(self._arenas, gradients, self._payload, velocities)
+        self._codec.encode_shards([self._arenas], gradients, [self._payload], velocities)
         self._pending = self._collective.allgather(self._payload, name)
 
     def advance(self) -> None:

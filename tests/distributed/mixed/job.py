@@ -17,7 +17,7 @@ import numpy as np
 
 SHAPES = {"v0": (300, 40), "v1": (70, 3), "v2": (9,), "v3": ()}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {"ratio": 0.05, "min_numel": 16, "values": "float16", "momentum": 0},
+    "plain": {"ratio": 0.05, "min_numel": 16, "values": "float16", "momentum": 0, "warmup": None},
     "corrected": {"ratio": 0.05, "min_numel": 16, "momentum": 0.9, "warmup": [(2, 0.5)]},
 }
 STEPS = 6
