@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from horovod_topk.cli.compare.result import Found
 from study import pictures
@@ -16,6 +17,8 @@ from study.markdown import rounded, table
 from study.results import DENSE, RESULTS, Row, Study, end, shown
 
 RATES = ("best", "half", "limit")  # in the order of a grid's learning rates
+WORDS = {"best": "best rate", "half": "half of it", "limit": "largest rate"}
+OPTIMIZERS = {"momentum": "SGD with momentum", "nesterov": "Nesterov", "adamw": "AdamW"}
 UNITS = {"bits_per_byte": "%", "accuracy": " points"}
 
 
@@ -79,12 +82,63 @@ def _mean(rows: list[Row], unit: str) -> str:
     return f"{mean:.2f}{unit}, worst {rounded(max(row.cost for row in rows)):.2f}"
 
 
+def brief(study: Study, name: str) -> str:
+    """A compressor's mean costs, a row an optimizer and a column a length and rate."""
+    groups: dict[str, dict[str, dict[str, list[Row]]]] = {}
+    for place in places(study):
+        if name in place.rows:
+            options, unit = place.options, UNITS[place.found.metric.name]
+            column = f"{options['steps']:,} steps, {WORDS[place.rate]}"
+            found = groups.setdefault(OPTIMIZERS[str(options["optimizer"])], {})
+            found.setdefault(column, {}).setdefault(unit, []).append(place.rows[name])
+    columns = sorted({c for found in groups.values() for c in found}, key=lambda c: (len(c), c))
+    rows = [
+        [optimizer, *(_both(found.get(column, {})) for column in columns)]
+        for optimizer, found in groups.items()
+    ]
+    return table(["", *columns], rows)
+
+
+def _both(of_unit: dict[str, list[Row]]) -> str:
+    means = [
+        _mean(rows, unit).partition(",")[0] for unit, rows in sorted(of_unit.items(), reverse=True)
+    ]
+    return ", ".join(means) or "not run"
+
+
+def worst(study: Study, name: str, count: str) -> str:
+    """The cells of each metric that cost most in the mean of their seeds, worst first."""
+    found: dict[str, list[Place]] = {}
+    for place in places(study):
+        if name in place.rows:
+            found.setdefault(UNITS[place.found.metric.name], []).append(place)
+    said = []
+    for unit, of_unit in sorted(found.items(), reverse=True):
+        of_unit.sort(key=lambda place: place.rows[name].cost, reverse=True)
+        said += [f"{_costs(p.rows[name], unit)} ({_described(p)})" for p in of_unit[: int(count)]]
+    return "; ".join(said)
+
+
+def _described(place: Place) -> str:
+    options, metric = place.options, place.found.metric.name
+    dense = shown(metric, [end(metric, run) for run in _dense(place).values()])
+    clipped = ", clipped" if options["clip_norm"] else ""
+    return (
+        f"{options['model']}, {OPTIMIZERS[str(options['optimizer'])]}, {options['steps']:,} steps, "
+        f"{WORDS[place.rate]}, {options['shards']} shards{clipped}; dense {dense}"
+    )
+
+
+def _dense(place: Place) -> Mapping[int, Any]:
+    return next(iter(place.rows.values())).dense
+
+
 def cells(study: Study, *names: str) -> str:
     """Every cell: dense's final score, and what each compressor costs, seed by seed."""
     rows = []
     for place in places(study):
         options, metric = place.options, place.found.metric.name
-        dense = next(iter(place.rows.values())).dense
+        dense = _dense(place)
         clip = f"{options['clip_norm']:g}" if options["clip_norm"] else "no"
         rows.append(
             [

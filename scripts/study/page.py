@@ -308,7 +308,7 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
     for each in (
         *(difference, fewer, costs, dense, summary, across, alike, everything, variants, seeds),
         *(patience, loops, within, beyond, same_ends, total, scatter, curves, bars, machine),
-        *(matrix.progress, matrix.means, matrix.cells, matrix.dots),
+        *(matrix.progress, matrix.brief, matrix.worst, matrix.means, matrix.cells, matrix.dots),
     )
 }
 

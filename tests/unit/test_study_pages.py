@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from study import page
 from study.markdown import spread
 from study.results import RESULTS, Study
 
-STUDIES = ("accuracy", "frontier", "practice")
+STUDIES = ("accuracy", "default", "frontier", "practice")
 
 
 def test_one_or_two_seeds_are_written_as_they_are() -> None:
@@ -41,10 +42,18 @@ def test_every_result_belongs_to_a_setting(study: Study) -> None:
 
 
 def test_the_page_is_that_of_the_results(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("scatter", "curves", "bars"):
+    for name in ("scatter", "curves", "bars", "dots"):
         monkeypatch.setattr(page.pictures, name, lambda *_: None)
     template = Path(page.__file__).with_name(f"{study.name}.md").read_text()
     assert (RESULTS.parent / f"{study.name}.md").read_text() == page.made(study, template)
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/choosing.md"])
+def test_pages_repeat_the_table_of_the_default(path: str) -> None:
+    pages = RESULTS.parent
+    found = re.search(r"## In short.*?\n(\|.*?)\n\n", (pages / "default.md").read_text(), re.DOTALL)
+    assert found
+    assert found[1] in (pages.parent / path).read_text()
 
 
 def test_a_figure_that_is_not_there_is_an_error(study: Study) -> None:
