@@ -48,7 +48,7 @@ test: setup ## test every feature and every law, on real ranks too (10 minutes o
 
 test-all: TIER = all
 test-all: WORKERS = 0
-test-all: test ## run every test: laws and features on every controller, large sizes (half an hour)
+test-all: test ## run every test: laws and features on every controller, large sizes (three quarters of an hour)
 
 check: setup ## ruff (lint, format) and mypy
 	"$(VENV)/bin/ruff" check .
