@@ -295,7 +295,7 @@ class CpuBucket:
     def _correction(
         self, scales: Sequence[Sequence[float]], own: Velocities[Tensor] | None
     ) -> native.Correction:
-        """What happens to residuals and gradients before they are encoded."""
+        """Tell the kernel how to rescale residuals and correct gradients before it encodes them."""
         correction = native.Correction.of([scale for each in scales for scale in each])
         if own is not None:
             assert self._corrects  # `horovod_topk.core.momentum.check_dtypes` has seen to it

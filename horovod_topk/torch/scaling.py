@@ -66,7 +66,10 @@ def check_scaler(scaler: object) -> None:
 
 
 def warn_of_scaler(kind: str) -> tuple[str, ...]:
-    """Warn if a GradScaler, which is not known, has called the step under way.
+    """Warn if a GradScaler of PyTorch's that TopKEF was not given has called the step under way.
+
+    Only frames of PyTorch's own file are read: reading a frame's locals keeps them alive as long as
+    the frame runs.
 
     Args:
         kind: the optimizer's class.
@@ -74,25 +77,30 @@ def warn_of_scaler(kind: str) -> tuple[str, ...]:
     Returns:
         The warning, if there is one.
     """
+    scaler = _calling_scaler()
+    if scaler is None or not scaler.is_enabled():
+        return ()
+    text = (
+        f"a GradScaler that TopKEF does not know steps {kind}: residuals and velocities are in "
+        f"units of its scale, {scaler.get_scale():g} now, and count too much or too little for "
+        "some steps after each change of it. Pass TopKEF(grad_scaler=scaler)"
+    )
+    log.warning("%s", text)
+    return (text,)
+
+
+def _calling_scaler() -> Any:
+    """The GradScaler in whose `step()` this is called; None if there is none."""
     frame = inspect.currentframe()
     for _ in range(_DEPTH):
-        frame = None if frame is None else frame.f_back
         if frame is None:
-            break
-        if Path(frame.f_code.co_filename).name != _SCALER_FILE:
-            continue  # reading `f_locals` would keep alive what it has, as long as the frame is
-        caller: Any = frame.f_locals.get("self")
-        if _is_scaler(type(caller)):
-            if not caller.is_enabled():
-                return ()
-            text = (
-                f"a GradScaler that TopKEF does not know steps {kind}: residuals and velocities "
-                f"are in units of its scale, {caller.get_scale():g} now, and count too much or too "
-                "little for some steps after each change of it. Pass TopKEF(grad_scaler=scaler)"
-            )
-            log.warning("%s", text)
-            return (text,)
-    return ()
+            return None
+        if Path(frame.f_code.co_filename).name == _SCALER_FILE:
+            caller = frame.f_locals.get("self")
+            if _is_scaler(type(caller)):
+                return caller
+        frame = frame.f_back
+    return None
 
 
 def check_dtypes(plan: Plan) -> None:

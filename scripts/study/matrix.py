@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,65 +57,76 @@ def progress(study: Study) -> str:
     return f"{len(list(places(study)))} of {cells} cells"
 
 
+def grouped(study: Study, key: Callable[[Place], Any]) -> dict[Any, list[Place]]:
+    """The cells that have been run, by a key, in the order of the study."""
+    groups: dict[Any, list[Place]] = {}
+    for place in places(study):
+        groups.setdefault(key(place), []).append(place)
+    return groups
+
+
 def means(study: Study, *names: str) -> str:
     """Mean cost and worst cell by optimizer, steps, rate and metric; gains count as zero."""
-    groups: dict[tuple[str, ...], list[Place]] = {}
-    for place in places(study):
-        options, metric = place.options, place.found.metric.name
-        key = str(options["optimizer"]), f"{options['steps']:,}", place.rate, metric
-        groups.setdefault(key, []).append(place)
+    groups = grouped(study, lambda p: (*_loop(p), p.found.metric.name))
     rows = []
     for (optimizer, steps, rate, metric), found in sorted(groups.items()):
-        figures = [_mean([p.rows[n] for p in found if n in p.rows], UNITS[metric]) for n in names]
-        rows.append([optimizer, steps, rate, metric.replace("_", " "), str(len(found)), *figures])
+        figures = [_mean_and_worst(_rows(found, name), UNITS[metric]) for name in names]
+        head = [optimizer, f"{steps:,}", rate, metric.replace("_", " "), str(len(found))]
+        rows.append([*head, *figures])
     return table(["optimizer", "steps", "rate", "metric", "cells", *names], rows)
 
 
+def _loop(place: Place) -> tuple[str, int, str]:
+    """The optimizer, the number of steps and the kind of learning rate of a cell."""
+    return str(place.options["optimizer"]), int(str(place.options["steps"])), place.rate
+
+
+def _rows(found: Iterable[Place], name: str) -> list[Row]:
+    """A compressor's rows of these cells, where it was run."""
+    return [place.rows[name] for place in found if name in place.rows]
+
+
+def _mean_and_worst(rows: list[Row], unit: str) -> str:
+    """The mean cost, and the mean over seeds of the cell that costs most."""
+    mean = _mean(rows, unit)
+    if not rows or any(math.isinf(row.cost) for row in rows):
+        return mean
+    return f"{mean}, worst {rounded(max(row.cost for row in rows)):.2f}"
+
+
 def _mean(rows: list[Row], unit: str) -> str:
-    """Of paired differences to dense, and the worst cell's mean."""
-    if not rows:
-        return "not run"
+    """The mean of the differences to dense, in which gains count as zero."""
     costs = [cost for row in rows for cost in row.costs]
+    if not costs:
+        return "not run"
     if diverged := sum(map(math.isinf, costs)):
         return f"{diverged} of {len(costs)} runs diverged"
-    mean = statistics.mean(max(0.0, cost) for cost in costs)
-    return f"{mean:.2f}{unit}, worst {rounded(max(row.cost for row in rows)):.2f}"
+    return f"{statistics.mean(max(0.0, cost) for cost in costs):.2f}{unit}"
 
 
 def brief(study: Study, name: str) -> str:
-    """A compressor's mean costs, a row an optimizer and a column a length and rate."""
-    groups: dict[str, dict[str, dict[str, list[Row]]]] = {}
-    for place in places(study):
-        if name in place.rows:
-            options, unit = place.options, UNITS[place.found.metric.name]
-            column = f"{options['steps']:,} steps, {WORDS[place.rate]}"
-            found = groups.setdefault(OPTIMIZERS[str(options["optimizer"])], {})
-            found.setdefault(column, {}).setdefault(unit, []).append(place.rows[name])
-    columns = sorted({c for found in groups.values() for c in found}, key=lambda c: (len(c), c))
-    rows = [
-        [optimizer, *(_both(found.get(column, {})) for column in columns)]
-        for optimizer, found in groups.items()
-    ]
-    return table(["", *columns], rows)
-
-
-def _both(of_unit: dict[str, list[Row]]) -> str:
-    means = [
-        _mean(rows, unit).partition(",")[0] for unit, rows in sorted(of_unit.items(), reverse=True)
-    ]
-    return ", ".join(means) or "not run"
+    """A compressor's mean costs: a row for each optimizer, a column for each length and rate."""
+    groups = grouped(study, lambda p: (*_loop(p), UNITS[p.found.metric.name]))
+    units = sorted({unit for *_, unit in groups}, reverse=True)
+    columns = dict.fromkeys((steps, rate) for _, steps, rate, _ in groups)
+    rows = []
+    for optimizer in dict.fromkeys(key[0] for key in groups):
+        cells = []
+        for steps, rate in columns:
+            found = [(_rows(groups.get((optimizer, steps, rate, u), []), name), u) for u in units]
+            cells.append(", ".join(_mean(each, unit) for each, unit in found if each) or "not run")
+        rows.append([OPTIMIZERS[optimizer], *cells])
+    return table(["", *(f"{steps:,} steps, {WORDS[rate]}" for steps, rate in columns)], rows)
 
 
 def worst(study: Study, name: str, count: str) -> str:
-    """The cells of each metric that cost most in the mean of their seeds, worst first."""
-    found: dict[str, list[Place]] = {}
-    for place in places(study):
-        if name in place.rows:
-            found.setdefault(UNITS[place.found.metric.name], []).append(place)
+    """List the cells in which a compressor costs most, `count` for each metric, worst first."""
     said = []
-    for unit, of_unit in sorted(found.items(), reverse=True):
-        of_unit.sort(key=lambda place: place.rows[name].cost, reverse=True)
-        said += [f"{_costs(p.rows[name], unit)} ({_described(p)})" for p in of_unit[: int(count)]]
+    groups = grouped(study, lambda p: UNITS[p.found.metric.name])
+    for unit, found in sorted(groups.items(), reverse=True):
+        run = [place for place in found if name in place.rows]
+        run.sort(key=lambda place: place.rows[name].cost, reverse=True)
+        said += [f"{_costs(p.rows[name], unit)} ({_described(p)})" for p in run[: int(count)]]
     return "; ".join(said)
 
 

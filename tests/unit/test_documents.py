@@ -83,7 +83,7 @@ def launches() -> list[tuple[str, str]]:
 def test_horovodrun_takes_the_options_that_pages_give_it(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = pytest.importorskip("horovod.runner.launch")
     found = launches()
-    assert len(found) > 8
+    assert len(found) > 12
     for page, command in found:
         monkeypatch.setattr("sys.argv", shlex.split(command, comments=True))
         assert runner.parse_args().command, (page, command)

@@ -148,7 +148,11 @@ def named(optimizer: Any, compression: Any) -> Any:
 
 @pytest.fixture
 def same_names_afterwards() -> Iterator[None]:
-    """Ranks may build unlike models: Keras numbers names, and Horovod's dense way meets by them."""
+    """Give the models of later tests equal names on all ranks.
+
+    Keras numbers the names of the models that a process builds, and Horovod matches dense gradients
+    by these names.
+    """
     yield
     keras.backend.clear_session()
 
