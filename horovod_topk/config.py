@@ -66,7 +66,8 @@ class Settings:
         nesterov: whether that momentum is Nesterov's.
         velocity_kept: share of the velocity of a sent element that stays, in [0, 1]
             (`horovod_topk.core.momentum`). 0: masking, as in the paper. "auto": 0 for Adam and
-            AdamW; for SGD exp((1 - 1 / ratio) / 400), the less the later elements are sent.
+            AdamW; for SGD from 0.5 to 1, the more, the longer an element has waited and the
+            further the learning rate has fallen.
         follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
             that each gradient counts at the rate at which it was computed
             (`horovod_topk.core.rates`). "auto": where the learning rate is known.

@@ -51,9 +51,10 @@ ISAS = ("avx512", "avx2", "portable")
 SLOW = ("torch.topk", "framework operations")
 CODINGS = ("float32", "float16", "bfloat16", "int8", "int4", "sign")
 DEFAULT_RATIO = 0.02
-# What the default's encoding is made of; all of it is the third row.
+# What the default's encoding is made of, step by step.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "error feedback alone": {},
+    "momentum and masking": {"momentum": 0.9, "velocity_kept": 0.0},
     "momentum and damping": {"momentum": 0.9},
     "momentum, rescale and damping: the default": {"momentum": 0.9, "rates": True},
     "the same with Nesterov's momentum": {"momentum": 0.9, "nesterov": True, "rates": True},
@@ -121,7 +122,7 @@ class Default(Encoding):
     Args:
         gradients: what is sent.
         selection: exact or sampled.
-        settings: momentum, nesterov.
+        settings: momentum, nesterov, velocity_kept.
         rates: a learning rate that changes at every step, and the residual with it.
     """
 
@@ -129,8 +130,8 @@ class Default(Encoding):
         self, gradients: Gradients, selection: str, *, rates: bool = False, **settings: Any
     ) -> None:
         super().__init__(gradients, DEFAULT_RATIO, selection, TorchOps(), values="int4")
-        config = TopK(DEFAULT_RATIO, "int4", **settings)
-        self._correction = Correction(config, Momenta(config), TorchOps())
+        config = TopK(DEFAULT_RATIO, "int4", **{"velocity_kept": "auto", **settings})
+        self._correction = Correction(config, Momenta(config), lambda name: 1.0, TorchOps())
         zeros = (torch.zeros_like(gradients.current) for _ in range(2))
         self._velocity: Arenas[Tensor] = Arenas(self.bucket, *zeros)
         self._with_momentum, self._rates = bool(config.momentum), rates

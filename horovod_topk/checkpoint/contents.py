@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from horovod_topk.core.rates import rates_of
+from horovod_topk.core.rates import LARGEST, RATES, rates_of
 from horovod_topk.core.state_dict import COMMITTED, STATE_VERSION, asked_of, parts_of, released_of
 from horovod_topk.errors import CheckpointError, StateDictError
 
@@ -35,7 +35,8 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
     if not _is_count(facts.get(COMMITTED, 0)):
         raise _foreign(where, f"its {COMMITTED} is {facts[COMMITTED]!r}")
     try:
-        rates_of(facts)
+        for key in (RATES, LARGEST):
+            rates_of(facts, key)
         asked_of(facts)
         for state in _states(facts).values():
             released_of(state)

@@ -19,11 +19,11 @@ from horovod_topk.core import payload as wire
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.payload import HEADER_BYTES
 from horovod_topk.core.plan import BucketPlan
-from horovod_topk.core.residual import Arenas, Squares, scaled
+from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.errors import PayloadError
 from horovod_topk.methods.keys import Key
 from horovod_topk.methods.protocol import Codec, Read, Seeded, SeededCodec, Sent
-from horovod_topk.ops import Fused, Ops, SupportsOnePass, SupportsScaling, Velocities
+from horovod_topk.ops import Fused, Ops, SupportsOnePass, Velocities
 
 Array = TypeVar("Array")
 
@@ -130,9 +130,8 @@ class PayloadCodec(Generic[Array]):
         gradients = correct(gradients, velocities, self._ops)
         for each, payload in zip(arenas, payloads, strict=True):
             self._encode_alone(each, gradients, payload)
-        if velocities is not None and velocities.share < 1.0:
-            for each, payload in zip(arenas, payloads, strict=True):
-                self.scale_sent(each.plan, payload, velocities.after, velocities.share)
+            if velocities is not None:
+                self.damp(each, payload, gradients, velocities)
 
     def decode(
         self,
@@ -173,25 +172,31 @@ class PayloadCodec(Generic[Array]):
             self._ops.write_scaled(total, scale, gradient, flags[position])
         return flags
 
-    def scale_sent(
-        self, bucket: BucketPlan, payload: Array, arrays: Sequence[Array], factor: float
+    def damp(
+        self,
+        arenas: Arenas[Array],
+        payload: Array,
+        corrected: Sequence[Array],
+        own: Velocities[Array],
     ) -> None:
-        """Multiply by a factor, in [0, 1], where a payload of this process's own has entries.
+        """Take from the velocities of what a payload sends what they lose; see `core.momentum`.
 
-        arrays: flat, one for each gradient; those that were sent whole stay as they are.
+        corrected: what was added to residuals in place of the gradients.
         """
-        kernel: object = self._kernel(bucket)
-        if isinstance(kernel, SupportsScaling):
-            kernel.scale_sent(payload, arrays, factor)
+        ops, bucket = self._ops, arenas.plan
+        if not own.graded and not any(own.losses):
             return
         for position, each in self._read(bucket, payload, rows=False).items():
-            if each.index is not None:
-                piece = bucket.tensors[position]
-                at = self._in_gradient(bucket, piece, self._ops.row(each.index, 0))
-                array = arrays[piece.gradient]
-                self._ops.subtract_at(
-                    array, at, scaled(self._ops.take(array, at), 1.0 - factor, self._ops)
-                )
+            if each.index is None:
+                continue
+            piece, sums = bucket.tensors[position], None
+            index = ops.row(each.index, 0)
+            at = self._in_gradient(bucket, piece, index)
+            if own.graded:
+                waited = ops.take(self._slice(arenas.residual, piece), index)
+                sums = ops.clone(waited)
+                ops.compensate(waited, ops.take(corrected[piece.gradient], at), sums)
+            ops.damp(own.after[piece.gradient], at, sums, own.losses[piece.gradient])
 
     def squares(self, arenas: Arenas[Array], payload: Array, *, committed: bool) -> Squares:
         """Of a = e' + (what receivers read), of g = a - e, and of e'.

@@ -200,7 +200,11 @@ class Compressor(State[Array]):
         label = self.schedule.label(self.plan.config.ratio)
         name = f"{self.name}{label}"
         shared = self._ops, self._codec, self.exchange
-        return Step(self.plan, self._storage, *shared, name, self._momenta)
+        return Step(self.plan, self._storage, *shared, name, self._momenta, self._decay)
+
+    def _decay(self, name: str) -> float:
+        """A tensor's learning rate as a share of its largest one; 1 where it is not known."""
+        return 1.0 if self.rates is None else self.rates.decay(name)
 
     def _storage(self, bucket: BucketPlan) -> Storage[Array]:
         i = bucket.ordinal

@@ -7,17 +7,20 @@ that:
 
     correct      u' = m u + g
     compensate   a  = e + u'         with `nesterov`: e + m u' + g
-    damp         u' = s u' where a was sent
+    damp         u' = (1 - d) u'     where a was sent
 
-The share s of a velocity that stays is `velocity_kept`. What an element sends is late by then, and
-what its velocity still holds will be later: with s = 1 training at a large learning rate diverges,
-and s = 0, which is the masking of the paper, makes all steps smaller, as a lower learning rate
-does. "auto" keeps the less of it, the longer elements wait:
+A velocity that loses nothing (d = 0) is heavy-ball momentum of what is sent late: near the largest
+learning rate that dense training stands it diverges. The paper's masking, d = 1, makes all steps
+smaller, as a lower learning rate does. `velocity_kept` gives 1 - d. With SGD, "auto" is
 
-    s = exp((1 - 1 / ratio) / 400)         0.88 at ratio 0.02, 0.61 at 0.005
+    d = 1/2 min(1, |u'| / |a|) (lr / largest lr so far)^2
 
-and none for Adam and AdamW, which divide by the size of what they are given. Tensors that are sent
-whole keep all of it, so that at ratio 1 the sum over steps is that of heavy-ball momentum.
+Elements that are sent in nearly every step have a small residual, and lose half of their velocity.
+They are where gradients are largest, and so where a large learning rate makes training unstable
+first. Elements that have waited lose little. Where the learning rate falls, stability is no longer
+at stake, and velocities keep all. With Adam and AdamW, which divide by the size of what they are
+given, "auto" is masking. Tensors that are sent whole are not damped, so that at ratio 1 the sum
+over steps is that of heavy-ball momentum.
 
 The optimizer itself has no momentum then: p -= lr * (what is applied). A momentum that was taken
 over from it (`taken_over`) leaves users what they know: they are given 1 - m times what is applied,
@@ -29,7 +32,6 @@ Velocities are kept, committed and rolled back as residuals are, in two arenas a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -43,7 +45,7 @@ from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
 
-DELAY = 400.0  # 1 / ratio, about, at which a share of 1 / e is kept
+LOSS = 0.5  # of the velocity of an element that is sent in every step, at the largest learning rate
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,19 @@ class Correction(Generic[Array]):
     Args:
         config: of the plan.
         momenta: of the tensors.
+        decay: gives a tensor's learning rate as a share of its largest one so far; in a graph as a
+            scalar.
         ops: of the arrays.
     """
 
-    def __init__(self, config: Method, momenta: Momenta, ops: Ops[Array]) -> None:
-        self._kept, self._taken_over = kept(config), config.taken_over
-        self._momenta, self._ops = momenta, ops
+    def __init__(
+        self, config: Method, momenta: Momenta, decay: Callable[[str], float], ops: Ops[Array]
+    ) -> None:
+        self._config, self._momenta, self._decay, self._ops = config, momenta, decay, ops
 
     def units(self, bucket: BucketPlan) -> list[float]:
         """What users are given of what is applied, for each tensor."""
-        if not self._taken_over:
+        if not self._config.taken_over:
             return [1.0] * len(bucket.tensors)
         return [1.0 - self._momenta.of(tensor.spec.name).factor for tensor in bucket.tensors]
 
@@ -104,18 +109,29 @@ class Correction(Generic[Array]):
         """
         before, after = (self._views(arenas.plan, u) for u in (arenas.residual, arenas.candidate))
         names = [tensor.spec.name for tensor in arenas.plan.tensors]
-        return velocities([self._momenta.of(name) for name in names], before, after, self._kept)
+        momenta = [self._momenta.of(name) for name in names]
+        return velocities(momenta, before, after, self._losses(names), is_graded(self._config))
+
+    def _losses(self, names: Sequence[str]) -> list[float]:
+        """Share of their velocity that sent elements of each tensor lose, at most."""
+        if is_graded(self._config):
+            return [LOSS * self._decay(name) ** 2 for name in names]
+        return [1.0 - float(self._config.velocity_kept)] * len(names)
 
     def _views(self, bucket: BucketPlan, arena: Array) -> list[Array]:
         return [self._ops.view(arena, tensor.start, tensor.stop) for tensor in bucket.tensors]
 
 
 def velocities(
-    momenta: Sequence[Momentum], before: Sequence[Array], after: Sequence[Array], share: float
+    momenta: Sequence[Momentum],
+    before: Sequence[Array],
+    after: Sequence[Array],
+    losses: Sequence[float],
+    graded: bool,
 ) -> Velocities[Array]:
     """Velocities of tensors with these momenta."""
     factors, nesterov = [m.factor for m in momenta], [m.nesterov for m in momenta]
-    return Velocities(before, after, factors, nesterov, share)
+    return Velocities(before, after, factors, nesterov, losses, graded)
 
 
 def correct(
@@ -137,11 +153,9 @@ def correct(
     return sent
 
 
-def kept(config: Method) -> float:
-    """Share of a sent element's velocity that stays, at the ratio of these settings."""
-    if config.velocity_kept != AUTO:
-        return float(config.velocity_kept)
-    return math.exp((1.0 - 1.0 / config.ratio) / DELAY)
+def is_graded(config: Method) -> bool:
+    """Whether a sent element's velocity loses the less, the longer the element has waited."""
+    return config.velocity_kept == AUTO
 
 
 def check_dtypes(plan: Plan) -> None:

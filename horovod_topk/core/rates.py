@@ -37,13 +37,20 @@ from typing import Any, Protocol
 from horovod_topk.errors import StateDictError
 
 RATES = "rates"  # of a state dict: learning rates by tensor, where residuals follow them
+LARGEST = "largest_rates"  # of a state dict: the largest of them so far
 SMALLEST = 1e-12  # that is followed; keeps float32 residuals from overflowing
 
 
-class Units(Protocol):
-    """The learning rates in whose units residuals are, where they follow them."""
+class Followed(Protocol):
+    """Learning rates that residuals follow, by tensor name, of tensors that have had one."""
 
-    units: Mapping[str, float]  # by tensor name, of tensors that have had a rate to follow
+    def saved(self) -> dict[str, dict[str, float]]:
+        """What a state dict has of them: `RATES`, in whose units residuals are, and `LARGEST`."""
+        ...
+
+    def load(self, saved: Mapping[str, Mapping[str, float]]) -> None:
+        """Take on what `saved` returned; what is left out is not known any more."""
+        ...
 
 
 class Rates:
@@ -55,7 +62,21 @@ class Rates:
 
     def __init__(self, now: Callable[[], Mapping[str, float]]) -> None:
         self._now = now
-        self.units: Mapping[str, float] = {}
+        self.units: dict[str, float] = {}
+        self.largest: dict[str, float] = {}
+
+    def saved(self) -> dict[str, dict[str, float]]:
+        """`Followed.saved`."""
+        return {RATES: dict(self.units), LARGEST: dict(self.largest)}
+
+    def load(self, saved: Mapping[str, Mapping[str, float]]) -> None:
+        """`Followed.load`."""
+        self.units = dict(saved.get(RATES, {}))
+        self.largest = self.units | dict(saved.get(LARGEST, {}))
+
+    def decay(self, name: str) -> float:
+        """A tensor's present rate as a share of its largest one; 1 where there is none."""
+        return self.units[name] / self.largest[name] if name in self.largest else 1.0
 
     def turn(self) -> dict[str, float]:
         """Take on the present rates.
@@ -66,20 +87,23 @@ class Rates:
         now = {name: rate for name, rate in self._now().items() if _is_rate(rate)}
         changed = {name for name in now.keys() & self.units.keys() if now[name] != self.units[name]}
         factors = {name: self.units[name] / now[name] for name in sorted(changed)}
-        self.units = {**self.units, **now}
+        self.units |= now
+        self.largest |= {n: max(rate, self.largest.get(n, rate)) for n, rate in now.items()}
         return factors
 
 
-def rates_of(state: Mapping[str, Any]) -> dict[str, float]:
-    """Those that the residuals of a state dict are in units of; none where nobody noted them.
+def rates_of(state: Mapping[str, Any], key: str = RATES) -> dict[str, float]:
+    """Learning rates of a state dict by tensor name; none where nobody noted them.
+
+    key: `RATES` or `LARGEST`.
 
     Raises:
         StateDictError: one is no rate that can be followed.
     """
-    rates = state.get(RATES, {})
+    rates = state.get(key, {})
     if not isinstance(rates, Mapping) or not all(map(_is_rate, rates.values())):
         raise StateDictError(
-            f"the state dict says that its residuals are in units of learning rates {rates!r}",
+            f"{key!r} of the state dict are no learning rates: {rates!r}",
             cure="Pass what state_dict() of a TopKEF compressor returned",
         )
     return {name: float(rate) for name, rate in rates.items()}

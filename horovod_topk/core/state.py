@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
-from horovod_topk.core.rates import RATES, Units, rates_of
+from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
 from horovod_topk.core.residual import Squares
 from horovod_topk.core.schedule import Clock, Counter, HostCounter, Schedule
 from horovod_topk.core.state_dict import (
@@ -60,7 +60,7 @@ class State(Generic[Array]):
         exchange: how payloads travel; None: it is not chosen yet.
         parts: "residuals", "owned" where this exchange has owners, "velocity" with momentum.
         later: tensors that may still become known.
-        rates: the learning rates in whose units residuals are, where they follow them.
+        rates: the learning rates that residuals follow, where they do.
         steps, rolled_back: how many steps have been committed, and how many have not.
         ranks_before: how many ranks these residuals were of in the last step, if there was one.
     """
@@ -75,7 +75,7 @@ class State(Generic[Array]):
         self.exchange: Exchange[Array] | None = None
         self.parts: dict[str, Part[Array]] = {}
         self.later: set[str] = set()
-        self.rates: Units | None = None
+        self.rates: Followed | None = None
         self.ranks_before: int | None = None
         self.steps = self.rolled_back = 0
         self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
@@ -170,7 +170,8 @@ class State(Generic[Array]):
         if self.counter.asked is not None:
             state[ASKED] = self.counter.asked
         if self.rates is not None:
-            state[RATES] = {**rates_of(self._waiting), **self.rates.units}
+            for key, rates in self.rates.saved().items():
+                state[key] = {**rates_of(self._waiting, key), **rates}
         return state
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,7 +182,8 @@ class State(Generic[Array]):
         """
         committed_of(state, 0)
         asked_of(state)
-        rates_of(state)
+        for key in (RATES, LARGEST):
+            rates_of(state, key)
         check_velocity(bool(self.config.momentum), state)
         if self.exchange is not None:
             self._check(self.wrapped(without(state, self.later)), self.specs())
@@ -226,7 +228,7 @@ class State(Generic[Array]):
         for part in self.parts.values():
             part.reset()
         if self.rates is not None:
-            self.rates.units = {}
+            self.rates.load({})
         self.has_changed()
 
     def residual(self, name: str) -> Array:
@@ -254,9 +256,11 @@ class State(Generic[Array]):
         for key, part in self.parts.items():
             part.take_on(_within(state, key), [name for name in part.pieces if name in names])
         if self.rates is not None:
-            others = {n: rate for n, rate in self.rates.units.items() if n not in names}
-            loaded = rates_of(state)
-            self.rates.units = others | {n: loaded[n] for n in loaded if n in names}
+            saved = {}
+            for key, rates in self.rates.saved().items():
+                loaded = {n: rate for n, rate in rates_of(state, key).items() if n in names}
+                saved[key] = {n: rate for n, rate in rates.items() if n not in names} | loaded
+            self.rates.load(saved)
 
     def _keep_waiting(self, rest: dict[str, Any]) -> None:
         self._waiting = rest if self.later and has_residuals(rest) else {}

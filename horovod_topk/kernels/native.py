@@ -89,7 +89,6 @@ def _declare(library: Library) -> None:
         "topkef_encode": [*[address] * 6, ctypes.c_int],
         "topkef_encode_shards": [address, number, *[address] * 5, ctypes.c_int],
         "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
-        "topkef_scale_sent": [address, address, address, real, ctypes.c_int],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
@@ -112,7 +111,8 @@ class Correction(ctypes.Structure):
         ("following", ctypes.POINTER(ctypes.c_void_p)),
         ("momenta", ctypes.POINTER(ctypes.c_double)),
         ("nesterov", ctypes.c_char_p),
-        ("share", ctypes.c_double),
+        ("losses", ctypes.POINTER(ctypes.c_double)),
+        ("graded", ctypes.c_int),
     )
 
     @classmethod
@@ -126,11 +126,13 @@ class Correction(ctypes.Structure):
         following: Sequence[int],
         momenta: Sequence[float],
         nesterov: Sequence[bool],
-        share: float,
+        losses: Sequence[float],
+        graded: bool,
     ) -> Correction:
         """The same with velocities: addresses and numbers, one a gradient."""
         self.velocities, self.following = _addresses(velocities), _addresses(following)
-        self.momenta, self.nesterov, self.share = _numbers(momenta), bytes(nesterov), share
+        self.momenta, self.nesterov = _numbers(momenta), bytes(nesterov)
+        self.losses, self.graded = _numbers(losses), graded
         return self
 
 
@@ -204,11 +206,6 @@ class Bucket:
             self._handle, gathered, ranks, scale, bytes(flags), self._addresses(*gradients), threads
         )
         return None if wrong < 0 else divmod(wrong, self.tensors)
-
-    def scale_sent(self, payload: int, arrays: Sequence[int], factor: float, threads: int) -> bool:
-        """Multiply where a payload has entries; False if they cannot be, and nothing is changed."""
-        places = _addresses(arrays)
-        return bool(self._library.topkef_scale_sent(self._handle, payload, places, factor, threads))
 
 
 def _addresses(each: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:

@@ -3,6 +3,6 @@
 Importing this package loads no framework; import the submodule you need.
 """
 
-from horovod_topk.ops.protocol import Fused, Ops, SupportsOnePass, SupportsScaling, Velocities
+from horovod_topk.ops.protocol import Fused, Ops, SupportsOnePass, Velocities
 
-__all__ = ["Fused", "Ops", "SupportsOnePass", "SupportsScaling", "Velocities"]
+__all__ = ["Fused", "Ops", "SupportsOnePass", "Velocities"]

@@ -59,6 +59,13 @@ class NumpyOps:
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         np.add(velocity * velocity.dtype.type(factor), gradient.reshape(-1), out=out)
 
+    def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
+        u, lost = velocity[index], velocity.dtype.type(loss)
+        if sums is not None:
+            is_below = np.abs(u) < np.abs(sums)
+            lost = lost * np.divide(np.abs(u), np.abs(sums), out=np.ones_like(u), where=is_below)
+        velocity[index] = u - lost * u
+
     def select(self, candidate: Array, k: int) -> Array:
         magnitude = np.abs(candidate)
         magnitude[np.isnan(magnitude)] = np.inf

@@ -86,7 +86,8 @@ class Velocities(Generic[Array]):
     after: Sequence[Array]  # become factor * u + g
     factors: Sequence[float]
     nesterov: Sequence[bool]  # whether factor * after + g is sent; else it is `after`
-    share: float  # of `after` that stays where an element was sent, but in tensors sent whole
+    losses: Sequence[float]  # of `after` where an element was sent, but in tensors sent whole
+    graded: bool  # whether an element loses that much only where all that it sent is new
 
 
 @runtime_checkable
@@ -109,21 +110,7 @@ class SupportsOnePass(Protocol[Array]):
 
         factors: what each tensor's residual is multiplied by where it is read; for a shard whose
             residuals are read as they are, none.
-        velocities: corrects the gradients; to the bits of `update_velocity` and `scale_sent`.
-        """
-        ...
-
-
-@runtime_checkable
-class SupportsScaling(Protocol[Taken]):
-    """What a `Fused` may offer too: a factor where a payload of this process's own has entries."""
-
-    def scale_sent(self, payload: Taken, arrays: Sequence[Taken], factor: float) -> None:
-        """array[i] -= (1 - factor) * array[i] for every index i of its tensor.
-
-        A tensor without indices stays as it is.
-
-        arrays: flat, of the residual's dtype, one for each gradient.
+        velocities: corrects the gradients; to the bits of `update_velocity` and `damp`.
         """
         ...
 
@@ -173,6 +160,18 @@ class Ops(Protocol[Array]):
 
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         """out = factor * velocity + gradient, all of one dtype; rounded twice."""
+        ...
+
+    def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
+        """u[index] -= (loss * r) u[index], with r = min(1, |u| / |a|), or 1 without `sums`.
+
+        Each operation is rounded. Where |u| is not below |a|, r is 1, also if a is 0.
+
+        velocity: u, flat.
+        index: int64, unique.
+        sums: a, what was sent before it was rounded, one for each index.
+        loss: in [0, 1]; in a graph a scalar.
+        """
         ...
 
     def select(self, candidate: Array, k: int) -> Array:

@@ -167,6 +167,14 @@ class TensorFlowOps:
         kept = velocity.value * _scalar(factor, velocity.dtype)
         _write(out, kept + _flat(gradient))
 
+    def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
+        u, lost = tf.gather(velocity.value, index.value), _scalar(loss, velocity.dtype)
+        if sums is not None:
+            size, most = abs(u), abs(sums.value)
+            lost *= tf.where(size < most, size / most, tf.ones_like(size))
+        where = index.value[:, tf.newaxis]
+        _write(velocity, tf.tensor_scatter_nd_sub(velocity.value, where, lost * u))
+
     def select(self, candidate: Array, k: int) -> Array:
         values, numel = candidate.value, candidate.numel
         if k == numel:

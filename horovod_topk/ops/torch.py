@@ -90,6 +90,13 @@ class TorchOps:
         size = out.numel(), out.element_size()
         library.topkef_update_velocity(*places, *size, torch.get_num_threads())
 
+    def damp(self, velocity: Tensor, index: Tensor, sums: Tensor | None, loss: float) -> None:
+        u = velocity[index]
+        lost = torch.full((), loss, dtype=u.dtype, device=u.device)
+        if sums is not None:
+            lost = lost * torch.where(u.abs() < sums.abs(), u.abs() / sums.abs(), 1.0)
+        velocity[index] = u - lost * u
+
     def select(self, candidate: Tensor, k: int) -> Tensor:
         magnitude = candidate.abs()
         if k == magnitude.numel():
@@ -304,7 +311,8 @@ class CpuBucket:
                 [u.data_ptr() for u in own.after],
                 own.factors,
                 own.nesterov,
-                own.share,
+                own.losses,
+                own.graded,
             )
         return correction
 
@@ -329,12 +337,6 @@ class CpuBucket:
                 if target is not gradient:
                     gradient.copy_(target)
         return wrong
-
-    def scale_sent(self, payload: Tensor, arrays: Sequence[Tensor], factor: float) -> None:
-        threads = torch.get_num_threads()
-        places = [array.data_ptr() for array in arrays]
-        if not self._kernel.scale_sent(payload.data_ptr(), places, factor, threads):
-            raise AssertionError("a payload of our own has indices that cannot be")
 
 
 def _packed(tensor: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def with_momentum(
             before: Array = Buffer(velocity.value())
             after: Array = Buffer(tf.zeros_like(velocity))
             flat: Array = Buffer(tf.cast(tf.reshape(gradient, [-1]), velocity.dtype))
-            own = velocities_of([momenta.of(name)], [before], [after], 1.0)
+            own = velocities_of([momenta.of(name)], [before], [after], [0.0], False)
             (sent,) = correct([flat], own, ops)
             moved.append((velocity, after))
             result[i] = tf.reshape(tf.cast(sent.value, gradient.dtype), tf.shape(gradient))

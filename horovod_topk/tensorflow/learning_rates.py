@@ -1,7 +1,8 @@
 """Learning-rate rescaling in graphs; the rule is `horovod_topk.core.rates`'s.
 
-A rate stands beside each residual, the one in whose units it is: [1] float64, 0 while there is
-none. Both are assigned where a step is committed; a step that is skipped leaves them as they were.
+Two rates stand beside each residual, [2] float64: the one in whose units it is, and the largest so
+far; 0 while there is none. They are assigned where a step is committed, as the residual is; a step
+that is skipped leaves them as they were.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.rates import is_followed
+from horovod_topk.core.rates import LARGEST, RATES, is_followed
 from horovod_topk.errors import ConfigError
 
 
@@ -38,7 +39,7 @@ def rate_of(optimizer: Any) -> Any:
 
 
 class VariableRates:
-    """`horovod_topk.core.rates.Units` in variables.
+    """`horovod_topk.core.rates.Followed` in variables.
 
     Attributes:
         variables: by tensor name.
@@ -47,23 +48,39 @@ class VariableRates:
     def __init__(self) -> None:
         self.variables: dict[str, Any] = {}
 
-    @property
-    def units(self) -> dict[str, float]:
-        """The rates in whose units residuals are, of tensors that have had one."""
-        rates = {name: float(unit[0]) for name, unit in self.variables.items()}
-        return {name: rate for name, rate in rates.items() if rate > 0}
+    def saved(self) -> dict[str, dict[str, float]]:
+        """`Followed.saved`."""
+        pairs = {name: pair.numpy().tolist() for name, pair in self.variables.items()}
+        known = {name: pair for name, pair in pairs.items() if pair[0] > 0}
+        return {
+            key: {name: pair[i] for name, pair in known.items()}
+            for i, key in enumerate((RATES, LARGEST))
+        }
 
-    @units.setter
-    def units(self, rates: Mapping[str, float]) -> None:
-        for name, unit in self.variables.items():
-            unit.assign([rates.get(name, 0.0)])
+    def load(self, saved: Mapping[str, Mapping[str, float]]) -> None:
+        """`Followed.load`."""
+        units, largest = saved.get(RATES, {}), saved.get(LARGEST, {})
+        for name, pair in self.variables.items():
+            unit = units.get(name, 0.0)
+            pair.assign([unit, largest.get(name, unit)])
 
     def factor(self, name: str, rate: Any) -> Any:
         """What a residual is multiplied by at a rate, [] float64, so that its updates stay."""
-        unit = self.variables[name]
+        unit = self.variables[name][0]
         return tf.where((unit > 0) & is_followed(rate), unit / rate, 1.0)
+
+    def decay(self, name: str, rate: Any) -> Any:
+        """A rate, or the last that was followed, as a share of the largest, [] float64."""
+        now, largest = self._following(name, rate)
+        return tf.where(largest > 0, now / largest, 1.0)
 
     def take_on(self, names: tuple[str, ...], rate: Any) -> None:
         """Note that residuals are in units of a rate now, in a graph."""
-        for unit in (self.variables[name] for name in names):
-            unit.assign(tf.where(is_followed(rate), rate, unit))
+        for name in names:
+            self.variables[name].assign(tf.stack(self._following(name, rate)))
+
+    def _following(self, name: str, rate: Any) -> tuple[Any, Any]:
+        """The two rates of a tensor once a step at a rate is committed."""
+        unit, largest = tf.unstack(self.variables[name], num=2)
+        now = tf.where(is_followed(rate), rate, unit)
+        return now, tf.maximum(largest, now)

@@ -170,11 +170,16 @@ class VariableState(State[Array]):
                 },
             )
 
+        rates = None if rate is None else self.rates  # graphs outlive this state
+
+        def decay(name: str) -> Any:
+            return 1.0 if rates is None else rates.decay(name, rate)
+
         codec, committed, collective = PayloadCodec(self.ops), None, self.collective
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
-        codec.draw_from(lambda: committed, lambda: collective.rank)  # graphs outlive this state
-        return Step(plan, storage, self.ops, codec, exchange, name)
+        codec.draw_from(lambda: committed, lambda: collective.rank)
+        return Step(plan, storage, self.ops, codec, exchange, name, decay=decay)
 
     def count(self, plan: Plan, rate: Any = None) -> None:
         """Note in a graph that a step is committed."""
@@ -223,9 +228,9 @@ class VariableState(State[Array]):
                 make(self.parts[key], stores.methods[name], (state_plan(bucket, name),), {})
         if self.rates is not None:
             for spec in (tensor.spec for tensor in bucket.tensors):
-                rate = replace(spec, shape=(1,), dtype="float64")
-                (unit,) = stores.rates.of(variables[spec.name], rate, [1])
-                self.rates.variables[spec.name] = unit
+                rates = replace(spec, shape=(2,), dtype="float64")
+                (pair,) = stores.rates.of(variables[spec.name], rates, [2])
+                self.rates.variables[spec.name] = pair
 
     def _variable(self, key: str, name: str, at: int) -> Any:
         piece = self.parts[key].pieces[name][at]

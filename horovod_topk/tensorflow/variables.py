@@ -126,7 +126,7 @@ class Stores:
     residuals: StateVariables = field(default_factory=StateVariables)
     owned: StateVariables = field(default_factory=StateVariables)  # owner's residuals
     velocities: StateVariables = field(default_factory=StateVariables)
-    rates: StateVariables = field(default_factory=StateVariables)  # learning rates, [1] float64
+    rates: StateVariables = field(default_factory=StateVariables)  # learning rates, [2] float64
     methods: dict[str, StateVariables] = field(  # a method's own, by name
         default_factory=lambda: defaultdict(StateVariables)
     )

@@ -145,6 +145,23 @@ def test_velocities_are_rounded_twice(
         assert bits(backend, out) == canonical(backend, expected)
 
 
+@each_way
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_velocities_lose_the_less_the_more_of_what_was_sent_had_waited(
+    backend: Backend, dtype: str
+) -> None:
+    velocity = np.array([4, 4, -4, 4, 0, 0, 4, 7], dtype)
+    index = np.array([0, 1, 2, 3, 4, 5, 6])
+    sums = np.array([4, 16, 8, -2, 0, 3, 0], dtype)
+    for by, kept in ((None, 0.5), (sums, [0.5, 0.875, 0.75, 0.5, 1, 1, 0.5])):
+        out = backend.array(velocity.copy(), dtype)
+        given_ = None if by is None else backend.array(by, dtype)
+        backend.ops.damp(out, backend.array(index, "int64"), given_, 0.5)
+        expected = velocity.copy()
+        expected[:7] *= kept
+        assert backend.numpy(out).tolist() == expected.tolist()
+
+
 def gradients_of_any_layout(backend: Backend, dtype: str) -> list[tuple[Any, list[float]]]:
     """Gradients, and their elements in row-major order."""
     six, four = np.arange(6.0), np.arange(4.0)

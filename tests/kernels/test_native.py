@@ -32,7 +32,7 @@ from horovod_topk.kernels import native
 from horovod_topk.methods.topk import VALUES, Entries, TopK
 from horovod_topk.ops import coding
 from horovod_topk.ops.numpy import NumpyOps
-from horovod_topk.ops.torch import DTYPES, TorchOps
+from horovod_topk.ops.torch import TorchOps
 
 Array = NDArray[Any]
 
@@ -188,28 +188,6 @@ def test_steps_in_a_row(isa: str, values: str, dtype: str, selection: str, indic
     both = Both(bucket)
     payloads = [both.encode(normal(bucket, scale)) for scale in (1, 1.1, 0.2, 0)]
     both.decode(payloads[:3], 1 / 3)
-
-
-@pytest.mark.parametrize("factor", [0.0, 0.7])
-@pytest.mark.parametrize("indices", ["packed", "plain"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_what_was_sent_is_scaled(isa: str, dtype: str, indices: str, factor: float) -> None:
-    """In the natural order of gradients that are dealt out; what is sent whole stays."""
-    sizes = (5, 1500, 4096, 70_001, 100_000)
-    whole = bucket_of(*sizes, dtype=dtype, ratio=0.02, indices=indices, exchange="sharded")
-    for bucket in (whole, *shard(whole, 3).scatter):
-        kernel, codec = PayloadCodec(TorchOps()), PayloadCodec(NumpyOps())
-        arenas = Arenas(bucket, *(torch.zeros(bucket.numel, dtype=DTYPES[dtype]) for _ in range(2)))
-        payload = kernel.new_payload(bucket)
-        kernel.encode(arenas, [torch.from_numpy(g) for g in normal(whole)], payload)
-        found = [torch.from_numpy(g) for g in normal(whole)]
-        expected = [each.numpy().copy() for each in found]
-        kernel.scale_sent(bucket, payload, found, factor)
-        codec.scale_sent(bucket, payload.numpy(), expected, factor)
-        for one, other, tensor in zip(found, expected, whole.tensors, strict=True):
-            np.testing.assert_array_equal(one.numpy(), other)
-            if factor == 0.0:
-                assert (one == 0).any() == (tensor.index is not None)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

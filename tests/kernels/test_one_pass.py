@@ -7,7 +7,7 @@ shards, threads, in every combination; and what a step that is rolled back leave
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -33,6 +33,16 @@ pytestmark = pytest.mark.skipif(FOUND.library is None, reason=f"no kernels: {FOU
 
 ISAS = ("portable", "avx2", "avx512")
 SIZES = (5, 1500, 1300, 64, 4096, 70_001, 100_000, 1)
+
+
+class Damping(NamedTuple):
+    """What sent velocities lose; see `horovod_topk.ops.Velocities`."""
+
+    loss: float
+    graded: bool = False
+
+
+MASKED, HALVED, UNDAMPED, GRADED = Damping(1.0), Damping(0.5), Damping(0.0), Damping(0.45, True)
 
 
 class Side:
@@ -62,7 +72,9 @@ class Side:
                 if factor != 1.0:
                     arenas.rescale(tensor.start, tensor.stop, factor, self.ops)
 
-    def encode(self, gradients: list[Array], momenta: list[Momentum] | None, share: float) -> None:
+    def encode(
+        self, gradients: list[Array], momenta: list[Momentum] | None, damping: Damping
+    ) -> None:
         """One step as far as its payloads."""
         own = None
         if momenta is not None:
@@ -70,7 +82,7 @@ class Side:
                 [self.ops.view(u, t.start, t.stop) for t in self.velocity.plan.tensors]
                 for u in (self.velocity.residual, self.velocity.candidate)
             )
-            own = velocities(momenta, before, after, share)
+            own = velocities(momenta, before, after, [damping.loss] * len(before), damping.graded)
         given_ = [self.array(g.copy()) for g in gradients]
         self.codec.encode_shards(self.residuals, given_, self.payloads, own)
 
@@ -106,11 +118,16 @@ class Both:
         return [(scale * self.rng.standard_normal(s.shape)).astype(s.dtype) for s in shapes]
 
     def step(
-        self, gradients: list[Array], momenta: list[Momentum] | None, share: float, *, commit: bool
+        self,
+        gradients: list[Array],
+        momenta: list[Momentum] | None,
+        damping: Damping,
+        *,
+        commit: bool,
     ) -> None:
         """One step of both; refuses a difference of a bit."""
         for side in (self.fused, self.verbs):
-            side.encode(gradients, momenta, share)
+            side.encode(gradients, momenta, damping)
         assert self.fused.candidates() == self.verbs.candidates()
         if commit:
             self.fused.swap()
@@ -141,18 +158,18 @@ def momenta_of(kind: str, count: int) -> list[Momentum] | None:
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
-    ("kind", "share", "rescaled"),
+    ("kind", "damping", "rescaled"),
     [
         case
         for case in itertools.product(
-            ("none", "heavy-ball", "nesterov", "mixed"), (0.0, 0.88, 1.0), (False, True)
+            ("none", "heavy-ball", "nesterov", "mixed"), (MASKED, GRADED, UNDAMPED), (False, True)
         )
-        if case[0] != "none" or (case[1] == 1.0 and case[2])
+        if case[0] != "none" or (case[1] == UNDAMPED and case[2])
     ],
 )
 @pytest.mark.parametrize("selection", ["exact", "sampled"])
 def test_the_bits_of_the_verbs(
-    isa: str, selection: str, kind: str, share: float, rescaled: bool, dtype: str, parts: int
+    isa: str, selection: str, kind: str, damping: Damping, rescaled: bool, dtype: str, parts: int
 ) -> None:
     """Steps in a row, one of them rolled back, of tensors sent whole and in part."""
     both = Both(dtype, parts, selection=selection, values="int4")
@@ -162,7 +179,7 @@ def test_the_bits_of_the_verbs(
             factors = [1.0 + 0.01 * (step + i % 3) for i in range(len(SIZES))]
             both.fused.rescale(factors)
             both.verbs.rescale(factors)
-        both.step(both.gradients(scale), momenta, share, commit=step != 2)
+        both.step(both.gradients(scale), momenta, damping, commit=step != 2)
 
 
 @pytest.mark.one_in(3)
@@ -179,7 +196,7 @@ def test_all_formats_and_threads(
         if step:
             both.fused.rescale([0.97, 1.02, 1.0])
             both.verbs.rescale([0.97, 1.02, 1.0])
-        both.step(both.gradients(), momenta_of("mixed", 3), 0.88, commit=True)
+        both.step(both.gradients(), momenta_of("mixed", 3), GRADED, commit=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -203,26 +220,26 @@ def test_a_step_that_is_rolled_back_writes_candidates_alone() -> None:
     """NaN in its gradients and factors that wait: residual and velocity stay, bit for bit."""
     both = Both("float32", values="int4")
     momenta = momenta_of("nesterov", len(SIZES))
-    both.step(both.gradients(), momenta, 0.5, commit=True)
+    both.step(both.gradients(), momenta, HALVED, commit=True)
     residual, velocity = both.fused.residuals[0].unscaled()[0].clone(), both.fused.state()[-1]
     factors = [1.25] * len(SIZES)
     both.fused.rescale(factors)
     spoilt = both.gradients()
     for gradient in spoilt:
         gradient[0] = np.nan
-    both.fused.encode(spoilt, momenta, 0.5)
+    both.fused.encode(spoilt, momenta, HALVED)
     assert torch.equal(both.fused.residuals[0].unscaled()[0], residual)
     assert both.fused.state()[-1] == velocity
     assert torch.equal(both.fused.residuals[0].residual, residual * 1.25)  # its new units are kept
     both.verbs.rescale(factors)
-    both.step(both.gradients(), momenta, 0.5, commit=True)
+    both.step(both.gradients(), momenta, HALVED, commit=True)
 
 
 @given(st.lists(st.sampled_from(["rescale", "read", "encode", "commit"]), max_size=8))
 def test_factors_that_wait_are_those_that_were_applied_at_once(steps: list[str]) -> None:
     """However reads, roll-backs and commits come between them."""
     both = Both("float32", sizes=(3000, 7), values="float32")
-    both.step(both.gradients(), None, 1.0, commit=True)
+    both.step(both.gradients(), None, UNDAMPED, commit=True)
     for position, step in enumerate(steps):
         if step == "rescale":
             for side in (both.fused, both.verbs):
@@ -233,7 +250,7 @@ def test_factors_that_wait_are_those_that_were_applied_at_once(steps: list[str])
         else:
             gradients = both.gradients()
             for side in (both.fused, both.verbs):
-                side.encode(gradients, None, 1.0)
+                side.encode(gradients, None, UNDAMPED)
                 if step == "commit":
                     side.swap()
     assert both.fused.state() == both.verbs.state()

@@ -184,6 +184,22 @@ def test_what_is_no_rate_is_not_followed(rate: float) -> None:
     assert rates.turn() == {}
 
 
+def test_a_rate_is_told_as_a_share_of_the_largest_so_far() -> None:
+    present = [0.1]
+    rates = Rates(lambda: {"w": present[0]})
+    assert rates.decay("w") == 1.0
+    shares = []
+    for present[0] in (0.1, 0.4, 0.1, 0.0, 0.2):
+        rates.turn()
+        shares.append(rates.decay("w"))
+    assert shares == [1.0, 1.0, 0.25, 0.25, 0.5]
+    again = Rates(lambda: {"w": present[0]})
+    again.load(rates.saved())
+    assert (again.turn(), again.decay("w")) == ({}, 0.5)
+    again.load({"rates": {"w": 0.2}})  # as earlier versions saved it
+    assert again.decay("w") == 1.0
+
+
 def test_a_first_rate_of_zero_is_none() -> None:
     present = [0.0]
     rates = Rates(lambda: {"w": present[0]})

@@ -16,6 +16,7 @@ from oracle.jobs import Job, jobs, steps
 from oracle.world import Gradients, World, same_bits
 
 from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.rates import Rates
 from horovod_topk.errors import (
     ConfigError,
     StateDictError,
@@ -117,6 +118,44 @@ def test_velocity_keeps_a_share_where_it_was_sent_and_is_whole_elsewhere(
             tiny = abs(left) < np.finfo(left.dtype).tiny
             assert np.array_equal(after[name][~tiny], left[~tiny])
             assert (after[name][tiny] == left[tiny]).all() or not backend.denormals
+
+
+@each_backend
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_by_default_velocities_lose_most_where_little_had_waited(
+    backend: Backend, exchange: str, nesterov: bool
+) -> None:
+    """d = 1/2 min(1, |u| / |a|) (lr / largest lr)^2, of elements that were sent."""
+    config = TopK(
+        0.1,
+        momentum=0.9,
+        nesterov=nesterov,
+        velocity_kept="auto",
+        min_numel=0,
+        exchange=exchange,
+        values="float32",
+    )
+    size, rate, random = 1100, [0.0], np.random.default_rng(5)
+    world = World(make_plan([TensorSpec("w", (size,), "float32")], config), 2, backend)
+    for each in world.ranks:
+        each.rates = Rates(lambda: {"w": rate[0]})
+    lost = 0
+    for step, rate[0] in enumerate((0.1, 0.4, 0.4, 0.2)):
+        gradients = [{"w": random.standard_normal(size).astype("f")} for _ in range(2)]
+        factor = np.float32((0.1, 0.4, 0.4, 0.2)[max(step - 1, 0)] / rate[0])
+        before, waited = velocities(world), world.residuals()
+        world.step(gradients)
+        for rank, after in enumerate(velocities(world)):
+            g = gradients[rank]["w"]
+            u = moved(before[rank]["w"], g, 0.9)
+            a = waited[rank]["w"].reshape(-1) * factor + (moved(u, g, 0.9) if nesterov else u)
+            d = 0.5 * np.minimum(1, abs(u / a)) * (rate[0] / (0.1, 0.4, 0.4, 0.4)[step]) ** 2
+            is_sent = after["w"] != u
+            np.testing.assert_allclose(after["w"][is_sent], ((1 - d) * u)[is_sent], 1e-5)
+            assert is_sent.sum() <= size / 10 + 2  # a shard rounds up
+            lost += is_sent.sum()
+    assert lost > 0.9 * 4 * 2 * size / 10
 
 
 @each_backend

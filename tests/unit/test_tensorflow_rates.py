@@ -76,7 +76,7 @@ def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: fl
     from horovod_topk.tensorflow.state_variables import VariableArenas
 
     rates, kept = VariableRates(), tf.Variable([3.0, -3.0])
-    rates.variables["w"] = tf.Variable([unit], dtype=tf.float64)
+    rates.variables["w"] = tf.Variable([unit, 2 * unit], dtype=tf.float64)
     (bucket,) = make_plan([TensorSpec("w", (2,), "float32")], TopK()).buckets
     now = tf.constant(rate, tf.float64)
     factors, ops = [rates.factor("w", now)], TensorFlowOps()
@@ -84,7 +84,8 @@ def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: fl
         owed,
         -owed,
     ]
+    assert float(rates.decay("w", now)) == (then / (2 * unit) if unit else 1.0)
     rates.take_on(("w",), now)
-    assert rates.units == {"w": then}
+    assert rates.saved() == {"rates": {"w": then}, "largest_rates": {"w": 2 * unit or then}}
     assert kept.numpy().tolist() == [3.0, -3.0]
     assert VariableArenas(bucket, [kept], ops).residual.value.numpy().tolist() == [3.0, -3.0]

@@ -229,7 +229,8 @@ struct Group {
     source.following = correction->following[g];
     source.momentum = correction->momenta[g];
     source.nesterov = correction->nesterov[g] != 0;
-    source.share = correction->share;
+    source.loss = correction->losses[g];
+    source.graded = correction->graded != 0;
     return source;
   }
 
@@ -440,22 +441,6 @@ int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered, int6
       decode_chunk(*bucket, chunk, indices, ranks, scale, gradient);
   });
   return -1;
-}
-
-int topkef_scale_sent(const topkef_bucket *bucket, const uint8_t *payload, void *const *arrays,
-                      double factor, int threads) {
-  const int64_t tensors = bucket->recipe.tensors;
-  const std::vector<uint8_t> flags((size_t)tensors);
-  Indices indices(*bucket, payload, 1);
-  if (indices.unpack(flags.data(), threads) >= 0) return 0;
-  parallel(tensors, threads, [&](int64_t t) {
-    KeepDenormals keep;
-    const TensorRecipe &tensor = bucket->tensors[(size_t)t];
-    if (tensor.index == NONE) return;
-    bucket->passes->scale_sent(arrays[tensor.gradient], indices.rows(t, nullptr).indices, tensor.k,
-                               bucket->recipe.shard_layout(tensor), factor);
-  });
-  return 1;
 }
 
 void topkef_update_velocity(const void *velocity, double factor, const void *gradient, void *out,

@@ -300,19 +300,25 @@ void update_velocity(const void *velocity, double factor, const void *gradient, 
 }
 
 template <class R>
-void scale_sent(void *array, const uint8_t *index, int64_t count, ShardLayout layout,
-                double factor) {
-  auto to = static_cast<R *>(array);
-  auto places = reinterpret_cast<const uint32_t *>(index);
-  const auto lost = (R)(1.0 - factor);
+inline R magnitude(R value) {
+  return value < 0 ? -value : value;
+}
+
+template <class R>
+void damp(const Source &source, const uint32_t *index, const void *sums, int64_t count,
+          ShardLayout layout) {
+  auto to = static_cast<R *>(source.following);
+  auto sent = static_cast<const R *>(sums);
+  const auto loss = (R)source.loss;
   auto natural = [&](int64_t i) {
-    const auto place = (int64_t)load(places, i);
+    const auto place = (int64_t)index[i];
     return layout.parts == 1 ? place : layout.natural(place);
   };
   for (int64_t i = 0; i < count; ++i) {
     if (i + AHEAD < count) __builtin_prefetch(to + natural(i + AHEAD), 1);
     const int64_t at = natural(i);
-    const R value = load(to, at);
+    const R value = load(to, at), size = magnitude(value), most = magnitude(sent[i]);
+    const R lost = source.graded && size < most ? loss * (size / most) : loss;
     store(to, at, value - lost * value);
   }
 }
@@ -340,7 +346,7 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->fence = fence;
   passes->spread = spread<R>;
   passes->update_velocity = update_velocity<R>;
-  passes->scale_sent = scale_sent<R>;
+  passes->damp = damp<R>;
   passes->pack_index[topkef::PACKED] = pack_packed;
   passes->pack_index[topkef::SHORT] = pack_plain<uint16_t>;
   passes->pack_index[topkef::LONG] = pack_plain<uint32_t>;

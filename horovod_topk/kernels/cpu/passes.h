@@ -78,7 +78,8 @@ struct Source {
   double scale = 1;                // of the residual
   const void *velocity = nullptr;  // u; null: there is none, and what follows is not read
   void *following = nullptr;       // becomes u'; null: nobody wants it
-  double momentum = 0, share = 1;  // `share` of u' stays where a was sent
+  double momentum = 0, loss = 0;   // where a was sent, u' loses so much of itself,
+  bool graded = false;             // or, if graded, the less the larger a is beside u'
   bool nesterov = false;
 };
 
@@ -134,10 +135,10 @@ using Deliver = void (*)(void *total, double scale, void *gradient, int64_t n);
 using Accelerate = void (*)(const void *velocity, double factor, const void *gradient, void *out,
                             int64_t n, bool past_caches);
 
-/* a -= (1 - factor) * a for a = array[natural(index[i])], of the residual's dtype; indices of 4 bytes,
- * of any alignment. */
-using ScaleSent = void (*)(void *array, const uint8_t *index, int64_t count, ShardLayout layout,
-                           double factor);
+/* u -= loss * r * u for u = following[natural(index[i])], with r = min(1, |u| / |sums[i]|) if the source
+ * is graded, else 1. */
+using Damp = void (*)(const Source &source, const uint32_t *index, const void *sums, int64_t count,
+                      ShardLayout layout);
 
 /* After it, what was streamed past the caches is seen by all. */
 using Fence = void (*)();
@@ -157,7 +158,7 @@ struct Passes {
   Scatter add[KINDS];          // no indices, all elements in order
   Deliver deliver[DTYPES];     // [gradient's dtype]
   Accelerate update_velocity;
-  ScaleSent scale_sent;
+  Damp damp;
   Fence fence;
 };
 

@@ -358,7 +358,7 @@ class TopK final : public Encoder {
     passes_->pack_index[tensor_.index](list.index, tensor_.k, tensor_.numel,
                                        payload + tensor_.index_at);
     if (kind_ == FULL) {
-      damp(source, list.index, tensor_.k);
+      damp(source, list.index, list.value, tensor_.k);
       return passes_->pack[FULL](list.value, {0, tensor_.k, tensor_.k}, payload + tensor_.value_at,
                                  nullptr);
     }
@@ -378,19 +378,17 @@ class TopK final : public Encoder {
     if (is_damped(source))
       for (int64_t i = 0; i < span.count; ++i)
         __builtin_prefetch(static_cast<const R *>(source.following) + layout_.natural(index[i]), 0, 2);
+    damp(source, index, value, span.count);
     bool finite = passes_->pack[kind_](value, span, payload + tensor_.value_at, value);
     passes_->spread(source.candidate, index, value, span.count);
-    damp(source, index, span.count);
     return finite;
   }
 
-  static bool is_damped(const Source &source) { return source.velocity && source.share < 1; }
+  static bool is_damped(const Source &source) { return source.velocity && source.loss > 0; }
 
-  /* Keep a share of the new velocities of what was sent. */
-  void damp(const Source &source, const uint32_t *index, int64_t count) const {
-    if (is_damped(source))
-      passes_->scale_sent(source.following, reinterpret_cast<const uint8_t *>(index), count, layout_,
-                          source.share);
+  /* Take from the new velocities of what is sent, `sums`, what they lose. */
+  void damp(const Source &source, const uint32_t *index, const void *sums, int64_t count) const {
+    if (is_damped(source)) passes_->damp(source, index, sums, count, layout_);
   }
 
   const TensorRecipe tensor_;

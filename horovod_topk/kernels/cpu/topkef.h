@@ -35,7 +35,8 @@ TOPKEF_API void topkef_bucket_free(topkef_bucket *bucket);
  *
  *     a = scale * e + u'        u' = momentum * u + g
  *     a = scale * e + (momentum * u' + g)  with `nesterov`
- *     u' -= (1 - share) * u'    where a was sent, but in tensors that are sent whole
+ *     u' -= loss * u'           where a was sent, but in tensors that are sent whole
+ *     u' -= loss * min(1, |u'| / |a|) * u'   there with `graded`
  *
  * Velocities are of the residuals' dtype, which is the gradients' then, and lie as the gradients do. */
 typedef struct topkef_correction {
@@ -44,7 +45,8 @@ typedef struct topkef_correction {
   void *const *following;         /* become u'; must overlap nothing else */
   const double *momenta;
   const uint8_t *nesterov;        /* 0 or 1 */
-  double share;                   /* for all */
+  const double *losses;           /* in [0, 1] */
+  int graded;                     /* 0 or 1, for all */
 } topkef_correction;
 
 /* Write flags, values and indices into `payload`, and into the candidates what is not sent.
@@ -72,14 +74,6 @@ TOPKEF_API void topkef_encode_shards(topkef_bucket *const *shards, int64_t count
 TOPKEF_API int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered,
                                  int64_t ranks, double scale, const uint8_t *flags,
                                  void *const *gradients, int threads);
-
-/* array[i] -= (1 - factor) * array[i] for every index i that `payload` has; tensors sent whole stay as
- * they are.
- *
- * arrays: of the residuals' dtype, as many as the recipe's tensors refer to, of the gradients' sizes.
- * Returns 0 if the indices are not sound: nothing has been written then. */
-TOPKEF_API int topkef_scale_sent(const topkef_bucket *bucket, const uint8_t *payload,
-                            void *const *arrays, double factor, int threads);
 
 /* out = factor * velocity + gradient, `count` elements of 4 or 8 bytes; `out` may be `velocity`. */
 TOPKEF_API void topkef_update_velocity(const void *velocity, double factor, const void *gradient,

@@ -119,11 +119,14 @@ def test_a_loop_trains_as_dense_does_where_everything_is_sent(loop: str) -> None
 
 
 class Velocities(ErrorFeedback):
-    """Error feedback of m u + g, of which a share s stays where it was sent: units of gradients."""
+    """Error feedback of u = m u + g, of which a share stays where a was sent: units of gradients.
 
-    def __init__(self, task: Task, make: Any, share: float, **settings: Any) -> None:
+    kept: that share, or "auto".
+    """
+
+    def __init__(self, task: Task, make: Any, kept: float | str, **settings: Any) -> None:
         super().__init__(task, make, **settings)
-        self.share, self.factor = share, 0.0
+        self.kept, self.factor, self.rates = kept, 0.0, [0.0]
         self.velocities = [
             {name: np.zeros(p.numel(), np.float32) for name, p in task.named_parameters()}
             for _ in range(self.ranks)
@@ -136,6 +139,23 @@ class Velocities(ErrorFeedback):
             for name, gradient in gradients.items()
         }
 
+    def turn(self, rate: float, momentum: float) -> None:
+        """Take on those of a step; with "auto" residuals follow the rate."""
+        self.factor = momentum
+        self.rates.append(rate)
+        if self.kept == "auto" and self.rates[-2]:
+            ratio = np.float32(self.rates[-2] / rate)
+            self.residuals = [
+                {name: e * ratio for name, e in own.items()} for own in self.residuals
+            ]
+
+    def share(self, velocity: np.ndarray, sums: np.ndarray) -> Any:
+        """Of a velocity, that stays where it was sent."""
+        if self.kept != "auto":
+            return self.kept
+        decay = self.rates[-1] / max(self.rates)
+        return 1 - 0.5 * decay**2 * np.minimum(1, abs(velocity / sums))
+
     def exchange(self, batches: Any) -> dict[str, np.ndarray]:
         moved = [self._gradients(rank, batches) for rank in range(self.ranks)]
         before = self.residuals
@@ -143,27 +163,31 @@ class Velocities(ErrorFeedback):
         applied = super().exchange(batches)
         for rank, each in enumerate(moved):
             for name, velocity in each.items():
-                sent = self.residuals[rank][name] != before[rank][name] + velocity
-                self.velocities[rank][name] = np.where(sent, velocity * self.share, velocity)
+                sums = before[rank][name] + velocity
+                sent, kept = self.residuals[rank][name] != sums, self.share(velocity, sums)
+                self.velocities[rank][name] = np.where(sent, velocity * kept, velocity)
         return {name: each * np.float32(1 - self.factor) for name, each in applied.items()}
 
 
 @pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
-def test_an_update_is_that_of_the_formulas() -> None:
+@pytest.mark.parametrize("kept", [0.75, "auto"])
+def test_an_update_is_that_of_the_formulas(kept: float | str) -> None:
     """Of a few entries, while OneCycleLR moves momentum, with weight decay, clipped at the end.
 
     p -= lr / (1 - m) (clip((1 - m) v) + w p)
     """
     decayed = Setup(optimizer=lambda parameters: heavy_ball(parameters, weight_decay=1e-2))
     task, plain = decayed.task(), Setup(optimizer=training.plain_sgd).task()
-    compression = TopKEF(ratio=0.1, min_numel=0, momentum="optimizer", velocity_kept=0.75)
+    settings = {"velocity_kept": kept, "follow_lr": kept == "auto"}
+    compression = TopKEF(ratio=0.1, min_numel=0, momentum="optimizer", **settings)
     optimizer = decayed.distributed(task, compression)
     schedule = one_cycle(optimizer)
-    by_hand = Velocities(plain, training.plain_sgd, 0.75, ranks=hvd.size(), ratio=0.1)
+    by_hand = Velocities(plain, training.plain_sgd, kept, ranks=hvd.size(), ratio=0.1)
     for step in range(STEPS):
         group = optimizer.param_groups[0]
-        lr, by_hand.factor = group["lr"], group["momentum"]
+        lr = group["lr"]
+        by_hand.turn(lr, group["momentum"])
         applied = by_hand.exchange([step])
         optimizer.zero_grad()
         task.loss(hvd.rank(), step).backward()
