@@ -226,6 +226,15 @@ def _waits(settings: Mapping[str, Any], name: str) -> bool:
     return isinstance(value, str) and value in DEFERRED[name]
 
 
+def check_flag(setting: str, value: object) -> None:
+    """Refuse what is neither True nor False; ConfigError."""
+    if type(value) is not bool:
+        raise ConfigError(
+            f"{setting}={value!r} is neither True nor False",
+            cure=f"Pass {setting}=True or {setting}=False",
+        )
+
+
 def check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse a value that is none of the choices, and suggest the nearest; ConfigError."""
     if value not in choices:

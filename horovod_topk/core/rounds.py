@@ -174,6 +174,8 @@ class ReducedBucket(Generic[Array]):
             whole = piece.whole
             sent = work.values if whole else self._method.send(ops, self._bucket, piece, i, work)
             ops.assign(array, sent)
+            if i == 0 and not whole:  # what is sent need not have every element
+                ops.poison(array, work.values)
             if self._flags is not None:
                 ops.write_scaled(ops.clone(array), 1.0, array, self._flags[position])
         return array

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -380,3 +381,8 @@ def _decoded(
 def whole_bytes(piece: Piece) -> int:
     """Bytes of a piece that travels as it is."""
     return value_bytes(RESIDUAL_DTYPE[piece.spec.dtype], piece.numel)
+
+
+def entries(numel: int, ratio: float) -> int:
+    """k = ceil(ratio * numel), with the ratio read as the decimal number it was written as."""
+    return math.ceil(Fraction(repr(ratio)) * numel)

@@ -47,15 +47,21 @@ tensor MUST be ignored.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, ClassVar, Self, TypeVar
 
 from horovod_topk.config import AUTO, DEFERRED, check_choice
 from horovod_topk.errors import ConfigError, TensorTooLargeError
-from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Bucket, Codec, Piece, Read, Sent
+from horovod_topk.methods.protocol import (
+    RESIDUAL_DTYPE,
+    Bucket,
+    Codec,
+    Piece,
+    Read,
+    Sent,
+    entries,
+)
 from horovod_topk.ops import Fused, Ops, coding
 from horovod_topk.ratios import checked_ratio
 
@@ -335,11 +341,6 @@ def _recipe(piece: Entries) -> tuple[int, ...]:
         piece.first,
         piece.gradient,
     )
-
-
-def entries(numel: int, ratio: float) -> int:
-    """k = ceil(ratio * numel), with the ratio read as the decimal number it was written as."""
-    return math.ceil(Fraction(repr(ratio)) * numel)
 
 
 def _check_gather_ratio(gather_ratio: float | None, exchange: str) -> None:

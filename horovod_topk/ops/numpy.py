@@ -91,6 +91,14 @@ class NumpyOps:
     def take(self, array: Array, index: Array) -> Array:
         return array.reshape(-1)[index]
 
+    def place(self, values: Array, index: Array, numel: int) -> Array:
+        out = np.zeros(numel, values.dtype)
+        out[index] = values
+        return out
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        return array.astype(dtype)
+
     def pack_values(self, values: Array, kind: str) -> Array:
         if kind.startswith(("float", "bfloat")):
             return _narrowed(values, kind)
@@ -175,6 +183,10 @@ class NumpyOps:
     def store_nonfinite(self, payload: Array, at: int, parts: Sequence[Array]) -> None:
         bits = np.packbits([not np.isfinite(part).all() for part in parts], bitorder="little")
         payload[at : at + bits.size] = bits
+
+    def poison(self, array: Array, checked: Array) -> None:
+        if not np.isfinite(checked).all():
+            array[...] = np.nan
 
     def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
         bits = np.packbits(flags, bitorder="little")

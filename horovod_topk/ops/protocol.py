@@ -5,6 +5,9 @@ Rules for implementations:
   `unpack_...` return and `accumulate` takes: a row a rank. A `gradient` may have any shape and
   strides; its elements are taken in row-major (logical) order.
 - dtypes are named by strings: float16, bfloat16, float32, float64, int16, int32, int64, uint8.
+- Arrays of one dtype and size have Python's `+`, `-`, `*`, `//` and `>>`, element by element, with
+  each other and with Python's numbers. The result is a new array of that dtype; each operation is
+  rounded. `//` and `>>` are for integers that are not negative.
 - `out` and `candidate` are written in place; other arguments are never written.
 - Nothing here waits for a device, save `to_host`, `validate` and `norm`, and `select` where
   its docstring says so.
@@ -198,6 +201,14 @@ class Ops(Protocol[Array]):
         """array[index], a new array; the elements of `array` in row-major order."""
         ...
 
+    def place(self, values: Array, index: Array, numel: int) -> Array:
+        """A new array of `numel` zeros but for out[index] = values; indices are unique."""
+        ...
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        """A new array of another dtype; to integers: towards zero, of finite numbers."""
+        ...
+
     def pack_values(self, values: Array, kind: str) -> Array:
         """One value or more as they are sent: uint8, `coding.value_bytes(kind, n)` of them.
 
@@ -290,6 +301,10 @@ class Ops(Protocol[Array]):
 
     def store_nonfinite(self, payload: Array, at: int, parts: Sequence[Array]) -> None:
         """Write a bitmap, bit i set when parts[i] has a NaN or an infinity (bit 0 lowest)."""
+        ...
+
+    def poison(self, array: Array, checked: Array) -> None:
+        """Fill an array with NaN if `checked` has a NaN or an infinity. Waits for no device."""
         ...
 
     def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:

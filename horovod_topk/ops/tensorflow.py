@@ -39,7 +39,32 @@ _WRONG = re.compile(r"TopKEF: rank (\d+), tensor (\d+)")  # as kernels/cpu/tenso
 _SAMPLE = 1 << 14  # elements looked at to guess a threshold; smaller tensors need no guess
 
 
-class Buffer:
+class Arithmetic:
+    """Python's operators, element by element, for what has a `value`."""
+
+    value: Any
+
+    def __add__(self, other: Any) -> Buffer:
+        return Buffer(self.value + _operand(other))
+
+    def __sub__(self, other: Any) -> Buffer:
+        return Buffer(self.value - _operand(other))
+
+    def __mul__(self, other: Any) -> Buffer:
+        return Buffer(self.value * _operand(other))
+
+    def __floordiv__(self, other: Any) -> Buffer:
+        return Buffer(self.value // _operand(other))
+
+    def __rshift__(self, bits: int) -> Buffer:
+        return Buffer(tf.bitwise.right_shift(self.value, tf.constant(bits, self.value.dtype)))
+
+
+def _operand(other: Any) -> Any:
+    return other.value if isinstance(other, Arithmetic) else other
+
+
+class Buffer(Arithmetic):
     """A place for one tensor of a known number of elements, kept in consecutive flat pieces."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -104,7 +129,7 @@ class Buffer:
         return end
 
 
-class View:
+class View(Arithmetic):
     """A stretch of a buffer; what is written to either is seen in both."""
 
     def __init__(self, buffer: Buffer, start: int, stop: int) -> None:
@@ -215,6 +240,13 @@ class TensorFlowOps:
     def take(self, array: Array, index: Array) -> Array:
         return Buffer(tf.gather(_flat(array), index.value))
 
+    def place(self, values: Array, index: Array, numel: int) -> Array:
+        where = tf.cast(index.value, tf.int64)[:, tf.newaxis]
+        return Buffer(tf.scatter_nd(where, values.value, tf.constant([numel], tf.int64)))
+
+    def cast(self, array: Array, dtype: str) -> Array:
+        return Buffer(tf.cast(array.value, dtype))
+
     def pack_values(self, values: Array, kind: str) -> Array:
         return Buffer(packing.pack_values(values.value, kind))
 
@@ -287,6 +319,11 @@ class TensorFlowOps:
         finite = [tf.reduce_all(tf.math.is_finite(part.value)) for part in parts]
         bits = _bitmap(~tf.stack(finite))
         _write(self.view(payload, at, at + bits.shape[0]), bits)
+
+    def poison(self, array: Array, checked: Array) -> None:
+        is_finite = tf.reduce_all(tf.math.is_finite(checked.value))
+        nan = tf.constant(math.nan, array.dtype)
+        _write(array, tf.where(is_finite, array.value, nan))
 
     def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
         bits = _bitmap(tf.convert_to_tensor(flags))

@@ -129,6 +129,12 @@ class TorchOps:
     def take(self, array: Tensor, index: Tensor) -> Tensor:
         return array.reshape(-1)[index]
 
+    def place(self, values: Tensor, index: Tensor, numel: int) -> Tensor:
+        return values.new_zeros(numel).index_copy_(0, index, values)
+
+    def cast(self, array: Tensor, dtype: str) -> Tensor:
+        return array.to(getattr(torch, dtype))
+
     def pack_values(self, values: Tensor, kind: str) -> Tensor:
         return packing.pack_values(values, kind)
 
@@ -194,6 +200,9 @@ class TorchOps:
         bits[: len(parts)] = flags.to(torch.uint8)
         weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
         payload[at : at + count] = (bits.view(count, 8) * weights).sum(1, dtype=torch.uint8)
+
+    def poison(self, array: Tensor, checked: Tensor) -> None:
+        array.masked_fill_(checked.isfinite().all().logical_not(), math.nan)
 
     def store_flags(self, payload: Tensor, at: int, flags: Sequence[bool]) -> None:
         data = sum(flag << bit for bit, flag in enumerate(flags)).to_bytes(

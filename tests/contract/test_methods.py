@@ -26,7 +26,7 @@ from oracle.world import Gradients, World, same_bits
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.core.shards import shard
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods import METHODS, Codec, Dense, Method, Piece, TopK
+from horovod_topk.methods import METHODS, Codec, Dense, Method, Piece, RandomK, TopK
 from horovod_topk.ops import Ops, coding
 
 Array = NDArray[Any]
@@ -60,6 +60,8 @@ ROWS: dict[str, Method] = {
     "dense float16": Dense(values="float16", min_numel=8),
     "dense bfloat16": Dense(values="bfloat16", min_numel=8),
     "halves": Halves(min_numel=8),
+    "random-k": RandomK(ratio=0.1, min_numel=8),
+    "random-k, scaled": RandomK(ratio=0.3, error_feedback=False, min_numel=8),
     "two rounds": TwoRounds(),
 }
 EXCHANGES = ("allgather", "sharded", "hierarchical", "reduce", "allreduce")
@@ -277,7 +279,7 @@ def assert_applied(applied: list[Gradients], tensor: Piece, expected: Array) -> 
 
 
 @pytest.mark.one_in(7)
-@cases("reduce", "allreduce")
+@cases("reduce", "allreduce", of=lambda method: getattr(method, "error_feedback", True))
 def test_rounds_conserve_what_ranks_have_together(case: Case) -> None:
     """What all ranks apply, and the residuals that it leaves, are what they began with."""
     world, steps = case.world(), gradients_of(case)

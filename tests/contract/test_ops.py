@@ -63,6 +63,8 @@ def canonical(backend: Backend, values: Array) -> bytes:
 
     Denormal results are zeros where the backend makes them so.
     """
+    if values.dtype.kind != "f":
+        return values.tobytes()
     values = np.where(np.isnan(values), np.array(np.nan, values.dtype), values)
     if not backend.denormals and values.dtype != np.float16:
         values = np.where(np.abs(values) < np.finfo(values.dtype).tiny, np.abs(values) * 0, values)
@@ -160,6 +162,54 @@ def test_velocities_lose_the_less_the_more_of_what_was_sent_had_waited(
         expected = velocity.copy()
         expected[:7] *= kept
         assert backend.numpy(out).tolist() == expected.tolist()
+
+
+@each_way
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+def test_operators_are_those_of_numpy(backend: Backend, dtype: str) -> None:
+    one = np.arange(1, 8).astype(dtype) * (1 if dtype == "int64" else np.dtype(dtype).type(1.1))
+    other = np.array([3, 1, 4, 1, 5, 9, 2], dtype)
+    left, right = backend.array(one, dtype), backend.array(other, dtype)
+    pairs = [(left + right, one + other), (left - right, one - other), (left * right, one * other)]
+    pairs += [(left + 2, one + 2), (left - 2, one - 2), (left * 3, one * 3)]
+    if dtype == "int64":
+        large = backend.array(one * 2**40 + 5, dtype)
+        pairs += [(left // right, one // other), (left // 2, one // 2), (large >> 31, one * 512)]
+    for got, expected in pairs:
+        assert bits(backend, got) == canonical(backend, expected)
+        assert backend.numpy(got).dtype == expected.dtype
+    assert backend.numpy(left).tolist() == one.tolist()
+
+
+@each_way
+def test_values_are_placed_and_the_rest_is_zero(backend: Backend) -> None:
+    index = backend.array(np.array([1, 2, 5]), "int64")
+    for dtype in ("float32", "float64"):
+        values = backend.array(np.array([3.0, -1.0, 2.0]), dtype)
+        placed = backend.numpy(backend.ops.place(values, index, 7))
+        assert placed.dtype == dtype
+        assert placed.tolist() == [0, 3, -1, 0, 0, 2, 0]
+
+
+@each_way
+def test_arrays_are_cast(backend: Backend) -> None:
+    numbers = backend.array(np.array([2, 0, 16_777_216]), "int64")
+    for dtype in ("float32", "float64"):
+        cast = backend.ops.cast(numbers, dtype)
+        assert backend.numpy(cast).dtype == dtype
+        assert backend.numpy(cast).tolist() == [2, 0, 16_777_216]
+        back = backend.ops.cast(backend.array(np.array([2.7, 0.0, -1.5]), dtype), "int64")
+        assert backend.numpy(back).tolist() == [2, 0, -1]
+
+
+@each_way
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_poisons_another_array(backend: Backend, bad: float | None) -> None:
+    checked = np.ones(9, np.float32)
+    checked[4] = 1 if bad is None else bad
+    out = backend.array(np.array([1.0, 2.0]), "float64")
+    backend.ops.poison(out, backend.array(checked, "float32"))
+    assert np.isnan(backend.numpy(out)).all() if bad else backend.numpy(out).tolist() == [1, 2]
 
 
 def gradients_of_any_layout(backend: Backend, dtype: str) -> list[tuple[Any, list[float]]]:

@@ -31,6 +31,8 @@ EVERY = {
     "Horovod's allreduce": ("Dense", {"exchange": "allreduce"}),
     "random numbers": ("Dithered", {"min_numel": 16}),
     "two rounds": ("TwoRounds", {"min_numel": 16, "columns": 3}),
+    "random k": ("RandomK", {"min_numel": 16, "ratio": 0.1}),
+    "random k, scaled": ("RandomK", {"min_numel": 16, "ratio": 0.5, "error_feedback": False}),
 }
 
 
@@ -89,7 +91,7 @@ def test_ranks_stay_equal_and_a_checkpoint_goes_on(method: str, tmp_path: Path) 
 
 @pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
-@pytest.mark.parametrize("method", ["float16", "Horovod's allreduce", "two rounds"])
+@pytest.mark.parametrize("method", ["float16", "Horovod's allreduce", "two rounds", "random k"])
 def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
     name, settings = EVERY[method]
     (task, optimizer), (again, other) = start(name, **settings), start(name, **settings)

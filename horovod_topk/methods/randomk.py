@@ -1,0 +1,98 @@
+"""Random-K: values at places that all ranks draw alike, so that no index is sent.
+
+Each tensor of n elements is cut into k = ceil(ratio n) stretches of equal length, or one element
+more. In every step all ranks draw the same place in each stretch, from a key that they share; what
+they have there is added up over ranks. Places never collide and ascend, so nothing is sorted, and
+an element is drawn with the probability 1 / (length of its stretch), which is k / n.
+
+A rank sends 2 (P - 1) / P times 4 k bytes to and from owners, and no indices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from horovod_topk.config import check_flag
+from horovod_topk.methods.protocol import Bucket, Piece, Rounds, Seeded, Work, entries
+from horovod_topk.ops import Ops
+from horovod_topk.ratios import checked_ratio
+
+Array = Any  # of the framework that `ops` is of
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomK(Rounds, Seeded):
+    """A random part of each tensor, the same on all ranks; reduced, without indices.
+
+    It needs no selection and sends no indices, so it costs little, and its bytes hardly grow with
+    the number of ranks. Top-K sends more of a gradient's norm with as many elements.
+
+    With error feedback, what is not sent stays in the residual: the squared norm falls by the
+    factor 1 - k / n on average, as in Top-K's worst case. Without it, values are multiplied by
+    n / k. Their mean over steps is then the gradient, and the variance of an element is n / k - 1
+    times its square: use a large ratio, or a small learning rate.
+
+    Args:
+        ratio: share of each tensor's elements that is sent in a step, in (0, 1].
+        error_feedback: keep the rest in residuals. False: multiply by n / k instead.
+        seed: of the random numbers, a whole number from 0 on; equal on all ranks.
+
+    Source: Stich et al. 2018 (Sparsified SGD with Memory); Wangni et al. 2018 for n / k.
+    """
+
+    id: ClassVar[int] = 3
+    rounds: ClassVar[int] = 1
+
+    ratio: float = 0.01  # share of each tensor's elements that is sent a step, in (0, 1]
+    error_feedback: bool = True  # keep what is not sent; False: scale what is sent by n / k
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", checked_ratio(self.ratio))
+        check_flag("error_feedback", self.error_feedback)
+        super().__post_init__()
+
+    def at(self, ratio: float) -> Self:
+        """`Method.at`."""
+        own = tuple((name, max(each, ratio)) for name, each in self.ratios or ())
+        return self if ratio == self.ratio else replace(self, ratio=ratio, ratios=own)
+
+    def withheld(self) -> str:
+        """`Method.withheld`."""
+        return "" if self.ratio == 1.0 else f"{self.ratio} of the elements are sent"
+
+    def piece(self, part: Piece, leg: str) -> Piece:
+        """`Method.piece`: whole where all elements are drawn."""
+        is_small = part.spec.numel < self.min_numel
+        return replace(part, whole=is_small or self.elements(part, 0) == part.numel)
+
+    def elements(self, piece: Piece, i: int) -> int:
+        """`Rounds.elements`: k."""
+        return entries(piece.numel, self.own.get(piece.spec.name, self.ratio))
+
+    def send(self, ops: Ops[Any], bucket: Bucket, piece: Piece, i: int, work: Work[Any]) -> Array:
+        """`Rounds.send`."""
+        places, lengths = self._drawn(ops, bucket, piece, work)
+        values = ops.take(work.values, places)
+        return values if self.error_feedback else values * ops.cast(lengths, bucket.residual_dtype)
+
+    def finish(
+        self, ops: Ops[Any], bucket: Bucket, piece: Piece, work: Work[Any]
+    ) -> tuple[Array, Array]:
+        """`Rounds.finish`."""
+        places, _ = self._drawn(ops, bucket, piece, work)
+        applied = ops.place(work.reduced[0], places, piece.numel)
+        sent = ops.place(work.sent[0], places, piece.numel)
+        return applied, sent if self.error_feedback else ops.clone(work.values)
+
+    def _drawn(
+        self, ops: Ops[Any], bucket: Bucket, piece: Piece, work: Work[Any]
+    ) -> tuple[Array, Array]:
+        """A place in each stretch, and the lengths of the stretches: int64 [k]."""
+        assert work.key is not None
+        k = self.elements(piece, 0)
+        ends = ops.arange(k + 1, bucket.device) * piece.numel // k
+        begins = ops.view(ends, 0, k)
+        lengths = ops.view(ends, 1, k + 1) - begins
+        drawn = ops.random_bits(work.key.shared, k, 31, bucket.device)
+        return begins + (drawn * lengths >> 31), lengths

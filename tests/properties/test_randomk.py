@@ -1,0 +1,121 @@
+"""Random-K's own laws: which elements are drawn, unbiasedness, variance, contraction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from oracle.backends import NUMPY, TORCH
+from oracle.world import World
+
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.errors import ConfigError
+from horovod_topk.methods import RandomK
+
+SIZE, STEPS = 401, 4000
+Array = NDArray[Any]
+
+
+def world_of(ranks: int = 1, size: int = SIZE, **settings: Any) -> World:
+    specs = [TensorSpec("w", (size,), "float32")]
+    return World(make_plan(specs, RandomK(min_numel=0, **settings)), ranks, NUMPY)
+
+
+def applied(world: World, gradient: Array, steps: int) -> Array:
+    """What each of some steps applies: [steps, n]."""
+    given = [{"w": gradient}] * world.size
+    return np.stack([world.step(given)[0]["w"] for _ in range(steps)])
+
+
+def gradient_of(size: int = SIZE) -> Array:
+    return np.random.default_rng(3).standard_normal(size).astype(np.float32) + 0.1
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.25, 0.5])
+def test_without_error_feedback_the_mean_over_steps_is_the_gradient(ratio: float) -> None:
+    """Within 5 standard errors, and of the variance that the docstring says."""
+    g, world = gradient_of(), world_of(ratio=ratio, error_feedback=False)
+    seen = applied(world, g, STEPS)
+    expected = (SIZE / np.ceil(ratio * SIZE) - 1) * g**2
+    error = np.sqrt(expected / STEPS)
+    assert (abs(seen.mean(0) - g) < 5 * error + 1e-6).all()
+    assert seen.var(0).sum() == pytest.approx(expected.sum(), rel=0.05)
+    assert not any(one["w"].any() for one in world.residuals())
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.3])
+def test_it_contracts_by_the_share_that_is_sent(ratio: float) -> None:
+    g = gradient_of()
+    left = []
+    for seed in range(400):
+        world = world_of(ratio=ratio, seed=seed)
+        world.step([{"w": g}])
+        left.append(np.square(world.residuals()[0]["w"]).sum())
+    share = np.ceil(ratio * SIZE) / SIZE
+    assert np.mean(left) == pytest.approx((1 - share) * np.square(g).sum(), rel=0.02)
+
+
+@pytest.mark.parametrize(("size", "k"), [(401, 5), (401, 401 // 2 + 1), (7, 1), (12, 6)])
+def test_one_element_of_each_stretch_is_drawn_and_each_equally_often(size: int, k: int) -> None:
+    world = world_of(size=size, ratio=(k - 0.5) / size)
+    g = np.ones(size, np.float32)
+    counts = np.zeros(size)
+    ends = np.arange(k + 1) * size // k
+    for step in range(600):
+        before = world.residuals()[0]["w"]
+        world.step([{"w": g}])
+        drawn = np.flatnonzero(world.residuals()[0]["w"] != before + g)
+        assert (np.searchsorted(ends, drawn, "right") - 1 == np.arange(k)).all(), step
+        counts[drawn] += 1
+    lengths = np.repeat(np.diff(ends), np.diff(ends))
+    deviation = (counts - 600 / lengths) / np.sqrt(600 / lengths)
+    assert abs(deviation).max() < 5
+
+
+def test_all_ranks_draw_the_same_and_steps_differ() -> None:
+    world = world_of(3, ratio=0.05)
+    gradients = [{"w": gradient_of() * (rank + 1)} for rank in range(3)]
+    drawn = []
+    for _ in range(2):
+        world.step(gradients)
+        changed = [np.flatnonzero(after["w"] == 0) for after in world.residuals()]
+        assert all(np.array_equal(changed[0], each) for each in changed)
+        drawn.append(changed[0])
+    assert not np.array_equal(*drawn)
+
+
+def test_at_ratio_one_it_is_dense() -> None:
+    specs = [TensorSpec("w", (SIZE,), "float32")]
+    world = World(make_plan(specs, RandomK(ratio=1.0)), 2, TORCH)
+    gradients = [{"w": gradient_of() + rank} for rank in range(2)]
+    (sent, _) = world.step(gradients)
+    assert np.array_equal(sent["w"], (gradients[0]["w"] + gradients[1]["w"]) / 2)
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.5, float("nan"), "0.1"])
+def test_a_ratio_that_is_none_is_refused(ratio: Any) -> None:
+    with pytest.raises(ConfigError, match="ratio"):
+        RandomK(ratio=ratio)
+
+
+def test_a_flag_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="error_feedback=1 is neither True nor False"):
+        RandomK(error_feedback=1)  # type: ignore[arg-type]
+
+
+def test_levels_send_more_at_first_and_everything_when_asked() -> None:
+    """Under `set_ratio(1.0)` the residual goes out, and what was sent in all is what came in."""
+    world, g = world_of(2, ratio=0.05, warmup=((2, 0.5),)), gradient_of()
+    sent = np.zeros(SIZE, np.float64)
+    for step in range(5):
+        if step == 4:
+            for rank in world.ranks:
+                rank.set_ratio(1.0)
+        before = world.residuals()[0]["w"]
+        sent += world.step([{"w": g}] * 2)[0]["w"]
+        changed = np.count_nonzero(world.residuals()[0]["w"] != before + g)
+        assert changed == (201, 201, 21, 21, SIZE)[step]
+    assert not world.residuals()[0]["w"].any()
+    np.testing.assert_allclose(sent, 5 * g.astype(np.float64), rtol=1e-5)
