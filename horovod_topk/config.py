@@ -227,7 +227,7 @@ def _waits(settings: Mapping[str, Any], name: str) -> bool:
 
 
 def check_flag(setting: str, value: object) -> None:
-    """Refuse what is neither True nor False; ConfigError."""
+    """Raise ConfigError if the value of a setting is neither True nor False."""
     if type(value) is not bool:
         raise ConfigError(
             f"{setting}={value!r} is neither True nor False",

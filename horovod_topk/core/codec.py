@@ -131,7 +131,7 @@ class PayloadCodec(Generic[Array]):
         for each, payload in zip(arenas, payloads, strict=True):
             self._encode_alone(each, gradients, payload)
             if velocities is not None:
-                self.damp(each, payload, gradients, velocities)
+                self._damp(each, payload, gradients, velocities)
 
     def decode(
         self,
@@ -172,14 +172,14 @@ class PayloadCodec(Generic[Array]):
             self._ops.write_scaled(total, scale, gradient, flags[position])
         return flags
 
-    def damp(
+    def _damp(
         self,
         arenas: Arenas[Array],
         payload: Array,
         corrected: Sequence[Array],
         own: Velocities[Array],
     ) -> None:
-        """Take from the velocities of what a payload sends what they lose; see `core.momentum`.
+        """Damp the velocities of the elements that a payload sends; see `core.momentum`.
 
         corrected: what was added to residuals in place of the gradients.
         """

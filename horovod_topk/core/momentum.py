@@ -113,7 +113,7 @@ class Correction(Generic[Array]):
         return velocities(momenta, before, after, self._losses(names), is_graded(self._config))
 
     def _losses(self, names: Sequence[str]) -> list[float]:
-        """Share of their velocity that sent elements of each tensor lose, at most."""
+        """Largest share of its velocity that a sent element loses, for each tensor."""
         if is_graded(self._config):
             return [LOSS * self._decay(name) ** 2 for name in names]
         return [1.0 - float(self._config.velocity_kept)] * len(names)
@@ -154,7 +154,7 @@ def correct(
 
 
 def is_graded(config: Method) -> bool:
-    """Whether a sent element's velocity loses the less, the longer the element has waited."""
+    """Whether elements that waited longer lose a smaller share of their velocity when sent."""
     return config.velocity_kept == AUTO
 
 

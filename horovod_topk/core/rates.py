@@ -45,11 +45,11 @@ class Followed(Protocol):
     """Learning rates that residuals follow, by tensor name, of tensors that have had one."""
 
     def saved(self) -> dict[str, dict[str, float]]:
-        """What a state dict has of them: `RATES`, in whose units residuals are, and `LARGEST`."""
+        """Return the rates for a state dict: `RATES`, the units of residuals, and `LARGEST`."""
         ...
 
     def load(self, saved: Mapping[str, Mapping[str, float]]) -> None:
-        """Take on what `saved` returned; what is left out is not known any more."""
+        """Replace all rates by those that `saved` returned; tensors left out have none."""
         ...
 
 

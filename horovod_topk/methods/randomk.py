@@ -1,9 +1,9 @@
-"""Random-K: values at places that all ranks draw alike, so that no index is sent.
+"""Random-K: values at random indices that all ranks share, so that no index is sent.
 
-Each tensor of n elements is cut into k = ceil(ratio n) stretches of equal length, or one element
-more. In every step all ranks draw the same place in each stretch, from a key that they share; what
-they have there is added up over ranks. Places never collide and ascend, so nothing is sorted, and
-an element is drawn with the probability 1 / (length of its stretch), which is k / n.
+A tensor of n elements is cut into k = ceil(ratio n) stretches whose lengths differ by at most one.
+In every step all ranks draw the same index from each stretch, by a key that they share, and the
+values there are added up over ranks. Indices are unique and ascend, so nothing is sorted. Each
+element is drawn with the probability 1 / (length of its stretch), which is about k / n.
 
 A rank sends 2 (P - 1) / P times 4 k bytes to and from owners, and no indices.
 """
@@ -88,7 +88,7 @@ class RandomK(Rounds, Seeded):
     def _drawn(
         self, ops: Ops[Any], bucket: Bucket, piece: Piece, work: Work[Any]
     ) -> tuple[Array, Array]:
-        """A place in each stretch, and the lengths of the stretches: int64 [k]."""
+        """Draw one index from each stretch; return the indices and the stretches' lengths, int64 [k]."""
         assert work.key is not None
         k = self.elements(piece, 0)
         ends = ops.arange(k + 1, bucket.device) * piece.numel // k

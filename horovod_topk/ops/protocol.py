@@ -90,7 +90,7 @@ class Velocities(Generic[Array]):
     factors: Sequence[float]
     nesterov: Sequence[bool]  # whether factor * after + g is sent; else it is `after`
     losses: Sequence[float]  # of `after` where an element was sent, but in tensors sent whole
-    graded: bool  # whether an element loses that much only where all that it sent is new
+    graded: bool  # whether an element loses less, the larger its residual was
 
 
 @runtime_checkable
@@ -206,7 +206,7 @@ class Ops(Protocol[Array]):
         ...
 
     def cast(self, array: Array, dtype: str) -> Array:
-        """A new array of another dtype; to integers: towards zero, of finite numbers."""
+        """Return a new array of another dtype; finite floats become integers towards zero."""
         ...
 
     def pack_values(self, values: Array, kind: str) -> Array:

@@ -39,7 +39,7 @@ def rate_of(optimizer: Any) -> Any:
 
 
 class VariableRates:
-    """`horovod_topk.core.rates.Followed` in variables.
+    """Keeps followed learning rates in variables, as `horovod_topk.core.rates.Followed`.
 
     Attributes:
         variables: by tensor name.

@@ -24,7 +24,7 @@ def world_of(ranks: int = 1, size: int = SIZE, **settings: Any) -> World:
 
 
 def applied(world: World, gradient: Array, steps: int) -> Array:
-    """What each of some steps applies: [steps, n]."""
+    """Run some steps and return the gradient that each applies: [steps, n]."""
     given = [{"w": gradient}] * world.size
     return np.stack([world.step(given)[0]["w"] for _ in range(steps)])
 

@@ -140,7 +140,7 @@ class Velocities(ErrorFeedback):
         }
 
     def turn(self, rate: float, momentum: float) -> None:
-        """Take on those of a step; with "auto" residuals follow the rate."""
+        """Set the rate and momentum of the next step; with "auto", rescale residuals."""
         self.factor = momentum
         self.rates.append(rate)
         if self.kept == "auto" and self.rates[-2]:
@@ -150,7 +150,7 @@ class Velocities(ErrorFeedback):
             ]
 
     def share(self, velocity: np.ndarray, sums: np.ndarray) -> Any:
-        """Of a velocity, that stays where it was sent."""
+        """Share of the velocity that stays where an element was sent."""
         if self.kept != "auto":
             return self.kept
         decay = self.rates[-1] / max(self.rates)

@@ -111,7 +111,7 @@ def test_with_warm_up_and_momentum_correction(library: Any) -> None:
 
 
 class Formulas:
-    """The default's update of one variable, of all ranks in one process, in NumPy.
+    """Computes the default's update of one variable for all ranks, in NumPy.
 
     u = m u + g;   a = (lr / lr') e + u;   I = the k largest |a|;   e = a - a[I]
     u[I] -= 1/2 min(1, |u| / |a|) (lr' / largest lr)^2 u[I];   v -= lr' mean over ranks of a[I]
