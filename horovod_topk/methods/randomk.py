@@ -88,7 +88,7 @@ class RandomK(Rounds, Seeded):
     def _drawn(
         self, ops: Ops[Any], bucket: Bucket, piece: Piece, work: Work[Any]
     ) -> tuple[Array, Array]:
-        """Draw one index from each stretch; return the indices and the stretches' lengths, int64 [k]."""
+        """Draw one index from each stretch: int64 [k], and the lengths of the stretches, [k]."""
         assert work.key is not None
         k = self.elements(piece, 0)
         ends = ops.arange(k + 1, bucket.device) * piece.numel // k
