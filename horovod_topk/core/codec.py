@@ -2,7 +2,8 @@
 
     compensate   a  = e + g
     encode       p  = what the bucket's method sends of a
-    update       e' = a - (what receivers read in p), a candidate until the step commits
+    update       e' = a - (what receivers read in p), a candidate until the step commits;
+                 0 without error feedback
     decode       g' = scale * the sum over ranks, in rank order, of what they sent
 
 This is the definition, in the verbs of `horovod_topk.ops`. A method may offer a kernel that does
@@ -106,7 +107,11 @@ class PayloadCodec(Generic[Array]):
         for piece, each in zip(bucket.tensors, sent, strict=True):
             for at, data in each.parts:
                 self._ops.store(payload, at, data)
-            self._ops.subtract_at(self._slice(arenas.candidate, piece), each.index, each.values)
+            candidate = self._slice(arenas.candidate, piece)
+            if _method(bucket).error_feedback:
+                self._ops.subtract_at(candidate, each.index, each.values)
+            else:
+                self._ops.subtract_at(candidate, None, self._ops.clone(candidate))
 
     def encode_shards(
         self,
@@ -159,7 +164,8 @@ class PayloadCodec(Generic[Array]):
             if wrong is not None:
                 raise self._damaged(bucket, wrong[1], wrong[0])
             return flags
-        read = self._read(bucket, gathered)
+        read, method = self._read(bucket, gathered), _method(bucket)
+        whole = {piece.gradient for piece in bucket.tensors if piece.whole}
         sound = [(position, fact) for position, each in read.items() for fact in each.sound]
         check, facts = partial(self._check, bucket, sound), [fact for _, fact in sound]
         flags = validate(gathered, width, bucket.layout.body_at, facts, check, tensors)
@@ -168,8 +174,13 @@ class PayloadCodec(Generic[Array]):
             piece = bucket.tensors[position]
             index = self._rows_in_gradient(bucket, piece, of_piece.index, gathered)
             self._ops.accumulate(totals[piece.gradient], index, of_piece.values)
+        ranks = self._ops.rows(gathered, width) // writers
         for position, (total, gradient) in enumerate(zip(totals, gradients, strict=True)):
-            self._ops.write_scaled(total, scale, gradient, flags[position])
+            settled = None if position in whole else method.settle(self._ops, total)
+            if settled is None:
+                self._ops.write_scaled(total, scale, gradient, flags[position])
+            else:
+                self._ops.write_scaled(settled, scale * ranks, gradient, flags[position])
         return flags
 
     def _damp(

@@ -190,10 +190,14 @@ class Compressor(State[Array]):
             self.step.forget_gradients()
 
     def _turn_to(self, ratio: float) -> None:
-        """Take another ratio level, where there is nothing under way."""
+        """Take another ratio level, where there is nothing under way.
+
+        A method's state lies where the level of the settings has it; other levels leave it as it is.
+        """
         self.plan = self.plan.under(self.schedule.settings(ratio))
         for registry in self._registries.values():
-            registry.turn_to(self.plan)
+            if registry not in self.states.values():
+                registry.turn_to(self.plan)
         self.step = self._new_step()
 
     def _new_step(self) -> Step[Array]:

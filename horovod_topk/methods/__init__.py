@@ -4,14 +4,31 @@ Adding a method is a file in this folder and a line here; see CONTRIBUTING.md.
 """
 
 from horovod_topk.methods.dense import Dense
+from horovod_topk.methods.powersgd import PowerSGD
 from horovod_topk.methods.protocol import Codec, Method, Piece
+from horovod_topk.methods.qsgd import QSGD
 from horovod_topk.methods.randomk import RandomK
+from horovod_topk.methods.signsgd import SignSGD
 from horovod_topk.methods.topk import TopK
 
 METHODS: dict[str, type[Method]] = {  # class in `horovod_topk.torch` and elsewhere -> method
     "TopKEF": TopK,
     "Dense": Dense,
     "RandomK": RandomK,
+    "QSGD": QSGD,
+    "SignSGD": SignSGD,
+    "PowerSGD": PowerSGD,
 }
 
-__all__ = ["METHODS", "Codec", "Dense", "Method", "Piece", "RandomK", "TopK"]
+__all__ = [
+    "METHODS",
+    "QSGD",
+    "Codec",
+    "Dense",
+    "Method",
+    "Piece",
+    "PowerSGD",
+    "RandomK",
+    "SignSGD",
+    "TopK",
+]

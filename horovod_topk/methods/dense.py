@@ -46,6 +46,11 @@ class Dense(Codec):
     exchange: str = "sharded"
 
     @property
+    def ratio(self) -> float:
+        """`Method.ratio`: it has one level."""
+        return 1.0
+
+    @property
     def exchanges(self) -> tuple[str, ...]:
         """Those of every codec, and Horovod's allreduce."""
         return (*EXCHANGES, "allreduce")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -26,6 +26,9 @@ from horovod_topk.ops import Fused, Ops
 from horovod_topk.ops.coding import value_bytes
 
 Array = TypeVar("Array")
+
+AS_SET = 0.5  # `ratio` of a method that has none, where it compresses as its settings say
+EVERYTHING = 1 << 62  # as `min_numel`: every tensor is sent whole
 
 RESIDUAL_DTYPE = {
     "float16": "float32",
@@ -145,19 +148,40 @@ class Method(Settings):
     id: ClassVar[int]  # in the payload's header: unique, and never given to another method
     for_training: ClassVar[Mapping[str, str]] = {}  # defaults of compressors, not of fields
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.has_levels:
+            return
+        name = type(self).__name__
+        if isinstance(self.warmup, int):
+            raise ConfigError(
+                f"warmup={self.warmup} was given to {name}, which has no ratios to go down through",
+                cure=f"Pass warmup=[({self.warmup}, 1.0)] to send dense gradients for so long",
+            )
+        for _, ratio in (*self.stretches, *(self.ratios or ())):
+            if ratio not in (1.0, self.ratio):
+                raise ConfigError(
+                    f"the ratio {ratio!r} was asked of {name}, which has none",
+                    cure="Pass 'dense' in ratios= and 1.0 in warmup=, or use TopKEF or RandomK",
+                )
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether there is a `ratio` to choose; else tensors are dense or sent as the settings say."""
+        return any(each.name == "ratio" for each in fields(self))
+
+    @property
+    def ratio(self) -> float:
+        """The ratio level: of a method without ratios `AS_SET`, or 1.0 where all is sent whole."""
+        return 1.0 if self.min_numel == EVERYTHING else AS_SET
+
     def at(self, ratio: float) -> Self:
         """The settings of a ratio level: of warm-up, or 1.0, at which all is sent unrounded."""
-        if ratio != self.ratio:
-            raise ConfigError(
-                f"ratio {ratio!r} was asked of {type(self).__name__}, which has one level, "
-                f"{self.ratio!r}",
-                cure="Leave warmup= and ratios= out, or use TopKEF",
-            )
-        return self
+        return self if ratio == self.ratio else replace(self, min_numel=EVERYTHING)
 
     def withheld(self) -> str:
         """What a step keeps back at these settings, in words; empty: nothing, at ratio 1.0."""
-        return f"{type(self).__name__} sends gradients in another form"
+        return "" if self.ratio == 1.0 else f"{type(self).__name__} sends gradients in another form"
 
     def piece(self, part: Piece, leg: str) -> Piece:
         """How a tensor or shard travels; positions are set later.
@@ -191,6 +215,8 @@ class Codec(Method):
     methods define what the kernel does, to the bit.
     """
 
+    error_feedback: ClassVar[bool] = True  # what is not sent stays in residuals; a field may follow
+
     def data_bytes(self, piece: Piece) -> int:
         """Bytes of a piece that does not travel whole."""
         raise NotImplementedError(f"{type(self).__name__} has no data_bytes")
@@ -211,13 +237,24 @@ class Codec(Method):
         """[P, numel] values of `dtype` from [P, data_bytes] bytes: what receivers read."""
         raise NotImplementedError(f"{type(self).__name__} has no unpack")
 
+    def sound(self, ops: Ops[Array], rows: Array, numel: int, dtype: str) -> Sequence[Array]:
+        """Facts that hold of all bytes that `pack` writes: bool [P] each; see `Read.sound`."""
+        return ()
+
+    def settle(self, ops: Ops[Array], total: Array) -> Array | None:
+        """What is applied as if every rank had sent it, given the sum of what they sent.
+
+        None: the sum is applied as it is, or the mean.
+        """
+        return None
+
     def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
         """What a piece sends of e + g: `values`, [n] of the residual's dtype, n > 0."""
         return _encoded(ops, bucket, piece, values, self.pack, self.unpack)
 
     def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
         """What payloads behind each other have of a piece, n > 0."""
-        return _decoded(ops, bucket, piece, gathered, self.data_bytes, self.unpack)
+        return _decoded(ops, bucket, piece, gathered, self, self.unpack)
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
         """Encodes and decodes all of a bucket at once; None: `encode` and `decode` will do."""
@@ -271,7 +308,7 @@ class SeededCodec(Codec, Seeded):
     ) -> Read[Array]:
         """`Codec.decode`."""
         unpack = partial(self.unpack_keyed, key=key)
-        return _decoded(ops, bucket, piece, gathered, self.data_bytes, unpack)
+        return _decoded(ops, bucket, piece, gathered, self, unpack)
 
 
 @dataclass(frozen=True)
@@ -366,7 +403,7 @@ def _decoded(
     bucket: Bucket,
     piece: Any,
     gathered: Array,
-    data_bytes: Callable[[Any], int],
+    method: Codec,
     unpack: Callable[[Ops[Array], Array, int, str], Array],
 ) -> Read[Array]:
     """What payloads have of such a piece."""
@@ -374,8 +411,9 @@ def _decoded(
     if piece.whole:
         rows = ops.load(gathered, width, piece.at, whole_bytes(piece))
         return Read(ops.unpack_values(rows, piece.numel, dtype, dtype))
-    rows = ops.load(gathered, width, piece.at, data_bytes(piece))
-    return Read(unpack(ops, rows, piece.numel, dtype))
+    rows = ops.load(gathered, width, piece.at, method.data_bytes(piece))
+    sound = method.sound(ops, rows, piece.numel, dtype)
+    return Read(unpack(ops, rows, piece.numel, dtype), None, sound)
 
 
 def whole_bytes(piece: Piece) -> int:

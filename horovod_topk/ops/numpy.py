@@ -47,6 +47,15 @@ class NumpyOps:
     def numel(self, array: Array) -> int:
         return array.size
 
+    def dtype(self, array: Array) -> str:
+        return array.dtype.name
+
+    def device(self, array: Array) -> str:
+        return "cpu"
+
+    def joined(self, parts: Sequence[Array]) -> Array:
+        return np.concatenate(parts)
+
     def clone(self, array: Array) -> Array:
         return array.copy()
 
@@ -102,8 +111,7 @@ class NumpyOps:
     def pack_values(self, values: Array, kind: str) -> Array:
         if kind.startswith(("float", "bfloat")):
             return _narrowed(values, kind)
-        finite = np.where(np.isfinite(values), values, 0)
-        limited = np.clip(finite, -coding.LIMIT, coding.LIMIT).astype(np.float32)
+        limited = self.finite(values)
         blocks = np.split(limited, range(coding.BLOCK[kind], values.size, coding.BLOCK[kind]))
         coded = [_coded(block, kind) for block in blocks]
         scale = np.array([bits for bits, _ in coded], np.uint16).view(np.uint8)
@@ -121,6 +129,17 @@ class NumpyOps:
     def are_scales(self, rows: Array) -> Array:
         sound: Array = np.asarray((np.isfinite(rows) & (rows >= 0)).all(1))
         return sound
+
+    def columns(self, rows: Array, start: int, stop: int | None) -> Array:
+        return rows[:, start:stop]
+
+    def pack_bits(self, codes: Array, bits: int) -> Array:
+        return np.packbits(codes[:, None] >> np.arange(bits) & 1, bitorder="little")
+
+    def unpack_bits(self, rows: Array, count: int, bits: int) -> Array:
+        single = np.unpackbits(rows, 1, count * bits, "little").reshape(-1, count, bits)
+        codes: Array = single @ (1 << np.arange(bits))
+        return codes
 
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
         if kind in _UNSIGNED:
@@ -156,7 +175,27 @@ class NumpyOps:
         return array.reshape(rows, -1).T.reshape(-1).copy()
 
     def divided(self, array: Array, by: Array) -> Array:
-        return array / by if by[0] != 0 else np.zeros_like(array)
+        out: Array = np.divide(array, by, out=np.zeros_like(array), where=by != 0)
+        return out
+
+    def root(self, array: Array) -> Array:
+        return np.sqrt(array)
+
+    def finite(self, values: Array) -> Array:
+        finite = np.where(np.isfinite(values), values, 0)
+        return np.clip(finite, -coding.LIMIT, coding.LIMIT).astype(np.float32)
+
+    def above(self, array: Array) -> Array:
+        return ((array.view(np.uint32) + np.uint32(0xFFFF)) >> 16 << 16).view(np.float32)
+
+    def largest(self, array: Array, size: int) -> Array:
+        return np.maximum.reduceat(array, range(0, array.size, size))
+
+    def sums(self, array: Array, size: int) -> Array:
+        return np.add.reduceat(array, range(0, array.size, size))
+
+    def spread(self, array: Array, size: int, count: int) -> Array:
+        return np.repeat(array, size, -1)[..., :count]
 
     def global_index(self, index: Array, parts: int, first: int) -> Array:
         place: Array = (index // SHARD_BLOCK * parts + first) * SHARD_BLOCK + index % SHARD_BLOCK

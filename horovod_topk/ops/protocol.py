@@ -7,7 +7,9 @@ Rules for implementations:
 - dtypes are named by strings: float16, bfloat16, float32, float64, int16, int32, int64, uint8.
 - Arrays of one dtype and size have Python's `+`, `-`, `*`, `//` and `>>`, element by element, with
   each other and with Python's numbers. The result is a new array of that dtype; each operation is
-  rounded. `//` and `>>` are for integers that are not negative.
+  rounded. `//` and `>>` are for integers that are not negative. Arrays also have `<` and `>`, which
+  give bools for `cast`, and Python's `abs`.
+- A block of a flat array is `size` consecutive elements; the last one may be shorter.
 - `out` and `candidate` are written in place; other arguments are never written.
 - Nothing here waits for a device, save `to_host`, `validate` and `norm`, and `select` where
   its docstring says so.
@@ -149,6 +151,18 @@ class Ops(Protocol[Array]):
         """How many elements an array has."""
         ...
 
+    def dtype(self, array: Array) -> str:
+        """What its numbers are, as `zeros` takes it."""
+        ...
+
+    def device(self, array: Array) -> str:
+        """Where an array lives, as `zeros` takes it."""
+        ...
+
+    def joined(self, parts: Sequence[Array]) -> Array:
+        """Flat arrays of one dtype, behind each other in a new one."""
+        ...
+
     def clone(self, array: Array) -> Array:
         """A copy that shares no memory."""
         ...
@@ -233,6 +247,22 @@ class Ops(Protocol[Array]):
         """[P] bool: whether every number of a row, [P, c], is finite and not negative."""
         ...
 
+    def columns(self, rows: Array, start: int, stop: int | None) -> Array:
+        """Columns [start, stop) of [P, count]; None: to the end."""
+        ...
+
+    def pack_bits(self, codes: Array, bits: int) -> Array:
+        """Whole numbers as uint8, `bits` bits each, 1 to 8, without gaps.
+
+        codes: int64, in [0, 2^bits). The lowest bit of the first is bit 0 of the first byte. Bits
+            after the last are 0.
+        """
+        ...
+
+    def unpack_bits(self, rows: Array, count: int, bits: int) -> Array:
+        """[P, count] int64 from [P, ceil(count * bits / 8)] bytes."""
+        ...
+
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
         """Ascending int64 indices into `numel` elements as bytes; see `core.payload`.
 
@@ -265,7 +295,37 @@ class Ops(Protocol[Array]):
         ...
 
     def divided(self, array: Array, by: Array) -> Array:
-        """array / by, where `by` has one element; zeros where that is 0. A new array."""
+        """array / by, a new array; `by` has one element, or as many. Zeros where that is 0."""
+        ...
+
+    def root(self, array: Array) -> Array:
+        """Square roots of float64 that are not negative, a new array.
+
+        They may be one unit in the last place off, as torch's are: round them to float32.
+        """
+        ...
+
+    def finite(self, values: Array) -> Array:
+        """As float32: NaN and infinities are 0, magnitudes saturate at `coding.LIMIT`."""
+        ...
+
+    def above(self, array: Array) -> Array:
+        """The least bfloat16 that is not below each number, as float32.
+
+        array: float32, not negative, at most `coding.LIMIT`.
+        """
+        ...
+
+    def largest(self, array: Array, size: int) -> Array:
+        """The largest number of each block of a flat array; no NaN."""
+        ...
+
+    def sums(self, array: Array, size: int) -> Array:
+        """The sum of each block of a flat array of int64."""
+        ...
+
+    def spread(self, array: Array, size: int, count: int) -> Array:
+        """Each number for all elements of its block: the last dimension becomes `count` long."""
         ...
 
     def global_index(self, index: Array, parts: int, first: int) -> Array:

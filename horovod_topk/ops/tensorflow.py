@@ -56,6 +56,15 @@ class Arithmetic:
     def __floordiv__(self, other: Any) -> Buffer:
         return Buffer(self.value // _operand(other))
 
+    def __lt__(self, other: Any) -> Buffer:
+        return Buffer(self.value < _operand(other))
+
+    def __gt__(self, other: Any) -> Buffer:
+        return Buffer(self.value > _operand(other))
+
+    def __abs__(self) -> Buffer:
+        return Buffer(tf.abs(self.value))
+
     def __rshift__(self, bits: int) -> Buffer:
         return Buffer(tf.bitwise.right_shift(self.value, tf.constant(bits, self.value.dtype)))
 
@@ -179,6 +188,16 @@ class TensorFlowOps:
     def numel(self, array: Array) -> int:
         return array.numel
 
+    def dtype(self, array: Array) -> str:
+        name: str = array.dtype.name
+        return name
+
+    def device(self, array: Array) -> str:
+        return ""
+
+    def joined(self, parts: Sequence[Array]) -> Array:
+        return Buffer(tf.concat([part.value for part in parts], 0))
+
     def clone(self, array: Array) -> Array:
         return Buffer(tf.identity(array.value))
 
@@ -256,6 +275,15 @@ class TensorFlowOps:
     def are_scales(self, rows: Array) -> Array:
         return Buffer(tf.reduce_all(tf.math.is_finite(rows.value) & (rows.value >= 0), 1))
 
+    def columns(self, rows: Array, start: int, stop: int | None) -> Array:
+        return Buffer(rows.value[:, start:stop])
+
+    def pack_bits(self, codes: Array, bits: int) -> Array:
+        return Buffer(packing.pack_bits(codes.value, bits))
+
+    def unpack_bits(self, rows: Array, count: int, bits: int) -> Array:
+        return Buffer(packing.unpack_bits(rows.value, count, bits))
+
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
         return Buffer(packing.pack_index(index.value, numel, kind))
 
@@ -282,6 +310,24 @@ class TensorFlowOps:
 
     def divided(self, array: Array, by: Array) -> Array:
         return Buffer(tf.math.divide_no_nan(array.value, by.value))
+
+    def root(self, array: Array) -> Array:
+        return Buffer(tf.sqrt(array.value))
+
+    def finite(self, values: Array) -> Array:
+        return Buffer(packing.finite(values.value))
+
+    def above(self, array: Array) -> Array:
+        return Buffer(packing.above(array.value))
+
+    def largest(self, array: Array, size: int) -> Array:
+        return Buffer(tf.reduce_max(packing.blocks(array.value, size, array.dtype.min), 1))
+
+    def sums(self, array: Array, size: int) -> Array:
+        return Buffer(tf.reduce_sum(packing.blocks(array.value, size), 1))
+
+    def spread(self, array: Array, size: int, count: int) -> Array:
+        return Buffer(tf.repeat(array.value, size, -1)[..., :count])
 
     def global_index(self, index: Array, parts: int, first: int) -> Array:
         at = index.value

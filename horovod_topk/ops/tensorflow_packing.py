@@ -22,18 +22,47 @@ def pack_values(values: Tensor, kind: str) -> Tensor:
     if kind in _FLOATS:
         return _as_bytes(narrowed(values, tf.as_dtype(kind)))
     count, block = values.shape[0], coding.BLOCK[kind]
-    finite = tf.where(tf.math.is_finite(values), values, tf.zeros_like(values))
-    limited = tf.cast(tf.clip_by_value(finite, -coding.LIMIT, coding.LIMIT), tf.float32)
-    blocks = tf.reshape(_padded(limited, block), [-1, block])
-    largest = tf.reduce_max(tf.abs(blocks), 1)
+    limited = finite(values)
+    parts = blocks(limited, block)
+    largest = tf.reduce_max(tf.abs(parts), 1)
     if kind == "sign":
-        scale = _nearest_scale(_mean_magnitude(blocks, largest, count))
+        scale = _nearest_scale(_mean_magnitude(parts, largest, count))
         body = _packed_bits(limited < 0)
     else:
         scale = _scale_above(largest / coding.LARGEST[kind])
-        body = _packed_multiples(blocks, _widened(scale), kind)
+        body = _packed_multiples(parts, _widened(scale), kind)
     size = -(-count * coding.VALUE_BITS[kind] // 8)
     return tf.concat([_as_bytes(tf.cast(scale, tf.uint16)), body[:size]], 0)
+
+
+def finite(values: Tensor) -> Tensor:
+    """`Ops.finite`."""
+    known = tf.where(tf.math.is_finite(values), values, tf.zeros_like(values))
+    return tf.cast(tf.clip_by_value(known, -coding.LIMIT, coding.LIMIT), tf.float32)
+
+
+def above(array: Tensor) -> Tensor:
+    """`Ops.above`."""
+    return _widened(_scale_above(array))
+
+
+def blocks(array: Tensor, size: int, filler: float = 0) -> Tensor:
+    """[blocks, size] of a flat array; what the last block lacks is `filler`."""
+    padding = [[0, -array.shape[0] % size]]
+    return tf.reshape(tf.pad(array, padding, constant_values=filler), [-1, size])
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """`Ops.pack_bits`."""
+    single = tf.bitwise.right_shift(codes[:, tf.newaxis], tf.range(bits, dtype=tf.int64)) & 1
+    return _packed_bits(tf.reshape(single, [codes.shape[0] * bits]))
+
+
+def unpack_bits(rows: Tensor, count: int, bits: int) -> Tensor:
+    """`Ops.unpack_bits`."""
+    single = tf.reshape(_bits(rows)[:, : count * bits], [_count(rows), count, bits])
+    weights = tf.constant([1 << bit for bit in range(bits)], tf.int64)
+    return tf.reduce_sum(tf.cast(single, tf.int64) * weights, 2)
 
 
 def narrowed(values: Tensor, dtype: Any) -> Tensor:

@@ -68,6 +68,15 @@ class TorchOps:
     def numel(self, array: Tensor) -> int:
         return array.numel()
 
+    def dtype(self, array: Tensor) -> str:
+        return str(array.dtype).removeprefix("torch.")
+
+    def device(self, array: Tensor) -> str:
+        return str(array.device)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
+
     def clone(self, array: Tensor) -> Tensor:
         return array.clone()
 
@@ -144,6 +153,15 @@ class TorchOps:
     def are_scales(self, rows: Tensor) -> Tensor:
         return (rows.isfinite() & (rows >= 0)).all(1)
 
+    def columns(self, rows: Tensor, start: int, stop: int | None) -> Tensor:
+        return rows[:, start:stop]
+
+    def pack_bits(self, codes: Tensor, bits: int) -> Tensor:
+        return packing.pack_bits(codes, bits)
+
+    def unpack_bits(self, rows: Tensor, count: int, bits: int) -> Tensor:
+        return packing.unpack_bits(rows, count, bits)
+
     def pack_index(self, index: Tensor, numel: int, kind: str) -> Tensor:
         return packing.pack_index(index, numel, kind)
 
@@ -168,6 +186,24 @@ class TorchOps:
 
     def divided(self, array: Tensor, by: Tensor) -> Tensor:
         return torch.where(by != 0, array / by, torch.zeros_like(array))
+
+    def root(self, array: Tensor) -> Tensor:
+        return array.sqrt()
+
+    def finite(self, values: Tensor) -> Tensor:
+        return packing.finite(values)
+
+    def above(self, array: Tensor) -> Tensor:
+        return packing.above(array)
+
+    def largest(self, array: Tensor, size: int) -> Tensor:
+        return packing.blocks(array, size, -math.inf).amax(1)
+
+    def sums(self, array: Tensor, size: int) -> Tensor:
+        return packing.blocks(array, size).sum(1)
+
+    def spread(self, array: Tensor, size: int, count: int) -> Tensor:
+        return array.repeat_interleave(size, -1)[..., :count]
 
     def global_index(self, index: Tensor, parts: int, first: int) -> Tensor:
         return (index // SHARD_BLOCK * parts + first) * SHARD_BLOCK + index % SHARD_BLOCK

@@ -25,18 +25,46 @@ def pack_values(values: Tensor, kind: str) -> Tensor:
     if kind in _FLOATS:
         return _as_bytes(narrowed(values, _FLOATS[kind]))
     count, block = values.numel(), coding.BLOCK[kind]
-    finite = torch.where(values.isfinite(), values, torch.zeros_like(values))
-    limited = finite.clamp(-coding.LIMIT, coding.LIMIT).float()
-    blocks = _padded(limited, block).view(-1, block)
-    largest = blocks.abs().amax(1)
+    limited = finite(values)
+    parts = blocks(limited, block)
+    largest = parts.abs().amax(1)
     if kind == "sign":
-        scale = _nearest_scale(_mean_magnitude(blocks, largest, count))
+        scale = _nearest_scale(_mean_magnitude(parts, largest, count))
         body = _packed_bits(limited < 0)
     else:
         most = largest.new_full([1], coding.LARGEST[kind])  # a number would be multiplied by 1 / it
         scale = _scale_above(largest / most)
-        body = _packed_multiples(blocks, _widened(scale), kind)
+        body = _packed_multiples(parts, _widened(scale), kind)
     return torch.cat([_as_bytes(scale), body[: -(-count * coding.VALUE_BITS[kind] // 8)]])
+
+
+def finite(values: Tensor) -> Tensor:
+    """`Ops.finite`."""
+    known = torch.where(values.isfinite(), values, torch.zeros_like(values))
+    return known.clamp(-coding.LIMIT, coding.LIMIT).float()
+
+
+def above(array: Tensor) -> Tensor:
+    """`Ops.above`."""
+    return _widened(_scale_above(array))
+
+
+def blocks(array: Tensor, size: int, filler: float = 0) -> Tensor:
+    """[blocks, size] of a flat array; what the last block lacks is `filler`."""
+    padding = (0, -array.numel() % size)
+    return torch.nn.functional.pad(array, padding, value=filler).view(-1, size)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """`Ops.pack_bits`."""
+    shifts = torch.arange(bits, device=codes.device)
+    return _packed_bits((codes[:, None] >> shifts & 1).reshape(-1))
+
+
+def unpack_bits(rows: Tensor, count: int, bits: int) -> Tensor:
+    """`Ops.unpack_bits`."""
+    single = _bits(rows)[:, : count * bits].reshape(rows.shape[0], count, bits)
+    return (single.to(torch.int64) << torch.arange(bits, device=rows.device)).sum(2)
 
 
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:

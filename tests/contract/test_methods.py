@@ -4,6 +4,7 @@ A new method joins by adding a row to `ROWS`. Ranks are simulated, and what they
 with NumPy, whatever framework they compute in.
 
     1   What is not sent stays: the new residual is fl(a - decode(p)) to the bit, a = fl(e + g).
+        Without error feedback it is 0.
         Of a method of rounds the mean over ranks is conserved, within rounding.
     2   All ranks have the same bits after every step.
     4   Sizes of messages follow from the plan, never from the data.
@@ -26,7 +27,18 @@ from oracle.world import Gradients, World, same_bits
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.core.shards import shard
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods import METHODS, Codec, Dense, Method, Piece, RandomK, TopK
+from horovod_topk.methods import (
+    METHODS,
+    QSGD,
+    Codec,
+    Dense,
+    Method,
+    Piece,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    TopK,
+)
 from horovod_topk.ops import Ops, coding
 
 Array = NDArray[Any]
@@ -62,6 +74,11 @@ ROWS: dict[str, Method] = {
     "halves": Halves(min_numel=8),
     "random-k": RandomK(ratio=0.1, min_numel=8),
     "random-k, scaled": RandomK(ratio=0.3, error_feedback=False, min_numel=8),
+    "qsgd": QSGD(min_numel=8, block=16),
+    "qsgd of norms": QSGD(bits=3, norm="l2", exchange="sharded", min_numel=8),
+    "signs": SignSGD(min_numel=8),
+    "majority": SignSGD(majority=True, min_numel=8),
+    "powersgd": PowerSGD(rank=2, min_numel=8),
     "two rounds": TwoRounds(),
 }
 EXCHANGES = ("allgather", "sharded", "hierarchical", "reduce", "allreduce")
@@ -226,8 +243,8 @@ def test_what_is_not_gathered_stays_in_the_residual(case: Case) -> None:
                 key = tensor.spec.name
                 for rank in range(case.ranks):
                     a = before[rank][key] + flat(gradients[rank], bucket, key)
-                    assert_same(after[rank][key], a - sent[rank][key])
-                expected = _reduced(bucket, [one[key] for one in sent])
+                    assert_same(after[rank][key], left_of(case, a, sent[rank][key]))
+                expected = _reduced(bucket, tensor, [one[key] for one in sent])
                 assert_applied(applied, tensor, expected)
 
 
@@ -250,20 +267,30 @@ def test_what_is_not_sent_to_owners_or_back_stays_in_residuals(case: Case) -> No
                 key = tensor.spec.name
                 for rank in range(case.ranks):
                     a = before[rank][key] + flat(gradients[rank], bucket, key)
-                    assert_same(after[rank][key], a - sent[rank][key])
-                mean = _reduced(bucket, [one[key] for one in sent])
+                    assert_same(after[rank][key], left_of(case, a, sent[rank][key]))
+                mean = _reduced(bucket, tensor, [one[key] for one in sent])
                 for rank, plan in enumerate(split.back):
                     own = plan.tensors[position]
                     at = NUMPY.ops.global_index(np.arange(own.numel), case.ranks, own.first)
-                    assert_same(left[rank][key], owned[rank][key] + mean[at] - back[key][at])
+                    a = owned[rank][key] + mean[at]
+                    assert_same(left[rank][key], left_of(case, a, back[key][at]))
                 assert_applied(applied, tensor, back[key])
 
 
-def _reduced(bucket: BucketPlan, values: list[Array]) -> Array:
-    """Sum or mean over ranks, added in rank order."""
-    total = np.zeros_like(values[0])
+def left_of(case: Case, a: Array, sent: Array) -> Array:
+    """What stays in a residual: nothing without error feedback."""
+    return a - sent if getattr(case.method, "error_feedback", True) else a - a
+
+
+def _reduced(bucket: BucketPlan, tensor: Piece, values: list[Array]) -> Array:
+    """Sum or mean over ranks, added in rank order, or what a method makes of it."""
+    total, method = np.zeros_like(values[0]), bucket.config
     for each in values:
         total = total + each
+    if isinstance(method, Codec) and not tensor.whole:
+        settled = method.settle(NUMPY.ops, total)
+        if settled is not None:
+            return settled * (1.0 if bucket.reduction == "average" else len(values))
     scale = 1 / len(values) if bucket.reduction == "average" else 1.0
     return np.asarray(total * total.dtype.type(scale))
 
@@ -316,7 +343,7 @@ def test_a_tensor_that_travels_whole_is_exact(case: Case) -> None:
         for tensor in bucket.tensors:
             if tensor.whole:
                 key = tensor.spec.name
-                expected = _reduced(bucket, [flat(one, bucket, key) for one in gradients])
+                expected = _reduced(bucket, tensor, [flat(one, bucket, key) for one in gradients])
                 if case.method.exchange != "hierarchical":  # which adds up within nodes first
                     assert_applied(applied, tensor, expected)
                 assert not any(one.get(key, np.zeros(1)).any() for one in _residuals(world))

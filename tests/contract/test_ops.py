@@ -182,6 +182,86 @@ def test_operators_are_those_of_numpy(backend: Backend, dtype: str) -> None:
 
 
 @each_way
+def test_comparisons_give_bools_and_magnitudes_are_pythons(backend: Backend) -> None:
+    for dtype in WIDE:
+        one = backend.array(np.array([-2.0, -0.0, 3.0]), dtype)
+        other = backend.array(np.array([-1.0, 0.0, 3.0]), dtype)
+        cast = backend.ops.cast
+        for array, expected in (
+            (cast(one < other, "int64"), [1, 0, 0]),
+            (cast(one > 0, dtype), [0, 0, 1]),
+            (cast(one < 0, "int64"), [1, 0, 0]),
+            (abs(one), [2, 0, 3]),
+        ):
+            assert backend.numpy(array).tolist() == expected
+        assert backend.ops.dtype(one) == dtype
+
+
+@each_way
+def test_arrays_are_joined_where_they_live(backend: Backend) -> None:
+    parts = [backend.array(np.array(each), "float64") for each in ([1.0], [], [2.0, 3.0])]
+    joined = backend.ops.joined(parts)
+    assert backend.numpy(joined).tolist() == [1, 2, 3]
+    assert backend.ops.numel(backend.ops.zeros(2, "uint8", backend.ops.device(joined))) == 2
+
+
+@each_way
+@pytest.mark.parametrize("size", [1, 3, 7, 9])
+def test_blocks_have_a_largest_number_and_a_sum(backend: Backend, size: int) -> None:
+    numbers = np.array([3, -9, 4, -1, -2, -3, -4], np.int64)
+    blocks = [numbers[at : at + size] for at in range(0, 7, size)]
+    sums = backend.ops.sums(backend.array(numbers * 2**33, "int64"), size)
+    assert backend.numpy(sums).tolist() == [int(each.sum()) << 33 for each in blocks]
+    for dtype in WIDE:
+        largest = backend.ops.largest(backend.array(numbers, dtype), size)
+        assert backend.ops.dtype(largest) == dtype
+        assert backend.numpy(largest).tolist() == [each.max() for each in blocks]
+        back = backend.ops.spread(largest, size, 7)
+        assert backend.numpy(back).tolist() == [each.max() for each in blocks for _ in each]
+        rows = backend.ops.load(back, 7, 0, 7)
+        rows = backend.ops.spread(backend.ops.columns(rows, 1, 3), 2, 3)
+        first = [blocks[i // size].max() for i in (1, 2)]
+        assert backend.numpy(rows).tolist() == [[first[0], first[0], first[1]]]
+
+
+@each_way
+def test_scales_are_the_next_bfloat16_and_roots_are_those_of_numpy(backend: Backend) -> None:
+    numbers = np.array([0, 1, 1.0000001, 3.1415, 2.0**127, 1e-30], np.float32)
+    above = backend.numpy(backend.ops.above(backend.array(numbers, "float32")))
+    expected = [0, 1, 1.0078125, 3.15625, 2.0**127]
+    assert above[:5].tolist() == expected
+    assert numbers[5] <= above[5] < numbers[5] * 1.008
+    squares = np.random.default_rng(0).exponential(1e9, 1000)
+    roots = backend.ops.root(backend.array(squares, "float64"))
+    np.testing.assert_array_max_ulp(backend.numpy(roots), np.sqrt(squares), 1)
+    single = backend.ops.cast(roots, "float32")
+    assert bits(backend, single) == np.sqrt(squares).astype(np.float32).tobytes()
+
+
+@each_way
+def test_what_is_not_finite_counts_as_zero_and_what_is_too_large_saturates(
+    backend: Backend,
+) -> None:
+    values = np.array([np.nan, np.inf, -np.inf, 1.5, -0.0, 3e38, -1e300])
+    finite = backend.ops.finite(backend.array(values, "float64"))
+    assert backend.ops.dtype(finite) == "float32"
+    assert backend.numpy(finite).tolist() == [0, 0, 0, 1.5, 0, 2.0**127, -(2.0**127)]
+
+
+@each_way
+@pytest.mark.parametrize("width", range(1, 9))
+def test_numbers_of_few_bits_are_packed_without_gaps(backend: Backend, width: int) -> None:
+    codes = np.random.default_rng(width).integers(0, 1 << width, 45)
+    packed = backend.ops.pack_bits(backend.array(codes, "int64"), width)
+    whole = sum(int(code) << (width * i) for i, code in enumerate(codes))
+    assert backend.numpy(packed).tobytes() == whole.to_bytes(-(-45 * width // 8), "little")
+    size = backend.ops.numel(packed)
+    twice = backend.ops.joined([packed, packed])
+    read = backend.ops.unpack_bits(backend.ops.load(twice, size, 0, size), 45, width)
+    assert backend.numpy(read).tolist() == [codes.tolist()] * 2
+
+
+@each_way
 def test_values_are_placed_and_the_rest_is_zero(backend: Backend) -> None:
     index = backend.array(np.array([1, 2, 5]), "int64")
     for dtype in ("float32", "float64"):

@@ -16,6 +16,8 @@ from horovod_topk.ops.tensorflow import Buffer, TensorFlowOps, View
 AT_ONCE = {
     "view",
     "numel",
+    "dtype",
+    "device",
     "to_host",
     "same",
     "norm",

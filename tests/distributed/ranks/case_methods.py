@@ -32,6 +32,11 @@ EVERY = {
     "random numbers": ("Dithered", {"min_numel": 16}),
     "two rounds": ("TwoRounds", {"min_numel": 16, "columns": 3}),
     "random k": ("RandomK", {"min_numel": 16, "ratio": 0.1}),
+    "qsgd": ("QSGD", {"min_numel": 16, "exchange": "sharded"}),
+    "qsgd, unbiased": ("QSGD", {"min_numel": 16, "bits": 2}),
+    "signs": ("SignSGD", {"min_numel": 16}),
+    "majority": ("SignSGD", {"min_numel": 16, "majority": True}),
+    "powersgd": ("PowerSGD", {"min_numel": 16, "rank": 1}),
     "random k, scaled": ("RandomK", {"min_numel": 16, "ratio": 0.5, "error_feedback": False}),
 }
 
@@ -91,7 +96,10 @@ def test_ranks_stay_equal_and_a_checkpoint_goes_on(method: str, tmp_path: Path) 
 
 @pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
-@pytest.mark.parametrize("method", ["float16", "Horovod's allreduce", "two rounds", "random k"])
+@pytest.mark.parametrize(
+    "method",
+    ["float16", "Horovod's allreduce", "two rounds", "random k", "qsgd", "majority", "powersgd"],
+)
 def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
     name, settings = EVERY[method]
     (task, optimizer), (again, other) = start(name, **settings), start(name, **settings)
