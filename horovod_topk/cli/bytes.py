@@ -9,20 +9,23 @@ from collections.abc import Iterator
 from horovod_topk.cli.models import MODELS, elements, specs_of
 from horovod_topk.cli.options import add_device, add_model, add_selection, announce, whole
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
-from horovod_topk.config import EXCHANGES
+from horovod_topk.config import EXCHANGES, split_deferred
 from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.exchange.selection import fewest
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.core.substitute import Substitute, parse
 from horovod_topk.cost.quantities import count
 from horovod_topk.cost.traffic import Busiest, Ranks, nodes_of
 from horovod_topk.errors import TopKError
+from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import VALUES, TopK
 
 DESCRIPTION = (
     "Print the bytes a step that each format and exchange sends. They follow from the model's "
     "shapes and the settings; nothing is run. The last two columns say how many times fewer bytes "
     "leave a node than with a ring allreduce in float32 and in float16; on a single node they "
-    "compare the bytes that a rank sends. 'auto' marks what exchange='auto' would take."
+    "compare the bytes that a rank sends. 'auto' marks what exchange='auto' would take. "
+    "--compressor adds a row for any other method."
 )
 
 
@@ -33,6 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_selection(parser)
     add_ratios(parser)
+    add(
+        "--compressor",
+        action="append",
+        default=[],
+        metavar="CALL",
+        help="add a row for another compressor, such as 'QSGD(bits=2)' or PowerSGD; may be given "
+        "several times",
+    )
     add("--ranks", type=whole, default=8, help="ranks, 2 or more (default: %(default)s)")
     add(
         "--local-size",
@@ -51,6 +62,7 @@ def main(args: argparse.Namespace) -> int:
         announce(args.ranks)
         plans = {values: _plan(args, specs, values) for values in VALUES}
         rows = list(table(args, plans))
+        others = [_other(args, specs, parse(text)) for text in args.compressor]
     except (ValueError, TopKError) as error:
         print(f"horovod-topk bytes: {error}", file=sys.stderr)
         return 2
@@ -69,6 +81,8 @@ def main(args: argparse.Namespace) -> int:
     for exchange, values, most, automatic in rows:
         line = _line(exchange, values, most.sent_bytes, most.node_bytes, dense)
         print(f"{line}  auto" if automatic else line)
+    for line in others:
+        print(line)
     return 0
 
 
@@ -103,6 +117,24 @@ def table(
     for kind in kinds:
         for values in VALUES:
             yield kind, values, found[values][kind], taken[values] == kind
+
+
+def _other(args: argparse.Namespace, specs: list[TensorSpec], asked: Substitute) -> str:
+    """The row of any compressor, over the exchange that its settings name."""
+    if asked.is_horovods:
+        raise ValueError(f"--compressor {asked}: the table has it, as allreduce")
+    method = METHODS[asked.name]
+    settings, _ = split_deferred({**method.for_training, **asked.settings})
+    config = method(**settings)
+    plan, nodes = make_plan(specs, config), nodes_of(args.ranks, args.local_size)
+    kinds = [kind for kind in EXCHANGES if kind != "auto"]
+    found = {
+        kind: Ranks(kind, nodes).busiest(plan)
+        for kind in (kinds if config.exchange == "auto" else [config.exchange])
+    }
+    kind = fewest({k: most.node_bytes for k, most in found.items()}) or config.exchange
+    most, dense = found[kind], ring_allreduce_bytes(4 * elements(specs), args.ranks)
+    return f"{_line(kind, asked.name, most.sent_bytes, most.node_bytes, dense)}  {asked}"
 
 
 def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Plan:

@@ -192,7 +192,7 @@ class Compressor(State[Array]):
     def _turn_to(self, ratio: float) -> None:
         """Take another ratio level, where there is nothing under way.
 
-        A method's state lies where the level of the settings has it; other levels leave it as it is.
+        A method's state lies where the level of the settings has it; other levels leave it.
         """
         self.plan = self.plan.under(self.schedule.settings(ratio))
         for registry in self._registries.values():

@@ -3,7 +3,9 @@
 Adding a method is a file in this folder and a line here; see CONTRIBUTING.md.
 """
 
+from horovod_topk.methods.bytegrad import ByteGrad
 from horovod_topk.methods.dense import Dense
+from horovod_topk.methods.onebit import OneBit
 from horovod_topk.methods.powersgd import PowerSGD
 from horovod_topk.methods.protocol import Codec, Method, Piece
 from horovod_topk.methods.qsgd import QSGD
@@ -18,14 +20,18 @@ METHODS: dict[str, type[Method]] = {  # class in `horovod_topk.torch` and elsewh
     "QSGD": QSGD,
     "SignSGD": SignSGD,
     "PowerSGD": PowerSGD,
+    "OneBit": OneBit,
+    "ByteGrad": ByteGrad,
 }
 
 __all__ = [
     "METHODS",
     "QSGD",
+    "ByteGrad",
     "Codec",
     "Dense",
     "Method",
+    "OneBit",
     "Piece",
     "PowerSGD",
     "RandomK",

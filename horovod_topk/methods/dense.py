@@ -81,10 +81,10 @@ class Dense(Codec):
         """`Codec.why_whole`: none, as that is what was asked for."""
         return None
 
-    def pack(self, ops: Ops[Array], values: Array) -> Array:
+    def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
         """`Codec.pack`."""
         return ops.pack_values(values, self.values)
 
-    def unpack(self, ops: Ops[Array], rows: Array, numel: int, dtype: str) -> Array:
+    def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
         """`Codec.unpack`."""
-        return ops.unpack_values(rows, numel, self.values, dtype)
+        return ops.unpack_values(rows, piece.numel, self.values, dtype)

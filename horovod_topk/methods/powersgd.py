@@ -35,7 +35,7 @@ class PowerSGD(Rounds, Seeded):
     """Low-rank approximation of each matrix, with error feedback and a warm start.
 
     Bytes grow with m + n where the matrix has m n elements, and hardly with the number of ranks: a
-    ResNet-50 at rank 4 sends about 65 times fewer. It works where gradients have few strong
+    ResNet-50 at rank 4 sends 55 times fewer. It works where gradients have few strong
     directions, as those of large matrices do. It takes two dependent exchanges a bucket, so it
     waits twice as often for the network.
 

@@ -167,7 +167,7 @@ class Method(Settings):
 
     @property
     def has_levels(self) -> bool:
-        """Whether there is a `ratio` to choose; else tensors are dense or sent as the settings say."""
+        """Whether there is a `ratio` to choose, beside dense."""
         return any(each.name == "ratio" for each in fields(self))
 
     @property
@@ -229,15 +229,15 @@ class Codec(Method):
             at += whole_bytes(piece) if piece.whole else self.data_bytes(piece)
         return placed, at
 
-    def pack(self, ops: Ops[Array], values: Array) -> Array:
-        """[data_bytes] uint8 for one piece's elements: [n], the residual's dtype."""
+    def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
+        """[data_bytes] uint8 for a piece's elements: [n], the residual's dtype."""
         raise NotImplementedError(f"{type(self).__name__} has no pack")
 
-    def unpack(self, ops: Ops[Array], rows: Array, numel: int, dtype: str) -> Array:
-        """[P, numel] values of `dtype` from [P, data_bytes] bytes: what receivers read."""
+    def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
+        """[P, n] values of `dtype` from [P, data_bytes] bytes: what receivers read."""
         raise NotImplementedError(f"{type(self).__name__} has no unpack")
 
-    def sound(self, ops: Ops[Array], rows: Array, numel: int, dtype: str) -> Sequence[Array]:
+    def sound(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Sequence[Array]:
         """Facts that hold of all bytes that `pack` writes: bool [P] each; see `Read.sound`."""
         return ()
 
@@ -288,13 +288,15 @@ class SeededCodec(Codec, Seeded):
     arrives was drawn with `key.of_row(row)` or `key.shared`.
     """
 
-    def pack_keyed(self, ops: Ops[Array], values: Array, key: Key) -> Array:
+    def pack_keyed(self, ops: Ops[Array], piece: Piece, values: Array, key: Key) -> Array:
         """`Codec.pack`."""
         raise NotImplementedError(f"{type(self).__name__} has no pack_keyed")
 
-    def unpack_keyed(self, ops: Ops[Array], rows: Array, numel: int, dtype: str, key: Key) -> Array:
+    def unpack_keyed(
+        self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, key: Key
+    ) -> Array:
         """`Codec.unpack`; that itself where reading needs no random numbers."""
-        return self.unpack(ops, rows, numel, dtype)
+        return self.unpack(ops, piece, rows, dtype)
 
     def encode_keyed(
         self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, key: Key
@@ -385,16 +387,16 @@ def _encoded(
     bucket: Bucket,
     piece: Any,
     values: Array,
-    pack: Callable[[Ops[Array], Array], Array],
-    unpack: Callable[[Ops[Array], Array, int, str], Array],
+    pack: Callable[[Ops[Array], Piece, Array], Array],
+    unpack: Callable[[Ops[Array], Piece, Array, str], Array],
 ) -> Sent[Array]:
     """What a piece sends when all its elements travel, in another form unless it is whole."""
     dtype = bucket.residual_dtype
     if piece.whole:
         return Sent([(piece.at, ops.pack_values(values, dtype))], values, None, values)
-    data = pack(ops, values)
+    data = pack(ops, piece, values)
     rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
-    read = ops.row(unpack(ops, rows, piece.numel, dtype), 0)
+    read = ops.row(unpack(ops, piece, rows, dtype), 0)
     return Sent([(piece.at, data)], read, None, values)
 
 
@@ -404,7 +406,7 @@ def _decoded(
     piece: Any,
     gathered: Array,
     method: Codec,
-    unpack: Callable[[Ops[Array], Array, int, str], Array],
+    unpack: Callable[[Ops[Array], Piece, Array, str], Array],
 ) -> Read[Array]:
     """What payloads have of such a piece."""
     dtype, width = bucket.residual_dtype, bucket.payload_bytes
@@ -412,8 +414,8 @@ def _decoded(
         rows = ops.load(gathered, width, piece.at, whole_bytes(piece))
         return Read(ops.unpack_values(rows, piece.numel, dtype, dtype))
     rows = ops.load(gathered, width, piece.at, method.data_bytes(piece))
-    sound = method.sound(ops, rows, piece.numel, dtype)
-    return Read(unpack(ops, rows, piece.numel, dtype), None, sound)
+    sound = method.sound(ops, piece, rows, dtype)
+    return Read(unpack(ops, piece, rows, dtype), None, sound)
 
 
 def whole_bytes(piece: Piece) -> int:

@@ -56,7 +56,7 @@ class QSGD(SeededCodec):
     bits: int = 4  # of an element, 2 to 8
     block: int = 128  # elements that share a scale, 16 to 65536
     norm: str = "max"  # what a block's scale follows from: "max" or "l2"
-    error_feedback: bool | None = None  # type: ignore[assignment]  # None: where it contracts
+    error_feedback: bool | None = None  # type: ignore[assignment,misc]  # None: where it contracts
 
     def __post_init__(self) -> None:
         _check_whole("bits", self.bits, 2, 8)
@@ -90,9 +90,9 @@ class QSGD(SeededCodec):
         """`Codec.data_bytes`."""
         return self._step_bytes(piece.numel) + -(-piece.numel * self.bits // 8)
 
-    def pack_keyed(self, ops: Ops[Array], values: Array, key: Key) -> Array:
+    def pack_keyed(self, ops: Ops[Array], piece: Piece, values: Array, key: Key) -> Array:
         """`SeededCodec.pack_keyed`."""
-        values, count = ops.finite(values), ops.numel(values)
+        values, count = ops.finite(values), piece.numel
         step = ops.above(self._norms(ops, abs(values)) * (ABOVE / self.levels))
         exact = ops.divided(abs(values), ops.spread(step, self.block, count))
         lower = ops.cast(exact, "int64")
@@ -102,14 +102,14 @@ class QSGD(SeededCodec):
         codes = (lower + ops.cast(is_more, "int64")) * sign + self.levels
         return ops.joined([ops.pack_values(step, "bfloat16"), ops.pack_bits(codes, self.bits)])
 
-    def unpack(self, ops: Ops[Array], rows: Array, numel: int, dtype: str) -> Array:
+    def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
         """`Codec.unpack`."""
-        step, multiple = self._read(ops, rows, numel)
-        return ops.cast(ops.spread(step, self.block, numel) * multiple, dtype)
+        step, multiple = self._read(ops, rows, piece.numel)
+        return ops.cast(ops.spread(step, self.block, piece.numel) * multiple, dtype)
 
-    def sound(self, ops: Ops[Array], rows: Array, numel: int, dtype: str) -> Sequence[Array]:
+    def sound(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Sequence[Array]:
         """`Codec.sound`: steps are steps, and no element is s + 1 of them."""
-        step, multiple = self._read(ops, rows, numel)
+        step, multiple = self._read(ops, rows, piece.numel)
         return ops.are_scales(step), ops.are_scales(multiple * -1 + self.levels)
 
     def _norms(self, ops: Ops[Array], size: Array) -> Array:

@@ -52,7 +52,7 @@ class SignSGD(Codec):
         super().__post_init__()
         if self.majority and self.clip_norm is not None:
             raise ConfigError(
-                f"clip_norm={self.clip_norm} was given with majority=True: clipping changes no sign",
+                f"clip_norm={self.clip_norm} with majority=True: clipping changes no sign",
                 cure="Leave clip_norm= out",
             )
 
@@ -70,23 +70,23 @@ class SignSGD(Codec):
         """`Codec.data_bytes`."""
         return -(-piece.numel // 8) if self.majority else coding.value_bytes("sign", piece.numel)
 
-    def pack(self, ops: Ops[Array], values: Array) -> Array:
+    def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
         """`Codec.pack`."""
         if self.majority:
             return ops.pack_bits(ops.cast(values < 0, "int64"), 1)
         return ops.pack_values(values, "sign")
 
-    def unpack(self, ops: Ops[Array], rows: Array, numel: int, dtype: str) -> Array:
+    def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
         """`Codec.unpack`."""
         if self.majority:
-            return ops.cast(ops.unpack_bits(rows, numel, 1) * -2 + 1, dtype)
-        return ops.unpack_values(rows, numel, "sign", dtype)
+            return ops.cast(ops.unpack_bits(rows, piece.numel, 1) * -2 + 1, dtype)
+        return ops.unpack_values(rows, piece.numel, "sign", dtype)
 
-    def sound(self, ops: Ops[Array], rows: Array, numel: int, dtype: str) -> Sequence[Array]:
+    def sound(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Sequence[Array]:
         """`Codec.sound`: scales are scales."""
         if self.majority:
             return ()
-        blocks = coding.scales("sign", numel)
+        blocks = coding.scales("sign", piece.numel)
         scales = ops.columns(rows, 0, coding.SCALE_BYTES * blocks)
         return (ops.are_scales(ops.unpack_values(scales, blocks, "bfloat16", dtype)),)
 

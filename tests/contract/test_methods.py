@@ -30,9 +30,11 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.methods import (
     METHODS,
     QSGD,
+    ByteGrad,
     Codec,
     Dense,
     Method,
+    OneBit,
     Piece,
     PowerSGD,
     RandomK,
@@ -53,11 +55,11 @@ class Halves(Codec):
     def data_bytes(self, piece: Piece) -> int:
         return coding.value_bytes("float16", piece.numel)
 
-    def pack(self, ops: Ops[Any], values: Any) -> Any:
+    def pack(self, ops: Ops[Any], piece: Piece, values: Any) -> Any:
         return ops.pack_values(values, "float16")
 
-    def unpack(self, ops: Ops[Any], rows: Any, numel: int, dtype: str) -> Any:
-        return ops.unpack_values(rows, numel, "float16", dtype)
+    def unpack(self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str) -> Any:
+        return ops.unpack_values(rows, piece.numel, "float16", dtype)
 
 
 ROWS: dict[str, Method] = {
@@ -78,6 +80,8 @@ ROWS: dict[str, Method] = {
     "qsgd of norms": QSGD(bits=3, norm="l2", exchange="sharded", min_numel=8),
     "signs": SignSGD(min_numel=8),
     "majority": SignSGD(majority=True, min_numel=8),
+    "one bit": OneBit(min_numel=8),
+    "bytes": ByteGrad(min_numel=8, block=32),
     "powersgd": PowerSGD(rank=2, min_numel=8),
     "two rounds": TwoRounds(),
 }

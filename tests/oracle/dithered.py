@@ -24,12 +24,13 @@ class Dithered(SeededCodec):
     def data_bytes(self, piece: Piece) -> int:
         return coding.value_bytes("float16", piece.numel)
 
-    def pack_keyed(self, ops: Ops[Any], values: Any, key: Key) -> Any:
+    def pack_keyed(self, ops: Ops[Any], piece: Piece, values: Any, key: Key) -> Any:
         total = ops.clone(values)
         ops.compensate(_dither(ops, key, None, total), total, total)
         return ops.pack_values(total, "float16")
 
-    def unpack_keyed(self, ops: Ops[Any], rows: Any, numel: int, dtype: str, key: Key) -> Any:
+    def unpack_keyed(self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str, key: Key) -> Any:
+        numel = piece.numel
         read = ops.unpack_values(rows, numel, "float16", dtype)
         count = ops.numel(read) // numel
         out = ops.zeros(count * numel, dtype, "cpu")

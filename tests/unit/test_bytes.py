@@ -16,6 +16,7 @@ from horovod_topk import cli
 from horovod_topk.cli.models import known_specs
 from horovod_topk.core.exchange import hierarchical, sharded
 from horovod_topk.core.plan import BucketPlan, make_plan
+from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import VALUES, TopK
 
 
@@ -39,6 +40,44 @@ def test_every_format_and_exchange_against_dense(capsys: pytest.CaptureFixture[s
         (exchange, values) for exchange in ("allgather", "sharded") for values in VALUES
     }
     assert taken(text) == {"sharded"}
+
+
+CALLS = {
+    "RandomK": (1.0, "reduce"),
+    "Dense(values='bfloat16')": (2.0, "sharded"),
+    "QSGD": (7.75 / 4, "allgather"),
+    "QSGD(bits=2, block=1024, exchange='sharded')": (15.875, "sharded"),
+    "SignSGD(exchange='sharded')": (31.5, "sharded"),
+    "SignSGD(majority=True)": (32.0 / 4, "allgather"),
+    "OneBit": (30.4 / 4, "allgather"),
+    "ByteGrad": (3.98, "sharded"),
+    "PowerSGD": (55.5, "reduce"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_other_method_has_a_row(call: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of ResNet-50 on 8 ranks; an allgather sends P / 2 times a reduction's bytes."""
+    times, exchange = CALLS[call]
+    assert cli.main(["bytes", "--ranks", "8", "--compressor", call]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    kind, name, sent, _, fewer, *_ = line.split()
+    assert (kind, name) == (exchange, call.split("(")[0])
+    assert line.endswith((call, f"{call}()"))
+    dense = 2 * 7 * 4 * 25_557_032 / 8
+    assert dense / int(sent.replace(",", "")) == pytest.approx(float(fewer[:-1]), abs=0.06)
+    if call != "RandomK":
+        assert float(fewer[:-1]) == pytest.approx(times, rel=0.12)
+
+
+def test_every_method_is_among_them() -> None:
+    assert {call.split("(")[0] for call in CALLS} == set(METHODS) - {"TopKEF"}
+
+
+def test_a_compressor_that_there_is_none_of(capsys: pytest.CaptureFixture[str]) -> None:
+    for call in ("Zip", "QSGD(bits=1)", "none"):
+        assert cli.main(["bytes", "--compressor", call]) == 2
+    assert "there is no compressor 'Zip'" in capsys.readouterr().err
 
 
 def test_a_gpu_has_plain_indices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,8 @@ EVERY = {
     "qsgd, unbiased": ("QSGD", {"min_numel": 16, "bits": 2}),
     "signs": ("SignSGD", {"min_numel": 16}),
     "majority": ("SignSGD", {"min_numel": 16, "majority": True}),
+    "one bit": ("OneBit", {"min_numel": 16}),
+    "bytes": ("ByteGrad", {"min_numel": 16}),
     "powersgd": ("PowerSGD", {"min_numel": 16, "rank": 1}),
     "random k, scaled": ("RandomK", {"min_numel": 16, "ratio": 0.5, "error_feedback": False}),
 }

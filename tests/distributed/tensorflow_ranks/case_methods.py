@@ -76,7 +76,9 @@ def arrays_in(state: Any) -> dict[str, bytes]:
 @pytest.mark.everywhere(one_in=4)
 @WAYS
 @pytest.mark.world_size(2, 3, 4)
-@pytest.mark.parametrize("method", ["Dense", "TwoRounds", "RandomK", "QSGD", "SignSGD", "PowerSGD"])
+@pytest.mark.parametrize(
+    "method", ["Dense", "TwoRounds", "RandomK", "QSGD", "SignSGD", "PowerSGD", "OneBit", "ByteGrad"]
+)
 def test_a_checkpoint_goes_on_and_a_nan_changes_nothing(
     method: str, graph: bool, tmp_path: Path
 ) -> None:
