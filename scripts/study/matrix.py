@@ -19,6 +19,7 @@ from study.results import DENSE, RESULTS, Row, Study, end, shown
 RATES = ("best", "half", "limit")  # in the order of a grid's learning rates
 WORDS = {"best": "best rate", "half": "half of it", "limit": "largest rate"}
 OPTIMIZERS = {"momentum": "SGD with momentum", "nesterov": "Nesterov", "adamw": "AdamW"}
+METRICS = {"%": "bits a byte", " points": "accuracy"}
 UNITS = {"bits_per_byte": "%", "accuracy": " points"}
 
 
@@ -128,6 +129,19 @@ def worst(study: Study, name: str, count: str) -> str:
         run.sort(key=lambda place: place.rows[name].cost, reverse=True)
         said += [f"{_costs(p.rows[name], unit)} ({_described(p)})" for p in run[: int(count)]]
     return "; ".join(said)
+
+
+def parts(study: Study, name: str) -> str:
+    """Mean costs of the compressors of another study, by optimizer and metric; gains as zero."""
+    other = Study(name)
+    groups = grouped(other, lambda p: (str(p.options["optimizer"]), UNITS[p.found.metric.name]))
+    ways = sorted(groups, key=lambda way: (list(OPTIMIZERS).index(way[0]), way[1] != "%"))
+    names = dict.fromkeys(name for each in groups.values() for p in each for name in p.rows)
+    rows = [
+        [name, *(_mean_and_worst(_rows(groups[w], name), w[1]) for w in ways)] for name in names
+    ]
+    head = [f"{OPTIMIZERS[optimizer]}, {METRICS[unit]}" for optimizer, unit in ways]
+    return table(["", *head], rows)
 
 
 def _described(place: Place) -> str:

@@ -309,6 +309,7 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
         *(difference, fewer, costs, dense, summary, across, alike, everything, variants, seeds),
         *(patience, loops, within, beyond, same_ends, total, scatter, curves, bars, machine),
         *(matrix.progress, matrix.brief, matrix.worst, matrix.means, matrix.cells, matrix.dots),
+        matrix.parts,
     )
 }
 
