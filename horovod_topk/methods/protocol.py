@@ -27,6 +27,22 @@ from horovod_topk.ops.coding import value_bytes
 
 Array = TypeVar("Array")
 
+SECTION = 8  # bytes; what payloads have of a tensor begins at a multiple of it
+
+# Numbers of a recipe; see `horovod_topk.ops.protocol.Fused`.
+WIDTH = {"float32": 4, "float64": 8}  # bytes of a residual
+DTYPE_CODE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
+VALUE_CODE = {
+    "float32": 0,
+    "float64": 0,
+    "float16": 1,
+    "bfloat16": 2,
+    "int8": 3,
+    "int4": 4,
+    "sign": 5,
+}
+AS_IS = 3  # kind of indices
+
 AS_SET = 0.5  # `ratio` of a method that has none, where it compresses as its settings say
 EVERYTHING = 1 << 62  # as `min_numel`: every tensor is sent whole
 
@@ -82,6 +98,17 @@ class Piece:
     def sends_all(self) -> bool:
         """Whether every element is sent, so that momentum masking spares it."""
         return True
+
+    @property
+    def recipe(self) -> tuple[int, ...]:
+        """What a kernel needs to know of it; see `horovod_topk.ops.protocol.Fused`."""
+        return self._recipe(self.numel, AS_IS if self.whole else 0, 0)
+
+    def _recipe(self, k: int, index: int, index_at: int) -> tuple[int, ...]:
+        """The same, of k entries with indices of a kind from a byte on."""
+        dtype = DTYPE_CODE[self.spec.dtype]
+        place = self.at, index_at, dtype, self.first, self.gradient
+        return self.numel, k, self.start, index, *place
 
     def moved(self, by: int) -> Self:
         """The same, so many bytes further back in a payload."""
@@ -225,6 +252,7 @@ class Codec(Method):
         """`Method.lay_out`: one behind the other."""
         placed = []
         for piece in pieces:
+            at = -(-at // SECTION) * SECTION
             placed.append(replace(piece, at=at))
             at += whole_bytes(piece) if piece.whole else self.data_bytes(piece)
         return placed, at
@@ -416,6 +444,17 @@ def _decoded(
     rows = ops.load(gathered, width, piece.at, method.data_bytes(piece))
     sound = method.sound(ops, piece, rows, dtype)
     return Read(unpack(ops, piece, rows, dtype), None, sound)
+
+
+def bucket_recipe(bucket: Bucket, kind: str, *, sampled: bool = False) -> tuple[int, ...]:
+    """What a kernel needs to know of a bucket whose values are sent as `kind`.
+
+    See `horovod_topk.ops.protocol.Fused`; `kind` is one of `VALUE_CODE`.
+    """
+    width, code = WIDTH[bucket.residual_dtype], VALUE_CODE[kind]
+    place = bucket.flags_at, bucket.payload_bytes, int(sampled), bucket.parts
+    head = len(bucket.tensors), width, code, *place
+    return head + tuple(number for piece in bucket.tensors for number in piece.recipe)
 
 
 def whole_bytes(piece: Piece) -> int:

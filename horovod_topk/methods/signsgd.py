@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 from horovod_topk.config import EXCHANGES, check_flag
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.protocol import Codec, Piece
-from horovod_topk.ops import Ops, coding
+from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
+from horovod_topk.ops import Fused, Ops, coding
 
 Array = Any  # of the framework that `ops` is of
 
@@ -89,6 +89,10 @@ class SignSGD(Codec):
         blocks = coding.scales("sign", piece.numel)
         scales = ops.columns(rows, 0, coding.SCALE_BYTES * blocks)
         return (ops.are_scales(ops.unpack_values(scales, blocks, "bfloat16", dtype)),)
+
+    def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
+        """`Codec.kernel`: that of signs; a vote has none."""
+        return None if self.majority else ops.fused(bucket_recipe(bucket, "sign"), bucket.device)
 
     def settle(self, ops: Ops[Array], total: Array) -> Array | None:
         """`Codec.settle`: by majority the sum's sign."""

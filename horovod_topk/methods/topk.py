@@ -55,11 +55,13 @@ from horovod_topk.config import AUTO, DEFERRED, check_choice
 from horovod_topk.errors import ConfigError, TensorTooLargeError
 from horovod_topk.methods.protocol import (
     RESIDUAL_DTYPE,
+    SECTION,
     Bucket,
     Codec,
     Piece,
     Read,
     Sent,
+    bucket_recipe,
     entries,
 )
 from horovod_topk.ops import Fused, Ops, coding
@@ -71,21 +73,9 @@ VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")  # and "auto
 INDICES = ("auto", "packed", "plain")
 SELECTIONS = ("exact", "sampled")
 EARLY_STEPS, EARLY, MOST_EARLY = 60, 10, 0.25  # of warmup="auto": times `ratio`, at most so much
-SECTION = 8  # bytes; sections begin at multiples of it
 KINDS = (None, "int32", "int16", "packed")  # of indices, in the order of their sections
 
 # Numbers of a recipe; see `horovod_topk.ops.protocol.Fused`.
-WIDTH = {"float32": 4, "float64": 8}  # bytes of a residual
-DTYPE_CODE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
-VALUE_CODE = {
-    "float32": 0,
-    "float64": 0,
-    "float16": 1,
-    "bfloat16": 2,
-    "int8": 3,
-    "int4": 4,
-    "sign": 5,
-}
 INDEX_CODE = {None: 0, "packed": 1, "int16": 2, "int32": 4}
 
 
@@ -111,6 +101,11 @@ class Entries(Piece):
     def sends_all(self) -> bool:
         """Whether every element is sent."""
         return self.index is None
+
+    @property
+    def recipe(self) -> tuple[int, ...]:
+        """`Piece.recipe`."""
+        return self._recipe(self.k, INDEX_CODE[self.index], self.index_at)
 
     def moved(self, by: int) -> Self:
         """The same, so many bytes further back in a payload."""
@@ -307,16 +302,8 @@ class TopK(Codec):
 
     def recipe(self, bucket: Bucket) -> tuple[int, ...]:
         """What a kernel needs to know, as `horovod_topk.ops.protocol.Fused` has it."""
-        head = (
-            len(bucket.tensors),
-            WIDTH[bucket.residual_dtype],
-            VALUE_CODE[self.value_kind(bucket.residual_dtype)],
-            bucket.flags_at,
-            bucket.payload_bytes,
-            int(self.selection == "sampled"),
-            bucket.parts,
-        )
-        return head + tuple(number for piece in bucket.tensors for number in _recipe(piece))
+        kind, sampled = self.value_kind(bucket.residual_dtype), self.selection == "sampled"
+        return bucket_recipe(bucket, kind, sampled=sampled)
 
 
 class Presets:
@@ -326,21 +313,6 @@ class Presets:
     def compact(cls, **settings: Any) -> Self:
         """Return a compressor with the default settings, which once were other ones than these."""
         return cls(**settings)
-
-
-def _recipe(piece: Entries) -> tuple[int, ...]:
-    """A piece's part of the recipe."""
-    return (
-        piece.numel,
-        piece.k,
-        piece.start,
-        INDEX_CODE[piece.index],
-        piece.at,
-        piece.index_at,
-        DTYPE_CODE[piece.spec.dtype],
-        piece.first,
-        piece.gradient,
-    )
 
 
 def _check_gather_ratio(gather_ratio: float | None, exchange: str) -> None:

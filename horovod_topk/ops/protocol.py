@@ -51,7 +51,8 @@ class Fused(Protocol[Taken]):
         0   numel
         1   k, the entries it sends; numel where it has no index
         2   start: its first element in the arenas
-        3   kind of its indices: 1 packed, 2 int16, 4 int32; 0 where all elements are sent, in order
+        3   kind of its indices: 1 packed, 2 int16, 4 int32; where all elements are sent, in order,
+            0, or 3 if they are sent as the residual has them, whatever the kind of values
         4   value_at: byte of its first value in a payload
         5   index_at: byte of its first index in a payload
         6   dtype of its gradient: 0 float16, 1 bfloat16, 2 float32, 3 float64

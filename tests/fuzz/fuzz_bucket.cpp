@@ -57,7 +57,7 @@ struct Memory {
 };
 
 enum Kind { FULL = 0, HALF = 1, BRAIN = 2, INT8 = 3, INT4 = 4, SIGN = 5 };
-enum Index { NONE = 0, PACKED = 1, SHORT = 2, LONG = 4 };
+enum Index { NONE = 0, PACKED = 1, SHORT = 2, AS_IS = 3, LONG = 4 };
 
 struct Tensor {
   int64_t numel, k, index, value_at, index_at, dtype, first;
@@ -66,6 +66,8 @@ struct Tensor {
 struct Job {
   int64_t residual_bytes, kind, payload_bytes, sampled, parts;
   std::vector<Tensor> tensors;
+
+  int64_t kind_of(const Tensor &t) const { return t.index == AS_IS ? FULL : kind; }
 
   /* Where an element of a tensor lies in its gradient, which may be dealt out to shards. */
   int64_t natural(const Tensor &t, int64_t i) const {
@@ -104,14 +106,16 @@ int64_t scale_bytes(int64_t kind, int64_t k) {
   return block_of(kind) ? 2 * ((k + block_of(kind) - 1) / block_of(kind)) : 0;
 }
 
-int64_t value_bits(const Job &job) {
+int64_t value_bits(const Job &job, const Tensor &t) {
   static const int64_t bits[] = {0, 16, 16, 8, 4, 1};
-  return job.kind == FULL ? 8 * job.residual_bytes : bits[job.kind];
+  return job.kind_of(t) == FULL ? 8 * job.residual_bytes : bits[job.kind];
 }
 
-int64_t value_bytes(const Job &job, int64_t k) {
-  return scale_bytes(job.kind, k) + bytes_of(k * value_bits(job));
+int64_t value_bytes(const Job &job, const Tensor &t) {
+  return scale_bytes(job.kind_of(t), t.k) + bytes_of(t.k * value_bits(job, t));
 }
+
+bool sends_all(const Tensor &t) { return t.index == NONE || t.index == AS_IS; }
 
 int64_t low_bits(int64_t n, int64_t k) {
   int64_t best = 0;
@@ -123,6 +127,7 @@ int64_t low_bits(int64_t n, int64_t k) {
 int64_t map_bits(const Tensor &t) { return t.k + ((t.numel - t.k) >> low_bits(t.numel, t.k)); }
 
 int64_t index_bytes(const Tensor &t) {
+  if (sends_all(t)) return 0;
   if (t.index != PACKED) return t.index * t.k;
   return bytes_of(t.k * low_bits(t.numel, t.k)) + bytes_of(map_bits(t));
 }
@@ -146,7 +151,7 @@ std::vector<int64_t> indices_of(const Tensor &t, const uint8_t *payload) {
   std::vector<int64_t> found;
   if (t.index != PACKED) {
     for (int64_t i = 0; i < t.k; ++i)
-      found.push_back(t.index == NONE ? i : (int64_t)bits_at(data, i * t.index * 8, t.index * 8));
+      found.push_back(sends_all(t) ? i : (int64_t)bits_at(data, i * t.index * 8, t.index * 8));
     return found;
   }
   const int64_t low = low_bits(t.numel, t.k);
@@ -183,11 +188,11 @@ float float_of(uint64_t bits, int64_t kind) {
 /* Value i, where residuals are float32. */
 float value_of(const Job &job, const Tensor &t, const uint8_t *payload, int64_t i) {
   const uint8_t *data = payload + t.value_at;
-  int64_t width = value_bits(job), at = scale_bytes(job.kind, t.k);
+  int64_t width = value_bits(job, t), at = scale_bytes(job.kind_of(t), t.k);
   uint64_t bits = bits_at(data + at, i * width, width);
-  if (!at) return float_of(bits, job.kind);
-  float scale = float_of(bits_at(data, i / block_of(job.kind) * 16, 16), BRAIN);
-  if (job.kind == SIGN) return bits ? -scale : scale;
+  if (!at) return float_of(bits, job.kind_of(t));
+  float scale = float_of(bits_at(data, i / block_of(job.kind_of(t)) * 16, 16), BRAIN);
+  if (job.kind_of(t) == SIGN) return bits ? -scale : scale;
   auto j = (int64_t)(bits << (64 - width)) >> (64 - width);
   return scale * (float)j;
 }
@@ -197,17 +202,17 @@ Job draw_job(Input &input) {
   Job job{input.number(1) % 4 ? 4 : 8, input.below(6), 24 + 8, (int64_t)input.number(1) % 2,
           input.number(1) % 2 ? 1 : 1 + input.below(4), {}};
   for (int64_t t = 1 + input.below(4); t > 0; --t) {
-    static const int64_t kinds[] = {NONE, PACKED, PACKED, SHORT, LONG};
+    static const int64_t kinds[] = {NONE, PACKED, PACKED, SHORT, LONG, AS_IS};
     Tensor tensor{};
     tensor.numel = sizes[input.below(10)];
-    tensor.index = kinds[input.below(5)];
+    tensor.index = kinds[input.below(6)];
     if (tensor.index == SHORT && tensor.numel > 65536) tensor.index = LONG;
-    tensor.k = tensor.index ? 1 + input.below(tensor.numel) : tensor.numel;
-    if (tensor.index && input.number(1) % 2) tensor.k = 1 + tensor.k / 50;
+    tensor.k = !sends_all(tensor) ? 1 + input.below(tensor.numel) : tensor.numel;
+    if (!sends_all(tensor) && input.number(1) % 2) tensor.k = 1 + tensor.k / 50;
     tensor.dtype = job.residual_bytes == 8 ? 3 : input.below(3);
     tensor.first = input.below(job.parts);
     tensor.value_at = job.payload_bytes;
-    tensor.index_at = tensor.value_at + value_bytes(job, tensor.k);
+    tensor.index_at = tensor.value_at + value_bytes(job, tensor);
     job.payload_bytes = tensor.index_at + index_bytes(tensor);
     job.tensors.push_back(tensor);
   }
@@ -234,12 +239,12 @@ void draw_values(Input &input, uint8_t *to, int64_t bytes, int64_t width) {
 void check_format(const Job &job, const uint8_t *payload) {
   for (const Tensor &t : job.tensors) {
     REQUIRE(are_sound(t, indices_of(t, payload)));
-    const uint8_t *values = payload + t.value_at + scale_bytes(job.kind, t.k);
-    const int64_t low = t.k * low_bits(t.numel, t.k), width = value_bits(job);
+    const uint8_t *values = payload + t.value_at + scale_bytes(job.kind_of(t), t.k);
+    const int64_t low = t.k * low_bits(t.numel, t.k), width = value_bits(job, t);
     REQUIRE(all_zero(values, t.k * width, 8 * bytes_of(t.k * width)));
-    for (int64_t i = 0; i < scale_bytes(job.kind, t.k) / 2; ++i)
+    for (int64_t i = 0; i < scale_bytes(job.kind_of(t), t.k) / 2; ++i)
       REQUIRE(bits_at(payload + t.value_at, 16 * i, 16) < 0x7f80);
-    for (int64_t i = 0; (job.kind == INT8 || job.kind == INT4) && i < t.k; ++i)
+    for (int64_t i = 0; (job.kind_of(t) == INT8 || job.kind_of(t) == INT4) && i < t.k; ++i)
       REQUIRE(bits_at(values, i * width, width) != (uint64_t)1 << (width - 1));
     if (t.index != PACKED) continue;
     const uint8_t *data = payload + t.index_at;
@@ -255,10 +260,10 @@ double ulp_of(double value) {
 
 /* Whether e + g == decode(p) + what is left, where residuals are float32: exactly, but for signs and
  * for what float16 saturates by far. */
-bool adds_up(const Job &job, float owed, float sent, float rest) {
+bool adds_up(int64_t kind, float owed, float sent, float rest) {
   double error = std::fabs((double)sent + (double)rest - (double)owed);
   double largest = std::max({std::fabs(owed), std::fabs(sent), std::fabs(rest)});
-  bool rounded = job.kind == SIGN || (job.kind == HALF && std::fabs(owed) >= 0x1p29f);
+  bool rounded = kind == SIGN || (kind == HALF && std::fabs(owed) >= 0x1p29f);
   return rounded ? error <= ulp_of(largest) : error == 0;
 }
 
@@ -278,7 +283,7 @@ void check_laws(const Job &job, const Tensor &t, const uint8_t *e, const uint8_t
     float sent = is_sent ? value_of(job, t, payload, next++) : 0;
     float owed = float_at(e, i) + float_at(g, job.natural(t, i)), rest = float_at(left, i);
     if (!std::isfinite(owed)) continue;
-    REQUIRE(adds_up(job, owed, sent, rest));
+    REQUIRE(adds_up(job.kind_of(t), owed, sent, rest));
     if (is_sent) least_sent = std::min(least_sent, std::fabs(owed));
     else largest_left = std::max(largest_left, std::fabs(owed));
   }
@@ -302,7 +307,7 @@ void check_decoded(const Job &job, const Tensor &t, const uint8_t *gathered, int
 }
 
 bool are_scales(const Job &job, const Tensor &t, const uint8_t *payload) {
-  for (int64_t i = 0; i < scale_bytes(job.kind, t.k) / 2; ++i) {
+  for (int64_t i = 0; i < scale_bytes(job.kind_of(t), t.k) / 2; ++i) {
     const float scale = float_of(bits_at(payload + t.value_at, 16 * i, 16), BRAIN);
     if (!std::isfinite(scale) || scale < 0) return false;
   }
@@ -318,7 +323,7 @@ int64_t first_wrong(const Job &job, const uint8_t *gathered, int64_t ranks,
     const uint8_t *payload = gathered + i / tensors * job.payload_bytes;
     if (flags[(size_t)(i % tensors)]) continue;
     if (!are_scales(job, t, payload)) return i;
-    if (t.index != NONE && !are_sound(t, indices_of(t, payload))) return i;
+    if (!sends_all(t) && !are_sound(t, indices_of(t, payload))) return i;
   }
   return -1;
 }
@@ -351,7 +356,7 @@ struct Encoded {
     for (size_t t = 0; t < left.size(); ++t)
       if (payload[24 + t / 8] >> t % 8 & 1) {
         const Tensor &tensor = job.tensors[t];
-        std::memset(&payload[(size_t)tensor.value_at], 0, (size_t)value_bytes(job, tensor.k));
+        std::memset(&payload[(size_t)tensor.value_at], 0, (size_t)value_bytes(job, tensor));
         std::fill(left[t].begin(), left[t].end(), 0);
       }
   }

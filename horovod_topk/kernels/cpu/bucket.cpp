@@ -116,7 +116,7 @@ bool is_sound(const BucketRecipe &bucket, const TensorRecipe &tensor) {
   const int64_t most = tensor.index == SHORT ? int64_t{1} << 16 : int64_t{1} << 32;
   bool has_index = tensor.index == PACKED || tensor.index == SHORT || tensor.index == LONG;
   bool sends_some = has_index && tensor.k >= 1 && tensor.numel <= most;
-  bool sends_all = tensor.index == NONE && tensor.k == tensor.numel;
+  bool sends_all = tensor.sends_all() && tensor.k == tensor.numel;
   return (sends_some || sends_all) && tensor.dtype >= 0 && tensor.dtype < DTYPES &&
          (tensor.dtype == FLOAT64) == (bucket.residual_bytes == 8) &&
          fits(bucket, tensor.value_at, value_bytes(bucket, tensor)) &&
@@ -164,7 +164,7 @@ class Indices {
       if (flags[i % tensors]) return;
       const uint8_t *payload = gathered_ + i / tensors * bucket_.recipe.payload_bytes;
       wrong[(size_t)i] = !are_scales(payload + tensor.value_at, scale_count(bucket_.recipe, tensor));
-      if (tensor.index == NONE || wrong[(size_t)i]) return;
+      if (tensor.sends_all() || wrong[(size_t)i]) return;
       uint32_t *to = is_unpacked(tensor) ? own(i % tensors) + i / tensors * tensor.k : nullptr;
       wrong[(size_t)i] = !bucket_.passes->unpack_index[tensor.index](
           payload + tensor.index_at, tensor.k, tensor.numel, to);
@@ -245,7 +245,7 @@ struct Group {
   bool go_together() const {
     bool all = count > 1;
     for (int64_t s = 0; s < count && all; ++s)
-      all = recipe(s).index != NONE && recipe(s).numel >= TOGETHER;
+      all = !recipe(s).sends_all() && recipe(s).numel >= TOGETHER;
     return all;
   }
 
@@ -320,10 +320,11 @@ void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const Indices
   static thread_local std::vector<int64_t> read;
   read.assign((size_t)ranks, 0);
   const Rows rows = indices.rows(chunk.tensor, read.data());
-  if (tensor.index != NONE && chunk.from > 0)
+  if (!tensor.sends_all() && chunk.from > 0)
     for (int64_t rank = 0; rank < ranks; ++rank)
       read[(size_t)rank] = entries_before(rows, rank, chunk.from);
-  auto sum = (tensor.index != NONE ? bucket.passes->scatter : bucket.passes->add)[bucket.recipe.kind];
+  auto sum = (tensor.sends_all() ? bucket.passes->add
+                                 : bucket.passes->scatter)[bucket.recipe.kind_of(tensor)];
   const int64_t width = dtype_bytes(tensor.dtype);
   alignas(64) double total[TILE];
   std::memset(total, 0, (size_t)(TILE * bucket.recipe.residual_bytes));  // `deliver` leaves zeros

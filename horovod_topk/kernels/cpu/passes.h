@@ -11,8 +11,9 @@ enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT64 = 3, DTYPES = 4 };
 /* How values are sent: as the residual has them, shorter, or as multiples of a block's scale. */
 enum Kind { FULL = 0, HALF = 1, BRAIN = 2, INT8 = 3, INT4 = 4, SIGN = 5, KINDS = 6 };
 
-/* How indices are sent: none for all elements, packed, or as so many bytes. */
-enum Index { NONE = 0, PACKED = 1, SHORT = 2, LONG = 4 };
+/* How indices are sent: none for all elements, which are rounded as the bucket's values are or, if
+ * AS_IS, not at all; packed; or as so many bytes. */
+enum Index { NONE = 0, PACKED = 1, SHORT = 2, AS_IS = 3, LONG = 4 };
 
 constexpr int64_t BLOCK = 4096;  // elements gathered from between two looks at a list's room
 constexpr int64_t STREAMS = 2;   // stretches gathered from at once: memory answers sooner to several

@@ -82,7 +82,7 @@ class WholeTensor final : public Encoder {
  public:
   WholeTensor(const BucketRecipe &bucket, const TensorRecipe &tensor, const Passes *passes)
       : bucket_(bucket), tensor_(tensor), sum_(passes->sum[tensor.dtype]),
-        pack_(passes->pack[bucket.kind]) {}
+        pack_(passes->pack[bucket.kind_of(tensor)]) {}
 
   void begin(const Source &, const Division &division) override {
     finite_.assign((size_t)division.parts, 1);
@@ -410,21 +410,21 @@ class TopK final : public Encoder {
 
 std::unique_ptr<Encoder> make_encoder(const BucketRecipe &bucket, const TensorRecipe &tensor,
                                       const Passes *passes) {
-  if (tensor.index == NONE) return std::make_unique<WholeTensor>(bucket, tensor, passes);
+  if (tensor.sends_all()) return std::make_unique<WholeTensor>(bucket, tensor, passes);
   if (bucket.residual_bytes == 8) return std::make_unique<TopK<double>>(bucket, tensor, passes);
   return std::make_unique<TopK<float>>(bucket, tensor, passes);
 }
 
 int64_t value_bytes(const BucketRecipe &bucket, const TensorRecipe &tensor) {
-  return ::value_bytes(bucket.kind, tensor.k, bucket.residual_bytes);
+  return ::value_bytes(bucket.kind_of(tensor), tensor.k, bucket.residual_bytes);
 }
 
 int64_t scale_count(const BucketRecipe &bucket, const TensorRecipe &tensor) {
-  return ::scale_bytes(bucket.kind, tensor.k) / (int64_t)sizeof(Brain);
+  return ::scale_bytes(bucket.kind_of(tensor), tensor.k) / (int64_t)sizeof(Brain);
 }
 
 int64_t index_bytes(const TensorRecipe &tensor) {
-  return ::index_bytes(tensor.index, tensor.numel, tensor.k);
+  return tensor.sends_all() ? 0 : ::index_bytes(tensor.index, tensor.numel, tensor.k);
 }
 
 }  // namespace topkef

@@ -13,11 +13,14 @@ inline int64_t dtype_bytes(int64_t dtype) { return dtype == FLOAT64 ? 8 : dtype 
 
 struct TensorRecipe {
   int64_t numel, k, start, index, value_at, index_at, dtype, first, gradient;
+
+  bool sends_all() const { return index == NONE || index == AS_IS; }
 };
 
 struct BucketRecipe {
   int64_t tensors, residual_bytes, kind, flags_at, payload_bytes, sampled, parts;
 
+  int64_t kind_of(const TensorRecipe &tensor) const { return tensor.index == AS_IS ? FULL : kind; }
   ShardLayout shard_layout(const TensorRecipe &tensor) const { return {parts, tensor.first}; }
 };
 
