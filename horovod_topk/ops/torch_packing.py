@@ -57,12 +57,19 @@ def blocks(array: Tensor, size: int, filler: float = 0) -> Tensor:
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """`Ops.pack_bits`."""
+    if 8 % bits == 0:  # whole bytes of a few
+        shifts = bits * torch.arange(8 // bits, dtype=torch.uint8, device=codes.device)
+        return (blocks(codes.to(torch.uint8), 8 // bits) << shifts).sum(1, dtype=torch.uint8)
     shifts = torch.arange(bits, device=codes.device)
     return _packed_bits((codes[:, None] >> shifts & 1).reshape(-1))
 
 
 def unpack_bits(rows: Tensor, count: int, bits: int) -> Tensor:
     """`Ops.unpack_bits`."""
+    if 8 % bits == 0:
+        shifts = bits * torch.arange(8 // bits, dtype=torch.uint8, device=rows.device)
+        several = rows[:, :, None] >> shifts & (1 << bits) - 1
+        return several.reshape(rows.shape[0], -1)[:, :count].to(torch.int64)
     single = _bits(rows)[:, : count * bits].reshape(rows.shape[0], count, bits)
     return (single.to(torch.int64) << torch.arange(bits, device=rows.device)).sum(2)
 
