@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
-from horovod_topk.core.momentum import Momenta, check_dtypes, damping
+from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.reshard import rescaling
@@ -204,12 +204,11 @@ class Compressor(State[Array]):
         label = self.schedule.label(self.plan.config.ratio)
         name = f"{self.name}{label}"
         shared = self._ops, self._codec, self.exchange
-        return Step(self.plan, self._storage, *shared, name, self._momenta, self._damping)
+        return Step(self.plan, self._storage, *shared, name, self._momenta, self._decay)
 
-    def _damping(self, name: str) -> float:
-        """How much of the usual damping a tensor has at the present rate and ratio level."""
-        decay = 1.0 if self.rates is None else self.rates.decay(name)
-        return damping(decay, self.agreed.config.ratio, self.plan.config.ratio)
+    def _decay(self, name: str) -> float:
+        """A tensor's learning rate as a share of its largest one; 1 where it is not known."""
+        return 1.0 if self.rates is None else self.rates.decay(name)
 
     def _storage(self, bucket: BucketPlan) -> Storage[Array]:
         i = bucket.ordinal

@@ -13,15 +13,14 @@ A velocity that loses nothing (d = 0) is heavy-ball momentum of what is sent lat
 learning rate that dense training stands it diverges. The paper's masking, d = 1, makes all steps
 smaller, as a lower learning rate does. `velocity_kept` gives 1 - d. With SGD, "auto" is
 
-    d = 1/2 min(1, |u'| / |a|) (lr / largest lr so far)^2 min(1, ratio / ratio of this step)
+    d = 1/2 min(1, |u'| / |a|) (lr / largest lr so far)^2
 
 Elements that are sent in nearly every step have a small residual, and lose half of their velocity.
 They are where gradients are largest, and so where a large learning rate makes training unstable
 first. Elements that have waited lose little. Where the learning rate falls, stability is no longer
-at stake, and velocities keep all. A step of a larger ratio, as in a warm-up, sends many elements
-that are no steep ones, and damps them less. With Adam and AdamW, which divide by the size of what
-they are given, "auto" is masking. Tensors that are sent whole are not damped, so that at ratio 1
-the sum over steps is that of heavy-ball momentum.
+at stake, and velocities keep all. With Adam and AdamW, which divide by the size of what they are
+given, "auto" is masking. Tensors that are sent whole are not damped, so that at ratio 1 the sum
+over steps is that of heavy-ball momentum.
 
 The optimizer itself has no momentum then: p -= lr * (what is applied). A momentum that was taken
 over from it (`taken_over`) leaves users what they know: they are given 1 - m times what is applied,
@@ -87,14 +86,15 @@ class Correction(Generic[Array]):
     Args:
         config: of the plan.
         momenta: of the tensors.
-        damping: gives how much of the usual damping a tensor has, in [0, 1]; in a graph a scalar.
+        decay: gives a tensor's learning rate as a share of its largest one so far; in a graph as a
+            scalar.
         ops: of the arrays.
     """
 
     def __init__(
-        self, config: Method, momenta: Momenta, damping: Callable[[str], float], ops: Ops[Array]
+        self, config: Method, momenta: Momenta, decay: Callable[[str], float], ops: Ops[Array]
     ) -> None:
-        self._config, self._momenta, self._damping, self._ops = config, momenta, damping, ops
+        self._config, self._momenta, self._decay, self._ops = config, momenta, decay, ops
 
     def units(self, bucket: BucketPlan) -> list[float]:
         """What users are given of what is applied, for each tensor."""
@@ -115,7 +115,7 @@ class Correction(Generic[Array]):
     def _losses(self, names: Sequence[str]) -> list[float]:
         """Largest share of its velocity that a sent element loses, for each tensor."""
         if is_graded(self._config):
-            return [LOSS * self._damping(name) for name in names]
+            return [LOSS * self._decay(name) ** 2 for name in names]
         return [1.0 - float(self._config.velocity_kept)] * len(names)
 
     def _views(self, bucket: BucketPlan, arena: Array) -> list[Array]:
@@ -151,17 +151,6 @@ def correct(
         if is_nesterov:
             ops.update_velocity(after, m, gradient, sent[-1])
     return sent
-
-
-def damping(decay: float, usual: float, ratio: float) -> float:
-    """How much of the usual damping velocities have in a step.
-
-    Args:
-        decay: the learning rate as a share of its largest value so far; in a graph a scalar.
-        usual: the ratio of the settings.
-        ratio: that of the step.
-    """
-    return decay**2 * min(1.0, usual / ratio)
 
 
 def is_graded(config: Method) -> bool:

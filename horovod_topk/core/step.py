@@ -66,7 +66,7 @@ class Step(Generic[Array]):
         ops, codec, exchange: what arrays are computed, encoded and exchanged with.
         name: prefix of the collectives' names, equal on all ranks.
         momenta: momentum by tensor; None: as the settings say.
-        damping: gives how much of the usual damping a tensor's velocity has, in [0, 1].
+        decay: gives a tensor's learning rate as a share of its largest one so far.
 
     Attributes:
         sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
@@ -84,11 +84,11 @@ class Step(Generic[Array]):
         exchange: Exchange[Array],
         name: str,
         momenta: Momenta | None = None,
-        damping: Callable[[str], float] = lambda name: 1.0,
+        decay: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
-        self._correction = Correction(plan.config, momenta or Momenta(plan.config), damping, ops)
+        self._correction = Correction(plan.config, momenta or Momenta(plan.config), decay, ops)
         self.sent: set[int] = set()
         self.received: set[int] = set()
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}

@@ -13,7 +13,7 @@ from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
-from horovod_topk.core.momentum import check_dtypes, damping
+from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.residual import Arenas, Squares
@@ -171,17 +171,15 @@ class VariableState(State[Array]):
             )
 
         rates = None if rate is None else self.rates  # graphs outlive this state
-        usual = self.config.ratio
 
-        def damped(name: str) -> Any:
-            decay = 1.0 if rates is None else rates.decay(name, rate)
-            return damping(decay, usual, plan.config.ratio)
+        def decay(name: str) -> Any:
+            return 1.0 if rates is None else rates.decay(name, rate)
 
         codec, committed, collective = PayloadCodec(self.ops), None, self.collective
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
         codec.draw_from(lambda: committed, lambda: collective.rank)
-        return Step(plan, storage, self.ops, codec, exchange, name, damping=damped)
+        return Step(plan, storage, self.ops, codec, exchange, name, decay=decay)
 
     def count(self, plan: Plan, rate: Any = None) -> None:
         """Note in a graph that a step is committed."""
