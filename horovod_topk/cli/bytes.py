@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="CALL",
         help="add a row for another compressor, such as 'QSGD(bits=2)' or PowerSGD; may be given "
-        "several times",
+        "several times (default: none)",
     )
     add("--ranks", type=whole, default=8, help="ranks, 2 or more (default: %(default)s)")
     add(
