@@ -235,6 +235,15 @@ def check_flag(setting: str, value: object) -> None:
         )
 
 
+def check_whole(setting: str, value: object, least: int, most: int, example: int) -> None:
+    """Raise ConfigError if the value of a setting is not an integer from `least` to `most`."""
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(
+            f"{setting}={value!r} is no whole number from {least} to {most}",
+            cure=f"Pass a whole number in this range, such as {setting}={example}",
+        )
+
+
 def check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse a value that is none of the choices, and suggest the nearest; ConfigError."""
     if value not in choices:

@@ -174,12 +174,12 @@ class PayloadCodec(Generic[Array]):
             piece = bucket.tensors[position]
             index = self._rows_in_gradient(bucket, piece, of_piece.index, gathered)
             self._ops.accumulate(totals[piece.gradient], index, of_piece.values)
-        ranks = self._ops.rows(gathered, width) // writers
         for position, (total, gradient) in enumerate(zip(totals, gradients, strict=True)):
             settled = None if position in whole else method.settle(self._ops, total)
             if settled is None:
                 self._ops.write_scaled(total, scale, gradient, flags[position])
             else:
+                ranks = self._ops.rows(gathered, width) // writers
                 self._ops.write_scaled(settled, scale * ranks, gradient, flags[position])
         return flags
 

@@ -190,9 +190,9 @@ class Compressor(State[Array]):
             self.step.forget_gradients()
 
     def _turn_to(self, ratio: float) -> None:
-        """Take another ratio level, where there is nothing under way.
+        """Switch to another ratio level; no bucket may be under way.
 
-        A method's state lies where the level of the settings has it; other levels leave it.
+        A method's state keeps the layout that it has at the ratio of the settings.
         """
         self.plan = self.plan.under(self.schedule.settings(ratio))
         for registry in self._registries.values():

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from horovod_topk.errors import ConfigError
+from horovod_topk.config import check_whole
 from horovod_topk.methods.protocol import Codec, Piece
 from horovod_topk.ops import Ops
 
@@ -26,7 +26,7 @@ RANGE_BYTES = 4  # of a low or a step
 
 @dataclass(frozen=True, kw_only=True)
 class ByteGrad(Codec):
-    """Min-max quantisation to 8 bits, to owners and back, with error feedback.
+    """Quantise each element to 8 bits between its block's minimum and maximum, with error feedback.
 
     4 times fewer bytes than float32, and 2 times fewer than 16 bits, whatever the number of ranks.
     The error of an element is at most 0.2% of its block's range, and the residual keeps it, so
@@ -44,11 +44,7 @@ class ByteGrad(Codec):
     exchange: str = "sharded"
 
     def __post_init__(self) -> None:
-        if type(self.block) is not int or not 16 <= self.block <= 65536:
-            raise ConfigError(
-                f"block={self.block!r} is no whole number from 16 to 65536",
-                cure="Pass how many elements share a range, such as block=2048",
-            )
+        check_whole("block", self.block, 16, 65536, example=2048)
         super().__post_init__()
 
     def data_bytes(self, piece: Piece) -> int:

@@ -1,4 +1,4 @@
-"""PowerSGD: a matrix as the product of two thin ones, found by one step of power iteration.
+"""PowerSGD: approximates a matrix by a product of two thin ones, by one power iteration step.
 
 A gradient of shape (m, ...) is a matrix M, m by n. All ranks have the same Q, n by r, of the step
 before. With sums or means over ranks:
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from horovod_topk.errors import ConfigError
+from horovod_topk.config import check_whole
 from horovod_topk.methods.keys import uniform
 from horovod_topk.methods.protocol import Bucket, Piece, Rounds, Seeded, StateSpec, Work
 from horovod_topk.ops import Ops
@@ -55,15 +55,11 @@ class PowerSGD(Rounds, Seeded):
     rank: int = 4  # columns of the factors
 
     def __post_init__(self) -> None:
-        if type(self.rank) is not int or not 1 <= self.rank <= 1024:
-            raise ConfigError(
-                f"rank={self.rank!r} is no whole number from 1 to 1024",
-                cure="Pass the number of columns that the factors have, such as rank=4",
-            )
+        check_whole("rank", self.rank, 1, 1024, example=4)
         super().__post_init__()
 
     def piece(self, part: Piece, leg: str) -> Piece:
-        """`Method.piece`: whole too where factors cost no less."""
+        """`Method.piece`: a tensor is also sent whole if its factors are not smaller."""
         part, (m, n, r) = super().piece(part, leg), self._shape(part)
         return replace(part, whole=part.whole or r * (m + n) >= m * n)
 
@@ -113,7 +109,7 @@ class PowerSGD(Rounds, Seeded):
 
 
 def _orthonormal(ops: Ops[Any], rows: Array, m: int, r: int) -> Array:
-    """Rows of a matrix, [r * m], made orthonormal one after the other; 0 where one depends."""
+    """Orthonormalise the rows of a matrix, [r * m]; a row that depends on others becomes 0."""
     basis: list[Array] = []
     for i in range(r):
         row = ops.view(rows, i * m, (i + 1) * m)

@@ -105,7 +105,7 @@ class Piece:
         return self._recipe(self.numel, AS_IS if self.whole else 0, 0)
 
     def _recipe(self, k: int, index: int, index_at: int) -> tuple[int, ...]:
-        """The same, of k entries with indices of a kind from a byte on."""
+        """Return the recipe of a piece with k entries, a kind of indices, and their first byte."""
         dtype = DTYPE_CODE[self.spec.dtype]
         place = self.at, index_at, dtype, self.first, self.gradient
         return self.numel, k, self.start, index, *place
@@ -203,7 +203,7 @@ class Method(Settings):
         return 1.0 if self.min_numel == EVERYTHING else AS_SET
 
     def at(self, ratio: float) -> Self:
-        """The settings of a ratio level: of warm-up, or 1.0, at which all is sent unrounded."""
+        """Return the settings at a ratio level. At 1.0 every element is sent unrounded."""
         return self if ratio == self.ratio else replace(self, min_numel=EVERYTHING)
 
     def withheld(self) -> str:
@@ -266,7 +266,7 @@ class Codec(Method):
         raise NotImplementedError(f"{type(self).__name__} has no unpack")
 
     def sound(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Sequence[Array]:
-        """Facts that hold of all bytes that `pack` writes: bool [P] each; see `Read.sound`."""
+        """Checks that all bytes written by `pack` pass, bool [P] each; see `Read.sound`."""
         return ()
 
     def settle(self, ops: Ops[Array], total: Array) -> Array | None:

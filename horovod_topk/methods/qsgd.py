@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from horovod_topk.config import check_choice, check_flag
+from horovod_topk.config import check_choice, check_flag, check_whole
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.keys import Key, uniform
 from horovod_topk.methods.protocol import Piece, SeededCodec
@@ -59,8 +59,8 @@ class QSGD(SeededCodec):
     error_feedback: bool | None = None  # type: ignore[assignment,misc]  # None: where it contracts
 
     def __post_init__(self) -> None:
-        _check_whole("bits", self.bits, 2, 8)
-        _check_whole("block", self.block, 16, 65536)
+        check_whole("bits", self.bits, 2, 8, example=4)
+        check_whole("block", self.block, 16, 65536, example=128)
         check_choice("norm", self.norm, ("max", "l2"))
         if self.error_feedback is None:
             object.__setattr__(self, "error_feedback", self.contracts)
@@ -108,14 +108,14 @@ class QSGD(SeededCodec):
         return ops.cast(ops.spread(step, self.block, piece.numel) * multiple, dtype)
 
     def sound(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Sequence[Array]:
-        """`Codec.sound`: steps are steps, and no element is s + 1 of them."""
+        """`Codec.sound`: every step is finite and not negative, and no multiple is above s."""
         step, multiple = self._read(ops, rows, piece.numel)
         return ops.are_scales(step), ops.are_scales(multiple * -1 + self.levels)
 
     def _norms(self, ops: Ops[Array], size: Array) -> Array:
-        """Of each block, float32: not below the true one, and equal in all frameworks.
+        """Upper bounds of the blocks' norms, float32, with the same bits in all frameworks.
 
-        Squares are added up as integers: of magnitudes as multiples of a 65536th of the largest.
+        The l2 norm adds up integers: squares of magnitudes in units of largest / 65536.
         """
         largest = ops.largest(size, self.block)
         if self.norm == "max":
@@ -135,11 +135,3 @@ class QSGD(SeededCodec):
 
     def _step_bytes(self, numel: int) -> int:
         return coding.SCALE_BYTES * -(-numel // self.block)
-
-
-def _check_whole(setting: str, value: object, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise ConfigError(
-            f"{setting}={value!r} is no whole number from {least} to {most}",
-            cure=f"Pass one, such as the default of {setting}",
-        )

@@ -93,7 +93,7 @@ def test_every_framework_writes_the_same_values(backend: Backend, method: Codec)
 
 @pytest.mark.parametrize("method", [OneBit, ByteGrad])
 def test_what_is_left_out_is_sent_in_later_steps(method: Any) -> None:
-    """The mean over steps approaches the gradient as one over their number."""
+    """The mean of the applied gradients approaches the gradient as 1 / steps."""
     specs, g = [TensorSpec("w", (20, 50), "float32")], values_of((20, 50))
     world = World(make_plan(specs, method(min_numel=0)), 2, NUMPY)
     sums = sum(world.step([{"w": g}] * 2)[0]["w"].astype(float) for _ in range(200))

@@ -27,7 +27,7 @@ def world_of(ranks: int = 1, backend: Backend = NUMPY, **settings: Any) -> World
 
 
 def matrix(seed: int = 0, decay: float = 0.6) -> Array:
-    """Singular values fall by a factor."""
+    """Return an [M, N] matrix whose i-th singular value is decay^i."""
     random = np.random.default_rng(seed)
     left, _ = np.linalg.qr(random.standard_normal((M, N)))
     right, _ = np.linalg.qr(random.standard_normal((N, N)))

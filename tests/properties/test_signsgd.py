@@ -1,4 +1,4 @@
-"""SignSGD's own laws: its contraction, the vote, and what is refused."""
+"""Test SignSGD: its contraction bound, the majority vote, and the settings it refuses."""
 
 from __future__ import annotations
 
