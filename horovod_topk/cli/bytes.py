@@ -120,7 +120,7 @@ def table(
 
 
 def _other(args: argparse.Namespace, specs: list[TensorSpec], asked: Substitute) -> str:
-    """The row of any compressor, over the exchange that its settings name."""
+    """Return the table row of any compressor, over the exchange in its settings."""
     if asked.is_horovods:
         raise ValueError(f"--compressor {asked}: the table has it, as allreduce")
     method = METHODS[asked.name]

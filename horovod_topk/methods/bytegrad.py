@@ -77,7 +77,7 @@ class ByteGrad(Codec):
         return ops.are_scales(abs(low)), ops.are_scales(step)
 
     def _ranges(self, ops: Ops[Array], piece: Piece, rows: Array) -> list[Array]:
-        """[P, blocks] lows and steps, halved."""
+        """Return the halved lows and steps of all blocks, [P, blocks] each."""
         size, blocks = self._range_bytes(piece), -(-piece.numel // self.block)
         parts = [ops.columns(rows, at, at + size) for at in (0, size)]
         return [ops.unpack_values(part, blocks, "float32", "float32") for part in parts]

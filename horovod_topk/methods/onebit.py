@@ -27,7 +27,7 @@ SHORTEST = 32  # elements of a column
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(Codec):
-    """1-bit SGD: a bit an element, with error feedback, and two means a column.
+    """1-bit SGD: send one bit for each element and two means for each column, with error feedback.
 
     About 30 times fewer bytes than float32 for columns of 512 and more, 16 for columns of 32. The
     error of a column is its variance within both signs, so the method contracts. It was made for
@@ -44,7 +44,7 @@ class OneBit(Codec):
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """Allgather alone."""
+        """Only allgather, which keeps columns whole."""
         return ("allgather",)
 
     def data_bytes(self, piece: Piece) -> int:
@@ -52,7 +52,7 @@ class OneBit(Codec):
         return 2 * self._mean_bytes(piece) + -(-piece.numel // 8)
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
-        """`Codec.pack`: magnitudes add up as multiples of a 65536th of their column's largest."""
+        """`Codec.pack`. Magnitudes are summed as integers, in units of largest / 65536."""
         values, column = ops.finite(values), _column(piece)
         unit = ops.above(ops.largest(abs(values), column))
         share = ops.divided(abs(values), ops.spread(unit, column, piece.numel))
@@ -80,7 +80,7 @@ class OneBit(Codec):
         return [ops.are_scales(means) for means in self._means(ops, piece, rows)]
 
     def _means(self, ops: Ops[Array], piece: Piece, rows: Array) -> list[Array]:
-        """[P, columns] float32 each."""
+        """Return the means of both signs for all columns, [P, columns] float32 each."""
         size, count = self._mean_bytes(piece), -(-piece.numel // _column(piece))
         parts = [ops.columns(rows, at, at + size) for at in (0, size)]
         return [ops.unpack_values(part, count, "bfloat16", "float32") for part in parts]
@@ -90,7 +90,7 @@ class OneBit(Codec):
 
 
 def _column(piece: Piece) -> int:
-    """Elements of a column."""
+    """Return the number of elements in a column."""
     shape = piece.spec.shape
     if len(shape) < 2:
         return max(1, piece.numel)

@@ -32,7 +32,7 @@ DEPENDENT = 1e-5  # share of its length below which a column of P depends on tho
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Rounds, Seeded):
-    """Low-rank approximation of each matrix, with error feedback and a warm start.
+    """Send low-rank factors of each matrix, with error feedback and a warm start.
 
     Bytes grow with m + n where the matrix has m n elements, and hardly with the number of ranks: a
     ResNet-50 at rank 4 sends 55 times fewer. It works where gradients have few strong
@@ -93,14 +93,14 @@ class PowerSGD(Rounds, Seeded):
         return ops.matmul(p, q, (m, r, n)), ops.matmul(p, work.sent[1], (m, r, n))
 
     def _shape(self, piece: Piece) -> tuple[int, int, int]:
-        """m, n and r, which is at most either; all 0 for what is no matrix."""
+        """Return the rows m, columns n and rank r of a gradient; zeros if it is not a matrix."""
         shape = piece.spec.shape
         m = shape[0] if len(shape) > 1 and piece.numel else 0
         n = piece.numel // m if m else 0
         return m, n, min(self.rank, m, n)
 
     def _direction(self, ops: Ops[Any], bucket: Bucket, n: int, r: int, work: Work[Any]) -> Array:
-        """Q of the step before, [r * n]; random where that is 0."""
+        """Return the last step's Q, [r * n], with random numbers in place of columns that are 0."""
         assert work.key is not None
         q, dtype = work.state["q"], bucket.residual_dtype
         drawn = uniform(ops, work.key.shared, r * n, dtype, bucket.device) - 0.5
@@ -126,6 +126,6 @@ def _orthonormal(ops: Ops[Any], rows: Array, m: int, r: int) -> Array:
 
 
 def _length(ops: Ops[Any], row: Array, m: int) -> Array:
-    """Euclidean, [1]."""
+    """Return the Euclidean norm of a row, [1]."""
     square = ops.cast(ops.matmul(row, row, (1, m, 1)), "float64")
     return ops.cast(ops.root(square), ops.dtype(row))

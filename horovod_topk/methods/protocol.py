@@ -194,12 +194,12 @@ class Method(Settings):
 
     @property
     def has_levels(self) -> bool:
-        """Whether there is a `ratio` to choose, beside dense."""
+        """Whether the method has a `ratio` setting."""
         return any(each.name == "ratio" for each in fields(self))
 
     @property
     def ratio(self) -> float:
-        """The ratio level: of a method without ratios `AS_SET`, or 1.0 where all is sent whole."""
+        """The ratio level. A method without ratios has two: `AS_SET`, and 1.0, which is dense."""
         return 1.0 if self.min_numel == EVERYTHING else AS_SET
 
     def at(self, ratio: float) -> Self:
@@ -270,9 +270,9 @@ class Codec(Method):
         return ()
 
     def settle(self, ops: Ops[Array], total: Array) -> Array | None:
-        """What is applied as if every rank had sent it, given the sum of what they sent.
+        """Return the value to apply as the mean, computed from the sum over ranks.
 
-        None: the sum is applied as it is, or the mean.
+        None: apply the sum or the mean itself.
         """
         return None
 

@@ -32,7 +32,7 @@ ABOVE = 1 + 2.0**-20  # makes up for rounding, so that no element is more than s
 
 @dataclass(frozen=True, kw_only=True)
 class QSGD(SeededCodec):
-    """Stochastic rounding to 2 to 8 bits an element, with a scale for each block.
+    """Round each element at random to 2 to 8 bits, with a scale for each block.
 
     Every element is sent, so it sends 4 to 15 times fewer bytes than float32 and no fewer. It needs
     no residual to be unbiased. With error feedback it is biased in no step but correlated over
@@ -76,12 +76,12 @@ class QSGD(SeededCodec):
 
     @property
     def levels(self) -> int:
-        """s: the largest multiple of a step."""
+        """The largest multiple of a step, s."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def contracts(self) -> bool:
-        """Whether the error's mean square is below the square of any block."""
+        """Whether the mean squared error is below the squared norm of every block."""
         n, s = self.block, self.levels / 1.008  # as a step is a bfloat16
         variance = n / (4 * s**2) if self.norm == "max" else min(n / s**2, math.sqrt(n) / s)
         return variance < 1
@@ -127,7 +127,7 @@ class QSGD(SeededCodec):
         return ops.cast(ops.root(total) * (1 / coding.UNIT), "float32") * unit
 
     def _read(self, ops: Ops[Array], rows: Array, numel: int) -> tuple[Array, Array]:
-        """[P, blocks] steps and [P, numel] multiples of them, float32."""
+        """Return steps, [P, blocks], and their multiples, [P, numel], both float32."""
         at, blocks = self._step_bytes(numel), -(-numel // self.block)
         step = ops.unpack_values(ops.columns(rows, 0, at), blocks, "bfloat16", "float32")
         codes = ops.unpack_bits(ops.columns(rows, at, None), numel, self.bits)

@@ -26,7 +26,7 @@ Array = Any  # of the framework that `ops` is of
 
 @dataclass(frozen=True, kw_only=True)
 class SignSGD(Codec):
-    """One bit an element: EF-SignSGD, or a majority vote on signs.
+    """Send one bit for each element: EF-SignSGD, or a majority vote on signs.
 
     With error feedback a block's scale is its mean magnitude, and the residual keeps the rest: 31
     times fewer bytes than float32. The smallest elements of a block are sent as large as all
@@ -58,12 +58,12 @@ class SignSGD(Codec):
 
     @property
     def error_feedback(self) -> bool:  # type: ignore[override]
-        """`Codec.error_feedback`: not by majority."""
+        """`Codec.error_feedback`: False with `majority`."""
         return not self.majority
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """Those of every codec; a vote is counted where all of them arrive."""
+        """All exchanges of codecs; with `majority` only allgather, as each rank counts votes."""
         return ("allgather",) if self.majority else EXCHANGES
 
     def data_bytes(self, piece: Piece) -> int:
@@ -83,7 +83,7 @@ class SignSGD(Codec):
         return ops.unpack_values(rows, piece.numel, "sign", dtype)
 
     def sound(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Sequence[Array]:
-        """`Codec.sound`: scales are scales."""
+        """`Codec.sound`: every scale is finite and not negative."""
         if self.majority:
             return ()
         blocks = coding.scales("sign", piece.numel)
@@ -91,11 +91,11 @@ class SignSGD(Codec):
         return (ops.are_scales(ops.unpack_values(scales, blocks, "bfloat16", dtype)),)
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
-        """`Codec.kernel`: that of signs; a vote has none."""
+        """`Codec.kernel`: the kernel for signs; a majority vote has none."""
         return None if self.majority else ops.fused(bucket_recipe(bucket, "sign"), bucket.device)
 
     def settle(self, ops: Ops[Array], total: Array) -> Array | None:
-        """`Codec.settle`: by majority the sum's sign."""
+        """`Codec.settle`: with `majority` the sign of the sum."""
         if not self.majority:
             return None
         dtype = ops.dtype(total)

@@ -153,15 +153,15 @@ class Ops(Protocol[Array]):
         ...
 
     def dtype(self, array: Array) -> str:
-        """What its numbers are, as `zeros` takes it."""
+        """Return the name of an array's dtype, as `zeros` takes it."""
         ...
 
     def device(self, array: Array) -> str:
-        """Where an array lives, as `zeros` takes it."""
+        """Return the device of an array, as `zeros` takes it."""
         ...
 
     def joined(self, parts: Sequence[Array]) -> Array:
-        """Flat arrays of one dtype, behind each other in a new one."""
+        """Concatenate flat arrays of one dtype into a new array."""
         ...
 
     def clone(self, array: Array) -> Array:
@@ -249,11 +249,11 @@ class Ops(Protocol[Array]):
         ...
 
     def columns(self, rows: Array, start: int, stop: int | None) -> Array:
-        """Columns [start, stop) of [P, count]; None: to the end."""
+        """Return columns [start, stop) of [P, count]; None as `stop`: to the end."""
         ...
 
     def pack_bits(self, codes: Array, bits: int) -> Array:
-        """Whole numbers as uint8, `bits` bits each, 1 to 8, without gaps.
+        """Pack whole numbers into uint8, with 1 to 8 bits each and no gaps.
 
         codes: int64, in [0, 2^bits). The lowest bit of the first is bit 0 of the first byte. Bits
             after the last are 0.
@@ -307,26 +307,26 @@ class Ops(Protocol[Array]):
         ...
 
     def finite(self, values: Array) -> Array:
-        """As float32: NaN and infinities are 0, magnitudes saturate at `coding.LIMIT`."""
+        """Cast to float32: NaN and infinities become 0, others saturate at +-`coding.LIMIT`."""
         ...
 
     def above(self, array: Array) -> Array:
-        """The least bfloat16 that is not below each number, as float32.
+        """Round each number up to a bfloat16, returned as float32.
 
         array: float32, not negative, at most `coding.LIMIT`.
         """
         ...
 
     def largest(self, array: Array, size: int) -> Array:
-        """The largest number of each block of a flat array; no NaN."""
+        """Return the largest number of each block of a flat array without NaN."""
         ...
 
     def sums(self, array: Array, size: int) -> Array:
-        """The sum of each block of a flat array of int64."""
+        """Return the sum of each block of a flat int64 array."""
         ...
 
     def spread(self, array: Array, size: int, count: int) -> Array:
-        """Each number for all elements of its block: the last dimension becomes `count` long."""
+        """Repeat each number `size` times along the last dimension, cut off at `count`."""
         ...
 
     def global_index(self, index: Array, parts: int, first: int) -> Array:

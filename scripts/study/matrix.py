@@ -132,7 +132,7 @@ def worst(study: Study, name: str, count: str) -> str:
 
 
 def parts(study: Study, name: str) -> str:
-    """Mean costs of the compressors of another study, by optimizer and metric; gains as zero."""
+    """Tabulate the mean costs of another study's compressors, by optimizer and metric."""
     other = Study(name)
     groups = grouped(other, lambda p: (str(p.options["optimizer"]), UNITS[p.found.metric.name]))
     ways = sorted(groups, key=lambda way: (list(OPTIMIZERS).index(way[0]), way[1] != "%"))

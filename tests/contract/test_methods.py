@@ -282,12 +282,12 @@ def test_what_is_not_sent_to_owners_or_back_stays_in_residuals(case: Case) -> No
 
 
 def left_of(case: Case, a: Array, sent: Array) -> Array:
-    """What stays in a residual: nothing without error feedback."""
+    """Return the expected residual, which is zero without error feedback."""
     return a - sent if getattr(case.method, "error_feedback", True) else a - a
 
 
 def _reduced(bucket: BucketPlan, tensor: Piece, values: list[Array]) -> Array:
-    """Sum or mean over ranks, added in rank order, or what a method makes of it."""
+    """Return the expected gradient: sum or mean in rank order, or the method's `settle`."""
     total, method = np.zeros_like(values[0]), bucket.config
     for each in values:
         total = total + each

@@ -1,4 +1,4 @@
-"""OneBit's and ByteGrad's own laws, beside direct transcriptions of what their modules say."""
+"""Test OneBit and ByteGrad against NumPy transcriptions of their docstrings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 def coded(method: Codec, values: Array, backend: Backend = NUMPY) -> Array:
-    """What receivers read of values."""
+    """Encode values, and return what receivers decode."""
     piece, ops = Piece(TensorSpec("w", values.shape, "float32"), values.size, 0), backend.ops
     data = method.pack(ops, piece, backend.array(values.reshape(-1), "float32"))
     assert ops.numel(data) == method.data_bytes(piece)
@@ -36,7 +36,7 @@ def values_of(shape: tuple[int, ...], seed: int = 0) -> Array:
 
 
 def columns_of(values: Array) -> list[Array]:
-    """The module's columns: one an index of the first dimension, short ones joined."""
+    """Split values by their first index, and join columns of fewer than 32 elements."""
     rows = values.reshape(1, -1) if values.ndim == 1 else values.reshape(values.shape[0], -1)
     joined = -(-32 // rows.shape[1]) if values.ndim > 1 else 1
     return [rows[at : at + joined].reshape(-1) for at in range(0, len(rows), joined)]
@@ -55,7 +55,7 @@ def test_one_bit_stands_for_the_mean_of_its_sign_in_its_column(shape: tuple[int,
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_bit_contracts(shape: tuple[int, ...]) -> None:
-    """The error is the variance within both signs of a column, and less than the whole."""
+    """The squared error is the variance within each sign of a column."""
     for seed in range(5):
         values = values_of(shape, seed)
         expected = 0.0

@@ -1,4 +1,4 @@
-"""PowerSGD's own laws: its approximation beside a full SVD and torch's hook, and its state."""
+"""Test PowerSGD against a full SVD and torch's hook, and test its state."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def matrix(seed: int = 0, decay: float = 0.6) -> Array:
 
 
 def step(world: World, *matrices: Array) -> Array:
-    """What is applied."""
+    """Run a step, and return the gradient that it applies."""
     bias = np.ones(N, np.float32)
     return world.step([{"w": each, "b": bias} for each in matrices])[0]["w"]
 
 
 def factor(world: World) -> Array:
-    """Q^T of the next step, [r, n]."""
+    """Return the Q^T that the next step begins with, [r, n]."""
     state: Any = world.ranks[0].state_dict()
     return np.asarray(state["state.q"]["residuals"]["w"]).reshape(-1, N)
 
 
 def clear(world: World) -> None:
-    """Empty the residuals, and keep Q."""
+    """Set the residuals to zero, and keep Q."""
     for rank in world.ranks:
         state: Any = rank.state_dict()
         for residual in state["residuals"].values():
@@ -107,7 +107,7 @@ def test_it_approximates_the_mean_and_keeps_each_ranks_own_rest(ranks: int) -> N
 
 
 def test_it_is_torchs_hook_from_the_same_q() -> None:
-    """One step of torch.distributed's PowerSGD with a warm start, on one rank."""
+    """Compare with one step of torch.distributed's PowerSGD on one rank."""
     world, g = world_of(backend=TORCH, rank=4), matrix(2)
     step(world, g)
     clear(world)

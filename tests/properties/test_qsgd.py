@@ -1,4 +1,4 @@
-"""QSGD's own laws: unbiasedness, the variance bounds of its paper, contraction, what is refused."""
+"""Test QSGD: unbiasedness, the paper's variance bounds, contraction, and refused settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def key(committed: int) -> Key:
 
 
 def coded(method: QSGD, values: Array, committed: int, backend: Backend = NUMPY) -> Array:
-    """What receivers read of values."""
+    """Encode values, and return what receivers decode."""
     ops = backend.ops
     data = method.pack_keyed(ops, PIECE, backend.array(values, "float32"), key(committed))
     rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
@@ -60,7 +60,7 @@ def least_bfloat16(number: float) -> float:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_it_is_what_the_paper_says(settings: dict[str, Any]) -> None:
-    """Beside a transcription; an l2 norm that is added up in integers may give the next step."""
+    """Compare with `paper`; an l2 norm summed in integers may round to the next step."""
     method, values = QSGD(**settings), values_of()
     stream = key(3).own
     drawn = NUMPY.ops.random_bits(stream, SIZE, 24, "cpu") * 2.0**-24
