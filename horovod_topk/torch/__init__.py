@@ -25,12 +25,13 @@ from typing import Any
 
 from horovod_topk.torch import elastic, seam
 from horovod_topk.torch.compressor import Compressor, TopKEF
+from horovod_topk.torch.onebit_adam import OneBitAdam
 from horovod_topk.torch.state import OptimizerState
 
 seam.install()
 elastic.install()
 
-__all__ = ["OptimizerState", "TopKEF"]
+__all__ = ["OneBitAdam", "OptimizerState", "TopKEF"]
 
 
 def __getattr__(name: str) -> Any:

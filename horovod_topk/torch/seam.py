@@ -3,8 +3,9 @@
 `hvd.DistributedOptimizer` builds a class from `dict(_DistributedOptimizer.__dict__)` at every
 call, so methods wrapped here once reach every optimizer built afterwards. Wrapped are:
 
-    _DistributedOptimizer.__init__                  attach a state when compression is TopKEF, and
-                                                    have no hooks on parameters before it stands
+    _DistributedOptimizer.__init__                  attach a state when compression is TopKEF, or
+                                                    the optimizer OneBitAdam, and have no hooks on
+                                                    parameters before it stands
     _DistributedOptimizer._allreduce_grad_async     hand a ready gradient to that state
     _DistributedOptimizer.synchronize               let it see all gradients before any is exchanged
     _DistributedAdasumOptimizer.__init__            refuse TopKEF before a parameter has changed
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +32,7 @@ from horovod_topk import reporting
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.torch.compressor import Compressor
+from horovod_topk.torch.onebit_adam import OneBitAdam, compression_of
 from horovod_topk.torch.state import OptimizerState, live_states
 from horovod_topk.torch.stepping import check_all_are_known
 
@@ -56,7 +59,10 @@ def install() -> None:
 def _wrap_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        compressor = Compressor.asked(arguments["compression"])
+        asked = arguments["compression"]
+        if isinstance(self, OneBitAdam):
+            asked = compression_of(asked, _signs)
+        compressor = Compressor.asked(asked)
         if compressor is None:
             original(self, *args, **kwargs)
             return
@@ -69,6 +75,12 @@ def _wrap_init(original: Method) -> Method:
         state.begin(self._register_hooks if exchanges else None)
 
     return __init__
+
+
+def _signs() -> Compressor:
+    """What OneBitAdam exchanges its momentum by, unless it is told otherwise."""
+    made: Compressor = importlib.import_module("horovod_topk.torch").SignSGD(exchange="sharded")
+    return made
 
 
 def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
@@ -114,7 +126,7 @@ def _wrap_synchronize(original: Method) -> Method:
 def _wrap_adasum_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        if Compressor.asked(arguments["compression"]) is not None:
+        if Compressor.asked(arguments["compression"]) is not None or isinstance(self, OneBitAdam):
             reduction_of(hvd.Adasum, hvd)
         original(self, *args, **kwargs)
 

@@ -39,7 +39,7 @@ from horovod_topk.torch.momentum import (
     settle_momentum,
 )
 from horovod_topk.torch.planning import plan_of
-from horovod_topk.torch.preprocessing import Preprocessing
+from horovod_topk.torch.preprocessing import ExchangesOwn, Preprocessing
 from horovod_topk.torch.rates import followed, has_rates
 from horovod_topk.torch.ready import Slot, first_elements
 from horovod_topk.torch.scaling import Scaler
@@ -85,6 +85,8 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         config = settle_momentum(optimizer, config, deferred)
         if "follow_lr" in deferred:
             config = replace(config, follow_lr=has_rates(optimizer))
+        if isinstance(optimizer, ExchangesOwn):
+            config = optimizer.exchange_settings(config)
         self._loan = None
         if config.taken_over:
             self._loan = Loan(optimizer, parameters)
@@ -95,7 +97,7 @@ class OptimizerState(Attached[Compressor[Tensor]]):
     def _attach(self, optimizer: Any, config: Method, grad_scaler: Scaler | None) -> None:
         """Plan the exchange of an optimizer's gradients, with all ranks."""
         plan = plan_of(optimizer, config)
-        self._preprocessing = Preprocessing.of(grad_scaler, plan)
+        self._preprocessing = Preprocessing.of(grad_scaler, plan, optimizer)
         self._has_scaler = grad_scaler is not None
         collective = HorovodCollective(optimizer.process_set)
         ops = TorchOps()
@@ -236,8 +238,9 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         if self._preprocessing is not None:
             if not self._compressor.step.sent:
                 self._preprocessing.begin(self._optimizer(), self._compressor.ranks)
-            self._preprocessing.apply(gradients)
-            for slot in self._buckets.slots_of(ordinal):
+            slots = self._buckets.slots_of(ordinal)
+            self._preprocessing.apply([slot.parameter for slot in slots], gradients)
+            for slot in slots:
                 slot.note_writing()
         self._buckets.sent[ordinal] = first_elements(gradients)
         self._compressor.launch(ordinal, gradients)
