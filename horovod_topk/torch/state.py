@@ -19,7 +19,7 @@ from torch import Tensor
 
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.attached import Attached
-from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic
+from horovod_topk.core.base_compressor import check_elastic, check_steps_kept, elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange.selection import exchange_of
@@ -245,8 +245,7 @@ class OptimizerState(Attached[Compressor[Tensor]]):
     def _meet(self) -> None:
         """Rescale residuals before a step, where ranks have come or gone unannounced."""
         units, ranks = self._compressor.ranks_before, self._compressor.ranks
-        if self._compressor.plan.config.warmup is not None:
-            check_kept(self.manager, "warmup= counts steps, of which")
+        check_steps_kept(self._compressor.plan.config, self.manager)
         if self.manager is not None and self.manager.units != ranks:
             self.manager.settle()
         elif self.manager is None and units not in (None, ranks):
