@@ -79,7 +79,6 @@ class Step(Generic[Array]):
         sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
         received: of those whose gradients are replaced, and whose candidates are neither committed
             nor rolled back.
-        stages: how often buckets have to advance before they can be finished.
     """
 
     def __init__(
@@ -101,7 +100,11 @@ class Step(Generic[Array]):
         self.sent: set[int] = set()
         self.received: set[int] = set()
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
-        self.stages = exchange.stages
+
+    @property
+    def stages(self) -> int:
+        """How often buckets have to advance before they can be finished."""
+        return max((each.exchange.stages for each in self._buckets.values()), default=0)
 
     @property
     def flagged(self) -> tuple[str, ...]:
