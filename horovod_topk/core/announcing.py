@@ -137,6 +137,7 @@ class Encoder(Generic[Array]):
                 ops.store_flags(payload, each.plan.layout.flags_at, flags)
             if self._velocities is not None:
                 codec.damp(each, payload, self._gradients, self._velocities)
+        codec.seal([each.plan for each in self._arenas], self._payloads)
 
     def drain(self) -> bool:
         """Wait for announcements under way, and forget them.

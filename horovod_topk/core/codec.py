@@ -14,11 +14,13 @@ all of it for a bucket at once, to the same bits.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core import payload as wire
+from horovod_topk.core.measures import Rows, total_of
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.payload import HEADER_BYTES
 from horovod_topk.core.plan import BucketPlan
@@ -44,10 +46,20 @@ class PayloadCodec(Generic[Array]):
     """Encodes and decodes buckets by the method that each of them has.
 
     `encode` writes the candidate arena and the payload, `decode` writes gradients; nothing else.
+
+    Args:
+        ops: of the arrays.
+        heard: where to note what ranks tell each other; None: a new dictionary.
+
+    Attributes:
+        heard: the measures that arrived last with each bucket, by its ordinal.
     """
 
-    def __init__(self, ops: Ops[Array]) -> None:
+    def __init__(self, ops: Ops[Array], heard: dict[int, Rows] | None = None) -> None:
         self._ops = ops
+        self.heard: dict[int, Rows] = {} if heard is None else heard
+        self._told: dict[int, Sequence[Any]] = {}  # by the bucket's ordinal
+        self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's own, of each piece
         self._kernels: dict[bytes, Fused[Array] | None] = {}
         self._committed: Callable[[], Any] = lambda: 0
         self._rank: Callable[[], int] = lambda: 0
@@ -79,6 +91,26 @@ class PayloadCodec(Generic[Array]):
             return bucket.sender(row * bucket.writers + written) if rows else rank
 
         return Key(method.seed, bucket.place(position), self._committed() - ago, rank, writer)
+
+    def tell(self, bucket: BucketPlan, numbers: Sequence[Any]) -> None:
+        """Note what this rank tells the others with a bucket that it is about to encode.
+
+        numbers: one for each of the bucket's measures that are not the method's own.
+        """
+        self._told[bucket.ordinal], self._measured[bucket.ordinal] = numbers, []
+
+    def measures(self, bucket: BucketPlan) -> Array:
+        """What this rank tells with a bucket that it has encoded: uint8, as payloads have it."""
+        ops, told = self._ops, [*self._told[bucket.ordinal]]
+        own = self._measured[bucket.ordinal]  # nothing, if a kernel has written them
+        told += [total_of(each) for each in zip(*own, strict=True)]
+        data = ops.zeros(wire.MEASURE * len(told), "uint8", bucket.device)
+        numbers = [each if isinstance(each, float) else 0.0 for each in told]
+        ops.store_bytes(data, 0, struct.pack(f"<{len(told)}f", *numbers))
+        for i, each in enumerate(told):
+            if not isinstance(each, float):
+                ops.store(data, wire.MEASURE * i, ops.pack_values(each, "float32"))
+        return data
 
     def new_payload(self, bucket: BucketPlan) -> Array:
         """A zeroed buffer that opens with the bucket's header."""
@@ -130,6 +162,8 @@ class PayloadCodec(Generic[Array]):
         The candidate is e + g before.
         """
         bucket = arenas.plan
+        if bucket.leg != "gather" and bucket.ordinal in self._measured:
+            self._measured[bucket.ordinal] += [each.measured for each in sent if each.measured]
         checked = [each.checked for each in sent]
         self._ops.store_nonfinite(payload, bucket.layout.flags_at, checked)
         for piece, each in zip(bucket.tensors, sent, strict=True):
@@ -159,12 +193,19 @@ class PayloadCodec(Generic[Array]):
             first.encode_shards(
                 kernels, residuals, candidates, gradients, payloads, factors, velocities
             )
-            return
-        gradients = correct(gradients, velocities, self._ops)
-        for each, payload in zip(arenas, payloads, strict=True):
-            self._encode_alone(each, gradients, payload)
-            if velocities is not None:
-                self.damp(each, payload, gradients, velocities)
+        else:
+            gradients = correct(gradients, velocities, self._ops)
+            for each, payload in zip(arenas, payloads, strict=True):
+                self._encode_alone(each, gradients, payload)
+                if velocities is not None:
+                    self.damp(each, payload, gradients, velocities)
+        self.seal([each.plan for each in arenas], payloads)
+
+    def seal(self, buckets: Sequence[BucketPlan], payloads: Sequence[Array]) -> None:
+        """Write what this rank tells the others into the payloads that it has encoded."""
+        for bucket, payload in zip(buckets, payloads, strict=True):
+            if bucket.measures:
+                self._ops.store(payload, HEADER_BYTES, self.measures(bucket))
 
     def rows(
         self, bucket: BucketPlan, gathered: Array
@@ -178,7 +219,7 @@ class PayloadCodec(Generic[Array]):
             PayloadError, PlanMismatchError: what a rank sent is no payload of this bucket.
         """
         width, body_at = bucket.layout.payload_bytes, bucket.layout.body_at
-        read, check = self._read(bucket, gathered), partial(self._check, bucket, ())
+        read, check = self._read(bucket, gathered), partial(self._check, self.heard, bucket, ())
         flags = self._ops.validate(gathered, width, body_at, (), check, len(bucket.tensors))
         pieces = range(len(bucket.tensors))
         return [read[at].values if at in read else None for at in pieces], flags
@@ -202,7 +243,7 @@ class PayloadCodec(Generic[Array]):
         width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
-            check = partial(self._check, bucket, ())
+            check = partial(self._check, self.heard, bucket, ())
             flags = validate(gathered, width, bucket.layout.body_at, (), check, tensors)
             each = flags if writers == 1 else [flags[t.gradient] for t in bucket.tensors]
             wrong = kernel.decode(gathered, scale, each, gradients)
@@ -212,7 +253,8 @@ class PayloadCodec(Generic[Array]):
         read, method = self._read(bucket, gathered), _method(bucket)
         whole = {piece.gradient for piece in bucket.tensors if piece.whole}
         sound = [(position, fact) for position, each in read.items() for fact in each.sound]
-        check, facts = partial(self._check, bucket, sound), [fact for _, fact in sound]
+        check = partial(self._check, self.heard, bucket, sound)
+        facts = [fact for _, fact in sound]
         flags = validate(gathered, width, bucket.layout.body_at, facts, check, tensors)
         totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
         for position, of_piece in read.items():
@@ -333,6 +375,7 @@ class PayloadCodec(Generic[Array]):
 
     @staticmethod
     def _check(
+        heard: dict[int, Rows],
         bucket: BucketPlan,
         sound: Sequence[tuple[int, Array]],
         heads: list[bytes],
@@ -341,6 +384,7 @@ class PayloadCodec(Generic[Array]):
         """Refuse foreign and damaged payloads; return which tensors any rank flagged.
 
         Args:
+            heard: gets the bucket's measures.
             bucket: whose payloads they are.
             sound: positions of pieces, and whether what each rank sent of them can be.
             heads: header and flags of each payload.
@@ -357,6 +401,9 @@ class PayloadCodec(Generic[Array]):
         for (position, _), answer in zip(sound, answers, strict=True):
             if not all(answer) and not flags[bucket.tensors[position].gradient]:
                 raise PayloadCodec._damaged(bucket, position, answer.index(False))
+        if count := len(bucket.measures):
+            ranks = sorted(range(len(heads)), key=bucket.sender)
+            heard[bucket.ordinal] = [wire.measures_of(heads[rank], count) for rank in ranks]
         return flags
 
     @staticmethod

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.measures import Rows
 from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.rates import Rates
@@ -86,6 +87,11 @@ class Compressor(State[Array]):
         """This one among them."""
         return self.exchange.rank
 
+    @property
+    def heard(self) -> Mapping[int, Rows]:
+        """What ranks told each other last, by bucket; see `horovod_topk.core.measures`."""
+        return self._codec.heard
+
     def launch(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Compress a bucket and start its exchange, as `Step.begin`; maybe begin a new step."""
         if self.step.received:
@@ -109,6 +115,7 @@ class Compressor(State[Array]):
         if not step.commit():
             return False
         self.counter.committed += 1
+        self.decide(self.plan, self.heard)
         self.end_step(self.traffic(), (), committed=True)
         return True
 

@@ -34,7 +34,10 @@ Array = TypeVar("Array")
 
 
 def round_plan(bucket: BucketPlan, i: int) -> BucketPlan:
-    """What a bucket has added up in round i, as a bucket of arrays that travel whole."""
+    """What a bucket has added up in round i, as a bucket of arrays that travel whole.
+
+    The first round carries the bucket's measures.
+    """
     method, dtype = _method(bucket), bucket.residual_dtype
     parts = []
     for position, piece in enumerate(bucket.tensors):
@@ -42,7 +45,8 @@ def round_plan(bucket: BucketPlan, i: int) -> BucketPlan:
         spec = TensorSpec(piece.spec.name, (count,), dtype, piece.spec.device)
         parts.append(Piece(spec, count, position))
     identity = [method.id, method.agreed(), i]
-    return lay_out(bucket.ordinal, parts, "direct", Dense(), bucket.reduction, identity=identity)
+    shared = bucket.ordinal, parts, "direct", Dense(), bucket.reduction
+    return lay_out(*shared, identity=identity, measures=() if i else bucket.measures)
 
 
 def round_plans(bucket: BucketPlan) -> list[BucketPlan]:

@@ -10,11 +10,12 @@ tensors that are not known yet waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.measures import Rows, heard
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
 from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
@@ -23,6 +24,7 @@ from horovod_topk.core.schedule import Clock, Counter, HostCounter, Schedule
 from horovod_topk.core.state_dict import (
     ASKED,
     COMMITTED,
+    DECISION,
     OWNED,
     RELEASED,
     RESIDUALS,
@@ -31,6 +33,7 @@ from horovod_topk.core.state_dict import (
     check_owner,
     check_velocity,
     committed_of,
+    decision_of,
     has_residuals,
     joined,
     pack_state,
@@ -41,6 +44,7 @@ from horovod_topk.core.state_dict import (
 from horovod_topk.core.stats import Stats, StepCounters, count_step, measured, planned
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
+from horovod_topk.schedules import Decision
 
 Array = TypeVar("Array")
 _OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # in a state dict, by tensor name
@@ -119,7 +123,22 @@ class State(Generic[Array]):
     def ratio(self) -> float:
         """Ratio of a step that begins now."""
         asked, committed = self.counter.asked, self.counter.committed
-        return self.schedule.ratio_at(committed) if asked is None else asked
+        if asked is not None:
+            return asked
+        return self.schedule.ratio_at(committed, self.counter.decision)
+
+    def decide(self, plan: Plan, by_bucket: Mapping[int, Rows]) -> Decision:
+        """Let the schedule decide at the end of a committed step; return what it has.
+
+        Args:
+            plan: of the step.
+            by_bucket: what ranks told each other with each bucket.
+        """
+        if self.schedule.decides:
+            level, before = plan.config.ratio, self.counter.decision
+            told = heard(plan, by_bucket)
+            self.counter.decision = self.schedule.decide(before, level, told)
+        return self.counter.decision
 
     def set_ratio(self, ratio: float | None) -> None:
         """Take a ratio level from the next step on, or go back to the schedule (None).
@@ -137,17 +156,24 @@ class State(Generic[Array]):
     @property
     def clock(self) -> Clock:
         """What the ratio of the next step follows from: committed steps, and what a user asked."""
-        return self.counter.committed, self.counter.asked
+        return Clock(self.counter.committed, self.counter.asked, self.counter.decision)
 
     def resume(self, clock: Clock, ranks: int | None = None) -> None:
         """Go on at a clock; the residuals are of so many ranks, if that is known."""
-        self.counter.committed = clock[0]
-        self._ask(clock[1])
+        clock = Clock(*clock)
+        self.counter.committed = clock.committed
+        self._ask(clock.asked)
+        self._take_decision(clock.decision)
         self.ranks_before = ranks or None
 
     def _ask(self, ratio: float | None) -> None:
         if ratio != self.counter.asked:
             self.counter.asked = ratio
+
+    def _take_decision(self, saved: Sequence[float]) -> None:
+        decision = self.schedule.usable(saved)
+        if decision != self.counter.decision:
+            self.counter.decision = decision
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's residuals, owner's residuals and velocities, with the counts.
@@ -169,6 +195,9 @@ class State(Generic[Array]):
         state.pop(ASKED, None)
         if self.counter.asked is not None:
             state[ASKED] = self.counter.asked
+        state.pop(DECISION, None)
+        if self.counter.decision:
+            state[DECISION] = list(self.counter.decision)
         if self.rates is not None:
             for key, rates in self.rates.saved().items():
                 state[key] = {**rates_of(self._waiting, key), **rates}
@@ -182,6 +211,7 @@ class State(Generic[Array]):
         """
         committed_of(state, 0)
         asked_of(state)
+        decision_of(state)
         for key in (RATES, LARGEST):
             rates_of(state, key)
         check_velocity(bool(self.config.momentum), state)
@@ -196,6 +226,7 @@ class State(Generic[Array]):
         """
         self.check_state_dict(state)
         self._ask(self.schedule.level(asked_of(state), self.counter.asked))
+        self._take_decision(decision_of(state))
         self.about_to_change()
         self.counter.committed = committed_of(state, self.counter.committed)
         self._begun += steps_of(state, self.ended) - self.ended

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
+from horovod_topk.core.measures import told
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
@@ -50,11 +51,16 @@ class Bucket(Generic[Array]):
 
     plan: BucketPlan
     exchange: BucketExchange[Array]
-    velocity: Arenas[Array] | None
+    storage: Storage[Array]
     flags: Sequence[bool] = ()
     units: Sequence[float] = (1.0,)  # of what users are given, one a tensor or one for all
     committed_last: bool = False  # whether the last step that began was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
+
+    @property
+    def velocity(self) -> Arenas[Array] | None:
+        """Its velocities, with momentum correction."""
+        return self.storage.velocity
 
 
 class Step(Generic[Array]):
@@ -67,6 +73,7 @@ class Step(Generic[Array]):
         name: prefix of the collectives' names, equal on all ranks.
         momenta: momentum by tensor; None: as the settings say.
         decay: gives a tensor's learning rate as a share of its largest one so far.
+        number: gives a measure of the whole rank; see `horovod_topk.core.measures`.
 
     Attributes:
         sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
@@ -84,10 +91,12 @@ class Step(Generic[Array]):
         name: str,
         momenta: Momenta | None = None,
         decay: Callable[[str], float] = lambda name: 1.0,
+        number: Callable[[str], Any] = lambda name: 0.0,
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._correction = Correction(plan.config, momenta or Momenta(plan.config), decay, ops)
+        self._number = number
         self.sent: set[int] = set()
         self.received: set[int] = set()
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
@@ -120,6 +129,8 @@ class Step(Generic[Array]):
         if ordinal in self.sent:
             bucket.exchange.drain()
         bucket.committed_last, bucket.measurable = False, True
+        if bucket.plan.measures:
+            self._tell(bucket, gradients)
         velocities = None
         if bucket.velocity is not None:
             velocities = self._correction.of(bucket.velocity)
@@ -247,7 +258,16 @@ class Step(Generic[Array]):
         storage, ops = self._storage(plan), self._ops
         memory = storage.residuals, storage.owned, storage.states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
-        return Bucket(plan, exchange, storage.velocity)
+        return Bucket(plan, exchange, storage)
+
+    def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
+        """Measure what this rank tells the others with a bucket."""
+        arenas = bucket.storage.residuals or bucket.storage.owned
+        is_first = bucket.plan.ordinal == min(self._buckets)
+        number = self._number if is_first else None
+        residuals, count = [each.residual for each in arenas], len(bucket.plan.config.measured)
+        names = bucket.plan.measures[: len(bucket.plan.measures) - count]
+        self._codec.tell(bucket.plan, told(names, gradients, residuals, number, self._ops))
 
     def _end(self, *, committed: bool) -> bool:
         finished = [self._buckets[ordinal] for ordinal in sorted(self.received)]

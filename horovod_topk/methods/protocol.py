@@ -160,6 +160,7 @@ class Sent(Generic[Array]):
     values: Array  # [k], residual dtype: what receivers read
     index: Array | None  # ascending int64 [k]; None: all elements
     checked: Array  # has a NaN or an infinity if and only if the piece has one
+    measured: Sequence[Array] = ()  # [1] float32 for each of `Method.measured`; pieces add up
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ class Method(Settings):
 
     id: ClassVar[int]  # in the payload's header: unique, and never given to another method
     for_training: ClassVar[Mapping[str, str]] = {}  # defaults of compressors, not of fields
+    measured: ClassVar[tuple[str, ...]] = ()  # names of what a codec measures: `Sent.measured`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,6 +196,11 @@ class Method(Settings):
                     f"the ratio {ratio!r} was asked of {name}, which has none",
                     cure="Pass 'dense' in ratios= and 1.0 in warmup=, or use TopKEF or RandomK",
                 )
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Numbers that ranks tell each other: the schedule's, and the method's own."""
+        return (*self.told, *self.measured)
 
     @property
     def has_levels(self) -> bool:

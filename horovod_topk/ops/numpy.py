@@ -282,6 +282,9 @@ class NumpyOps:
     def norm(self, array: Array) -> float:
         return float(np.linalg.norm(array.astype(np.float64)))
 
+    def square(self, array: Array) -> Array:
+        return np.array([np.sum(np.square(array, dtype=np.float64))], np.float32)
+
 
 def _narrowed(values: Array, kind: str) -> Array:
     """The bytes of floats."""

@@ -441,3 +441,10 @@ class Ops(Protocol[Array]):
     def norm(self, array: Array) -> float:
         """Euclidean norm, summed in float64; in a graph a scalar. Waits for the device."""
         ...
+
+    def square(self, array: Array) -> Array:
+        """[1] float32: the sum of squares, in an order of the library's. Waits for no device.
+
+        array: of any shape; 0 if it has no elements.
+        """
+        ...

@@ -451,6 +451,10 @@ class TensorFlowOps:
         norm: Any = tf.norm(tf.cast(array.value, tf.float64))
         return float(norm) if tf.executing_eagerly() else norm
 
+    def square(self, array: Array) -> Array:
+        total = tf.reduce_sum(tf.square(tf.cast(array.value, tf.float64)))
+        return Buffer(tf.reshape(tf.cast(total, tf.float32), [1]))
+
 
 @functools.cache
 def find_operations() -> Any:

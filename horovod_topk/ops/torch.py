@@ -312,6 +312,11 @@ class TorchOps:
     def norm(self, array: Tensor) -> float:
         return float(torch.linalg.vector_norm(array, dtype=torch.float64))
 
+    def square(self, array: Tensor) -> Tensor:
+        wide = torch.float64 if array.dtype == torch.float64 else torch.float32
+        norm: Tensor = torch.linalg.vector_norm(array, dtype=wide)  # 25 times slower in float64
+        return (norm * norm).to(torch.float32).view(1)
+
 
 class CpuBucket:
     """`horovod_topk.ops.Fused` for tensors in memory, with as many threads as torch itself uses."""

@@ -25,8 +25,8 @@ from typing import Any
 
 from horovod_topk.torch import elastic, seam
 from horovod_topk.torch.compressor import Compressor, TopKEF
-from horovod_topk.torch.onebit_adam import OneBitAdam
 from horovod_topk.torch.state import OptimizerState
+from horovod_topk.torch_training.onebit_adam import OneBitAdam
 
 seam.install()
 elastic.install()

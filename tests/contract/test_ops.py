@@ -1039,6 +1039,22 @@ def test_norm_sums_in_float64(backend: Backend, dtype: str) -> None:
     assert backend.ops.norm(backend.ops.zeros(0, dtype, "cpu")) == 0.0
 
 
+@each_way
+@pytest.mark.parametrize("dtype", [*WIDE, "float16"])
+def test_square(backend: Backend, dtype: str) -> None:
+    """Of any shape; nothing of no elements, and no number of what is not finite."""
+    values = np.random.default_rng(0).standard_normal((40, 33))
+    array = backend.array(values, dtype)
+    expected = np.sum(np.square(backend.numpy(array).astype(np.float64)))
+    found = backend.numpy(backend.ops.square(array))
+    assert (found.dtype, found.shape) == (np.float32, (1,))
+    assert found[0] == pytest.approx(expected, 1e-5)
+    assert backend.numpy(backend.ops.square(backend.ops.zeros(0, dtype, "cpu"))) == 0.0
+    for wrong in (np.nan, np.inf):
+        square = backend.ops.square(backend.array(np.array([1.0, wrong]), dtype))
+        assert not np.isfinite(backend.numpy(square)[0])
+
+
 # Methods of several rounds.
 
 

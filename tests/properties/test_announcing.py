@@ -38,7 +38,7 @@ class Shifted(AnnouncingCodec):
     """
 
     id: ClassVar[int] = 249
-    told: ClassVar[list[tuple[int, list[float], list[list[float]]]]] = []
+    heard: ClassVar[list[tuple[int, list[float], list[list[float]]]]] = []
 
     def data_bytes(self, piece: Piece) -> int:
         return 4 + coding.value_bytes("float16", piece.numel)
@@ -55,7 +55,7 @@ class Shifted(AnnouncingCodec):
     ) -> Any:
         assert key is None
         if isinstance(announced.rows, np.ndarray):
-            self.told.append((piece.numel, announced.own.tolist(), announced.rows.tolist()))
+            self.heard.append((piece.numel, announced.own.tolist(), announced.rows.tolist()))
         shift = ops.zeros(2, "float32", "cpu")
         ops.accumulate(shift, None, announced.rows)
         shift = ops.view(shift, 1, 2)
@@ -93,14 +93,14 @@ def _frozen(backend: Backend, state: Any) -> Any:
 
 def told(numel: int) -> list[tuple[list[float], list[list[float]]]]:
     """Own numbers and all rows, of each piece of so many elements, in the order of encoding."""
-    return [(own, rows) for size, own, rows in Shifted.told if size == numel]
+    return [(own, rows) for size, own, rows in Shifted.heard if size == numel]
 
 
 # Who is told what.
 
 
 def test_all_ranks_are_told_the_numbers_of_all_in_rank_order() -> None:
-    Shifted.told.clear()
+    Shifted.heard.clear()
     given = gradients(0)
     world_of("allgather").step(given)
     for spec in (SPECS[0], SPECS[3]):
@@ -110,7 +110,7 @@ def test_all_ranks_are_told_the_numbers_of_all_in_rank_order() -> None:
 
 
 def test_ranks_are_told_numbers_of_shards_and_an_owner_its_own_alone() -> None:
-    Shifted.told.clear()
+    Shifted.heard.clear()
     given, world = gradients(0), world_of("sharded")
     world.step(given)
     (bucket,) = world.plan.buckets
@@ -122,7 +122,7 @@ def test_ranks_are_told_numbers_of_shards_and_an_owner_its_own_alone() -> None:
                 rows = [[each] * 2 for each in firsts]
                 for first in firsts:
                     assert ([first] * 2, rows) in told(piece.numel)
-    back = [(own, rows) for _, own, rows in Shifted.told if len(rows) == 1]
+    back = [(own, rows) for _, own, rows in Shifted.heard if len(rows) == 1]
     assert len(back) == sum(bool(p.numel and not p.whole) for p in _shards(world))
     assert all(rows == [own] for own, rows in back)
 
@@ -133,12 +133,12 @@ def _shards(world: World) -> list[Piece]:
 
 
 def test_owners_of_the_same_shards_tell_each_other_between_nodes() -> None:
-    Shifted.told.clear()
+    Shifted.heard.clear()
     given, world = gradients(0), world_of("hierarchical")
     world.step(given)
     sums = [sum(one["w"].flat[0] for one in given[node : node + 2]) for node in (0, 2)]
-    pairs = [rows for _, _, rows in Shifted.told if len(rows) == 2]
-    assert len(pairs) == len(Shifted.told) == 2 * 4  # nodes; owners of shards of w and of v
+    pairs = [rows for _, _, rows in Shifted.heard if len(rows) == 2]
+    assert len(pairs) == len(Shifted.heard) == 2 * 4  # nodes; owners of shards of w and of v
     assert [[pytest.approx(each)] * 2 for each in sums] in pairs
 
 
@@ -194,11 +194,11 @@ def test_momentum_is_corrected_before_it_is_announced(exchange: str) -> None:
     settings = {"momentum": 0.5, "velocity_kept": 1.0}
     world, given = world_of(exchange, **settings), gradients(0)
     world.step(given)
-    Shifted.told.clear()
+    Shifted.heard.clear()
     before = [one["w"].flat[0] for one in world.residuals()]
     world.step(given)
     expected = [pytest.approx(e + 1.5 * g["w"].flat[0]) for e, g in zip(before, given, strict=True)]
-    assert [[each] * 2 for each in expected] in [rows for _, _, rows in Shifted.told]
+    assert [[each] * 2 for each in expected] in [rows for _, _, rows in Shifted.heard]
 
 
 # A rank that fails.

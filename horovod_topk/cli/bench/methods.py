@@ -30,7 +30,8 @@ WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two thing
     **dict.fromkeys(SELECTIONS, "selection"),
     **{value: "indices" for value in INDICES if value != "auto"},
 }
-UNFIT = ("name", "warmup", "follow_lr", *BY_ADAPTERS)  # settings that make no other step to time
+# Settings that make no other step to time.
+UNFIT = ("name", "warmup", "schedule", "follow_lr", *BY_ADAPTERS)
 SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,

@@ -26,13 +26,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from horovod_topk.config import check_flag, check_whole
-from horovod_topk.core.base_compressor import BaseCompressor
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 
@@ -52,7 +50,9 @@ class OneBitAdam(Optimizer):
     `TopKEF.of(optimizer)` returns the state of its exchange, for statistics and checkpoints. It
     sends dense float32 gradients for `freeze_after` steps, then 31 times fewer bytes. Another
     compressor with error feedback may be passed, such as `SignSGD(exchange="allgather")` for
-    elastic jobs, which have no owners. Without Horovod it is Adam whose variance is frozen.
+    elastic jobs, which have no owners. For torch DistributedDataParallel, attach a compressor:
+    `SignSGD(exchange="sharded").attach(model, optimizer)`. By itself it is Adam whose variance is
+    frozen.
 
     Freeze the variance when it has become steady, often after 15 to 25% of all steps, and after the
     warm-up of the learning rate. An element whose variance is 0 by then, as it never had a
@@ -70,8 +70,8 @@ class OneBitAdam(Optimizer):
             the paper writes it.
 
     Raises:
-        ConfigError: a value is out of its range; or, from `hvd.DistributedOptimizer`, compressor
-            or `op` do not fit.
+        ConfigError: a value is out of its range; or, where its exchange is set up, the compressor
+            does not fit.
 
     Source: Tang et al. 2021 (1-bit Adam: Communication Efficient Large-Scale Training with Adam's
     Convergence Speed).
@@ -132,11 +132,6 @@ class OneBitAdam(Optimizer):
                 f"{name} has no error feedback as it is set, and the errors of a momentum would "
                 "add up",
                 cure="Leave compression= out, or pass a compressor with error feedback",
-            )
-        if getattr(self, "op", hvd.Average) != hvd.Average:
-            raise ConfigError(
-                "the ranks' momenta would be added up, in which each rank has the common one",
-                cure="Leave op= out",
             )
         if config.warmup is None:
             return replace(config, warmup=((freeze_after, 1.0),))
@@ -219,28 +214,6 @@ class OneBitAdam(Optimizer):
             divisor.masked_fill_(variance == 0, math.inf)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.addcdiv_(mean, divisor, value=-size)
-
-
-def compression_of(asked: Any, made: Callable[[], BaseCompressor]) -> Any:
-    """Return the compressor that exchanges a OneBitAdam's momentum.
-
-    Args:
-        asked: what was passed as `compression=`; Horovod's default stands for nothing.
-        made: makes the one that it has by itself.
-
-    Raises:
-        ConfigError: Horovod would exchange gradients in a form of its own.
-    """
-    if asked is hvd.Compression.none:
-        return made()
-    kind = asked if isinstance(asked, type) else type(asked)
-    if not issubclass(kind, BaseCompressor):
-        raise ConfigError(
-            f"compression={kind.__name__} has Horovod exchange gradients, and OneBitAdam exchanges "
-            "its momentum",
-            cure="Leave compression= out, or pass a compressor of horovod_topk.torch",
-        )
-    return asked
 
 
 def _steps(state: Mapping[str, Any]) -> int:
