@@ -25,10 +25,11 @@ from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
-from horovod_topk.core.measures import told
+from horovod_topk.core.measures import told, total_of
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
+from horovod_topk.core.timing import StepTimer
 from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
@@ -56,6 +57,7 @@ class Bucket(Generic[Array]):
     units: Sequence[float] = (1.0,)  # of what users are given, one a tensor or one for all
     committed_last: bool = False  # whether the last step that began was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
+    gradient: Any = None  # sum of squares of its gradients, in a step that is sampled
 
     @property
     def velocity(self) -> Arenas[Array] | None:
@@ -74,11 +76,13 @@ class Step(Generic[Array]):
         momenta: momentum by tensor; None: as the settings say.
         decay: gives a tensor's learning rate as a share of its largest one so far.
         number: gives a measure of the whole rank; see `horovod_topk.core.measures`.
+        timer: measures the seconds of each part.
 
     Attributes:
         sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
         received: of those whose gradients are replaced, and whose candidates are neither committed
             nor rolled back.
+        samples: whether squares of the step that begins are summed up, for `sample`.
     """
 
     def __init__(
@@ -92,11 +96,12 @@ class Step(Generic[Array]):
         momenta: Momenta | None = None,
         decay: Callable[[str], float] = lambda name: 1.0,
         number: Callable[[str], Any] = lambda name: 0.0,
+        timer: StepTimer | None = None,
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._correction = Correction(plan.config, momenta or Momenta(plan.config), decay, ops)
-        self._number = number
+        self._number, self._timer, self.samples = number, timer or StepTimer(), False
         self.sent: set[int] = set()
         self.received: set[int] = set()
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
@@ -125,12 +130,18 @@ class Step(Generic[Array]):
             ordinal: the bucket.
             gradients: one a tensor, in the plan's order, of the planned shapes.
         """
+        with self._timer.compress():
+            self._begin(ordinal, gradients)
+
+    def _begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
         bucket = self._buckets[ordinal]
         if ordinal in self.sent:
             bucket.exchange.drain()
         bucket.committed_last, bucket.measurable = False, True
         if bucket.plan.measures:
             self._tell(bucket, gradients)
+        if self.samples:
+            bucket.gradient = total_of([self._ops.square(gradient) for gradient in gradients])
         velocities = None
         if bucket.velocity is not None:
             velocities = self._correction.of(bucket.velocity)
@@ -144,6 +155,10 @@ class Step(Generic[Array]):
         Raises:
             PayloadError, PlanMismatchError: a rank sent something else than a bucket.
         """
+        with self._timer.decompress():
+            self._advance()
+
+    def _advance(self) -> None:
         failed: TopKError | None = None
         for bucket in self._buckets.values():
             try:
@@ -174,13 +189,17 @@ class Step(Generic[Array]):
             NotLaunchedError: the bucket has not begun.
             PayloadError, PlanMismatchError: a rank sent something else than this bucket.
         """
+        with self._timer.decompress():
+            return self._finish(ordinal, targets, gain)
+
+    def _finish(self, ordinal: int, targets: Sequence[Array], gain: float) -> Sequence[bool]:
         if ordinal not in self.sent:
             raise NotLaunchedError(
                 f"bucket {ordinal} was finished, and has not begun since it was finished last",
                 cure="Launch every bucket once before it is finished",
             )
         for _ in range(self.stages):
-            self.advance()
+            self._advance()
         bucket = self._buckets[ordinal]
         self.sent.remove(ordinal)
         try:
@@ -193,6 +212,24 @@ class Step(Generic[Array]):
             raise
         self.received.add(ordinal)
         return bucket.flags
+
+    def sample(self) -> list[Array]:
+        """Sums of squares of a step with `samples` that is about to be committed, one number each.
+
+        Of gradients and of what is left of them and the residuals; and of the two added up, where
+        this rank encodes its gradients alone. No device is waited for.
+        """
+        ops, gradient, left, regained = self._ops, list[Any](), list[Any](), list[Any]()
+        for bucket in self._buckets.values():
+            arenas = bucket.storage.residuals or bucket.storage.owned
+            gradient.append(bucket.gradient)
+            left += [ops.square(each.candidate) for each in arenas]
+            for pair in bucket.exchange.encoded():
+                regained += self._codec.regained(*pair)
+        if not left:
+            return []
+        sums = [total_of(gradient), total_of(left)]
+        return [*sums, total_of([sums[1], *regained])] if regained else sums
 
     def commit(self) -> bool:
         """Make the candidates of all finished buckets the state.

@@ -90,6 +90,11 @@ class VariableState(State[Array]):
         stores: Stores,
         collective: Collective[Array],
     ) -> None:
+        if config.probe_every is not None:
+            raise ConfigError(
+                f"probe_every={config.probe_every} was given, and TensorFlow has no probe",
+                cure="Leave probe_every= out, or probe in PyTorch",
+            )
         self.schedule_in_graphs = TracedSchedule(config)
         self.ops, self.collective, self._stores = TensorFlowOps(defers=True), collective, stores
         super().__init__(config, reduction, self.ops, self.schedule_in_graphs)

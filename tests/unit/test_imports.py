@@ -84,6 +84,13 @@ ROOMS = {
         "horovod_topk.elastic",
     },
     "elastic": {"horovod_topk.checkpoint", "horovod_topk.core", "horovod_topk.errors"},
+    "metrics": {"horovod_topk.core.stats", "horovod_topk.__version__"},
+    "metrics/tensorboard.py": {"tensorboard", "horovod_topk.core.stats", "horovod_topk.metrics"},
+    "metrics/prometheus.py": {
+        "prometheus_client",
+        "horovod_topk.core.stats",
+        "horovod_topk.__version__",
+    },
     "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
     "process_sets.py": {"horovod.common", "horovod_topk.core.nodes"},
     "cost": {

@@ -31,7 +31,7 @@ WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two thing
     **{value: "indices" for value in INDICES if value != "auto"},
 }
 # Settings that make no other step to time.
-UNFIT = ("name", "warmup", "schedule", "follow_lr", *BY_ADAPTERS)
+UNFIT = ("name", "warmup", "schedule", "probe_every", "follow_lr", *BY_ADAPTERS)
 SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,
