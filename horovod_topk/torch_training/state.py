@@ -34,7 +34,7 @@ from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.clipping import clip_alone
 from horovod_topk.torch_training.hooks import Hooks
 from horovod_topk.torch_training.momentum import Loan, advise, hand_over, settle_momentum
-from horovod_topk.torch_training.preprocessing import Preprocessing
+from horovod_topk.torch_training.preprocessing import ExchangesOwn, Preprocessing
 from horovod_topk.torch_training.rates import followed, has_rates
 from horovod_topk.torch_training.scaling import Scaler
 from horovod_topk.torch_training.stepping import check_evaluates_once
@@ -80,6 +80,8 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         config = settle_momentum(optimizer, config, deferred)
         if "follow_lr" in deferred:
             config = replace(config, follow_lr=has_rates(optimizer))
+        if isinstance(optimizer, ExchangesOwn):
+            config = optimizer.exchange_settings(config)
         if config.taken_over:
             self._loan = Loan(optimizer, self._names)
         advise(optimizer, config)
@@ -98,7 +100,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             PlanMismatchError, ConfigError: ranks differ, or the exchange cannot be had.
         """
         config = plan.config
-        self._preprocessing = Preprocessing.of(grad_scaler, plan)
+        self._preprocessing = Preprocessing.of(grad_scaler, plan, optimizer)
         self._has_scaler = grad_scaler is not None
         ops = TorchOps()
         self._prefix = config.name or f"topkef.{plan.digest.hex()}"
@@ -167,8 +169,9 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         """Unscale and clip a bucket's gradients, in place."""
         if not self._compressor.step.sent:
             by.begin(self._optimizer(), self._compressor.ranks)
-        by.apply(gradients)
-        for slot in self._buckets.slots_of(ordinal):
+        slots = self._buckets.slots_of(ordinal)
+        by.apply([slot.parameter for slot in slots], gradients)
+        for slot in slots:
             slot.note_writing()
 
     @abc.abstractmethod

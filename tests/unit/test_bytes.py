@@ -51,6 +51,8 @@ CALLS = {
     "SignSGD(majority=True)": (32.0 / 4, "allgather"),
     "OneBit": (30.4 / 4, "allgather"),
     "ByteGrad": (3.98, "sharded"),
+    "TernGrad": (20.0 / 4, "allgather"),
+    "TernGrad(exchange='sharded')": (20.0, "sharded"),
     "PowerSGD": (55.5, "reduce"),
 }
 
