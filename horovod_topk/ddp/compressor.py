@@ -77,7 +77,8 @@ class Compressor(BaseCompressor):
                 together.
             PlanMismatchError: ranks have different models or settings.
         """
-        model.register_comm_hook(*self.hook(model, optimizer, groups))
+        state, hook = self.hook(model, optimizer, groups)  # which refuses what is no DDP
+        model.register_comm_hook(state, hook)
 
     def hook(
         self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None

@@ -14,8 +14,10 @@ issue 48478).
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,6 +84,7 @@ class DDPState(TrainingState):
         check_optimizer(optimizer, names)
         self._model = weakref.ref(model)
         self._futures: list[tuple[Future[Tensor], Tensor]] = []  # that DDP waits for
+        self._failed: BaseException | None = None  # what is raised when backward is over
         config = compressor.config
         if not self.active:
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
@@ -96,9 +99,7 @@ class DDPState(TrainingState):
     def take(self, bucket: Any) -> Future[Tensor]:
         """Note gradients that DDP has ready; launch the buckets of which they are the last.
 
-        Raises:
-            NotAttachedError: this is a copy.
-            ShapeChangedError, ConfigError: gradients are not what was planned.
+        An error is raised when backward is over, and DDP with it: it would not survive one here.
         """
         if self.is_copy:
             raise NotAttachedError(
@@ -110,16 +111,24 @@ class DDPState(TrainingState):
         if not self.active:
             future.set_result(buffer)
             return future
-        if bucket.index() == 0 and self._futures:  # of a backward that has failed
+        if bucket.index() == 0 and self._futures:  # of a backward that was cut off
             self._drop_step()
         self._futures.append((future, buffer))
-        with torch.no_grad():
+        with self._failing_later(), torch.no_grad():
             for slot, gradient in self._gradients_in(bucket):
                 if self._buckets.add(slot, gradient, gradient):
                     self._launch(slot.ordinal)
         if bucket.is_last():
             self._end_backward()
         return future
+
+    @contextmanager
+    def _failing_later(self) -> Iterator[None]:
+        """Keep the first error for the end of backward."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = self._failed or error
 
     def _gradients_in(self, bucket: Any) -> Iterator[tuple[Slot, Tensor]]:
         """The gradients of a bucket, in its memory; each in its parameter's order of elements."""
@@ -157,26 +166,41 @@ class DDPState(TrainingState):
     @torch.no_grad()
     def _finish(self) -> None:
         """Decode every bucket into DDP's memory, and let DDP hand that out."""
-        step, gain = self._compressor.step, 1.0
-        if self._preprocessing is not None:
-            gain = self._preprocessing.gain(self._optimizer())
-        with reporting.waiting():
-            for ordinal in (bucket.ordinal for bucket in self._compressor.plan.buckets):
-                step.finish(ordinal, self._ready(ordinal), gain)
-                self._buckets.note_exchanged(ordinal)
-        futures, self._futures = self._futures, []
+        with self._failing_later(), reporting.waiting():
+            if self._failed is None:
+                self._decode()
+        futures = self._futures
+        if self._failed is not None:
+            self._drop_step()
+            for _, buffer in futures:
+                buffer.fill_(math.nan)
+        self._futures = []
         for future, buffer in futures:
             future.set_result(buffer)
         Variable._execution_engine.queue_callback(self._handed_out)
+
+    def _decode(self) -> None:
+        step, gain = self._compressor.step, 1.0
+        if self._preprocessing is not None:
+            gain = self._preprocessing.gain(self._optimizer())
+        for ordinal in [bucket.ordinal for bucket in self._compressor.plan.buckets]:
+            step.finish(ordinal, self._ready(ordinal), gain)
+            self._buckets.note_exchanged(ordinal)
 
     @torch.no_grad()
     def _handed_out(self) -> None:
         """DDP has written what was exchanged to each gradient, but for parameters unused by all.
 
         Theirs come from residuals.
+
+        Raises:
+            Exception: that of a bucket.
         """
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
         for slot in self._buckets.slots.values():
-            assert slot.exchanged is not None  # in `_finish`, just before
+            assert slot.exchanged is not None  # in `_decode`, just before
             p, exchanged = slot.parameter, slot.exchanged.dense
             if not slot.has_fired and p.requires_grad and bool(torch.any(exchanged)):
                 p.grad = torch.empty_like(p).copy_(exchanged)
@@ -188,13 +212,18 @@ class DDPState(TrainingState):
         if self.active:
             self._compressor.abandon()
             self._buckets.forget()
-            self._futures.clear()
+            self._futures = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Attached.state_dict`; of a copy, what its original had."""
+        return dict(self._saved) if self.is_copy else super().state_dict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"label": self.label, "saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self._stand_for_nothing(state["label"], "its model was copied or unpickled: attach anew")
+        self.is_copy, self._saved = True, state["saved"]
 
 
 def state_of(model: Any) -> DDPState | None:
