@@ -123,7 +123,7 @@ class Attached(Generic[Kept]):
     @property
     def clock(self) -> Clock:
         """What the ratio of the next step follows from: committed steps, and what was asked for."""
-        return self._state.clock if self.active else (0, None)
+        return self._state.clock if self.active else Clock(0)
 
     def resume(self, clock: Clock, ranks: int) -> None:
         """Go on where an elastic job is, whose ranks are so many; called by its manager."""

@@ -21,13 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
+from horovod_topk.core.measures import told, total_of
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
+from horovod_topk.core.timing import StepTimer
 from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
@@ -50,11 +52,17 @@ class Bucket(Generic[Array]):
 
     plan: BucketPlan
     exchange: BucketExchange[Array]
-    velocity: Arenas[Array] | None
+    storage: Storage[Array]
     flags: Sequence[bool] = ()
     units: Sequence[float] = (1.0,)  # of what users are given, one a tensor or one for all
     committed_last: bool = False  # whether the last step that began was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
+    gradient: Any = None  # sum of squares of its gradients, in a step that is sampled
+
+    @property
+    def velocity(self) -> Arenas[Array] | None:
+        """Its velocities, with momentum correction."""
+        return self.storage.velocity
 
 
 class Step(Generic[Array]):
@@ -67,12 +75,14 @@ class Step(Generic[Array]):
         name: prefix of the collectives' names, equal on all ranks.
         momenta: momentum by tensor; None: as the settings say.
         decay: gives a tensor's learning rate as a share of its largest one so far.
+        number: gives a measure of the whole rank; see `horovod_topk.core.measures`.
+        timer: measures the seconds of each part.
 
     Attributes:
         sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
         received: of those whose gradients are replaced, and whose candidates are neither committed
             nor rolled back.
-        stages: how often buckets have to advance before they can be finished.
+        samples: whether squares of the step that begins are summed up, for `sample`.
     """
 
     def __init__(
@@ -85,14 +95,21 @@ class Step(Generic[Array]):
         name: str,
         momenta: Momenta | None = None,
         decay: Callable[[str], float] = lambda name: 1.0,
+        number: Callable[[str], Any] = lambda name: 0.0,
+        timer: StepTimer | None = None,
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._correction = Correction(plan.config, momenta or Momenta(plan.config), decay, ops)
+        self._number, self._timer, self.samples = number, timer or StepTimer(), False
         self.sent: set[int] = set()
         self.received: set[int] = set()
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
-        self.stages = exchange.stages
+
+    @property
+    def stages(self) -> int:
+        """How often buckets have to advance before they can be finished."""
+        return max((each.exchange.stages for each in self._buckets.values()), default=0)
 
     @property
     def flagged(self) -> tuple[str, ...]:
@@ -113,10 +130,18 @@ class Step(Generic[Array]):
             ordinal: the bucket.
             gradients: one a tensor, in the plan's order, of the planned shapes.
         """
+        with self._timer.compress():
+            self._begin(ordinal, gradients)
+
+    def _begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
         bucket = self._buckets[ordinal]
         if ordinal in self.sent:
             bucket.exchange.drain()
         bucket.committed_last, bucket.measurable = False, True
+        if bucket.plan.measures:
+            self._tell(bucket, gradients)
+        if self.samples:
+            bucket.gradient = total_of([self._ops.square(gradient) for gradient in gradients])
         velocities = None
         if bucket.velocity is not None:
             velocities = self._correction.of(bucket.velocity)
@@ -130,6 +155,10 @@ class Step(Generic[Array]):
         Raises:
             PayloadError, PlanMismatchError: a rank sent something else than a bucket.
         """
+        with self._timer.decompress():
+            self._advance()
+
+    def _advance(self) -> None:
         failed: TopKError | None = None
         for bucket in self._buckets.values():
             try:
@@ -160,13 +189,17 @@ class Step(Generic[Array]):
             NotLaunchedError: the bucket has not begun.
             PayloadError, PlanMismatchError: a rank sent something else than this bucket.
         """
+        with self._timer.decompress():
+            return self._finish(ordinal, targets, gain)
+
+    def _finish(self, ordinal: int, targets: Sequence[Array], gain: float) -> Sequence[bool]:
         if ordinal not in self.sent:
             raise NotLaunchedError(
                 f"bucket {ordinal} was finished, and has not begun since it was finished last",
                 cure="Launch every bucket once before it is finished",
             )
         for _ in range(self.stages):
-            self.advance()
+            self._advance()
         bucket = self._buckets[ordinal]
         self.sent.remove(ordinal)
         try:
@@ -179,6 +212,24 @@ class Step(Generic[Array]):
             raise
         self.received.add(ordinal)
         return bucket.flags
+
+    def sample(self) -> list[Array]:
+        """Sums of squares of a step with `samples` that is about to be committed, one number each.
+
+        Of gradients and of what is left of them and the residuals; and of the two added up, where
+        this rank encodes its gradients alone. No device is waited for.
+        """
+        ops, gradient, left, regained = self._ops, list[Any](), list[Any](), list[Any]()
+        for bucket in self._buckets.values():
+            arenas = bucket.storage.residuals or bucket.storage.owned
+            gradient.append(bucket.gradient)
+            left += [ops.square(each.candidate) for each in arenas]
+            for pair in bucket.exchange.encoded():
+                regained += self._codec.regained(*pair)
+        if not left:
+            return []
+        sums = [total_of(gradient), total_of(left)]
+        return [*sums, total_of([sums[1], *regained])] if regained else sums
 
     def commit(self) -> bool:
         """Make the candidates of all finished buckets the state.
@@ -244,7 +295,16 @@ class Step(Generic[Array]):
         storage, ops = self._storage(plan), self._ops
         memory = storage.residuals, storage.owned, storage.states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
-        return Bucket(plan, exchange, storage.velocity)
+        return Bucket(plan, exchange, storage)
+
+    def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
+        """Measure what this rank tells the others with a bucket."""
+        arenas = bucket.storage.residuals or bucket.storage.owned
+        is_first = bucket.plan.ordinal == min(self._buckets)
+        number = self._number if is_first else None
+        residuals, count = [each.residual for each in arenas], len(bucket.plan.config.measured)
+        names = bucket.plan.measures[: len(bucket.plan.measures) - count]
+        self._codec.tell(bucket.plan, told(names, gradients, residuals, number, self._ops))
 
     def _end(self, *, committed: bool) -> bool:
         finished = [self._buckets[ordinal] for ordinal in sorted(self.received)]

@@ -162,6 +162,12 @@ class TorchOps:
     def unpack_bits(self, rows: Tensor, count: int, bits: int) -> Tensor:
         return packing.unpack_bits(rows, count, bits)
 
+    def pack_digits(self, codes: Tensor, base: int) -> Tensor:
+        return packing.pack_digits(codes, base)
+
+    def unpack_digits(self, rows: Tensor, count: int, base: int) -> Tensor:
+        return packing.unpack_digits(rows, count, base)
+
     def pack_index(self, index: Tensor, numel: int, kind: str) -> Tensor:
         return packing.pack_index(index, numel, kind)
 
@@ -198,6 +204,9 @@ class TorchOps:
 
     def largest(self, array: Tensor, size: int) -> Tensor:
         return packing.blocks(array, size, -math.inf).amax(1)
+
+    def column_largest(self, rows: Tensor) -> Tensor:
+        return rows.amax(0)
 
     def sums(self, array: Tensor, size: int) -> Tensor:
         return packing.blocks(array, size).sum(1)
@@ -302,6 +311,11 @@ class TorchOps:
 
     def norm(self, array: Tensor) -> float:
         return float(torch.linalg.vector_norm(array, dtype=torch.float64))
+
+    def square(self, array: Tensor) -> Tensor:
+        wide = torch.float64 if array.dtype == torch.float64 else torch.float32
+        norm: Tensor = torch.linalg.vector_norm(array, dtype=wide)  # 25 times slower in float64
+        return (norm * norm).to(torch.float32).view(1)
 
 
 class CpuBucket:

@@ -12,8 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.attached import Attached
-from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic
+from horovod_topk.core.base_compressor import check_elastic, check_steps_kept, elastic
 from horovod_topk.core.residual import Squares
+from horovod_topk.core.stats import Sample
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.alone import clipped_alone, with_momentum
@@ -139,8 +140,7 @@ class OptimizerState(Attached[VariableState]):
         specs = tuple(spec_of(name, gradient, variable) for name, gradient, variable in triples)
         cached = self._plans.get(specs)
         if cached is None:
-            if self._config.warmup is not None:
-                check_kept(self.manager, "warmup= counts steps, of which")
+            check_steps_kept(self._config, self.manager)
             if elastic():
                 gc.collect()  # a rank that joins has no dead optimizers to tell its names from
             live = [each for state in live_states() for each in state._plans]
@@ -161,17 +161,23 @@ class OptimizerState(Attached[VariableState]):
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
             this, name = weakref.ref(self), cached.name
 
-            def count(flags: Any, squares: Any) -> None:
+            def count(flags: Any, squares: Any) -> int:
                 state = this()
-                if state is not None:
-                    state._count(state._traced[name], flags, squares.numpy())
+                if state is None:
+                    return -1
+                return state._count(state._traced[name], flags, squares.numpy())
 
-            counted = tf.py_function(count, [flags, squares], [])
-            with tf.control_dependencies([counted]):  # which raises what was found on the way
+            level = tf.py_function(count, [flags, squares], tf.int32)
+            self._state.schedule_in_graphs.take(level)
+            with tf.control_dependencies([level]):  # which raises what was found on the way
                 return [tf.identity(each) for each in exchanged]
 
-    def _count(self, cached: CachedPlan, flags: Any, squares: Any) -> None:
-        """Note the end of a step, on the host; raise what `TensorFlowOps` has deferred."""
+    def _count(self, cached: CachedPlan, flags: Any, squares: Any) -> int:
+        """Note the end of a step, on the host; raise what `TensorFlowOps` has deferred.
+
+        Returns:
+            The position of the level that the schedule has decided on; -1: on none.
+        """
         state, plan = self._state, cached.plan
         self._raised, state.ops.raised = state.ops.raised, None
         if self._raised is not None:
@@ -180,10 +186,14 @@ class OptimizerState(Attached[VariableState]):
         state.plan = plan
         if squares[0] >= 0.0:
             state.last_squares = Squares(*map(float, squares))
+            state.sample = Sample.of(state.last_squares)
         names = [tensor.spec.name for tensor in plan.tensors()]
         pairs = zip(names, flags.numpy(), strict=True)
         flagged = [name for name, flag in pairs if flag]
+        if not flagged:
+            state.decide(plan, state.heard)
         state.end_step(state.exchange.traffic(plan), flagged, committed=not flagged)
+        return state.schedule_in_graphs.decided
 
     def _note_skipped(self, gradients: Sequence[Any]) -> None:
         for name, gradient in zip(self._names, gradients, strict=True):

@@ -13,6 +13,7 @@ from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
+from horovod_topk.core.measures import Rows
 from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
@@ -89,12 +90,18 @@ class VariableState(State[Array]):
         stores: Stores,
         collective: Collective[Array],
     ) -> None:
+        if config.probe_every is not None:
+            raise ConfigError(
+                f"probe_every={config.probe_every} was given, and TensorFlow has no probe",
+                cure="Leave probe_every= out, or probe in PyTorch",
+            )
         self.schedule_in_graphs = TracedSchedule(config)
         self.ops, self.collective, self._stores = TensorFlowOps(defers=True), collective, stores
         super().__init__(config, reduction, self.ops, self.schedule_in_graphs)
         self._names, self.later = names, set(names)
         self.rates = VariableRates() if config.follow_lr else None
         self.last_squares = Squares()
+        self.heard: dict[int, Rows] = {}  # what ranks told each other in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -175,7 +182,8 @@ class VariableState(State[Array]):
         def decay(name: str) -> Any:
             return 1.0 if rates is None else rates.decay(name, rate)
 
-        codec, committed, collective = PayloadCodec(self.ops), None, self.collective
+        codec = PayloadCodec(self.ops, self.heard)
+        committed, collective = None, self.collective
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
         codec.draw_from(lambda: committed, lambda: collective.rank)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.core.base_compressor import check_kept, elastic
+from horovod_topk.core.base_compressor import check_steps_kept, elastic
 from horovod_topk.methods.protocol import Method
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.hooks import Hooks
@@ -132,7 +132,7 @@ class OptimizerState(TrainingState):
             with torch.no_grad():
                 if self._preprocessing is not None:
                     gain = self._preprocessing.gain(self._optimizer())
-                step.finish(ordinal, self._buckets.gradients(ordinal), gain)
+                self._compressor.finish(ordinal, self._buckets.gradients(ordinal), gain)
             self._buckets.note_exchanged(ordinal)
             self._late_are_checked = False
         assert slot.exchanged is not None  # its bucket is finished
@@ -156,8 +156,7 @@ class OptimizerState(TrainingState):
     def _meet(self) -> None:
         """Rescale residuals before a step, where ranks have come or gone unannounced."""
         units, ranks = self._compressor.ranks_before, self._compressor.ranks
-        if self._compressor.plan.config.warmup is not None:
-            check_kept(self.manager, "warmup= counts steps, of which")
+        check_steps_kept(self._compressor.plan.config, self.manager)
         if self.manager is not None and self.manager.units != ranks:
             self.manager.settle()
         elif self.manager is None and units not in (None, ranks):

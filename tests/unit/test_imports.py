@@ -24,13 +24,15 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy", "horovod", "mpi4py"}
 ROOMS = {
     "errors.py": set[str](),
     "ratios.py": {"horovod_topk.errors"},
-    "config.py": {"horovod_topk.ratios", "horovod_topk.errors"},
+    "schedules.py": set[str](),
+    "config.py": {"horovod_topk.ratios", "horovod_topk.schedules", "horovod_topk.errors"},
     "__init__.py": {"horovod_topk.errors", "horovod_topk.methods", "horovod_topk.reporting"},
     "reporting.py": set[str](),
     "methods": {
         "horovod_topk.ops",
         "horovod_topk.config",
         "horovod_topk.ratios",
+        "horovod_topk.schedules",
         "horovod_topk.errors",
     },
     "core": {
@@ -39,6 +41,7 @@ ROOMS = {
         "horovod_topk.ops",
         "horovod_topk.config",
         "horovod_topk.ratios",
+        "horovod_topk.schedules",
         "horovod_topk.errors",
     },
     "ops/__init__.py": {"horovod_topk.ops.protocol"},
@@ -81,6 +84,13 @@ ROOMS = {
         "horovod_topk.elastic",
     },
     "elastic": {"horovod_topk.checkpoint", "horovod_topk.core", "horovod_topk.errors"},
+    "metrics": {"horovod_topk.core.stats", "horovod_topk.__version__"},
+    "metrics/tensorboard.py": {"tensorboard", "horovod_topk.core.stats", "horovod_topk.metrics"},
+    "metrics/prometheus.py": {
+        "prometheus_client",
+        "horovod_topk.core.stats",
+        "horovod_topk.__version__",
+    },
     "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
     "process_sets.py": {"horovod.common", "horovod_topk.core.nodes"},
     "cost": {
@@ -99,6 +109,7 @@ ROOMS = {
         "horovod_topk.core",
         "horovod_topk.config",
         "horovod_topk.ratios",
+        "horovod_topk.schedules",
         "horovod_topk.errors",
     },
     "cli/canvas.py": {"matplotlib"},

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import horovod_topk.torch
 from horovod_topk.cli.bench.gradients import GivenGradients
-from horovod_topk.cli.bench.methods import STEADY, Method
-from horovod_topk.torch import TopKEF
+from horovod_topk.cli.bench.methods import OTHER, STEADY, TOPK, Method
 from horovod_topk.torch.collective import rest_until_done
 
 LEARNING_RATE = 1e-9  # weights hardly move, whatever the gradients are
@@ -93,9 +93,13 @@ def _fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Con
     return Contestant(model, model, _distributed(model, plain, name, hvd.Compression.fp16))
 
 
-def _topk(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
-    compression = TopKEF(**STEADY, **method.settings)
-    optimizer = _distributed(model, plain, name, compression)
+def compressor(method: Method) -> Any:
+    """Make the compressor of a method that is one of ours."""
+    return getattr(horovod_topk.torch, method.compressor)(**STEADY, **method.settings)
+
+
+def _ours(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    optimizer = _distributed(model, plain, name, compressor(method))
     return Contestant(model, model, optimizer, warm_up=6)  # residuals fill
 
 
@@ -125,5 +129,6 @@ BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Contestant]] 
     "fp16": _fp16,
     "ddp": _ddp,
     "powersgd": _powersgd,
-    "topk": _topk,
+    TOPK: _ours,
+    OTHER: _ours,
 }

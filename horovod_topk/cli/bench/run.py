@@ -20,7 +20,7 @@ from horovod_topk.cli.bench.contestants import build
 from horovod_topk.cli.bench.figures import Result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.measure import Taken, race
-from horovod_topk.cli.bench.methods import KINDS, NONE, Method
+from horovod_topk.cli.bench.methods import NONE, Method
 from horovod_topk.cli.bench.picture import check_comparable, draw
 from horovod_topk.cli.bench.script import check, time_script
 from horovod_topk.cli.bench.table import table
@@ -139,7 +139,7 @@ def _result(
         "methods": [
             {
                 "name": method.name,
-                "what": KINDS[method.kind],
+                "what": method.what,
                 "settings": dict(method.settings),
                 "seconds": taken[method.name].seconds,
                 "cpu": taken[method.name].cpu,
