@@ -159,6 +159,7 @@ ROOMS = {
     },
     # what PyTorch's adapters have in common
     "torch_training": {
+        "horovod_topk.reporting",
         "horovod_topk.methods",
         "torch",
         "horovod_topk.core",
