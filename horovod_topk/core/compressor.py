@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
@@ -110,15 +111,10 @@ class Compressor(State[Array]):
             self._begin_step()
         if self.probe is not None:
             self.probe.begin(self.plan, ordinal, self.counter.committed, gradients)
+        timer, began = self.timer, time.perf_counter()
+        before = timer.exposed
         self.step.begin(ordinal, gradients)
-
-    def finish(self, ordinal: int, targets: Sequence[Array], gain: float) -> Sequence[bool]:
-        """Wait for a bucket and write the exchanged gradients, as `Step.finish`."""
-        flags = self.step.finish(ordinal, targets, gain)
-        if self.probe is not None:
-            (bucket,) = (each for each in self.plan.buckets if each.ordinal == ordinal)
-            self.probe.finish(bucket, targets, gain)
-        return flags
+        timer.compressing += time.perf_counter() - began - (timer.exposed - before)
 
     @property
     def probed(self) -> Probed:
@@ -256,7 +252,7 @@ class Compressor(State[Array]):
         label = self.schedule.label(self.plan.config.ratio)
         name = f"{self.name}{label}"
         shared = self._ops, self._codec, self.exchange
-        arguments = *shared, name, self._momenta, self._decay, self._number, self.timer
+        arguments = *shared, name, self._momenta, self._decay, self._number
         return Step(self.plan, self._storage, *arguments)
 
     def _number(self, name: str) -> float:

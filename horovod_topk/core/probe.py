@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.exchange import Collective, Pending
-from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.plan import Plan
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -54,16 +54,16 @@ class Probe(Generic[Array]):
             return
         self.drain()
         name = f"{self._name}.probe.{ordinal}"
-        self._ordinal = ordinal
+        self._ordinal, self._reduction = ordinal, plan.reduction
         self._pending = self._collective.allreduce(self._flat(gradients), name)
 
-    def finish(self, bucket: BucketPlan, exchanged: Sequence[Array], gain: float) -> None:
+    def finish(self, ordinal: int, exchanged: Sequence[Array], gain: float) -> None:
         """Compare a bucket's exchanged gradients, `gain` times the applied, with its dense ones."""
-        if self._ordinal != bucket.ordinal or self._pending is None:
+        if self._ordinal != ordinal or self._pending is None:
             return
         ops, total = self._ops, self._pending.wait()
         self._ordinal = self._pending = None
-        scale = gain / self._collective.size if bucket.reduction == "average" else gain
+        scale = gain / self._collective.size if self._reduction == "average" else gain
         dense: Any = ops.clone(total)
         ops.write_scaled(ops.clone(total), scale, dense, False)
         applied = self._flat(exchanged)

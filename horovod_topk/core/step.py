@@ -29,7 +29,6 @@ from horovod_topk.core.measures import told, total_of
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
-from horovod_topk.core.timing import StepTimer
 from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
@@ -52,17 +51,13 @@ class Bucket(Generic[Array]):
 
     plan: BucketPlan
     exchange: BucketExchange[Array]
-    storage: Storage[Array]
+    velocity: Arenas[Array] | None
+    residuals: Sequence[Arenas[Array]]  # or the owner's, where only owners keep some
     flags: Sequence[bool] = ()
     units: Sequence[float] = (1.0,)  # of what users are given, one a tensor or one for all
     committed_last: bool = False  # whether the last step that began was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
     gradient: Any = None  # sum of squares of its gradients, in a step that is sampled
-
-    @property
-    def velocity(self) -> Arenas[Array] | None:
-        """Its velocities, with momentum correction."""
-        return self.storage.velocity
 
 
 class Step(Generic[Array]):
@@ -76,7 +71,6 @@ class Step(Generic[Array]):
         momenta: momentum by tensor; None: as the settings say.
         decay: gives a tensor's learning rate as a share of its largest one so far.
         number: gives a measure of the whole rank; see `horovod_topk.core.measures`.
-        timer: measures the seconds of each part.
 
     Attributes:
         sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
@@ -97,12 +91,11 @@ class Step(Generic[Array]):
         momenta: Momenta | None = None,
         decay: Callable[[str], float] = lambda name: 1.0,
         number: Callable[[str], Any] = lambda name: 0.0,
-        timer: StepTimer | None = None,
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._correction = Correction(plan.config, momenta or Momenta(plan.config), decay, ops)
-        self._number, self._timer, self.samples = number, timer or StepTimer(), False
+        self._number, self.samples = number, False
         self.sent: set[int] = set()
         self.received: set[int] = set()
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
@@ -127,10 +120,6 @@ class Step(Generic[Array]):
             ordinal: the bucket.
             gradients: one a tensor, in the plan's order, of the planned shapes.
         """
-        with self._timer.compress():
-            self._begin(ordinal, gradients)
-
-    def _begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
         bucket = self._buckets[ordinal]
         if ordinal in self.sent:
             bucket.exchange.drain()
@@ -152,10 +141,6 @@ class Step(Generic[Array]):
         Raises:
             PayloadError, PlanMismatchError: a rank sent something else than a bucket.
         """
-        with self._timer.decompress():
-            self._advance()
-
-    def _advance(self) -> None:
         failed: TopKError | None = None
         for bucket in self._buckets.values():
             try:
@@ -186,17 +171,13 @@ class Step(Generic[Array]):
             NotLaunchedError: the bucket has not begun.
             PayloadError, PlanMismatchError: a rank sent something else than this bucket.
         """
-        with self._timer.decompress():
-            return self._finish(ordinal, targets, gain)
-
-    def _finish(self, ordinal: int, targets: Sequence[Array], gain: float) -> Sequence[bool]:
         if ordinal not in self.sent:
             raise NotLaunchedError(
                 f"bucket {ordinal} was finished, and has not begun since it was finished last",
                 cure="Launch every bucket once before it is finished",
             )
         for _ in range(self.stages):
-            self._advance()
+            self.advance()
         bucket = self._buckets[ordinal]
         self.sent.remove(ordinal)
         try:
@@ -218,9 +199,8 @@ class Step(Generic[Array]):
         """
         ops, gradient, left, regained = self._ops, list[Any](), list[Any](), list[Any]()
         for bucket in self._buckets.values():
-            arenas = bucket.storage.residuals or bucket.storage.owned
             gradient.append(bucket.gradient)
-            left += [ops.square(each.candidate) for each in arenas]
+            left += [ops.square(each.candidate) for each in bucket.residuals]
             for pair in bucket.exchange.encoded():
                 regained += self._codec.regained(*pair)
         if not left:
@@ -292,14 +272,16 @@ class Step(Generic[Array]):
         storage, ops = self._storage(plan), self._ops
         memory = storage.residuals, storage.owned, storage.states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
-        return Bucket(plan, exchange, storage)
+        return Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
 
     def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
         """Measure what this rank tells the others with a bucket."""
-        arenas = bucket.storage.residuals or bucket.storage.owned
         is_first = bucket.plan.ordinal == min(self._buckets)
         number = self._number if is_first else None
-        residuals, count = [each.residual for each in arenas], len(bucket.plan.config.measured)
+        residuals, count = (
+            [each.residual for each in bucket.residuals],
+            len(bucket.plan.config.measured),
+        )
         names = bucket.plan.measures[: len(bucket.plan.measures) - count]
         self._codec.tell(bucket.plan, told(names, gradients, residuals, number, self._ops))
 

@@ -8,6 +8,7 @@ launches it; the first collection waits for it. Nothing in a hook blocks.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,7 +27,7 @@ from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.momentum import Momenta
 from horovod_topk.core.probe import Probe
 from horovod_topk.core.stats import Stats, describe
-from horovod_topk.core.timing import TimedCollective
+from horovod_topk.core.timing import StepTimer
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch.buckets import Buckets
@@ -99,7 +100,8 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         plan = plan_of(optimizer, config)
         self._preprocessing = Preprocessing.of(grad_scaler, plan)
         self._has_scaler = grad_scaler is not None
-        collective = TimedCollective(HorovodCollective(optimizer.process_set))
+        timer = StepTimer()
+        collective = HorovodCollective(optimizer.process_set, timer)
         ops = TorchOps()
         self._prefix = config.name or f"topkef.{plan.digest.hex()}"
         self._ordinal = _free_ordinal(self._prefix)
@@ -110,10 +112,10 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         name = f"{self._prefix}.{self._ordinal}"
         momenta = Momenta(plan.config, None if self._loan is None else self._loan.now)
         self._compressor = self._state = Compressor(
-            plan, ops, PayloadCodec(ops), exchange, name, momenta, collective.timer
+            plan, ops, PayloadCodec(ops), exchange, name, momenta, timer
         )
         if config.probe_every is not None:
-            self._compressor.probe = Probe(config.probe_every, collective.inner, ops, name)
+            self._compressor.probe = Probe(config.probe_every, collective, ops, name)
         self._compressor.rates = followed(optimizer, config, self._loan)
         self._reduction = plan.reduction
         self._buckets.index(plan)
@@ -221,7 +223,13 @@ class OptimizerState(Attached[Compressor[Tensor]]):
             with torch.no_grad():
                 if self._preprocessing is not None:
                     gain = self._preprocessing.gain(self._optimizer())
-                self._compressor.finish(ordinal, self._buckets.gradients(ordinal), gain)
+                targets = self._buckets.gradients(ordinal)
+                timer, began = self._compressor.timer, time.perf_counter()
+                before = timer.exposed
+                step.finish(ordinal, targets, gain)
+                timer.decompressing += time.perf_counter() - began - (timer.exposed - before)
+                if self._compressor.probe is not None:
+                    self._compressor.probe.finish(ordinal, targets, gain)
             self._buckets.note_exchanged(ordinal)
             self._late_are_checked = False
         assert slot.exchanged is not None  # its bucket is finished
