@@ -4,9 +4,9 @@
 
 Both optimizers have the default settings and compute nothing. The one sums up squares in one step
 of 128, and has writers for JSON lines and Prometheus on every step, and for TensorBoard on every
-tenth. The other has neither. Both read the clock a few times a bucket, which cannot be switched off. Steps alternate,
-and each begins with a barrier; rank 0 prints medians in ms, the median of the differences of pairs,
-and the difference of the means, which has the sampled steps too.
+tenth. The other has neither. Both read the clock a few times a bucket, which cannot be switched
+off. Steps alternate, and each begins with a barrier; rank 0 prints medians in ms, the median of the
+differences of pairs, and the difference of the means, which has the sampled steps too.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
-from horovod_topk.core.measures import Rows
+from horovod_topk.core.measures import EXPOSED, STEP, Rows
 from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probe, Probed
@@ -81,6 +81,8 @@ class Compressor(State[Array]):
         self._registries = {key: part for key, part in parts.items() if part is not None}
         self.parts = {**self._registries}
         self.probe: Probe[Array] | None = None
+        self._numbers: dict[str, float] = {}  # measures of this rank, of the step before
+        self._ended: float | None = None  # when that ended, by `time.perf_counter`
         self.step = self._new_step()
 
     @property
@@ -197,7 +199,9 @@ class Compressor(State[Array]):
         return self.step.squares()
 
     def _end(self, flagged: Sequence[str], *, committed: bool) -> None:
-        seconds = self.timer.seconds
+        seconds, now = self.timer.seconds, time.perf_counter()
+        self._numbers = {EXPOSED: seconds.exposed_seconds, STEP: now - (self._ended or now)}
+        self._ended = now
         self.end_step(self.traffic(), flagged, committed=committed, seconds=seconds)
 
     def _take_sample(self) -> None:
@@ -256,8 +260,8 @@ class Compressor(State[Array]):
         return Step(self.plan, self._storage, *arguments)
 
     def _number(self, name: str) -> float:
-        """A measure of this rank; see `horovod_topk.core.measures`."""
-        return 0.0
+        """A measure of this rank, of the step before; see `horovod_topk.core.measures`."""
+        return self._numbers.get(name, 0.0)
 
     def _decay(self, name: str) -> float:
         """A tensor's learning rate as a share of its largest one; 1 where it is not known."""
