@@ -96,6 +96,7 @@ class BaseCompressor(abc.ABC):
     """
 
     framework: ClassVar[str]  # "torch" or "tensorflow"
+    adapter: ClassVar[str]  # the package's part that has it, such as "ddp"
     method: ClassVar[type[Method]]
     config: Method
     deferred: Mapping[str, str]  # settings that wait for the optimizer to be known
@@ -118,7 +119,7 @@ class BaseCompressor(abc.ABC):
         if put is not None and not put.is_horovods:
             check_replaceable(settings)
             announce(str(put), type(self).__name__)
-            adapter = importlib.import_module(f"horovod_topk.{self.framework}")
+            adapter = importlib.import_module(f"horovod_topk.{self.adapter}")
             self.__class__ = getattr(adapter, put.name)
             positional, settings = (), dict(put.settings)
         known = {*self.method.__dataclass_fields__, "grad_scaler", "commit_dir"} - BY_ADAPTERS

@@ -6,6 +6,8 @@
                  0 without error feedback
     decode       g' = scale * the sum over ranks, in rank order, of what they sent
 
+`horovod_topk.core.announcing` encodes for methods whose ranks tell each other numbers first.
+
 This is the definition, in the verbs of `horovod_topk.ops`. A method may offer a kernel that does
 all of it for a bucket at once, to the same bits.
 """
@@ -25,7 +27,16 @@ from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.errors import PayloadError
 from horovod_topk.methods.keys import Key
-from horovod_topk.methods.protocol import Codec, Read, Seeded, SeededCodec, Sent
+from horovod_topk.methods.protocol import (
+    Announced,
+    AnnouncingCodec,
+    Codec,
+    Read,
+    Seeded,
+    SeededCodec,
+    Sent,
+    numbers_of,
+)
 from horovod_topk.ops import Fused, Ops, SupportsOnePass, Velocities
 
 Array = TypeVar("Array")
@@ -111,6 +122,12 @@ class PayloadCodec(Generic[Array]):
         """Write the bucket's header into a zeroed buffer."""
         self._ops.store_bytes(payload, 0, bucket.header)
 
+    def flag_all(self, bucket: BucketPlan, payload: Array) -> None:
+        """Say in a payload that every tensor is non-finite, so that all ranks roll back."""
+        layout, flags = bucket.layout, (1 << len(bucket.gradients)) - 1
+        data = flags.to_bytes(layout.flags_bytes, "little")
+        self._ops.store_bytes(payload, layout.flags_at, data)
+
     def encode(
         self,
         arenas: Arenas[Array],
@@ -133,7 +150,18 @@ class PayloadCodec(Generic[Array]):
         if kernel is not None:
             kernel.encode(arenas.residual, arenas.candidate, gradients, payload)
             return
-        sent = [self._encode(arenas, gradients, at) for at in range(len(bucket.tensors))]
+        sent = []
+        for position in range(len(bucket.tensors)):
+            values = self.compensate(arenas, gradients, position)
+            sent.append(self.encode_piece(bucket, position, values))
+        self.write(arenas, payload, sent)
+
+    def write(self, arenas: Arenas[Array], payload: Array, sent: Sequence[Sent[Array]]) -> None:
+        """Write what each piece sends to a payload; leave in the candidate arena what it does not.
+
+        The candidate is e + g before.
+        """
+        bucket = arenas.plan
         if bucket.leg != "gather" and bucket.ordinal in self._measured:
             self._measured[bucket.ordinal] += [each.measured for each in sent if each.measured]
         checked = [each.checked for each in sent]
@@ -170,10 +198,31 @@ class PayloadCodec(Generic[Array]):
             for each, payload in zip(arenas, payloads, strict=True):
                 self._encode_alone(each, gradients, payload)
                 if velocities is not None:
-                    self._damp(each, payload, gradients, velocities)
-        for each, payload in zip(arenas, payloads, strict=True):
-            if each.plan.measures:
-                self._ops.store(payload, HEADER_BYTES, self.measures(each.plan))
+                    self.damp(each, payload, gradients, velocities)
+        self.seal([each.plan for each in arenas], payloads)
+
+    def seal(self, buckets: Sequence[BucketPlan], payloads: Sequence[Array]) -> None:
+        """Write what this rank tells the others into the payloads that it has encoded."""
+        for bucket, payload in zip(buckets, payloads, strict=True):
+            if bucket.measures:
+                self._ops.store(payload, HEADER_BYTES, self.measures(bucket))
+
+    def rows(
+        self, bucket: BucketPlan, gathered: Array
+    ) -> tuple[list[Array | None], Sequence[bool]]:
+        """What each payload has of every tensor, [P, n], of a bucket that travels whole.
+
+        Returns:
+            The rows, None for a tensor without elements; and which tensors any rank flagged.
+
+        Raises:
+            PayloadError, PlanMismatchError: what a rank sent is no payload of this bucket.
+        """
+        width, body_at = bucket.layout.payload_bytes, bucket.layout.body_at
+        read, check = self._read(bucket, gathered), partial(self._check, self.heard, bucket, ())
+        flags = self._ops.validate(gathered, width, body_at, (), check, len(bucket.tensors))
+        pieces = range(len(bucket.tensors))
+        return [read[at].values if at in read else None for at in pieces], flags
 
     def decode(
         self,
@@ -221,7 +270,7 @@ class PayloadCodec(Generic[Array]):
                 self._ops.write_scaled(settled, scale * ranks, gradient, flags[position])
         return flags
 
-    def _damp(
+    def damp(
         self,
         arenas: Arenas[Array],
         payload: Array,
@@ -281,10 +330,8 @@ class PayloadCodec(Generic[Array]):
             differences.append(ops.square(whole) - before)
         return differences
 
-    def _encode(
-        self, arenas: Arenas[Array], gradients: Sequence[Array], position: int
-    ) -> Sent[Array]:
-        """Compensate and encode one piece; the candidate is e + g afterwards."""
+    def compensate(self, arenas: Arenas[Array], gradients: Sequence[Array], position: int) -> Array:
+        """Write e + g of one piece to the candidate arena, and return it."""
         ops, bucket = self._ops, arenas.plan
         piece = bucket.tensors[position]
         gradient = gradients[piece.gradient]
@@ -293,12 +340,39 @@ class PayloadCodec(Generic[Array]):
             gradient = ops.take(gradient, self._in_gradient(bucket, piece, own))
         candidate = self._slice(arenas.candidate, piece)
         ops.compensate(self._slice(arenas.residual, piece), gradient, candidate)
+        return candidate
+
+    def numbers(self, bucket: BucketPlan, position: int, values: Array) -> Array:
+        """What this rank announces of one piece's e + g: float32, maybe of no element."""
+        method: object = bucket.config
+        piece = bucket.tensors[position]
+        if isinstance(method, AnnouncingCodec) and numbers_of(method, piece):
+            return method.announce(self._ops, piece, values)
+        return self._ops.zeros(0, "float32", bucket.device)
+
+    def encode_piece(
+        self,
+        bucket: BucketPlan,
+        position: int,
+        values: Array,
+        announced: Announced[Array] | None = None,
+    ) -> Sent[Array]:
+        """Encode one piece's e + g.
+
+        announced: for an `AnnouncingCodec`; None: this rank alone sends the piece.
+        """
+        ops, piece, method = self._ops, bucket.tensors[position], _method(bucket)
         if not piece.numel:
-            return Sent([], candidate, None, candidate)
-        method, key = _method(bucket), self.key(bucket, position, rows=False)
+            return Sent([], values, None, values)
+        key = self.key(bucket, position, rows=False)
+        if isinstance(method, AnnouncingCodec):
+            if announced is None:
+                own, count = self.numbers(bucket, position, values), numbers_of(method, piece)
+                announced = Announced(own, ops.load(own, count, 0, count) if count else own)
+            return method.encode_announced(ops, bucket, piece, values, announced, key)
         if key is not None and isinstance(method, SeededCodec):
-            return method.encode_keyed(ops, bucket, piece, candidate, key)
-        return method.encode(ops, bucket, piece, candidate)
+            return method.encode_keyed(ops, bucket, piece, values, key)
+        return method.encode(ops, bucket, piece, values)
 
     def _read(
         self, bucket: BucketPlan, gathered: Array, *, rows: bool = True, ago: int = 0

@@ -18,7 +18,7 @@ from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.measures import EXPOSED, STEP, Rows
 from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.probe import Probe, Probed
+from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.residual import ResidualRegistry, Squares
@@ -80,7 +80,6 @@ class Compressor(State[Array]):
         parts |= {METHOD_STATE + name: part for name, part in self.states.items()}
         self._registries = {key: part for key, part in parts.items() if part is not None}
         self.parts = {**self._registries}
-        self.probe: Probe[Array] | None = None
         self._numbers: dict[str, float] = {}  # measures of this rank, of the step before
         self._ended: float | None = None  # when that ended, by `time.perf_counter`
         self.step = self._new_step()
@@ -111,17 +110,12 @@ class Compressor(State[Array]):
             self.rollback()
         if not self.step.sent:
             self._begin_step()
-        if self.probe is not None:
-            self.probe.begin(self.plan, ordinal, self.counter.committed, gradients)
-        timer, began = self.timer, time.perf_counter()
-        before = timer.exposed
         self.step.begin(ordinal, gradients)
-        timer.compressing += time.perf_counter() - began - (timer.exposed - before)
 
     @property
     def probed(self) -> Probed:
         """`State.probed`."""
-        return Probed() if self.probe is None else self.probe.result
+        return Probed() if self.step.probe is None else self.step.probe.result
 
     def commit(self) -> bool:
         """End the step: what was not sent becomes the residual, unless a tensor was flagged.
@@ -154,8 +148,6 @@ class Compressor(State[Array]):
     def abandon(self) -> None:
         """Forget a step in any phase; collectives under way are waited for."""
         self.step.drain()
-        if self.probe is not None:
-            self.probe.drain()
         self.rollback()
 
     def about_to_change(self) -> None:
@@ -232,6 +224,8 @@ class Compressor(State[Array]):
         if ratio != self.plan.config.ratio:
             self._turn_to(ratio)
         self.step.samples = self.steps % SAMPLED == 0
+        if self.step.probe is not None:
+            self.step.probe.turn(self.plan, self.counter.committed)
         self.timer.begin()
 
     def _follow(self, factors: Mapping[str, float]) -> None:
@@ -250,13 +244,14 @@ class Compressor(State[Array]):
         for registry in self._registries.values():
             if registry not in self.states.values():
                 registry.turn_to(self.plan)
-        self.step = self._new_step()
+        probe, self.step = self.step.probe, self._new_step()
+        self.step.probe = probe
 
     def _new_step(self) -> Step[Array]:
         label = self.schedule.label(self.plan.config.ratio)
         name = f"{self.name}{label}"
         shared = self._ops, self._codec, self.exchange
-        arguments = *shared, name, self._momenta, self._decay, self._number
+        arguments = *shared, name, self._momenta, self._decay, self._number, self.timer
         return Step(self.plan, self._storage, *arguments)
 
     def _number(self, name: str) -> float:

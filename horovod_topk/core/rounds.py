@@ -76,7 +76,7 @@ class ReducedBucket(Generic[Array]):
         self._bucket, self._arenas, self._states = bucket, arenas, states
         self._ops, self._method, self._codec = ops, _method(bucket), codec
         self._legs = [_leg(plan, ops, codec, collective) for plan in round_plans(bucket)]
-        self.rounds = len(self._legs)
+        self.stages = 2 * len(self._legs) - 1
         self._round: int | None = None  # under way; None: nothing is
         self._returning = False  # whether its sums are on their way back
         self._ended = True  # whether they have been taken, and no round follows

@@ -19,6 +19,7 @@ builds a step while it traces, and decides by a condition in the graph.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -28,7 +29,9 @@ from horovod_topk.core.exchange import BucketExchange, Exchange
 from horovod_topk.core.measures import told, total_of
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.probe import Probe
 from horovod_topk.core.residual import Arenas, Squares
+from horovod_topk.core.timing import StepTimer
 from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
@@ -71,13 +74,14 @@ class Step(Generic[Array]):
         momenta: momentum by tensor; None: as the settings say.
         decay: gives a tensor's learning rate as a share of its largest one so far.
         number: gives a measure of the whole rank; see `horovod_topk.core.measures`.
+        timer: gets the seconds of encoding and decoding, where steps run on the host.
 
     Attributes:
         sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
         received: of those whose gradients are replaced, and whose candidates are neither committed
             nor rolled back.
-        stages: how often buckets have to advance before they can be finished.
         samples: whether squares of the step that begins are summed up, for `sample`.
+        probe: exchanges a bucket dense beside this step now and then, if there is one.
     """
 
     def __init__(
@@ -91,15 +95,21 @@ class Step(Generic[Array]):
         momenta: Momenta | None = None,
         decay: Callable[[str], float] = lambda name: 1.0,
         number: Callable[[str], Any] = lambda name: 0.0,
+        timer: StepTimer | None = None,
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._correction = Correction(plan.config, momenta or Momenta(plan.config), decay, ops)
-        self._number, self.samples = number, False
+        self._number, self.samples, self._timer = number, False, timer or StepTimer()
+        self.probe: Probe[Array] | None = None
         self.sent: set[int] = set()
         self.received: set[int] = set()
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
-        self.stages = exchange.stages
+
+    @property
+    def stages(self) -> int:
+        """How often buckets have to advance before they can be finished."""
+        return max((each.exchange.stages for each in self._buckets.values()), default=0)
 
     @property
     def flagged(self) -> tuple[str, ...]:
@@ -120,7 +130,10 @@ class Step(Generic[Array]):
             ordinal: the bucket.
             gradients: one a tensor, in the plan's order, of the planned shapes.
         """
-        bucket = self._buckets[ordinal]
+        bucket, timer = self._buckets[ordinal], self._timer
+        if self.probe is not None:
+            self.probe.begin(ordinal, gradients)
+        began = time.perf_counter() - timer.exposed
         if ordinal in self.sent:
             bucket.exchange.drain()
         bucket.committed_last, bucket.measurable = False, True
@@ -134,6 +147,7 @@ class Step(Generic[Array]):
             bucket.units = self._correction.units(bucket.plan)
         bucket.exchange.send(gradients, f"{self.name}.{ordinal}", velocities)
         self.sent.add(ordinal)
+        timer.compressing += time.perf_counter() - timer.exposed - began
 
     def advance(self) -> None:
         """Start the next collective of every bucket under way; `finish` does so for all `stages`.
@@ -176,6 +190,8 @@ class Step(Generic[Array]):
                 f"bucket {ordinal} was finished, and has not begun since it was finished last",
                 cure="Launch every bucket once before it is finished",
             )
+        timer = self._timer
+        began = time.perf_counter() - timer.exposed
         for _ in range(self.stages):
             self.advance()
         bucket = self._buckets[ordinal]
@@ -189,6 +205,9 @@ class Step(Generic[Array]):
             bucket.exchange.drain()
             raise
         self.received.add(ordinal)
+        timer.decompressing += time.perf_counter() - timer.exposed - began
+        if self.probe is not None:
+            self.probe.finish(ordinal, targets, gain)
         return bucket.flags
 
     def sample(self) -> list[Array]:
@@ -230,6 +249,8 @@ class Step(Generic[Array]):
         """Wait for collectives under way, and forget what they bring."""
         for bucket in self._buckets.values():
             bucket.exchange.drain()
+        if self.probe is not None:
+            self.probe.drain()
         self.sent.clear()
 
     def drain_others(self, plan: Plan) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from horovod_topk.core.exchange import Collective
+
+Array = TypeVar("Array")
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,12 @@ class StepTimer:
         """Those of the step so far."""
         exchange = max(0.0, self.last - self.first) if self.first else 0.0
         return Seconds(self.compressing, exchange, self.exposed, self.decompressing)
+
+
+class Timed(Collective[Array], Protocol):
+    """A collective that notes when it is started, and how long it is waited for."""
+
+    @property
+    def timer(self) -> StepTimer:
+        """What it adds to."""
+        ...

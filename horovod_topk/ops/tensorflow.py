@@ -284,6 +284,12 @@ class TensorFlowOps:
     def unpack_bits(self, rows: Array, count: int, bits: int) -> Array:
         return Buffer(packing.unpack_bits(rows.value, count, bits))
 
+    def pack_digits(self, codes: Array, base: int) -> Array:
+        return Buffer(packing.pack_digits(codes.value, base))
+
+    def unpack_digits(self, rows: Array, count: int, base: int) -> Array:
+        return Buffer(packing.unpack_digits(rows.value, count, base))
+
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
         return Buffer(packing.pack_index(index.value, numel, kind))
 
@@ -322,6 +328,9 @@ class TensorFlowOps:
 
     def largest(self, array: Array, size: int) -> Array:
         return Buffer(tf.reduce_max(packing.blocks(array.value, size, array.dtype.min), 1))
+
+    def column_largest(self, rows: Array) -> Array:
+        return Buffer(tf.reduce_max(rows.value, 0))
 
     def sums(self, array: Array, size: int) -> Array:
         return Buffer(tf.reduce_sum(packing.blocks(array.value, size), 1))

@@ -162,6 +162,12 @@ class TorchOps:
     def unpack_bits(self, rows: Tensor, count: int, bits: int) -> Tensor:
         return packing.unpack_bits(rows, count, bits)
 
+    def pack_digits(self, codes: Tensor, base: int) -> Tensor:
+        return packing.pack_digits(codes, base)
+
+    def unpack_digits(self, rows: Tensor, count: int, base: int) -> Tensor:
+        return packing.unpack_digits(rows, count, base)
+
     def pack_index(self, index: Tensor, numel: int, kind: str) -> Tensor:
         return packing.pack_index(index, numel, kind)
 
@@ -198,6 +204,9 @@ class TorchOps:
 
     def largest(self, array: Tensor, size: int) -> Tensor:
         return packing.blocks(array, size, -math.inf).amax(1)
+
+    def column_largest(self, rows: Tensor) -> Tensor:
+        return rows.amax(0)
 
     def sums(self, array: Tensor, size: int) -> Tensor:
         return packing.blocks(array, size).sum(1)

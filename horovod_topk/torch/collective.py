@@ -85,7 +85,7 @@ class HorovodCollective:
     """
 
     def __init__(self, process_set: hvd.ProcessSet, timer: StepTimer | None = None) -> None:
-        self._process_set, self._timer = process_set, timer or StepTimer()
+        self._process_set, self.timer = process_set, timer or StepTimer()
 
     @property
     def rank(self) -> int:
@@ -104,7 +104,7 @@ class HorovodCollective:
 
     def allgather(self, payload: Tensor, name: str, counts: Sequence[int] | None = None) -> _Handle:
         """Start a named allgather of a uint8 tensor; does not block."""
-        timer, process_set = self._timer, self._process_set
+        timer, process_set = self.timer, self._process_set
         timer.first = timer.first or time.perf_counter()
         return _Handle(hvd.allgather_async(payload, name=name, process_set=process_set), timer)
 
@@ -120,11 +120,11 @@ class HorovodCollective:
         depends on what it is fused with.
         """
         handle = self._alltoall(array, torch.tensor(counts, dtype=torch.int32), name)
-        return _Sum(handle.handle, counts[self.rank], name, self._timer)
+        return _Sum(handle.handle, counts[self.rank], name, self.timer)
 
     def allreduce(self, array: Tensor, name: str) -> _Handle:
         """Start a named allreduce in place; does not block."""
-        timer, process_set = self._timer, self._process_set
+        timer, process_set = self.timer, self._process_set
         timer.first = timer.first or time.perf_counter()
         handle = hvd.allreduce_async_(array, name=name, op=hvd.Sum, process_set=process_set)
         return _Handle(handle, timer)
@@ -136,10 +136,10 @@ class HorovodCollective:
     def split(self, groups: Sequence[Sequence[int]]) -> list[HorovodCollective | None]:
         """Collectives over process sets, which are added where they are not there yet."""
         found = process_sets.find_or_add(self._global(groups))
-        return [HorovodCollective(p, self._timer) if p.included() else None for p in found]
+        return [HorovodCollective(p, self.timer) if p.included() else None for p in found]
 
     def _alltoall(self, array: Tensor, splits: Tensor, name: str) -> _Handle:
-        timer, process_set = self._timer, self._process_set
+        timer, process_set = self.timer, self._process_set
         timer.first = timer.first or time.perf_counter()
         return _Handle(hvd.alltoall_async(array, splits, name=name, process_set=process_set), timer)
 

@@ -16,8 +16,8 @@ from horovod_topk.elastic import Manager
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.torch.collective import HorovodTalk
-from horovod_topk.torch.scaling import check_scaler
 from horovod_topk.torch.state import OptimizerState
+from horovod_topk.torch_training.scaling import check_scaler
 
 
 class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Horovod has no annotations
@@ -49,7 +49,7 @@ class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Ho
         ... )
     """
 
-    framework = "torch"
+    framework = adapter = "torch"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -30,8 +30,9 @@ from horovod_topk import reporting
 from horovod_topk.core.reductions import reduction_of
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.torch.compressor import Compressor
-from horovod_topk.torch.state import OptimizerState, live_states
+from horovod_topk.torch.state import OptimizerState
 from horovod_topk.torch.stepping import check_all_are_known
+from horovod_topk.torch_training.state import live_states
 
 Method = Callable[..., Any]
 
@@ -123,16 +124,20 @@ def _wrap_adasum_init(original: Method) -> Method:
 
 def _wrap_join(original: Method) -> Method:
     def join(*args: Any, **kwargs: Any) -> Any:
-        if any(state.active for state in live_states()):
+        if _exchanging():
             gc.collect()  # Horovod's optimizers are reference cycles: a dead one may linger
-        for state in live_states():
-            if state.active:
-                raise UnsupportedOperationError(
-                    f"hvd.join() was called while {state.label} exchanges payloads, which a "
-                    "joined rank cannot take part in",
-                    cure="Give every rank the same number of steps, for example by repeating or "
-                    "dropping samples, or delete the optimizer first",
-                )
+        for state in _exchanging():
+            raise UnsupportedOperationError(
+                f"hvd.join() was called while {state.label} exchanges payloads, which a joined "
+                "rank cannot take part in",
+                cure="Give every rank the same number of steps, for example by repeating or "
+                "dropping samples, or delete the optimizer first",
+            )
         return original(*args, **kwargs)
 
     return join
+
+
+def _exchanging() -> list[OptimizerState]:
+    """States behind Horovod's optimizers that compress something."""
+    return [state for state in live_states() if isinstance(state, OptimizerState)]

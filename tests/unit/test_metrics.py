@@ -119,7 +119,7 @@ def test_a_probe_compares_each_bucket_in_turn_with_dense() -> None:
     world = World(make_plan(SPECS, TopK(0.05, min_numel=0, probe_every=2)), 2, NUMPY)
     for rank, compressor in enumerate(world.ranks):
         collective = world.network.collective(rank)
-        compressor.probe = Probe(2, collective, NUMPY.ops, "job")
+        compressor.step.probe = Probe(2, collective, NUMPY.ops, "job")
     seen = list[StepCounters]()
     world.ranks[0].on_step(seen.append)
     for step in range(3):
@@ -129,7 +129,6 @@ def test_a_probe_compares_each_bucket_in_turn_with_dense() -> None:
         for compressor in world.ranks:
             for ordinal, array in enumerate(exchanged):
                 compressor.step.finish(ordinal, [array])
-                compressor.probe.finish(ordinal, [array], 1.0)
         world.commit()
         name = "ab"[step // 2]
         mean = (given[0][name] + given[1][name]) / 2

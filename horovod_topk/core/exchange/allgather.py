@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
 from horovod_topk.core import payload as wire
+from horovod_topk.core.announcing import Encoder, announced_bytes
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import BucketExchange, Collective, Over, Pending, Traffic
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
+from horovod_topk.errors import TopKError
 from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
@@ -19,7 +21,7 @@ Array = TypeVar("Array")
 class Allgather(Over[Array]):
     """Every rank sends its payload to every other; bytes grow with the number of ranks."""
 
-    kind, stages, keeps, parts, part = "allgather", 0, True, 0, None
+    kind, keeps, parts, part = "allgather", True, 0, None
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """The bucket itself."""
@@ -38,7 +40,7 @@ class Allgather(Over[Array]):
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> BucketExchange[Array]:
-        """One allgather."""
+        """One allgather, of some methods two."""
         (arenas,) = residuals
         return AllgatherBucket(bucket, arenas, ops, codec, self._collective)
 
@@ -48,7 +50,7 @@ class Allgather(Over[Array]):
 
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step, sent in a ring from rank to rank."""
-        payload_bytes = sum(bucket.layout.payload_bytes for bucket in plan.buckets)
+        payload_bytes = sum(b.layout.payload_bytes + announced_bytes([b]) for b in plan.buckets)
         entries = sum(bucket.entries for bucket in plan.buckets)
         sent_bytes = (self.ranks - 1) * payload_bytes
 
@@ -72,17 +74,32 @@ class AllgatherBucket(Generic[Array]):
         self._bucket, self._arenas = bucket, arenas
         self._ops, self._codec, self._collective = ops, codec, collective
         self._payload = codec.new_payload(bucket)
+        self._encoder = Encoder([arenas], [self._payload], ops, codec, collective)
+        self.stages = self._encoder.stages
         self._pending: Pending[Array] | None = None
+        self._unwanted: Pending[Array] | None = None  # of a step that was forgotten
 
     def send(
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
     ) -> None:
         """`BucketExchange.send`."""
-        self._codec.encode_shards([self._arenas], gradients, [self._payload], velocities)
-        self._pending = self._collective.allgather(self._payload, name)
+        self._settle()
+        self._name = name
+        self._encoder.begin(gradients, name, velocities)
+        if not self._encoder.waits:
+            self._pending = self._gather()
 
     def advance(self) -> None:
-        """`BucketExchange.advance`."""
+        """`BucketExchange.advance`: send the payload once it is announced."""
+        if not self._encoder.waits:
+            return
+        try:
+            self._encoder.complete()
+        except TopKError:  # the others wait for this rank, and have to hear of it
+            self._codec.flag_all(self._bucket, self._payload)
+            self._pending = self._gather()
+            raise
+        self._pending = self._gather()
 
     def drain(self) -> None:
         """`BucketExchange.drain`. It may have failed, as where a rank of an elastic job is lost."""
@@ -90,10 +107,24 @@ class AllgatherBucket(Generic[Array]):
             with contextlib.suppress(RuntimeError):
                 self._pending.wait()
         self._pending = None
+        if self._encoder.waits and self._encoder.drain():
+            self._codec.flag_all(self._bucket, self._payload)
+            self._unwanted = self._gather()
+
+    def _gather(self) -> Pending[Array]:
+        return self._collective.allgather(self._payload, self._name)
+
+    def _settle(self) -> None:
+        """Wait for what reads the memory that is about to be written."""
+        if self._unwanted is not None:
+            with contextlib.suppress(RuntimeError):
+                self._unwanted.wait()
+        self._unwanted = None
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`BucketExchange.receive`."""
         bucket, size = self._bucket, self._bucket.layout.payload_bytes
+        self.advance()
         assert self._pending is not None
         pending, self._pending = self._pending, None
         gathered = pending.wait()

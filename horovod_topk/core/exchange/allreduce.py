@@ -41,7 +41,7 @@ LANES = 4  # of 16 bits: float32 holds their sums over 256 ranks exactly
 class AllreduceExchange(Over[Array]):
     """Dense gradients are added up by Horovod's own allreduce."""
 
-    kind, stages, keeps, parts, part = "allreduce", 0, False, 0, None
+    kind, keeps, parts, part = "allreduce", False, 0, None
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """None: nothing is left behind."""
@@ -82,6 +82,8 @@ class AllreduceExchange(Over[Array]):
 
 class AllreduceBucket(Generic[Array]):
     """`BucketExchange` of one bucket."""
+
+    stages = 0
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ An `Exchange` says who keeps residuals of what and how many bytes travel. For ea
 `BucketExchange`, which sends and receives that bucket step after step:
 
     send      encode, and start the first collective
-    advance   start the next collective when the one before is done; as often as the exchange has
-              `stages`, and each time for every bucket, before the first is received
+    advance   start the next collective when the one before is done; as often as the bucket with
+              the most `stages` has, and each time for every bucket, before the first is received
     receive   wait for the last collective, and decode what it brings
 
 What a rank keeps lies in arenas: they take part in the commit (`swap`) or do not.
@@ -103,6 +103,11 @@ class Collective(Protocol[Array]):
 class BucketExchange(Protocol[Given]):
     """One bucket, sent and received step after step."""
 
+    @property
+    def stages(self) -> int:
+        """How often it has to advance before it can be received."""
+        ...
+
     def send(
         self, gradients: Sequence[Given], name: str, velocities: Velocities[Any] | None = None
     ) -> None:
@@ -195,11 +200,6 @@ class Exchange(Protocol[Array]):
     @property
     def nodes(self) -> Nodes | None:
         """Who shares a node, if that is known."""
-        ...
-
-    @property
-    def stages(self) -> int:
-        """How often a bucket has to advance before it can be received."""
         ...
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:

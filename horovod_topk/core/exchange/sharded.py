@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 from horovod_topk.core import payload as wire
+from horovod_topk.core.announcing import Encoder, announced_bytes
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
@@ -32,7 +33,7 @@ class ShardedExchange(Over[Array]):
     rounding up and headers count.
     """
 
-    kind, stages, keeps = "sharded", 1, True
+    kind, keeps = "sharded", True
 
     def __init__(
         self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
@@ -75,7 +76,7 @@ class ShardedExchange(Over[Array]):
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> BucketExchange[Array]:
-        """One alltoall and one allgather."""
+        """One alltoall and one allgather, and of some methods an allgather before them."""
         (mine,) = owned
         return ShardedBucket(self.sharded(bucket), residuals, mine, ops, codec, self._collective)
 
@@ -84,10 +85,13 @@ class ShardedExchange(Over[Array]):
         return sum(held_bytes(self.sharded(bucket), self.rank) for bucket in plan.buckets)
 
     def _count(self, plan: Plan) -> Traffic:
-        """Bytes of a step: to each owner directly, and back in a ring from rank to rank."""
+        """Bytes of a step: to each owner directly, and back in a ring from rank to rank.
+
+        Announcements travel in a ring too.
+        """
         others, split = self.ranks - 1, [self.sharded(bucket) for bucket in plan.buckets]
         there = sum(each.scatter_bytes for each in split)
-        back = sum(each.gather_bytes for each in split)
+        back = sum(each.gather_bytes + announced_bytes(each.scatter) for each in split)
         mine = [leg for each in split for leg in (*each.scatter, each.back[self.rank])]
         entries = sum(each.entries for each in mine)
 
@@ -129,6 +133,8 @@ class ShardedBucket(Generic[Array]):
         self._back = codec.new_payload(owned.plan)
         total = ops.zeros(owned.plan.numel, owned.plan.residual_dtype, device)
         self._totals = [ops.view(total, t.start, t.stop) for t in owned.plan.tensors]
+        self._encoder = Encoder(arenas, self._parts, ops, codec, collective)
+        self.stages = 1 + self._encoder.stages
         self._scattered: Pending[Array] | None = None
         self._pending: Pending[Array] | None = None
         self._unwanted: list[Pending[Array]] = []  # of a step that was forgotten
@@ -140,12 +146,16 @@ class ShardedBucket(Generic[Array]):
         """`BucketExchange.send`."""
         if self._aborted:
             self._settle()
-        self._codec.encode_shards(self._arenas, gradients, self._parts, velocities)
         self._name = name
-        self._scattered = self._collective.alltoall(self._out, f"{name}.scatter")
+        self._encoder.begin(gradients, name, velocities)
+        if not self._encoder.waits:
+            self._scattered = self._scatter()
 
     def advance(self) -> None:
-        """Add up what came for this rank's shards, and send the largest of it to all."""
+        """Send what was announced to owners; or add up what came, and send the largest to all."""
+        if self._encoder.waits:
+            self._complete()
+            return
         if self._scattered is None:
             return
         scattered, self._scattered = self._scattered, None
@@ -156,7 +166,7 @@ class ShardedBucket(Generic[Array]):
             scale = _scale(arrive, self._collective.size)
             flags = self._codec.decode(arrive, arrived, scale, self._totals)
         except TopKError:  # the others wait for this rank, and have to hear of it
-            self._flag_all()
+            self._codec.flag_all(self._owned.plan, self._back)
             self._pending = self._gather()
             raise
         self._codec.encode(self._owned, self._totals, self._back)
@@ -171,10 +181,12 @@ class ShardedBucket(Generic[Array]):
         """
         if self._pending is not None:
             self._pending.wait()
+        if self._encoder.waits and self._encoder.drain():
+            self.abort(self._name)
         if self._scattered is not None:
             self._scattered.wait()
             self._settle()  # all ranks sent it before what has just arrived
-            self._flag_all()
+            self._codec.flag_all(self._owned.plan, self._back)
             self._unwanted.append(self._gather())
         self._scattered = self._pending = None
 
@@ -186,14 +198,15 @@ class ShardedBucket(Generic[Array]):
         self._settle()
         self._name, self._aborted = name, True
         for part, scatter in zip(self._parts, self._plan.scatter, strict=True):
-            self._flag(scatter, part)
-        self._unwanted.append(self._collective.alltoall(self._out, f"{name}.scatter"))
-        self._flag_all()
+            self._codec.flag_all(scatter, part)
+        self._unwanted.append(self._scatter())
+        self._codec.flag_all(self._owned.plan, self._back)
         self._unwanted.append(self._gather())
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`BucketExchange.receive`."""
-        self.advance()
+        for _ in range(self.stages):
+            self.advance()
         assert self._pending is not None
         pending, self._pending = self._pending, None
         gathered = pending.wait()
@@ -214,6 +227,18 @@ class ShardedBucket(Generic[Array]):
         squares = self._codec.squares
         return sum((squares(*pair, committed=committed) for pair in self.encoded()), Squares())
 
+    def _complete(self) -> None:
+        """Send what was announced to owners."""
+        try:
+            self._encoder.complete()
+        except TopKError:  # the others wait for this rank, and have to hear of it
+            self.abort(self._name)
+            raise
+        self._scattered = self._scatter()
+
+    def _scatter(self) -> Pending[Array]:
+        return self._collective.alltoall(self._out, f"{self._name}.scatter")
+
     def _gather(self) -> Pending[Array]:
         return self._collective.allgather(self._back, f"{self._name}.gather")
 
@@ -223,16 +248,6 @@ class ShardedBucket(Generic[Array]):
             pending.wait()
         self._unwanted.clear()
         self._aborted = False
-
-    def _flag_all(self) -> None:
-        """Say in the payload to all that every tensor is non-finite."""
-        self._flag(self._owned.plan, self._back)
-
-    def _flag(self, plan: BucketPlan, payload: Array) -> None:
-        layout, flags = plan.layout, (1 << len(plan.gradients)) - 1
-        self._ops.store_bytes(
-            payload, layout.flags_at, flags.to_bytes(layout.flags_bytes, "little")
-        )
 
     def _check(self, received: Array, each: BucketPlan) -> None:
         count, ordinal = self._ops.numel(received), self._plan.bucket.ordinal

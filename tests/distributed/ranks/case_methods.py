@@ -38,6 +38,8 @@ EVERY = {
     "majority": ("SignSGD", {"min_numel": 16, "majority": True}),
     "one bit": ("OneBit", {"min_numel": 16}),
     "bytes": ("ByteGrad", {"min_numel": 16}),
+    "terngrad": ("TernGrad", {"min_numel": 16}),
+    "terngrad, sharded": ("TernGrad", {"min_numel": 16, "exchange": "sharded", "clip": None}),
     "powersgd": ("PowerSGD", {"min_numel": 16, "rank": 1}),
     "random k, scaled": ("RandomK", {"min_numel": 16, "ratio": 0.5, "error_feedback": False}),
 }
@@ -100,7 +102,16 @@ def test_ranks_stay_equal_and_a_checkpoint_goes_on(method: str, tmp_path: Path) 
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize(
     "method",
-    ["float16", "Horovod's allreduce", "two rounds", "random k", "qsgd", "majority", "powersgd"],
+    [
+        "float16",
+        "Horovod's allreduce",
+        "two rounds",
+        "random k",
+        "qsgd",
+        "majority",
+        "powersgd",
+        "terngrad",
+    ],
 )
 def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
     name, settings = EVERY[method]
@@ -120,6 +131,25 @@ def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
             for here, there in zip(states_in(before), states_in(after), strict=True):
                 assert all(torch.equal(e, there[tensor]) for tensor, e in here.items())
     assert torch.equal(bits(again.parameters()), bits(task.parameters()))
+
+
+@pytest.mark.world_size(2, 3)
+def test_a_rank_that_abandons_an_announced_step_ends_it_for_all() -> None:
+    task, optimizer = start("TernGrad", min_numel=16)
+    training.ordinary(task, optimizer, 0)
+    before = bits(task.parameters()).clone()
+    optimizer.zero_grad()
+    task.loss(hvd.rank(), 1).backward()
+    if hvd.rank() == 1:
+        optimizer.load_state_dict(optimizer.state_dict())  # Horovod's own way out of a step
+        TopKEF.of(optimizer).reset()
+    else:
+        optimizer.synchronize()
+        assert all(p.grad.isnan().all() for p in task.parameters())
+    optimizer.zero_grad()
+    assert torch.equal(bits(task.parameters()), before)
+    training.ordinary(task, optimizer, 2)
+    assert_ranks_equal(task.parameters())
 
 
 @dataclass(frozen=True, kw_only=True)

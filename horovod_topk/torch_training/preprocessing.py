@@ -13,8 +13,8 @@ from torch import Tensor
 
 from horovod_topk.core.clipping import LocalClip
 from horovod_topk.core.plan import Plan
-from horovod_topk.torch.clipping import local_clip
-from horovod_topk.torch.scaling import ONE, LossScale, Scaler, check_dtypes
+from horovod_topk.torch_training.clipping import local_clip
+from horovod_topk.torch_training.scaling import ONE, LossScale, Scaler, check_dtypes
 
 
 class Preprocessing:

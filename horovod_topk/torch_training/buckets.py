@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 from horovod_topk.core.plan import Plan
-from horovod_topk.torch.ready import (
+from horovod_topk.torch_training.ready import (
     ReadyGradient,
     Slot,
     any_applied,
@@ -101,7 +101,7 @@ class Buckets:
     def note_exchanged(self, ordinal: int) -> None:
         """What was ready holds the exchanged gradients now."""
         self.exchanges += 1
-        del self.sent[ordinal]
+        self.sent.pop(ordinal, None)
         slots = self._slots_of[ordinal]
         for slot in slots:
             slot.exchanged, slot.ready = slot.ready, None

@@ -1,0 +1,44 @@
+"""The hooks of `horovod_topk.torch_training.hooks`, on the optimizer of a DDP model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from horovod_topk.errors import StepBeforeSynchronizeError
+from horovod_topk.torch_training import hooks
+from horovod_topk.torch_training.stepping import check_all_are_known, closure_of
+
+NEVER = "step() was called, and DistributedDataParallel has never called this compressor's hook"
+REGISTER = (
+    "Call TopKEF().attach(model, optimizer) before the first backward(). Lightning registers its "
+    "ddp_comm_hook= on CUDA devices alone: attach in a callback, as docs/ddp.md shows"
+)
+NOT_NOW = "step() was called on gradients that were not exchanged, or were applied already"
+SYNCHRONIZE = "Run a step's last backward() outside of no_sync(), and zero_grad() after the step"
+
+
+class Hooks(hooks.Hooks):
+    """A step has to find the gradients of a backward whose buckets came to our hook."""
+
+    def _check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if closure_of(args, kwargs) is None:
+            self._check_exchanged(optimizer)
+
+    def _check_after(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if closure_of(args, kwargs) is not None:
+            self._check_exchanged(optimizer)
+
+    def _check_exchanged(self, optimizer: Any) -> None:
+        """Refuse gradients of this rank alone. Zeros, as of checkpoint libraries, are none."""
+        slots, parameters = self._buckets.slots, [g["params"] for g in optimizer.param_groups]
+        check_all_are_known(optimizer, slots, {})
+        if any(slot.exchanged is not None for slot in slots.values()):
+            return
+        gradients = [p.grad for group in parameters for p in group if p.grad is not None]
+        if any(bool(torch.any(gradient)) for gradient in gradients):
+            if self._buckets.exchanges:
+                raise StepBeforeSynchronizeError(NOT_NOW, cure=SYNCHRONIZE)
+            raise StepBeforeSynchronizeError(NEVER, cure=REGISTER)

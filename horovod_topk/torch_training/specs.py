@@ -1,0 +1,45 @@
+"""Parameters and gradients of PyTorch as the core names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.methods.protocol import Method
+
+
+def plan_of(
+    optimizer: Any,
+    names: Mapping[Tensor, str],
+    config: Method,
+    reduction: str,
+    groups: Iterable[Sequence[Tensor]],
+) -> Plan:
+    """Buckets from the user's groups, and default ones in the order of the backward pass.
+
+    Args:
+        optimizer: of the parameters.
+        names: of all of them.
+        config: the settings.
+        reduction: "average" or "sum".
+        groups: lists of parameters; those that are not trained are left out.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    specs = {p: spec_of(names[p], p) for p in reversed(parameters) if p.requires_grad}
+    asked = [[specs[p] for p in group if p in specs] for group in groups]
+    planned = list(specs.values()), config, reduction, [group for group in asked if group]
+    return make_plan(*planned, names.values())
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """A parameter or gradient as the core names it."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(name, tuple(tensor.shape), dtype, str(tensor.device))
+
+
+def describe(spec: TensorSpec) -> str:
+    """Shape, dtype and device, for messages."""
+    return f"{list(spec.shape)} {spec.dtype} on {spec.device}"
