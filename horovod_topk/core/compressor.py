@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
-from horovod_topk.core.measures import Rows
+from horovod_topk.core.measures import EXPOSED, STEP, Rows
 from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
-from horovod_topk.core.probe import Probe, Probed
+from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.residual import ResidualRegistry, Squares
@@ -79,7 +80,8 @@ class Compressor(State[Array]):
         parts |= {METHOD_STATE + name: part for name, part in self.states.items()}
         self._registries = {key: part for key, part in parts.items() if part is not None}
         self.parts = {**self._registries}
-        self.probe: Probe[Array] | None = None
+        self._numbers: dict[str, float] = {}  # measures of this rank, of the step before
+        self._ended: float | None = None  # when that ended, by `time.perf_counter`
         self.step = self._new_step()
 
     @property
@@ -108,22 +110,12 @@ class Compressor(State[Array]):
             self.rollback()
         if not self.step.sent:
             self._begin_step()
-        if self.probe is not None:
-            self.probe.begin(self.plan, ordinal, self.counter.committed, gradients)
         self.step.begin(ordinal, gradients)
-
-    def finish(self, ordinal: int, targets: Sequence[Array], gain: float) -> Sequence[bool]:
-        """Wait for a bucket and write the exchanged gradients, as `Step.finish`."""
-        flags = self.step.finish(ordinal, targets, gain)
-        if self.probe is not None:
-            (bucket,) = (each for each in self.plan.buckets if each.ordinal == ordinal)
-            self.probe.finish(bucket, targets, gain)
-        return flags
 
     @property
     def probed(self) -> Probed:
         """`State.probed`."""
-        return Probed() if self.probe is None else self.probe.result
+        return Probed() if self.step.probe is None else self.step.probe.result
 
     def commit(self) -> bool:
         """End the step: what was not sent becomes the residual, unless a tensor was flagged.
@@ -156,8 +148,6 @@ class Compressor(State[Array]):
     def abandon(self) -> None:
         """Forget a step in any phase; collectives under way are waited for."""
         self.step.drain()
-        if self.probe is not None:
-            self.probe.drain()
         self.rollback()
 
     def about_to_change(self) -> None:
@@ -201,7 +191,9 @@ class Compressor(State[Array]):
         return self.step.squares()
 
     def _end(self, flagged: Sequence[str], *, committed: bool) -> None:
-        seconds = self.timer.seconds
+        seconds, now = self.timer.seconds, time.perf_counter()
+        self._numbers = {EXPOSED: seconds.exposed_seconds, STEP: now - (self._ended or now)}
+        self._ended = now
         self.end_step(self.traffic(), flagged, committed=committed, seconds=seconds)
 
     def _take_sample(self) -> None:
@@ -232,6 +224,8 @@ class Compressor(State[Array]):
         if ratio != self.plan.config.ratio:
             self._turn_to(ratio)
         self.step.samples = self.steps % SAMPLED == 0
+        if self.step.probe is not None:
+            self.step.probe.turn(self.plan, self.counter.committed)
         self.timer.begin()
 
     def _follow(self, factors: Mapping[str, float]) -> None:
@@ -250,7 +244,8 @@ class Compressor(State[Array]):
         for registry in self._registries.values():
             if registry not in self.states.values():
                 registry.turn_to(self.plan)
-        self.step = self._new_step()
+        probe, self.step = self.step.probe, self._new_step()
+        self.step.probe = probe
 
     def _new_step(self) -> Step[Array]:
         label = self.schedule.label(self.plan.config.ratio)
@@ -260,8 +255,8 @@ class Compressor(State[Array]):
         return Step(self.plan, self._storage, *arguments)
 
     def _number(self, name: str) -> float:
-        """A measure of this rank; see `horovod_topk.core.measures`."""
-        return 0.0
+        """A measure of this rank, of the step before; see `horovod_topk.core.measures`."""
+        return self._numbers.get(name, 0.0)
 
     def _decay(self, name: str) -> float:
         """A tensor's learning rate as a share of its largest one; 1 where it is not known."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.exchange import Collective, Pending
-from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.plan import Plan
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -41,29 +41,33 @@ class Probe(Generic[Array]):
     def __init__(self, every: int, collective: Collective[Array], ops: Ops[Array], name: str):
         self._every, self._collective, self._ops, self._name = every, collective, ops, name
         self._pending: Pending[Array] | None = None
-        self._ordinal: int | None = None  # of the bucket that is under way
+        self._ordinal: int | None = None  # of the bucket that is probed in this step
         self.result = Probed()  # of the last bucket
 
-    def begin(self, plan: Plan, ordinal: int, committed: int, gradients: Sequence[Array]) -> None:
-        """Start to add up a bucket's gradients, if its turn has come; they are copied.
+    def turn(self, plan: Plan, committed: int) -> None:
+        """Say which bucket is probed in the step that begins, if one is.
 
         committed: steps before this one.
         """
         turn, rest = divmod(committed, self._every)
-        if rest or plan.buckets[turn % len(plan.buckets)].ordinal != ordinal:
+        self._reduction = plan.reduction
+        self._ordinal = None if rest else plan.buckets[turn % len(plan.buckets)].ordinal
+
+    def begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
+        """Start to add up a bucket's gradients, if its turn has come; they are copied."""
+        if self._ordinal != ordinal:
             return
         self.drain()
         name = f"{self._name}.probe.{ordinal}"
-        self._ordinal = ordinal
         self._pending = self._collective.allreduce(self._flat(gradients), name)
 
-    def finish(self, bucket: BucketPlan, exchanged: Sequence[Array], gain: float) -> None:
+    def finish(self, ordinal: int, exchanged: Sequence[Array], gain: float) -> None:
         """Compare a bucket's exchanged gradients, `gain` times the applied, with its dense ones."""
-        if self._ordinal != bucket.ordinal or self._pending is None:
+        if self._ordinal != ordinal or self._pending is None:
             return
         ops, total = self._ops, self._pending.wait()
-        self._ordinal = self._pending = None
-        scale = gain / self._collective.size if bucket.reduction == "average" else gain
+        self._pending = None
+        scale = gain / self._collective.size if self._reduction == "average" else gain
         dense: Any = ops.clone(total)
         ops.write_scaled(ops.clone(total), scale, dense, False)
         applied = self._flat(exchanged)
@@ -75,7 +79,7 @@ class Probe(Generic[Array]):
         """Wait for what is under way, and forget it."""
         if self._pending is not None:
             self._pending.wait()
-        self._ordinal = self._pending = None
+        self._pending = None
 
     def _flat(self, arrays: Sequence[Array]) -> Any:
         """A bucket's gradients behind each other, in float32."""

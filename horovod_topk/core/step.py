@@ -19,6 +19,7 @@ builds a step while it traces, and decides by a condition in the graph.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -28,6 +29,7 @@ from horovod_topk.core.exchange import BucketExchange, Exchange
 from horovod_topk.core.measures import told, total_of
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.probe import Probe
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.timing import StepTimer
 from horovod_topk.errors import NotLaunchedError, TopKError
@@ -52,17 +54,13 @@ class Bucket(Generic[Array]):
 
     plan: BucketPlan
     exchange: BucketExchange[Array]
-    storage: Storage[Array]
+    velocity: Arenas[Array] | None
+    residuals: Sequence[Arenas[Array]]  # or the owner's, where only owners keep some
     flags: Sequence[bool] = ()
     units: Sequence[float] = (1.0,)  # of what users are given, one a tensor or one for all
     committed_last: bool = False  # whether the last step that began was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
     gradient: Any = None  # sum of squares of its gradients, in a step that is sampled
-
-    @property
-    def velocity(self) -> Arenas[Array] | None:
-        """Its velocities, with momentum correction."""
-        return self.storage.velocity
 
 
 class Step(Generic[Array]):
@@ -76,13 +74,14 @@ class Step(Generic[Array]):
         momenta: momentum by tensor; None: as the settings say.
         decay: gives a tensor's learning rate as a share of its largest one so far.
         number: gives a measure of the whole rank; see `horovod_topk.core.measures`.
-        timer: measures the seconds of each part.
+        timer: gets the seconds of encoding and decoding, where steps run on the host.
 
     Attributes:
         sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
         received: of those whose gradients are replaced, and whose candidates are neither committed
             nor rolled back.
         samples: whether squares of the step that begins are summed up, for `sample`.
+        probe: exchanges a bucket dense beside this step now and then, if there is one.
     """
 
     def __init__(
@@ -101,7 +100,8 @@ class Step(Generic[Array]):
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._correction = Correction(plan.config, momenta or Momenta(plan.config), decay, ops)
-        self._number, self._timer, self.samples = number, timer or StepTimer(), False
+        self._number, self.samples, self._timer = number, False, timer or StepTimer()
+        self.probe: Probe[Array] | None = None
         self.sent: set[int] = set()
         self.received: set[int] = set()
         self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
@@ -130,11 +130,10 @@ class Step(Generic[Array]):
             ordinal: the bucket.
             gradients: one a tensor, in the plan's order, of the planned shapes.
         """
-        with self._timer.compress():
-            self._begin(ordinal, gradients)
-
-    def _begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
-        bucket = self._buckets[ordinal]
+        bucket, timer = self._buckets[ordinal], self._timer
+        if self.probe is not None:
+            self.probe.begin(ordinal, gradients)
+        began = time.perf_counter() - timer.exposed
         if ordinal in self.sent:
             bucket.exchange.drain()
         bucket.committed_last, bucket.measurable = False, True
@@ -148,6 +147,7 @@ class Step(Generic[Array]):
             bucket.units = self._correction.units(bucket.plan)
         bucket.exchange.send(gradients, f"{self.name}.{ordinal}", velocities)
         self.sent.add(ordinal)
+        timer.compressing += time.perf_counter() - timer.exposed - began
 
     def advance(self) -> None:
         """Start the next collective of every bucket under way; `finish` does so for all `stages`.
@@ -155,10 +155,6 @@ class Step(Generic[Array]):
         Raises:
             PayloadError, PlanMismatchError: a rank sent something else than a bucket.
         """
-        with self._timer.decompress():
-            self._advance()
-
-    def _advance(self) -> None:
         failed: TopKError | None = None
         for bucket in self._buckets.values():
             try:
@@ -189,17 +185,15 @@ class Step(Generic[Array]):
             NotLaunchedError: the bucket has not begun.
             PayloadError, PlanMismatchError: a rank sent something else than this bucket.
         """
-        with self._timer.decompress():
-            return self._finish(ordinal, targets, gain)
-
-    def _finish(self, ordinal: int, targets: Sequence[Array], gain: float) -> Sequence[bool]:
         if ordinal not in self.sent:
             raise NotLaunchedError(
                 f"bucket {ordinal} was finished, and has not begun since it was finished last",
                 cure="Launch every bucket once before it is finished",
             )
+        timer = self._timer
+        began = time.perf_counter() - timer.exposed
         for _ in range(self.stages):
-            self._advance()
+            self.advance()
         bucket = self._buckets[ordinal]
         self.sent.remove(ordinal)
         try:
@@ -211,6 +205,9 @@ class Step(Generic[Array]):
             bucket.exchange.drain()
             raise
         self.received.add(ordinal)
+        timer.decompressing += time.perf_counter() - timer.exposed - began
+        if self.probe is not None:
+            self.probe.finish(ordinal, targets, gain)
         return bucket.flags
 
     def sample(self) -> list[Array]:
@@ -221,9 +218,8 @@ class Step(Generic[Array]):
         """
         ops, gradient, left, regained = self._ops, list[Any](), list[Any](), list[Any]()
         for bucket in self._buckets.values():
-            arenas = bucket.storage.residuals or bucket.storage.owned
             gradient.append(bucket.gradient)
-            left += [ops.square(each.candidate) for each in arenas]
+            left += [ops.square(each.candidate) for each in bucket.residuals]
             for pair in bucket.exchange.encoded():
                 regained += self._codec.regained(*pair)
         if not left:
@@ -253,6 +249,8 @@ class Step(Generic[Array]):
         """Wait for collectives under way, and forget what they bring."""
         for bucket in self._buckets.values():
             bucket.exchange.drain()
+        if self.probe is not None:
+            self.probe.drain()
         self.sent.clear()
 
     def drain_others(self, plan: Plan) -> None:
@@ -295,14 +293,16 @@ class Step(Generic[Array]):
         storage, ops = self._storage(plan), self._ops
         memory = storage.residuals, storage.owned, storage.states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
-        return Bucket(plan, exchange, storage)
+        return Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
 
     def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
         """Measure what this rank tells the others with a bucket."""
-        arenas = bucket.storage.residuals or bucket.storage.owned
         is_first = bucket.plan.ordinal == min(self._buckets)
         number = self._number if is_first else None
-        residuals, count = [each.residual for each in arenas], len(bucket.plan.config.measured)
+        residuals, count = (
+            [each.residual for each in bucket.residuals],
+            len(bucket.plan.config.measured),
+        )
         names = bucket.plan.measures[: len(bucket.plan.measures) - count]
         self._codec.tell(bucket.plan, told(names, gradients, residuals, number, self._ops))
 

@@ -8,6 +8,7 @@ DistributedDataParallel hands over its buckets; names are labels in the profiler
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import distributed as dist
 from torch.profiler import record_function
 
 from horovod_topk.core.nodes import Location, here
+from horovod_topk.core.timing import StepTimer
 
 # The same collective, by its name since PyTorch 2.13 or by the one before.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,18 +32,28 @@ class _Pending:
     work: Any  # dist.Work
     sent: Tensor  # has to live as long as the collective
     received: Tensor
+    timer: StepTimer
     finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
+        began = time.perf_counter()
         self.work.wait()
+        self.timer.last = time.perf_counter()
+        self.timer.exposed += self.timer.last - began
         return self.received if self.finish is None else self.finish(self.received)
 
 
 class GroupCollective:
-    """`horovod_topk.core.exchange.Collective` over a process group."""
+    """`horovod_topk.core.exchange.Collective` over a process group.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    Args:
+        group: the process group.
+        timer: counts the seconds in which it is waited for; None: nobody reads them. With NCCL it
+            is the device that waits, and these seconds are none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timer: StepTimer | None = None) -> None:
+        self._group, self.timer = group, timer or StepTimer()
         self._ranks: list[int] = dist.get_process_group_ranks(group)  # in the default group
         backends = dist.get_backend_config(group).split(",")  # cpu:gloo,cuda:nccl
         self._devices = {each.split(":")[0] for each in backends}
@@ -102,9 +114,10 @@ class GroupCollective:
 
     def allreduce(self, array: Tensor, name: str) -> _Pending:
         """Start an allreduce in place; does not block."""
+        self.timer.first = self.timer.first or time.perf_counter()
         with record_function(name):
             work = dist.all_reduce(array, group=self._group, async_op=True)
-        return _Pending(work, array, array)
+        return _Pending(work, array, array, self.timer)
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether process groups can be made: not by some of the ranks alone with MPI."""
@@ -118,7 +131,7 @@ class GroupCollective:
             group = None
             if is_member or not alone:  # else ranks outside of a group are not asked
                 group = dist.new_group(ranks, backend=backend, use_local_synchronization=alone)
-            made.append(GroupCollective(group) if is_member and group else None)
+            made.append(GroupCollective(group, self.timer) if is_member and group else None)
         return made
 
     @property
@@ -137,6 +150,7 @@ class GroupCollective:
     ) -> _Pending:
         """Start a collective that fills new memory of so many elements; does not block."""
         received = sent.new_empty(count)
+        self.timer.first = self.timer.first or time.perf_counter()
         with record_function(name):
             work = verb(received, sent, group=self._group, async_op=True, **options)
-        return _Pending(work, sent, received, finish)
+        return _Pending(work, sent, received, self.timer, finish)

@@ -132,7 +132,7 @@ class OptimizerState(TrainingState):
             with torch.no_grad():
                 if self._preprocessing is not None:
                     gain = self._preprocessing.gain(self._optimizer())
-                self._compressor.finish(ordinal, self._buckets.gradients(ordinal), gain)
+                step.finish(ordinal, self._buckets.gradients(ordinal), gain)
             self._buckets.note_exchanged(ordinal)
             self._late_are_checked = False
         assert slot.exchanged is not None  # its bucket is finished

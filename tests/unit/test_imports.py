@@ -24,7 +24,7 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy", "horovod", "mpi4py"}
 ROOMS = {
     "errors.py": set[str](),
     "ratios.py": {"horovod_topk.errors"},
-    "schedules.py": set[str](),
+    "schedules.py": {"horovod_topk.ratios", "horovod_topk.errors"},
     "config.py": {"horovod_topk.ratios", "horovod_topk.schedules", "horovod_topk.errors"},
     "__init__.py": {"horovod_topk.errors", "horovod_topk.methods", "horovod_topk.reporting"},
     "reporting.py": set[str](),

@@ -23,7 +23,7 @@ from oracle.world import World
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.probe import Probe, compare
 from horovod_topk.core.stats import StepCounters
-from horovod_topk.core.timing import Seconds, TimedCollective
+from horovod_topk.core.timing import Seconds, StepTimer
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.topk import TopK
 from horovod_topk.metrics import FIELDS, JsonLines, as_dictionary
@@ -104,34 +104,10 @@ def test_memory_is_of_all_buffers(exchange: str) -> None:
     assert rank.memory_bytes > rank.exchange.buffer_bytes(plan)
 
 
-class Slow:
-    """A collective whose results take a while."""
-
-    size, rank = 2, 0
-
-    def allgather(self, payload: Any, name: str, counts: Any = None) -> Slow:
-        return self
-
-    def wait(self) -> int:
-        time.sleep(0.02)
-        return 1
-
-
-def test_waiting_is_neither_compressing_nor_decompressing() -> None:
-    collective: TimedCollective[Any] = TimedCollective(Slow())  # type: ignore[arg-type]
-    timer = collective.timer
-    timer.begin()
-    with timer.compress():
-        pending = collective.allgather(0, "x")
-        time.sleep(0.01)
-    with timer.decompress():
-        assert pending.wait() == 1
-    seconds = timer.seconds
-    assert seconds.compress_seconds == pytest.approx(0.01, abs=0.009)
-    assert seconds.exposed_seconds >= 0.02
-    assert seconds.exchange_seconds >= 0.03
-    assert seconds.decompress_seconds < 0.01
-    assert (seconds + seconds).exposed_seconds == 2 * seconds.exposed_seconds
+def test_the_parts_of_a_step() -> None:
+    timer = StepTimer(compressing=0.5, decompressing=0.25, exposed=2.0, first=10.0, last=13.0)
+    assert timer.seconds == Seconds(0.5, 3.0, 2.0, 0.25)
+    assert timer.seconds + timer.seconds == Seconds(1.0, 6.0, 4.0, 0.5)
     timer.begin()
     assert timer.seconds == Seconds()
 
@@ -143,7 +119,7 @@ def test_a_probe_compares_each_bucket_in_turn_with_dense() -> None:
     world = World(make_plan(SPECS, TopK(0.05, min_numel=0, probe_every=2)), 2, NUMPY)
     for rank, compressor in enumerate(world.ranks):
         collective = world.network.collective(rank)
-        compressor.probe = Probe(2, collective, NUMPY.ops, "job")
+        compressor.step.probe = Probe(2, collective, NUMPY.ops, "job")
     seen = list[StepCounters]()
     world.ranks[0].on_step(seen.append)
     for step in range(3):
@@ -152,7 +128,7 @@ def test_a_probe_compares_each_bucket_in_turn_with_dense() -> None:
         exchanged = [NUMPY.array(given[0][name], "float32") for name in ("a", "b")]
         for compressor in world.ranks:
             for ordinal, array in enumerate(exchanged):
-                compressor.finish(ordinal, [array], 1.0)
+                compressor.step.finish(ordinal, [array])
         world.commit()
         name = "ab"[step // 2]
         mean = (given[0][name] + given[1][name]) / 2
