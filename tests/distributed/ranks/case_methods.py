@@ -132,6 +132,7 @@ def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
     assert torch.equal(bits(again.parameters()), bits(task.parameters()))
 
 
+@pytest.mark.horovod
 @pytest.mark.world_size(2, 3)
 def test_a_rank_that_abandons_an_announced_step_ends_it_for_all() -> None:
     task, optimizer = start("TernGrad", min_numel=16)
