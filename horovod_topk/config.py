@@ -19,6 +19,7 @@ OPTIONAL: dict[str, object] = {
     "clip_norm": None,
     "warmup": None,
     "schedule": None,
+    "probe_every": None,
     "momentum": 0.0,
     "nesterov": False,
     "velocity_kept": 0.0,
@@ -60,6 +61,9 @@ class Settings:
             and in elastic jobs. None: off.
         schedule: decides the ratio of each step from what all ranks have measured, after the steps
             of `warmup`: one of `horovod_topk.schedules`. None: each step has `ratio`.
+        probe_every: in PyTorch, a number of steps, of which one exchanges a bucket dense beside
+            compressed, the buckets in turn; `stats()` and `on_step` say how far they are apart
+            (`horovod_topk.core.probe`). None: off.
         momentum: the momentum for momentum correction (`horovod_topk.core.momentum`), which
             replaces the optimizer's own. "optimizer": take over the momentum of SGD, Adam or AdamW;
             exchanged gradients have the size of gradients, and PyTorch's parameter groups stay as
@@ -92,6 +96,7 @@ class Settings:
     clip_norm: float | None = None  # norm of the applied gradient, at most; None: off
     warmup: int | Stretches | str | None = None  # steps with larger ratios; None: off
     schedule: Schedule | None = None  # decides the ratio of each step; None: off
+    probe_every: int | None = None  # steps, of which one compares a bucket with dense; None: off
     momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether `momentum` is Nesterov's
     velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
@@ -106,6 +111,8 @@ class Settings:
         object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
         _check_schedule(self.schedule)
+        if self.probe_every is not None:
+            check_whole("probe_every", self.probe_every, 1, 2**31, 100)
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_nesterov(self.nesterov, self.momentum)
         _check_kept(self.velocity_kept)

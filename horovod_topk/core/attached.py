@@ -60,6 +60,11 @@ class Attached(Generic[Kept]):
         if reason is not None:
             self._skip("*", reason)
 
+    def _stand_for_nothing(self, label: str, reason: str) -> None:
+        """Be inactive from the beginning, for a reason; in the place of `__init__`."""
+        self.label, self.active, self._skipped = label, False, {"*": reason}
+        self._late, self.manager, self._reduction = Counter(), None, "average"
+
     def stats(self) -> Stats:
         """Totals and norms so far. Waits for the device; call it on any rank, it is local."""
         stats = self._state.stats() if self.active else Stats()

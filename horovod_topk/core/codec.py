@@ -314,6 +314,22 @@ class PayloadCodec(Generic[Array]):
         ops.subtract_at(whole, None, before)
         return Squares(ops.norm(whole) ** 2, compensated, ops.norm(after) ** 2)
 
+    def regained(self, arenas: Arenas[Array], payload: Array) -> list[Array]:
+        """How much larger than that of e' the sum of squares of a = e' + (what receivers read) is.
+
+        In a step that is not committed yet; [1] float32 for each piece, in time of what was sent
+        alone. It waits for no device.
+        """
+        ops, differences = self._ops, list[Array]()
+        for position, each in self._read(arenas.plan, payload, rows=False).items():
+            left = self._slice(arenas.candidate, arenas.plan.tensors[position])
+            if each.index is not None:
+                left = ops.take(left, ops.row(each.index, 0))
+            whole: Any = left + ops.row(each.values, 0)  # type: ignore[operator]
+            before: Any = ops.square(left)
+            differences.append(ops.square(whole) - before)
+        return differences
+
     def compensate(self, arenas: Arenas[Array], gradients: Sequence[Array], position: int) -> Array:
         """Write e + g of one piece to the candidate arena, and return it."""
         ops, bucket = self._ops, arenas.plan

@@ -149,6 +149,10 @@ class ReducedBucket(Generic[Array]):
         for arenas in (self._arenas, *self._states.values()):
             arenas.swap()
 
+    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
+        """`BucketExchange.encoded`: nothing, as rounds have arrays of their own."""
+        return ()
+
     def squares(self, *, committed: bool) -> Squares:
         """`BucketExchange.squares`: not known."""
         return Squares()

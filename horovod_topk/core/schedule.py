@@ -91,9 +91,15 @@ class Schedule:
             ratios |= {*self._schedule.ratios(usual)}
         return tuple(sorted(ratios, reverse=True))
 
+    @property
+    def ratio_after_warmup(self) -> float:
+        """The ratio where nothing is decided yet."""
+        usual = self._config.ratio
+        return usual if self._schedule is None else self._schedule.first(usual)
+
     def ratio_at(self, committed: int, decision: Decision = ()) -> float:
         """That of the step after so many committed ones."""
-        after = decision[0] if decision else self._config.ratio
+        after = decision[0] if decision else self.ratio_after_warmup
         return next((r for until, r in self._stretches if committed < until), after)
 
     def decide(self, before: Decision, level: float, heard: Heard | None) -> Decision:

@@ -18,6 +18,7 @@ from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.measures import Rows, heard
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
+from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
 from horovod_topk.core.residual import Squares
 from horovod_topk.core.schedule import Clock, Counter, HostCounter, Schedule
@@ -41,7 +42,8 @@ from horovod_topk.core.state_dict import (
     steps_of,
     without,
 )
-from horovod_topk.core.stats import Stats, StepCounters, count_step, measured, planned
+from horovod_topk.core.stats import Sample, Stats, StepCounters, measured, memory_of, planned
+from horovod_topk.core.timing import Seconds
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
 from horovod_topk.schedules import Decision
@@ -66,6 +68,8 @@ class State(Generic[Array]):
         later: tensors that may still become known.
         rates: the learning rates that residuals follow, where they do.
         steps, rolled_back: how many steps have been committed, and how many have not.
+        seconds: of all these steps.
+        sample: shares of the last step that was sampled.
         ranks_before: how many ranks these residuals were of in the last step, if there was one.
     """
 
@@ -82,6 +86,8 @@ class State(Generic[Array]):
         self.rates: Followed | None = None
         self.ranks_before: int | None = None
         self.steps = self.rolled_back = 0
+        self.seconds, self.sample = Seconds(), Sample()
+        self._counted: tuple[Plan, int] | None = None  # bytes of memory, with their plan
         self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
         self._waiting: dict[str, Any] = {}  # what was loaded for tensors that are not known yet
         self._callbacks: list[Callable[[StepCounters], None]] = []
@@ -307,13 +313,49 @@ class State(Generic[Array]):
         """Call `callback` at the end of every step, committed or rolled back."""
         self._callbacks.append(callback)
 
-    def end_step(self, traffic: Traffic, flagged: Iterable[str], *, committed: bool) -> None:
+    def end_step(
+        self,
+        traffic: Traffic,
+        flagged: Iterable[str],
+        *,
+        committed: bool,
+        seconds: Seconds = Seconds(),  # noqa: B008  # it is frozen
+    ) -> None:
         """Note the end of a step, and tell the callbacks."""
         self.steps += committed
         self.rolled_back += not committed
-        counters = count_step(self.steps + self.rolled_back, committed, traffic, flagged)
+        self.seconds += seconds
+        if not self._callbacks:
+            return
+        assert self.plan is not None  # of the step
+        counters = StepCounters(
+            self.steps + self.rolled_back,
+            committed,
+            **vars(traffic),
+            flagged=tuple(flagged),
+            level=self.plan.config.ratio,
+            **vars(seconds),
+            **vars(self.sample),
+            **vars(self.probed),
+            memory_bytes=self.memory_bytes,
+        )
         for callback in self._callbacks:
             callback(counters)
+
+    @property
+    def probed(self) -> Probed:
+        """What the last probe found."""
+        return Probed()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that this rank holds for compression, counted once for each plan."""
+        plan, exchange = self.plan, self.exchange
+        assert plan is not None
+        assert exchange is not None
+        if self._counted is None or self._counted[0] is not plan:
+            self._counted = plan, memory_of(self.parts.values(), exchange, plan)
+        return self._counted[1]
 
     def stats(self) -> Stats:
         """Totals and norms so far. Waits for the device."""
@@ -325,6 +367,11 @@ class State(Generic[Array]):
             rolled_back=self.rolled_back,
             residual_norm=self.norm(RESIDUALS),
             owned_norm=self.norm(OWNED),
+            residual_norm_ratio=self.sample.residual_norm_ratio,
+            level=self.plan.config.ratio,
+            memory_bytes=self.memory_bytes,
+            **vars(self.seconds),
+            **vars(self.probed),
             **measured(self.squares()),
         )
 

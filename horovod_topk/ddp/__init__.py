@@ -15,8 +15,7 @@ or, as torch registers communication hooks,
 
 from typing import Any
 
-from horovod_topk.ddp.compressor import Compressor, TopKEF
-from horovod_topk.ddp.hook import exchange
+from horovod_topk.ddp.compressor import Compressor, TopKEF, exchange
 from horovod_topk.ddp.state import DDPState
 
 __all__ = ["DDPState", "TopKEF", "exchange"]

@@ -1,35 +1,51 @@
-"""Compressors: what a user attaches to a model."""
+"""Compressors, and the function that DistributedDataParallel calls for each of its buckets.
 
-from __future__ import annotations
+PyTorch compares the annotations of such a function with types: in this file they must not be
+strings (`from __future__ import annotations`).
+"""
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from horovod_topk import reporting
-from horovod_topk.core.base_compressor import BaseCompressor, by_horovod
+from horovod_topk.core.base_compressor import by_horovod
 from horovod_topk.core.substitute import horovods
-from horovod_topk.ddp.hook import exchange
 from horovod_topk.ddp.refusals import check_model
-from horovod_topk.ddp.state import DDPState, state_of
+from horovod_topk.ddp.state import DDPState
 from horovod_topk.errors import ConfigError, NotAttachedError
 from horovod_topk.methods.topk import Presets, TopK
-from horovod_topk.torch_training.scaling import check_scaler
+from horovod_topk.torch_training.compressor import TrainingCompressor
 
 Groups = Sequence[Sequence[Tensor]]
 TORCHS = {"none": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
-class Compressor(BaseCompressor):
+def exchange(
+    state: DDPState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Compress and exchange a bucket of gradients: a hook for `register_comm_hook`.
+
+    Args:
+        state: what `TopKEF().hook(model, optimizer)` returned beside this function.
+        bucket: gradients of this rank, not divided by the number of ranks.
+
+    Returns:
+        A future of the bucket's memory with the mean of all ranks' gradients, as they were sent.
+    """
+    return state.take(bucket)
+
+
+class Compressor(TrainingCompressor):
     """A compression method for torch DistributedDataParallel; each of its subclasses has one.
 
-    `attach(model, optimizer)` has the model's gradients compressed; `.of(model)` returns the state
-    behind it. Each model has a state of its own, also when several share one instance.
+    `attach(model, optimizer)` has a model's gradients compressed; `.of(model)` returns its state.
 
     Gradients may be float16, bfloat16, float32 or float64, of any shape. Residuals are float32, and
     float64 for float64 gradients.
@@ -47,7 +63,7 @@ class Compressor(BaseCompressor):
         >>> TopKEF(ratio=0.001).attach(model, optimizer)
     """
 
-    framework, adapter = "torch", "ddp"
+    adapter = "ddp"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,10 +72,6 @@ class Compressor(BaseCompressor):
                 "commit_dir= is for Horovod's elastic jobs",
                 cure="Save residuals with horovod_topk.checkpoint; torchrun restarts all ranks",
             )
-        self._begin()
-
-    def _begin(self) -> None:
-        self._states: weakref.WeakSet[DDPState] = weakref.WeakSet()
 
     def attach(
         self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None
@@ -77,23 +89,21 @@ class Compressor(BaseCompressor):
                 together.
             PlanMismatchError: ranks have different models or settings.
         """
-        model.register_comm_hook(*self.hook(model, optimizer, groups))
+        state, hook = self.hook(model, optimizer, groups)  # which refuses what is no DDP
+        model.register_comm_hook(state, hook)
 
     def hook(
         self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None
     ) -> tuple[Any, Callable[..., Any]]:
         """The two arguments of `model.register_comm_hook`; see `attach`.
 
-        Register them before the first backward: the optimizer's steps wait for exchanged gradients
-        from here on.
+        Register them at once: from here on, the optimizer refuses gradients that do not come so.
         """
-        hooks = getattr(model, "_comm_hooks", ())
-        check_model(model, [each for each in hooks if not _is_of_a_copy(each)])
+        check_model(model)
         if name := horovods():
             return model.process_group, TORCHS[name]
         state = DDPState(model, optimizer, self, groups)
-        self._states.add(state)
-        reporting.watch(state)
+        self.attached(state)
         return state, exchange
 
     @staticmethod
@@ -103,35 +113,15 @@ class Compressor(BaseCompressor):
         Raises:
             NotAttachedError: no compressor is attached to it.
         """
-        state = state_of(model)
-        if state is None and (name := horovods()):
+        for _, state in reversed(getattr(model, "_comm_hooks", ())):
+            if isinstance(state, DDPState):
+                return state
+        if name := horovods():
             return by_horovod(name, "torch")  # type: ignore[no-any-return]
-        if state is None:
-            raise NotAttachedError(
-                f"no compressor's hook is registered with this {type(model).__name__}",
-                cure="Call TopKEF().attach(model, optimizer), and pass that model",
-            )
-        return state
-
-    def set_ratio(self, ratio: float | None) -> None:
-        """As `DDPState.set_ratio`, of the one model behind this instance."""
-        if not horovods():
-            state = self._only_state()
-            assert isinstance(state, DDPState)
-            state.set_ratio(ratio)
-
-    @staticmethod
-    def _check_scaler(scaler: object) -> None:
-        check_scaler(scaler)
-
-    def _living_states(self) -> list[DDPState]:
-        return list(self._states)
-
-
-def _is_of_a_copy(registered: tuple[Any, Any]) -> bool:
-    """Whether a hook was pickled with its model, which PyTorch does not register anew."""
-    state = registered[1]
-    return isinstance(state, DDPState) and state.is_copy
+        raise NotAttachedError(
+            f"no compressor's hook is registered with this {type(model).__name__}",
+            cure="Call TopKEF().attach(model, optimizer), and pass that model",
+        )
 
 
 class TopKEF(Compressor, Presets, method=TopK):

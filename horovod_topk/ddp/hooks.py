@@ -33,12 +33,10 @@ class Hooks(hooks.Hooks):
 
     def _check_exchanged(self, optimizer: Any) -> None:
         """Refuse gradients of this rank alone. Zeros, as of checkpoint libraries, are none."""
-        slots, parameters = self._buckets.slots, [g["params"] for g in optimizer.param_groups]
-        check_all_are_known(optimizer, slots, {})
-        if any(slot.exchanged is not None for slot in slots.values()):
-            return
-        gradients = [p.grad for group in parameters for p in group if p.grad is not None]
-        if any(bool(torch.any(gradient)) for gradient in gradients):
+        check_all_are_known(optimizer, self._buckets.slots, {})
+        slots = self._buckets.slots.values()
+        gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
+        if not any(slot.exchanged for slot in slots) and any(map(torch.any, gradients)):
             if self._buckets.exchanges:
                 raise StepBeforeSynchronizeError(NOT_NOW, cure=SYNCHRONIZE)
             raise StepBeforeSynchronizeError(NEVER, cure=REGISTER)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
@@ -13,30 +13,22 @@ from horovod_topk.errors import ConfigError, UnsupportedOperationError
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # by name: importing them takes a second
 
 
-def check_model(model: Any, hooks: Iterable[tuple[Any, Any]]) -> None:
+def check_model(model: Any) -> None:
     """Refuse a model whose gradients DistributedDataParallel does not hand over whole, and to us.
-
-    hooks: communication hooks that it has already, and their states.
 
     Raises:
         ConfigError: with the reason.
     """
     if not isinstance(model, DistributedDataParallel):
-        is_sharded = _SHARDED & {kind.__name__ for kind in type(model).__mro__}
-        why = ": FSDP gives each rank the sum of a shard, and error feedback needs its own gradient"
+        names = {kind.__name__ for kind in type(model).__mro__}
+        sharded = "FSDP gives a rank the sum of a shard, and error feedback needs its own gradients"
         raise ConfigError(
-            f"the model is a {type(model).__name__} and no DistributedDataParallel"
-            + (why if is_sharded else ""),
+            sharded if _SHARDED & names else f"{type(model)} is no DistributedDataParallel",
             cure="Pass the DistributedDataParallel itself: what Accelerate's prepare() returns, or "
             "Lightning's trainer.strategy.model. docs/ddp.md says what FSDP would need",
         )
     for reason, cure, tensor in (*_of_parameters(model), *_of_options(model)):
         raise ConfigError(reason, cure=cure, tensor=tensor)
-    for hook, _ in hooks:
-        raise ConfigError(
-            f"the model has the communication hook {hook.__qualname__}, and can have only one",
-            cure="Compress by one hook. set_ratio(1.0) sends dense gradients through ours",
-        )
 
 
 def _of_parameters(model: DistributedDataParallel) -> Iterator[tuple[str, str, str]]:
@@ -58,32 +50,18 @@ def _of_options(model: DistributedDataParallel) -> Iterator[tuple[str, str, None
     if model.mixed_precision is not None:
         reason = "DistributedDataParallel(mixed_precision=) has a communication hook of its own"
         yield reason, "Use torch.autocast, and values='bfloat16' for what is sent", None
+    for hook, state in model._comm_hooks:
+        if not getattr(state, "is_copy", False):  # it was not registered anew with a copied model
+            reason = (
+                f"the model has a communication hook, {hook.__qualname__}, and can have only one"
+            )
+            yield reason, "Compress by one hook; set_ratio(1.0) sends dense gradients", None
     if model._use_python_reducer:
         reason = "torch._dynamo.config.optimize_ddp='python_reducer' hands over no buckets"
         yield reason, "Leave optimize_ddp at its default", None
     if model._delay_all_reduce_params:
         reason = "delay_all_reduce_named_params= has parameters that no hook sees"
         yield reason, "Leave delay_all_reduce_named_params= out", None
-
-
-def check_optimizer(optimizer: Any, names: Mapping[Tensor, str]) -> None:
-    """Refuse an optimizer of other parameters than the model's.
-
-    names: of the parameters that the model exchanges.
-
-    Raises:
-        ConfigError: one is missing here or there.
-    """
-    stepped: Collection[Tensor] = {p for group in optimizer.param_groups for p in group["params"]}
-    missing = next((name for p, name in names.items() if p not in stepped), None)
-    more = any(p.requires_grad and p not in names for p in stepped)
-    if missing is not None or more:
-        raise ConfigError(
-            "the optimizer has not all parameters that the model trains, or has others",
-            tensor=missing,
-            cure="Give each DistributedDataParallel one optimizer, of all that it trains; set "
-            "requires_grad=False before it is built for what is not trained",
-        )
 
 
 def refuse_join(**kwargs: Any) -> NoReturn:

@@ -283,7 +283,8 @@ class NumpyOps:
         return float(np.linalg.norm(array.astype(np.float64)))
 
     def square(self, array: Array) -> Array:
-        return np.array([np.sum(np.square(array, dtype=np.float64))], np.float32)
+        with np.errstate(over="ignore"):
+            return np.array([np.sum(np.square(array, dtype=np.float64))], np.float32)
 
 
 def _narrowed(values: Array, kind: str) -> Array:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from horovod_topk.core.attached import Attached
 from horovod_topk.core.base_compressor import check_elastic, check_steps_kept, elastic
 from horovod_topk.core.residual import Squares
+from horovod_topk.core.stats import Sample
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.alone import clipped_alone, with_momentum
@@ -185,6 +186,7 @@ class OptimizerState(Attached[VariableState]):
         state.plan = plan
         if squares[0] >= 0.0:
             state.last_squares = Squares(*map(float, squares))
+            state.sample = Sample.of(state.last_squares)
         names = [tensor.spec.name for tensor in plan.tensors()]
         pairs = zip(names, flags.numpy(), strict=True)
         flagged = [name for name, flag in pairs if flag]

@@ -13,7 +13,7 @@ from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
-from horovod_topk.core.measures import Rows
+from horovod_topk.core.measures import HOST, Rows
 from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
@@ -90,6 +90,17 @@ class VariableState(State[Array]):
         stores: Stores,
         collective: Collective[Array],
     ) -> None:
+        if config.probe_every is not None:
+            raise ConfigError(
+                f"probe_every={config.probe_every} was given, and TensorFlow has no probe",
+                cure="Leave probe_every= out, or probe in PyTorch",
+            )
+        if unknown := HOST & set(config.told):
+            raise ConfigError(
+                f"schedule={config.schedule} decides from {', '.join(sorted(unknown))}, which "
+                "graphs do not measure",
+                cure="Pass schedule=Accordion(), or train in PyTorch",
+            )
         self.schedule_in_graphs = TracedSchedule(config)
         self.ops, self.collective, self._stores = TensorFlowOps(defers=True), collective, stores
         super().__init__(config, reduction, self.ops, self.schedule_in_graphs)

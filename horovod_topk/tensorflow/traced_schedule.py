@@ -114,7 +114,7 @@ class TracedSchedule:
     def _position(self) -> Any:
         """Index of the level of a step that begins now, in a graph."""
         levels, committed = self._schedule.levels, self._committed.read_value()
-        usual: Any = tf.constant(levels.index(self._config.ratio))
+        usual: Any = tf.constant(levels.index(self._schedule.ratio_after_warmup))
         if self._schedule.decides:
             decided = self._decided.read_value()
             usual = tf.where(decided < 0, usual, decided)

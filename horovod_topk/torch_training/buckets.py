@@ -77,6 +77,10 @@ class Buckets:
         """Whether all gradients of a bucket are ready."""
         return not self._missing[ordinal]
 
+    def ready(self, ordinal: int) -> list[Tensor]:
+        """The gradients of a complete bucket in the plan's order, as they were added."""
+        return [slot.ready.dense for slot in self._slots_of[ordinal] if slot.ready is not None]
+
     def gradients(self, ordinal: int) -> list[Tensor]:
         """Those of a complete bucket in the plan's order, once it is sure that none changed.
 
@@ -151,7 +155,7 @@ class Buckets:
     def forget(self) -> None:
         """Nothing is ready, and nothing was exchanged."""
         for slot in self.slots.values():
-            slot.ready = None
+            slot.ready, slot.has_fired = None, False
         self._missing = {ordinal: len(slots) for ordinal, slots in self._slots_of.items()}
         self.sent.clear()
         self.forget_exchanged()

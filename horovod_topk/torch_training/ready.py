@@ -121,9 +121,9 @@ class Slot:
             raise RepeatedSynchronizeError(
                 "its gradient was exchanged already and not stepped on or cleared since",
                 tensor=self.spec.name,
-                cure="Step inside optimizer.skip_synchronize() after optimizer.synchronize(), call "
-                "zero_grad() before the next backward(), and accumulate with "
-                "backward_passes_per_step",
+                cure="Call zero_grad() before the next backward(). With Horovod, step inside "
+                "optimizer.skip_synchronize() after optimizer.synchronize(), and accumulate with "
+                "backward_passes_per_step; with DistributedDataParallel, inside no_sync()",
             )
 
 

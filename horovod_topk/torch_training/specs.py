@@ -1,10 +1,11 @@
-"""Parameters and gradients of PyTorch as the core names them."""
+"""Parameters and gradients of PyTorch: as the core names them, and where they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
@@ -43,3 +44,22 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 def describe(spec: TensorSpec) -> str:
     """Shape, dtype and device, for messages."""
     return f"{list(spec.shape)} {spec.dtype} on {spec.device}"
+
+
+def gradients_in(memory: Tensor, parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parameters, and the views of their gradients, which lie behind each other in flat memory.
+
+    A gradient has its parameter's strides if these are dense, and is row-major else.
+    """
+    start = 0
+    for p in parameters:
+        view = memory[start : start + p.numel()]
+        start += p.numel()
+        is_dense = torch.empty_like(p).stride() == p.stride()
+        yield p, view.as_strided(p.shape, p.stride()) if is_dense else view.view(p.shape)
+
+
+def accumulation_of(p: Tensor) -> Any:
+    """Autograd's node that adds to a parameter's gradient; it lives as long as someone holds it."""
+    with torch.enable_grad():
+        return p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

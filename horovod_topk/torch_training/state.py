@@ -21,11 +21,12 @@ from horovod_topk.core.attached import Attached
 from horovod_topk.core.base_compressor import check_elastic, elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.momentum import Momenta
 from horovod_topk.core.plan import Plan
+from horovod_topk.core.probe import Probe
 from horovod_topk.core.stats import Stats, describe
+from horovod_topk.core.timing import Timed
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.buckets import Buckets
@@ -89,7 +90,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         self,
         optimizer: Any,
         plan: Plan,
-        collective: Collective[Tensor],
+        collective: Timed[Tensor],
         grad_scaler: Scaler | None,
     ) -> None:
         """Agree on the plan of an optimizer's gradients with all ranks, and make their memory.
@@ -109,8 +110,10 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         name = f"{self._prefix}.{self._ordinal}"
         momenta = Momenta(config, None if self._loan is None else self._loan.now)
         self._compressor = self._state = Compressor(
-            plan, ops, PayloadCodec(ops), exchange, name, momenta
+            plan, ops, PayloadCodec(ops), exchange, name, momenta, collective.timer
         )
+        if config.probe_every is not None:
+            self._compressor.step.probe = Probe(config.probe_every, collective, ops, name)
         self._compressor.rates = followed(optimizer, config, self._names, self._loan)
         self._reduction = plan.reduction
         self._buckets.index(plan)

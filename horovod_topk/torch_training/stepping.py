@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import LBFGS
 
-from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.errors import ConfigError, UnsupportedOperationError
 
 
 def check_evaluates_once(optimizer: Any) -> None:
@@ -102,3 +102,22 @@ def check_all_are_known(optimizer: Any, known: Container[Any], names: Mapping[An
                     cure="Build it with all that will ever be trained, and set requires_grad=False "
                     "afterwards for as long as it is not",
                 )
+
+
+def check_optimizer(optimizer: Any, names: Mapping[Any, str]) -> None:
+    """Refuse an optimizer of other parameters than a model's.
+
+    names: of the parameters that the model trains.
+
+    Raises:
+        ConfigError: one is missing here or there.
+    """
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    missing = next((name for p, name in names.items() if p not in stepped), None)
+    if missing is not None or any(p.requires_grad and p not in names for p in stepped):
+        raise ConfigError(
+            "the optimizer has not all parameters that the model trains, or has others",
+            tensor=missing,
+            cure="Give each model one optimizer, of all that it trains; set requires_grad=False "
+            "for what is not trained before the model is distributed",
+        )

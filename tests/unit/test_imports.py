@@ -24,7 +24,7 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy", "horovod", "mpi4py"}
 ROOMS = {
     "errors.py": set[str](),
     "ratios.py": {"horovod_topk.errors"},
-    "schedules.py": set[str](),
+    "schedules.py": {"horovod_topk.ratios", "horovod_topk.errors"},
     "config.py": {"horovod_topk.ratios", "horovod_topk.schedules", "horovod_topk.errors"},
     "__init__.py": {"horovod_topk.errors", "horovod_topk.methods", "horovod_topk.reporting"},
     "reporting.py": set[str](),
@@ -84,6 +84,13 @@ ROOMS = {
         "horovod_topk.elastic",
     },
     "elastic": {"horovod_topk.checkpoint", "horovod_topk.core", "horovod_topk.errors"},
+    "metrics": {"horovod_topk.core.stats", "horovod_topk.__version__"},
+    "metrics/tensorboard.py": {"tensorboard", "horovod_topk.core.stats", "horovod_topk.metrics"},
+    "metrics/prometheus.py": {
+        "prometheus_client",
+        "horovod_topk.core.stats",
+        "horovod_topk.__version__",
+    },
     "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
     "process_sets.py": {"horovod.common", "horovod_topk.core.nodes"},
     "cost": {
@@ -152,6 +159,7 @@ ROOMS = {
     },
     # what PyTorch's adapters have in common
     "torch_training": {
+        "horovod_topk.reporting",
         "horovod_topk.methods",
         "torch",
         "horovod_topk.core",

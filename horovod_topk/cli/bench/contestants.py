@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import horovod_topk.torch
 from horovod_topk.cli.bench.gradients import GivenGradients
-from horovod_topk.cli.bench.methods import OTHER, STEADY, TOPK, Method
+from horovod_topk.cli.bench.methods import DDP, OTHER, STEADY, TOPK, Method
 from horovod_topk.torch.collective import rest_until_done
 
 LEARNING_RATE = 1e-9  # weights hardly move, whatever the gradients are
@@ -95,16 +95,35 @@ def _fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Con
 
 def compressor(method: Method) -> Any:
     """Make the compressor of a method that is one of ours."""
-    return getattr(horovod_topk.torch, method.compressor)(**STEADY, **method.settings)
+    adapter = importlib.import_module(f"horovod_topk.{'ddp' if method.over_ddp else 'torch'}")
+    return getattr(adapter, method.compressor)(**STEADY, **method.settings)
 
 
 def _ours(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    if method.over_ddp:
+        wrapped = _data_parallel(model)
+        compressor(method).attach(wrapped, plain)
+        return Contestant(model, wrapped, plain, warm_up=6)  # residuals fill
     optimizer = _distributed(model, plain, name, compressor(method))
-    return Contestant(model, model, optimizer, warm_up=6)  # residuals fill
+    return Contestant(model, model, optimizer, warm_up=6)
 
 
 def _ddp(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
     return Contestant(model, _data_parallel(model), plain)
+
+
+def _ddp_fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    return _hooked(model, plain, default_hooks.fp16_compress_hook)
+
+
+def _ddp_bf16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    return _hooked(model, plain, default_hooks.bf16_compress_hook)
+
+
+def _hooked(model: GivenGradients, plain: Plain, hook: Callable[..., Any]) -> Contestant:
+    wrapped = _data_parallel(model)
+    wrapped.register_comm_hook(None, hook)
+    return Contestant(model, wrapped, plain)
 
 
 def _powersgd(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
@@ -127,7 +146,9 @@ BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Contestant]] 
     "dense": _dense,
     "dense-waiting": _dense_waiting,
     "fp16": _fp16,
-    "ddp": _ddp,
+    DDP: _ddp,
+    "ddp-fp16": _ddp_fp16,
+    "ddp-bf16": _ddp_bf16,
     "powersgd": _powersgd,
     TOPK: _ours,
     OTHER: _ours,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
@@ -12,13 +12,15 @@ from horovod_topk.core.substitute import parse
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import INDICES, SELECTIONS, VALUES, TopK
 
-NONE, DENSE, TOPK, OTHER = "none", "dense", "topk", "compressor"
+NONE, DENSE, TOPK, OTHER, DDP = "none", "dense", "topk", "compressor", "ddp"
 KINDS = {
     NONE: "no exchange",
     DENSE: "Horovod, dense",
     "dense-waiting": "Horovod, dense, sleeping while it waits",
     "fp16": "Horovod, fp16",
-    "ddp": "torch DDP, dense",
+    DDP: "torch DDP, dense",
+    "ddp-fp16": "torch DDP, its fp16 hook",
+    "ddp-bf16": "torch DDP, its bf16 hook",
     "powersgd": "torch DDP, PowerSGD rank 4",
     TOPK: "TopKEF",
 }  # by the names that users write
@@ -31,7 +33,7 @@ WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two thing
     **{value: "indices" for value in INDICES if value != "auto"},
 }
 # Settings that make no other step to time.
-UNFIT = ("name", "warmup", "schedule", "follow_lr", *BY_ADAPTERS)
+UNFIT = ("name", "warmup", "schedule", "probe_every", "follow_lr", *BY_ADAPTERS)
 SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,
@@ -55,6 +57,7 @@ class Method:
     kind: str  # one of KINDS, or OTHER
     settings: Mapping[str, object] = field(default_factory=dict)  # of the compressor
     compressor: str = "TopKEF"  # one of METHODS
+    over_ddp: bool = False  # whether torch DDP exchanges, and not Horovod
 
     def __post_init__(self) -> None:
         check_settings(METHODS[self.compressor], self.settings)
@@ -62,7 +65,17 @@ class Method:
     @property
     def what(self) -> str:
         """What it is, in a few words."""
-        return KINDS.get(self.kind, self.compressor)
+        return KINDS.get(self.kind, self.compressor) + " over torch DDP" * self.over_ddp
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a compressor of this package."""
+        return self.kind in (TOPK, OTHER)
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether it needs torch's process group."""
+        return self.over_ddp or self.kind.startswith(DDP) or self.kind == "powersgd"
 
     @property
     def own_momentum(self) -> float:
@@ -96,7 +109,7 @@ def _names(text: str) -> Iterator[str]:
     name = ""
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
         is_open = name.count("(") > name.count(")")
-        if is_open or ("=" in piece and not {*":("} & {*piece} and ":" in name):
+        if is_open or ("=" in piece and not {*":("} & {*piece} and f"{TOPK}:" in name):
             name = f"{name},{piece}"
             continue
         if name:
@@ -109,17 +122,23 @@ def _names(text: str) -> Iterator[str]:
 def method_of(name: str) -> Method:
     """One of KINDS, topk-WORD-WORD, topk:SETTING=VALUE,..., or a compressor as in Python.
 
+    One of the last three after "ddp:" is exchanged by torch DDP.
+
     Raises:
         ValueError: it is none of these; TopKError: the compressor does not take a setting.
     """
     if name in KINDS:
         return Method(name, name)
+    head, colon, tail = name.partition(":")
+    if head == DDP and colon:
+        inner = method_of(tail)
+        if inner.is_ours:
+            return replace(inner, name=name, over_ddp=True)
     if "(" in name or name in METHODS:
         asked = parse(name)
         _check_steady({*asked.settings})
         kind = TOPK if asked.name == "TopKEF" else OTHER
         return Method(name, kind, asked.settings, asked.name)
-    head, colon, tail = name.partition(":")
     if head == TOPK and colon:
         return Method(name, TOPK, _once(name, map(_setting, tail.split(","))))
     if name.startswith(f"{TOPK}-"):
@@ -128,7 +147,7 @@ def method_of(name: str) -> Method:
         return Method(name, TOPK, settings)
     raise ValueError(
         f"--methods: {name!r} is none of {', '.join(KINDS)}, nor as topk-int8-sharded, "
-        "topk:values=int8,ratio=0.01 or QSGD(bits=2)"
+        "topk:values=int8,ratio=0.01, QSGD(bits=2) or ddp:topk"
     )
 
 

@@ -44,6 +44,10 @@ class Allgather(Over[Array]):
         (arenas,) = residuals
         return AllgatherBucket(bucket, arenas, ops, codec, self._collective)
 
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`: a payload, and those of all ranks."""
+        return (1 + self.ranks) * sum(bucket.layout.payload_bytes for bucket in plan.buckets)
+
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step, sent in a ring from rank to rank."""
         payload_bytes = sum(b.layout.payload_bytes + announced_bytes([b]) for b in plan.buckets)
@@ -137,6 +141,10 @@ class AllgatherBucket(Generic[Array]):
     def swap(self) -> None:
         """`BucketExchange.swap`."""
         self._arenas.swap()
+
+    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
+        """`BucketExchange.encoded`."""
+        return [(self._arenas, self._payload)]
 
     def squares(self, *, committed: bool) -> Squares:
         """`BucketExchange.squares`."""

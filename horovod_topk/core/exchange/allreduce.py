@@ -63,6 +63,10 @@ class AllreduceExchange(Over[Array]):
         """One allreduce."""
         return AllreduceBucket(bucket, ops, codec, self._collective)
 
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`: one array a bucket."""
+        return self.traffic(plan).payload_bytes
+
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step, sent in a ring from rank to rank."""
         told = self.ranks * len(plan.config.measures)
@@ -142,6 +146,10 @@ class AllreduceBucket(Generic[Array]):
 
     def swap(self) -> None:
         """`BucketExchange.swap`: there is no residual."""
+
+    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
+        """`BucketExchange.encoded`: nothing."""
+        return ()
 
     def squares(self, *, committed: bool) -> Squares:
         """`BucketExchange.squares`: not known, as the gradients' memory has the sums."""

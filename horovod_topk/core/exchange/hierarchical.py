@@ -143,6 +143,16 @@ class HierarchicalExchange(Over[Array]):
         (arenas,) = owned or (None,)
         return HierarchicalBucket(self.sharded(bucket), arenas, ops, codec, self.groups)
 
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`: gradients, those of the node, and payloads of all."""
+        groups, total = self.groups, 0
+        owners, nodes = groups.nodes.owners, len(groups.nodes.ranks)
+        for each in (self.sharded(bucket) for bucket in plan.buckets):
+            own = [] if groups.shard is None else [each.sums[groups.shard]]
+            total += _dense_bytes(each.sums) + groups.size * _dense_bytes(own)
+            total += (len(own) * (1 + nodes) + owners * nodes) * each.sum_bytes
+        return total
+
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: to each owner on the node directly, then twice in a ring."""
         groups, nodes = self.groups, self.groups.nodes
@@ -281,6 +291,10 @@ class HierarchicalBucket(Generic[Array]):
         """`BucketExchange.swap`."""
         if self._owned is not None:
             self._owned.swap()
+
+    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
+        """`BucketExchange.encoded`: nothing, as gradients are added up first."""
+        return ()
 
     def squares(self, *, committed: bool) -> Squares:
         """`BucketExchange.squares`: of this rank's gradients, and of what it sends as an owner."""

@@ -152,6 +152,10 @@ class BucketExchange(Protocol[Given]):
         """
         ...
 
+    def encoded(self) -> Sequence[tuple[Arenas[Any], Any]]:
+        """Arenas, with the payload of each; (): gradients are not encoded by themselves."""
+        ...
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -242,6 +246,10 @@ class Exchange(Protocol[Array]):
         """Bytes of a step."""
         ...
 
+    def buffer_bytes(self, plan: Plan) -> int:
+        """Bytes of memory for payloads, those of other ranks too, and for sums."""
+        ...
+
 
 class Over(abc.ABC, Generic[Array]):
     """What exchanges over a collective have in common.
@@ -281,6 +289,10 @@ class Over(abc.ABC, Generic[Array]):
         if key not in self._counted:
             self._counted[key] = self._count(plan)
         return self._counted[key]
+
+    @abc.abstractmethod
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`."""
 
     @abc.abstractmethod
     def _count(self, plan: Plan) -> Traffic:

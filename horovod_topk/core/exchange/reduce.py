@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import BucketExchange, Over, Traffic
-from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.exchange.sharded import held_bytes
+from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.rounds import ReducedBucket, round_plans
 from horovod_topk.core.shards import shard
@@ -41,6 +42,16 @@ class ReduceExchange(Over[Array]):
         """The rounds of the bucket's method."""
         (arenas,) = residuals
         return ReducedBucket(bucket, arenas, states, ops, codec, self._collective)
+
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`: of every round; each has two arrays besides, which stay zero."""
+        total = 0
+        for each in (each for bucket in plan.buckets for each in round_plans(bucket)):
+            split = shard(each, self.ranks)
+            arenas = (*split.scatter, split.gather[self.rank])
+            total += held_bytes(split, self.rank)
+            total += sum(2 * WIDTH[arena.residual_dtype] * arena.numel for arena in arenas)
+        return total
 
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: of each round to each owner directly, and back in a ring."""

@@ -17,7 +17,7 @@ from horovod_topk.core.exchange.protocol import (
     check_split,
 )
 from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import ShardedPlan, shard
 from horovod_topk.errors import TopKError
@@ -79,6 +79,10 @@ class ShardedExchange(Over[Array]):
         """One alltoall and one allgather, and of some methods an allgather before them."""
         (mine,) = owned
         return ShardedBucket(self.sharded(bucket), residuals, mine, ops, codec, self._collective)
+
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`."""
+        return sum(held_bytes(self.sharded(bucket), self.rank) for bucket in plan.buckets)
 
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: to each owner directly, and back in a ring from rank to rank.
@@ -214,10 +218,14 @@ class ShardedBucket(Generic[Array]):
         for arenas in (*self._arenas, self._owned):
             arenas.swap()
 
+    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
+        """`BucketExchange.encoded`: a payload for each owner."""
+        return list(zip(self._arenas, self._parts, strict=True))
+
     def squares(self, *, committed: bool) -> Squares:
         """`BucketExchange.squares`."""
-        pairs, squares = zip(self._arenas, self._parts, strict=True), self._codec.squares
-        return sum((squares(*pair, committed=committed) for pair in pairs), Squares())
+        squares = self._codec.squares
+        return sum((squares(*pair, committed=committed) for pair in self.encoded()), Squares())
 
     def _complete(self) -> None:
         """Send what was announced to owners."""
@@ -246,6 +254,13 @@ class ShardedBucket(Generic[Array]):
         ranks, size = self._collective.size, each.layout.payload_bytes
         if count != size * ranks:
             raise wire.wrong_length(count, size, ranks, ordinal)
+
+
+def held_bytes(plan: ShardedPlan, rank: int) -> int:
+    """Bytes of memory for the payloads and the sums of one bucket."""
+    ranks, owned = len(plan.scatter), plan.gather[rank]
+    payloads = 2 * ranks * plan.scatter_bytes + (1 + ranks) * plan.gather_bytes
+    return payloads + owned.numel * WIDTH[owned.residual_dtype]
 
 
 def _scale(bucket: BucketPlan, ranks: int) -> float:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import horovod.torch as hvd
 import pytest
 import torch
 from oracle.dithered import Dithered
 from oracle.two_rounds import TwoRounds
 
-import horovod_topk.torch
 import training
 from horovod_topk import checkpoint
 from horovod_topk.core.state_dict import parts_of
@@ -21,6 +19,7 @@ from horovod_topk.methods import METHODS
 from plain import PlainTopKEF as TopKEF
 from training import Setup
 from witness import assert_ranks_equal, bits
+from world import adapter, hvd
 
 METHODS |= {"TwoRounds": TwoRounds, "Dithered": Dithered}
 EVERY = {
@@ -49,7 +48,7 @@ EVERY = {
 def start(name: str, **settings: Any) -> tuple[Any, Any]:
     setup = Setup(optimizer=training.adamw)
     task = setup.task()
-    compressor = getattr(horovod_topk.torch, name)(**settings)
+    compressor = getattr(adapter, name)(**settings)
     return task, setup.distributed(task, compressor)
 
 
@@ -63,7 +62,7 @@ def states_in(state: Any) -> list[dict[str, torch.Tensor]]:
 def test_dense_in_float32_trains_as_horovod_does() -> None:
     setup = Setup(optimizer=training.plain_sgd)
     task, theirs = setup.task(), setup.task()
-    ours = setup.distributed(task, horovod_topk.torch.Dense())
+    ours = setup.distributed(task, adapter.Dense())
     other = setup.distributed(theirs, hvd.Compression.none)
     for step in range(10):
         training.ordinary(task, ours, step)
@@ -134,6 +133,7 @@ def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
     assert torch.equal(bits(again.parameters()), bits(task.parameters()))
 
 
+@pytest.mark.horovod
 @pytest.mark.world_size(2, 3)
 def test_a_rank_that_abandons_an_announced_step_ends_it_for_all() -> None:
     task, optimizer = start("TernGrad", min_numel=16)
@@ -198,4 +198,4 @@ def test_a_rank_whose_method_raises_ends_the_step_for_all(
 
 def test_a_method_that_is_not_known() -> None:
     with pytest.raises(AttributeError, match=r"has no .Quantise.; its compressors are"):
-        horovod_topk.torch.Quantise  # noqa: B018
+        adapter.Quantise  # noqa: B018

@@ -56,6 +56,7 @@ def test_equal_to_optimizers_of_one_ratio_each(exchange: str) -> None:
     assert_ranks_equal(ours[-1])
 
 
+@pytest.mark.horovod
 def test_collectives_say_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
     task = SETUP.task()
     optimizer = SETUP.distributed(task, TopKEF(**WARM))
