@@ -145,11 +145,11 @@ class DDPState(CopiedState):
         Variable._execution_engine.queue_callback(self._handed_out)
 
     def _decode(self) -> None:
-        gain = 1.0
+        step, gain = self._compressor.step, 1.0
         if self._preprocessing is not None:
             gain = self._preprocessing.gain(self._optimizer())
         for ordinal in [bucket.ordinal for bucket in self._compressor.plan.buckets]:
-            self._compressor.finish(ordinal, self._buckets.ready(ordinal), gain)
+            step.finish(ordinal, self._buckets.ready(ordinal), gain)
             self._buckets.note_exchanged(ordinal)
 
     @torch.no_grad()

@@ -113,16 +113,8 @@ def _ddp(method: Method, model: GivenGradients, plain: Plain, name: str) -> Cont
 
 
 def _ddp_fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
-    return _hooked(model, plain, default_hooks.fp16_compress_hook)
-
-
-def _ddp_bf16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
-    return _hooked(model, plain, default_hooks.bf16_compress_hook)
-
-
-def _hooked(model: GivenGradients, plain: Plain, hook: Callable[..., Any]) -> Contestant:
     wrapped = _data_parallel(model)
-    wrapped.register_comm_hook(None, hook)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return Contestant(model, wrapped, plain)
 
 
@@ -148,7 +140,6 @@ BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Contestant]] 
     "fp16": _fp16,
     DDP: _ddp,
     "ddp-fp16": _ddp_fp16,
-    "ddp-bf16": _ddp_bf16,
     "powersgd": _powersgd,
     TOPK: _ours,
     OTHER: _ours,

@@ -20,7 +20,6 @@ KINDS = {
     "fp16": "Horovod, fp16",
     DDP: "torch DDP, dense",
     "ddp-fp16": "torch DDP, its fp16 hook",
-    "ddp-bf16": "torch DDP, its bf16 hook",
     "powersgd": "torch DDP, PowerSGD rank 4",
     TOPK: "TopKEF",
 }  # by the names that users write
