@@ -30,7 +30,7 @@ SCALE_BYTES = 2  # a scale is a bfloat16
 LIMIT = 2.0**127  # where values with a scale saturate: no multiple overflows float32
 UNIT = 65536  # magnitudes are whole multiples of a 65536th of the largest where they are added up
 INDEX_BYTES = {"int16": 2, "int32": 4}
-TILE = 2048  # elements that sums of float64 fold, a power of two
+TILE = 512  # elements that sums of float64 fold, a power of two
 SHARD_BLOCK = 512  # elements that go to one shard at a time, so that memory is read in stretches
 _MOST_LOW_BITS = 31
 

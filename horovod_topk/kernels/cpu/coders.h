@@ -21,7 +21,8 @@ namespace {
 using topkef::Format;
 using topkef::Measured;
 
-constexpr int64_t CODED = topkef::CODED;  // elements that are coded at once, at most
+using topkef::CODED;
+using topkef::FOLDED;
 
 /* Stretches of `count` elements from `at` on that lie in one block each. */
 struct Reading {
@@ -59,18 +60,51 @@ inline bool are_scales(const uint8_t *data, int64_t count) {
 }
 
 /* The sum of a tile, which it overwrites: its second half is added to its first, until one is left.
- * `size` is a power of two. */
+ * Sizes are known to the compiler: few elements make loops that are mostly overhead. */
+template <int size>
+inline double folded(double *tile) {
+  if constexpr (size == 1) {
+    return tile[0];
+  } else {
+    for (int i = 0; i < size / 2; ++i) tile[i] += tile[i + size / 2];
+    return folded<size / 2>(tile);
+  }
+}
+
+/* `size` is a power of two, at most FOLDED / 2. */
 inline double folded(double *tile, int64_t size) {
+  switch (size) {
+    case 256: return folded<256>(tile);
+    case 128: return folded<128>(tile);
+    case 64: return folded<64>(tile);
+    default: break;
+  }
   for (int64_t half = size / 2; half > 0; half /= 2)
     for (int64_t i = 0; i < half; ++i) tile[i] += tile[i + half];
   return tile[0];
 }
 
-inline int64_t power_above(int64_t count) {
-  int64_t power = 1;
-  while (power < count) power *= 2;
-  return power;
+static_assert(FOLDED == 512, "halves of full tiles have 256 elements");
+
+/* Half of the power of two that a tile of at most FOLDED elements is filled up to. */
+inline int64_t half_of(int64_t count) {
+  int64_t half = 1;
+  while (2 * half < count) half *= 2;
+  return half;
 }
+
+/* x where it is not negative, and -x where it is; else 0. Without a comparison, which would be a branch. */
+inline double plus_of(float x) {
+  const auto bits = bit_cast<int32_t>(x);
+  return (double)bit_cast<float>(bits & ~(bits >> 31));
+}
+
+inline double minus_of(float x) {
+  const auto bits = bit_cast<int32_t>(x);
+  return (double)bit_cast<float>(bits & bits >> 31 & 0x7fffffff);
+}
+
+inline double square_of(float x) { return (double)x * (double)x; }
 
 /* Float bits in an order of integers. */
 inline int32_t ordered(float x) {
@@ -154,19 +188,21 @@ struct Means {
   }
 
   static Measured measure(const float *values, int64_t count, const Format &) {
-    const int64_t size = power_above(count);
-    alignas(64) double above[CODED], below[CODED];
+    const int64_t half = half_of(count);
+    alignas(64) double above[FOLDED / 2], below[FOLDED / 2];
     int32_t fewer = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const double magnitude = bit_cast<float>(magnitude_bits(values[i]));
-      above[i] = values[i] < 0 ? 0 : magnitude;
-      below[i] = values[i] < 0 ? magnitude : 0;
-      fewer += values[i] < 0;
+    for (int64_t i = 0; i < count - half; ++i) {
+      above[i] = plus_of(values[i]) + plus_of(values[i + half]);
+      below[i] = minus_of(values[i]) + minus_of(values[i + half]);
     }
-    for (int64_t i = count; i < size; ++i) above[i] = below[i] = 0;
+    for (int64_t i = count - half; i < half; ++i) {
+      above[i] = plus_of(values[i]);
+      below[i] = minus_of(values[i]);
+    }
+    for (int64_t i = 0; i < count; ++i) fewer += values[i] < 0;
     Measured found;
-    found.above = folded(above, size);
-    found.below = folded(below, size);
+    found.above = folded(above, half);
+    found.below = folded(below, half);
     found.negative = fewer;
     found.count = count;
     return found;
@@ -184,11 +220,9 @@ struct Means {
   }
 
   void read(int64_t at, int64_t count, float *to) const {
-    uint8_t bits[CODED];
-    unpack_bits(codes, at, count, 1, bits);
     for (Reading each(at, count, block); each.next();) {
       const float plus = brain_at(above, each.block), minus = -brain_at(below, each.block);
-      for (int64_t i = each.from; i < each.to; ++i) to[i] = bits[i] ? minus : plus;
+      unpack_signs(codes, at + each.from, each.to - each.from, plus, minus, to + each.from);
     }
   }
 
@@ -234,11 +268,9 @@ struct Signs {
   }
 
   void read(int64_t at, int64_t count, float *to) const {
-    uint8_t bits[CODED];
-    unpack_bits(codes, at, count, 1, bits);
     for (Reading each(at, count, block); each.next();) {
       const float plus = brain_at(scales, each.block), minus = -plus;
-      for (int64_t i = each.from; i < each.to; ++i) to[i] = bits[i] ? minus : plus;
+      unpack_signs(codes, at + each.from, each.to - each.from, plus, minus, to + each.from);
     }
   }
 
@@ -267,11 +299,12 @@ struct Dithered {
       found.high = largest_of(values, count);
       return found;
     }
-    const int64_t size = power_above(count);
-    alignas(64) double squares[CODED];
-    for (int64_t i = 0; i < count; ++i) squares[i] = (double)values[i] * (double)values[i];
-    for (int64_t i = count; i < size; ++i) squares[i] = 0;
-    found.above = folded(squares, size);
+    const int64_t half = half_of(count);
+    alignas(64) double squares[FOLDED / 2];
+    for (int64_t i = 0; i < count - half; ++i)
+      squares[i] = square_of(values[i]) + square_of(values[i + half]);
+    for (int64_t i = count - half; i < half; ++i) squares[i] = square_of(values[i]);
+    found.above = folded(squares, half);
     return found;
   }
 

@@ -62,6 +62,7 @@ struct Measured {
 };
 
 constexpr int64_t CODED = 2048;  // elements that a coder is given at once, at most
+constexpr int64_t FOLDED = 512;  // elements of a tile; sums of longer blocks are those of their tiles
 
 /* Candidates for being sent, in ascending order of index. */
 struct List {
@@ -162,7 +163,7 @@ using Drop = void (*)(Stretch *stretches, int64_t count, Cut cut, void *out);
 using Pack = bool (*)(const void *values, Span span, uint8_t *data, void *left, const Format &format);
 constexpr int64_t PACE = 1024;
 
-/* Measure a tile of a block that is longer than CODED. Returns whether all are finite. */
+/* Measure a tile of a block that is longer than FOLDED. Returns whether all are finite. */
 using Measure = bool (*)(const void *values, int64_t count, const Format &format, Measured *found);
 
 /* Write a span of values, within one block that was measured; `left` as in `Pack`. */

@@ -7,6 +7,7 @@
 
 #define TOPKEF_LANES
 #define TOPKEF_PHILOX
+#define TOPKEF_SIGNS
 #include "float_formats.h"
 
 namespace {
@@ -85,6 +86,24 @@ inline int64_t stream(const float *from, float *to, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
   return i;
+}
+
+/* Bits of eights of values that say which are below 0. */
+inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
+  for (int64_t i = 0; i < eights; ++i) {
+    const __m256 is = _mm256_cmp_ps(_mm256_loadu_ps(values + 8 * i), _mm256_setzero_ps(), _CMP_LT_OQ);
+    to[i] = (uint8_t)_mm256_movemask_ps(is);
+  }
+}
+
+/* `minus` where a bit is set, else `plus`. */
+inline void choose_by(const uint8_t *from, int64_t eights, float plus, float minus, float *to) {
+  const __m256 above = _mm256_set1_ps(plus), below = _mm256_set1_ps(minus);
+  const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  for (int64_t i = 0; i < eights; ++i) {
+    const __m256i is = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(from[i]), each), each);
+    _mm256_storeu_ps(to + 8 * i, _mm256_blendv_ps(above, below, _mm256_castsi256_ps(is)));
+  }
 }
 
 constexpr int64_t PHILOX = 4;  // blocks of random numbers at once

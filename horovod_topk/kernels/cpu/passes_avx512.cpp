@@ -9,6 +9,7 @@
 #define TOPKEF_PART
 #define TOPKEF_POSITIONS
 #define TOPKEF_PHILOX
+#define TOPKEF_SIGNS
 #include "float_formats.h"
 
 namespace {
@@ -99,6 +100,19 @@ inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
     _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(bits, place));
     to += __builtin_popcount(bits);
   }
+}
+
+/* Bits of eights of values that say which are below 0. */
+inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
+  for (int64_t i = 0; i < eights; ++i)
+    to[i] = _mm256_cmp_ps_mask(_mm256_loadu_ps(values + 8 * i), _mm256_setzero_ps(), _CMP_LT_OQ);
+}
+
+/* `minus` where a bit is set, else `plus`. */
+inline void choose_by(const uint8_t *from, int64_t eights, float plus, float minus, float *to) {
+  const __m256 above = _mm256_set1_ps(plus), below = _mm256_set1_ps(minus);
+  for (int64_t i = 0; i < eights; ++i)
+    _mm256_storeu_ps(to + 8 * i, _mm256_mask_mov_ps(above, from[i], below));
 }
 
 constexpr int64_t PHILOX = 8;  // blocks of random numbers at once

@@ -107,7 +107,9 @@ class WholeTensor final : public Encoder {
  public:
   WholeTensor(const BucketRecipe &bucket, const TensorRecipe &tensor, const Passes *passes)
       : bucket_(bucket), tensor_(tensor), kind_(bucket.kind_of(tensor)),
-        unit_(kind_ >= MINMAX ? std::lcm<int64_t>(8, tensor.block) : PACE), passes_(passes) {}
+        unit_(kind_ >= MINMAX ? std::lcm<int64_t>(8, tensor.block) : PACE),
+        step_(unit_ <= FOLDED ? FOLDED / unit_ * unit_ : kind_ >= MINMAX ? tensor.block : PACE),
+        is_long_(step_ > FOLDED && kind_ >= MINMAX), passes_(passes) {}
 
   void begin(const Source &, const Division &division) override {
     finite_.assign((size_t)division.parts, 1);
@@ -117,14 +119,13 @@ class WholeTensor final : public Encoder {
     auto parts = (int64_t)finite_.size();
     const int64_t from = beginning(tensor_.numel, part, parts, unit_);
     const int64_t to = beginning(tensor_.numel, part + 1, parts, unit_);
-    const int64_t step = unit_ <= CODED ? CODED / unit_ * unit_ : tensor_.block;
     const Format format = format_of(source);
     uint8_t *data = payload + tensor_.value_at;
     bool finite = true;
-    for (int64_t at = from; at < to; at += step) {
-      const int64_t count = std::min(step, to - at);
-      finite &= step <= CODED ? encode_tile(source, at, count, data, format)
-                              : encode_block(source, at, count, data, format);
+    for (int64_t at = from; at < to; at += step_) {
+      const int64_t count = std::min(step_, to - at);
+      finite &= is_long_ ? encode_block(source, at, count, data, format)
+                         : encode_tile(source, at, count, data, format);
     }
     finite_[(size_t)part] = finite;
     passes_->fence();
@@ -165,16 +166,16 @@ class WholeTensor final : public Encoder {
     glance.following = nullptr;  // new velocities are the second pass's
     Pairs pairs;
     bool finite = true;
-    for (int64_t i = 0; i < count; i += CODED) {
-      const int64_t some = std::min(CODED, count - i);
+    for (int64_t i = 0; i < count; i += FOLDED) {
+      const int64_t some = std::min(FOLDED, count - i);
       Measured found;
       sum(glance, at + i, some);
       finite &= passes_->measure[kind_](tile_, some, format, &found);
       pairs.add(found);
     }
     const Measured found = pairs.all();
-    for (int64_t i = 0; i < count; i += CODED) {
-      const int64_t some = std::min(CODED, count - i);
+    for (int64_t i = 0; i < count; i += FOLDED) {
+      const int64_t some = std::min(FOLDED, count - i);
       sum(source, at + i, some);
       passes_->write_tile[kind_](tile_, {at + i, some, tensor_.numel}, found, data, tile_, format);
       leave(source, at + i, some);
@@ -184,13 +185,15 @@ class WholeTensor final : public Encoder {
 
   const BucketRecipe bucket_;
   const TensorRecipe tensor_;
-  const int64_t kind_, unit_;  // tiles and parts begin at multiples of the unit
+  const int64_t kind_, unit_;  // parts begin at multiples of the unit
+  const int64_t step_;         // elements of a tile, or of a block that is longer than one
+  const bool is_long_;
   const Passes *const passes_;
   std::vector<uint8_t> finite_;  // one a part
-  static thread_local double tile_[CODED];
+  static thread_local double tile_[PACE];
 };
 
-alignas(64) thread_local double WholeTensor::tile_[CODED];
+alignas(64) thread_local double WholeTensor::tile_[PACE];
 
 /* Memory of one list; it grows and is kept. */
 template <class R>
