@@ -12,6 +12,7 @@ from horovod_topk.methods.qsgd import QSGD
 from horovod_topk.methods.randomk import RandomK
 from horovod_topk.methods.signsgd import SignSGD
 from horovod_topk.methods.terngrad import TernGrad
+from horovod_topk.methods.threshold import Threshold
 from horovod_topk.methods.topk import TopK
 
 METHODS: dict[str, type[Method]] = {  # class in `horovod_topk.torch` and elsewhere -> method
@@ -24,6 +25,7 @@ METHODS: dict[str, type[Method]] = {  # class in `horovod_topk.torch` and elsewh
     "OneBit": OneBit,
     "ByteGrad": ByteGrad,
     "TernGrad": TernGrad,
+    "Threshold": Threshold,
 }
 
 __all__ = [
@@ -39,5 +41,6 @@ __all__ = [
     "RandomK",
     "SignSGD",
     "TernGrad",
+    "Threshold",
     "TopK",
 ]

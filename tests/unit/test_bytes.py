@@ -52,6 +52,7 @@ CALLS = {
     "OneBit": (30.4 / 4, "allgather"),
     "ByteGrad": (3.98, "sharded"),
     "TernGrad": (20.0 / 4, "allgather"),
+    "Threshold": (61.6 / 4, "allgather"),
     "TernGrad(exchange='sharded')": (20.0, "sharded"),
     "PowerSGD": (55.5, "reduce"),
 }

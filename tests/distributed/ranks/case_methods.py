@@ -39,6 +39,7 @@ EVERY = {
     "bytes": ("ByteGrad", {"min_numel": 16}),
     "terngrad": ("TernGrad", {"min_numel": 16}),
     "terngrad, sharded": ("TernGrad", {"min_numel": 16, "exchange": "sharded", "clip": None}),
+    "threshold": ("Threshold", {"min_numel": 16, "max_ratio": 0.2, "threshold": 2.0}),
     "powersgd": ("PowerSGD", {"min_numel": 16, "rank": 1}),
     "random k, scaled": ("RandomK", {"min_numel": 16, "ratio": 0.5, "error_feedback": False}),
 }

@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "momentum": ({"compression": SignSGD(momentum=0.9)}, "no momentum that it is known to stand"),
     "warm-up": ({"compression": TopKEF(0.1, warmup=100)}, "compresses gradients in the first 3"),
     "short": ({"compression": SignSGD(warmup=[(2, 1.0)])}, "compresses gradients in the first 3"),
-    "sum": ({"op": hvd.Sum}, "would be added up"),
+    "sum": ({"op": hvd.Sum}, "would add up"),
     "adasum": ({"op": hvd.Adasum}, "Adasum"),
 }
 

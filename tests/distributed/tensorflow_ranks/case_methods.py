@@ -87,6 +87,7 @@ def arrays_in(state: Any) -> dict[str, bytes]:
         "PowerSGD",
         "OneBit",
         "ByteGrad",
+        "Threshold",
         "TernGrad",
     ],
 )
