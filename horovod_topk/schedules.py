@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from horovod_topk.errors import ConfigError
 from horovod_topk.ratios import checked_ratio
 
+Profiles = tuple[tuple[float, tuple[tuple[str, Any], ...]], ...]
 Decision = tuple[float, ...]  # a ratio level, and then what the schedule remembers; (): nothing yet
 MEMORY = 31  # numbers that a schedule may remember
 UNSETTLED = 2  # steps after a change of level, whose times tell nothing of it
@@ -22,9 +23,26 @@ class Schedule:
     Every rank decides alike, without a collective: `decide` is given the same numbers everywhere,
     and has to return the same for the same. Subclasses are frozen dataclasses, whose fields are the
     settings that ranks agree on.
+
+    Args:
+        profiles: further settings of a level, by its ratio: settings of the method, or
+            `min_numel`, such as {0.1: {"values": "int8"}}. The level of the settings' own ratio,
+            and 1.0, have none.
     """
 
     measures: ClassVar[tuple[str, ...]] = ()  # see `horovod_topk.core.measures`
+
+    profiles: Profiles | Mapping[float, Mapping[str, Any]] = ()  # of levels; none
+
+    def __post_init__(self) -> None:
+        pairs = self.profiles.items() if isinstance(self.profiles, Mapping) else self.profiles
+        checked = tuple((checked_ratio(r, "a level of profiles"), _pairs(p)) for r, p in pairs)
+        object.__setattr__(self, "profiles", checked)
+
+    def profile(self, level: float) -> dict[str, Any]:
+        """Settings of a level beside its ratio."""
+        assert not isinstance(self.profiles, Mapping)
+        return dict(next((settings for ratio, settings in self.profiles if ratio == level), ()))
 
     def ratios(self, usual: float) -> tuple[float, ...]:
         """Levels that a step may have besides 1.0 and `usual`, the ratio of the settings."""
@@ -79,6 +97,7 @@ class Accordion(Schedule):
     window: int = 100  # steps
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "critical", checked_ratio(self.critical, "critical"))
         _check_above("threshold", self.threshold, 0.0)
         _check_steps("window", self.window)
@@ -131,6 +150,7 @@ class ByNetwork(Schedule):
     settle: int = 4  # steps
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         levels = tuple(checked_ratio(each, "a ratio of levels") for each in self.levels)
         object.__setattr__(self, "levels", levels)
         if self.budget is not None:
@@ -166,6 +186,18 @@ class ByNetwork(Schedule):
         if waited < allowed / 2 and at + 1 < len(levels) and quiet >= patience:
             return (levels[at + 1], 0.0, 0.0, 0.0, patience, 0.0)
         return (now, float(UNSETTLED), 0.0, 0.0, patience, quiet)
+
+
+def _pairs(settings: object) -> tuple[tuple[str, Any], ...]:
+    """Settings as sorted pairs, which can be hashed and compared."""
+    pairs = settings.items() if isinstance(settings, Mapping) else settings
+    try:
+        return tuple(sorted((str(name), value) for name, value in pairs))  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"profiles has {settings!r}, which is not a mapping of settings",
+            cure="Pass a mapping for each ratio, such as profiles={0.1: {'values': 'int8'}}",
+        ) from error
 
 
 def _check_above(setting: str, value: object, least: float) -> None:

@@ -39,7 +39,7 @@ def with_metrics(folder: str, writers: str) -> Callable[[], None]:
         "tensorboard": lambda: TensorBoard(f"{folder}/rank{hvd.rank()}", every=10),
         "prometheus": lambda: Prometheus(hvd.rank(), 0),
     }
-    for writer in writers.split(","):
+    for writer in filter(None, writers.split(",")):
         TopKEF.of(optimizer).on_step(made[writer]())
     return step
 

@@ -38,6 +38,7 @@ from horovod_topk.methods.protocol import (
     numbers_of,
 )
 from horovod_topk.ops import Fused, Ops, SupportsOnePass, Velocities
+from horovod_topk.ops.philox import Stream
 
 Array = TypeVar("Array")
 
@@ -148,7 +149,8 @@ class PayloadCodec(Generic[Array]):
         bucket = arenas.plan
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
-            kernel.encode(arenas.residual, arenas.candidate, gradients, payload)
+            streams = self._streams(bucket)
+            kernel.encode(arenas.residual, arenas.candidate, gradients, payload, streams)
             return
         sent = []
         for position in range(len(bucket.tensors)):
@@ -190,8 +192,9 @@ class PayloadCodec(Generic[Array]):
         first: object = kernels[0]
         if isinstance(first, SupportsOnePass):
             residuals, candidates, factors = zip(*(each.unscaled() for each in arenas), strict=True)
+            streams = [stream for each in arenas for stream in self._streams(each.plan)]
             first.encode_shards(
-                kernels, residuals, candidates, gradients, payloads, factors, velocities
+                kernels, residuals, candidates, gradients, payloads, factors, velocities, streams
             )
         else:
             gradients = correct(gradients, velocities, self._ops)
@@ -459,6 +462,11 @@ class PayloadCodec(Generic[Array]):
         if key not in self._kernels:
             self._kernels[key] = _method(bucket).kernel(self._ops, bucket)
         return self._kernels[key]
+
+    def _streams(self, bucket: BucketPlan) -> list[Stream]:
+        """What a kernel's random numbers follow from, one a piece; none for other methods."""
+        keys = (self.key(bucket, position, rows=False) for position in range(len(bucket.tensors)))
+        return [key.own for key in keys if key is not None]
 
     def _slice(self, arena: Array, piece: Any) -> Array:
         return self._ops.view(arena, piece.start, piece.stop)

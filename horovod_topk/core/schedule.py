@@ -16,10 +16,12 @@ all residuals and leaves zeros.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Protocol
 
+from horovod_topk import schedules
+from horovod_topk.config import Settings
 from horovod_topk.core.measures import Heard
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
@@ -32,6 +34,7 @@ log = logging.getLogger("horovod_topk")
 DENSE = 1.0
 
 
+PROFILED = {"min_numel"}  # settings of all methods that a level may change
 LEVELS = 8  # at most, where a schedule decides: graphs have a branch for each
 
 
@@ -76,6 +79,8 @@ class Schedule:
                 f"{', '.join(map(str, self.levels))}, and an optimizer may have {LEVELS}",
                 cure="Pass a schedule with fewer levels, or fewer pairs in warmup=",
             )
+        if self._schedule is not None:
+            self._check_profiles(self._schedule)
 
     @property
     def decides(self) -> bool:
@@ -157,7 +162,29 @@ class Schedule:
 
     def settings(self, ratio: float) -> Method:
         """The settings at a ratio level."""
-        return self._config.at(ratio)
+        profile = {} if self._schedule is None else self._schedule.profile(ratio)
+        return replace(self._config.at(ratio), **profile)
+
+    def _check_profiles(self, schedule: schedules.Schedule) -> None:
+        """Refuse profiles of ratios that have none, and settings that no level can change."""
+        common = {each.name for each in fields(Settings)} - PROFILED
+        allowed = {each.name for each in fields(self._config)} - common - {"ratio"}
+        assert not isinstance(schedule.profiles, Mapping)
+        for ratio, settings in schedule.profiles:
+            names = {name for name, _ in settings}
+            if ratio not in self.levels or ratio in (DENSE, self._config.ratio):
+                raise ConfigError(
+                    f"profiles has settings for {ratio}, which is not one of the levels that may "
+                    "have some",
+                    cure="Leave out 1.0, the ratio of the settings, and ratios that no step has",
+                )
+            if unknown := sorted(names - allowed):
+                raise ConfigError(
+                    f"profiles sets {', '.join(unknown)} for {ratio}, which is the same at all "
+                    "levels",
+                    cure=f"Set some of {', '.join(sorted(allowed))}",
+                )
+            self.settings(ratio)  # whose values are checked
 
     def label(self, ratio: float) -> str:
         """What a level adds to the names of collectives; nothing for the usual one.

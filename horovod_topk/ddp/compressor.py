@@ -55,8 +55,7 @@ class Compressor(TrainingCompressor):
             then kept without the scale, so that they stay right when the scale changes.
 
     Raises:
-        ConfigError, UnknownSettingError: a setting is out of its range, does not fit another one,
-            or does not exist.
+        ConfigError, UnknownSettingError: a setting is out of range, fits no other, or is unknown.
 
     Example:
         >>> model = DistributedDataParallel(model)
@@ -89,8 +88,8 @@ class Compressor(TrainingCompressor):
                 together.
             PlanMismatchError: ranks have different models or settings.
         """
-        state, hook = self.hook(model, optimizer, groups)  # which refuses what is no DDP
-        model.register_comm_hook(state, hook)
+        arguments = self.hook(model, optimizer, groups)  # which refuses what is no DDP
+        model.register_comm_hook(*arguments)
 
     def hook(
         self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None

@@ -11,13 +11,15 @@ from horovod_topk.errors import StepBeforeSynchronizeError
 from horovod_topk.torch_training import hooks
 from horovod_topk.torch_training.stepping import check_all_are_known, closure_of
 
-NEVER = "step() was called, and DistributedDataParallel has never called this compressor's hook"
-REGISTER = (
-    "Call TopKEF().attach(model, optimizer) before the first backward(). Lightning registers its "
-    "ddp_comm_hook= on CUDA devices alone: attach in a callback, as docs/ddp.md shows"
+CURE = (
+    "Call TopKEF().attach(model, optimizer) before backward(). Lightning needs a callback for it, "
+    "as it registers ddp_comm_hook= on CUDA devices alone: docs/ddp.md"
 )
-NOT_NOW = "step() was called on gradients that were not exchanged, or were applied already"
-SYNCHRONIZE = "Run a step's last backward() outside of no_sync(), and zero_grad() after the step"
+NEVER = "step() was called, and DistributedDataParallel never called this compressor's hook", CURE
+NOT_NOW = (
+    "step() was called on gradients that were not exchanged, or were applied already",
+    "Run a step's last backward() outside of no_sync(), and zero_grad() after the step",
+)
 
 
 class Hooks(hooks.Hooks):
@@ -32,11 +34,10 @@ class Hooks(hooks.Hooks):
             self._check_exchanged(optimizer)
 
     def _check_exchanged(self, optimizer: Any) -> None:
-        """Refuse gradients of this rank alone. Zeros, as of checkpoint libraries, are none."""
+        """Refuse gradients of this rank alone, but for zeros, as checkpoint libraries make them."""
         check_all_are_known(optimizer, self._buckets.slots, {})
         slots = self._buckets.slots.values()
         gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
         if not any(slot.exchanged for slot in slots) and any(map(torch.any, gradients)):
-            if self._buckets.exchanges:
-                raise StepBeforeSynchronizeError(NOT_NOW, cure=SYNCHRONIZE)
-            raise StepBeforeSynchronizeError(NEVER, cure=REGISTER)
+            problem, cure = NOT_NOW if self._buckets.exchanges else NEVER
+            raise StepBeforeSynchronizeError(problem, cure=cure)

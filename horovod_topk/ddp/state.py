@@ -117,10 +117,9 @@ class DDPState(CopiedState):
         self._compressor.launch(ordinal, gradients)
 
     def _end_backward(self) -> None:
-        """Have exchanges finished when backward is over, or now if it is over already.
+        """Have exchanges finished when backward is over.
 
-        In the first backward of a static graph DDP hands over its buckets after the end, and waits
-        without calling back.
+        That is now in the first backward of a static graph: DDP hands over its buckets at the end.
         """
         model: Any = self._model()
         if model.static_graph and not self._buckets.exchanges:

@@ -86,8 +86,8 @@ def _declare(library: Library) -> None:
         "topkef_isa": [],
         "topkef_bucket_new": [address, number],
         "topkef_bucket_free": [address],
-        "topkef_encode": [*[address] * 6, ctypes.c_int],
-        "topkef_encode_shards": [address, number, *[address] * 5, ctypes.c_int],
+        "topkef_encode": [*[address] * 7, ctypes.c_int],
+        "topkef_encode_shards": [address, number, *[address] * 6, ctypes.c_int],
         "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
     }
@@ -160,11 +160,15 @@ class Bucket:
         candidates: Sequence[int],
         payload: int,
         threads: int,
+        keys: Sequence[int] = (),
     ) -> None:
-        """Fill a payload; leave in the candidates what is not sent."""
+        """Fill a payload; leave in the candidates what is not sent.
+
+        keys: of random numbers, three numbers a tensor as in cpu/topkef.h.
+        """
         each = self._addresses
         places = each(*residuals), each(*gradients), each(*candidates), payload
-        self._library.topkef_encode(self._handle, *places, None, threads)
+        self._library.topkef_encode(self._handle, *places, None, _integers(keys), threads)
 
     def encode_shards(
         self,
@@ -175,8 +179,9 @@ class Bucket:
         payloads: Sequence[int],
         threads: int,
         correction: Correction | None = None,
+        keys: Sequence[int] = (),
     ) -> None:
-        """Fill a payload for each shard. Residuals and candidates: one a tensor, shard by shard.
+        """Fill a payload for each shard. Residuals, candidates and keys: shard by shard.
 
         shards: of the same gradients, this one among them.
         """
@@ -189,6 +194,7 @@ class Bucket:
             (address * tensors)(*candidates),
             (address * count)(*payloads),
             None if correction is None else ctypes.byref(correction),
+            _integers(keys),
             threads,
         )
 
@@ -211,6 +217,11 @@ class Bucket:
 def _addresses(each: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     """Addresses as the library takes them."""
     return (ctypes.c_void_p * len(each))(*each)
+
+
+def _integers(each: Sequence[int]) -> ctypes.Array[ctypes.c_int64] | None:
+    """Whole numbers as the library takes them; None where there are none."""
+    return (ctypes.c_int64 * len(each))(*each) if each else None
 
 
 def _numbers(each: Sequence[float]) -> ctypes.Array[ctypes.c_double]:

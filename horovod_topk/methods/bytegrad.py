@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from horovod_topk.config import check_whole
-from horovod_topk.methods.protocol import Codec, Piece
-from horovod_topk.ops import Ops
+from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
+from horovod_topk.ops import Fused, Ops
 
 Array = Any  # of the framework that `ops` is of
 
@@ -75,6 +75,11 @@ class ByteGrad(Codec):
         """`Codec.sound`: ranges are finite, and steps are not negative."""
         low, step = self._ranges(ops, piece, rows)
         return ops.are_scales(abs(low)), ops.are_scales(step)
+
+    def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
+        """`Codec.kernel`."""
+        recipe = bucket_recipe(bucket, "minmax", block=lambda piece: self.block)
+        return ops.fused(recipe, bucket.device)
 
     def _ranges(self, ops: Ops[Array], piece: Piece, rows: Array) -> list[Array]:
         """Return the halved lows and steps of all blocks, [P, blocks] each."""

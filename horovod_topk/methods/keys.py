@@ -56,6 +56,14 @@ def _words(seed: int, place: tuple[str, str, int], who: int | str) -> tuple[int,
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
+def halves(ops: Ops[Array], stream: Stream, count: int, device: str) -> Array:
+    """Numbers of 16 bits, [count] int64: the halves of 32-bit words, the lower one first."""
+    words: Any = ops.random_bits(stream, -(-count // 2), 32, device)
+    high = words >> 16
+    pairs = ops.transposed(ops.joined([words - high * 65536, high]), 2)
+    return ops.view(pairs, 0, count)
+
+
 def uniform(ops: Ops[Array], stream: Stream, count: int, dtype: str, device: str) -> Array:
     """Numbers in [0, 1), [count] of a float dtype: multiples of 2^-24, the same in all of them."""
     numbers, out = (ops.zeros(count, dtype, device) for _ in range(2))

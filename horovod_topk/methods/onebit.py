@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from horovod_topk.methods.protocol import Codec, Piece
-from horovod_topk.ops import Ops, coding
+from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
+from horovod_topk.ops import Fused, Ops, coding
 
 Array = Any  # of the framework that `ops` is of
 
@@ -52,17 +52,15 @@ class OneBit(Codec):
         return 2 * self._mean_bytes(piece) + -(-piece.numel // 8)
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
-        """`Codec.pack`. Magnitudes are summed as integers, in units of largest / 65536."""
+        """`Codec.pack`. Magnitudes are summed in float64, in the order of `Ops.sums`."""
         values, column = ops.finite(values), _column(piece)
-        unit = ops.above(ops.largest(abs(values), column))
-        share = ops.divided(abs(values), ops.spread(unit, column, piece.numel))
-        multiple, is_below = ops.cast(share * coding.UNIT, "int64"), ops.cast(values < 0, "int64")
+        size, is_below = ops.cast(abs(values), "float64"), ops.cast(values < 0, "int64")
         parts = []
         for chosen in (is_below * -1 + 1, is_below):
-            total = ops.cast(ops.sums(multiple * chosen, column), "float64")
+            total = ops.sums(size * ops.cast(chosen, "float64"), column)
             count = ops.cast(ops.sums(chosen, column), "float64")
-            mean = ops.divided(total, count) * (1 / coding.UNIT)
-            parts.append(ops.pack_values(ops.cast(mean, "float32") * unit, "bfloat16"))
+            mean = ops.cast(ops.divided(total, count), "float32")
+            parts.append(ops.pack_values(mean, "bfloat16"))
         return ops.joined([*parts, ops.pack_bits(is_below, 1)])
 
     def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
@@ -78,6 +76,10 @@ class OneBit(Codec):
     def sound(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Sequence[Array]:
         """`Codec.sound`: means are finite and of the right sign."""
         return [ops.are_scales(means) for means in self._means(ops, piece, rows)]
+
+    def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
+        """`Codec.kernel`."""
+        return ops.fused(bucket_recipe(bucket, "means", block=_column), bucket.device)
 
     def _means(self, ops: Ops[Array], piece: Piece, rows: Array) -> list[Array]:
         """Return the means of both signs for all columns, [P, columns] float32 each."""

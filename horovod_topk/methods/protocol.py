@@ -43,6 +43,10 @@ VALUE_CODE = {
     "int8": 3,
     "int4": 4,
     "sign": 5,
+    "minmax": 6,
+    "means": 7,
+    "dithered": 8,
+    "dithered_l2": 9,
 }
 AS_IS = 3  # kind of indices
 
@@ -104,7 +108,7 @@ class Piece:
 
     @property
     def recipe(self) -> tuple[int, ...]:
-        """What a kernel needs to know of it; see `horovod_topk.ops.protocol.Fused`."""
+        """What a kernel needs to know of it, but for its block; see `bucket_recipe`."""
         return self._recipe(self.numel, AS_IS if self.whole else 0, 0)
 
     def _recipe(self, k: int, index: int, index_at: int) -> tuple[int, ...]:
@@ -323,7 +327,7 @@ class SeededCodec(Codec, Seeded):
     """A codec that draws random numbers: `Codec`, with a key in each call.
 
     Write to the key of `pack_keyed` as `key.own` (of this rank) or `key.shared`; a row of what
-    arrives was drawn with `key.of_row(row)` or `key.shared`.
+    arrives was drawn with `key.of_row(row)` or `key.shared`. A kernel is given `key.own`.
     """
 
     def pack_keyed(self, ops: Ops[Array], piece: Piece, values: Array, key: Key) -> Array:
@@ -514,15 +518,25 @@ def numbers_of(method: object, piece: Piece) -> int:
     return method.numbers(piece)
 
 
-def bucket_recipe(bucket: Bucket, kind: str, *, sampled: bool = False) -> tuple[int, ...]:
+def bucket_recipe(
+    bucket: Bucket,
+    kind: str,
+    *,
+    sampled: bool = False,
+    keeps: bool = True,
+    bits: int = 0,
+    block: Callable[[Piece], int] = lambda piece: 0,
+) -> tuple[int, ...]:
     """What a kernel needs to know of a bucket whose values are sent as `kind`.
 
     See `horovod_topk.ops.protocol.Fused`; `kind` is one of `VALUE_CODE`.
     """
     width, code = WIDTH[bucket.residual_dtype], VALUE_CODE[kind]
     place = bucket.flags_at, bucket.payload_bytes, int(sampled), bucket.parts
-    head = len(bucket.tensors), width, code, *place
-    return head + tuple(number for piece in bucket.tensors for number in piece.recipe)
+    numbers = [len(bucket.tensors), width, code, *place, int(keeps), bits]
+    for piece in bucket.tensors:
+        numbers += [*piece.recipe, block(piece)]
+    return tuple(numbers)
 
 
 def whole_bytes(piece: Piece) -> int:

@@ -1,8 +1,10 @@
 """QSGD: each element is rounded at random to one of a few levels of its block.
 
 With s = 2^(bits - 1) - 1, a block's step is the least bfloat16 that is not below its norm / s. An
-element v becomes j steps with |j| <= s: |j| is floor(|v| / step), or one more with the probability
-that makes the mean |v| / step. So the mean over draws is v, and the error's mean square is at most
+element v becomes j steps with |j| <= s: |j| = floor(|v| / step + (r + 1/2) / 65536), where r is a
+random number of 16 bits. That is floor(|v| / step), or one more with the probability that makes the
+mean |v| / step, within 2^-16. So the mean over draws is v, within 2^-16 of a step, and the error's
+mean square is at most
 
     min(n / s^2, sqrt(n) / s) |v|^2     norm "l2" (Alistarh et al. 2017, lemma 3.1), n = block
     n / (4 s^2) max|v|^2                norm "max"
@@ -21,9 +23,9 @@ from typing import Any, ClassVar
 
 from horovod_topk.config import check_choice, check_flag, check_whole
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.keys import Key, uniform
-from horovod_topk.methods.protocol import Piece, SeededCodec
-from horovod_topk.ops import Ops, coding
+from horovod_topk.methods.keys import Key, halves
+from horovod_topk.methods.protocol import Bucket, Piece, SeededCodec, bucket_recipe
+from horovod_topk.ops import Fused, Ops, coding
 
 Array = Any  # of the framework that `ops` is of
 
@@ -95,11 +97,10 @@ class QSGD(SeededCodec):
         values, count = ops.finite(values), piece.numel
         step = ops.above(self._norms(ops, abs(values)) * (ABOVE / self.levels))
         exact = ops.divided(abs(values), ops.spread(step, self.block, count))
-        lower = ops.cast(exact, "int64")
-        drawn = uniform(ops, key.own, count, "float32", ops.device(values))
-        is_more = drawn < exact - ops.cast(lower, "float32")
+        drawn = ops.cast(halves(ops, key.own, count, ops.device(values)), "float32")
+        level = ops.cast(exact + (drawn + 0.5) * 2.0**-16, "int64")
         sign = ops.cast(values < 0, "int64") * -2 + 1
-        codes = (lower + ops.cast(is_more, "int64")) * sign + self.levels
+        codes = level * sign + self.levels
         return ops.joined([ops.pack_values(step, "bfloat16"), ops.pack_bits(codes, self.bits)])
 
     def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
@@ -112,19 +113,27 @@ class QSGD(SeededCodec):
         step, multiple = self._read(ops, rows, piece.numel)
         return ops.are_scales(step), ops.are_scales(multiple * -1 + self.levels)
 
-    def _norms(self, ops: Ops[Array], size: Array) -> Array:
-        """Upper bounds of the blocks' norms, float32, with the same bits in all frameworks.
+    def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
+        """`Codec.kernel`."""
+        kind = "dithered" if self.norm == "max" else "dithered_l2"
+        recipe = bucket_recipe(
+            bucket,
+            kind,
+            keeps=bool(self.error_feedback),
+            bits=self.bits,
+            block=lambda piece: self.block,
+        )
+        return ops.fused(recipe, bucket.device)
 
-        The l2 norm adds up integers: squares of magnitudes in units of largest / 65536.
+    def _norms(self, ops: Ops[Array], size: Array) -> Array:
+        """Norms of all blocks, float32, with the same bits in all frameworks.
+
+        The l2 norm adds up float64, in the order of `Ops.sums`, and saturates at `coding.LIMIT`.
         """
-        largest = ops.largest(size, self.block)
         if self.norm == "max":
-            return largest
-        unit = ops.above(largest)
-        share = ops.divided(size, ops.spread(unit, self.block, ops.numel(size)))
-        multiple = ops.cast(share * coding.UNIT, "int64") + 1
-        total = ops.cast(ops.sums(multiple * multiple, self.block), "float64")
-        return ops.cast(ops.root(total) * (1 / coding.UNIT), "float32") * unit
+            return ops.largest(size, self.block)
+        exact = ops.cast(size, "float64")
+        return ops.finite(ops.root(ops.sums(exact * exact, self.block)))
 
     def _read(self, ops: Ops[Array], rows: Array, numel: int) -> tuple[Array, Array]:
         """Return steps, [P, blocks], and their multiples, [P, numel], both float32."""

@@ -13,6 +13,7 @@ the entropy of k places among n it has less than 0.6 bits an index.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 VALUE_BITS = {
     "float64": 64,
@@ -29,8 +30,31 @@ SCALE_BYTES = 2  # a scale is a bfloat16
 LIMIT = 2.0**127  # where values with a scale saturate: no multiple overflows float32
 UNIT = 65536  # magnitudes are whole multiples of a 65536th of the largest where they are added up
 INDEX_BYTES = {"int16": 2, "int32": 4}
+TILE = 512  # elements that sums of float64 fold, a power of two
 SHARD_BLOCK = 512  # elements that go to one shard at a time, so that memory is read in stretches
 _MOST_LOW_BITS = 31
+
+
+def tiles(size: int) -> tuple[int, int]:
+    """How a block that is added up is cut: so many tiles, a power of two, of so many elements."""
+    if size <= TILE:
+        return 1, _power_above(size)
+    return _power_above(-(-size // TILE)), TILE
+
+
+def added_up(tiles: Any) -> Any:
+    """[blocks] sums of [blocks, tiles, elements], in the order that `Ops.sums` says."""
+    while tiles.shape[2] > 1:
+        half = tiles.shape[2] // 2
+        tiles = tiles[:, :, :half] + tiles[:, :, half:]
+    sums = tiles[:, :, 0]
+    while sums.shape[1] > 1:
+        sums = sums[:, ::2] + sums[:, 1::2]
+    return sums[:, 0]
+
+
+def _power_above(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
 
 
 def scales(kind: str, count: int) -> int:

@@ -208,7 +208,14 @@ class NumpyOps:
         return largest
 
     def sums(self, array: Array, size: int) -> Array:
-        return np.add.reduceat(array, range(0, array.size, size))
+        if array.dtype == np.int64:
+            return np.add.reduceat(array, range(0, array.size, size))
+        blocks, (count, tile) = -(-array.size // size), coding.tiles(size)
+        padded = np.zeros((blocks, count * tile))
+        for block, at in zip(padded, range(0, array.size, size), strict=True):
+            block[: array[at : at + size].size] = array[at : at + size]
+        sums: Array = coding.added_up(padded.reshape(blocks, count, tile))
+        return sums
 
     def spread(self, array: Array, size: int, count: int) -> Array:
         return np.repeat(array, size, -1)[..., :count]

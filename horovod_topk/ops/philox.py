@@ -37,6 +37,11 @@ class Stream:
     committed: Any  # steps before this one: an int, or in a graph a tensor, [] int64
     array: int = 0  # which of the arrays that are drawn for a tensor in a step
 
+    def numbers(self) -> tuple[int, int, Any]:
+        """What a kernel draws the first array from: two words, and the steps committed before."""
+        assert self.array == 0
+        return (*self.key, self.committed)
+
     def number(self, array: int) -> Self:
         """Those of another array, independent of the others."""
         return replace(self, array=array)

@@ -28,6 +28,7 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 from horovod_topk.ops.philox import Stream
 
 Array = TypeVar("Array")
+HEAD, EACH = 9, 10  # numbers of a recipe about the bucket, and about each tensor
 Taken = TypeVar("Taken", contravariant=True)  # arrays, of a protocol that returns none
 
 
@@ -40,13 +41,17 @@ class Fused(Protocol[Taken]):
         0   T, the number of tensors
         1   bytes of a residual element: 4 (float32) or 8 (float64)
         2   kind of its values: 0 float32 (float64 where 1 says 8), 1 float16, 2 bfloat16,
-            3 int8, 4 int4, 5 sign
+            3 int8, 4 int4, 5 sign; these send all elements of each tensor: 6 as ByteGrad, 7 as
+            OneBit, 8 as QSGD with the norm "max", 9 with "l2"
         3   flags_at: byte of the non-finite flags in a payload
         4   payload_bytes
         5   1 to select by a sampled threshold (`Ops.sample`), 0 to select exactly (`Ops.select`)
         6   parts: of so many shards that gradients are split into, each tensor is one; else 1
 
-    and then come 9 for each tensor:
+        7   1 to leave in `candidate` what is not sent; 0, which the kinds 6 to 9 can: zeros
+        8   bits of a code, 2 to 8, of the kinds 8 and 9; else 0
+
+    and then come 10 for each tensor:
 
         0   numel
         1   k, the entries it sends; numel where it has no index
@@ -58,14 +63,21 @@ class Fused(Protocol[Taken]):
         6   dtype of its gradient: 0 float16, 1 bfloat16, 2 float32, 3 float64
         7   first: element i is element (i // 512 * parts + first) * 512 + i % 512 of its gradient
         8   which of the gradients it belongs to
+        9   elements of a block, or of a column, of the kinds 6 to 9; else 0
     """
 
     def encode(
-        self, residual: Taken, candidate: Taken, gradients: Sequence[Taken], payload: Taken
+        self,
+        residual: Taken,
+        candidate: Taken,
+        gradients: Sequence[Taken],
+        payload: Taken,
+        streams: Sequence[Stream] = (),
     ) -> None:
         """Fill flags, values and indices of a payload; leave in `candidate` what is not sent.
 
         residual, candidate: the bucket's arenas. What the payload has elsewhere stays.
+        streams: of random numbers, one a tensor, where the kind of values draws some.
         """
         ...
 
@@ -109,6 +121,7 @@ class SupportsOnePass(Protocol[Array]):
         payloads: Sequence[Array],
         factors: Sequence[Sequence[float]],
         velocities: Velocities[Array] | None,
+        streams: Sequence[Stream] = (),
     ) -> None:
         """As `Fused.encode` of each of `kernels`, this one the first, with what has its position.
 
@@ -117,6 +130,7 @@ class SupportsOnePass(Protocol[Array]):
         factors: what each tensor's residual is multiplied by where it is read; for a shard whose
             residuals are read as they are, none.
         velocities: corrects the gradients; to the bits of `update_velocity` and `damp`.
+        streams: as in `Fused.encode`, shard by shard.
         """
         ...
 
@@ -341,7 +355,13 @@ class Ops(Protocol[Array]):
         ...
 
     def sums(self, array: Array, size: int) -> Array:
-        """Return the sum of each block of a flat int64 array."""
+        """Return the sum of each block of a flat array of int64 or float64.
+
+        float64 are added in one order: a block is cut into tiles of `coding.TILE`; the last one is
+        padded with zeros, to a power of two where it is the only one. The second half of a tile is
+        added to the first, element by element, until one number is left. Neighbouring sums are
+        added in pairs, an odd one to 0, until one is left.
+        """
         ...
 
     def spread(self, array: Array, size: int, count: int) -> Array:

@@ -25,10 +25,11 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.kernels import native
+from horovod_topk.ops import coding
 from horovod_topk.ops import tensorflow_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import Fused
+from horovod_topk.ops.protocol import EACH, HEAD, Fused
 
 log = logging.getLogger("horovod_topk")
 
@@ -333,7 +334,12 @@ class TensorFlowOps:
         return Buffer(tf.reduce_max(rows.value, 0))
 
     def sums(self, array: Array, size: int) -> Array:
-        return Buffer(tf.reduce_sum(packing.blocks(array.value, size), 1))
+        blocks = packing.blocks(array.value, size)
+        if array.dtype == tf.int64:
+            return Buffer(tf.reduce_sum(blocks, 1))
+        count, tile = coding.tiles(size)
+        padded = tf.pad(blocks, [[0, 0], [0, count * tile - size]])
+        return Buffer(coding.added_up(tf.reshape(padded, [-1, count, tile])))
 
     def spread(self, array: Array, size: int, count: int) -> Array:
         return Buffer(tf.repeat(array.value, size, -1)[..., :count])
@@ -477,19 +483,27 @@ class BucketOperations:
 
     def __init__(self, recipe: Sequence[int], operations: Any) -> None:
         self._recipe, self._operations = list(recipe), operations
-        self._numel = recipe[7::9]
-        self._starts = recipe[9::9]
-        count = max(recipe[15::9]) + 1  # gradients: a recipe has as many tensors, or several each
-        self._dtypes = [_DTYPES[code] for code in recipe[13::9]][:count]
+        self._numel = recipe[HEAD::EACH]
+        self._starts = recipe[HEAD + 2 :: EACH]
+        # Gradients: a recipe has as many tensors, or several each.
+        count = max(recipe[HEAD + 8 :: EACH]) + 1
+        self._dtypes = [_DTYPES[code] for code in recipe[HEAD + 6 :: EACH]][:count]
 
     def encode(
-        self, residual: Array, candidate: Array, gradients: Sequence[Array], payload: Array
+        self,
+        residual: Array,
+        candidate: Array,
+        gradients: Sequence[Array],
+        payload: Array,
+        streams: Sequence[Stream] = (),
     ) -> None:
+        keys = [_scalar(number, tf.int64) for each in streams for number in each.numbers()]
         stretches = [(at, at + n) for at, n in zip(self._starts, self._numel, strict=True)]
         left, filled = self._operations.topkef_encode(
             residuals=[_stretch_of(residual, *stretch).value for stretch in stretches],
             gradients=[_flat(gradient) for gradient in gradients],
             template=payload.value,
+            keys=tf.stack(keys) if keys else tf.zeros([0], tf.int64),
             recipe=self._recipe,
             threads=_threads(),
         )

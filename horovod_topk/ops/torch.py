@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from horovod_topk.kernels import native, triton
+from horovod_topk.ops import coding
 from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import Fused, Velocities
+from horovod_topk.ops.protocol import EACH, HEAD, Fused, Velocities
 
 log = logging.getLogger("horovod_topk")
 
@@ -209,7 +210,13 @@ class TorchOps:
         return rows.amax(0)
 
     def sums(self, array: Tensor, size: int) -> Tensor:
-        return packing.blocks(array, size).sum(1)
+        blocks = packing.blocks(array, size)
+        if array.dtype == torch.int64:
+            return blocks.sum(1)
+        count, tile = coding.tiles(size)
+        padded = torch.nn.functional.pad(blocks, (0, count * tile - size))
+        sums: Tensor = coding.added_up(padded.view(-1, count, tile))
+        return sums
 
     def spread(self, array: Tensor, size: int, count: int) -> Tensor:
         return array.repeat_interleave(size, -1)[..., :count]
@@ -324,13 +331,20 @@ class CpuBucket:
     def __init__(self, recipe: Sequence[int], library: native.Library) -> None:
         self._kernel = native.Bucket(recipe, library)
         self._payload_bytes, width = recipe[4], recipe[1]
-        self._starts = [start * width for start in recipe[9::9]]
-        self._corrects = set(recipe[13::9]) == {2 if width == 4 else 3}  # gradients as residuals
+        self._starts = [start * width for start in recipe[HEAD + 2 :: EACH]]
+        gradients = set(recipe[HEAD + 6 :: EACH])
+        self._corrects = gradients == {2 if width == 4 else 3}  # gradients as residuals
 
     def encode(
-        self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
+        self,
+        residual: Tensor,
+        candidate: Tensor,
+        gradients: Sequence[Tensor],
+        payload: Tensor,
+        streams: Sequence[Stream] = (),
     ) -> None:
-        self.encode_shards([self], [residual], [candidate], gradients, [payload], [()], None)
+        arenas = [residual], [candidate]
+        self.encode_shards([self], *arenas, gradients, [payload], [()], None, streams)
 
     def encode_shards(
         self,
@@ -341,6 +355,7 @@ class CpuBucket:
         payloads: Sequence[Tensor],
         factors: Sequence[Sequence[float]],
         velocities: Velocities[Tensor] | None,
+        streams: Sequence[Stream] = (),
     ) -> None:
         packed = [g if g.is_contiguous() and not g.is_neg() else _packed(g) for g in gradients]
         starts, correction = [each._starts for each in kernels], None
@@ -356,6 +371,7 @@ class CpuBucket:
             [payload.data_ptr() for payload in payloads],
             torch.get_num_threads(),
             correction,
+            [number for each in streams for number in each.numbers()],
         )
 
     def _correction(

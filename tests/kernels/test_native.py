@@ -409,8 +409,8 @@ def tight(numel: int, k: int, values: str, index: str, *, values_last: bool) -> 
     value_bytes = coding.value_bytes(values, k)
     index_bytes = coding.index_bytes(index, numel, k)
     value_at, index_at = (1 + index_bytes, 1) if values_last else (1, 1 + value_bytes)
-    head = [1, 4, CODES[values], 0, 1 + value_bytes + index_bytes, 0, 1]
-    return [*head, numel, k, 0, INDEX[index], value_at, index_at, 2, 0, 0]
+    head = [1, 4, CODES[values], 0, 1 + value_bytes + index_bytes, 0, 1, 1, 0]
+    return [*head, numel, k, 0, INDEX[index], value_at, index_at, 2, 0, 0, 0]
 
 
 def before_a_fence(size: int) -> Array:
@@ -588,35 +588,40 @@ def test_wrong_indices_are_named_and_nothing_is_written(
     [
         (0, 2),
         (1, 3),
+        (2, 10),
         (2, 6),
+        (7, 0),
+        (8, 9),
+        (8, -1),
+        (18, -1),
         (2, -1),
         (3, 10**6),
         (4, 40),
         (6, 0),
-        (7, -1),
-        (8, 0),
-        (8, 99),
+        (9, -1),
         (10, 0),
-        (10, 3),
-        (10, 5),
-        (11, -8),
-        (11, 10**6),
-        (12, 10**6),
-        (13, 4),
-        (13, 3),
-        (14, 1),
-        (14, -1),
-        (15, 1),
-        (15, -1),
+        (10, 99),
+        (12, 0),
+        (12, 3),
+        (12, 5),
+        (13, -8),
+        (13, 10**6),
+        (14, 10**6),
+        (15, 4),
+        (15, 3),
+        (16, 1),
+        (16, -1),
+        (17, 1),
+        (17, -1),
         (0, 2**62),
         (6, 2**62),
-        (7, 2**62),
-        (11, 2**62),
+        (9, 2**62),
+        (13, 2**62),
         (4, 2**62),
     ],
 )
 def test_what_is_no_recipe(position: int, value: int) -> None:
-    recipe = [1, 4, 0, 24, 32 + 8 * 5, 0, 1, 50, 5, 0, 4, 32, 52, 2, 0, 0]
+    recipe = [1, 4, 0, 24, 32 + 8 * 5, 0, 1, 1, 0, 50, 5, 0, 4, 32, 52, 2, 0, 0, 0]
     assert FOUND.library is not None
     native.Bucket(recipe, FOUND.library)
     recipe[position] = value

@@ -127,6 +127,17 @@ def test_levels_follow_from_what_was_told(kind: str) -> None:
     assert decisions.pop()[:2] == (0.05, 4.0)  # the rolled-back step counts for nothing
 
 
+def test_a_level_may_send_other_values() -> None:
+    schedule = ByGradient(profiles={0.25: {"values": "int8"}})
+    job = World(make_plan(SPECS, TopK(0.05, values="int4", schedule=schedule)), 2, NUMPY)
+    sizes = []
+    for _ in range(2):
+        job.step(gradients(2))
+        sizes.append(job.ranks[0].traffic().payload_bytes)
+    assert job.ranks[0].plan.config.agreed()["values"] == "int8"
+    assert sizes[1] > 2.5 * sizes[0]
+
+
 def test_a_user_comes_first_and_then_warm_up() -> None:
     job = world(TopK(0.05, min_numel=0, warmup=((1, 0.5), (3, 0.1))), 2)
     ratios = []

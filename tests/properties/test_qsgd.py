@@ -12,7 +12,7 @@ from oracle.backends import NUMPY, Backend, each_framework
 
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import QSGD
-from horovod_topk.methods.keys import Key
+from horovod_topk.methods.keys import Key, halves
 from horovod_topk.methods.protocol import Piece, TensorSpec
 
 SIZE = 300
@@ -49,7 +49,7 @@ def paper(method: QSGD, block: Array, drawn: Array) -> Array:
     norm = np.abs(block).max() if method.norm == "max" else np.linalg.norm(block.astype(float))
     step = least_bfloat16(norm / s * (1 + 2.0**-20))
     lower = np.floor(np.abs(block) / np.float32(step))
-    up = drawn < np.abs(block) / np.float32(step) - lower
+    up = 1 - drawn <= np.abs(block) / np.float32(step) - lower
     return np.sign(block) * (lower + up) * step
 
 
@@ -60,10 +60,10 @@ def least_bfloat16(number: float) -> float:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_it_is_what_the_paper_says(settings: dict[str, Any]) -> None:
-    """Compare with `paper`; an l2 norm summed in integers may round to the next step."""
+    """Compare with `paper`; an l2 norm summed in another order may round to the next step."""
     method, values = QSGD(**settings), values_of()
     stream = key(3).own
-    drawn = NUMPY.ops.random_bits(stream, SIZE, 24, "cpu") * 2.0**-24
+    drawn = (halves(NUMPY.ops, stream, SIZE, "cpu") + 0.5) / 65536
     got = coded(method, values, 3)
     for at in range(0, SIZE, method.block):
         part = slice(at, at + method.block)

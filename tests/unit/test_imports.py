@@ -243,6 +243,10 @@ def test_the_command_loads_no_framework() -> None:
     assert loaded_frameworks(f"import horovod_topk.cli, {', '.join(names)}") == set()
 
 
+def test_ddp_needs_no_horovod() -> None:
+    assert loaded_frameworks("import horovod_topk.ddp") <= {"torch", "numpy"}
+
+
 @pytest.mark.parametrize("module", ["core/plan.py", "errors.py"])
 def test_the_test_above_can_fail(tmp_path: Path, module: str) -> None:
     spoilt = tmp_path / "horovod_topk"

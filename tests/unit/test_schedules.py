@@ -115,3 +115,33 @@ def test_what_a_user_asks_for_is_not_measured() -> None:
 def test_settings_out_of_range(make: Callable[[], Schedule], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+# Profiles.
+
+
+def test_a_level_has_settings_of_its_own() -> None:
+    schedule = Accordion(critical=0.1, profiles={0.1: {"values": "int8", "min_numel": 5}})
+    levels = Levels(TopK(0.02, values="int4", schedule=schedule))
+    critical, usual, dense = (levels.settings(ratio) for ratio in (0.1, 0.02, 1.0))
+    assert isinstance(critical, TopK)
+    assert (critical.ratio, critical.values, critical.min_numel) == (0.1, "int8", 5)
+    assert isinstance(usual, TopK)
+    assert isinstance(dense, TopK)
+    assert (usual.values, dense.values, dense.min_numel) == ("int4", "float32", 1024)
+    assert hash(schedule) == hash(Accordion(critical=0.1, profiles=schedule.profiles))
+
+
+@pytest.mark.parametrize(
+    ("profiles", "message"),
+    [
+        ({0.3: {"values": "int8"}}, "not one of the levels"),
+        ({0.02: {"values": "int8"}}, "not one of the levels"),
+        ({0.1: {"momentum": 0.9}}, "sets momentum for 0.1, which is the same"),
+        ({0.1: {"values": "int7"}}, "values='int7' is not available"),
+        ({0.1: 5}, "not a mapping of settings"),
+    ],
+)
+def test_profiles_that_cannot_be(profiles: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Levels(TopK(0.02, schedule=Accordion(critical=0.1, profiles=profiles)))

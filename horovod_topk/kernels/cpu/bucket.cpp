@@ -33,7 +33,7 @@ constexpr int64_t TOGETHER = TOPKEF_TOGETHER;  // elements of shards that go tog
 constexpr int64_t TILE = 4096;           // elements summed at a time, within the first-level cache
 constexpr int64_t CHUNK = 64 * TILE;     // elements decoded by one task
 constexpr int64_t CACHED = 1 << 18;      // elements that may still be cached when they are read next
-constexpr int64_t HEAD = 7, EACH = 9;    // numbers of a recipe: for the bucket, for a tensor
+constexpr int64_t HEAD = 9, EACH = 10;    // numbers of a recipe: for the bucket, for a tensor
 
 const Passes *fastest_passes() {
   const char *asked = std::getenv("HOROVOD_TOPK_ISA");
@@ -111,10 +111,14 @@ bool fits(const BucketRecipe &bucket, int64_t at, int64_t bytes) {
   return is_size(at) && at + bytes <= bucket.payload_bytes;
 }
 
+bool is_index(int64_t kind) { return kind == PACKED || kind == SHORT || kind == LONG; }
+
 bool is_sound(const BucketRecipe &bucket, const TensorRecipe &tensor) {
   if (!is_size(tensor.numel) || !is_size(tensor.k) || tensor.k > tensor.numel) return false;
   const int64_t most = tensor.index == SHORT ? int64_t{1} << 16 : int64_t{1} << 32;
-  bool has_index = tensor.index == PACKED || tensor.index == SHORT || tensor.index == LONG;
+  if (tensor.block < 0 || tensor.block > int64_t{1} << 40) return false;
+  if (bucket.has_coder() && tensor.index == NONE && tensor.block < 1) return false;
+  bool has_index = !bucket.has_coder() && is_index(tensor.index);
   bool sends_some = has_index && tensor.k >= 1 && tensor.numel <= most;
   bool sends_all = tensor.sends_all() && tensor.k == tensor.numel;
   return (sends_some || sends_all) && tensor.dtype >= 0 && tensor.dtype < DTYPES &&
@@ -129,7 +133,9 @@ bool is_sound(const BucketRecipe &bucket, int64_t count) {
   return bucket.tensors > 0 && bucket.tensors <= count && count == HEAD + EACH * bucket.tensors &&
          (bucket.residual_bytes == 4 || bucket.residual_bytes == 8) && bucket.kind >= 0 &&
          bucket.kind < KINDS && is_size(bucket.payload_bytes) && bucket.parts >= 1 &&
-         bucket.parts <= 1 << 16 &&
+         bucket.parts <= 1 << 16 && bucket.bits >= 0 && bucket.bits <= 8 &&
+         (bucket.keeps == 1 || (bucket.keeps == 0 && bucket.has_coder())) &&
+         (bucket.bits >= 2 || bucket.kind < DITHERED) &&
          fits(bucket, bucket.flags_at, (bucket.tensors + 7) / 8);
 }
 
@@ -163,7 +169,9 @@ class Indices {
       const TensorRecipe &tensor = bucket_.tensors[(size_t)(i % tensors)];
       if (flags[i % tensors]) return;
       const uint8_t *payload = gathered_ + i / tensors * bucket_.recipe.payload_bytes;
-      wrong[(size_t)i] = !are_scales(payload + tensor.value_at, scale_count(bucket_.recipe, tensor));
+      const auto is_sound = bucket_.passes->is_sound[bucket_.recipe.kind_of(tensor)];
+      wrong[(size_t)i] = is_sound && !is_sound(payload + tensor.value_at, tensor.k,
+                                               bucket_.recipe.format(tensor));
       if (tensor.sends_all() || wrong[(size_t)i]) return;
       uint32_t *to = is_unpacked(tensor) ? own(i % tensors) + i / tensors * tensor.k : nullptr;
       wrong[(size_t)i] = !bucket_.passes->unpack_index[tensor.index](
@@ -177,7 +185,7 @@ class Indices {
     const TensorRecipe &tensor = bucket_.tensors[(size_t)t];
     const int64_t stride = bucket_.recipe.payload_bytes;
     Rows rows{gathered_ + tensor.value_at, gathered_ + tensor.index_at, stride, stride, ranks_,
-              tensor.k, read};
+              tensor.k, read, bucket_.recipe.format(tensor)};
     if (!is_unpacked(tensor)) return rows;
     rows.indices = reinterpret_cast<const uint8_t *>(own(t));
     rows.indices_stride = tensor.k * (int64_t)sizeof(uint32_t);
@@ -185,15 +193,6 @@ class Indices {
   }
 
  private:
-  /* Whether each of `count` bfloat16 numbers is finite and not negative. */
-  static bool are_scales(const uint8_t *data, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      const uint16_t bits = load(reinterpret_cast<const uint16_t *>(data), i);
-      if ((bits & 0x7F80) == 0x7F80 || bits > 0x8000) return false;
-    }
-    return true;
-  }
-
   static bool is_unpacked(const TensorRecipe &tensor) {
     return tensor.index == PACKED || tensor.index == SHORT;
   }
@@ -215,6 +214,7 @@ struct Group {
   void *const *candidates;
   uint8_t *const *payloads;
   const topkef_correction *correction;
+  const int64_t *keys;
 
   const TensorRecipe &recipe(int64_t s) const { return shards[s]->tensors[(size_t)tensor]; }
 
@@ -223,6 +223,7 @@ struct Group {
   Source source(int64_t s) const {
     const int64_t at = s * shards[0]->recipe.tensors + tensor, g = recipe(s).gradient;
     Source source{residuals[at], gradients[g], candidates[at]};
+    if (keys) source.key = keys + 3 * at;
     if (correction && correction->scales) source.scale = correction->scales[at];
     if (!correction || !correction->velocities) return source;
     source.velocity = correction->velocities[g];
@@ -365,14 +366,14 @@ const char *topkef_isa(void) { return fastest_passes()->isa; }
 
 topkef_bucket *topkef_bucket_new(const int64_t *recipe, int64_t count) {
   if (count < HEAD) return nullptr;
-  BucketRecipe head{recipe[0], recipe[1], recipe[2], recipe[3], recipe[4], recipe[5], recipe[6]};
+  BucketRecipe head{recipe[0], recipe[1], recipe[2], recipe[3], recipe[4], recipe[5], recipe[6], recipe[7], recipe[8]};
   if (!is_sound(head, count)) return nullptr;
   auto bucket = std::make_unique<topkef_bucket>();
   bucket->recipe = head;
   bucket->passes = head.residual_bytes == 8 ? double_passes() : fastest_passes();
   bucket->finite.resize((size_t)head.tensors);
   for (const int64_t *at = recipe + HEAD; at < recipe + count; at += EACH) {
-    TensorRecipe tensor{at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8]};
+    TensorRecipe tensor{at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8], at[9]};
     if (!is_sound(head, tensor)) return nullptr;
     bucket->tensors.push_back(tensor);
     bucket->encoders.push_back(make_encoder(head, tensor, bucket->passes));
@@ -384,21 +385,23 @@ void topkef_bucket_free(topkef_bucket *bucket) { delete bucket; }
 
 void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
                    const void *const *gradients, void *const *candidates, uint8_t *payload,
-                   const topkef_correction *correction, int threads) {
-  topkef_encode_shards(&bucket, 1, residuals, gradients, candidates, &payload, correction, threads);
+                   const topkef_correction *correction, const int64_t *keys, int threads) {
+  topkef_encode_shards(&bucket, 1, residuals, gradients, candidates, &payload, correction, keys,
+                       threads);
 }
 
 void topkef_encode_shards(topkef_bucket *const *shards, int64_t count, const void *const *residuals,
                           const void *const *gradients, void *const *candidates,
                           uint8_t *const *payloads, const topkef_correction *correction,
-                          int threads) {
+                          const int64_t *keys, int threads) {
   KeepDenormals keep;  // each task has one of its own, for its own thread
   threads = std::max(threads, 1);
   std::vector<Group> groups;
   std::vector<Task> tasks;
   std::vector<int64_t> split;
   for (int64_t t = 0; t < shards[0]->recipe.tensors; ++t) {
-    const Group group{shards, count, t, residuals, gradients, candidates, payloads, correction};
+    const Group group{shards,     count,    t,          residuals, gradients,
+                      candidates, payloads, correction, keys};
     const int64_t parts = group.parts(threads);
     groups.push_back(group);
     for (int64_t p = 0; p < parts; ++p) tasks.push_back({t, p, parts});

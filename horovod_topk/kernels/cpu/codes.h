@@ -82,7 +82,7 @@ inline bool all_finite(const R *values, int64_t count) {
 }
 
 template <class R>
-bool pack_full(const void *from, Span span, uint8_t *data, void *left) {
+bool pack_full(const void *from, Span span, uint8_t *data, void *left, const topkef::Format &) {
   auto values = static_cast<const R *>(from);
   bool finite = all_finite(values, span.count);
   memcpy(data + span.first * (int64_t)sizeof(R), values, (size_t)span.count * sizeof(R));
@@ -91,7 +91,7 @@ bool pack_full(const void *from, Span span, uint8_t *data, void *left) {
 }
 
 template <class R, class V>
-bool pack_short(const void *from, Span span, uint8_t *data, void *left) {
+bool pack_short(const void *from, Span span, uint8_t *data, void *left, const topkef::Format &) {
   auto values = static_cast<const R *>(from);
   auto to = reinterpret_cast<V *>(data) + span.first;
   bool finite = all_finite(values, span.count);
@@ -141,7 +141,7 @@ inline void multiples(const float *block, const R *values, int64_t count, float 
 }
 
 template <class R, int kind>
-bool pack_multiples(const void *from, Span span, uint8_t *data, void *left) {
+bool pack_multiples(const void *from, Span span, uint8_t *data, void *left, const topkef::Format &) {
   constexpr int64_t BLOCKED = 128;
   constexpr float MOST = kind == topkef::INT8 ? 127.0f : 7.0f;
   auto values = static_cast<const R *>(from);
@@ -165,44 +165,6 @@ bool pack_multiples(const void *from, Span span, uint8_t *data, void *left) {
       for (int64_t i = 0; i < count; i += 2)
         body[(entry + i) / 2] = (uint8_t)((multiple[i] & 15) | (multiple[i + 1] & 15) << 4);
     }
-  }
-  return finite;
-}
-
-/* The mean magnitude, as a sum of whole numbers, which is the same in any order. */
-inline Brain mean_magnitude(const float *block, int64_t count) {
-  const double unit = (double)widen(scale_above(largest_of(block, count)));
-  const double divisor = unit > 0 ? unit : 1.0;
-  int32_t total = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    double magnitude = (double)bit_cast<float>(magnitude_bits(block[i]));
-    total += (int32_t)(magnitude / divisor * SCALED_UNITS);
-  }
-  return narrow_brain((float)(unit * ((double)total / ((double)SCALED_UNITS * (double)count))));
-}
-
-template <class R>
-bool pack_signs(const void *from, Span span, uint8_t *data, void *left) {
-  constexpr int64_t BLOCKED = 1024;
-  auto values = static_cast<const R *>(from);
-  auto rest = static_cast<R *>(left);
-  auto scales = reinterpret_cast<Brain *>(data);
-  uint8_t *body = data + scale_bytes(topkef::SIGN, span.total);
-  bool finite = all_finite(values, span.count);
-  for (int64_t at = 0; at < span.count; at += BLOCKED) {
-    int64_t count = span.count - at < BLOCKED ? span.count - at : BLOCKED;
-    float block[BLOCKED];
-    for (int64_t i = 0; i < count; ++i) block[i] = limited(values[at + i]);
-    Brain bits = mean_magnitude(block, count);
-    const float scale = widen(bits);
-    store(scales, (span.first + at) / BLOCKED, bits);
-    uint8_t *to = body + (span.first + at) / 8;
-    for (int64_t i = 0; i < count; i += 8) {
-      uint32_t byte = 0;
-      for (int64_t b = 0; b < 8 && i + b < count; ++b) byte |= (uint32_t)(block[i + b] < 0) << b;
-      to[i / 8] = (uint8_t)byte;
-    }
-    for (int64_t i = 0; i < count; ++i) store(rest, at + i, values[at + i] - (R)(block[i] < 0 ? -scale : scale));
   }
   return finite;
 }

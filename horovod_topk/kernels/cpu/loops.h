@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "coders.h"
 #include "codes.h"
 #include "float_formats.h"
 #include "index_coding.h"
@@ -339,6 +340,24 @@ constexpr void fill_kind(topkef::Passes *passes, int kind, topkef::Pack pack) {
 }
 
 template <class R>
+void stream_out(const void *values, void *out, int64_t n) {
+  auto from = static_cast<const R *>(values);
+  auto to = static_cast<R *>(out);
+  const int64_t head = unaligned(to, n);
+  memcpy(to, from, (size_t)head * sizeof(R));
+  put_past_caches(from + head, to + head, n - head);
+}
+
+template <class R, class Coder>
+constexpr void fill_coder(topkef::Passes *passes, int kind) {
+  passes->pack[kind] = pack_blocks<R, Coder>;
+  passes->measure[kind] = measure_tile<R, Coder>;
+  passes->write_tile[kind] = write_tile<R, Coder>;
+  passes->is_sound[kind] = is_sound<Coder>;
+  passes->add[kind] = add_blocks<R, Coder>;
+}
+
+template <class R>
 constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->isa = isa;
   passes->choose = choose<R>;
@@ -358,7 +377,14 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   fill_kind<R, Plain<R, Brain>>(passes, topkef::BRAIN, pack_short<R, Brain>);
   fill_kind<R, Multiple<R, topkef::INT8>>(passes, topkef::INT8, pack_multiples<R, topkef::INT8>);
   fill_kind<R, Multiple<R, topkef::INT4>>(passes, topkef::INT4, pack_multiples<R, topkef::INT4>);
-  fill_kind<R, Sign<R>>(passes, topkef::SIGN, pack_signs<R>);
+  fill_kind<R, Sign<R>>(passes, topkef::SIGN, nullptr);
+  fill_coder<R, Signs>(passes, topkef::SIGN);
+  fill_coder<R, MinMax>(passes, topkef::MINMAX);
+  fill_coder<R, Means>(passes, topkef::MEANS);
+  fill_coder<R, Dithered<false>>(passes, topkef::DITHERED);
+  fill_coder<R, Dithered<true>>(passes, topkef::DITHERED_L2);
+  passes->is_sound[topkef::INT8] = passes->is_sound[topkef::INT4] = are_sound_multiples;
+  passes->stream = stream_out<R>;
 }
 
 inline topkef::Passes float_table(const char *isa) {

@@ -2,14 +2,28 @@
 #ifndef TOPKEF_PASSES_H
 #define TOPKEF_PASSES_H
 
+#include <math.h>
 #include <stdint.h>
 
 namespace topkef {
 
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT64 = 3, DTYPES = 4 };
 
-/* How values are sent: as the residual has them, shorter, or as multiples of a block's scale. */
-enum Kind { FULL = 0, HALF = 1, BRAIN = 2, INT8 = 3, INT4 = 4, SIGN = 5, KINDS = 6 };
+/* How values are sent: as the residual has them, shorter, as multiples of a block's scale, or, from
+ * MINMAX on, as a coder has it that sends all elements of a tensor (coders.h). */
+enum Kind {
+  FULL = 0,
+  HALF = 1,
+  BRAIN = 2,
+  INT8 = 3,
+  INT4 = 4,
+  SIGN = 5,
+  MINMAX = 6,        // ByteGrad
+  MEANS = 7,        // OneBit
+  DITHERED = 8,     // QSGD, by the largest magnitude of a block
+  DITHERED_L2 = 9,  // QSGD, by its norm
+  KINDS = 10
+};
 
 /* How indices are sent: none for all elements, which are rounded as the bucket's values are or, if
  * AS_IS, not at all; packed; or as so many bytes. */
@@ -18,6 +32,37 @@ enum Index { NONE = 0, PACKED = 1, SHORT = 2, AS_IS = 3, LONG = 4 };
 constexpr int64_t BLOCK = 4096;  // elements gathered from between two looks at a list's room
 constexpr int64_t STREAMS = 2;   // stretches gathered from at once: memory answers sooner to several
 constexpr int64_t SLACK = 64;    // entries that may be written past a list's size
+
+/* What a tensor's random numbers of one step follow from; see horovod_topk/ops/philox.py. */
+struct Key {
+  uint32_t words[2];
+  int64_t committed;  // steps before this one
+};
+
+/* What a coder has to know of a tensor. */
+struct Format {
+  int64_t block = 0, bits = 0;  // elements of a block, bits of a code
+  bool keeps = true;   // whether what is not sent is left; else zeros are
+  bool draws = false;  // whether it draws random numbers
+  Key key = {};
+};
+
+/* What a coder measures of a block, or of a tile of it: each coder fills in what it needs. */
+struct Measured {
+  float low = INFINITY, high = -INFINITY;  // extremes
+  double above = 0, below = 0;             // sums
+  int64_t negative = 0, count = 0;         // elements
+
+  /* Of this and of what follows. */
+  Measured with(const Measured &next) const {
+    return {low < next.low ? low : next.low,     high > next.high ? high : next.high,
+            above + next.above,                  below + next.below,
+            negative + next.negative,            count + next.count};
+  }
+};
+
+constexpr int64_t CODED = 2048;  // elements that a coder is given at once, at most
+constexpr int64_t FOLDED = 512;  // elements of a tile; sums of longer blocks are those of their tiles
 
 /* Candidates for being sent, in ascending order of index. */
 struct List {
@@ -54,6 +99,7 @@ struct Rows {
   int64_t ranks;
   int64_t entries;
   int64_t *read;  // one a rank
+  Format format;  // of a coder
 };
 
 /* Where elements of a shard lie in a gradient that is split into blocks of SHARD_BLOCK: the shard has
@@ -82,6 +128,7 @@ struct Source {
   double momentum = 0, loss = 0;   // where a was sent, u' loses so much of itself,
   bool graded = false;             // or, if graded, the less the larger a is beside u'
   bool nesterov = false;
+  const int64_t *key = nullptr;    // two words and the committed steps; null: nothing is drawn
 };
 
 /* out = a, but where |a| >= least: there the entry joins the list, and out is 0. Every stretch goes on to
@@ -111,9 +158,23 @@ using Choose = Cut (*)(const Stretch *stretches, int64_t count, int64_t k);
 using Drop = void (*)(Stretch *stretches, int64_t count, Cut cut, void *out);
 
 /* Write a span of values to `data`, where a tensor's values begin; `left` becomes what that leaves,
- * and may be `values`. Spans begin at multiples of PACE. Returns whether all are finite. */
-using Pack = bool (*)(const void *values, Span span, uint8_t *data, void *left);
+ * and may be `values`. Spans begin at multiples of PACE, or for coders at a block and a multiple of 8.
+ * Returns whether all are finite. */
+using Pack = bool (*)(const void *values, Span span, uint8_t *data, void *left, const Format &format);
 constexpr int64_t PACE = 1024;
+
+/* Measure a tile of a block that is longer than FOLDED. Returns whether all are finite. */
+using Measure = bool (*)(const void *values, int64_t count, const Format &format, Measured *found);
+
+/* Write a span of values, within one block that was measured; `left` as in `Pack`. */
+using WriteTile = void (*)(const void *values, Span span, const Measured &found, uint8_t *data,
+                           void *left, const Format &format);
+
+/* Whether scales and codes of a tensor of `total` elements can have been written by a coder. */
+using IsSound = bool (*)(const uint8_t *data, int64_t total, const Format &format);
+
+/* out[0..n) = values, past the caches from a cache line on. */
+using Stream = void (*)(const void *values, void *out, int64_t n);
 
 /* out[index[i]] = left[i]. */
 using Spread = void (*)(void *out, const uint32_t *index, const void *left, int64_t count);
@@ -152,6 +213,10 @@ struct Passes {
   Choose choose;
   Drop drop;
   Pack pack[KINDS];
+  Measure measure[KINDS];      // null where blocks have a size of their own
+  WriteTile write_tile[KINDS]; // the same
+  IsSound is_sound[KINDS];     // null where any values are
+  Stream stream;
   Spread spread;
   PackIndex pack_index[LONG + 1];      // [Index]
   UnpackIndex unpack_index[LONG + 1];  // [Index]

@@ -6,6 +6,8 @@
 #include <immintrin.h>
 
 #define TOPKEF_LANES
+#define TOPKEF_PHILOX
+#define TOPKEF_SIGNS
 #include "float_formats.h"
 
 namespace {
@@ -84,6 +86,47 @@ inline int64_t stream(const float *from, float *to, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
   return i;
+}
+
+/* Bits of eights of values that say which are below 0. */
+inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
+  for (int64_t i = 0; i < eights; ++i) {
+    const __m256 is = _mm256_cmp_ps(_mm256_loadu_ps(values + 8 * i), _mm256_setzero_ps(), _CMP_LT_OQ);
+    to[i] = (uint8_t)_mm256_movemask_ps(is);
+  }
+}
+
+/* `minus` where a bit is set, else `plus`. */
+inline void choose_by(const uint8_t *from, int64_t eights, float plus, float minus, float *to) {
+  const __m256 above = _mm256_set1_ps(plus), below = _mm256_set1_ps(minus);
+  const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  for (int64_t i = 0; i < eights; ++i) {
+    const __m256i is = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(from[i]), each), each);
+    _mm256_storeu_ps(to + 8 * i, _mm256_blendv_ps(above, below, _mm256_castsi256_ps(is)));
+  }
+}
+
+constexpr int64_t PHILOX = 4;  // blocks of random numbers at once
+
+/* A word of each block in the lower half of a lane; no product looks at the upper half. */
+inline void philox(uint32_t block, const topkef::Key &key, uint32_t *words) {
+  const __m256i order = _mm256_setr_epi64x(0, 2, 1, 3);  // what unpacking puts in order
+  const __m256i one = _mm256_set1_epi64x(0xD2511F53u), other = _mm256_set1_epi64x(0xCD9E8D57u);
+  const __m256i half = _mm256_set1_epi64x(0xffffffffu);
+  __m256i a = _mm256_add_epi64(order, _mm256_set1_epi64x(block)), b = _mm256_setzero_si256();
+  __m256i c = _mm256_set1_epi64x(key.committed), d = _mm256_srli_epi64(c, 32);
+  uint32_t left = key.words[0], right = key.words[1];
+  for (int round = 0; round < 10; ++round, left += 0x9E3779B9u, right += 0xBB67AE85u) {
+    const __m256i p = _mm256_mul_epu32(a, one), q = _mm256_mul_epu32(c, other);
+    a = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(q, 32), b), _mm256_set1_epi64x(left));
+    c = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p, 32), d), _mm256_set1_epi64x(right));
+    b = q;
+    d = p;
+  }
+  const __m256i low = _mm256_or_si256(_mm256_and_si256(a, half), _mm256_slli_epi64(b, 32));
+  const __m256i high = _mm256_or_si256(_mm256_and_si256(c, half), _mm256_slli_epi64(d, 32));
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(words), _mm256_unpacklo_epi64(low, high));
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(words + 8), _mm256_unpackhi_epi64(low, high));
 }
 
 }  // namespace

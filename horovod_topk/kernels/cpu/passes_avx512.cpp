@@ -8,6 +8,8 @@
 #define TOPKEF_LANES
 #define TOPKEF_PART
 #define TOPKEF_POSITIONS
+#define TOPKEF_PHILOX
+#define TOPKEF_SIGNS
 #include "float_formats.h"
 
 namespace {
@@ -98,6 +100,42 @@ inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
     _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(bits, place));
     to += __builtin_popcount(bits);
   }
+}
+
+/* Bits of eights of values that say which are below 0. */
+inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
+  for (int64_t i = 0; i < eights; ++i)
+    to[i] = _mm256_cmp_ps_mask(_mm256_loadu_ps(values + 8 * i), _mm256_setzero_ps(), _CMP_LT_OQ);
+}
+
+/* `minus` where a bit is set, else `plus`. */
+inline void choose_by(const uint8_t *from, int64_t eights, float plus, float minus, float *to) {
+  const __m256 above = _mm256_set1_ps(plus), below = _mm256_set1_ps(minus);
+  for (int64_t i = 0; i < eights; ++i)
+    _mm256_storeu_ps(to + 8 * i, _mm256_mask_mov_ps(above, from[i], below));
+}
+
+constexpr int64_t PHILOX = 8;  // blocks of random numbers at once
+
+/* A word of each block in the lower half of a lane; no product looks at the upper half. */
+inline void philox(uint32_t block, const topkef::Key &key, uint32_t *words) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // what unpacking puts in order
+  const __m512i one = _mm512_set1_epi64(0xD2511F53u), other = _mm512_set1_epi64(0xCD9E8D57u);
+  const __m512i half = _mm512_set1_epi64(0xffffffffu);
+  __m512i a = _mm512_add_epi64(order, _mm512_set1_epi64(block)), b = _mm512_setzero_si512();
+  __m512i c = _mm512_set1_epi64(key.committed), d = _mm512_srli_epi64(c, 32);
+  uint32_t left = key.words[0], right = key.words[1];
+  for (int round = 0; round < 10; ++round, left += 0x9E3779B9u, right += 0xBB67AE85u) {
+    const __m512i p = _mm512_mul_epu32(a, one), q = _mm512_mul_epu32(c, other);
+    a = _mm512_ternarylogic_epi64(_mm512_srli_epi64(q, 32), b, _mm512_set1_epi64(left), 0x96);
+    c = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p, 32), d, _mm512_set1_epi64(right), 0x96);
+    b = q;
+    d = p;
+  }
+  const __m512i low = _mm512_ternarylogic_epi64(half, a, _mm512_slli_epi64(b, 32), 0xea);
+  const __m512i high = _mm512_ternarylogic_epi64(half, c, _mm512_slli_epi64(d, 32), 0xea);
+  _mm512_storeu_si512(words, _mm512_unpacklo_epi64(low, high));
+  _mm512_storeu_si512(words + 16, _mm512_unpackhi_epi64(low, high));
 }
 
 template <class R>

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
+#include "coders.h"
 #include "codes.h"
 #include "float_formats.h"
 #include "index_coding.h"
@@ -72,17 +74,42 @@ R widened(const void *gradient, int64_t dtype, int64_t at) {
   }
 }
 
-/* Where the stretches of a tensor begin that is cut into `count`. */
-int64_t beginning(int64_t numel, int64_t stretch, int64_t count) {
-  return stretch == count ? numel : numel / count * stretch / PACE * PACE;
+/* Where the stretches of a tensor begin that is cut into `count`, at multiples of `unit`. */
+int64_t beginning(int64_t numel, int64_t stretch, int64_t count, int64_t unit = PACE) {
+  return stretch == count ? numel : numel / count * stretch / unit * unit;
 }
 
-/* All elements are sent. */
+/* What is measured of tiles, as they come: added in pairs, the sums of these in pairs, and so on. */
+class Pairs {
+ public:
+  void add(Measured sum) {
+    int64_t level = 0;
+    for (; tiles_ >> level & 1; ++level) sum = levels_[level].with(sum);
+    levels_[level] = sum;
+    ++tiles_;
+  }
+
+  Measured all() const {
+    Measured sum;
+    for (int64_t level = 0; tiles_ >> level; ++level)
+      if (tiles_ >> level & 1) sum = levels_[level].with(sum);
+    return sum;
+  }
+
+ private:
+  int64_t tiles_ = 0;
+  Measured levels_[48];
+};
+
+/* All elements are sent: tile by tile they are added up, coded, and what is left goes out. A block
+ * that is longer than a tile is gone through twice. */
 class WholeTensor final : public Encoder {
  public:
   WholeTensor(const BucketRecipe &bucket, const TensorRecipe &tensor, const Passes *passes)
-      : bucket_(bucket), tensor_(tensor), sum_(passes->sum[tensor.dtype]),
-        pack_(passes->pack[bucket.kind_of(tensor)]) {}
+      : bucket_(bucket), tensor_(tensor), kind_(bucket.kind_of(tensor)),
+        unit_(kind_ >= MINMAX ? std::lcm<int64_t>(8, tensor.block) : PACE),
+        step_(unit_ <= FOLDED ? FOLDED / unit_ * unit_ : kind_ >= MINMAX ? tensor.block : PACE),
+        is_long_(step_ > FOLDED && kind_ >= MINMAX), passes_(passes) {}
 
   void begin(const Source &, const Division &division) override {
     finite_.assign((size_t)division.parts, 1);
@@ -90,15 +117,18 @@ class WholeTensor final : public Encoder {
 
   void gather(const Source &source, uint8_t *payload, int64_t part) override {
     auto parts = (int64_t)finite_.size();
-    const int64_t to = beginning(tensor_.numel, part + 1, parts);
-    alignas(64) double sums[4 * PACE];
-    for (int64_t at = beginning(tensor_.numel, part, parts); at < to; at += 4 * PACE) {
-      int64_t count = std::min(4 * PACE, to - at);
-      sum_(source, at, count, sums, bucket_.shard_layout(tensor_));
-      finite_[(size_t)part] &=
-          (uint8_t)pack_(sums, {at, count, tensor_.numel}, payload + tensor_.value_at,
-                         static_cast<uint8_t *>(source.candidate) + at * bucket_.residual_bytes);
+    const int64_t from = beginning(tensor_.numel, part, parts, unit_);
+    const int64_t to = beginning(tensor_.numel, part + 1, parts, unit_);
+    const Format format = format_of(source);
+    uint8_t *data = payload + tensor_.value_at;
+    bool finite = true;
+    for (int64_t at = from; at < to; at += step_) {
+      const int64_t count = std::min(step_, to - at);
+      finite &= is_long_ ? encode_block(source, at, count, data, format)
+                         : encode_tile(source, at, count, data, format);
     }
+    finite_[(size_t)part] = finite;
+    passes_->fence();
   }
 
   bool finish(const Source &, uint8_t *) override {
@@ -106,12 +136,64 @@ class WholeTensor final : public Encoder {
   }
 
  private:
+  Format format_of(const Source &source) const {
+    Format format = bucket_.format(tensor_);
+    format.draws = kind_ == DITHERED || kind_ == DITHERED_L2;
+    if (source.key)
+      format.key = {{(uint32_t)source.key[0], (uint32_t)source.key[1]}, source.key[2]};
+    return format;
+  }
+
+  void sum(const Source &source, int64_t at, int64_t count) {
+    passes_->sum[tensor_.dtype](source, at, count, tile_, bucket_.shard_layout(tensor_));
+  }
+
+  void leave(const Source &source, int64_t at, int64_t count) {
+    passes_->stream(tile_, static_cast<uint8_t *>(source.candidate) + at * bucket_.residual_bytes,
+                    count);
+  }
+
+  bool encode_tile(const Source &source, int64_t at, int64_t count, uint8_t *data,
+                   const Format &format) {
+    sum(source, at, count);
+    const bool finite = passes_->pack[kind_](tile_, {at, count, tensor_.numel}, data, tile_, format);
+    leave(source, at, count);
+    return finite;
+  }
+
+  bool encode_block(Source source, int64_t at, int64_t count, uint8_t *data, const Format &format) {
+    Source glance = source;
+    glance.following = nullptr;  // new velocities are the second pass's
+    Pairs pairs;
+    bool finite = true;
+    for (int64_t i = 0; i < count; i += FOLDED) {
+      const int64_t some = std::min(FOLDED, count - i);
+      Measured found;
+      sum(glance, at + i, some);
+      finite &= passes_->measure[kind_](tile_, some, format, &found);
+      pairs.add(found);
+    }
+    const Measured found = pairs.all();
+    for (int64_t i = 0; i < count; i += FOLDED) {
+      const int64_t some = std::min(FOLDED, count - i);
+      sum(source, at + i, some);
+      passes_->write_tile[kind_](tile_, {at + i, some, tensor_.numel}, found, data, tile_, format);
+      leave(source, at + i, some);
+    }
+    return finite;
+  }
+
   const BucketRecipe bucket_;
   const TensorRecipe tensor_;
-  const Sum sum_;
-  const Pack pack_;
+  const int64_t kind_, unit_;  // parts begin at multiples of the unit
+  const int64_t step_;         // elements of a tile, or of a block that is longer than one
+  const bool is_long_;
+  const Passes *const passes_;
   std::vector<uint8_t> finite_;  // one a part
+  static thread_local double tile_[PACE];
 };
+
+alignas(64) thread_local double WholeTensor::tile_[PACE];
 
 /* Memory of one list; it grows and is kept. */
 template <class R>
@@ -360,7 +442,7 @@ class TopK final : public Encoder {
     if (kind_ == FULL) {
       damp(source, list.index, list.value, tensor_.k);
       return passes_->pack[FULL](list.value, {0, tensor_.k, tensor_.k}, payload + tensor_.value_at,
-                                 nullptr);
+                                 nullptr, {});
     }
     bool finite = true;
     for (int64_t at = 0; at < tensor_.k; at += GOING_OUT)
@@ -379,7 +461,8 @@ class TopK final : public Encoder {
       for (int64_t i = 0; i < span.count; ++i)
         __builtin_prefetch(static_cast<const R *>(source.following) + layout_.natural(index[i]), 0, 2);
     damp(source, index, value, span.count);
-    bool finite = passes_->pack[kind_](value, span, payload + tensor_.value_at, value);
+    bool finite = passes_->pack[kind_](value, span, payload + tensor_.value_at, value,
+                                    Format{});
     passes_->spread(source.candidate, index, value, span.count);
     return finite;
   }
@@ -416,11 +499,14 @@ std::unique_ptr<Encoder> make_encoder(const BucketRecipe &bucket, const TensorRe
 }
 
 int64_t value_bytes(const BucketRecipe &bucket, const TensorRecipe &tensor) {
-  return ::value_bytes(bucket.kind_of(tensor), tensor.k, bucket.residual_bytes);
-}
-
-int64_t scale_count(const BucketRecipe &bucket, const TensorRecipe &tensor) {
-  return ::scale_bytes(bucket.kind_of(tensor), tensor.k) / (int64_t)sizeof(Brain);
+  const Format format = bucket.format(tensor);
+  switch (const int64_t kind = bucket.kind_of(tensor); kind) {
+    case MINMAX: return MinMax::bytes(tensor.k, format);
+    case MEANS: return Means::bytes(tensor.k, format);
+    case DITHERED:
+    case DITHERED_L2: return Dithered<false>::bytes(tensor.k, format);
+    default: return ::value_bytes(kind, tensor.k, bucket.residual_bytes);
+  }
 }
 
 int64_t index_bytes(const TensorRecipe &tensor) {

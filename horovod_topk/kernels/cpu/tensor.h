@@ -12,15 +12,17 @@ namespace topkef {
 inline int64_t dtype_bytes(int64_t dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
 
 struct TensorRecipe {
-  int64_t numel, k, start, index, value_at, index_at, dtype, first, gradient;
+  int64_t numel, k, start, index, value_at, index_at, dtype, first, gradient, block;
 
   bool sends_all() const { return index == NONE || index == AS_IS; }
 };
 
 struct BucketRecipe {
-  int64_t tensors, residual_bytes, kind, flags_at, payload_bytes, sampled, parts;
+  int64_t tensors, residual_bytes, kind, flags_at, payload_bytes, sampled, parts, keeps, bits;
 
-  int64_t kind_of(const TensorRecipe &tensor) const { return tensor.index == AS_IS ? FULL : kind; }
+  int64_t kind_of(const TensorRecipe &tensor) const { return tensor.index == AS_IS ? (int64_t)FULL : kind; }
+  bool has_coder() const { return kind >= MINMAX; }
+  Format format(const TensorRecipe &tensor) const { return {tensor.block, bits, keeps != 0, false, {}}; }
   ShardLayout shard_layout(const TensorRecipe &tensor) const { return {parts, tensor.first}; }
 };
 
@@ -55,7 +57,6 @@ std::unique_ptr<Encoder> make_encoder(const BucketRecipe &bucket, const TensorRe
 
 /* Bytes of a tensor's values and of its indices. */
 int64_t value_bytes(const BucketRecipe &bucket, const TensorRecipe &tensor);
-int64_t scale_count(const BucketRecipe &bucket, const TensorRecipe &tensor);
 int64_t index_bytes(const TensorRecipe &tensor);
 
 }  // namespace topkef

@@ -2,10 +2,12 @@
  * kernels.h), whose functions are looked up when this library is loaded: none of TensorFlow is
  * needed to compile it, and one build serves all versions that have them.
  *
- *     TopkefEncode(residuals: N * R, gradients: G, template: uint8) -> candidates: N * R, payload
+ *     TopkefEncode(residuals: N * R, gradients: G, template: uint8, keys: int64) -> candidates: N * R,
+ *                                                                                 payload
  *     TopkefDecode(gathered: uint8, flags: bool, scale: double) -> gradients: G, flat
  *
- * Both with the attributes `recipe`, as in topkef.h, and `threads`. `template` is an empty payload.
+ * Both with the attributes `recipe`, as in topkef.h, and `threads`. `template` is an empty payload,
+ * `keys` are as in topkef.h, or empty.
  */
 #include <dlfcn.h>
 
@@ -35,7 +37,7 @@ namespace {
 enum Type { FLOAT = 1, DOUBLE = 2, UINT8 = 4, BFLOAT16 = 14, HALF = 19 };
 enum Code { OK = 0, INVALID_ARGUMENT = 3, RESOURCE_EXHAUSTED = 8, DATA_LOSS = 15 };
 
-constexpr int64_t HEAD = 7, EACH = 9;  // numbers of a recipe, as in bucket.cpp
+constexpr int64_t HEAD = 9, EACH = 10;  // numbers of a recipe, as in bucket.cpp
 constexpr int64_t SHARD_BLOCK = 512;         // as in passes.h
 constexpr size_t LINE = 64;            // bytes; what TensorFlow wants aligned
 
@@ -281,7 +283,7 @@ void encode(void *state, TF_Context *context) {
   const int64_t tensors = kernel->tensors(), width = kernel->residual_bytes();
   Status status;
   std::vector<Input> inputs;
-  for (int64_t i = 0; i <= tensors + kernel->gradients(); ++i) {
+  for (int64_t i = 0; i <= tensors + kernel->gradients() + 1; ++i) {
     inputs.emplace_back(context, (int)i, status);
     if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
   }
@@ -299,14 +301,16 @@ void encode(void *state, TF_Context *context) {
         output(kernel, context, t, width == 8 ? DOUBLE : FLOAT, numel, numel * width));
     if (!candidates.back()) return;
   }
-  const Input &empty = inputs.back();
+  const Input &empty = inputs[inputs.size() - 2], &keys = inputs.back();
   const int64_t bytes = kernel->payload_bytes();
+  if (keys.bytes() && !check_size(context, "keys", 0, keys.bytes(), 3 * 8 * tensors)) return;
   if (!check_size(context, "template", 0, empty.bytes(), bytes)) return;
   auto payload = static_cast<uint8_t *>(output(kernel, context, tensors, UINT8, bytes, bytes));
   if (!payload) return;
   std::memcpy(payload, empty.data(), (size_t)bytes);
   topkef_encode(kernel->bucket, residuals.data(), gradients.data(), candidates.data(), payload,
-                nullptr, (int)kernel->threads);
+                nullptr, keys.bytes() ? static_cast<const int64_t *>(keys.data()) : nullptr,
+                (int)kernel->threads);
 }
 
 void decode(void *state, TF_Context *context) {
@@ -368,7 +372,7 @@ __attribute__((constructor)) void define_operations() {
   const char *gradients = "G: list({half, bfloat16, float, double}) >= 1";
   define("TopkefEncode",
          {"R: {float, double}", "N: int >= 1", gradients, "recipe: list(int)", "threads: int"},
-         {"residuals: N * R", "gradients: G", "template: uint8"},
+         {"residuals: N * R", "gradients: G", "template: uint8", "keys: int64"},
          {"candidates: N * R", "payload: uint8"}, encode);
   define("TopkefDecode", {gradients, "recipe: list(int)", "threads: int"},
          {"gathered: uint8", "flags: bool", "scale: double"}, {"gradients: G"}, decode);

@@ -52,10 +52,13 @@ typedef struct topkef_correction {
 /* Write flags, values and indices into `payload`, and into the candidates what is not sent.
  *
  * residuals, candidates: a pointer a tensor; candidates must overlap nothing else. gradients: as many
- * pointers as the recipe's tensors refer to. correction: NULL for none. */
+ * pointers as the recipe's tensors refer to. correction: NULL for none. keys: what random numbers follow from, three numbers a
+ * tensor, shard after shard: the two words of a key, and how many steps were committed; NULL where the
+ * kind of values draws none. */
 TOPKEF_API void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
                               const void *const *gradients, void *const *candidates,
-                              uint8_t *payload, const topkef_correction *correction, int threads);
+                              uint8_t *payload, const topkef_correction *correction,
+                              const int64_t *keys, int threads);
 
 /* The same for shards of one bucket, buckets of which each has the same tensors and gradients: in one
  * pass over these, as far as it goes.
@@ -64,7 +67,8 @@ TOPKEF_API void topkef_encode(topkef_bucket *bucket, const void *const *residual
 TOPKEF_API void topkef_encode_shards(topkef_bucket *const *shards, int64_t count,
                                      const void *const *residuals, const void *const *gradients,
                                      void *const *candidates, uint8_t *const *payloads,
-                                     const topkef_correction *correction, int threads);
+                                     const topkef_correction *correction, const int64_t *keys,
+                                     int threads);
 
 /* Replace gradients by `scale` times the sum over `ranks` payloads, added in their order.
  *

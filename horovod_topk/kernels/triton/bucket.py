@@ -17,6 +17,7 @@ from horovod_topk.kernels.triton.numbers import BINS, NOWHERE, STATS
 from horovod_topk.kernels.triton.scatter import scatter
 from horovod_topk.kernels.triton.stream import stream
 from horovod_topk.kernels.triton.tables import Geometry, Tables, power_of_two
+from horovod_topk.ops.philox import Stream
 
 _LOCATE_LANES = 128
 _ENTRY_LANES = 128  # entries of one rank added at once
@@ -55,9 +56,17 @@ class TritonBucket:
         self._targets = Addresses(self._head.tensors, self._device)
 
     def encode(
-        self, residual: Tensor, candidate: Tensor, gradients: Sequence[Tensor], payload: Tensor
+        self,
+        residual: Tensor,
+        candidate: Tensor,
+        gradients: Sequence[Tensor],
+        payload: Tensor,
+        streams: Sequence[Stream] = (),
     ) -> None:
-        """Fill flags, values and indices of a payload; leave in `candidate` what is not sent."""
+        """Fill flags, values and indices of a payload; leave in `candidate` what is not sent.
+
+        streams: of random numbers; the kinds of values that are served draw none.
+        """
         flat = [gradient.resolve_neg().contiguous() for gradient in gradients]
         with _on(self._device):
             addresses = self._sources.point_to(flat)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-HEAD, SHARE = 7, 9  # numbers of a recipe about the bucket, and about each tensor
+HEAD, SHARE = 9, 10  # numbers of a recipe about the bucket, and about each tensor
 FLOAT32, FLOAT16 = 0, 1  # kinds of values that the kernels have
 _USED = 7  # numbers about a tensor that matter here: gradients are not split into shards
 PACKED = 1  # a kind of indices that they do not have
@@ -86,7 +86,7 @@ class Tables:
     @cached_property
     def head(self) -> Head:
         """The recipe's first numbers."""
-        tensors, residual, kind, flags_at, payload, sampled, _ = self.recipe[:HEAD]
+        tensors, residual, kind, flags_at, payload, sampled = self.recipe[:6]
         return Head(tensors, residual, kind == FLOAT16, flags_at, payload, bool(sampled))
 
     @cached_property

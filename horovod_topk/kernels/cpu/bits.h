@@ -1,0 +1,176 @@
+/* Whole numbers of 1 to 8 bits without gaps, the lowest bit of the first in bit 0 of the first byte.
+ * Local to the file that includes it. */
+#ifndef TOPKEF_BITS_H
+#define TOPKEF_BITS_H
+
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+/* The lower bits of eight bytes, one after the other: bytes join to pairs, pairs to fours. */
+template <int bits>
+inline uint64_t joined_bits(uint64_t bytes) {
+  constexpr uint64_t low = (1u << bits) - 1, pair = (1u << 2 * bits) - 1;
+  constexpr uint64_t four = ((uint64_t)1 << 4 * bits) - 1;
+  bytes = (bytes & low * 0x0001000100010001u) | (bytes >> (8 - bits) & (low << bits) * 0x0001000100010001u);
+  bytes = (bytes & pair * 0x0000000100000001u) | (bytes >> (16 - 2 * bits) & (pair << 2 * bits) * 0x0000000100000001u);
+  return (bytes & four) | (bytes >> (32 - 4 * bits) & four << 4 * bits);
+}
+
+/* The other way round. */
+template <int bits>
+inline uint64_t parted_bits(uint64_t word) {
+  constexpr uint64_t low = (1u << bits) - 1, pair = (1u << 2 * bits) - 1;
+  constexpr uint64_t four = ((uint64_t)1 << 4 * bits) - 1;
+  word = (word & four) | (word & four << 4 * bits) << (32 - 4 * bits);
+  word = (word & pair * 0x0000000100000001u) | (word & (pair << 2 * bits) * 0x0000000100000001u) << (16 - 2 * bits);
+  return (word & low * 0x0001000100010001u) | (word & (low << bits) * 0x0001000100010001u) << (8 - bits);
+}
+
+/* Eights of numbers, to or from `bits` bytes each. */
+template <int bits>
+inline void pack_eights(const uint8_t *codes, int64_t eights, uint8_t *to) {
+  for (int64_t i = 0; i < eights; ++i) {
+    uint64_t bytes;
+    memcpy(&bytes, codes + 8 * i, 8);
+    bytes = joined_bits<bits>(bytes);
+    memcpy(to + bits * i, &bytes, bits);
+  }
+}
+
+template <int bits>
+inline void unpack_eights(const uint8_t *from, int64_t eights, uint8_t *codes) {
+  for (int64_t i = 0; i < eights; ++i) {
+    uint64_t word = 0;
+    memcpy(&word, from + bits * i, bits);
+    word = parted_bits<bits>(word);
+    memcpy(codes + 8 * i, &word, 8);
+  }
+}
+
+/* The same of 4 bits, which compilers do faster. */
+template <>
+inline void pack_eights<4>(const uint8_t *codes, int64_t eights, uint8_t *to) {
+  for (int64_t i = 0; i < 4 * eights; ++i) {
+    uint16_t pair;
+    memcpy(&pair, codes + 2 * i, 2);
+    to[i] = (uint8_t)(pair | pair >> 4);
+  }
+}
+
+template <>
+inline void unpack_eights<4>(const uint8_t *from, int64_t eights, uint8_t *codes) {
+  for (int64_t i = 0; i < 4 * eights; ++i) {
+    codes[2 * i] = from[i] & 15;
+    codes[2 * i + 1] = from[i] >> 4;
+  }
+}
+
+inline void put_bits(uint8_t *to, int64_t bit, int64_t bits, uint32_t code) {
+  for (int64_t i = bit; i < bit + bits; ++i, code >>= 1)
+    to[i / 8] = (uint8_t)((to[i / 8] & ~(1u << i % 8)) | (code & 1u) << i % 8);
+}
+
+inline uint32_t get_bits(const uint8_t *from, int64_t bit, int64_t bits) {
+  uint32_t code = 0;
+  for (int64_t i = 0; i < bits; ++i) code |= (uint32_t)(from[(bit + i) / 8] >> (bit + i) % 8 & 1) << i;
+  return code;
+}
+
+/* How many of `count` numbers, of which the first is number `at`, come before a whole byte. */
+inline int64_t before_byte(int64_t at, int64_t count) {
+  const int64_t head = -at & 7;
+  return head < count ? head : count;
+}
+
+/* Write `count` numbers below 2^bits, of which the first is number `at`. What follows the last in its
+ * byte becomes 0. */
+inline void pack_bits(const uint8_t *codes, int64_t at, int64_t count, int64_t bits, uint8_t *to) {
+  const int64_t head = before_byte(at, count), eights = (count - head) / 8;
+  for (int64_t i = 0; i < head; ++i) put_bits(to, (at + i) * bits, bits, codes[i]);
+  uint8_t *whole = to + (at + head) * bits / 8;
+  switch (bits) {
+    case 1: pack_eights<1>(codes + head, eights, whole); break;
+    case 2: pack_eights<2>(codes + head, eights, whole); break;
+    case 3: pack_eights<3>(codes + head, eights, whole); break;
+    case 4: pack_eights<4>(codes + head, eights, whole); break;
+    case 5: pack_eights<5>(codes + head, eights, whole); break;
+    case 6: pack_eights<6>(codes + head, eights, whole); break;
+    case 7: pack_eights<7>(codes + head, eights, whole); break;
+    default: memcpy(whole, codes + head, (size_t)(8 * eights));
+  }
+  for (int64_t i = head + 8 * eights; i < count; ++i) put_bits(to, (at + i) * bits, bits, codes[i]);
+  const int64_t end = (at + count) * bits;
+  if (end % 8) to[end / 8] &= (uint8_t)((1u << end % 8) - 1);
+}
+
+inline void unpack_bits(const uint8_t *from, int64_t at, int64_t count, int64_t bits, uint8_t *codes) {
+  const int64_t head = before_byte(at, count), eights = (count - head) / 8;
+  for (int64_t i = 0; i < head; ++i) codes[i] = (uint8_t)get_bits(from, (at + i) * bits, bits);
+  const uint8_t *whole = from + (at + head) * bits / 8;
+  switch (bits) {
+    case 1: unpack_eights<1>(whole, eights, codes + head); break;
+    case 2: unpack_eights<2>(whole, eights, codes + head); break;
+    case 3: unpack_eights<3>(whole, eights, codes + head); break;
+    case 4: unpack_eights<4>(whole, eights, codes + head); break;
+    case 5: unpack_eights<5>(whole, eights, codes + head); break;
+    case 6: unpack_eights<6>(whole, eights, codes + head); break;
+    case 7: unpack_eights<7>(whole, eights, codes + head); break;
+    default: memcpy(codes + head, whole, (size_t)(8 * eights));
+  }
+  for (int64_t i = head + 8 * eights; i < count; ++i)
+    codes[i] = (uint8_t)get_bits(from, (at + i) * bits, bits);
+}
+
+/* Whether one of them has all its bits; they begin at a whole byte. */
+inline bool has_largest(const uint8_t *from, int64_t total, int64_t bits) {
+  constexpr int64_t SOME = 1024;
+  uint8_t codes[SOME];
+  const auto largest = (uint8_t)((1u << bits) - 1);
+  uint8_t most = 0;
+  for (int64_t at = 0; at < total; at += SOME) {
+    const int64_t count = total - at < SOME ? total - at : SOME;
+    unpack_bits(from, at, count, bits, codes);
+    for (int64_t i = 0; i < count; ++i) most = codes[i] > most ? codes[i] : most;
+  }
+  return most == largest;
+}
+
+#ifndef TOPKEF_SIGNS
+/* Bits of eights of values that say which are below 0. */
+inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
+  for (int64_t i = 0; i < eights; ++i) {
+    uint32_t byte = 0;
+    for (int b = 0; b < 8; ++b) byte |= (uint32_t)(values[8 * i + b] < 0) << b;
+    to[i] = (uint8_t)byte;
+  }
+}
+
+/* `minus` where a bit is set, else `plus`. */
+inline void choose_by(const uint8_t *from, int64_t eights, float plus, float minus, float *to) {
+  for (int64_t i = 0; i < 8 * eights; ++i) to[i] = from[i / 8] >> i % 8 & 1 ? minus : plus;
+}
+#endif
+
+/* A bit for each of `count` values, of which the first is number `at`: set where it is below 0. */
+inline void pack_signs(const float *values, int64_t at, int64_t count, uint8_t *to) {
+  const int64_t head = before_byte(at, count), eights = (count - head) / 8, end = at + count;
+  for (int64_t i = 0; i < head; ++i) put_bits(to, at + i, 1, values[i] < 0);
+  signs_of(values + head, eights, to + (at + head) / 8);
+  for (int64_t i = head + 8 * eights; i < count; ++i) put_bits(to, at + i, 1, values[i] < 0);
+  if (end % 8) to[end / 8] &= (uint8_t)((1u << end % 8) - 1);
+}
+
+/* The values that bits from number `at` on stand for. */
+inline void unpack_signs(const uint8_t *from, int64_t at, int64_t count, float plus, float minus,
+                         float *to) {
+  const int64_t head = before_byte(at, count), eights = (count - head) / 8;
+  for (int64_t i = 0; i < head; ++i) to[i] = get_bits(from, at + i, 1) ? minus : plus;
+  choose_by(from + (at + head) / 8, eights, plus, minus, to + head);
+  for (int64_t i = head + 8 * eights; i < count; ++i) to[i] = get_bits(from, at + i, 1) ? minus : plus;
+}
+
+}  // namespace
+
+#endif

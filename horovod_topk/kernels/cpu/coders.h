@@ -1,0 +1,440 @@
+/* How all elements of a tensor are sent in few bits: one coder a method, as its docstring has it.
+ *
+ * A coder measures a block of elements, and writes its scales and codes from that. Long blocks are
+ * measured and written in tiles. Elements come as float32, finite and within `LIMIT`. Local to the
+ * file that includes it. */
+#ifndef TOPKEF_CODERS_H
+#define TOPKEF_CODERS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "bits.h"
+#include "codes.h"
+#include "float_formats.h"
+#include "passes.h"
+#include "random.h"
+
+namespace {
+
+using topkef::Format;
+using topkef::Measured;
+
+using topkef::CODED;
+using topkef::FOLDED;
+
+/* Stretches of `count` elements from `at` on that lie in one block each. */
+struct Reading {
+  int64_t at, count, size, block = 0, from = 0, to = 0;
+
+  Reading(int64_t first, int64_t many, int64_t block_size) : at(first), count(many), size(block_size) {}
+
+  bool next() {
+    from = to;
+    block = (at + from) / size;
+    to = (block + 1) * size - at;
+    to = to < count ? to : count;
+    return from < count;
+  }
+};
+
+inline int64_t blocks_of(int64_t total, int64_t block) { return (total + block - 1) / block; }
+
+inline float brain_at(const uint8_t *scales, int64_t i) {
+  return widen(load(reinterpret_cast<const Brain *>(scales), i));
+}
+
+inline void put_brain(uint8_t *scales, int64_t i, Brain scale) {
+  store(reinterpret_cast<Brain *>(scales), i, scale);
+}
+
+/* Whether each of `count` bfloat16 numbers is finite and not negative. */
+inline bool are_scales(const uint8_t *data, int64_t count) {
+  bool all = true;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint16_t bits = load(reinterpret_cast<const uint16_t *>(data), i);
+    all &= bits < 0x7f80 || bits == 0x8000;
+  }
+  return all;
+}
+
+/* The sum of a tile, which it overwrites: its second half is added to its first, until one is left.
+ * Sizes are known to the compiler: few elements make loops that are mostly overhead. */
+template <int size>
+inline double folded(double *tile) {
+  if constexpr (size == 1) {
+    return tile[0];
+  } else {
+    for (int i = 0; i < size / 2; ++i) tile[i] += tile[i + size / 2];
+    return folded<size / 2>(tile);
+  }
+}
+
+/* `size` is a power of two, at most FOLDED / 2. */
+inline double folded(double *tile, int64_t size) {
+  switch (size) {
+    case 256: return folded<256>(tile);
+    case 128: return folded<128>(tile);
+    case 64: return folded<64>(tile);
+    default: break;
+  }
+  for (int64_t half = size / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) tile[i] += tile[i + half];
+  return tile[0];
+}
+
+static_assert(FOLDED == 512, "halves of full tiles have 256 elements");
+
+/* Half of the power of two that a tile of at most FOLDED elements is filled up to. */
+inline int64_t half_of(int64_t count) {
+  int64_t half = 1;
+  while (2 * half < count) half *= 2;
+  return half;
+}
+
+/* x where it is not negative, and -x where it is; else 0. Without a comparison, which would be a branch. */
+inline double plus_of(float x) {
+  const auto bits = bit_cast<int32_t>(x);
+  return (double)bit_cast<float>(bits & ~(bits >> 31));
+}
+
+inline double minus_of(float x) {
+  const auto bits = bit_cast<int32_t>(x);
+  return (double)bit_cast<float>(bits & bits >> 31 & 0x7fffffff);
+}
+
+inline double square_of(float x) { return (double)x * (double)x; }
+
+/* Float bits in an order of integers. */
+inline int32_t ordered(float x) {
+  const auto bits = bit_cast<int32_t>(x);
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+
+inline float from_ordered(int32_t bits) { return bit_cast<float>(bits ^ (bits >> 31 & 0x7fffffff)); }
+
+/* ByteGrad: 8 bits between the least and the largest of a block, both halved. */
+struct MinMax {
+  static constexpr float ABOVE = (float)((1 + 0x1p-20) / 255);
+  uint8_t *lows, *steps, *codes;
+  int64_t block;
+
+  MinMax(uint8_t *data, int64_t total, const Format &format)
+      : lows(data), steps(lows + 4 * blocks_of(total, format.block)),
+        codes(steps + 4 * blocks_of(total, format.block)), block(format.block) {}
+
+  static int64_t bytes(int64_t total, const Format &format) {
+    return 8 * blocks_of(total, format.block) + total;
+  }
+
+  static Measured measure(const float *values, int64_t count, const Format &) {
+    int32_t low = INT32_MAX, high = INT32_MIN;
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t value = ordered(values[i]);
+      low = value < low ? value : low;
+      high = value > high ? value : high;
+    }
+    Measured found;
+    found.low = from_ordered(low);
+    found.high = from_ordered(high);
+    return found;
+  }
+
+  void write(const float *values, int64_t at, int64_t count, const Measured &found, float *read,
+             const uint16_t *) {
+    const float low = found.low * 0.5f, step = (found.high * 0.5f - low) * ABOVE;
+    const float divisor = step != 0 ? step : INFINITY;  // all are 0 then
+    store(reinterpret_cast<float *>(lows), at / block, low);
+    store(reinterpret_cast<float *>(steps), at / block, step);
+    uint8_t *to = codes + at;
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t code = (int32_t)((values[i] * 0.5f - low) / divisor + 0.5f) & 255;
+      to[i] = (uint8_t)code;
+      read[i] = (low + step * (float)code) * 2;
+    }
+  }
+
+  void read(int64_t at, int64_t count, float *to) const {
+    for (Reading each(at, count, block); each.next();) {
+      const float low = load(reinterpret_cast<const float *>(lows), each.block);
+      const float step = load(reinterpret_cast<const float *>(steps), each.block);
+      for (int64_t i = each.from; i < each.to; ++i) to[i] = (low + step * (float)codes[at + i]) * 2;
+    }
+  }
+
+  bool is_sound(int64_t total) const {
+    bool all = true;
+    for (int64_t i = 0; i < blocks_of(total, block); ++i) {
+      const float low = load(reinterpret_cast<const float *>(lows), i);
+      const float step = load(reinterpret_cast<const float *>(steps), i);
+      all &= magnitude_bits(low) < Real<float>::infinity && step >= 0 && step < INFINITY;
+    }
+    return all;
+  }
+};
+
+/* OneBit: the sign, for the mean of a column's elements of that sign. */
+struct Means {
+  uint8_t *above, *below, *codes;
+  int64_t block;
+
+  Means(uint8_t *data, int64_t total, const Format &format)
+      : above(data), below(above + 2 * blocks_of(total, format.block)),
+        codes(below + 2 * blocks_of(total, format.block)), block(format.block) {}
+
+  static int64_t bytes(int64_t total, const Format &format) {
+    return 4 * blocks_of(total, format.block) + (total + 7) / 8;
+  }
+
+  static Measured measure(const float *values, int64_t count, const Format &) {
+    const int64_t half = half_of(count);
+    alignas(64) double above[FOLDED / 2], below[FOLDED / 2];
+    int32_t fewer = 0;
+    for (int64_t i = 0; i < count - half; ++i) {
+      above[i] = plus_of(values[i]) + plus_of(values[i + half]);
+      below[i] = minus_of(values[i]) + minus_of(values[i + half]);
+    }
+    for (int64_t i = count - half; i < half; ++i) {
+      above[i] = plus_of(values[i]);
+      below[i] = minus_of(values[i]);
+    }
+    for (int64_t i = 0; i < count; ++i) fewer += values[i] < 0;
+    Measured found;
+    found.above = folded(above, half);
+    found.below = folded(below, half);
+    found.negative = fewer;
+    found.count = count;
+    return found;
+  }
+
+  void write(const float *values, int64_t at, int64_t count, const Measured &found, float *read,
+             const uint16_t *) {
+    const Brain high = mean(found.above, found.count - found.negative);
+    const Brain low = mean(found.below, found.negative);
+    put_brain(above, at / block, high);
+    put_brain(below, at / block, low);
+    pack_signs(values, at, count, codes);
+    const float plus = widen(high), minus = -widen(low);
+    for (int64_t i = 0; i < count; ++i) read[i] = values[i] < 0 ? minus : plus;
+  }
+
+  void read(int64_t at, int64_t count, float *to) const {
+    for (Reading each(at, count, block); each.next();) {
+      const float plus = brain_at(above, each.block), minus = -brain_at(below, each.block);
+      unpack_signs(codes, at + each.from, each.to - each.from, plus, minus, to + each.from);
+    }
+  }
+
+  bool is_sound(int64_t total) const { return are_scales(above, 2 * blocks_of(total, block)); }
+
+ private:
+  static Brain mean(double total, int64_t count) {
+    return narrow_brain(count ? (float)(total / (double)count) : 0.0f);
+  }
+};
+
+/* SignSGD: the sign, for the mean magnitude of a block, which is a sum of whole numbers. */
+struct Signs {
+  static constexpr int64_t block = 1024;
+  uint8_t *scales, *codes;
+
+  Signs(uint8_t *data, int64_t total, const Format &)
+      : scales(data), codes(data + scale_bytes(topkef::SIGN, total)) {}
+
+  static int64_t bytes(int64_t total, const Format &) {
+    return scale_bytes(topkef::SIGN, total) + (total + 7) / 8;
+  }
+
+  static Measured measure(const float *values, int64_t count, const Format &) {
+    const double unit = (double)widen(scale_above(largest_of(values, count)));
+    // Of a float and a bfloat16, the quotient is a whole number of parts or at least 2^-24 away from it.
+    const double parts = unit > 0 ? SCALED_UNITS / unit * (1 + 0x1p-40) : 0;
+    int32_t total = 0;
+    for (int64_t i = 0; i < count; ++i)
+      total += (int32_t)((double)bit_cast<float>(magnitude_bits(values[i])) * parts);
+    Measured found;
+    found.above = unit * ((double)total / ((double)SCALED_UNITS * (double)count));
+    return found;
+  }
+
+  void write(const float *values, int64_t at, int64_t count, const Measured &found, float *read,
+             const uint16_t *) {
+    const Brain bits = narrow_brain((float)found.above);
+    put_brain(scales, at / block, bits);
+    pack_signs(values, at, count, codes);
+    const float plus = widen(bits), minus = -plus;
+    for (int64_t i = 0; i < count; ++i) read[i] = values[i] < 0 ? minus : plus;
+  }
+
+  void read(int64_t at, int64_t count, float *to) const {
+    for (Reading each(at, count, block); each.next();) {
+      const float plus = brain_at(scales, each.block), minus = -plus;
+      unpack_signs(codes, at + each.from, each.to - each.from, plus, minus, to + each.from);
+    }
+  }
+
+  bool is_sound(int64_t total) const { return are_scales(scales, blocks_of(total, block)); }
+};
+
+/* QSGD: one of the levels of a block's norm, drawn so that its mean is the element. */
+template <bool is_l2>
+struct Dithered {
+  static constexpr double ABOVE = 1 + 0x1p-20;
+  uint8_t *steps, *codes;
+  int64_t block, bits;
+  int32_t levels;
+
+  Dithered(uint8_t *data, int64_t total, const Format &format)
+      : steps(data), codes(data + 2 * blocks_of(total, format.block)), block(format.block),
+        bits(format.bits), levels((1 << (bits - 1)) - 1) {}
+
+  static int64_t bytes(int64_t total, const Format &format) {
+    return 2 * blocks_of(total, format.block) + (total * format.bits + 7) / 8;
+  }
+
+  static Measured measure(const float *values, int64_t count, const Format &) {
+    Measured found;
+    if (!is_l2) {
+      found.high = largest_of(values, count);
+      return found;
+    }
+    const int64_t half = half_of(count);
+    alignas(64) double squares[FOLDED / 2];
+    for (int64_t i = 0; i < count - half; ++i)
+      squares[i] = square_of(values[i]) + square_of(values[i + half]);
+    for (int64_t i = count - half; i < half; ++i) squares[i] = square_of(values[i]);
+    found.above = folded(squares, half);
+    return found;
+  }
+
+  void write(const float *values, int64_t at, int64_t count, const Measured &found, float *read,
+             const uint16_t *drawn) {
+    const double exact_norm = is_l2 ? sqrt(found.above) : (double)found.high;
+    const auto norm = (float)(exact_norm < LIMIT ? exact_norm : LIMIT);
+    const Brain rounded = scale_above(norm * (float)(ABOVE / levels));
+    const float step = widen(rounded), divisor = step != 0 ? step : INFINITY;
+    put_brain(steps, at / block, rounded);
+    alignas(64) uint8_t code[CODED];
+    for (int64_t i = 0; i < count; ++i) {
+      const float exact = bit_cast<float>(magnitude_bits(values[i])) / divisor;
+      const auto level = (int32_t)(exact + ((float)drawn[i] + 0.5f) * 0x1p-16f);
+      const int32_t multiple = values[i] < 0 ? -level : level;
+      code[i] = (uint8_t)(multiple + levels);
+      read[i] = step * (float)multiple;
+    }
+    pack_bits(code, at, count, bits, codes);
+  }
+
+  void read(int64_t at, int64_t count, float *to) const {
+    uint8_t code[CODED];
+    unpack_bits(codes, at, count, bits, code);
+    for (Reading each(at, count, block); each.next();) {
+      const float step = brain_at(steps, each.block);
+      for (int64_t i = each.from; i < each.to; ++i) to[i] = step * (float)((int32_t)code[i] - levels);
+    }
+  }
+
+  bool is_sound(int64_t total) const {
+    return are_scales(steps, blocks_of(total, block)) && !has_largest(codes, total, bits);
+  }
+};
+
+/* What `values` are to a coder: themselves, or in `room`. Returns whether all are finite. */
+template <class R>
+inline bool as_coded(const R *values, int64_t count, float *room, const float **coded) {
+  typename Real<R>::Bits largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const typename Real<R>::Bits bits = magnitude_bits(values[i]);
+    largest = bits > largest ? bits : largest;
+  }
+  *coded = room;
+  if constexpr (sizeof(R) == sizeof(float))
+    if (largest <= bit_cast<uint32_t>(LIMIT)) {
+      *coded = values;
+      return true;
+    }
+  for (int64_t i = 0; i < count; ++i) room[i] = limited(values[i]);
+  return largest < Real<R>::infinity;
+}
+
+template <class R>
+inline void subtract(const R *values, const float *read, int64_t count, R *left, bool keeps) {
+  if (!keeps)
+    for (int64_t i = 0; i < count; ++i) left[i] = values[i] - values[i];  // NaN stays
+  else
+    for (int64_t i = 0; i < count; ++i) left[i] = values[i] - (R)read[i];
+}
+
+/* `topkef::Pack` of a coder: whole blocks. */
+template <class R, class Coder>
+bool pack_blocks(const void *from, Span span, uint8_t *data, void *left, const Format &format) {
+  auto values = static_cast<const R *>(from);
+  alignas(64) float room[CODED], read[CODED];
+  alignas(64) uint16_t drawn[CODED + DRAWN];
+  const float *coded;
+  const bool finite = as_coded(values, span.count, room, &coded);
+  const uint16_t *random = draw(format, span.first, span.count, drawn);
+  Coder coder(data, span.total, format);
+  for (int64_t i = 0; i < span.count; i += coder.block) {
+    const int64_t count = span.count - i < coder.block ? span.count - i : coder.block;
+    const Measured found = Coder::measure(coded + i, count, format);
+    coder.write(coded + i, span.first + i, count, found, read + i, random + i);
+  }
+  subtract(values, read, span.count, static_cast<R *>(left), format.keeps);
+  return finite;
+}
+
+/* `topkef::Measure` of a coder. */
+template <class R, class Coder>
+bool measure_tile(const void *from, int64_t count, const Format &format, Measured *found) {
+  alignas(64) float room[CODED];
+  const float *coded;
+  const bool finite = as_coded(static_cast<const R *>(from), count, room, &coded);
+  *found = Coder::measure(coded, count, format);
+  return finite;
+}
+
+/* `topkef::WriteTile` of a coder. */
+template <class R, class Coder>
+void write_tile(const void *from, Span span, const Measured &found, uint8_t *data, void *left,
+                const Format &format) {
+  auto values = static_cast<const R *>(from);
+  alignas(64) float room[CODED], read[CODED];
+  alignas(64) uint16_t drawn[CODED + DRAWN];
+  const float *coded;
+  as_coded(values, span.count, room, &coded);
+  Coder(data, span.total, format)
+      .write(coded, span.first, span.count, found, read,
+             draw(format, span.first, span.count, drawn));
+  subtract(values, read, span.count, static_cast<R *>(left), format.keeps);
+}
+
+/* `topkef::Scatter` of a coder: all elements, in order. */
+template <class R, class Coder>
+void add_blocks(void *sum, int64_t base, int64_t count, const topkef::Rows *rows) {
+  auto total = static_cast<R *>(sum);
+  alignas(64) float read[CODED];
+  for (int64_t rank = 0; rank < rows->ranks; ++rank) {
+    auto data = const_cast<uint8_t *>(rows->values + rank * rows->values_stride);
+    const Coder coder(data, rows->entries, rows->format);
+    for (int64_t at = 0; at < count; at += CODED) {
+      const int64_t some = count - at < CODED ? count - at : CODED;
+      coder.read(base + at, some, read);
+      for (int64_t i = 0; i < some; ++i) total[at + i] += (R)read[i];
+    }
+  }
+}
+
+inline bool are_sound_multiples(const uint8_t *data, int64_t total, const Format &) {
+  return are_scales(data, blocks_of(total, block_of(topkef::INT8)));
+}
+
+template <class Coder>
+bool is_sound(const uint8_t *data, int64_t total, const Format &format) {
+  return Coder(const_cast<uint8_t *>(data), total, format).is_sound(total);
+}
+
+}  // namespace
+
+#endif
