@@ -168,7 +168,9 @@ class Bucket:
         """
         each = self._addresses
         places = each(*residuals), each(*gradients), each(*candidates), payload
-        self._library.topkef_encode(self._handle, *places, None, _integers(keys), threads)
+        self._library.topkef_encode(
+            self._handle, *places, None, _integers(keys) if keys else None, threads
+        )
 
     def encode_shards(
         self,
@@ -194,7 +196,7 @@ class Bucket:
             (address * tensors)(*candidates),
             (address * count)(*payloads),
             None if correction is None else ctypes.byref(correction),
-            _integers(keys),
+            _integers(keys) if keys else None,
             threads,
         )
 
@@ -219,9 +221,9 @@ def _addresses(each: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(each))(*each)
 
 
-def _integers(each: Sequence[int]) -> ctypes.Array[ctypes.c_int64] | None:
-    """Whole numbers as the library takes them; None where there are none."""
-    return (ctypes.c_int64 * len(each))(*each) if each else None
+def _integers(each: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """Whole numbers as the library takes them."""
+    return (ctypes.c_int64 * len(each))(*each)
 
 
 def _numbers(each: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
