@@ -75,6 +75,16 @@ def test_commas_part_methods_and_settings() -> None:
     assert {each.kind for each in found} == {"dense", "ddp", "topk"}
 
 
+def test_compressors_of_ddp() -> None:
+    found = parse_methods("ddp+topk-int8-sharded,ddp+QSGD(bits=2),topk-int8-sharded,ddp-fp16")
+    assert [each.adapter for each in found] == ["ddp", "ddp", "torch", "torch"]
+    assert found[0].settings == found[2].settings
+    assert found[1].what == "torch DDP, QSGD"
+    assert [each.is_ddp for each in found] == [True, True, False, True]
+    with pytest.raises(ValueError, match=r"'fp16' in 'ddp\+fp16' is no compressor of this package"):
+        method_of("ddp+fp16")
+
+
 def test_settings_get_their_types() -> None:
     settings = method_of("topk:min_numel=0,gather_ratio=0.5,exchange=auto").settings
     assert settings == {"min_numel": 0, "gather_ratio": 0.5, "exchange": "auto"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
@@ -19,6 +19,7 @@ KINDS = {
     "dense-waiting": "Horovod, dense, sleeping while it waits",
     "fp16": "Horovod, fp16",
     "ddp": "torch DDP, dense",
+    "ddp-fp16": "torch DDP, fp16",
     "powersgd": "torch DDP, PowerSGD rank 4",
     TOPK: "TopKEF",
 }  # by the names that users write
@@ -42,6 +43,7 @@ NUMBERS: dict[str, Callable[[str], float]] = {
     "velocity_kept": float,
 }
 EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # where the default is off
+OVER_DDP = "ddp+"  # before a compressor: with horovod_topk.ddp
 TRUTH = {"True": True, "False": False}
 STEADY: Mapping[str, Any] = {"warmup": None}  # steps are timed as they are after a warm-up
 OPTIMIZERS_OWN = 0.9  # momentum, where TopKEF takes it over
@@ -55,6 +57,7 @@ class Method:
     kind: str  # one of KINDS, or OTHER
     settings: Mapping[str, object] = field(default_factory=dict)  # of the compressor
     compressor: str = "TopKEF"  # one of METHODS
+    adapter: str = "torch"  # whose compressor: "torch" (Horovod's optimizer) or "ddp"
 
     def __post_init__(self) -> None:
         check_settings(METHODS[self.compressor], self.settings)
@@ -62,7 +65,13 @@ class Method:
     @property
     def what(self) -> str:
         """What it is, in a few words."""
-        return KINDS.get(self.kind, self.compressor)
+        what = KINDS.get(self.kind, self.compressor)
+        return what if self.adapter == "torch" else f"torch DDP, {what}"
+
+    @property
+    def is_ddp(self) -> bool:
+        """Whether DistributedDataParallel exchanges its gradients."""
+        return self.adapter == "ddp" or self.kind in ("ddp", "ddp-fp16", "powersgd")
 
     @property
     def own_momentum(self) -> float:
@@ -109,9 +118,17 @@ def _names(text: str) -> Iterator[str]:
 def method_of(name: str) -> Method:
     """One of KINDS, topk-WORD-WORD, topk:SETTING=VALUE,..., or a compressor as in Python.
 
+    With OVER_DDP before it, a compressor is that of DistributedDataParallel.
+
     Raises:
         ValueError: it is none of these; TopKError: the compressor does not take a setting.
     """
+    inner = name.removeprefix(OVER_DDP)
+    if inner != name:
+        method = method_of(inner)
+        if method.kind not in (TOPK, OTHER):
+            raise ValueError(f"--methods: {inner!r} in {name!r} is no compressor of this package")
+        return replace(method, name=name, adapter="ddp")
     if name in KINDS:
         return Method(name, name)
     if "(" in name or name in METHODS:
