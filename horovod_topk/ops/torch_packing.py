@@ -82,11 +82,12 @@ def pack_digits(codes: Tensor, base: int) -> Tensor:
 
 
 def unpack_digits(rows: Tensor, count: int, base: int) -> Tensor:
-    """`Ops.unpack_digits`."""
-    weights = torch.tensor(coding.weights(base), dtype=torch.uint8, device=rows.device)
-    several = rows[:, :, None] // weights
-    several[..., :-1] %= base
-    return several.reshape(rows.shape[0], -1)[:, :count].to(torch.int64)
+    """`Ops.unpack_digits`: looked up by the byte."""
+    weights = torch.tensor(coding.weights(base), device=rows.device)
+    digits = torch.arange(256, device=rows.device)[:, None] // weights
+    digits[:, :-1] %= base
+    several = digits.index_select(0, rows.reshape(-1).to(torch.int64))
+    return several.view(rows.shape[0], -1)[:, :count]
 
 
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -38,7 +38,6 @@ EVERY = {
     "one bit": ("OneBit", {"min_numel": 16}),
     "bytes": ("ByteGrad", {"min_numel": 16}),
     "terngrad": ("TernGrad", {"min_numel": 16}),
-    "terngrad, sharded": ("TernGrad", {"min_numel": 16, "exchange": "sharded", "clip": None}),
     "threshold": ("Threshold", {"min_numel": 16, "max_ratio": 0.2, "threshold": 2.0}),
     "powersgd": ("PowerSGD", {"min_numel": 16, "rank": 1}),
     "random k, scaled": ("RandomK", {"min_numel": 16, "ratio": 0.5, "error_feedback": False}),
@@ -131,6 +130,69 @@ def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
             for here, there in zip(states_in(before), states_in(after), strict=True):
                 assert all(torch.equal(e, there[tensor]) for tensor, e in here.items())
     assert torch.equal(bits(again.parameters()), bits(task.parameters()))
+
+
+NEWEST = ("terngrad", "threshold")  # one announces numbers, one has levels by counts
+
+
+@pytest.mark.horovod
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("method", NEWEST)
+def test_options_of_horovods(method: str) -> None:
+    """Groups, several backward passes, half precision, clipping, momentum; dense and back."""
+    name, settings = EVERY[method]
+    make = getattr(adapter, name)
+    for options, dtype, own in (
+        ({"groups": 2}, torch.float32, {"clip_norm": 1.0}),
+        ({"backward_passes_per_step": 2}, torch.float16, {}),
+        ({}, torch.bfloat16, {"warmup": [(2, 1.0)]}),
+        ({}, torch.float32, {"momentum": "optimizer"}),
+    ):
+        torch.manual_seed(0)
+        task = training.perceptron(dtype)
+        compressor = make(**settings, **own)
+        optimizer = hvd.DistributedOptimizer(
+            training.plain_sgd(task.parameters())
+            if not own.get("momentum")
+            else torch.optim.SGD(task.parameters(), lr=0.01, momentum=0.9),
+            named_parameters=task.named_parameters(),
+            compression=compressor,
+            **options,
+        )
+        for step in range(5):
+            compressor.set_ratio(1.0 if step == 3 else None)
+            optimizer.zero_grad()
+            for _ in range(options.get("backward_passes_per_step", 1)):
+                task.loss(hvd.rank(), step).backward()
+            optimizer.step()
+            assert step != 3 or compressor.stats().residual_norm == 0
+        assert all(p.isfinite().all() for p in task.parameters())
+        assert_ranks_equal(task.parameters())
+        assert compressor.stats().steps == 5
+
+
+@pytest.mark.horovod
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("method", NEWEST)
+def test_a_process_set_of_some_ranks(method: str) -> None:
+    name, settings = EVERY[method]
+    pair = hvd.add_process_set([0, 2])
+    try:
+        torch.manual_seed(0)
+        task = training.perceptron()
+        optimizer = hvd.DistributedOptimizer(
+            training.plain_sgd(task.parameters()),
+            named_parameters=task.named_parameters(),
+            compression=getattr(adapter, name)(**settings),
+            process_set=pair,
+        )
+        for step in range(4):
+            training.ordinary(task, optimizer, step)
+        if hvd.rank() != 1:
+            assert_ranks_equal(task.parameters(), pair)
+        hvd.barrier()
+    finally:
+        hvd.remove_process_set(pair)
 
 
 @pytest.mark.horovod

@@ -134,7 +134,6 @@ def test_its_updates_are_the_published_ones(corrects: bool) -> None:
     assert stats.owned_norm > 0
 
 
-@pytest.mark.everywhere
 @pytest.mark.world_size(2, 3)
 def test_until_it_freezes_it_is_adam_on_dense_gradients() -> None:
     task, optimizer = start(freeze_after=6)
