@@ -133,7 +133,7 @@ class ByNetwork(Schedule):
     one, after a while that doubles whenever that has been too much, up to 256 steps.
 
     Levels are the `ratio` of the settings and `levels`. Decisions follow the clock: a run does not
-    repeat to the bit, and does not resume to it. PyTorch alone.
+    repeat to the bit, and does not resume to it.
 
     Args:
         levels: larger ratios, in (0, 1]; 1.0 is dense.

@@ -192,7 +192,9 @@ class PayloadCodec(Generic[Array]):
         first: object = kernels[0]
         if isinstance(first, SupportsOnePass):
             residuals, candidates, factors = zip(*(each.unscaled() for each in arenas), strict=True)
-            streams = [stream for each in arenas for stream in self._streams(each.plan)]
+            streams = list[Stream]()
+            if isinstance(arenas[0].plan.config, Seeded):
+                streams = [stream for each in arenas for stream in self._streams(each.plan)]
             first.encode_shards(
                 kernels, residuals, candidates, gradients, payloads, factors, velocities, streams
             )
@@ -202,7 +204,8 @@ class PayloadCodec(Generic[Array]):
                 self._encode_alone(each, gradients, payload)
                 if velocities is not None:
                     self.damp(each, payload, gradients, velocities)
-        self.seal([each.plan for each in arenas], payloads)
+        if arenas[0].plan.measures:
+            self.seal([each.plan for each in arenas], payloads)
 
     def seal(self, buckets: Sequence[BucketPlan], payloads: Sequence[Array]) -> None:
         """Write what this rank tells the others into the payloads that it has encoded."""

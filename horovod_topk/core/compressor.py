@@ -32,7 +32,7 @@ from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
 
-SAMPLED = 128  # steps, of one of which squares are summed up: that takes passes over memory
+SAMPLED = 256  # steps, of one of which squares are summed up: that takes passes over memory
 
 
 class Compressor(State[Array]):

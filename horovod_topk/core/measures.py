@@ -10,8 +10,8 @@ bit, and `horovod_topk.core.schedule` can decide from them alike on all ranks.
     gradient    sum of squares of its gradients in this step
     residual    sum of squares of its residuals before this step; of an owner's with the exchange
                 "hierarchical"
-    exposed     seconds that it waited in collectives in the step before; PyTorch
-    step        seconds from the end of the step before that one to its end; PyTorch
+    exposed     seconds that it waited in collectives in the step before
+    step        seconds from the end of the step before that one to its end
 
 A codec may have measures of its own, which follow these (`Method.measured`): numbers of what it has
 encoded, added up over tensors. All others are numbers of the whole rank, such as seconds of the
@@ -34,7 +34,7 @@ Array = TypeVar("Array")
 
 GRADIENT, RESIDUAL = "gradient", "residual"
 EXPOSED, STEP = "exposed", "step"
-HOST = {EXPOSED, STEP}  # known where steps run on the host, and not in graphs
+HOST = (EXPOSED, STEP)  # which the host measures, after the step
 Rows = Sequence[tuple[float, ...]]  # the measures of each rank, in rank order
 Heard = Mapping[str, Sequence[float]]  # by name, one number a rank
 

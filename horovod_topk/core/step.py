@@ -80,6 +80,7 @@ class Step(Generic[Array]):
         sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
         received: of those whose gradients are replaced, and whose candidates are neither committed
             nor rolled back.
+        stages: how often buckets have to advance before they can be finished.
         samples: whether squares of the step that begins are summed up, for `sample`.
         probe: exchanges a bucket dense beside this step now and then, if there is one.
     """
@@ -104,12 +105,7 @@ class Step(Generic[Array]):
         self.probe: Probe[Array] | None = None
         self.sent: set[int] = set()
         self.received: set[int] = set()
-        self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
-
-    @property
-    def stages(self) -> int:
-        """How often buckets have to advance before they can be finished."""
-        return max((each.exchange.stages for each in self._buckets.values()), default=0)
+        self._hold([self._make_bucket(each) for each in plan.buckets])
 
     @property
     def flagged(self) -> tuple[str, ...]:
@@ -263,9 +259,7 @@ class Step(Generic[Array]):
     def replan(self, plan: Plan) -> None:
         """Take on a plan with fewer tensors; what is under way for unchanged buckets goes on."""
         same = {i: b for i, b in self._buckets.items() if b.plan in plan.buckets}
-        self._buckets = {
-            b.ordinal: same.get(b.ordinal) or self._make_bucket(b) for b in plan.buckets
-        }
+        self._hold([same.get(each.ordinal) or self._make_bucket(each) for each in plan.buckets])
 
     def squares(self) -> Squares:
         """Sums of squares of the last step. Waits for the device."""
@@ -288,6 +282,11 @@ class Step(Generic[Array]):
         for target, unit in zip(targets, bucket.units, strict=True):
             self._ops.write_scaled(self._ops.clone(target), unit, target, False)
         return flags
+
+    def _hold(self, buckets: Sequence[Bucket[Array]]) -> None:
+        """Have these buckets from here on."""
+        self._buckets = {each.plan.ordinal: each for each in buckets}
+        self.stages = max((each.exchange.stages for each in buckets), default=0)
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
         storage, ops = self._storage(plan), self._ops

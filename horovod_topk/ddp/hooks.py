@@ -27,13 +27,9 @@ class Hooks(hooks.Hooks):
 
     def _check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if closure_of(args, kwargs) is None:
-            self._check_exchanged(optimizer)
+            self._check_closure(optimizer)
 
-    def _check_after(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if closure_of(args, kwargs) is not None:
-            self._check_exchanged(optimizer)
-
-    def _check_exchanged(self, optimizer: Any) -> None:
+    def _check_closure(self, optimizer: Any) -> None:
         """Refuse gradients of this rank alone, but for zeros, as checkpoint libraries make them."""
         check_all_are_known(optimizer, self._buckets.slots, {})
         slots = self._buckets.slots.values()

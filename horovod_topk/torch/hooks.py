@@ -22,7 +22,7 @@ class Hooks(hooks.Hooks):
     def _check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         check_before(optimizer, args, kwargs)
 
-    def _check_after(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _check_after(self, optimizer: Any) -> None:
         self._has_exchanged = False
         check_after(optimizer)
 

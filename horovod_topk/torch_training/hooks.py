@@ -24,7 +24,7 @@ LOOKS = 8  # calls of the hook before a step; Horovod's steps make two
 class Hooks(abc.ABC):
     """Checks each step of one optimizer, and commits or rolls back what it has applied.
 
-    An adapter says what a step has to find (`_check_before`, `_check_after`), and where its host
+    An adapter says what a step has to find (`_check_before` and others), and where its host
     wraps the optimizer's own step in another one (`_is_around`).
 
     Args:
@@ -83,9 +83,11 @@ class Hooks(abc.ABC):
             TopKError: it is one; nothing has changed.
         """
 
-    @abc.abstractmethod
-    def _check_after(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """As `_check_before`, of gradients that a closure has made in the step."""
+    def _check_closure(self, optimizer: Any) -> None:  # noqa: B027  # not all adapters can
+        """As `_check_before`, of gradients that a closure has made, before they are applied."""
+
+    def _check_after(self, optimizer: Any) -> None:  # noqa: B027  # not all adapters have to
+        """As `_check_before`, where only the end of a step shows what it has applied."""
 
     def _is_around(self, optimizer: Any) -> bool:
         """Whether the step that begins exchanges gradients, and then calls the optimizer's own."""
@@ -118,7 +120,8 @@ class Hooks(abc.ABC):
             momentum.give_back(optimizer)
         self._check_clipping(optimizer)
         failed = partial(self._take_back, optimizer)
-        return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges, failed)
+        check = partial(self._check_closure, optimizer)
+        return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges, failed, check)
 
     def _take_back(self, optimizer: Any) -> None:
         """End what the optimizer did without while it stepped."""
@@ -132,7 +135,7 @@ class Hooks(abc.ABC):
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._take_back(optimizer)
-        self._check_after(optimizer, args, kwargs)
+        self._check_after(optimizer)
         self._check_clipping(optimizer)  # of a closure that has exchanged within the step
         if self._buckets.are_applied():
             self._compressor.commit()

@@ -31,6 +31,7 @@ def with_one_exchange(
     kwargs: Mapping[str, Any],
     exchanges: Callable[[], int],
     failed: Callable[[], None],
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Have a step's closure refuse to be evaluated once more after an exchange in that step.
 
@@ -41,6 +42,7 @@ def with_one_exchange(
         kwargs: the same.
         exchanges: how many there have been.
         failed: called where the closure raises, since the step does not go on then.
+        check: called after the closure, and before the step goes on; may raise too.
 
     Returns:
         Arguments to go on with.
@@ -56,7 +58,9 @@ def with_one_exchange(
                 "gradients already, and may have moved parameters by them"
             )
         try:
-            return closure()
+            loss = closure()
+            check()
+            return loss
         except BaseException:
             failed()
             raise

@@ -75,6 +75,16 @@ def test_commas_part_methods_and_settings() -> None:
     assert {each.kind for each in found} == {"dense", "ddp", "topk"}
 
 
+def test_compressors_of_ddp() -> None:
+    found = parse_methods("ddp+topk-int8-sharded,ddp+QSGD(bits=2),topk-int8-sharded,ddp-fp16")
+    assert [each.adapter for each in found] == ["ddp", "ddp", "torch", "torch"]
+    assert found[0].settings == found[2].settings
+    assert found[1].what == "torch DDP, QSGD"
+    assert [each.is_ddp for each in found] == [True, True, False, True]
+    with pytest.raises(ValueError, match=r"'fp16' in 'ddp\+fp16' is no compressor of this package"):
+        method_of("ddp+fp16")
+
+
 def test_settings_get_their_types() -> None:
     settings = method_of("topk:min_numel=0,gather_ratio=0.5,exchange=auto").settings
     assert settings == {"min_numel": 0, "gather_ratio": 0.5, "exchange": "auto"}
@@ -118,20 +128,6 @@ def test_any_compressor_is_written_as_in_python() -> None:
     assert (made.rank, made.min_numel) == (2, 0)
 
 
-def test_any_compressor_over_torch_ddp() -> None:
-    text = "ddp,ddp:topk:ratio=0.1,values=int8,ddp:PowerSGD(rank=2, min_numel=0),ddp:topk-sharded"
-    found = parse_methods(text)
-    assert [(each.over_ddp, each.needs_group, dict(each.settings)) for each in found] == [
-        (False, True, {}),
-        (True, True, {"ratio": 0.1, "values": "int8"}),
-        (True, True, {"rank": 2, "min_numel": 0}),
-        (True, True, {"exchange": "sharded"}),
-    ]
-    assert found[2].what == "PowerSGD over torch DDP"
-    assert type(compressor(found[2])).__module__ == "horovod_topk.ddp"
-    assert not method_of("topk").needs_group
-
-
 def test_the_default_is_one_of_each_kind() -> None:
     assert {each.kind for each in parse_methods(DEFAULT)} >= {"dense", "fp16", "ddp", "powersgd"}
 
@@ -157,7 +153,6 @@ def test_the_default_is_one_of_each_kind() -> None:
         ),
         ("topk:warmup=1000", "write topk:ratio=0.25"),
         ("QSGD(warmup=[(9, 1.0)])", "write topk:ratio=0.25"),
-        ("ddp:dense", "'ddp:dense' is none of"),
         ("QSDG(bits=2)", "there is no compressor 'QSDG'"),
         ("QSGD(bits=9)", "bits=9 is no whole number from 2 to 8"),
         ("topk-0.001-int8-int4", "'topk-0.001-int8-int4' has two of values, int8 and int4"),

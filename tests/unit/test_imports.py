@@ -121,6 +121,7 @@ ROOMS = {
         "matplotlib.axes",  # what a hint names
         "horovod_topk.cli",
         "horovod_topk.cost.quantities",
+        "horovod_topk.ddp",
         "horovod_topk.torch",
         "horovod_topk.core",
         "horovod_topk.config",

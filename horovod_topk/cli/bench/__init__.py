@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="LIST",
         help=f"methods to time, with commas between them: {', '.join(KINDS)}; settings of TopKEF "
-        f"as in {SHORTHAND}; other compressors as in Python, {CALL}; over torch DDP as in ddp:topk "
+        f"as in {SHORTHAND}; other compressors as in Python, {CALL}; over torch DDP as in ddp+topk "
         f"(default: {DEFAULT}; with --script: {DEFAULT_OF_SCRIPT})",
     )
     add(

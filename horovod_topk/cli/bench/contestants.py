@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import horovod_topk.ddp
+import horovod_topk.torch
 from horovod_topk.cli.bench.gradients import GivenGradients
-from horovod_topk.cli.bench.methods import DDP, OTHER, STEADY, TOPK, Method
+from horovod_topk.cli.bench.methods import OTHER, STEADY, TOPK, Method
 from horovod_topk.torch.collective import rest_until_done
 
 LEARNING_RATE = 1e-9  # weights hardly move, whatever the gradients are
@@ -95,17 +96,17 @@ def _fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Con
 
 def compressor(method: Method) -> Any:
     """Make the compressor of a method that is one of ours."""
-    adapter = importlib.import_module(f"horovod_topk.{'ddp' if method.over_ddp else 'torch'}")
+    adapter = horovod_topk.ddp if method.adapter == "ddp" else horovod_topk.torch
     return getattr(adapter, method.compressor)(**STEADY, **method.settings)
 
 
 def _ours(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
-    if method.over_ddp:
+    if method.adapter == "ddp":
         wrapped = _data_parallel(model)
         compressor(method).attach(wrapped, plain)
-        return Contestant(model, wrapped, plain, warm_up=6)  # residuals fill
+        return Contestant(model, wrapped, plain, warm_up=6)
     optimizer = _distributed(model, plain, name, compressor(method))
-    return Contestant(model, model, optimizer, warm_up=6)
+    return Contestant(model, model, optimizer, warm_up=6)  # residuals fill
 
 
 def _ddp(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
@@ -130,7 +131,9 @@ def _powersgd(method: Method, model: GivenGradients, plain: Plain, name: str) ->
 
 
 def _data_parallel(model: GivenGradients, **rest: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(model, find_unused_parameters=model.idle > 0, **rest)
+    """As its documentation recommends it: gradients lie in its buckets, and are not copied back."""
+    options = {"find_unused_parameters": model.idle > 0, "gradient_as_bucket_view": True, **rest}
+    return DistributedDataParallel(model, **options)
 
 
 BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Contestant]] = {
@@ -138,7 +141,7 @@ BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Contestant]] 
     "dense": _dense,
     "dense-waiting": _dense_waiting,
     "fp16": _fp16,
-    DDP: _ddp,
+    "ddp": _ddp,
     "ddp-fp16": _ddp_fp16,
     "powersgd": _powersgd,
     TOPK: _ours,

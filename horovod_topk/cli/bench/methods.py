@@ -12,14 +12,14 @@ from horovod_topk.core.substitute import parse
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import INDICES, SELECTIONS, VALUES, TopK
 
-NONE, DENSE, TOPK, OTHER, DDP = "none", "dense", "topk", "compressor", "ddp"
+NONE, DENSE, TOPK, OTHER = "none", "dense", "topk", "compressor"
 KINDS = {
     NONE: "no exchange",
     DENSE: "Horovod, dense",
     "dense-waiting": "Horovod, dense, sleeping while it waits",
     "fp16": "Horovod, fp16",
-    DDP: "torch DDP, dense",
-    "ddp-fp16": "torch DDP, its fp16 hook",
+    "ddp": "torch DDP, dense",
+    "ddp-fp16": "torch DDP, fp16",
     "powersgd": "torch DDP, PowerSGD rank 4",
     TOPK: "TopKEF",
 }  # by the names that users write
@@ -43,6 +43,7 @@ NUMBERS: dict[str, Callable[[str], float]] = {
     "velocity_kept": float,
 }
 EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # where the default is off
+OVER_DDP = "ddp+"  # before a compressor: with horovod_topk.ddp
 TRUTH = {"True": True, "False": False}
 STEADY: Mapping[str, Any] = {"warmup": None}  # steps are timed as they are after a warm-up
 OPTIMIZERS_OWN = 0.9  # momentum, where TopKEF takes it over
@@ -56,7 +57,7 @@ class Method:
     kind: str  # one of KINDS, or OTHER
     settings: Mapping[str, object] = field(default_factory=dict)  # of the compressor
     compressor: str = "TopKEF"  # one of METHODS
-    over_ddp: bool = False  # whether torch DDP exchanges, and not Horovod
+    adapter: str = "torch"  # whose compressor: "torch" (Horovod's optimizer) or "ddp"
 
     def __post_init__(self) -> None:
         check_settings(METHODS[self.compressor], self.settings)
@@ -64,17 +65,13 @@ class Method:
     @property
     def what(self) -> str:
         """What it is, in a few words."""
-        return KINDS.get(self.kind, self.compressor) + " over torch DDP" * self.over_ddp
+        what = KINDS.get(self.kind, self.compressor)
+        return what if self.adapter == "torch" else f"torch DDP, {what}"
 
     @property
-    def is_ours(self) -> bool:
-        """Whether it is a compressor of this package."""
-        return self.kind in (TOPK, OTHER)
-
-    @property
-    def needs_group(self) -> bool:
-        """Whether it needs torch's process group."""
-        return self.over_ddp or self.kind.startswith(DDP) or self.kind == "powersgd"
+    def is_ddp(self) -> bool:
+        """Whether DistributedDataParallel exchanges its gradients."""
+        return self.adapter == "ddp" or self.kind in ("ddp", "ddp-fp16", "powersgd")
 
     @property
     def own_momentum(self) -> float:
@@ -108,7 +105,7 @@ def _names(text: str) -> Iterator[str]:
     name = ""
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
         is_open = name.count("(") > name.count(")")
-        if is_open or ("=" in piece and not {*":("} & {*piece} and f"{TOPK}:" in name):
+        if is_open or ("=" in piece and not {*":("} & {*piece} and ":" in name):
             name = f"{name},{piece}"
             continue
         if name:
@@ -121,23 +118,25 @@ def _names(text: str) -> Iterator[str]:
 def method_of(name: str) -> Method:
     """One of KINDS, topk-WORD-WORD, topk:SETTING=VALUE,..., or a compressor as in Python.
 
-    One of the last three after "ddp:" is exchanged by torch DDP.
+    With OVER_DDP before it, a compressor is that of DistributedDataParallel.
 
     Raises:
         ValueError: it is none of these; TopKError: the compressor does not take a setting.
     """
+    inner = name.removeprefix(OVER_DDP)
+    if inner != name:
+        method = method_of(inner)
+        if method.kind not in (TOPK, OTHER):
+            raise ValueError(f"--methods: {inner!r} in {name!r} is no compressor of this package")
+        return replace(method, name=name, adapter="ddp")
     if name in KINDS:
         return Method(name, name)
-    head, colon, tail = name.partition(":")
-    if head == DDP and colon:
-        inner = method_of(tail)
-        if inner.is_ours:
-            return replace(inner, name=name, over_ddp=True)
     if "(" in name or name in METHODS:
         asked = parse(name)
         _check_steady({*asked.settings})
         kind = TOPK if asked.name == "TopKEF" else OTHER
         return Method(name, kind, asked.settings, asked.name)
+    head, colon, tail = name.partition(":")
     if head == TOPK and colon:
         return Method(name, TOPK, _once(name, map(_setting, tail.split(","))))
     if name.startswith(f"{TOPK}-"):
@@ -146,7 +145,7 @@ def method_of(name: str) -> Method:
         return Method(name, TOPK, settings)
     raise ValueError(
         f"--methods: {name!r} is none of {', '.join(KINDS)}, nor as topk-int8-sharded, "
-        "topk:values=int8,ratio=0.01, QSGD(bits=2) or ddp:topk"
+        "topk:values=int8,ratio=0.01 or QSGD(bits=2)"
     )
 
 

@@ -90,7 +90,7 @@ def _of_shapes(
     """What steps of given gradients took."""
     shared = Weights.of(specs, hvd.rank())
     with contextlib.ExitStack() as stack:
-        if any(method.needs_group for method in methods):
+        if any(method.is_ddp for method in methods):
             stack.enter_context(group.process_group(group.require(interface)))
         contestants = {}
         for ordinal, method in enumerate(methods):

@@ -92,7 +92,7 @@ def check(methods: Sequence[Method]) -> None:
         ValueError: it cannot in one of them.
     """
     for method in methods:
-        if method.kind not in COMPRESSIONS or method.over_ddp:
+        if method.is_ddp or method.kind not in COMPRESSIONS:
             raise ValueError(
                 f"--script: {method.name} is no compression of hvd.DistributedOptimizer. "
                 f"Give --methods of {', '.join(COMPRESSIONS)}"

@@ -83,11 +83,14 @@ class AllgatherBucket(Generic[Array]):
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
     ) -> None:
         """`BucketExchange.send`."""
-        self._settle()
+        if self._unwanted is not None:
+            self._settle(self._unwanted)
         self._name = name
-        self._encoder.begin(gradients, name, velocities)
-        if not self._encoder.waits:
-            self._pending = self._gather()
+        if self.stages:
+            self._encoder.begin(gradients, name, velocities)
+            return
+        self._codec.encode_shards([self._arenas], gradients, [self._payload], velocities)
+        self._pending = self._collective.allgather(self._payload, name)
 
     def advance(self) -> None:
         """`BucketExchange.advance`: send the payload once it is announced."""
@@ -114,17 +117,17 @@ class AllgatherBucket(Generic[Array]):
     def _gather(self) -> Pending[Array]:
         return self._collective.allgather(self._payload, self._name)
 
-    def _settle(self) -> None:
+    def _settle(self, unwanted: Pending[Array]) -> None:
         """Wait for what reads the memory that is about to be written."""
-        if self._unwanted is not None:
-            with contextlib.suppress(RuntimeError):
-                self._unwanted.wait()
+        with contextlib.suppress(RuntimeError):
+            unwanted.wait()
         self._unwanted = None
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`BucketExchange.receive`."""
         bucket, size = self._bucket, self._bucket.layout.payload_bytes
-        self.advance()
+        if self.stages:
+            self.advance()
         assert self._pending is not None
         pending, self._pending = self._pending, None
         gathered = pending.wait()

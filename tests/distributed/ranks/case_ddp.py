@@ -220,15 +220,23 @@ def test_a_second_hook_is_refused_and_dense_steps_go_through_the_first() -> None
     assert_ranks_equal(task.parameters())
 
 
-def test_a_hook_that_was_never_registered_is_noticed() -> None:
+@pytest.mark.parametrize("in_closure", [True, False])
+def test_a_hook_that_was_never_registered_is_noticed(in_closure: bool) -> None:
     """As Lightning's DDPStrategy leaves it on CPUs, which trains dense without a word."""
     task = Setup().task()
     model, optimizer = DistributedDataParallel(task), training.sgd(task.parameters())
     TopKEF(**SPARSE).hook(model, optimizer)
-    model(hvd.rank(), 0).backward()
+
+    def closure() -> float:
+        loss = model(hvd.rank(), 0)
+        loss.backward()
+        return float(loss)
+
+    if not in_closure:
+        closure()
     before = bits(task.parameters())
     with pytest.raises(StepBeforeSynchronizeError, match=r"never called this .* hook.*Lightning"):
-        optimizer.step()
+        optimizer.step(closure if in_closure else None)
     assert torch.equal(bits(task.parameters()), before)
     with pytest.raises(NotAttachedError, match="no compressor's hook is registered with this Dist"):
         adapter.TopKEF.of(model)
@@ -246,6 +254,24 @@ def test_a_step_on_gradients_of_this_rank_alone() -> None:
         pytest.raises(StepBeforeSynchronizeError, match=r"not exchanged.*outside of no_sync\(\)"),
     ):
         optimizer.step()
+
+
+def test_a_step_with_a_closure_is_one_without() -> None:
+    """Lightning steps so."""
+
+    def take(task: Task, optimizer: Any, step: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = task.loss(hvd.rank(), step)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    settings = {**SPARSE, "momentum": "auto"}
+    ours, optimizer = run(Setup(take_step=take), TopKEF(**settings))
+    assert_same(ours, run(Setup(), TopKEF(**settings))[0])
+    assert TopKEF.of(optimizer).stats().steps == 6
 
 
 def test_joining_is_refused() -> None:
