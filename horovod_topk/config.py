@@ -12,11 +12,14 @@ from typing import Any, Self
 
 from horovod_topk.errors import ConfigError, UnknownSettingError
 from horovod_topk.ratios import Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
+from horovod_topk.schedules import Schedule
 
 EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")  # of payloads
 OPTIONAL: dict[str, object] = {
     "clip_norm": None,
     "warmup": None,
+    "schedule": None,
+    "probe_every": None,
     "momentum": 0.0,
     "nesterov": False,
     "velocity_kept": 0.0,
@@ -56,6 +59,11 @@ class Settings:
             (until, ratio): that ratio until so many steps are committed. "auto": ten times as many
             elements in the first 60 steps with SGD, at most a quarter; none with other optimizers
             and in elastic jobs. None: off.
+        schedule: decides the ratio of each step from what all ranks have measured, after the steps
+            of `warmup`: one of `horovod_topk.schedules`. None: each step has `ratio`.
+        probe_every: in PyTorch, a number of steps, of which one exchanges a bucket dense beside
+            compressed, the buckets in turn; `stats()` and `on_step` say how far they are apart
+            (`horovod_topk.core.probe`). None: off.
         momentum: the momentum for momentum correction (`horovod_topk.core.momentum`), which
             replaces the optimizer's own. "optimizer": take over the momentum of SGD, Adam or AdamW;
             exchanged gradients have the size of gradients, and PyTorch's parameter groups stay as
@@ -87,6 +95,8 @@ class Settings:
     min_numel: int = 1024  # elements; smaller tensors are sent whole, in the same payload
     clip_norm: float | None = None  # norm of the applied gradient, at most; None: off
     warmup: int | Stretches | str | None = None  # steps with larger ratios; None: off
+    schedule: Schedule | None = None  # decides the ratio of each step; None: off
+    probe_every: int | None = None  # steps, of which one compares a bucket with dense; None: off
     momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether `momentum` is Nesterov's
     velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
@@ -100,6 +110,9 @@ class Settings:
         _check_min_numel(self.min_numel)
         object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
+        _check_schedule(self.schedule)
+        if self.probe_every is not None:
+            check_whole("probe_every", self.probe_every, 1, 2**31, 100)
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
         _check_nesterov(self.nesterov, self.momentum)
         _check_kept(self.velocity_kept)
@@ -128,6 +141,11 @@ class Settings:
         if isinstance(self.warmup, int):
             return _exponential(self.warmup, self.ratio)
         return self.warmup if isinstance(self.warmup, tuple) else ()
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What ranks tell each other in each step, for the schedule."""
+        return () if self.schedule is None else self.schedule.measures
 
     @cached_property
     def own(self) -> Mapping[str, float]:
@@ -163,7 +181,10 @@ class Settings:
         Settings of `OPTIONAL` that are off are left out, so that digests do not change when a
         version adds one. Ranks compare settings whose `ratios` are resolved.
         """
-        return {name: value for name, value in asdict(self).items() if not self._is_off(name)}
+        agreed = {name: value for name, value in asdict(self).items() if not self._is_off(name)}
+        if self.schedule is not None:
+            agreed["schedule"] = [type(self.schedule).__name__, asdict(self.schedule)]
+        return agreed
 
     def _is_off(self, name: str) -> bool:
         if name == "velocity_kept" and not self.momentum:
@@ -289,6 +310,14 @@ def _checked_warmup(warmup: object) -> int | Stretches | None:
         cure="Pass a whole number of steps above 0, such as warmup=1000, or pairs whose steps "
         "ascend, such as warmup=[(500, 0.25), (1000, 0.05)]",
     )
+
+
+def _check_schedule(schedule: object) -> None:
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ConfigError(
+            f"schedule={schedule!r} is not a schedule",
+            cure="Pass one of horovod_topk.schedules, such as schedule=Accordion(), or None",
+        )
 
 
 def _exponential(steps: int, ratio: float) -> Stretches:

@@ -7,20 +7,19 @@ function used here.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 
 from horovod.common import process_sets
 from horovod.common.process_sets import ProcessSet
 
-from horovod_topk.core.nodes import Location
+from horovod_topk.core.nodes import Location, here
 
 _NOBODY = 2**31 - 1  # the number of no process set
 
 
 def location(rank: int, local_rank: int) -> Location:
     """Where a rank runs."""
-    return Location(socket.gethostname(), local_rank, rank - local_rank)
+    return here(rank, local_rank)
 
 
 def can_add(groups: Sequence[Sequence[int]], among: ProcessSet) -> bool:

@@ -30,7 +30,7 @@ from typing import Any, Protocol, SupportsFloat, TextIO
 
 REPORT = "HOROVOD_TOPK_REPORT"
 SEED = "HOROVOD_TOPK_SEED"
-RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # set by launchers
+RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK")  # of launchers
 
 
 class Counters(Protocol):
@@ -86,7 +86,7 @@ def seed(default: int = 0) -> int:
 
 
 def launched_rank() -> int | None:
-    """This process's rank, before Horovod is initialised; None: no launcher started it."""
+    """This process's rank, before its library is initialised; None: no launcher started it."""
     return next((int(os.environ[name]) for name in RANKS if name in os.environ), None)
 
 

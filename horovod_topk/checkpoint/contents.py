@@ -10,7 +10,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from horovod_topk.core.rates import LARGEST, RATES, rates_of
-from horovod_topk.core.state_dict import COMMITTED, STATE_VERSION, asked_of, parts_of, released_of
+from horovod_topk.core.state_dict import (
+    COMMITTED,
+    STATE_VERSION,
+    asked_of,
+    decision_of,
+    parts_of,
+    released_of,
+)
 from horovod_topk.errors import CheckpointError, StateDictError
 
 RESIDUALS = "residuals"
@@ -38,6 +45,7 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
         for key in (RATES, LARGEST):
             rates_of(facts, key)
         asked_of(facts)
+        decision_of(facts)
         for state in _states(facts).values():
             released_of(state)
     except StateDictError as error:

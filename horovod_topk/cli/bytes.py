@@ -7,17 +7,24 @@ import sys
 from collections.abc import Iterator
 
 from horovod_topk.cli.models import MODELS, elements, specs_of
-from horovod_topk.cli.options import add_device, add_model, add_selection, announce, whole
+from horovod_topk.cli.options import (
+    add_compressors,
+    add_device,
+    add_model,
+    add_selection,
+    announce,
+    method_of,
+    whole,
+)
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
-from horovod_topk.config import EXCHANGES, split_deferred
+from horovod_topk.config import EXCHANGES
 from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.exchange.selection import fewest
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.substitute import Substitute, parse
 from horovod_topk.cost.quantities import count
-from horovod_topk.cost.traffic import Busiest, Ranks, nodes_of
+from horovod_topk.cost.traffic import Busiest, Ranks, cheapest, nodes_of
 from horovod_topk.errors import TopKError
-from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import VALUES, TopK
 
 DESCRIPTION = (
@@ -36,14 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add_selection(parser)
     add_ratios(parser)
-    add(
-        "--compressor",
-        action="append",
-        default=[],
-        metavar="CALL",
-        help="add a row for another compressor, such as 'QSGD(bits=2)' or PowerSGD; may be given "
-        "several times (default: none)",
-    )
+    add_compressors(parser)
     add("--ranks", type=whole, default=8, help="ranks, 2 or more (default: %(default)s)")
     add(
         "--local-size",
@@ -121,19 +121,10 @@ def table(
 
 def _other(args: argparse.Namespace, specs: list[TensorSpec], asked: Substitute) -> str:
     """Return the table row of any compressor, over the exchange in its settings."""
-    if asked.is_horovods:
-        raise ValueError(f"--compressor {asked}: the table has it, as allreduce")
-    method = METHODS[asked.name]
-    settings, _ = split_deferred({**method.for_training, **asked.settings})
-    config = method(**settings)
-    plan, nodes = make_plan(specs, config), nodes_of(args.ranks, args.local_size)
-    kinds = [kind for kind in EXCHANGES if kind != "auto"]
-    found = {
-        kind: Ranks(kind, nodes).busiest(plan)
-        for kind in (kinds if config.exchange == "auto" else [config.exchange])
-    }
-    kind = fewest({k: most.node_bytes for k, most in found.items()}) or config.exchange
-    most, dense = found[kind], ring_allreduce_bytes(4 * elements(specs), args.ranks)
+    config = method_of(asked)
+    plan = make_plan(specs, config)
+    kind, ranks = cheapest(plan, nodes_of(args.ranks, args.local_size))
+    most, dense = ranks.busiest(plan), ring_allreduce_bytes(4 * elements(specs), args.ranks)
     return f"{_line(kind, asked.name, most.sent_bytes, most.node_bytes, dense)}  {asked}"
 
 

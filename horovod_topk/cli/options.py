@@ -8,7 +8,10 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+from horovod_topk.config import split_deferred
+from horovod_topk.core.substitute import Substitute
 from horovod_topk.cost.machine import DEVICES
+from horovod_topk.methods import METHODS, Method
 from horovod_topk.methods.topk import TopK
 
 MANY = 64  # ranks
@@ -131,6 +134,31 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
         metavar="ELEMENTS",
         help="tensors with fewer elements are sent dense (default: %(default)s)",
     )
+
+
+def add_compressors(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--compressor`; `method_of` reads what `parse` makes of its values."""
+    parser.add_argument(
+        "--compressor",
+        action="append",
+        default=[],
+        metavar="CALL",
+        help="add a row for another compressor, such as 'QSGD(bits=2)' or PowerSGD; may be given "
+        "several times (default: none)",
+    )
+
+
+def method_of(asked: Substitute) -> Method:
+    """The settings of a compressor that `--compressor` asked for.
+
+    Raises:
+        ValueError: it is Horovod's own compression.
+    """
+    if asked.is_horovods:
+        raise ValueError(f"--compressor {asked}: the table has it, as allreduce")
+    method = METHODS[asked.name]
+    settings, _ = split_deferred({**method.for_training, **asked.settings})
+    return method(**settings)
 
 
 def announce(ranks: int) -> None:

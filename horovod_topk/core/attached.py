@@ -60,6 +60,11 @@ class Attached(Generic[Kept]):
         if reason is not None:
             self._skip("*", reason)
 
+    def _stand_for_nothing(self, label: str, reason: str) -> None:
+        """Be inactive from the beginning, for a reason; in the place of `__init__`."""
+        self.label, self.active, self._skipped = label, False, {"*": reason}
+        self._late, self.manager, self._reduction = Counter(), None, "average"
+
     def stats(self) -> Stats:
         """Totals and norms so far. Waits for the device; call it on any rank, it is local."""
         stats = self._state.stats() if self.active else Stats()
@@ -118,7 +123,7 @@ class Attached(Generic[Kept]):
     @property
     def clock(self) -> Clock:
         """What the ratio of the next step follows from: committed steps, and what was asked for."""
-        return self._state.clock if self.active else (0, None)
+        return self._state.clock if self.active else Clock(0)
 
     def resume(self, clock: Clock, ranks: int) -> None:
         """Go on where an elastic job is, whose ranks are so many; called by its manager."""

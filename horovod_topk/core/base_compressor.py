@@ -96,6 +96,7 @@ class BaseCompressor(abc.ABC):
     """
 
     framework: ClassVar[str]  # "torch" or "tensorflow"
+    adapter: ClassVar[str]  # the package's part that has it, such as "ddp"
     method: ClassVar[type[Method]]
     config: Method
     deferred: Mapping[str, str]  # settings that wait for the optimizer to be known
@@ -118,7 +119,7 @@ class BaseCompressor(abc.ABC):
         if put is not None and not put.is_horovods:
             check_replaceable(settings)
             announce(str(put), type(self).__name__)
-            adapter = importlib.import_module(f"horovod_topk.{self.framework}")
+            adapter = importlib.import_module(f"horovod_topk.{self.adapter}")
             self.__class__ = getattr(adapter, put.name)
             positional, settings = (), dict(put.settings)
         known = {*self.method.__dataclass_fields__, "grad_scaler", "commit_dir"} - BY_ADAPTERS
@@ -330,6 +331,12 @@ def check_elastic(config: Settings) -> None:
             "is elastic",
             cure="Use TopKEF with exchange='allgather', or run without --min-np and --max-np",
         )
+    if exchange == "allreduce" and config.told and elastic():
+        raise ConfigError(
+            "schedule= has a lane for each rank in what exchange='allreduce' adds up, and ranks of "
+            "this job come and go",
+            cure="Pass exchange='allgather', or leave schedule= out",
+        )
     if exchange in ("sharded", "hierarchical") and elastic():
         raise ConfigError(
             f"exchange={exchange!r} splits residuals among a fixed number of ranks, and this job "
@@ -349,6 +356,17 @@ def check_kept(manager: object | None, what: str) -> None:
             f"{what} ranks that join this elastic job would not hear",
             cure="Pass the TopKEF to the job's state, as horovod_topk.elastic says",
         )
+
+
+def check_steps_kept(config: Settings, manager: object | None) -> None:
+    """Refuse settings whose levels follow from steps that ranks which join would not know.
+
+    Raises:
+        ConfigError: as `check_kept`.
+    """
+    for setting in ("warmup", "schedule"):
+        if getattr(config, setting) is not None:
+            check_kept(manager, f"{setting}= counts steps, of which")
 
 
 def check_all_exchange(process_set: Any) -> None:

@@ -6,7 +6,6 @@ for statistics or saves residuals has to run all the same.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from horovod_topk.core.attached import Attached
@@ -22,6 +21,6 @@ class ByHorovod(Attached[Any]):
     """
 
     def __init__(self, name: str, framework: str) -> None:
-        self.framework, self.label, self.active = framework, f"Horovod's {name}", False
-        self._skipped = {"*": f"{VARIABLE}={name}: Horovod exchanges the gradients"}
-        self._late, self.manager, self._reduction = Counter(), None, "average"
+        self.framework = framework
+        reason = f"{VARIABLE}={name}: Horovod exchanges the gradients"
+        self._stand_for_nothing(f"Horovod's {name}", reason)

@@ -6,24 +6,37 @@
                  0 without error feedback
     decode       g' = scale * the sum over ranks, in rank order, of what they sent
 
+`horovod_topk.core.announcing` encodes for methods whose ranks tell each other numbers first.
+
 This is the definition, in the verbs of `horovod_topk.ops`. A method may offer a kernel that does
 all of it for a bucket at once, to the same bits.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core import payload as wire
+from horovod_topk.core.measures import Rows, total_of
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.payload import HEADER_BYTES
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.errors import PayloadError
 from horovod_topk.methods.keys import Key
-from horovod_topk.methods.protocol import Codec, Read, Seeded, SeededCodec, Sent
+from horovod_topk.methods.protocol import (
+    Announced,
+    AnnouncingCodec,
+    Codec,
+    Read,
+    Seeded,
+    SeededCodec,
+    Sent,
+    numbers_of,
+)
 from horovod_topk.ops import Fused, Ops, SupportsOnePass, Velocities
 from horovod_topk.ops.philox import Stream
 
@@ -34,10 +47,20 @@ class PayloadCodec(Generic[Array]):
     """Encodes and decodes buckets by the method that each of them has.
 
     `encode` writes the candidate arena and the payload, `decode` writes gradients; nothing else.
+
+    Args:
+        ops: of the arrays.
+        heard: where to note what ranks tell each other; None: a new dictionary.
+
+    Attributes:
+        heard: the measures that arrived last with each bucket, by its ordinal.
     """
 
-    def __init__(self, ops: Ops[Array]) -> None:
+    def __init__(self, ops: Ops[Array], heard: dict[int, Rows] | None = None) -> None:
         self._ops = ops
+        self.heard: dict[int, Rows] = {} if heard is None else heard
+        self._told: dict[int, Sequence[Any]] = {}  # by the bucket's ordinal
+        self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's own, of each piece
         self._kernels: dict[bytes, Fused[Array] | None] = {}
         self._committed: Callable[[], Any] = lambda: 0
         self._rank: Callable[[], int] = lambda: 0
@@ -70,6 +93,26 @@ class PayloadCodec(Generic[Array]):
 
         return Key(method.seed, bucket.place(position), self._committed() - ago, rank, writer)
 
+    def tell(self, bucket: BucketPlan, numbers: Sequence[Any]) -> None:
+        """Note what this rank tells the others with a bucket that it is about to encode.
+
+        numbers: one for each of the bucket's measures that are not the method's own.
+        """
+        self._told[bucket.ordinal], self._measured[bucket.ordinal] = numbers, []
+
+    def measures(self, bucket: BucketPlan) -> Array:
+        """What this rank tells with a bucket that it has encoded: uint8, as payloads have it."""
+        ops, told = self._ops, [*self._told[bucket.ordinal]]
+        own = self._measured[bucket.ordinal]  # nothing, if a kernel has written them
+        told += [total_of(each) for each in zip(*own, strict=True)]
+        data = ops.zeros(wire.MEASURE * len(told), "uint8", bucket.device)
+        numbers = [each if isinstance(each, float) else 0.0 for each in told]
+        ops.store_bytes(data, 0, struct.pack(f"<{len(told)}f", *numbers))
+        for i, each in enumerate(told):
+            if not isinstance(each, float):
+                ops.store(data, wire.MEASURE * i, ops.pack_values(each, "float32"))
+        return data
+
     def new_payload(self, bucket: BucketPlan) -> Array:
         """A zeroed buffer that opens with the bucket's header."""
         payload = self._ops.zeros(bucket.layout.payload_bytes, "uint8", bucket.device)
@@ -79,6 +122,12 @@ class PayloadCodec(Generic[Array]):
     def open_payload(self, bucket: BucketPlan, payload: Array) -> None:
         """Write the bucket's header into a zeroed buffer."""
         self._ops.store_bytes(payload, 0, bucket.header)
+
+    def flag_all(self, bucket: BucketPlan, payload: Array) -> None:
+        """Say in a payload that every tensor is non-finite, so that all ranks roll back."""
+        layout, flags = bucket.layout, (1 << len(bucket.gradients)) - 1
+        data = flags.to_bytes(layout.flags_bytes, "little")
+        self._ops.store_bytes(payload, layout.flags_at, data)
 
     def encode(
         self,
@@ -103,7 +152,20 @@ class PayloadCodec(Generic[Array]):
             streams = self._streams(bucket)
             kernel.encode(arenas.residual, arenas.candidate, gradients, payload, streams)
             return
-        sent = [self._encode(arenas, gradients, at) for at in range(len(bucket.tensors))]
+        sent = []
+        for position in range(len(bucket.tensors)):
+            values = self.compensate(arenas, gradients, position)
+            sent.append(self.encode_piece(bucket, position, values))
+        self.write(arenas, payload, sent)
+
+    def write(self, arenas: Arenas[Array], payload: Array, sent: Sequence[Sent[Array]]) -> None:
+        """Write what each piece sends to a payload; leave in the candidate arena what it does not.
+
+        The candidate is e + g before.
+        """
+        bucket = arenas.plan
+        if bucket.leg != "gather" and bucket.ordinal in self._measured:
+            self._measured[bucket.ordinal] += [each.measured for each in sent if each.measured]
         checked = [each.checked for each in sent]
         self._ops.store_nonfinite(payload, bucket.layout.flags_at, checked)
         for piece, each in zip(bucket.tensors, sent, strict=True):
@@ -130,16 +192,43 @@ class PayloadCodec(Generic[Array]):
         first: object = kernels[0]
         if isinstance(first, SupportsOnePass):
             residuals, candidates, factors = zip(*(each.unscaled() for each in arenas), strict=True)
-            streams = [stream for each in arenas for stream in self._streams(each.plan)]
+            streams = list[Stream]()
+            if isinstance(arenas[0].plan.config, Seeded):
+                streams = [stream for each in arenas for stream in self._streams(each.plan)]
             first.encode_shards(
                 kernels, residuals, candidates, gradients, payloads, factors, velocities, streams
             )
-            return
-        gradients = correct(gradients, velocities, self._ops)
-        for each, payload in zip(arenas, payloads, strict=True):
-            self._encode_alone(each, gradients, payload)
-            if velocities is not None:
-                self._damp(each, payload, gradients, velocities)
+        else:
+            gradients = correct(gradients, velocities, self._ops)
+            for each, payload in zip(arenas, payloads, strict=True):
+                self._encode_alone(each, gradients, payload)
+                if velocities is not None:
+                    self.damp(each, payload, gradients, velocities)
+        if arenas[0].plan.measures:
+            self.seal([each.plan for each in arenas], payloads)
+
+    def seal(self, buckets: Sequence[BucketPlan], payloads: Sequence[Array]) -> None:
+        """Write what this rank tells the others into the payloads that it has encoded."""
+        for bucket, payload in zip(buckets, payloads, strict=True):
+            if bucket.measures:
+                self._ops.store(payload, HEADER_BYTES, self.measures(bucket))
+
+    def rows(
+        self, bucket: BucketPlan, gathered: Array
+    ) -> tuple[list[Array | None], Sequence[bool]]:
+        """What each payload has of every tensor, [P, n], of a bucket that travels whole.
+
+        Returns:
+            The rows, None for a tensor without elements; and which tensors any rank flagged.
+
+        Raises:
+            PayloadError, PlanMismatchError: what a rank sent is no payload of this bucket.
+        """
+        width, body_at = bucket.layout.payload_bytes, bucket.layout.body_at
+        read, check = self._read(bucket, gathered), partial(self._check, self.heard, bucket, ())
+        flags = self._ops.validate(gathered, width, body_at, (), check, len(bucket.tensors))
+        pieces = range(len(bucket.tensors))
+        return [read[at].values if at in read else None for at in pieces], flags
 
     def decode(
         self,
@@ -160,7 +249,7 @@ class PayloadCodec(Generic[Array]):
         width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
-            check = partial(self._check, bucket, ())
+            check = partial(self._check, self.heard, bucket, ())
             flags = validate(gathered, width, bucket.layout.body_at, (), check, tensors)
             each = flags if writers == 1 else [flags[t.gradient] for t in bucket.tensors]
             wrong = kernel.decode(gathered, scale, each, gradients)
@@ -170,7 +259,8 @@ class PayloadCodec(Generic[Array]):
         read, method = self._read(bucket, gathered), _method(bucket)
         whole = {piece.gradient for piece in bucket.tensors if piece.whole}
         sound = [(position, fact) for position, each in read.items() for fact in each.sound]
-        check, facts = partial(self._check, bucket, sound), [fact for _, fact in sound]
+        check = partial(self._check, self.heard, bucket, sound)
+        facts = [fact for _, fact in sound]
         flags = validate(gathered, width, bucket.layout.body_at, facts, check, tensors)
         totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
         for position, of_piece in read.items():
@@ -186,7 +276,7 @@ class PayloadCodec(Generic[Array]):
                 self._ops.write_scaled(settled, scale * ranks, gradient, flags[position])
         return flags
 
-    def _damp(
+    def damp(
         self,
         arenas: Arenas[Array],
         payload: Array,
@@ -230,10 +320,24 @@ class PayloadCodec(Generic[Array]):
         ops.subtract_at(whole, None, before)
         return Squares(ops.norm(whole) ** 2, compensated, ops.norm(after) ** 2)
 
-    def _encode(
-        self, arenas: Arenas[Array], gradients: Sequence[Array], position: int
-    ) -> Sent[Array]:
-        """Compensate and encode one piece; the candidate is e + g afterwards."""
+    def regained(self, arenas: Arenas[Array], payload: Array) -> list[Array]:
+        """How much larger than that of e' the sum of squares of a = e' + (what receivers read) is.
+
+        In a step that is not committed yet; [1] float32 for each piece, in time of what was sent
+        alone. It waits for no device.
+        """
+        ops, differences = self._ops, list[Array]()
+        for position, each in self._read(arenas.plan, payload, rows=False).items():
+            left = self._slice(arenas.candidate, arenas.plan.tensors[position])
+            if each.index is not None:
+                left = ops.take(left, ops.row(each.index, 0))
+            whole: Any = left + ops.row(each.values, 0)  # type: ignore[operator]
+            before: Any = ops.square(left)
+            differences.append(ops.square(whole) - before)
+        return differences
+
+    def compensate(self, arenas: Arenas[Array], gradients: Sequence[Array], position: int) -> Array:
+        """Write e + g of one piece to the candidate arena, and return it."""
         ops, bucket = self._ops, arenas.plan
         piece = bucket.tensors[position]
         gradient = gradients[piece.gradient]
@@ -242,12 +346,39 @@ class PayloadCodec(Generic[Array]):
             gradient = ops.take(gradient, self._in_gradient(bucket, piece, own))
         candidate = self._slice(arenas.candidate, piece)
         ops.compensate(self._slice(arenas.residual, piece), gradient, candidate)
+        return candidate
+
+    def numbers(self, bucket: BucketPlan, position: int, values: Array) -> Array:
+        """What this rank announces of one piece's e + g: float32, maybe of no element."""
+        method: object = bucket.config
+        piece = bucket.tensors[position]
+        if isinstance(method, AnnouncingCodec) and numbers_of(method, piece):
+            return method.announce(self._ops, piece, values)
+        return self._ops.zeros(0, "float32", bucket.device)
+
+    def encode_piece(
+        self,
+        bucket: BucketPlan,
+        position: int,
+        values: Array,
+        announced: Announced[Array] | None = None,
+    ) -> Sent[Array]:
+        """Encode one piece's e + g.
+
+        announced: for an `AnnouncingCodec`; None: this rank alone sends the piece.
+        """
+        ops, piece, method = self._ops, bucket.tensors[position], _method(bucket)
         if not piece.numel:
-            return Sent([], candidate, None, candidate)
-        method, key = _method(bucket), self.key(bucket, position, rows=False)
+            return Sent([], values, None, values)
+        key = self.key(bucket, position, rows=False)
+        if isinstance(method, AnnouncingCodec):
+            if announced is None:
+                own, count = self.numbers(bucket, position, values), numbers_of(method, piece)
+                announced = Announced(own, ops.load(own, count, 0, count) if count else own)
+            return method.encode_announced(ops, bucket, piece, values, announced, key)
         if key is not None and isinstance(method, SeededCodec):
-            return method.encode_keyed(ops, bucket, piece, candidate, key)
-        return method.encode(ops, bucket, piece, candidate)
+            return method.encode_keyed(ops, bucket, piece, values, key)
+        return method.encode(ops, bucket, piece, values)
 
     def _read(
         self, bucket: BucketPlan, gathered: Array, *, rows: bool = True, ago: int = 0
@@ -266,6 +397,7 @@ class PayloadCodec(Generic[Array]):
 
     @staticmethod
     def _check(
+        heard: dict[int, Rows],
         bucket: BucketPlan,
         sound: Sequence[tuple[int, Array]],
         heads: list[bytes],
@@ -274,6 +406,7 @@ class PayloadCodec(Generic[Array]):
         """Refuse foreign and damaged payloads; return which tensors any rank flagged.
 
         Args:
+            heard: gets the bucket's measures.
             bucket: whose payloads they are.
             sound: positions of pieces, and whether what each rank sent of them can be.
             heads: header and flags of each payload.
@@ -290,6 +423,9 @@ class PayloadCodec(Generic[Array]):
         for (position, _), answer in zip(sound, answers, strict=True):
             if not all(answer) and not flags[bucket.tensors[position].gradient]:
                 raise PayloadCodec._damaged(bucket, position, answer.index(False))
+        if count := len(bucket.measures):
+            ranks = sorted(range(len(heads)), key=bucket.sender)
+            heard[bucket.ordinal] = [wire.measures_of(heads[rank], count) for rank in ranks]
         return flags
 
     @staticmethod

@@ -8,23 +8,31 @@ was flagged. A launch after a finish begins a new step, and rolls back one that 
 from __future__ import annotations
 
 import math
+import struct
+import time
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.measures import EXPOSED, STEP, Rows
 from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.residual import ResidualRegistry, Squares
 from horovod_topk.core.rounds import is_shared, state_names, state_plan
 from horovod_topk.core.state import State
 from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY
+from horovod_topk.core.stats import Sample
 from horovod_topk.core.step import Step, Storage
+from horovod_topk.core.timing import StepTimer
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
+
+SAMPLED = 256  # steps, of one of which squares are summed up: that takes passes over memory
 
 
 class Compressor(State[Array]):
@@ -35,6 +43,7 @@ class Compressor(State[Array]):
         ops, codec, exchange: what arrays are computed, encoded and exchanged with.
         name: prefix of the collectives' names, equal on all ranks.
         momenta: momentum by tensor; None: as the settings say.
+        timer: measures the seconds of each step; None: one that knows of no collective.
 
     Raises:
         UnsupportedDtypeError: momentum is corrected, and no velocity can be kept for a gradient.
@@ -53,10 +62,12 @@ class Compressor(State[Array]):
         exchange: Exchange[Array],
         name: str,
         momenta: Momenta | None = None,
+        timer: StepTimer | None = None,
     ) -> None:
         super().__init__(plan.config, plan.reduction, ops)
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
         self._agreed, self._momenta = plan, momenta or Momenta(plan.config)
+        self.timer, self._sums = timer or StepTimer(), cast("Array | None", None)
         codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
         self.registry = ResidualRegistry(plan, ops, exchange.holders)
         self.owned = ResidualRegistry(plan, ops, exchange.owned) if exchange.parts else None
@@ -69,6 +80,8 @@ class Compressor(State[Array]):
         parts |= {METHOD_STATE + name: part for name, part in self.states.items()}
         self._registries = {key: part for key, part in parts.items() if part is not None}
         self.parts = {**self._registries}
+        self._numbers: dict[str, float] = {}  # measures of this rank, of the step before
+        self._ended: float | None = None  # when that ended, by `time.perf_counter`
         self.step = self._new_step()
 
     @property
@@ -86,6 +99,11 @@ class Compressor(State[Array]):
         """This one among them."""
         return self.exchange.rank
 
+    @property
+    def heard(self) -> Mapping[int, Rows]:
+        """What ranks told each other last, by bucket; see `horovod_topk.core.measures`."""
+        return self._codec.heard
+
     def launch(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Compress a bucket and start its exchange, as `Step.begin`; maybe begin a new step."""
         if self.step.received:
@@ -93,6 +111,11 @@ class Compressor(State[Array]):
         if not self.step.sent:
             self._begin_step()
         self.step.begin(ordinal, gradients)
+
+    @property
+    def probed(self) -> Probed:
+        """`State.probed`."""
+        return Probed() if self.step.probe is None else self.step.probe.result
 
     def commit(self) -> bool:
         """End the step: what was not sent becomes the residual, unless a tensor was flagged.
@@ -106,17 +129,21 @@ class Compressor(State[Array]):
         if step.flagged:
             self.rollback()
             return False
+        sums = step.sample() if step.samples and step.received else []
         if not step.commit():
             return False
+        self._take_sample()
+        self._sums = self._ops.joined(sums) if sums else None
         self.counter.committed += 1
-        self.end_step(self.traffic(), (), committed=True)
+        self.decide(self.plan, self.heard)
+        self._end((), committed=True)
         return True
 
     def rollback(self) -> None:
         """End the step: residuals stay as they were before it, bit for bit."""
         flagged = self.step.flagged
         if self.step.roll_back():
-            self.end_step(self.traffic(), flagged, committed=False)
+            self._end(flagged, committed=False)
 
     def abandon(self) -> None:
         """Forget a step in any phase; collectives under way are waited for."""
@@ -163,6 +190,21 @@ class Compressor(State[Array]):
         """`State.squares`."""
         return self.step.squares()
 
+    def _end(self, flagged: Sequence[str], *, committed: bool) -> None:
+        seconds, now = self.timer.seconds, time.perf_counter()
+        self._numbers = {EXPOSED: seconds.exposed_seconds, STEP: now - (self._ended or now)}
+        self._ended = now
+        self.end_step(self.traffic(), flagged, committed=committed, seconds=seconds)
+
+    def _take_sample(self) -> None:
+        """Read what was summed up in the step before, which no device has to be waited for now."""
+        if self._sums is None:
+            return
+        data = self._ops.to_host(self._ops.pack_values(self._sums, "float32"))
+        gradient, left, *rest = struct.unpack(f"<{len(data) // 4}f", data)
+        whole = rest[0] if rest else 0.0
+        self.sample, self._sums = Sample.of(Squares(gradient, whole, left)), None
+
     def _sent(self) -> list[ResidualRegistry[Array]]:
         """What later steps send: this rank's residuals, and the owner's."""
         return [self.registry] if self.owned is None else [self.registry, self.owned]
@@ -181,6 +223,10 @@ class Compressor(State[Array]):
             self._follow(self.rates.turn())
         if ratio != self.plan.config.ratio:
             self._turn_to(ratio)
+        self.step.samples = self.steps % SAMPLED == 0
+        if self.step.probe is not None:
+            self.step.probe.turn(self.plan, self.counter.committed)
+        self.timer.begin()
 
     def _follow(self, factors: Mapping[str, float]) -> None:
         """Rescale residuals where learning rates have changed."""
@@ -198,13 +244,19 @@ class Compressor(State[Array]):
         for registry in self._registries.values():
             if registry not in self.states.values():
                 registry.turn_to(self.plan)
-        self.step = self._new_step()
+        probe, self.step = self.step.probe, self._new_step()
+        self.step.probe = probe
 
     def _new_step(self) -> Step[Array]:
         label = self.schedule.label(self.plan.config.ratio)
         name = f"{self.name}{label}"
         shared = self._ops, self._codec, self.exchange
-        return Step(self.plan, self._storage, *shared, name, self._momenta, self._decay)
+        arguments = *shared, name, self._momenta, self._decay, self._number, self.timer
+        return Step(self.plan, self._storage, *arguments)
+
+    def _number(self, name: str) -> float:
+        """A measure of this rank, of the step before; see `horovod_topk.core.measures`."""
+        return self._numbers.get(name, 0.0)
 
     def _decay(self, name: str) -> float:
         """A tensor's learning rate as a share of its largest one; 1 where it is not known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,14 @@ class Location:
     host: str  # the machine's own name
     local_rank: int  # among the ranks that the launcher put together; from 0
     first: int  # of these, if they follow each other: rank - local rank
+
+
+def here(rank: int, local_rank: int) -> Location:
+    """This process's location.
+
+    rank: among all; local_rank: among those that the launcher put together.
+    """
+    return Location(socket.gethostname(), local_rank, rank - local_rank)
 
 
 @dataclass(frozen=True)

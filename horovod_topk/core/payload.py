@@ -11,8 +11,8 @@ and the position of every section follow from the plan alone, never from the dat
     8               4       T, the number of tensors
     12              8       digest of the bucket's plan
     20              4       reserved: a writer MUST write 0, a reader MUST refuse anything else
-    24              M       measures: float32 numbers that ranks tell each other, as the plan has
-                            them; this version writes none
+    24              M       measures: float32 numbers that ranks tell each other, in the order in
+                            which the plan names them (`horovod_topk.core.measures`)
     24 + M          F       non-finite flags, F = ceil(T / 8): bit t % 8 of byte t / 8 is set if
                             and only if the compensated gradient of tensor t has a NaN or an
                             infinity; bits beyond T MUST be 0
@@ -42,6 +42,7 @@ MAGIC = b"HTKP"
 VERSION = 2
 BODY = 8  # bytes; the body begins at a multiple of it
 END = 16  # bytes; a payload ends at a multiple of it
+MEASURE = 4  # bytes of a measure
 MEASURES = 64  # bytes of measures at most
 _HEADER = struct.Struct("<4sBBHI8sI")
 HEADER_BYTES = _HEADER.size  # 24
@@ -57,19 +58,25 @@ class Layout:
     payload_bytes: int
 
 
-def body_at(tensors: int) -> int:
-    """Where the body of a payload with `tensors` tensors begins."""
-    return _aligned(HEADER_BYTES + -(-tensors // 8), BODY)
+def body_at(tensors: int, measures: int = 0) -> int:
+    """Where the body of a payload with `tensors` tensors and `measures` numbers begins."""
+    return _aligned(HEADER_BYTES + MEASURE * measures + -(-tensors // 8), BODY)
 
 
-def layout(tensors: int, end: int) -> Layout:
+def layout(tensors: int, end: int, measures: int = 0) -> Layout:
     """Positions for a bucket of `tensors` tensors whose body ends at byte `end`."""
-    return Layout(HEADER_BYTES, -(-tensors // 8), body_at(tensors), _aligned(end, END))
+    flags_at = HEADER_BYTES + MEASURE * measures
+    return Layout(flags_at, -(-tensors // 8), body_at(tensors, measures), _aligned(end, END))
 
 
-def header(method: int, tensors: int, digest: bytes) -> bytes:
+def header(method: int, tensors: int, digest: bytes, measures: int = 0) -> bytes:
     """The 24 bytes before measures and flags."""
-    return _HEADER.pack(MAGIC, VERSION, method, 0, tensors, digest, 0)
+    return _HEADER.pack(MAGIC, VERSION, method, MEASURE * measures, tensors, digest, 0)
+
+
+def measures_of(head: bytes, count: int) -> tuple[float, ...]:
+    """The measures of a payload, given its first bytes and how many measures it has."""
+    return struct.unpack_from(f"<{count}f", head, HEADER_BYTES)
 
 
 def wrong_length(received: int, payload_bytes: int, ranks: int, bucket: int) -> PayloadError:

@@ -40,6 +40,7 @@ class BucketPlan:
     senders: tuple[int, ...] = ()  # ranks of the payloads as they are read; (): 0, 1, 2, ...
     leg: str = "direct"  # see `Method.piece`
     part: int = 0  # owner whose shards its only payload carries
+    measures: tuple[str, ...] = ()  # what each payload tells besides; see `core.measures`
 
     @cached_property
     def writers(self) -> int:
@@ -109,7 +110,7 @@ class BucketPlan:
     @cached_property
     def header(self) -> bytes:
         """The first bytes of its only payload, or of the first, equal on every rank and step."""
-        return payload.header(self.config.id, len(self.gradients), self.digest)
+        return self._header(self.digest)
 
     @cached_property
     def headers(self) -> tuple[bytes, ...]:
@@ -117,11 +118,7 @@ class BucketPlan:
 
         A digest is equal on two ranks if and only if they read each other's payloads.
         """
-        count = len(self.gradients)
-        return (
-            self.header,
-            *(payload.header(self.config.id, count, each) for each in self.digests[1:]),
-        )
+        return (self.header, *map(self._header, self.digests[1:]))
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -132,7 +129,12 @@ class BucketPlan:
     @property
     def _own(self) -> list[object]:
         """What ranks have in common that read its payloads."""
-        return [payload.VERSION, self.config.id, self.config.agreed(), self.reduction]
+        own = [payload.VERSION, self.config.id, self.config.agreed(), self.reduction]
+        return [*own, self.measures] if self.measures else own
+
+    def _header(self, digest: bytes) -> bytes:
+        count, measures = len(self.gradients), len(self.measures)
+        return payload.header(self.config.id, count, digest, measures)
 
 
 @dataclass(frozen=True)
@@ -206,13 +208,15 @@ class Plan:
             "ratios": [[spec.name, *self._ratios_of(spec)] for spec in specs],
             "buckets": [[t.spec.name for t in bucket.tensors] for bucket in self.buckets],
             "payload": [[tensor.spec.name, *_facts(tensor)] for tensor in self.tensors()],
+            "measures": list(self.config.measures),
         }
 
     @cached_property
     def digest(self) -> bytes:
-        """8 bytes over all of `fields`; over ratios where they are not all that of the settings."""
+        """8 bytes over all of `fields`: over ratios of tensors and measures where there are any."""
+        absent = {"ratios": not self.config.own, "measures": not self.config.measures}
         fields = self.fields().items()
-        return digest({key: each for key, each in fields if key != "ratios" or self.config.own})
+        return digest({key: each for key, each in fields if not absent.get(key, False)})
 
     def _ratios_of(self, spec: TensorSpec) -> list[float]:
         """That of a tensor, and what owners send back of it, if that is another."""
@@ -312,7 +316,7 @@ def _plan_bucket(
     ordinal: int, specs: Sequence[TensorSpec], config: Method, reduction: str
 ) -> BucketPlan:
     parts = [Piece(spec, spec.numel, position) for position, spec in enumerate(specs)]
-    return lay_out(ordinal, parts, "direct", config, reduction)
+    return lay_out(ordinal, parts, "direct", config, reduction, measures=config.measures)
 
 
 def lay_out(
@@ -326,6 +330,7 @@ def lay_out(
     owners: int = 1,
     identity: object = None,
     part: int = 0,
+    measures: tuple[str, ...] = (),
 ) -> BucketPlan:
     """A payload for tensors or shards, one after another in the arenas and in the body.
 
@@ -339,19 +344,19 @@ def lay_out(
         owners: that its gradients are split among.
         identity: what else ranks have in common that read it.
         part: owner whose shards it carries.
+        measures: names of the numbers that ranks tell each other with it.
     """
     config = config.narrowed([each.spec.name for each in parts])
     pieces, start = [], 0
     for each in parts:
         pieces.append(replace(config.piece(each, leg), start=start))
         start += -(-each.numel // alignment) * alignment
-    body_at = payload.body_at(len(pieces))
+    body_at = payload.body_at(len(pieces), len(measures))
     placed, end = config.lay_out(pieces, body_at)
-    layout = payload.layout(len(pieces), end)
+    layout = payload.layout(len(pieces), end, len(measures))
     dtype = RESIDUAL_DTYPE[parts[0].spec.dtype]
-    plan = BucketPlan(
-        ordinal, tuple(placed), dtype, config, reduction, layout, (), owners, leg=leg, part=part
-    )
+    known = ordinal, tuple(placed), dtype, config, reduction, layout, (), owners
+    plan = BucketPlan(*known, leg=leg, part=part, measures=measures)
     facts = [[piece.spec.name, *_facts(piece)] for piece in placed]
     return replace(plan, digests=(digest([*plan._own, leg, owners, identity, facts]),))
 

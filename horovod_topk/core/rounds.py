@@ -34,7 +34,10 @@ Array = TypeVar("Array")
 
 
 def round_plan(bucket: BucketPlan, i: int) -> BucketPlan:
-    """What a bucket has added up in round i, as a bucket of arrays that travel whole."""
+    """What a bucket has added up in round i, as a bucket of arrays that travel whole.
+
+    The first round carries the bucket's measures.
+    """
     method, dtype = _method(bucket), bucket.residual_dtype
     parts = []
     for position, piece in enumerate(bucket.tensors):
@@ -42,7 +45,8 @@ def round_plan(bucket: BucketPlan, i: int) -> BucketPlan:
         spec = TensorSpec(piece.spec.name, (count,), dtype, piece.spec.device)
         parts.append(Piece(spec, count, position))
     identity = [method.id, method.agreed(), i]
-    return lay_out(bucket.ordinal, parts, "direct", Dense(), bucket.reduction, identity=identity)
+    shared = bucket.ordinal, parts, "direct", Dense(), bucket.reduction
+    return lay_out(*shared, identity=identity, measures=() if i else bucket.measures)
 
 
 def round_plans(bucket: BucketPlan) -> list[BucketPlan]:
@@ -72,7 +76,7 @@ class ReducedBucket(Generic[Array]):
         self._bucket, self._arenas, self._states = bucket, arenas, states
         self._ops, self._method, self._codec = ops, _method(bucket), codec
         self._legs = [_leg(plan, ops, codec, collective) for plan in round_plans(bucket)]
-        self.rounds = len(self._legs)
+        self.stages = 2 * len(self._legs) - 1
         self._round: int | None = None  # under way; None: nothing is
         self._returning = False  # whether its sums are on their way back
         self._ended = True  # whether they have been taken, and no round follows
@@ -151,6 +155,10 @@ class ReducedBucket(Generic[Array]):
         """`BucketExchange.swap`."""
         for arenas in (self._arenas, *self._states.values()):
             arenas.swap()
+
+    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
+        """`BucketExchange.encoded`: nothing, as rounds have arrays of their own."""
+        return ()
 
     def squares(self, *, committed: bool) -> Squares:
         """`BucketExchange.squares`: not known."""

@@ -118,6 +118,7 @@ def _leg(bucket: BucketPlan, parts: int, leg: str) -> tuple[BucketPlan, ...]:
             owners=parts,
             identity=[part, SHARD_BLOCK],
             part=part,
+            measures=() if leg == "scatter" else bucket.measures,  # which go to one rank alone
         )
         for part in range(parts)
     ]

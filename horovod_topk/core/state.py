@@ -10,19 +10,22 @@ tensors that are not known yet waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.measures import Rows, heard
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
+from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
 from horovod_topk.core.residual import Squares
 from horovod_topk.core.schedule import Clock, Counter, HostCounter, Schedule
 from horovod_topk.core.state_dict import (
     ASKED,
     COMMITTED,
+    DECISION,
     OWNED,
     RELEASED,
     RESIDUALS,
@@ -31,6 +34,7 @@ from horovod_topk.core.state_dict import (
     check_owner,
     check_velocity,
     committed_of,
+    decision_of,
     has_residuals,
     joined,
     pack_state,
@@ -38,9 +42,11 @@ from horovod_topk.core.state_dict import (
     steps_of,
     without,
 )
-from horovod_topk.core.stats import Stats, StepCounters, count_step, measured, planned
+from horovod_topk.core.stats import Sample, Stats, StepCounters, measured, memory_of, planned
+from horovod_topk.core.timing import Seconds
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
+from horovod_topk.schedules import Decision
 
 Array = TypeVar("Array")
 _OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # in a state dict, by tensor name
@@ -62,6 +68,8 @@ class State(Generic[Array]):
         later: tensors that may still become known.
         rates: the learning rates that residuals follow, where they do.
         steps, rolled_back: how many steps have been committed, and how many have not.
+        seconds: of all these steps.
+        sample: shares of the last step that was sampled.
         ranks_before: how many ranks these residuals were of in the last step, if there was one.
     """
 
@@ -78,6 +86,8 @@ class State(Generic[Array]):
         self.rates: Followed | None = None
         self.ranks_before: int | None = None
         self.steps = self.rolled_back = 0
+        self.seconds, self.sample = Seconds(), Sample()
+        self._counted: tuple[Plan, int] | None = None  # bytes of memory, with their plan
         self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
         self._waiting: dict[str, Any] = {}  # what was loaded for tensors that are not known yet
         self._callbacks: list[Callable[[StepCounters], None]] = []
@@ -119,7 +129,22 @@ class State(Generic[Array]):
     def ratio(self) -> float:
         """Ratio of a step that begins now."""
         asked, committed = self.counter.asked, self.counter.committed
-        return self.schedule.ratio_at(committed) if asked is None else asked
+        if asked is not None:
+            return asked
+        return self.schedule.ratio_at(committed, self.counter.decision)
+
+    def decide(self, plan: Plan, by_bucket: Mapping[int, Rows]) -> Decision:
+        """Let the schedule decide at the end of a committed step; return what it has.
+
+        Args:
+            plan: of the step.
+            by_bucket: what ranks told each other with each bucket.
+        """
+        if self.schedule.decides:
+            level, before = plan.config.ratio, self.counter.decision
+            told = heard(plan, by_bucket)
+            self.counter.decision = self.schedule.decide(before, level, told)
+        return self.counter.decision
 
     def set_ratio(self, ratio: float | None) -> None:
         """Take a ratio level from the next step on, or go back to the schedule (None).
@@ -137,17 +162,24 @@ class State(Generic[Array]):
     @property
     def clock(self) -> Clock:
         """What the ratio of the next step follows from: committed steps, and what a user asked."""
-        return self.counter.committed, self.counter.asked
+        return Clock(self.counter.committed, self.counter.asked, self.counter.decision)
 
     def resume(self, clock: Clock, ranks: int | None = None) -> None:
         """Go on at a clock; the residuals are of so many ranks, if that is known."""
-        self.counter.committed = clock[0]
-        self._ask(clock[1])
+        clock = Clock(*clock)
+        self.counter.committed = clock.committed
+        self._ask(clock.asked)
+        self._take_decision(clock.decision)
         self.ranks_before = ranks or None
 
     def _ask(self, ratio: float | None) -> None:
         if ratio != self.counter.asked:
             self.counter.asked = ratio
+
+    def _take_decision(self, saved: Sequence[float]) -> None:
+        decision = self.schedule.usable(saved)
+        if decision != self.counter.decision:
+            self.counter.decision = decision
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's residuals, owner's residuals and velocities, with the counts.
@@ -169,6 +201,9 @@ class State(Generic[Array]):
         state.pop(ASKED, None)
         if self.counter.asked is not None:
             state[ASKED] = self.counter.asked
+        state.pop(DECISION, None)
+        if self.counter.decision:
+            state[DECISION] = list(self.counter.decision)
         if self.rates is not None:
             for key, rates in self.rates.saved().items():
                 state[key] = {**rates_of(self._waiting, key), **rates}
@@ -182,6 +217,7 @@ class State(Generic[Array]):
         """
         committed_of(state, 0)
         asked_of(state)
+        decision_of(state)
         for key in (RATES, LARGEST):
             rates_of(state, key)
         check_velocity(bool(self.config.momentum), state)
@@ -196,6 +232,7 @@ class State(Generic[Array]):
         """
         self.check_state_dict(state)
         self._ask(self.schedule.level(asked_of(state), self.counter.asked))
+        self._take_decision(decision_of(state))
         self.about_to_change()
         self.counter.committed = committed_of(state, self.counter.committed)
         self._begun += steps_of(state, self.ended) - self.ended
@@ -276,13 +313,49 @@ class State(Generic[Array]):
         """Call `callback` at the end of every step, committed or rolled back."""
         self._callbacks.append(callback)
 
-    def end_step(self, traffic: Traffic, flagged: Iterable[str], *, committed: bool) -> None:
+    def end_step(
+        self,
+        traffic: Traffic,
+        flagged: Iterable[str],
+        *,
+        committed: bool,
+        seconds: Seconds = Seconds(),  # noqa: B008  # it is frozen
+    ) -> None:
         """Note the end of a step, and tell the callbacks."""
         self.steps += committed
         self.rolled_back += not committed
-        counters = count_step(self.steps + self.rolled_back, committed, traffic, flagged)
+        self.seconds += seconds
+        if not self._callbacks:
+            return
+        assert self.plan is not None  # of the step
+        counters = StepCounters(
+            self.steps + self.rolled_back,
+            committed,
+            **vars(traffic),
+            flagged=tuple(flagged),
+            level=self.plan.config.ratio,
+            **vars(seconds),
+            **vars(self.sample),
+            **vars(self.probed),
+            memory_bytes=self.memory_bytes,
+        )
         for callback in self._callbacks:
             callback(counters)
+
+    @property
+    def probed(self) -> Probed:
+        """What the last probe found."""
+        return Probed()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that this rank holds for compression, counted once for each plan."""
+        plan, exchange = self.plan, self.exchange
+        assert plan is not None
+        assert exchange is not None
+        if self._counted is None or self._counted[0] is not plan:
+            self._counted = plan, memory_of(self.parts.values(), exchange, plan)
+        return self._counted[1]
 
     def stats(self) -> Stats:
         """Totals and norms so far. Waits for the device."""
@@ -294,6 +367,11 @@ class State(Generic[Array]):
             rolled_back=self.rolled_back,
             residual_norm=self.norm(RESIDUALS),
             owned_norm=self.norm(OWNED),
+            residual_norm_ratio=self.sample.residual_norm_ratio,
+            level=self.plan.config.ratio,
+            memory_bytes=self.memory_bytes,
+            **vars(self.seconds),
+            **vars(self.probed),
             **measured(self.squares()),
         )
 

@@ -8,17 +8,19 @@ it, under "owned" and "velocity". Arrays are those of one framework.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
 from horovod_topk.errors import StateDictError
 from horovod_topk.ops import Ops
+from horovod_topk.schedules import MEMORY
 
 STATE_VERSION = 1
 RESIDUALS = "residuals"  # of a state dict: flat arrays by tensor name
 COMMITTED = "committed"  # of a state dict: steps committed so far, those before a checkpoint too
 ASKED = "asked"  # of a state dict: the ratio that `set_ratio` asked for, if it did
+DECISION = "decision"  # of a state dict: what the schedule decided last, and remembers
 RELEASED = "released"  # of a state dict: tensors that left the plan, and so have no residual
 STEPS = "steps"  # of a shard: how many had ended when it was saved
 OWNED, VELOCITY = "owned", "velocity"  # state dicts within a state dict
@@ -263,6 +265,26 @@ def asked_of(state: Mapping[str, Any]) -> float | None:
             cure="Pass what state_dict() of a TopKEF compressor returned",
         )
     return asked
+
+
+def decision_of(state: Mapping[str, Any]) -> Sequence[float]:
+    """What a schedule had decided, and remembered, when a state dict was made; (): nothing.
+
+    Raises:
+        StateDictError: it is not a list of finite numbers.
+    """
+    decision = state.get(DECISION, [])
+    if not (
+        isinstance(decision, list)
+        and all(type(each) is float and math.isfinite(each) for each in decision)
+        and len(decision) <= MEMORY + 1
+    ):
+        raise StateDictError(
+            f"the state dict says that a schedule decided {decision!r}, which is not a list of "
+            f"{MEMORY + 1} finite numbers at most",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    return decision
 
 
 def steps_of(state: Mapping[str, Any], otherwise: int) -> int:

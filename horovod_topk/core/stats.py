@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from horovod_topk.core.exchange import Exchange, Traffic
-from horovod_topk.core.plan import Plan
+from horovod_topk.core.exchange import Exchange
+from horovod_topk.core.part import Part
+from horovod_topk.core.plan import RESIDUAL_DTYPE, WIDTH, Plan
 from horovod_topk.core.residual import Squares
 
 
@@ -25,6 +26,17 @@ class StepCounters:
     between_bytes: int | None  # the part of `sent_bytes` sent to other nodes; None: not known
     node_bytes: int | None  # bytes that left the busiest node, from all its ranks; None: not known
     flagged: tuple[str, ...]  # names of tensors with a NaN or an infinity on some rank
+    level: float = 1.0  # the step's ratio level
+    compress_seconds: float = field(default=0.0, compare=False)  # see `core.timing.Seconds`
+    exchange_seconds: float = field(default=0.0, compare=False)
+    exposed_seconds: float = field(default=0.0, compare=False)
+    decompress_seconds: float = field(default=0.0, compare=False)
+    sent_share: float | None = None  # as in `Stats`, of the last step that was sampled
+    residual_norm_ratio: float | None = None  # as in `Stats`
+    probe_cosine: float | None = None  # of the last bucket that was probed; see `core.probe`
+    probe_error: float | None = None
+    memory_bytes: int = 0  # as in `Stats`
+    fell_back: str = ""  # why compression ended with this step; empty: it did not
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,16 @@ class Stats:
     owned_norm: float = 0.0  # of the owner's residuals ("sharded" and "hierarchical")
     gradient_norm: float = 0.0  # of this rank's gradients in the last step; TensorFlow: last 16
     sent_share: float | None = None  # of the squares of gradient plus residual, what was sent then
+    residual_norm_ratio: float | None = None  # residual norm / gradient norm, in a sampled step
+    probe_cosine: float | None = None  # with probe_every=: of the applied and the dense gradient
+    probe_error: float | None = None  # norm of their difference over that of the dense gradient
+    level: float = 1.0  # the ratio level of the last step
+    compress_seconds: float = 0.0  # of all steps so far; see `core.timing.Seconds`
+    exchange_seconds: float = 0.0  # from a step's first collective to its last, of all steps
+    exposed_seconds: float = 0.0  # waiting in collectives, of all steps
+    decompress_seconds: float = 0.0  # of all steps
+    memory_bytes: int = 0  # residuals, velocities, the method's state and payloads
+    fallbacks: Mapping[str, int] = field(default_factory=dict)  # reason -> how often it fell back
     ratios: Mapping[str, float] = field(default_factory=dict)  # tensor -> ratio of its own
     skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> reason not to
     lost_ranks: int = 0  # elastic jobs: ranks whose residuals were lost with them
@@ -68,11 +90,31 @@ class Stats:
         return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
 
-def count_step(
-    step: int, committed: bool, traffic: Traffic, flagged: Iterable[str]
-) -> StepCounters:
-    """The counters of the step that ended as number `step`."""
-    return StepCounters(step, committed, **asdict(traffic), flagged=tuple(flagged))
+@dataclass(frozen=True)
+class Sample:
+    """Shares of one step that was sampled."""
+
+    sent_share: float | None = None  # see `Stats`
+    residual_norm_ratio: float | None = None
+
+    @classmethod
+    def of(cls, squares: Squares) -> Sample:
+        """From sums of squares, as far as they are known."""
+        gradient, compensated, left = squares.gradient, squares.compensated, squares.left
+        if not all(map(math.isfinite, (gradient, compensated, left))):
+            return cls()
+        share = 1.0 - left / compensated if compensated > 0.0 else None
+        return cls(share, math.sqrt(left / gradient) if gradient > 0.0 else None)
+
+
+def memory_of(parts: Iterable[Part[Any]], exchange: Exchange[Any], plan: Plan) -> int:
+    """Bytes that a rank holds: two arrays for each part of its state, and payloads (law 7)."""
+    elements = (
+        sum(piece.numel for piece in pieces) * WIDTH[RESIDUAL_DTYPE[part.specs[name].dtype]]
+        for part in parts
+        for name, pieces in part.pieces.items()
+    )
+    return 2 * sum(elements) + exchange.buffer_bytes(plan)
 
 
 def measured(squares: Squares) -> dict[str, Any]:

@@ -19,15 +19,19 @@ builds a step while it traces, and decides by a condition in the graph.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
+from horovod_topk.core.measures import told, total_of
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.probe import Probe
 from horovod_topk.core.residual import Arenas, Squares
+from horovod_topk.core.timing import StepTimer
 from horovod_topk.errors import NotLaunchedError, TopKError
 from horovod_topk.ops import Ops
 
@@ -51,10 +55,12 @@ class Bucket(Generic[Array]):
     plan: BucketPlan
     exchange: BucketExchange[Array]
     velocity: Arenas[Array] | None
+    residuals: Sequence[Arenas[Array]]  # or the owner's, where only owners keep some
     flags: Sequence[bool] = ()
     units: Sequence[float] = (1.0,)  # of what users are given, one a tensor or one for all
     committed_last: bool = False  # whether the last step that began was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
+    gradient: Any = None  # sum of squares of its gradients, in a step that is sampled
 
 
 class Step(Generic[Array]):
@@ -67,12 +73,16 @@ class Step(Generic[Array]):
         name: prefix of the collectives' names, equal on all ranks.
         momenta: momentum by tensor; None: as the settings say.
         decay: gives a tensor's learning rate as a share of its largest one so far.
+        number: gives a measure of the whole rank; see `horovod_topk.core.measures`.
+        timer: gets the seconds of encoding and decoding, where steps run on the host.
 
     Attributes:
         sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
         received: of those whose gradients are replaced, and whose candidates are neither committed
             nor rolled back.
         stages: how often buckets have to advance before they can be finished.
+        samples: whether squares of the step that begins are summed up, for `sample`.
+        probe: exchanges a bucket dense beside this step now and then, if there is one.
     """
 
     def __init__(
@@ -85,14 +95,17 @@ class Step(Generic[Array]):
         name: str,
         momenta: Momenta | None = None,
         decay: Callable[[str], float] = lambda name: 1.0,
+        number: Callable[[str], Any] = lambda name: 0.0,
+        timer: StepTimer | None = None,
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._correction = Correction(plan.config, momenta or Momenta(plan.config), decay, ops)
+        self._number, self.samples, self._timer = number, False, timer or StepTimer()
+        self.probe: Probe[Array] | None = None
         self.sent: set[int] = set()
         self.received: set[int] = set()
-        self._buckets = {b.ordinal: self._make_bucket(b) for b in plan.buckets}
-        self.stages = exchange.stages
+        self._hold([self._make_bucket(each) for each in plan.buckets])
 
     @property
     def flagged(self) -> tuple[str, ...]:
@@ -113,16 +126,24 @@ class Step(Generic[Array]):
             ordinal: the bucket.
             gradients: one a tensor, in the plan's order, of the planned shapes.
         """
-        bucket = self._buckets[ordinal]
+        bucket, timer = self._buckets[ordinal], self._timer
+        if self.probe is not None:
+            self.probe.begin(ordinal, gradients)
+        began = time.perf_counter() - timer.exposed
         if ordinal in self.sent:
             bucket.exchange.drain()
         bucket.committed_last, bucket.measurable = False, True
+        if bucket.plan.measures:
+            self._tell(bucket, gradients)
+        if self.samples:
+            bucket.gradient = total_of([self._ops.square(gradient) for gradient in gradients])
         velocities = None
         if bucket.velocity is not None:
             velocities = self._correction.of(bucket.velocity)
             bucket.units = self._correction.units(bucket.plan)
         bucket.exchange.send(gradients, f"{self.name}.{ordinal}", velocities)
         self.sent.add(ordinal)
+        timer.compressing += time.perf_counter() - timer.exposed - began
 
     def advance(self) -> None:
         """Start the next collective of every bucket under way; `finish` does so for all `stages`.
@@ -165,6 +186,8 @@ class Step(Generic[Array]):
                 f"bucket {ordinal} was finished, and has not begun since it was finished last",
                 cure="Launch every bucket once before it is finished",
             )
+        timer = self._timer
+        began = time.perf_counter() - timer.exposed
         for _ in range(self.stages):
             self.advance()
         bucket = self._buckets[ordinal]
@@ -178,7 +201,27 @@ class Step(Generic[Array]):
             bucket.exchange.drain()
             raise
         self.received.add(ordinal)
+        timer.decompressing += time.perf_counter() - timer.exposed - began
+        if self.probe is not None:
+            self.probe.finish(ordinal, targets, gain)
         return bucket.flags
+
+    def sample(self) -> list[Array]:
+        """Sums of squares of a step with `samples` that is about to be committed, one number each.
+
+        Of gradients and of what is left of them and the residuals; and of the two added up, where
+        this rank encodes its gradients alone. No device is waited for.
+        """
+        ops, gradient, left, regained = self._ops, list[Any](), list[Any](), list[Any]()
+        for bucket in self._buckets.values():
+            gradient.append(bucket.gradient)
+            left += [ops.square(each.candidate) for each in bucket.residuals]
+            for pair in bucket.exchange.encoded():
+                regained += self._codec.regained(*pair)
+        if not left:
+            return []
+        sums = [total_of(gradient), total_of(left)]
+        return [*sums, total_of([sums[1], *regained])] if regained else sums
 
     def commit(self) -> bool:
         """Make the candidates of all finished buckets the state.
@@ -202,6 +245,8 @@ class Step(Generic[Array]):
         """Wait for collectives under way, and forget what they bring."""
         for bucket in self._buckets.values():
             bucket.exchange.drain()
+        if self.probe is not None:
+            self.probe.drain()
         self.sent.clear()
 
     def drain_others(self, plan: Plan) -> None:
@@ -214,9 +259,7 @@ class Step(Generic[Array]):
     def replan(self, plan: Plan) -> None:
         """Take on a plan with fewer tensors; what is under way for unchanged buckets goes on."""
         same = {i: b for i, b in self._buckets.items() if b.plan in plan.buckets}
-        self._buckets = {
-            b.ordinal: same.get(b.ordinal) or self._make_bucket(b) for b in plan.buckets
-        }
+        self._hold([same.get(each.ordinal) or self._make_bucket(each) for each in plan.buckets])
 
     def squares(self) -> Squares:
         """Sums of squares of the last step. Waits for the device."""
@@ -240,11 +283,27 @@ class Step(Generic[Array]):
             self._ops.write_scaled(self._ops.clone(target), unit, target, False)
         return flags
 
+    def _hold(self, buckets: Sequence[Bucket[Array]]) -> None:
+        """Have these buckets from here on."""
+        self._buckets = {each.plan.ordinal: each for each in buckets}
+        self.stages = max((each.exchange.stages for each in buckets), default=0)
+
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
         storage, ops = self._storage(plan), self._ops
         memory = storage.residuals, storage.owned, storage.states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
-        return Bucket(plan, exchange, storage.velocity)
+        return Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
+
+    def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
+        """Measure what this rank tells the others with a bucket."""
+        is_first = bucket.plan.ordinal == min(self._buckets)
+        number = self._number if is_first else None
+        residuals, count = (
+            [each.residual for each in bucket.residuals],
+            len(bucket.plan.config.measured),
+        )
+        names = bucket.plan.measures[: len(bucket.plan.measures) - count]
+        self._codec.tell(bucket.plan, told(names, gradients, residuals, number, self._ops))
 
     def _end(self, *, committed: bool) -> bool:
         finished = [self._buckets[ordinal] for ordinal in sorted(self.received)]

@@ -10,7 +10,8 @@ from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.cost import powersgd
 from horovod_topk.cost.collective_cost import CollectiveCost, negotiation, ring_allreduce
-from horovod_topk.cost.traffic import Ranks
+from horovod_topk.cost.traffic import Ranks, cheapest
+from horovod_topk.methods.protocol import Method, Rounds, numbers_of
 from horovod_topk.methods.topk import VALUES, TopK
 
 FLOAT, HALF = 4, 2  # bytes
@@ -26,6 +27,14 @@ class Work:
     decoded: float = 0  # entries
     multiplied: float = 0  # multiply-adds
     triads: float = 0  # elements
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """What a method computes for each element, in triads."""
+
+    encode: float  # to compensate, encode and update residuals; of a method of rounds all of it
+    decode: float = 0.0  # of each payload that arrives
 
 
 @dataclass(frozen=True)
@@ -121,10 +130,42 @@ def all_strategies(
     return strategies
 
 
+def of_method(
+    specs: Sequence[TensorSpec], nodes: Nodes, config: Method, name: str, multiples: Multiples
+) -> Strategy:
+    """Return any method over the exchange in its settings; of "auto", that with the fewest bytes.
+
+    name: of its compressor.
+    """
+    plan = make_plan(specs, config)
+    kind, ranks = cheapest(plan, nodes)
+    pieces = []
+    for bucket in plan.buckets:
+        piece = _piece(plan, bucket, kind, ranks, nodes)
+        work = _work_of(kind, bucket.numel, multiples, nodes)
+        pieces.append(replace(piece, before=work[0], after=work[1]))
+    whole = ranks.busiest(plan)
+    return Strategy(kind, name, tuple(pieces), whole.sent_bytes, whole.node_bytes)
+
+
+def _work_of(kind: str, numel: int, multiples: Multiples, nodes: Nodes) -> tuple[Work, Work]:
+    """As `_work`, of a method whose kernels take multiples of triads."""
+    encode, decode = multiples.encode * numel, multiples.decode * numel
+    ranks, held = sum(nodes.sizes), len(nodes.ranks)
+    if kind == "allgather":
+        return Work(triads=encode), Work(triads=numel + ranks * decode)
+    if kind == "sharded":
+        return Work(triads=encode), Work(triads=encode / ranks + 2 * (numel + decode))
+    if kind == "hierarchical":
+        own = encode / nodes.owners
+        return Work(triads=numel), Work(triads=own + numel + held * decode)
+    return Work(triads=encode / 2), Work(triads=encode / 2)
+
+
 def _piece(plan: Plan, bucket: BucketPlan, kind: str, ranks: Ranks, nodes: Nodes) -> Piece:
     """A bucket by itself, of what the exchange says of a plan that has no other."""
     most = ranks.busiest(replace(plan, buckets=(bucket,)))
-    collectives, rounds = _messages(kind, nodes)
+    collectives, rounds = _messages(kind, nodes, bucket)
     before, after = _work(kind, bucket, ranks.decoded(bucket), nodes)
     collective = CollectiveCost(
         collectives,
@@ -139,22 +180,33 @@ def _piece(plan: Plan, bucket: BucketPlan, kind: str, ranks: Ranks, nodes: Nodes
     return Piece(bucket.numel, before, collective, after, gathered)
 
 
-def _messages(kind: str, nodes: Nodes) -> tuple[int, int]:
+def _messages(kind: str, nodes: Nodes, bucket: BucketPlan | None = None) -> tuple[int, int]:
     """Collectives, and messages that wait for one another.
 
     An allgather is a ring of P - 1 messages, an alltoall P - 1 to as many others, with as many
     before it that say how long they are (Gloo's allgatherv.cc and alltoallv.cc, Horovod's
-    `AlltoallGetRecvSplits`). Each collective is negotiated.
+    `AlltoallGetRecvSplits`). Each collective is negotiated. Numbers that ranks tell each other
+    before they encode take an allgather more.
+
+    bucket: whose method is asked for its rounds and announcements; None: it has neither.
     """
     ranks, size, held = sum(nodes.sizes), max(nodes.sizes), len(nodes.ranks)
     gather, scatter = ranks - 1, 2 * (ranks - 1)
+    told = bucket is not None and any(numbers_of(bucket.config, t) for t in bucket.tensors)
     if kind == "allgather":
-        return 1, gather + negotiation(ranks)
+        return 1 + told, (1 + told) * (gather + negotiation(ranks))
+    if kind == "allreduce":
+        return 1, 2 * gather + negotiation(ranks)
+    sharded = 2, scatter + gather + 2 * negotiation(ranks)
     if kind == "sharded":
-        return 2, scatter + gather + 2 * negotiation(ranks)
+        return 2 + told, sharded[1] + told * (gather + negotiation(ranks))
+    if kind == "reduce":
+        method: object = None if bucket is None else bucket.config
+        rounds = method.rounds if isinstance(method, Rounds) else 1
+        return rounds * sharded[0], rounds * sharded[1]
     within = 2 * (size - 1) + (size - 1) + 2 * negotiation(size)  # an alltoall, an allgather
     between = held - 1 + negotiation(held) if held > 1 else 0
-    return (3 if held > 1 else 2), within + between
+    return (3 + told if held > 1 else 2), within + (1 + told) * between
 
 
 def _work(kind: str, bucket: BucketPlan, decoded: int, nodes: Nodes) -> tuple[Work, Work]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from horovod_topk.core.exchange import Collective, Exchange, Pending
 from horovod_topk.core.exchange.hierarchical import Groups, HierarchicalExchange
-from horovod_topk.core.exchange.selection import make_exchange
+from horovod_topk.core.exchange.selection import fewest, make_exchange
 from horovod_topk.core.exchange.sharded import ShardedExchange
 from horovod_topk.core.nodes import Location, Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
@@ -121,6 +121,19 @@ class Ranks:
             sums = exchange.sharded(bucket).sums
             return len(self._nodes.ranks) * sum(each.entries for each in sums)
         return exchange.ranks * bucket.entries
+
+
+def cheapest(plan: Plan, nodes: Nodes) -> tuple[str, Ranks]:
+    """The exchange in a plan's settings; of "auto", that from whose busiest node fewest bytes go.
+
+    And the ranks that may send the most in it.
+    """
+    asked = plan.config.exchange
+    kinds = [kind for kind in plan.config.exchanges if kind not in ("auto", "allreduce")]
+    ranks = {kind: Ranks(kind, nodes) for kind in (kinds if asked == "auto" else [asked])}
+    sent = {kind: each.busiest(plan).node_bytes for kind, each in ranks.items()}
+    kind = fewest(sent)
+    return kind, ranks[kind]
 
 
 def _got(exchange: Exchange[bytes], plan: Plan) -> tuple[int, int]:

@@ -109,7 +109,7 @@ class Manager:
         self._store = None if commit_dir is None else ResidualStore(Path(commit_dir), name)
         self._member, self._job = uuid.uuid4().bytes, bytes(16)
         self.units = 0  # how many ranks the residual is of; 0: nobody knows this one yet
-        self.clock: Clock = (0, None)  # when ranks met last
+        self.clock: Clock = Clock(0)  # when ranks met last
         self._pooled = False
         self._absorbed: tuple[str, ...] = ()
         self._saved: _Commit | None = None
@@ -251,7 +251,7 @@ class Manager:
 
     def _status(self) -> RankStatus:
         state = self._state()
-        clock: Clock = (0, None) if state is None else state.clock
+        clock = Clock(0) if state is None else state.clock
         norm = 0.0 if state is None else state.stats().residual_norm
         known = self._member, self._job, self.units, clock, norm
         plan = None if state is None else state.agreed

@@ -7,9 +7,9 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horovod_topk.core.schedule import Clock
+from horovod_topk.core.schedule import MEMORY, Clock
 
-_FIELDS = struct.Struct("<16s16sIQddId?8s")
+_FIELDS = struct.Struct(f"<16s16sIQddId?8sI{MEMORY + 1}d")
 UNKNOWN = bytes(8)
 
 
@@ -29,17 +29,22 @@ class RankStatus:
 
     def pack(self) -> bytes:
         """As bytes, equally many for every rank."""
-        committed, asked = self.clock
+        committed, asked, decision = Clock(*self.clock)
         ratio = math.nan if asked is None else asked
         known = self.member, self.job, self.units, committed, ratio, self.norm
-        return _FIELDS.pack(*known, self.lost, self.lost_norm, self.pooled, self.plan)
+        decided = (*decision, *[0.0] * (MEMORY + 1 - len(decision)))
+        facts = self.lost, self.lost_norm, self.pooled, self.plan
+        return _FIELDS.pack(*known, *facts, len(decision), *decided)
 
     @classmethod
     def unpack(cls, data: bytes) -> RankStatus:
         """What `pack` made."""
         member, job, units, committed, ratio, norm, *rest = _FIELDS.unpack(data)
-        clock = (committed, None if math.isnan(ratio) else ratio)
-        return cls(member, job, units, clock, norm, *rest)
+        (*facts, count), decided = rest[:5], rest[5:]
+        asked = None if math.isnan(ratio) else ratio
+        return cls(
+            member, job, units, Clock(committed, asked, tuple(decided[:count])), norm, *facts
+        )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from horovod_topk.methods.protocol import Codec, Method, Piece
 from horovod_topk.methods.qsgd import QSGD
 from horovod_topk.methods.randomk import RandomK
 from horovod_topk.methods.signsgd import SignSGD
+from horovod_topk.methods.terngrad import TernGrad
+from horovod_topk.methods.threshold import Threshold
 from horovod_topk.methods.topk import TopK
 
 METHODS: dict[str, type[Method]] = {  # class in `horovod_topk.torch` and elsewhere -> method
@@ -22,6 +24,8 @@ METHODS: dict[str, type[Method]] = {  # class in `horovod_topk.torch` and elsewh
     "PowerSGD": PowerSGD,
     "OneBit": OneBit,
     "ByteGrad": ByteGrad,
+    "TernGrad": TernGrad,
+    "Threshold": Threshold,
 }
 
 __all__ = [
@@ -36,5 +40,7 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "SignSGD",
+    "TernGrad",
+    "Threshold",
     "TopK",
 ]

@@ -4,6 +4,9 @@ There are two kinds. A `Codec` encodes each tensor of a bucket into a payload of
 are gathered, by any exchange, and every rank decodes them. `Rounds` fills arrays that are added up
 over ranks, once or several times, each from what the one before gave.
 
+A codec whose ranks have to agree on a few numbers before they encode, such as a common scale, is
+an `AnnouncingCodec`.
+
 A method imports `horovod_topk.ops`, `config` and `errors` and nothing else of this package: plans,
 steps, exchanges, adapters and commands know methods through this module alone. Its methods are
 given `ops`, the verbs of one framework (`horovod_topk.ops.protocol.Ops`), and run in each of them,
@@ -161,6 +164,7 @@ class Sent(Generic[Array]):
     values: Array  # [k], residual dtype: what receivers read
     index: Array | None  # ascending int64 [k]; None: all elements
     checked: Array  # has a NaN or an infinity if and only if the piece has one
+    measured: Sequence[Array] = ()  # [1] float32 for each of `Method.measured`; pieces add up
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,7 @@ class Method(Settings):
 
     id: ClassVar[int]  # in the payload's header: unique, and never given to another method
     for_training: ClassVar[Mapping[str, str]] = {}  # defaults of compressors, not of fields
+    measured: ClassVar[tuple[str, ...]] = ()  # names of what a codec measures: `Sent.measured`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,6 +200,11 @@ class Method(Settings):
                     f"the ratio {ratio!r} was asked of {name}, which has none",
                     cure="Pass 'dense' in ratios= and 1.0 in warmup=, or use TopKEF or RandomK",
                 )
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Numbers that ranks tell each other: the schedule's, and the method's own."""
+        return (*self.told, *self.measured)
 
     @property
     def has_levels(self) -> bool:
@@ -346,6 +356,57 @@ class SeededCodec(Codec, Seeded):
 
 
 @dataclass(frozen=True)
+class Announced(Generic[Array]):
+    """Numbers of one piece that ranks have told each other before they encode it."""
+
+    own: Array  # [c] float32: what this rank has announced
+    rows: Array  # [W, c] float32: what each rank that sends the piece has announced, in rank order
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnnouncingCodec(Codec):
+    """A codec whose ranks tell each other a few numbers of each piece before they encode it.
+
+    The numbers are gathered ahead of the payloads, over any exchange, from the ranks that send the
+    same piece: all ranks, or the owner of a shard alone where it sends its sum back. Readers are
+    not told them: what a reader needs is in the payload. Numbers must be finite where values are
+    not. A method that draws random numbers derives from `AnnouncingCodec, Seeded`.
+    """
+
+    def numbers(self, piece: Piece) -> int:
+        """How many numbers ranks tell each other of a piece that does not travel whole; static."""
+        raise NotImplementedError(f"{type(self).__name__} has no numbers")
+
+    def announce(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
+        """[numbers] float32 of a piece's elements, e + g: [n], the residual's dtype."""
+        raise NotImplementedError(f"{type(self).__name__} has no announce")
+
+    def pack_announced(
+        self,
+        ops: Ops[Array],
+        piece: Piece,
+        values: Array,
+        announced: Announced[Array],
+        key: Key | None,
+    ) -> Array:
+        """`Codec.pack`; the key is None unless the method is `Seeded`."""
+        raise NotImplementedError(f"{type(self).__name__} has no pack_announced")
+
+    def encode_announced(
+        self,
+        ops: Ops[Array],
+        bucket: Bucket,
+        piece: Any,
+        values: Array,
+        announced: Announced[Array],
+        key: Key | None,
+    ) -> Sent[Array]:
+        """`Codec.encode`."""
+        pack = partial(self.pack_announced, announced=announced, key=key)
+        return _encoded(ops, bucket, piece, values, pack, self.unpack)
+
+
+@dataclass(frozen=True)
 class StateSpec:
     """An array that a method keeps for a tensor from step to step, beside the residual."""
 
@@ -461,6 +522,13 @@ def _decoded(
     rows = ops.load(gathered, width, piece.at, method.data_bytes(piece))
     sound = method.sound(ops, piece, rows, dtype)
     return Read(unpack(ops, piece, rows, dtype), None, sound)
+
+
+def numbers_of(method: object, piece: Piece) -> int:
+    """How many numbers ranks tell each other of a piece; 0 unless the method announces some."""
+    if piece.whole or not piece.numel or not isinstance(method, AnnouncingCodec):
+        return 0
+    return method.numbers(piece)
 
 
 def bucket_recipe(

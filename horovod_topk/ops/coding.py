@@ -97,3 +97,16 @@ def index_bytes(kind: str | None, numel: int, k: int) -> int:
     if kind in INDEX_BYTES:
         return INDEX_BYTES[kind] * k
     return low_bytes(numel, k) + -(-high_bits(numel, k) // 8)
+
+
+def digits(base: int) -> int:
+    """How many digits of a base one byte holds: 5 of base 3."""
+    count = 1
+    while base ** (count + 1) <= 256:
+        count += 1
+    return count
+
+
+def weights(base: int) -> list[int]:
+    """What the digits of a byte are multiplied by."""
+    return [base**i for i in range(digits(base))]

@@ -146,6 +146,18 @@ class NumpyOps:
         codes: Array = single @ (1 << np.arange(bits))
         return codes
 
+    def pack_digits(self, codes: Array, base: int) -> Array:
+        weights = coding.weights(base)
+        padded = np.pad(codes, (0, -codes.size % len(weights))).reshape(-1, len(weights))
+        return (padded @ weights).astype(np.uint8)
+
+    def unpack_digits(self, rows: Array, count: int, base: int) -> Array:
+        weights = coding.weights(base)
+        several = rows[:, :, None].astype(np.int64) // weights
+        several[..., :-1] %= base
+        codes: Array = several.reshape(len(rows), -1)[:, :count]
+        return codes
+
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
         if kind in _UNSIGNED:
             return index.astype(_UNSIGNED[kind]).view(np.uint8)
@@ -195,6 +207,10 @@ class NumpyOps:
 
     def largest(self, array: Array, size: int) -> Array:
         return np.maximum.reduceat(array, range(0, array.size, size))
+
+    def column_largest(self, rows: Array) -> Array:
+        largest: Array = rows.max(0)
+        return largest
 
     def sums(self, array: Array, size: int) -> Array:
         if array.dtype == np.int64:
@@ -282,6 +298,10 @@ class NumpyOps:
 
     def norm(self, array: Array) -> float:
         return float(np.linalg.norm(array.astype(np.float64)))
+
+    def square(self, array: Array) -> Array:
+        with np.errstate(over="ignore"):
+            return np.array([np.sum(np.square(array, dtype=np.float64))], np.float32)
 
 
 def _narrowed(values: Array, kind: str) -> Array:

@@ -289,6 +289,21 @@ class Ops(Protocol[Array]):
         """[P, count] int64 from [P, ceil(count * bits / 8)] bytes."""
         ...
 
+    def pack_digits(self, codes: Array, base: int) -> Array:
+        """Pack whole numbers below `base` into uint8, with as many to a byte as it holds.
+
+        codes: int64, in [0, base). The first one of a byte counts 1, the next one `base`, then its
+            square and so on. Digits after the last are 0.
+        """
+        ...
+
+    def unpack_digits(self, rows: Array, count: int, base: int) -> Array:
+        """[P, count] int64 from [P, ceil(count / `coding.digits`)] bytes.
+
+        The last digit of a byte that `pack_digits` cannot have written may be `base` or more.
+        """
+        ...
+
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
         """Ascending int64 indices into `numel` elements as bytes; see `core.payload`.
 
@@ -344,6 +359,10 @@ class Ops(Protocol[Array]):
 
     def largest(self, array: Array, size: int) -> Array:
         """Return the largest number of each block of a flat array without NaN."""
+        ...
+
+    def column_largest(self, rows: Array) -> Array:
+        """Return the largest number of each column of [P, count]; NaN if a row has one there."""
         ...
 
     def sums(self, array: Array, size: int) -> Array:
@@ -458,4 +477,11 @@ class Ops(Protocol[Array]):
 
     def norm(self, array: Array) -> float:
         """Euclidean norm, summed in float64; in a graph a scalar. Waits for the device."""
+        ...
+
+    def square(self, array: Array) -> Array:
+        """[1] float32: the sum of squares, in an order of the library's. Waits for no device.
+
+        array: of any shape; 0 if it has no elements.
+        """
         ...

@@ -290,6 +290,12 @@ class TensorFlowOps:
     def unpack_bits(self, rows: Array, count: int, bits: int) -> Array:
         return Buffer(packing.unpack_bits(rows.value, count, bits))
 
+    def pack_digits(self, codes: Array, base: int) -> Array:
+        return Buffer(packing.pack_digits(codes.value, base))
+
+    def unpack_digits(self, rows: Array, count: int, base: int) -> Array:
+        return Buffer(packing.unpack_digits(rows.value, count, base))
+
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
         return Buffer(packing.pack_index(index.value, numel, kind))
 
@@ -328,6 +334,9 @@ class TensorFlowOps:
 
     def largest(self, array: Array, size: int) -> Array:
         return Buffer(tf.reduce_max(packing.blocks(array.value, size, array.dtype.min), 1))
+
+    def column_largest(self, rows: Array) -> Array:
+        return Buffer(tf.reduce_max(rows.value, 0))
 
     def sums(self, array: Array, size: int) -> Array:
         blocks = packing.blocks(array.value, size)
@@ -457,6 +466,10 @@ class TensorFlowOps:
     def norm(self, array: Array) -> float:
         norm: Any = tf.norm(tf.cast(array.value, tf.float64))
         return float(norm) if tf.executing_eagerly() else norm
+
+    def square(self, array: Array) -> Array:
+        total = tf.reduce_sum(tf.square(tf.cast(array.value, tf.float64)))
+        return Buffer(tf.reshape(tf.cast(total, tf.float32), [1]))
 
 
 @functools.cache

@@ -74,6 +74,22 @@ def unpack_bits(rows: Tensor, count: int, bits: int) -> Tensor:
     return tf.reduce_sum(tf.cast(single, tf.int64) * weights, 2)
 
 
+def pack_digits(codes: Tensor, base: int) -> Tensor:
+    """`Ops.pack_digits`."""
+    weights = tf.constant(coding.weights(base))
+    several = blocks(tf.cast(codes, tf.int32), coding.digits(base))
+    return tf.cast(tf.reduce_sum(several * weights, 1), tf.uint8)
+
+
+def unpack_digits(rows: Tensor, count: int, base: int) -> Tensor:
+    """`Ops.unpack_digits`."""
+    weights = coding.weights(base)
+    several = tf.cast(rows, tf.int32)[:, :, tf.newaxis] // tf.constant(weights)
+    several = tf.concat([several[:, :, :-1] % base, several[:, :, -1:]], 2)
+    flat = tf.reshape(several, [_count(rows), len(weights) * rows.shape[1]])
+    return tf.cast(flat[:, :count], tf.int64)
+
+
 def narrowed(values: Tensor, dtype: Any) -> Tensor:
     """Rounded to nearest, by way of float32, and saturated."""
     if values.dtype == dtype or dtype == tf.float64:

@@ -99,7 +99,7 @@ class TorchOps:
 
     def compensate(self, residual: Tensor, gradient: Tensor, out: Tensor) -> Tensor:
         library = self._library(residual.device.type)
-        if library is None or gradient.dtype not in CODES:
+        if library is None or not _fit(residual, gradient, out):
             torch.add(residual, gradient.reshape(-1), out=out)
             return out
         packed = _packed(gradient)
@@ -190,6 +190,12 @@ class TorchOps:
     def unpack_bits(self, rows: Tensor, count: int, bits: int) -> Tensor:
         return packing.unpack_bits(rows, count, bits)
 
+    def pack_digits(self, codes: Tensor, base: int) -> Tensor:
+        return packing.pack_digits(codes, base)
+
+    def unpack_digits(self, rows: Tensor, count: int, base: int) -> Tensor:
+        return packing.unpack_digits(rows, count, base)
+
     def pack_index(self, index: Tensor, numel: int, kind: str) -> Tensor:
         return packing.pack_index(index, numel, kind)
 
@@ -230,6 +236,9 @@ class TorchOps:
 
     def largest(self, array: Tensor, size: int) -> Tensor:
         return packing.blocks(array, size, -math.inf).amax(1)
+
+    def column_largest(self, rows: Tensor) -> Tensor:
+        return rows.amax(0)
 
     def sums(self, array: Tensor, size: int) -> Tensor:
         blocks = packing.blocks(array, size)
@@ -355,6 +364,11 @@ class TorchOps:
     def norm(self, array: Tensor) -> float:
         return float(torch.linalg.vector_norm(array, dtype=torch.float64))
 
+    def square(self, array: Tensor) -> Tensor:
+        wide = torch.float64 if array.dtype == torch.float64 else torch.float32
+        norm: Tensor = torch.linalg.vector_norm(array, dtype=wide)  # 25 times slower in float64
+        return (norm * norm).to(torch.float32).view(1)
+
 
 class CpuBucket:
     """`horovod_topk.ops.Fused` for tensors in memory, with as many threads as torch itself uses."""
@@ -443,6 +457,15 @@ class CpuBucket:
                 if target is not gradient:
                     gradient.copy_(target)
         return wrong
+
+
+def _fit(residual: Tensor, gradient: Tensor, out: Tensor) -> bool:
+    """Whether kernels add such a gradient to such a residual."""
+    if residual.dtype != out.dtype or not (residual.is_contiguous() and out.is_contiguous()):
+        return False
+    if torch.float64 in (residual.dtype, gradient.dtype):
+        return residual.dtype == gradient.dtype
+    return residual.dtype == torch.float32 and gradient.dtype in CODES
 
 
 def _is_finite(tensor: Tensor) -> Tensor:

@@ -74,6 +74,22 @@ def unpack_bits(rows: Tensor, count: int, bits: int) -> Tensor:
     return (single.to(torch.int64) << torch.arange(bits, device=rows.device)).sum(2)
 
 
+def pack_digits(codes: Tensor, base: int) -> Tensor:
+    """`Ops.pack_digits`."""
+    weights = torch.tensor(coding.weights(base), dtype=torch.uint8, device=codes.device)
+    several = blocks(codes.to(torch.uint8), len(weights))
+    return (several * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack_digits(rows: Tensor, count: int, base: int) -> Tensor:
+    """`Ops.unpack_digits`: looked up by the byte."""
+    weights = torch.tensor(coding.weights(base), device=rows.device)
+    digits = torch.arange(256, device=rows.device)[:, None] // weights
+    digits[:, :-1] %= base
+    several = digits.index_select(0, rows.reshape(-1).to(torch.int64))
+    return several.view(rows.shape[0], -1)[:, :count]
+
+
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded to nearest, by way of float32, and saturated."""
     if values.dtype == dtype or dtype == torch.float64:

@@ -15,6 +15,7 @@ from horovod_topk import process_sets
 from horovod_topk.core.agreement import gather_bytes
 from horovod_topk.core.nodes import Location
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
+from horovod_topk.tensorflow.timing import GraphTimer
 from horovod_topk.tensorflow.variables import apart
 
 
@@ -34,10 +35,13 @@ class HorovodCollective:
     Args:
         process_set: the ranks that exchange.
         resizable: leave the number of ranks to the run, not to the trace (elastic training).
+        timer: notes when collectives start and end; None: nobody asks.
     """
 
-    def __init__(self, process_set: Any, *, resizable: bool = False) -> None:
-        self._process_set = process_set
+    def __init__(
+        self, process_set: Any, *, resizable: bool = False, timer: GraphTimer | None = None
+    ) -> None:
+        self._process_set, self.timer = process_set, timer or GraphTimer()
         self._resizable = resizable
 
     @property
@@ -62,7 +66,9 @@ class HorovodCollective:
         if tf.executing_eagerly():  # Horovod takes names from a graph's operations alone
             graph = tf.function(lambda tensor: self._gather(tensor, name), autograph=False)
             tensor = tf.convert_to_tensor(payload.value)
-            return _Gathered(graph.get_concrete_function(tensor)(tensor))
+            gathered = _Gathered(graph.get_concrete_function(tensor)(tensor))
+            self.timer.begin()  # what was noted belongs to that function
+            return gathered
         gathered = self._gather(payload.value, name)
         if not self._resizable:
             total = payload.numel * self.size if counts is None else sum(counts)
@@ -89,6 +95,7 @@ class HorovodCollective:
 
     def allreduce(self, array: Array, name: str) -> _Gathered:
         """A named allreduce, while a graph is built."""
+        self.timer.note_start(array.value)
         total = _allreduce(
             _at_run_time(array.value),
             name=f"allreduce.{name}",
@@ -96,6 +103,7 @@ class HorovodCollective:
             ignore_name_scope=True,
             process_set=self._process_set,
         )
+        self.timer.note_end(total)
         return _Gathered(tf.ensure_shape(total, [array.numel]))
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
@@ -105,18 +113,24 @@ class HorovodCollective:
     def split(self, groups: Sequence[Sequence[int]]) -> list[HorovodCollective | None]:
         """Collectives over process sets, which are added where they are not there yet."""
         found = process_sets.find_or_add(self._global(groups))
-        return [HorovodCollective(each) if each.included() else None for each in found]
+        return [
+            HorovodCollective(each, timer=self.timer) if each.included() else None for each in found
+        ]
 
     def _gather(self, tensor: Any, name: str) -> Any:
         """Named as `horovod.torch` names it, so that ranks of both frameworks meet."""
-        return hvd.allgather(
+        self.timer.note_start(tensor)
+        gathered = hvd.allgather(
             _at_run_time(tensor),
             name=f"allgather.{name}",
             ignore_name_scope=True,
             process_set=self._process_set,
         )
+        self.timer.note_end(gathered)
+        return gathered
 
     def _scatter(self, array: Array, counts: Sequence[int], name: str) -> Any:
+        self.timer.note_start(array.value)
         received, _ = hvd.alltoall(
             _at_run_time(array.value),
             splits=tf.constant(list(counts), tf.int32),
@@ -124,6 +138,7 @@ class HorovodCollective:
             ignore_name_scope=True,
             process_set=self._process_set,
         )
+        self.timer.note_end(received)
         return received
 
     def _global(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -62,7 +62,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         >>> tape = hvd.DistributedGradientTape(tape, compression=compression)
     """
 
-    framework = "tensorflow"
+    framework = adapter = "tensorflow"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -19,7 +19,7 @@ from horovod_topk.tensorflow.state_variables import VariableState
 
 def step(
     cached: CachedPlan, gradients: Sequence[Any], state: VariableState, due: Any, rate: Any = None
-) -> tuple[list[Any], Any, Any]:
+) -> tuple[list[Any], Any, Any, Any]:
     """Exchange gradients, in the order of `cached.specs`.
 
     Args:
@@ -31,8 +31,8 @@ def step(
 
     Returns:
         The exchanged gradients; one flag a tensor, bucket by bucket, True where a rank had a NaN or
-        an infinity, and the state has then stayed as it was, bit for bit; and `Squares`, [3]
-        float64, below zero where they were not measured.
+        an infinity, and the state has then stayed as it was, bit for bit; `Squares`, [3]
+        float64, below zero where they were not measured; and `Seconds`, [4] float64.
     """
     plan = cached.plan
     arrays: dict[str, Array] = {
@@ -42,8 +42,10 @@ def step(
     if plan.config.clip_norm is not None:
         clip(list(arrays.values()), plan.config.clip_norm, plan.reduction, state.collective.size)
     of = {b.ordinal: [arrays[t.spec.name] for t in b.tensors] for b in plan.buckets}
-    run = state.step(plan, cached.name, rate)
+    run, timer = state.step(plan, cached.name, rate), state.timer
+    timer.begin()
     for ordinal, own in of.items():
+        timer.note_ready([array.value for array in own])
         run.begin(ordinal, own)
     flagged: Any = tf.concat([run.finish(ordinal, own) for ordinal, own in of.items()], 0)
 
@@ -60,7 +62,8 @@ def step(
     tf.cond(sound, commit, lambda: None)
     unknown = tf.fill([3], tf.constant(-1.0, tf.float64))
     squares = tf.cond(tf.logical_and(due, sound), measure, lambda: unknown)
-    return [arrays[spec.name].value for spec in cached.specs], flagged, squares
+    exchanged = [arrays[spec.name].value for spec in cached.specs]
+    return exchanged, flagged, squares, timer.seconds(exchanged)
 
 
 def clip(gradients: Sequence[Array], clip_norm: float, reduction: str, ranks: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.attached import Attached
-from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic
+from horovod_topk.core.base_compressor import check_elastic, check_steps_kept, elastic
 from horovod_topk.core.residual import Squares
+from horovod_topk.core.stats import Sample
+from horovod_topk.core.timing import Seconds
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.alone import clipped_alone, with_momentum
@@ -23,6 +26,7 @@ from horovod_topk.tensorflow.plan_cache import CachedPlan, PlanCache
 from horovod_topk.tensorflow.planning import Settings, names_of, spec_of, unwrap
 from horovod_topk.tensorflow.scaling import is_dense
 from horovod_topk.tensorflow.state_variables import VariableState
+from horovod_topk.tensorflow.timing import seconds_of
 from horovod_topk.tensorflow.variables import Stores
 
 log = logging.getLogger("horovod_topk")
@@ -62,6 +66,7 @@ class OptimizerState(Attached[VariableState]):
         self._functions: dict[tuple[str, float], Callable[..., list[Any]]] = {}
         self._traced: dict[str, CachedPlan] = {}  # those that graphs have, by name
         self._raised: Exception | None = None  # in the last step
+        self._ended: float | None = None  # when the last step did, by `time.perf_counter`
         self.created = next(_COUNT)
         check_elastic(config)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
@@ -139,8 +144,7 @@ class OptimizerState(Attached[VariableState]):
         specs = tuple(spec_of(name, gradient, variable) for name, gradient, variable in triples)
         cached = self._plans.get(specs)
         if cached is None:
-            if self._config.warmup is not None:
-                check_kept(self.manager, "warmup= counts steps, of which")
+            check_steps_kept(self._config, self.manager)
             if elastic():
                 gc.collect()  # a rank that joins has no dead optimizers to tell its names from
             live = [each for state in live_states() for each in state._plans]
@@ -156,22 +160,34 @@ class OptimizerState(Attached[VariableState]):
         cached = cached.at(ratio)
         with tf.name_scope("topkef"):
             due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
-            exchanged, flags, squares = step(cached, gradients, self._state, due, rate)
+            exchanged, flags, squares, seconds = step(cached, gradients, self._state, due, rate)
             self._traced[cached.name] = cached
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
             this, name = weakref.ref(self), cached.name
 
-            def count(flags: Any, squares: Any) -> None:
+            def count(flags: Any, squares: Any, seconds: Any) -> tuple[int, list[float]]:
                 state = this()
-                if state is not None:
-                    state._count(state._traced[name], flags, squares.numpy())
+                if state is None:
+                    return -1, [0.0, 0.0]
+                cached, times = state._traced[name], seconds_of(seconds.numpy())
+                return state._count(cached, flags, squares.numpy(), times)
 
-            counted = tf.py_function(count, [flags, squares], [])
-            with tf.control_dependencies([counted]):  # which raises what was found on the way
+            arguments = [flags, squares, seconds]
+            level, numbers = tf.py_function(count, arguments, [tf.int32, tf.float32])
+            self._state.schedule_in_graphs.take(level)
+            self._state.take_numbers(numbers)
+            with tf.control_dependencies([level]):  # which raises what was found on the way
                 return [tf.identity(each) for each in exchanged]
 
-    def _count(self, cached: CachedPlan, flags: Any, squares: Any) -> None:
-        """Note the end of a step, on the host; raise what `TensorFlowOps` has deferred."""
+    def _count(
+        self, cached: CachedPlan, flags: Any, squares: Any, seconds: Seconds
+    ) -> tuple[int, list[float]]:
+        """Note the end of a step, on the host; raise what `TensorFlowOps` has deferred.
+
+        Returns:
+            The position of the level that the schedule has decided on, -1: on none; and the
+            measures of this rank that the next step tells.
+        """
         state, plan = self._state, cached.plan
         self._raised, state.ops.raised = state.ops.raised, None
         if self._raised is not None:
@@ -180,10 +196,17 @@ class OptimizerState(Attached[VariableState]):
         state.plan = plan
         if squares[0] >= 0.0:
             state.last_squares = Squares(*map(float, squares))
+            state.sample = Sample.of(state.last_squares)
         names = [tensor.spec.name for tensor in plan.tensors()]
         pairs = zip(names, flags.numpy(), strict=True)
         flagged = [name for name, flag in pairs if flag]
-        state.end_step(state.exchange.traffic(plan), flagged, committed=not flagged)
+        if not flagged:
+            state.decide(plan, state.heard)
+        traffic = state.exchange.traffic(plan)
+        state.end_step(traffic, flagged, committed=not flagged, seconds=seconds)
+        now, before, self._ended = time.perf_counter(), self._ended, time.perf_counter()
+        numbers = [seconds.exposed_seconds, now - (before or now)]
+        return state.schedule_in_graphs.decided, numbers
 
     def _note_skipped(self, gradients: Sequence[Any]) -> None:
         for name, gradient in zip(self._names, gradients, strict=True):

@@ -13,6 +13,7 @@ from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
+from horovod_topk.core.measures import HOST, Rows
 from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
@@ -26,8 +27,9 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method, Seeded
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.learning_rates import VariableRates
+from horovod_topk.tensorflow.timing import GraphTimer
 from horovod_topk.tensorflow.traced_schedule import TracedSchedule
-from horovod_topk.tensorflow.variables import Stores, VariablePiece
+from horovod_topk.tensorflow.variables import Stores, VariablePiece, apart
 
 log = logging.getLogger("horovod_topk")
 
@@ -89,12 +91,19 @@ class VariableState(State[Array]):
         stores: Stores,
         collective: Collective[Array],
     ) -> None:
+        if config.probe_every is not None:
+            raise ConfigError(
+                f"probe_every={config.probe_every} was given, and TensorFlow has no probe",
+                cure="Leave probe_every= out, or probe in PyTorch",
+            )
         self.schedule_in_graphs = TracedSchedule(config)
         self.ops, self.collective, self._stores = TensorFlowOps(defers=True), collective, stores
         super().__init__(config, reduction, self.ops, self.schedule_in_graphs)
         self._names, self.later = names, set(names)
         self.rates = VariableRates() if config.follow_lr else None
         self.last_squares = Squares()
+        self._numbers = apart(_two) if set(HOST) & set(config.told) else None
+        self.heard: dict[int, Rows] = {}  # what ranks told each other in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -175,11 +184,31 @@ class VariableState(State[Array]):
         def decay(name: str) -> Any:
             return 1.0 if rates is None else rates.decay(name, rate)
 
-        codec, committed, collective = PayloadCodec(self.ops), None, self.collective
+        codec = PayloadCodec(self.ops, self.heard)
+        committed, collective = None, self.collective
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
         codec.draw_from(lambda: committed, lambda: collective.rank)
-        return Step(plan, storage, self.ops, codec, exchange, name, decay=decay)
+        return Step(
+            plan, storage, self.ops, codec, exchange, name, decay=decay, number=self._number
+        )
+
+    @property
+    def timer(self) -> GraphTimer:
+        """What notes the parts of a step, while its graph is built."""
+        timer: GraphTimer = self.collective.timer  # type: ignore[attr-defined]
+        return timer
+
+    def take_numbers(self, numbers: Any) -> None:
+        """Note in a graph what this rank tells in the next step: [2] float32, by `HOST`."""
+        if self._numbers is not None:
+            self._numbers.assign(tf.ensure_shape(numbers, [2]))
+
+    def _number(self, name: str) -> Array:
+        """A measure of this rank, of the step before, in a graph."""
+        assert self._numbers is not None
+        at = HOST.index(name)
+        return Buffer(self._numbers.read_value()[at : at + 1])
 
     def count(self, plan: Plan, rate: Any = None) -> None:
         """Note in a graph that a step is committed."""
@@ -269,3 +298,8 @@ class _Layout:
                 VariablePiece(variable, holder.parts, each.first)
                 for variable, (holder, each) in zip(made, own, strict=True)
             ]
+
+
+def _two() -> Any:
+    with tf.device("cpu"):
+        return tf.Variable(tf.zeros([2]), trainable=False)

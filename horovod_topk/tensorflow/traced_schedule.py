@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.base_compressor import elastic
-from horovod_topk.core.schedule import Schedule
+from horovod_topk.core.schedule import Decision, Schedule
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.variables import apart
@@ -29,9 +29,11 @@ class TracedSchedule:
 
     def __init__(self, config: Method) -> None:
         self._config, self._schedule = config, Schedule(config)
-        self._in_traces = config.warmup is not None  # whether traces have all levels
+        dynamic = config.warmup is not None or self._schedule.decides
+        self._in_traces = dynamic  # whether traces have all levels
         self._one_traced = False  # whether a trace has one level alone
-        self._committed, self._asked = apart(_variables)
+        self._committed, self._asked, self._decided = apart(_variables)
+        self._decision: Decision = ()
 
     @property
     def committed(self) -> int:
@@ -72,6 +74,27 @@ class TracedSchedule:
         self._in_traces = True
         self._asked.assign(-1 if ratio is None else self._schedule.levels.index(ratio))
 
+    @property
+    def decision(self) -> Decision:
+        """What the schedule decided last, and remembers."""
+        return self._decision
+
+    @decision.setter
+    def decision(self, decision: Decision) -> None:
+        self._decision = decision
+        if self._schedule.decides:
+            self._decided.assign(self.decided)
+
+    @property
+    def decided(self) -> int:
+        """The position of the level that was decided on; -1: of none."""
+        return self._schedule.levels.index(self._decision[0]) if self._decision else -1
+
+    def take(self, level: Any) -> None:
+        """Note in a graph what was decided while it runs: the position of a level, [] int32."""
+        if self._schedule.decides:
+            self._decided.assign(level)
+
     def traced(self, build: Callable[[float], Any]) -> Any:
         """What `build` adds to a graph for the ratio that a run of it has; the same for each."""
         if not self._in_traces:
@@ -91,14 +114,18 @@ class TracedSchedule:
     def _position(self) -> Any:
         """Index of the level of a step that begins now, in a graph."""
         levels, committed = self._schedule.levels, self._committed.read_value()
-        usual: Any = tf.constant(levels.index(self._config.ratio))
+        usual: Any = tf.constant(levels.index(self._schedule.ratio_after_warmup))
+        if self._schedule.decides:
+            decided = self._decided.read_value()
+            usual = tf.where(decided < 0, usual, decided)
         for until, ratio in reversed(self._config.stretches):
             usual = tf.where(committed < until, levels.index(ratio), usual)
         asked = self._asked.read_value()
         return tf.where(asked < 0, usual, asked)
 
 
-def _variables() -> tuple[Any, Any]:
-    """Committed steps, and which level was asked for, if not -1."""
+def _variables() -> tuple[Any, Any, Any]:
+    """Committed steps; and the levels that a user and the schedule asked for, if not -1."""
     with tf.device("cpu"):
-        return tf.Variable(0, False, dtype=tf.int64), tf.Variable(-1, False, dtype=tf.int32)
+        asked, decided = (tf.Variable(-1, False, dtype=tf.int32) for _ in range(2))
+        return tf.Variable(0, False, dtype=tf.int64), asked, decided

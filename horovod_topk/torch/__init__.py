@@ -26,11 +26,12 @@ from typing import Any
 from horovod_topk.torch import elastic, seam
 from horovod_topk.torch.compressor import Compressor, TopKEF
 from horovod_topk.torch.state import OptimizerState
+from horovod_topk.torch_training.onebit_adam import OneBitAdam
 
 seam.install()
 elastic.install()
 
-__all__ = ["OptimizerState", "TopKEF"]
+__all__ = ["OneBitAdam", "OptimizerState", "TopKEF"]
 
 
 def __getattr__(name: str) -> Any:

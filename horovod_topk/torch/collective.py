@@ -15,6 +15,7 @@ from horovod_topk import process_sets
 from horovod_topk.core.agreement import gather_bytes
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.payload import check_counts
+from horovod_topk.core.timing import StepTimer
 from horovod_topk.ops.torch import TorchOps
 
 _PAUSE = 50e-6  # seconds between two looks at a collective under way
@@ -41,10 +42,14 @@ class _Handle:
     """A Horovod collective under way."""
 
     handle: int
+    timer: StepTimer
 
     def wait(self) -> Tensor:
+        began = time.perf_counter()
         while not hvd.poll(self.handle):  # as `rest_until_done`, which this spares a call
             time.sleep(_PAUSE)
+        self.timer.last = time.perf_counter()
+        self.timer.exposed += self.timer.last - began
         result: Any = hvd.synchronize(self.handle)
         received: Tensor = result[0] if isinstance(result, tuple) else result
         return received
@@ -57,9 +62,13 @@ class _Sum:
     handle: int
     count: int  # elements of each part
     name: str
+    timer: StepTimer
 
     def wait(self) -> Tensor:
+        began = time.perf_counter()
         received, counts = result_of(self.handle)
+        self.timer.last = time.perf_counter()
+        self.timer.exposed += self.timer.last - began
         check_counts(counts.tolist(), self.count, self.name)
         rows: Tensor = received.view(counts.numel(), self.count)
         for other in rows[1:]:
@@ -68,10 +77,15 @@ class _Sum:
 
 
 class HorovodCollective:
-    """`horovod_topk.core.exchange.Collective` over a Horovod process set."""
+    """`horovod_topk.core.exchange.Collective` over a Horovod process set.
 
-    def __init__(self, process_set: hvd.ProcessSet) -> None:
-        self._process_set = process_set
+    Args:
+        process_set: the ranks.
+        timer: counts the seconds in which it is waited for; None: nobody reads them.
+    """
+
+    def __init__(self, process_set: hvd.ProcessSet, timer: StepTimer | None = None) -> None:
+        self._process_set, self.timer = process_set, timer or StepTimer()
 
     @property
     def rank(self) -> int:
@@ -90,7 +104,9 @@ class HorovodCollective:
 
     def allgather(self, payload: Tensor, name: str, counts: Sequence[int] | None = None) -> _Handle:
         """Start a named allgather of a uint8 tensor; does not block."""
-        return _Handle(hvd.allgather_async(payload, name=name, process_set=self._process_set))
+        timer, process_set = self.timer, self._process_set
+        timer.first = timer.first or time.perf_counter()
+        return _Handle(hvd.allgather_async(payload, name=name, process_set=process_set), timer)
 
     def alltoall(self, payloads: Tensor, name: str) -> _Handle:
         """Start a named alltoall of equal stretches of a uint8 tensor; does not block."""
@@ -104,13 +120,14 @@ class HorovodCollective:
         depends on what it is fused with.
         """
         handle = self._alltoall(array, torch.tensor(counts, dtype=torch.int32), name)
-        return _Sum(handle.handle, counts[self.rank], name)
+        return _Sum(handle.handle, counts[self.rank], name, self.timer)
 
     def allreduce(self, array: Tensor, name: str) -> _Handle:
         """Start a named allreduce in place; does not block."""
-        return _Handle(
-            hvd.allreduce_async_(array, name=name, op=hvd.Sum, process_set=self._process_set)
-        )
+        timer, process_set = self.timer, self._process_set
+        timer.first = timer.first or time.perf_counter()
+        handle = hvd.allreduce_async_(array, name=name, op=hvd.Sum, process_set=process_set)
+        return _Handle(handle, timer)
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether process sets for these groups are there, or can be added."""
@@ -119,10 +136,12 @@ class HorovodCollective:
     def split(self, groups: Sequence[Sequence[int]]) -> list[HorovodCollective | None]:
         """Collectives over process sets, which are added where they are not there yet."""
         found = process_sets.find_or_add(self._global(groups))
-        return [HorovodCollective(each) if each.included() else None for each in found]
+        return [HorovodCollective(p, self.timer) if p.included() else None for p in found]
 
     def _alltoall(self, array: Tensor, splits: Tensor, name: str) -> _Handle:
-        return _Handle(hvd.alltoall_async(array, splits, name=name, process_set=self._process_set))
+        timer, process_set = self.timer, self._process_set
+        timer.first = timer.first or time.perf_counter()
+        return _Handle(hvd.alltoall_async(array, splits, name=name, process_set=process_set), timer)
 
     def _global(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
         """Groups of Horovod's ranks, of ranks within the process set."""

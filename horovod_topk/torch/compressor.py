@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
 
-from horovod_topk import reporting
-from horovod_topk.core.base_compressor import BaseCompressor, by_horovod
+from horovod_topk.core.base_compressor import by_horovod
 from horovod_topk.core.substitute import horovods
 from horovod_topk.elastic import Manager
 from horovod_topk.errors import NotAttachedError, OutsideOptimizerError
 from horovod_topk.methods.topk import Presets, TopK
 from horovod_topk.torch.collective import HorovodTalk
-from horovod_topk.torch.scaling import check_scaler
 from horovod_topk.torch.state import OptimizerState
+from horovod_topk.torch_training.compressor import TrainingCompressor
+from horovod_topk.torch_training.state import TrainingState
 
 
-class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Horovod has no annotations
+class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  # Horovod has no annotations
     """A compression method for PyTorch's Horovod; each of its subclasses has one.
 
     Pass the class (default settings) or an instance as
@@ -49,14 +48,10 @@ class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Ho
         ... )
     """
 
-    framework = "torch"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._begin()
+    adapter = "torch"
 
     def _begin(self) -> None:
-        self._states: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
+        super()._begin()
         self._manager: Manager | None = None
 
     @staticmethod
@@ -106,16 +101,15 @@ class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Ho
             return getattr(hvd.Compression, name).decompress(tensor, ctx)  # type: ignore[no-any-return]
         return tensor
 
-    def attached(self, state: OptimizerState) -> None:
-        """Remember an optimizer's state; called by the seam.
+    def attached(self, state: TrainingState) -> None:
+        """As `TrainingCompressor.attached`; called by the seam.
 
         Raises:
             ConfigError: an elastic job's state keeps residuals, and not all ranks exchange.
         """
         if self._manager is not None:
             state.keep_with(self._manager)
-        self._states.add(state)
-        reporting.watch(state)
+        super().attached(state)
 
     def keep(self, name: str) -> Manager:
         """Keep residuals through an elastic job; called by `horovod_topk.torch.elastic`.
@@ -127,21 +121,6 @@ class Compressor(BaseCompressor, HorovodCompressor):  # type: ignore[misc]  # Ho
         for state in self._living_states():
             state.keep_with(self._manager)
         return self._manager
-
-    def set_ratio(self, ratio: float | None) -> None:
-        """As `OptimizerState.set_ratio`, of the one optimizer behind this instance."""
-        if horovods():
-            return
-        state = self._only_state()
-        assert isinstance(state, OptimizerState)
-        state.set_ratio(ratio)
-
-    @staticmethod
-    def _check_scaler(scaler: object) -> None:
-        check_scaler(scaler)
-
-    def _living_states(self) -> list[OptimizerState]:
-        return list(self._states)
 
 
 class TopKEF(Compressor, Presets, method=TopK):

@@ -3,8 +3,9 @@
 `hvd.DistributedOptimizer` builds a class from `dict(_DistributedOptimizer.__dict__)` at every
 call, so methods wrapped here once reach every optimizer built afterwards. Wrapped are:
 
-    _DistributedOptimizer.__init__                  attach a state when compression is TopKEF, and
-                                                    have no hooks on parameters before it stands
+    _DistributedOptimizer.__init__                  attach a state when compression is TopKEF, or
+                                                    the optimizer OneBitAdam, and have no hooks on
+                                                    parameters before it stands
     _DistributedOptimizer._allreduce_grad_async     hand a ready gradient to that state
     _DistributedOptimizer.synchronize               let it see all gradients before any is exchanged
     _DistributedAdasumOptimizer.__init__            refuse TopKEF before a parameter has changed
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -28,10 +30,12 @@ from horovod.torch.optimizer import _DistributedAdasumOptimizer, _DistributedOpt
 
 from horovod_topk import reporting
 from horovod_topk.core.reductions import reduction_of
-from horovod_topk.errors import UnsupportedOperationError
+from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.torch.compressor import Compressor
-from horovod_topk.torch.state import OptimizerState, live_states
+from horovod_topk.torch.state import OptimizerState
 from horovod_topk.torch.stepping import check_all_are_known
+from horovod_topk.torch_training.onebit_adam import OneBitAdam
+from horovod_topk.torch_training.state import live_states
 
 Method = Callable[..., Any]
 
@@ -56,7 +60,10 @@ def install() -> None:
 def _wrap_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        compressor = Compressor.asked(arguments["compression"])
+        asked = arguments["compression"]
+        if isinstance(self, OneBitAdam):
+            asked = _compression_of_momentum(asked, arguments.get("op", hvd.Average))
+        compressor = Compressor.asked(asked)
         if compressor is None:
             original(self, *args, **kwargs)
             return
@@ -69,6 +76,33 @@ def _wrap_init(original: Method) -> Method:
         state.begin(self._register_hooks if exchanges else None)
 
     return __init__
+
+
+def _compression_of_momentum(asked: Any, op: Any) -> Any:
+    """Return the compression that exchanges the momentum of a OneBitAdam.
+
+    Args:
+        asked: what was passed as `compression=`; Horovod's default stands for nothing.
+        op: what was passed as `op=`.
+
+    Raises:
+        ConfigError: it would be exchanged in a form of Horovod's, or added up.
+    """
+    if op == hvd.Sum:
+        raise ConfigError(
+            "op=hvd.Sum would add up the ranks' momenta, of which the common one is a part",
+            cure="Leave op= out",
+        )
+    if asked is hvd.Compression.none:  # a class of its own
+        return importlib.import_module("horovod_topk.torch").SignSGD(exchange="sharded")
+    kind = asked if isinstance(asked, type) else type(asked)
+    if not issubclass(kind, Compressor):
+        raise ConfigError(
+            f"compression={kind.__name__} has Horovod exchange gradients, and OneBitAdam exchanges "
+            "its momentum",
+            cure="Leave compression= out, or pass a compressor of horovod_topk.torch",
+        )
+    return asked
 
 
 def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
@@ -114,7 +148,7 @@ def _wrap_synchronize(original: Method) -> Method:
 def _wrap_adasum_init(original: Method) -> Method:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        if Compressor.asked(arguments["compression"]) is not None:
+        if Compressor.asked(arguments["compression"]) is not None or isinstance(self, OneBitAdam):
             reduction_of(hvd.Adasum, hvd)
         original(self, *args, **kwargs)
 
@@ -123,16 +157,20 @@ def _wrap_adasum_init(original: Method) -> Method:
 
 def _wrap_join(original: Method) -> Method:
     def join(*args: Any, **kwargs: Any) -> Any:
-        if any(state.active for state in live_states()):
+        if _exchanging():
             gc.collect()  # Horovod's optimizers are reference cycles: a dead one may linger
-        for state in live_states():
-            if state.active:
-                raise UnsupportedOperationError(
-                    f"hvd.join() was called while {state.label} exchanges payloads, which a "
-                    "joined rank cannot take part in",
-                    cure="Give every rank the same number of steps, for example by repeating or "
-                    "dropping samples, or delete the optimizer first",
-                )
+        for state in _exchanging():
+            raise UnsupportedOperationError(
+                f"hvd.join() was called while {state.label} exchanges payloads, which a joined "
+                "rank cannot take part in",
+                cure="Give every rank the same number of steps, for example by repeating or "
+                "dropping samples, or delete the optimizer first",
+            )
         return original(*args, **kwargs)
 
     return join
+
+
+def _exchanging() -> list[OptimizerState]:
+    """States behind Horovod's optimizers that compress something."""
+    return [state for state in live_states() if isinstance(state, OptimizerState)]

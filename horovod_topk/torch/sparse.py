@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from horovod_topk.core.compressor import Compressor
@@ -37,3 +39,22 @@ def refused(setting: str, tensor: str) -> ConfigError:
         tensor=tensor,
         cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer, or sparse=False to the layer",
     )
+
+
+def values_alone(optimizer: Any, clip_norm: float) -> list[Tensor]:
+    """What of all gradients is not zero by its form, to be clipped where nothing is exchanged.
+
+    Sparse ones count as their dense copies would with `sparse_as_dense`.
+
+    Raises:
+        ConfigError: one is sparse, and was not asked to be taken for dense.
+    """
+    found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for p in found:
+        if p.grad.is_sparse and not optimizer.sparse_as_dense:
+            name = optimizer._parameter_names.get(p, f"of shape {list(p.shape)}")
+            raise refused(f"clip_norm={clip_norm}", name)
+    for p in found:
+        if p.grad.is_sparse:
+            p.grad = p.grad.coalesce()  # else the norm is not of sums
+    return [p.grad._values() if p.grad.is_sparse else p.grad for p in found]

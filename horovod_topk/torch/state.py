@@ -8,58 +8,31 @@ launches it; the first collection waits for it. Nothing in a hook blocks.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from horovod_topk.core.agreement import agree
-from horovod_topk.core.attached import Attached
-from horovod_topk.core.base_compressor import check_elastic, check_kept, elastic
-from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.exchange.selection import exchange_of
-from horovod_topk.core.momentum import Momenta
-from horovod_topk.core.stats import Stats, describe
+from horovod_topk.core.base_compressor import check_steps_kept, elastic
 from horovod_topk.methods.protocol import Method
-from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch.buckets import Buckets
-from horovod_topk.torch.clipping import clip_alone
 from horovod_topk.torch.collective import HorovodCollective
 from horovod_topk.torch.hooks import Hooks
-from horovod_topk.torch.momentum import (
-    Loan,
-    advise,
-    check_not_twice,
-    hand_over,
-    settle_momentum,
-)
 from horovod_topk.torch.planning import plan_of
-from horovod_topk.torch.preprocessing import Preprocessing
-from horovod_topk.torch.rates import followed, has_rates
-from horovod_topk.torch.ready import Slot, first_elements
-from horovod_topk.torch.scaling import Scaler
-from horovod_topk.torch.sparse import check_may_leave
-from horovod_topk.torch.stepping import check_evaluates_once
+from horovod_topk.torch.sparse import check_may_leave, values_alone
+from horovod_topk.torch_training.momentum import check_not_twice
+from horovod_topk.torch_training.ready import Slot, first_elements
+from horovod_topk.torch_training.scaling import Scaler
+from horovod_topk.torch_training.state import TrainingState
 
 log = logging.getLogger("horovod_topk")
 
-_LIVE: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
 
-
-def live_states() -> list[OptimizerState]:
-    """The states of all optimizers that exist in this process."""
-    return list(_LIVE)
-
-
-class OptimizerState(Attached[Compressor[Tensor]]):
+class OptimizerState(TrainingState):
     """What `TopKEF.of(optimizer)` returns. One for each distributed optimizer."""
 
-    framework = "torch"
+    hooks = Hooks
 
     def __init__(
         self,
@@ -68,53 +41,21 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         grad_scaler: Scaler | None = None,
         deferred: Mapping[str, str] | None = None,
     ) -> None:
-        deferred = deferred or {}
-        parameters = optimizer._parameter_names
-        label = f"{type(optimizer).__name__} with {len(parameters)} parameters"
-        super().__init__(optimizer.process_set, "average", label)
-        self._optimizer = weakref.ref(optimizer)
-        self._buckets = Buckets(parameters)
+        names = optimizer._parameter_names
+        label = f"{type(optimizer).__name__} with {len(names)} parameters"
+        super().__init__(optimizer, names, optimizer.process_set, label)
         self._late_are_checked = False  # in the present synchronize()
         self._handles = optimizer._handles
+        self._is_elastic = elastic()
         if not self.active:
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
             self._config = config
             return
-        check_elastic(config)
-        check_evaluates_once(optimizer)
-        config = settle_momentum(optimizer, config, deferred)
-        if "follow_lr" in deferred:
-            config = replace(config, follow_lr=has_rates(optimizer))
-        self._loan = None
+        config = self._settle(optimizer, config, deferred or {})
         if config.taken_over:
-            self._loan = Loan(optimizer, parameters)
             optimizer.sparse_as_dense = True  # else Horovod would exchange them, without momentum
-        advise(optimizer, config)
-        self._attach(optimizer, config, grad_scaler)
-
-    def _attach(self, optimizer: Any, config: Method, grad_scaler: Scaler | None) -> None:
-        """Plan the exchange of an optimizer's gradients, with all ranks."""
-        plan = plan_of(optimizer, config)
-        self._preprocessing = Preprocessing.of(grad_scaler, plan)
-        self._has_scaler = grad_scaler is not None
         collective = HorovodCollective(optimizer.process_set)
-        ops = TorchOps()
-        self._prefix = config.name or f"topkef.{plan.digest.hex()}"
-        self._ordinal = _free_ordinal(self._prefix)
-        self._is_elastic = elastic()
-        if not self._is_elastic:  # there, ranks that join late construct theirs alone
-            self._ordinal = agree(plan, self._ordinal, ops, collective)
-        exchange = exchange_of(plan, ops, collective)
-        name = f"{self._prefix}.{self._ordinal}"
-        momenta = Momenta(plan.config, None if self._loan is None else self._loan.now)
-        self._compressor = self._state = Compressor(
-            plan, ops, PayloadCodec(ops), exchange, name, momenta
-        )
-        self._compressor.rates = followed(optimizer, config, self._loan)
-        self._reduction = plan.reduction
-        self._buckets.index(plan)
-        self._skipped |= plan.sent_dense()
-        log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
+        self._attach(optimizer, plan_of(optimizer, config), collective, grad_scaler)
 
     def begin(self, register_hooks: Callable[[], None] | None) -> None:
         """Take part in the optimizer's steps, now that nothing can be refused any more.
@@ -127,19 +68,13 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         if register_hooks is not None:
             register_hooks()
         if self.active:
-            shared = self._compressor, self._buckets, self._loan
-            self._hooks = Hooks(*shared, has_scaler=self._has_scaler)
-            self._hooks.watch(optimizer)
-            _LIVE.add(self)
-        else:
-            self._leave(optimizer)
-
-    def _leave(self, optimizer: Any) -> None:
-        """Have an optimizer that exchanges nothing do by itself what is asked for all the same."""
-        config = self._config
-        hand_over(optimizer, config.momentum, nesterov=config.nesterov)
-        if config.clip_norm is not None:
-            clip_alone(optimizer, config.clip_norm)
+            groups = (group["params"] for group in optimizer.param_groups)
+            trained = [p for group in groups for p in group if p.requires_grad]
+            self._watch(optimizer, zip(trained, optimizer._grad_accs, strict=True))
+            return
+        norm = self._config.clip_norm
+        gradients = None if norm is None else partial(values_alone, optimizer, norm)
+        self._leave(optimizer, self._config, gradients)
 
     # What Horovod's own path asks of a compressor, for gradients that are not ours.
 
@@ -152,26 +87,6 @@ class OptimizerState(Attached[Compressor[Tensor]]):
     def decompress(tensor: Tensor, ctx: None) -> Tensor:
         """Return the tensor as it is."""
         return tensor
-
-    # What a user may ask.
-
-    @torch.no_grad()
-    def stats(self) -> Stats:
-        """As `Attached.stats`."""
-        if self.active:
-            self.warnings = self._hooks.warnings
-        return super().stats()
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `Attached.load_state_dict`."""
-        super().load_state_dict(state)
-        self._drop_step()
-
-    def reset(self) -> None:
-        """As `Attached.reset`."""
-        super().reset()
-        self._drop_step()
 
     # What the seam and the optimizer's hooks call.
 
@@ -225,7 +140,7 @@ class OptimizerState(Attached[Compressor[Tensor]]):
 
     def synchronized(self) -> None:
         """Note that `synchronize()` is over: from here on a user may change gradients."""
-        self._hooks.synchronized()
+        self._hooks.exchanged()
 
     @torch.no_grad()
     def _launch(self, ordinal: int) -> None:
@@ -234,19 +149,14 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         self._buckets.sent.pop(ordinal, None)
         gradients = self._buckets.gradients(ordinal)
         if self._preprocessing is not None:
-            if not self._compressor.step.sent:
-                self._preprocessing.begin(self._optimizer(), self._compressor.ranks)
-            self._preprocessing.apply(gradients)
-            for slot in self._buckets.slots_of(ordinal):
-                slot.note_writing()
+            self._preprocess(self._preprocessing, ordinal, gradients)
         self._buckets.sent[ordinal] = first_elements(gradients)
         self._compressor.launch(ordinal, gradients)
 
     def _meet(self) -> None:
         """Rescale residuals before a step, where ranks have come or gone unannounced."""
         units, ranks = self._compressor.ranks_before, self._compressor.ranks
-        if self._compressor.plan.config.warmup is not None:
-            check_kept(self.manager, "warmup= counts steps, of which")
+        check_steps_kept(self._compressor.plan.config, self.manager)
         if self.manager is not None and self.manager.units != ranks:
             self.manager.settle()
         elif self.manager is None and units not in (None, ranks):
@@ -298,9 +208,3 @@ class OptimizerState(Attached[Compressor[Tensor]]):
         if not optimizer.sparse_as_dense:
             for slot in self._buckets.late_sparse():
                 check_may_leave(slot.spec.name, self._compressor)
-
-
-def _free_ordinal(prefix: str) -> int:
-    """One above all live optimizers of the same prefix."""
-    taken = (state._ordinal for state in live_states() if state._prefix == prefix)
-    return max(taken, default=-1) + 1

@@ -13,12 +13,15 @@ METHODS = (
     "dense-waiting",
     "fp16",
     "ddp",
+    "ddp-fp16",
     "powersgd",
     "topk-plain",
     "topk",
     "topk-int8",
     "topk-int8-sharded",
     "topk-int8-sampled",
+    "ddp+topk-int8",
+    "ddp+topk-int8-sharded",
 )
 FEW = (
     "dense",

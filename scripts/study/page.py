@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from horovod_topk.cli.compare.curves import steps_to
 from study import matrix, pictures
 from study.markdown import filled, spread, table
 from study.results import RESULTS, Row, Study, end, shown
@@ -265,6 +266,46 @@ def scatter(study: Study, case: str, name: str) -> str:
     return f"![Quality against bytes: {title}](results/{name})"
 
 
+def panels(study: Study, cases: str, name: str) -> str:
+    """Link to a picture, which is drawn, of cost against bytes in each case."""
+    titles = study.titles(cases)
+    pictures.panels(RESULTS / name, {title: list(study.rows(title).values()) for title in titles})
+    return f"![Quality against bytes for every compressor](results/{name})"
+
+
+def catalogue(study: Study, case: str) -> str:
+    """Every compressor of a case, with the step at which it is first as good as dense at its end.
+
+    The one that sends most bytes comes first.
+    """
+    metric = study.found(case).metric
+    lines = []
+    for row in sorted(study.rows(case).values(), key=lambda row: row.reduction):
+        steps = [
+            steps_to(run.curve(metric.name), end(metric.name, row.dense[seed]) or math.nan, metric)
+            for seed, run in row.runs.items()
+        ]
+        reached = ", ".join("-" if each is None else f"{each:,.0f}" for each in steps)
+        score = shown(metric.name, row.scores())
+        lines.append([row.name, f"{row.reduction:.1f}x", score, row.difference, reached])
+    head = ["", "fewer bytes", HELD_OUT[metric.name], "difference to dense", "steps to dense's end"]
+    return table(head, lines)
+
+
+def calls(study: Study, cases: str) -> str:
+    """What each name of a compressor stands for, in every case where it is something else."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for title in study.titles(cases):
+        for name, call in study.found(title).settings.compressors.items():
+            found.setdefault(name, {}).setdefault(call, []).append(title)
+    rows = []
+    for name, meant in found.items():
+        only = len(meant) == 1
+        said = [f"`{call}`" + ("" if only else f" ({', '.join(at)})") for call, at in meant.items()]
+        rows.append([name, "; ".join(said)])
+    return table(["name", "compressor"], rows)
+
+
 def curves(study: Study, case: str, name: str) -> str:
     """Link to a picture, which is drawn, of all runs' curves."""
     pictures.curves(RESULTS / name, study.found(case))
@@ -309,7 +350,7 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
         *(difference, fewer, costs, dense, summary, across, alike, everything, variants, seeds),
         *(patience, loops, within, beyond, same_ends, total, scatter, curves, bars, machine),
         *(matrix.progress, matrix.brief, matrix.worst, matrix.means, matrix.cells, matrix.dots),
-        matrix.parts,
+        *(matrix.parts, panels, catalogue, calls),
     )
 }
 

@@ -24,6 +24,7 @@ from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend
 from oracle.two_rounds import TwoRounds
 from oracle.world import Gradients, World, same_bits
 
+from horovod_topk.core.announcing import announced_bytes
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec, make_plan
 from horovod_topk.core.shards import shard
 from horovod_topk.errors import ConfigError
@@ -39,6 +40,8 @@ from horovod_topk.methods import (
     PowerSGD,
     RandomK,
     SignSGD,
+    TernGrad,
+    Threshold,
     TopK,
 )
 from horovod_topk.ops import Ops, coding
@@ -82,6 +85,13 @@ ROWS: dict[str, Method] = {
     "majority": SignSGD(majority=True, min_numel=8),
     "one bit": OneBit(min_numel=8),
     "bytes": ByteGrad(min_numel=8, block=32),
+    "terngrad": TernGrad(min_numel=8),
+    "terngrad, not clipped": TernGrad(clip=None, exchange="sharded", min_numel=8),
+    # More elements are above these thresholds than fit, so that no step has another level.
+    "threshold": Threshold(threshold=0.5, max_ratio=0.04, min_numel=8),
+    "threshold of magnitudes": Threshold(
+        threshold=0.5, relative=False, values="float32", exchange="sharded", min_numel=8
+    ),
     "powersgd": PowerSGD(rank=2, min_numel=8),
     "two rounds": TwoRounds(),
 }
@@ -396,7 +406,10 @@ def test_sizes_follow_from_the_plan(case: Case) -> None:
         sizes = [[(name, len(data)) for name, data in w.payloads(rank)] for w in worlds]
         assert sizes[0] == sizes[1]
     if case.method.exchange == "allgather":
-        planned = {f"job.0.{b.ordinal}": b.layout.payload_bytes for b in worlds[0].plan.buckets}
+        buckets = worlds[0].plan.buckets
+        planned = {f"job.0.{b.ordinal}": b.layout.payload_bytes for b in buckets}
+        told = {f"job.0.{b.ordinal}.announce": announced_bytes([b]) for b in buckets}
+        planned |= {name: size for name, size in told.items() if size}
         assert dict(sizes[0]) == planned
         assert all(size % 16 == 0 for size in planned.values())
 

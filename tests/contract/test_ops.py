@@ -323,6 +323,34 @@ def test_numbers_of_few_bits_are_packed_without_gaps(backend: Backend, width: in
 
 
 @each_way
+@pytest.mark.parametrize(("base", "digits"), [(3, 5), (2, 8), (6, 3), (16, 2), (200, 1)])
+def test_numbers_of_a_base_are_packed_as_digits(backend: Backend, base: int, digits: int) -> None:
+    codes = np.random.default_rng(base).integers(0, base, 43)
+    packed = backend.ops.pack_digits(backend.array(codes, "int64"), base)
+    groups = [codes[at : at + digits].tolist() for at in range(0, 43, digits)]
+    expected = [sum(code * base**i for i, code in enumerate(group)) for group in groups]
+    assert backend.numpy(packed).tolist() == expected
+    size = backend.ops.numel(packed)
+    twice = backend.ops.joined([packed, packed])
+    read = backend.ops.unpack_digits(backend.ops.load(twice, size, 0, size), 43, base)
+    assert backend.numpy(read).tolist() == [codes.tolist()] * 2
+
+
+@each_way
+def test_a_byte_of_no_digits_shows_in_its_last_one(backend: Backend) -> None:
+    row = backend.array(np.array([242, 243, 255]), "uint8")
+    read = backend.ops.unpack_digits(backend.ops.load(row, 3, 0, 3), 15, 3)
+    assert backend.numpy(read).tolist() == [[2, 2, 2, 2, 2, 0, 0, 0, 0, 3, 0, 1, 1, 0, 3]]
+
+
+@each_way
+def test_the_largest_number_of_each_column(backend: Backend) -> None:
+    flat = backend.array(np.array([1, 5, -3, 4, 2, -7], np.float32), "float32")
+    largest = backend.ops.column_largest(backend.ops.load(flat, 3, 0, 3))
+    assert backend.numpy(largest).tolist() == [4, 5, -3]
+
+
+@each_way
 def test_values_are_placed_and_the_rest_is_zero(backend: Backend) -> None:
     index = backend.array(np.array([1, 2, 5]), "int64")
     for dtype in ("float32", "float64"):
@@ -1070,6 +1098,22 @@ def test_norm_sums_in_float64(backend: Backend, dtype: str) -> None:
         math.sqrt(1e8 + 100), 1e-12
     )
     assert backend.ops.norm(backend.ops.zeros(0, dtype, "cpu")) == 0.0
+
+
+@each_way
+@pytest.mark.parametrize("dtype", [*WIDE, "float16"])
+def test_square(backend: Backend, dtype: str) -> None:
+    """Of any shape; nothing of no elements, and no number of what is not finite."""
+    values = np.random.default_rng(0).standard_normal((40, 33))
+    array = backend.array(values, dtype)
+    expected = np.sum(np.square(backend.numpy(array).astype(np.float64)))
+    found = backend.numpy(backend.ops.square(array))
+    assert (found.dtype, found.shape) == (np.float32, (1,))
+    assert found[0] == pytest.approx(expected, 1e-5)
+    assert backend.numpy(backend.ops.square(backend.ops.zeros(0, dtype, "cpu"))) == 0.0
+    for wrong in (np.nan, np.inf):
+        square = backend.ops.square(backend.array(np.array([1.0, wrong]), dtype))
+        assert not np.isfinite(backend.numpy(square)[0])
 
 
 # Methods of several rounds.

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 RANKS = HERE / "ranks"
 REPOSITORY = Path(__file__).parents[2]
 HOROVODRUN = sys.executable, "-m", "horovod_topk.cli.horovodrun"
+TORCHRUN = sys.executable, "-m", "torch.distributed.run", "--standalone"
 WITHOUT_TENSORFLOW = Path(__file__).parent / "without_tensorflow"
 
 TAG = "HOROVOD_TOPK_TEST_LAUNCH"
@@ -114,15 +115,18 @@ def launch_ranks(
     hosts: str | None = None,
     tier: str = "all",
 ) -> Launch:
-    """Run case files on `size` ranks, with Horovod's "gloo" or "mpi" controller.
+    """Run case files on `size` ranks, with Horovod's "gloo" or "mpi" controller, or "torchrun".
 
     hosts: as `horovodrun -H` takes them. Gloo takes two names of this machine for two hosts.
     tier: which of the cases; see launches.py.
     """
+    own = {LAUNCHED_AS: f"{tier} {controller}"}
+    if controller == "torchrun":
+        command = [*TORCHRUN, f"--nproc-per-node={size}", *_pytest(cases, arguments)]
+        return run(command, folder, limit, {**own, **(settings or {})})
     horovodrun = [*HOROVODRUN, "-np", str(size), f"--{controller}"]
     horovodrun += [] if hosts is None else ["-H", hosts]
     command = [*horovodrun, sys.executable, *_pytest(cases, arguments)]
-    own = {LAUNCHED_AS: f"{tier} {controller}"}
     if size > 2:
         own["HOROVOD_CYCLE_TIME"] = "3"  # ms: more ranks than cores, which all wake up each time
     return run(command, folder, limit, {**own, **(settings or {})})

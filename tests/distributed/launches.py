@@ -13,6 +13,10 @@ training equals dense, nothing is lost, a step commits or rolls back, and what a
 | `rest` | in none                       | in all launches but that one                        |
 | `all`  | in all launches of their file | in all launches of their file                       |
 
+Under torchrun, where the code that exchanges is the same, the fast tier has cases marked
+`everywhere` alone, and of each test one in four of its parametrisations; the rest has the others. A
+case marked `horovod` does not run there.
+
 `everywhere(one_in=4)` is for a test with many parameters: beside the launch that runs all of them,
 the fast tier runs one in four. A case marked `slow` is not in the fast tier at all, and of a test
 marked `one_in(4)` it has one case in four.
@@ -40,7 +44,7 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FOLDERS = {"torch": HERE / "ranks", "tensorflow": HERE / "tensorflow_ranks"}
+FOLDERS = {"torch": HERE / "ranks", "tensorflow": HERE / "tensorflow_ranks", "ddp": HERE / "ranks"}
 
 EVERY = ("fast", "rest", "all")
 AFTERWARDS = ("rest", "all")
@@ -63,8 +67,9 @@ class Job:
     """One launch.
 
     Attributes:
-        framework: "torch" or "tensorflow": whose ranks.
-        controller: Horovod's, "gloo" or "mpi"; "alone" is one process without a launcher.
+        framework: "torch", "tensorflow" or "ddp": whose ranks.
+        controller: Horovod's, "gloo" or "mpi"; "alone" is one process without a launcher;
+            "torchrun" is torch.distributed's launcher, with Gloo.
         ranks: how many.
         cases: names of case files.
         tiers: in which it is launched.
@@ -97,7 +102,8 @@ class Job:
         """
         paths = [FOLDERS[self.framework] / f"case_{name}.py" for name in self.cases]
         words = [f"world_size\\([^)]*{self.ranks}"] * (self.ranks > 2)
-        words += ["mark.everywhere"] * (self.part(tier) == "fast" and self.controller == "mpi")
+        laws_alone = self.part(tier) == "fast" and self.controller in ("mpi", "torchrun")
+        words += ["mark.everywhere"] * laws_alone
         return [path for path in paths if all(_has(path, word) for word in words)]
 
 
@@ -132,7 +138,13 @@ def runs(
     return {"all": True, "fast": fast, "rest": not fast}[tier]
 
 
-TORCH = named("torch", "alone", "nodes")
+TORCH = named("torch", "alone", "nodes", "ddp")
+# The files that ask nothing of Horovod but its verbs, in ranks/over_torch.py; and DDP's own.
+DDP = (
+    *("checkpoint", "clipping", "commit_or_roll_back", "ddp", "error_feedback", "grad_scaler"),
+    *("groups_ratios", "hierarchical", "learning_rates", "methods", "momentum", "ranks_agree"),
+    *("sharded", "training_loops", "warmup"),
+)
 TENSORFLOW = named("tensorflow", "alone")
 # The files of TensorFlow with laws and exchanges.
 LAWS = ("tape", "sharded", "hierarchical", "groups_ratios", "methods")
@@ -152,6 +164,9 @@ JOBS = (
     Job("torch", "mpi", 2, TORCH, AFTERWARDS),
     Job("torch", "mpi", 3, TORCH, settings=DYNAMIC),
     Job("torch", "mpi", 4, TORCH, AFTERWARDS, settings=DYNAMIC),
+    Job("ddp", "torchrun", 2, DDP),
+    Job("ddp", "torchrun", 3, DDP),
+    Job("ddp", "torchrun", 4, DDP, AFTERWARDS),
     Job("tensorflow", "alone", 1, ("alone",)),
     Job("tensorflow", "gloo", 2, TENSORFLOW, MERGED, settings=SLOW_CYCLES),
     Job("tensorflow", "gloo", 2, LAWS, AFTERWARDS, settings=SLOW_CYCLES),

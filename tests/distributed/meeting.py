@@ -90,6 +90,9 @@ def _ordinals(items: list[pytest.Item]) -> dict[str, int]:
 
 
 def _runs(item: pytest.Item, size: int, ordinal: int) -> bool:
+    under_torchrun = CONTROLLER == "torchrun"
+    if under_torchrun and item.get_closest_marker("horovod"):
+        return False
     sizes, everywhere, part = map(item.get_closest_marker, ("world_size", "everywhere", "one_in"))
     beside = everywhere.kwargs.get("one_in", 1) if everywhere else 1
     skipped = part and ordinal % part.args[0] != part.kwargs.get("first", 0)
@@ -99,5 +102,5 @@ def _runs(item: pytest.Item, size: int, ordinal: int) -> bool:
         size,
         sizes=sizes.args if sizes else (2,),
         everywhere=everywhere is not None and ordinal % beside == 0,
-        slow=bool(skipped or item.get_closest_marker("slow")),
+        slow=bool(skipped or item.get_closest_marker("slow") or (under_torchrun and ordinal % 4)),
     )

@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from launcher import HOROVODRUN, run
+from launcher import HOROVODRUN, TORCHRUN, run
 
 pytestmark = pytest.mark.distributed
 
-JOB = Path(__file__).parent / "restart_jobs" / "train.py"
+JOBS = Path(__file__).parent / "restart_jobs"
+# Else ranks of the second life may read in torchrun's store where those of the first listened.
+APART = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 LIMIT = 240.0  # seconds a job; eight ranks need about 20 on two idle cores
+
+
+def under_horovod(ranks: int) -> list[str]:
+    return [*HOROVODRUN, "--gloo", "-np", str(ranks), sys.executable, str(JOBS / "train.py")]
+
+
+def under_torchrun(ranks: int) -> list[str]:
+    return [*TORCHRUN, f"--nproc-per-node={ranks}", str(JOBS / "train_ddp.py")]
 
 
 @pytest.mark.timeout(3 * LIMIT + 60)
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["sharded", "allgather"])
-def test_eight_ranks_then_four_then_six(exchange: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launch", "numbers"), [(under_horovod, (8, 4, 6)), (under_torchrun, (4, 2, 3))]
+)
+def test_residuals_stay_when_the_number_of_ranks_changes(
+    launch: Callable[[int], list[str]], numbers: Sequence[int], exchange: str, tmp_path: Path
+) -> None:
     before, left = "-", None
-    for ranks in (8, 4, 6):
+    for ranks in numbers:
         after, report = tmp_path / f"of-{ranks}", tmp_path / f"report-{ranks}"
-        script = [str(JOB), before, str(after), exchange, str(report)]
-        command = [*HOROVODRUN, "--gloo", "-np", str(ranks), sys.executable, *script]
+        command = [*launch(ranks), before, str(after), exchange, str(report)]
         done = run(command, tmp_path, LIMIT, {})
         assert done.returncode == 0, done.describe()
         assert not done.immortal
@@ -37,3 +53,21 @@ def test_eight_ranks_then_four_then_six(exchange: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(loaded, expected, rtol=1e-6, atol=1e-6 * scale)
         before, left = str(after), found["left"]
         assert any(np.abs(values).max() > 0 for values in left.values())
+
+
+@pytest.mark.timeout(2 * LIMIT + 60)
+@pytest.mark.slow
+def test_a_rank_that_is_killed_under_torchrun_costs_no_bit(tmp_path: Path) -> None:
+    """torchrun starts all ranks again, and they go on from the last checkpoint."""
+    ends = []
+    for name, dies_after in (("killed", 5), ("not killed", 0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        command = [*TORCHRUN, "--max-restarts=1", "--nproc-per-node=2", str(JOBS / "killed_ddp.py")]
+        done = run([*command, str(folder), str(dies_after)], tmp_path, LIMIT, APART)
+        assert done.returncode == 0, done.describe()
+        assert not done.immortal
+        ends.append(torch.load(folder / "end", weights_only=True))
+    killed, whole = ends
+    assert (killed["resumed"], whole["resumed"]) == (5, 0)
+    assert killed["weights"] == whole["weights"]

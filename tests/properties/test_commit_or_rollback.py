@@ -218,6 +218,8 @@ def test_callbacks_hear_of_every_step_once(ending: str) -> None:
             between_bytes=compressor.traffic().between_bytes,
             node_bytes=compressor.traffic().node_bytes,
             flagged=("b",) if ending == "flagged" else (),
+            level=0.1,
+            memory_bytes=compressor.memory_bytes,
         )
     ]
     assert (compressor.steps, compressor.rolled_back) == ((1, 0) if ending == "commit" else (0, 1))

@@ -46,7 +46,7 @@ class Rank:
     def __init__(self, commit_dir: Path | None, reduction: str) -> None:
         self.reduction, self.tensors = reduction, SHAPES
         self.residuals = {n: np.zeros(np.prod(s), "f4") for n, s in SHAPES.items()}
-        self.clock: Clock = (0, None)
+        self.clock = Clock(0)
         self.agreed: Plan | None = None
         self.manager = Manager(lambda: [self], self, "te[s]t/1", commit_dir)
         self.manager.save()
@@ -92,7 +92,8 @@ class Rank:
     def step(self, noise: np.random.Generator) -> None:
         for e in self.residuals.values():
             e += noise.normal(size=e.shape).astype("f4")
-        self.clock = (self.clock[0] + 1, 0.25 if self.clock[0] > 4 else None)
+        asked, decision = (0.25, (0.5, 1.0)) if self.clock[0] > 4 else (None, ())
+        self.clock = Clock(self.clock[0] + 1, asked, decision)
 
 
 def sum_of(ranks: Sequence[Rank]) -> np.ndarray[Any, Any]:
@@ -324,7 +325,7 @@ def test_who_joins_learns_the_clock() -> None:
     for _ in range(6):
         job.step()
     job.join(2)
-    assert {rank.clock for rank in job.ranks} == {(6, 0.25)}
+    assert {rank.clock for rank in job.ranks} == {(6, 0.25, (0.5, 1.0))}
 
 
 def test_going_back_before_the_first_commit_with_others() -> None:

@@ -15,6 +15,7 @@ import torch
 from horovod_topk import cli
 from horovod_topk.cli.bench import card, group, run
 from horovod_topk.cli.bench.compute import Compute
+from horovod_topk.cli.bench.contestants import compressor
 from horovod_topk.cli.bench.figures import figures, read_result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.methods import DEFAULT, SETTINGS, method_of, parse_methods
@@ -74,6 +75,16 @@ def test_commas_part_methods_and_settings() -> None:
     assert {each.kind for each in found} == {"dense", "ddp", "topk"}
 
 
+def test_compressors_of_ddp() -> None:
+    found = parse_methods("ddp+topk-int8-sharded,ddp+QSGD(bits=2),topk-int8-sharded,ddp-fp16")
+    assert [each.adapter for each in found] == ["ddp", "ddp", "torch", "torch"]
+    assert found[0].settings == found[2].settings
+    assert found[1].what == "torch DDP, QSGD"
+    assert [each.is_ddp for each in found] == [True, True, False, True]
+    with pytest.raises(ValueError, match=r"'fp16' in 'ddp\+fp16' is no compressor of this package"):
+        method_of("ddp+fp16")
+
+
 def test_settings_get_their_types() -> None:
     settings = method_of("topk:min_numel=0,gather_ratio=0.5,exchange=auto").settings
     assert settings == {"min_numel": 0, "gather_ratio": 0.5, "exchange": "auto"}
@@ -102,6 +113,21 @@ def test_every_setting_that_is_offered_can_be_given() -> None:
         assert key in method_of(f"topk:{key}={given.get(key, '1')}{also}").settings
 
 
+def test_any_compressor_is_written_as_in_python() -> None:
+    text = "PowerSGD(rank=2,min_numel=0), topk:ratio=0.1,values=int8, OneBit,TopKEF(ratio=0.5)"
+    found = parse_methods(text)
+    assert [(each.compressor, each.settings) for each in found] == [
+        ("PowerSGD", {"rank": 2, "min_numel": 0}),
+        ("TopKEF", {"ratio": 0.1, "values": "int8"}),
+        ("OneBit", {}),
+        ("TopKEF", {"ratio": 0.5}),
+    ]
+    assert [each.what for each in found] == ["PowerSGD", "TopKEF", "OneBit", "TopKEF"]
+    assert [each.own_momentum for each in found] == [0, 0.9, 0, 0.9]
+    made = compressor(found[0]).config
+    assert (made.rank, made.min_numel) == (2, 0)
+
+
 def test_the_default_is_one_of_each_kind() -> None:
     assert {each.kind for each in parse_methods(DEFAULT)} >= {"dense", "fp16", "ddp", "powersgd"}
 
@@ -126,6 +152,9 @@ def test_the_default_is_one_of_each_kind() -> None:
             "momentum=0.9 with exchange='hierarchical'",
         ),
         ("topk:warmup=1000", "write topk:ratio=0.25"),
+        ("QSGD(warmup=[(9, 1.0)])", "write topk:ratio=0.25"),
+        ("QSDG(bits=2)", "there is no compressor 'QSDG'"),
+        ("QSGD(bits=9)", "bits=9 is no whole number from 2 to 8"),
         ("topk-0.001-int8-int4", "'topk-0.001-int8-int4' has two of values, int8 and int4"),
         ("topk:ratio=0.1,ratio=0.2", "has two of ratio, 0.1 and 0.2: leave one out"),
         ("none", "names nothing to compare with"),

@@ -10,9 +10,9 @@ import torch
 from horovod_topk.core.plan import make_plan
 from horovod_topk.errors import GradientChangedError
 from horovod_topk.methods.topk import TopK
-from horovod_topk.torch.buckets import Buckets
-from horovod_topk.torch.planning import spec_of
-from horovod_topk.torch.ready import first_elements
+from horovod_topk.torch_training.buckets import Buckets
+from horovod_topk.torch_training.ready import first_elements
+from horovod_topk.torch_training.specs import spec_of
 
 
 def gradients() -> list[torch.Tensor]:

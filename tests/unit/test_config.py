@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+from oracle.schedules import ByGradient
 
 from horovod_topk.config import OPTIONAL, reject_unknown
 from horovod_topk.errors import ConfigError, TopKError, UnknownSettingError
@@ -32,6 +33,8 @@ def test_the_defaults() -> None:
         "min_numel": 1024,
         "clip_norm": None,
         "warmup": None,
+        "schedule": None,
+        "probe_every": None,
         "momentum": 0.0,
         "nesterov": False,
         "velocity_kept": 0.0,
@@ -68,7 +71,7 @@ def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopK)]
     optional = {"momentum": 0.5, "nesterov": True, "velocity_kept": 0.5, "taken_over": True}
     optional |= {"follow_lr": True, "ratios": (("w", 1.0),)}
-    everything = TopK(clip_norm=1.0, warmup=100, **optional)
+    everything = TopK(clip_norm=1.0, warmup=100, schedule=ByGradient(), probe_every=9, **optional)
     own = {"momentum", "nesterov"}  # of the optimizer: a broadcast makes them equal
     assert list(everything.agreed()) == [name for name in names if name not in own]
     given = dataclasses.replace(everything, taken_over=False)

@@ -22,6 +22,7 @@ from horovod_topk.cost.machine import Kernels, Machine, Network
 from horovod_topk.cost.quantities import bits_per_second, milliseconds, rate, seconds
 from horovod_topk.cost.step import Training, step
 from horovod_topk.cost.strategies import (
+    Multiples,
     Piece,
     Strategy,
     Work,
@@ -30,9 +31,11 @@ from horovod_topk.cost.strategies import (
     dense,
     half,
     low_rank,
+    of_method,
 )
 from horovod_topk.cost.traffic import exchange_of, nodes_of
 from horovod_topk.cost.verdict import judge, rows
+from horovod_topk.methods import Dense, PowerSGD, TernGrad
 from horovod_topk.methods.topk import TopK
 
 NOTHING = Kernels(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -143,6 +146,30 @@ def test_work_by_hand() -> None:
         specs, nodes_of(4, 1), "sharded", replace(config, exchange="sharded", gather_ratio=0.001)
     )
     assert less.pieces[0].after == Work(2_500, 12_500, 100 + 4 * 3)
+
+
+def test_other_methods_by_hand() -> None:
+    """10,000 elements on 4 ranks; TernGrad announces, PowerSGD has two rounds."""
+    specs, once = [TensorSpec("w", (100, 100), "float32")], Multiples(10.0, 2.0)
+    nodes = nodes_of(4, 1)
+    found = of_method(specs, nodes, TernGrad(), "TernGrad", once)
+    (piece,) = found.pieces
+    assert (found.name, found.ours) == ("allgather TernGrad", False)
+    assert (piece.collective.collectives, piece.collective.rounds) == (2, 2 * (3 + 6))
+    assert piece.before == Work(triads=100_000)
+    assert piece.after == Work(triads=10_000 + 4 * 20_000)
+    (piece,) = of_method(specs, nodes, TernGrad(exchange="sharded"), "TernGrad", once).pieces
+    assert (piece.collective.collectives, piece.collective.rounds) == (3, 6 + 3 + 12 + 3 + 6)
+    assert piece.after == Work(triads=25_000 + 2 * 30_000)
+    (piece,) = of_method(specs, nodes, PowerSGD(), "PowerSGD", once).pieces
+    assert (piece.collective.collectives, piece.collective.rounds) == (4, 2 * (6 + 3 + 12))
+    assert piece.before == piece.after == Work(triads=50_000)
+    nested = TernGrad(exchange="hierarchical")
+    (piece,) = of_method(specs, nodes_of(4, 2), nested, "TernGrad", once).pieces
+    assert (piece.collective.collectives, piece.collective.rounds) == (4, (2 + 1 + 4) + 2 * (1 + 2))
+    assert piece.after == Work(triads=50_000 + 10_000 + 2 * 20_000)
+    (piece,) = of_method(specs, nodes, Dense(exchange="allreduce"), "Dense", once).pieces
+    assert (piece.collective.collectives, piece.collective.rounds) == (1, 6 + 6)
 
 
 def test_powersgd_by_hand() -> None:

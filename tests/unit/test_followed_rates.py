@@ -14,7 +14,7 @@ from horovod_topk.core.rates import Rates
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.topk import TopK
 from horovod_topk.torch import TopKEF
-from horovod_topk.torch.rates import followed
+from horovod_topk.torch_training.rates import followed
 
 FOLLOWING = TopK(follow_lr=True)
 
@@ -30,14 +30,16 @@ def optimizer_of(**groups: Any) -> Any:
 
 
 def rates_of(optimizer: Any) -> Rates:
-    rates = followed(optimizer, FOLLOWING)
+    rates = followed(optimizer, FOLLOWING, optimizer._parameter_names)
     assert rates is not None
     return rates
 
 
 def test_it_is_off_by_default() -> None:
-    assert followed(optimizer_of(a=0.1), TopKEF().config) is None
-    assert followed(optimizer_of(a=0.1), TopKEF(follow_lr=True).config) is not None
+    optimizer = optimizer_of(a=0.1)
+    names = optimizer._parameter_names
+    assert followed(optimizer, TopKEF().config, names) is None
+    assert followed(optimizer, TopKEF(follow_lr=True).config, names) is not None
 
 
 def test_each_parameter_has_the_rate_of_its_group() -> None:

@@ -24,13 +24,15 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "numpy", "horovod", "mpi4py"}
 ROOMS = {
     "errors.py": set[str](),
     "ratios.py": {"horovod_topk.errors"},
-    "config.py": {"horovod_topk.ratios", "horovod_topk.errors"},
+    "schedules.py": {"horovod_topk.ratios", "horovod_topk.errors"},
+    "config.py": {"horovod_topk.ratios", "horovod_topk.schedules", "horovod_topk.errors"},
     "__init__.py": {"horovod_topk.errors", "horovod_topk.methods", "horovod_topk.reporting"},
     "reporting.py": set[str](),
     "methods": {
         "horovod_topk.ops",
         "horovod_topk.config",
         "horovod_topk.ratios",
+        "horovod_topk.schedules",
         "horovod_topk.errors",
     },
     "core": {
@@ -39,6 +41,7 @@ ROOMS = {
         "horovod_topk.ops",
         "horovod_topk.config",
         "horovod_topk.ratios",
+        "horovod_topk.schedules",
         "horovod_topk.errors",
     },
     "ops/__init__.py": {"horovod_topk.ops.protocol"},
@@ -81,6 +84,13 @@ ROOMS = {
         "horovod_topk.elastic",
     },
     "elastic": {"horovod_topk.checkpoint", "horovod_topk.core", "horovod_topk.errors"},
+    "metrics": {"horovod_topk.core.stats", "horovod_topk.__version__"},
+    "metrics/tensorboard.py": {"tensorboard", "horovod_topk.core.stats", "horovod_topk.metrics"},
+    "metrics/prometheus.py": {
+        "prometheus_client",
+        "horovod_topk.core.stats",
+        "horovod_topk.__version__",
+    },
     "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
     "process_sets.py": {"horovod.common", "horovod_topk.core.nodes"},
     "cost": {
@@ -99,6 +109,7 @@ ROOMS = {
         "horovod_topk.core",
         "horovod_topk.config",
         "horovod_topk.ratios",
+        "horovod_topk.schedules",
         "horovod_topk.errors",
     },
     "cli/canvas.py": {"matplotlib"},
@@ -110,6 +121,7 @@ ROOMS = {
         "matplotlib.axes",  # what a hint names
         "horovod_topk.cli",
         "horovod_topk.cost.quantities",
+        "horovod_topk.ddp",
         "horovod_topk.torch",
         "horovod_topk.core",
         "horovod_topk.config",
@@ -132,7 +144,7 @@ ROOMS = {
         "horovod_topk.core",
         "horovod_topk.methods",
         "horovod_topk.ops.torch",
-        "horovod_topk.torch",
+        "horovod_topk.torch_training",
         "torch",
     },
     "cli/plan": {
@@ -146,10 +158,31 @@ ROOMS = {
         "horovod_topk.config",
         "horovod_topk.errors",
     },
+    # what PyTorch's adapters have in common
+    "torch_training": {
+        "horovod_topk.reporting",
+        "horovod_topk.methods",
+        "torch",
+        "horovod_topk.core",
+        "horovod_topk.ops.torch",
+        "horovod_topk.config",
+        "horovod_topk.errors",
+    },
+    "ddp": {
+        "horovod_topk.methods",
+        "horovod_topk.reporting",
+        "torch",
+        "horovod_topk.torch_training",
+        "horovod_topk.core",
+        "horovod_topk.ops.torch",
+        "horovod_topk.config",
+        "horovod_topk.errors",
+    },
     "torch": {
         "horovod_topk.methods",
         "horovod_topk.reporting",
         "torch",
+        "horovod_topk.torch_training",
         "horovod.torch",
         "horovod.common.exceptions",
         "horovod_topk.elastic",
@@ -211,6 +244,10 @@ def test_the_command_loads_no_framework() -> None:
     assert loaded_frameworks(f"import horovod_topk.cli, {', '.join(names)}") == set()
 
 
+def test_ddp_needs_no_horovod() -> None:
+    assert loaded_frameworks("import horovod_topk.ddp") <= {"torch", "numpy"}
+
+
 @pytest.mark.parametrize("module", ["core/plan.py", "errors.py"])
 def test_the_test_above_can_fail(tmp_path: Path, module: str) -> None:
     spoilt = tmp_path / "horovod_topk"
@@ -270,6 +307,11 @@ def test_every_room_keeps_to_its_own_imports() -> None:
         ("torch/state.py", "import tensorflow"),
         ("torch/state.py", "from horovod_topk.tensorflow import TopKEF"),
         ("torch/state.py", "import numpy"),
+        ("torch_training/state.py", "import horovod.torch"),
+        ("torch_training/state.py", "from horovod_topk.torch import TopKEF"),
+        ("ddp/state.py", "import horovod.torch"),
+        ("ddp/state.py", "from horovod_topk.torch import state"),
+        ("torch/state.py", "from horovod_topk.ddp import TopKEF"),
         ("tensorflow/__init__.py", "import torch"),
         ("tensorflow/__init__.py", "from horovod_topk.torch import TopKEF"),
         ("config.py", "from horovod_topk.core import plan"),

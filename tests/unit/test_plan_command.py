@@ -17,6 +17,8 @@ from horovod_topk.cli.options import Parser, joined
 from horovod_topk.cli.plan import arguments, kernels, measure
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.cost import machine as machines
+from horovod_topk.cost.strategies import Multiples
+from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import VALUES, TopK
 
 SEED = ["plan", "--model", "resnet18", "--compute", "62.5ms", "--bandwidth", "10gbit"]
@@ -38,6 +40,48 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert strategy in text
     assert "constants: " in text
     assert "hierarchical" not in text
+
+
+def test_any_method_has_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bytes of the command `bytes`; the verdict is about TopKEF alone."""
+    monkeypatch.setattr(kernels, "multiples", lambda framework, config: Multiples(5.0, 1.0))
+    calls = [name for name in METHODS if name != "TopKEF"] + ["TernGrad(exchange='hierarchical')"]
+    path = tmp_path / "small.json"
+    path.write_text('{"w": [300, 400], "b": [400]}')
+    options = ["--model", str(path), "--local-size", "2"]
+    options += [part for call in calls for part in ("--compressor", call)]
+    assert cli.main(["bytes", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()[-len(calls) :]
+    listed = [tuple(each.replace(",", "") for each in line.split()[:4]) for line in lines]
+    answer = found(capsys, *options, "--values", "int4")
+    planned = [
+        (row["exchange"], row["values"], str(row["sent_bytes"]), str(row["node_bytes"]))
+        for row in answer["strategies"][-len(calls) :]
+    ]
+    assert planned == listed
+    assert all(row["overlapped"]["kernels"] > 0 for row in answer["strategies"][-len(calls) :])
+    assert "int4" in answer["verdict"]
+    assert "TernGrad" in answer["assumptions"]["other compressors"]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_computes_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SOME", (64, 64))
+    framework = frameworks.find()
+    assert framework is not None
+    exchange = METHODS[name]().exchange
+    measured = kernels.multiples(framework, METHODS[name](exchange=exchange))
+    assert measured.encode > 0
+    assert measured.decode >= 0
+
+
+def test_a_compressor_that_there_is_none_of(capsys: pytest.CaptureFixture[str]) -> None:
+    for call in ("Zip", "QSGD(bits=1)", "none"):
+        assert cli.main([*SEED, "--compressor", call]) == 2
+    assert "there is no compressor 'Zip'" in capsys.readouterr().err
 
 
 @pytest.mark.one_in(2)

@@ -12,8 +12,8 @@ from torch.amp import GradScaler
 from horovod_topk.core.clipping import LocalClip, local_threshold
 from horovod_topk.errors import ConfigError
 from horovod_topk.torch import TopKEF
-from horovod_topk.torch.clipping import Norms, local_clip
-from horovod_topk.torch.scaling import ONE, LossScale, Scale
+from horovod_topk.torch_training.clipping import Norms, local_clip
+from horovod_topk.torch_training.scaling import ONE, LossScale, Scale
 
 
 def test_a_scale_on_the_host_is_a_number() -> None:

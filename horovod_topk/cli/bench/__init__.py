@@ -22,6 +22,7 @@ from horovod_topk.cost.quantities import bits_per_second
 from horovod_topk.errors import TopKError
 
 SHORTHAND = "topk-int4, topk-int8-sharded or topk:values=int8,exchange=sharded"
+CALL = "'QSGD(bits=2)'"
 
 
 DESCRIPTION = (
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="LIST",
         help=f"methods to time, with commas between them: {', '.join(KINDS)}; settings of TopKEF "
-        f"as in {SHORTHAND} (default: {DEFAULT}; with --script: {DEFAULT_OF_SCRIPT})",
+        f"as in {SHORTHAND}; other compressors as in Python, {CALL}; over torch DDP as in ddp+topk "
+        f"(default: {DEFAULT}; with --script: {DEFAULT_OF_SCRIPT})",
     )
     add(
         "--rounds",

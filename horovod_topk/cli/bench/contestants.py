@@ -9,12 +9,13 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import horovod_topk.ddp
+import horovod_topk.torch
 from horovod_topk.cli.bench.gradients import GivenGradients
-from horovod_topk.cli.bench.methods import STEADY, Method
-from horovod_topk.torch import TopKEF
+from horovod_topk.cli.bench.methods import OTHER, STEADY, TOPK, Method
 from horovod_topk.torch.collective import rest_until_done
 
 LEARNING_RATE = 1e-9  # weights hardly move, whatever the gradients are
@@ -93,14 +94,29 @@ def _fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Con
     return Contestant(model, model, _distributed(model, plain, name, hvd.Compression.fp16))
 
 
-def _topk(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
-    compression = TopKEF(**STEADY, **method.settings)
-    optimizer = _distributed(model, plain, name, compression)
+def compressor(method: Method) -> Any:
+    """Make the compressor of a method that is one of ours."""
+    adapter = horovod_topk.ddp if method.adapter == "ddp" else horovod_topk.torch
+    return getattr(adapter, method.compressor)(**STEADY, **method.settings)
+
+
+def _ours(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    if method.adapter == "ddp":
+        wrapped = _data_parallel(model)
+        compressor(method).attach(wrapped, plain)
+        return Contestant(model, wrapped, plain, warm_up=6)
+    optimizer = _distributed(model, plain, name, compressor(method))
     return Contestant(model, model, optimizer, warm_up=6)  # residuals fill
 
 
 def _ddp(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
     return Contestant(model, _data_parallel(model), plain)
+
+
+def _ddp_fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    wrapped = _data_parallel(model)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return Contestant(model, wrapped, plain)
 
 
 def _powersgd(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
@@ -124,6 +140,8 @@ BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Contestant]] 
     "dense-waiting": _dense_waiting,
     "fp16": _fp16,
     "ddp": _ddp,
+    "ddp-fp16": _ddp_fp16,
     "powersgd": _powersgd,
-    "topk": _topk,
+    TOPK: _ours,
+    OTHER: _ours,
 }

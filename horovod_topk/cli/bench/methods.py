@@ -1,25 +1,28 @@
-"""What is compared: Horovod's and torch DDP's exchanges, and TopKEF in any setting."""
+"""What is compared: Horovod's and torch DDP's exchanges, and any compressor in any setting."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from horovod_topk.cli.ratios import parse_ratios
 from horovod_topk.config import BY_ADAPTERS, DEFERRED, EXCHANGES, check_settings, reject_unknown
+from horovod_topk.core.substitute import parse
+from horovod_topk.methods import METHODS
 from horovod_topk.methods.topk import INDICES, SELECTIONS, VALUES, TopK
 
-NONE, DENSE, TOPK = "none", "dense", "topk"
+NONE, DENSE, TOPK, OTHER = "none", "dense", "topk", "compressor"
 KINDS = {
     NONE: "no exchange",
     DENSE: "Horovod, dense",
     "dense-waiting": "Horovod, dense, sleeping while it waits",
     "fp16": "Horovod, fp16",
     "ddp": "torch DDP, dense",
+    "ddp-fp16": "torch DDP, fp16",
     "powersgd": "torch DDP, PowerSGD rank 4",
     TOPK: "TopKEF",
-}
+}  # by the names that users write
 DEFAULT = "dense,fp16,ddp,powersgd,topk,topk-int8,topk-int8-sharded"
 DEFAULT_OF_SCRIPT = "dense,fp16,topk,topk-int8,topk-int8-sharded"
 WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two things
@@ -28,7 +31,8 @@ WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two thing
     **dict.fromkeys(SELECTIONS, "selection"),
     **{value: "indices" for value in INDICES if value != "auto"},
 }
-UNFIT = ("name", "warmup", "follow_lr", *BY_ADAPTERS)  # settings that make no other step to time
+# Settings that make no other step to time.
+UNFIT = ("name", "warmup", "schedule", "probe_every", "follow_lr", *BY_ADAPTERS)
 SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,
@@ -39,6 +43,7 @@ NUMBERS: dict[str, Callable[[str], float]] = {
     "velocity_kept": float,
 }
 EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # where the default is off
+OVER_DDP = "ddp+"  # before a compressor: with horovod_topk.ddp
 TRUTH = {"True": True, "False": False}
 STEADY: Mapping[str, Any] = {"warmup": None}  # steps are timed as they are after a warm-up
 OPTIMIZERS_OWN = 0.9  # momentum, where TopKEF takes it over
@@ -49,16 +54,29 @@ class Method:
     """A way to exchange gradients."""
 
     name: str  # as the user wrote it
-    kind: str  # one of KINDS
-    settings: Mapping[str, object] = field(default_factory=dict)  # of TopKEF
+    kind: str  # one of KINDS, or OTHER
+    settings: Mapping[str, object] = field(default_factory=dict)  # of the compressor
+    compressor: str = "TopKEF"  # one of METHODS
+    adapter: str = "torch"  # whose compressor: "torch" (Horovod's optimizer) or "ddp"
 
     def __post_init__(self) -> None:
-        check_settings(TopK, self.settings)
+        check_settings(METHODS[self.compressor], self.settings)
+
+    @property
+    def what(self) -> str:
+        """What it is, in a few words."""
+        what = KINDS.get(self.kind, self.compressor)
+        return what if self.adapter == "torch" else f"torch DDP, {what}"
+
+    @property
+    def is_ddp(self) -> bool:
+        """Whether DistributedDataParallel exchanges its gradients."""
+        return self.adapter == "ddp" or self.kind in ("ddp", "ddp-fp16", "powersgd")
 
     @property
     def own_momentum(self) -> float:
-        """Momentum that the optimizer has to come with, for TopKEF to take over; 0: none."""
-        asked = {**TopK.for_training, **self.settings}["momentum"]
+        """Momentum that the optimizer has to come with, for a compressor to take over; 0: none."""
+        asked = {**METHODS[self.compressor].for_training, **self.settings}.get("momentum")
         return OPTIMIZERS_OWN if asked in DEFERRED["momentum"] else 0.0
 
 
@@ -66,7 +84,7 @@ def parse_methods(text: str) -> list[Method]:
     """Of a list with commas, `none` and what comes twice left out.
 
     Raises:
-        ValueError: one of them is unknown; TopKError: TopKEF does not take a setting.
+        ValueError: one of them is unknown; TopKError: a compressor does not take a setting.
     """
     methods = {name: method_of(name) for name in _names(text)}
     methods.pop(NONE, None)  # is always measured
@@ -80,10 +98,14 @@ def parse_methods(text: str) -> list[Method]:
 
 
 def _names(text: str) -> Iterator[str]:
-    """Split at commas but for those between settings: a,topk:x=1,y=2 is a and topk:x=1,y=2."""
+    """Split at commas but for those between settings.
+
+    a,topk:x=1,y=2,B(z=3,u=4) is a, topk:x=1,y=2 and B(z=3,u=4).
+    """
     name = ""
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
-        if "=" in piece and ":" not in piece and ":" in name:
+        is_open = name.count("(") > name.count(")")
+        if is_open or ("=" in piece and not {*":("} & {*piece} and ":" in name):
             name = f"{name},{piece}"
             continue
         if name:
@@ -94,13 +116,26 @@ def _names(text: str) -> Iterator[str]:
 
 
 def method_of(name: str) -> Method:
-    """One of KINDS, topk-WORD-WORD, or topk:SETTING=VALUE,...
+    """One of KINDS, topk-WORD-WORD, topk:SETTING=VALUE,..., or a compressor as in Python.
+
+    With OVER_DDP before it, a compressor is that of DistributedDataParallel.
 
     Raises:
-        ValueError: it is neither; TopKError: TopKEF does not take a setting.
+        ValueError: it is none of these; TopKError: the compressor does not take a setting.
     """
+    inner = name.removeprefix(OVER_DDP)
+    if inner != name:
+        method = method_of(inner)
+        if method.kind not in (TOPK, OTHER):
+            raise ValueError(f"--methods: {inner!r} in {name!r} is no compressor of this package")
+        return replace(method, name=name, adapter="ddp")
     if name in KINDS:
         return Method(name, name)
+    if "(" in name or name in METHODS:
+        asked = parse(name)
+        _check_steady({*asked.settings})
+        kind = TOPK if asked.name == "TopKEF" else OTHER
+        return Method(name, kind, asked.settings, asked.name)
     head, colon, tail = name.partition(":")
     if head == TOPK and colon:
         return Method(name, TOPK, _once(name, map(_setting, tail.split(","))))
@@ -109,8 +144,8 @@ def method_of(name: str) -> Method:
         settings = _once(name, (pair for word in words for pair in _word(word, name).items()))
         return Method(name, TOPK, settings)
     raise ValueError(
-        f"--methods: {name!r} is none of {', '.join(KINDS)}, nor as topk-int8-sharded or "
-        "topk:values=int8,ratio=0.01"
+        f"--methods: {name!r} is none of {', '.join(KINDS)}, nor as topk-int8-sharded, "
+        "topk:values=int8,ratio=0.01 or QSGD(bits=2)"
     )
 
 
@@ -128,11 +163,7 @@ def _once(name: str, pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
 
 def _setting(text: str) -> tuple[str, object]:
     key, _, value = (part.strip() for part in text.partition("="))
-    if key == "warmup":
-        raise ValueError(
-            "--methods: of a warm-up only the first steps would be timed: write topk:ratio=0.25 "
-            "for a step at that ratio"
-        )
+    _check_steady({key})
     reject_unknown({key} - set(SETTINGS), SETTINGS)
     if key == "ratios":
         return key, parse_ratios(value.split())
@@ -141,6 +172,15 @@ def _setting(text: str) -> tuple[str, object]:
     if value in DEFERRED.get(key, ()):
         return key, value
     return key, _number(key, value) if key in NUMBERS else value
+
+
+def _check_steady(settings: set[str]) -> None:
+    """Refuse a setting that changes the steps that are timed."""
+    if "warmup" in settings:
+        raise ValueError(
+            "--methods: of a warm-up only the first steps would be timed: write topk:ratio=0.25 "
+            "for a step at that ratio"
+        )
 
 
 def _word(word: str, name: str) -> Mapping[str, object]:

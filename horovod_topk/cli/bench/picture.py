@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horovod_topk.cli.bench.figures import Result, figures
-from horovod_topk.cli.bench.methods import NONE, TOPK
+from horovod_topk.cli.bench.methods import KINDS, NONE, TOPK
 from horovod_topk.cli.canvas import canvas
 from horovod_topk.cost import quantities
 
@@ -30,7 +30,7 @@ def draw(path: Path, results: Sequence[Result]) -> None:
 def _fill(axes: Axes, runs: Sequence[Result]) -> None:
     for name in dict.fromkeys(name for run in runs for name in figures(run) if name != NONE):
         places, heights, low, high = _line(name, runs)
-        style: dict[str, Any] = {"linestyle": "-" if name.startswith(TOPK) else "--"}
+        style: dict[str, Any] = {"linestyle": "--" if name in {*KINDS} - {TOPK} else "-"}
         errors = [low, high]
         axes.errorbar(places, heights, yerr=errors, marker="o", capsize=2, label=name, **style)
     axes.set_xticks(range(len(runs)), [_label(run) for run in runs])

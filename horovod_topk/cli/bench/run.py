@@ -20,7 +20,7 @@ from horovod_topk.cli.bench.contestants import build
 from horovod_topk.cli.bench.figures import Result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.measure import Taken, race
-from horovod_topk.cli.bench.methods import KINDS, NONE, Method
+from horovod_topk.cli.bench.methods import NONE, Method
 from horovod_topk.cli.bench.picture import check_comparable, draw
 from horovod_topk.cli.bench.script import check, time_script
 from horovod_topk.cli.bench.table import table
@@ -90,7 +90,7 @@ def _of_shapes(
     """What steps of given gradients took."""
     shared = Weights.of(specs, hvd.rank())
     with contextlib.ExitStack() as stack:
-        if any(method.kind in ("ddp", "powersgd") for method in methods):
+        if any(method.is_ddp for method in methods):
             stack.enter_context(group.process_group(group.require(interface)))
         contestants = {}
         for ordinal, method in enumerate(methods):
@@ -139,7 +139,7 @@ def _result(
         "methods": [
             {
                 "name": method.name,
-                "what": KINDS[method.kind],
+                "what": method.what,
                 "settings": dict(method.settings),
                 "seconds": taken[method.name].seconds,
                 "cpu": taken[method.name].cpu,

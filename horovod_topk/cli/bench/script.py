@@ -22,17 +22,18 @@ from unittest import mock
 import horovod.torch as hvd
 
 from horovod_topk.cli.bench.card import Sent, sent
+from horovod_topk.cli.bench.contestants import compressor
 from horovod_topk.cli.bench.measure import Cost, Taken, taken
 from horovod_topk.cli.bench.meeting import meet
-from horovod_topk.cli.bench.methods import NONE, STEADY, Method
-from horovod_topk.torch import TopKEF
+from horovod_topk.cli.bench.methods import NONE, OTHER, TOPK, Method
 
 WARM_UP = 6  # steps
 COMPRESSIONS: dict[str, Callable[[Method], Any]] = {
     NONE: lambda method: None,
     "dense": lambda method: hvd.Compression.none,
     "fp16": lambda method: hvd.Compression.fp16,
-    "topk": lambda method: TopKEF(**STEADY, **method.settings),
+    TOPK: compressor,
+    OTHER: compressor,
 }
 
 
@@ -91,7 +92,7 @@ def check(methods: Sequence[Method]) -> None:
         ValueError: it cannot in one of them.
     """
     for method in methods:
-        if method.kind not in COMPRESSIONS:
+        if method.is_ddp or method.kind not in COMPRESSIONS:
             raise ValueError(
                 f"--script: {method.name} is no compression of hvd.DistributedOptimizer. "
                 f"Give --methods of {', '.join(COMPRESSIONS)}"

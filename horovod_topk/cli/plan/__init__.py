@@ -13,17 +13,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 from horovod_topk.cli.files import check_picture, check_writable
+from horovod_topk.cli.frameworks import find
 from horovod_topk.cli.options import announce
-from horovod_topk.cli.plan import arguments, measure, picture, table
+from horovod_topk.cli.plan import arguments, kernels, measure, picture, table
 from horovod_topk.cost import machine as machines
 from horovod_topk.cost.machine import Machine
-from horovod_topk.cost.strategies import all_strategies
+from horovod_topk.cost.strategies import Strategy, all_strategies, of_method
 from horovod_topk.cost.verdict import judge, rows
 from horovod_topk.errors import TopKError
+from horovod_topk.methods import METHODS
 
 DESCRIPTION = (
     "Predict the time of a training step with Horovod's allreduce, with PowerSGD and with each "
-    "exchange of TopKEF, and say whether to compress. Formulas and their errors: docs/plan.md."
+    "exchange of TopKEF, and say whether to compress. Formulas and their errors: docs/plan.md. "
+    "--compressor adds a row for any other method."
 )
 add_arguments = arguments.add_arguments
 
@@ -80,11 +83,33 @@ def _keep(machine: Machine, path: Path) -> None:
         ) from error
 
 
+def _others(asked: arguments.Asked) -> list[Strategy]:
+    """Further compressors, whose kernels are timed here.
+
+    Raises:
+        ValueError: there is nothing to time them with.
+    """
+    framework = find() if asked.others else None
+    if asked.others and framework is None:
+        raise ValueError(
+            "--compressor: Horovod works with neither PyTorch nor TensorFlow here, which methods "
+            "are timed in; run `horovod-topk doctor` for the reason"
+        )
+    found = []
+    for config in asked.others.values():
+        assert framework is not None
+        name = next(name for name, method in METHODS.items() if method is type(config))
+        computed = kernels.multiples(framework, config)
+        found.append(of_method(asked.specs, asked.nodes, config, name, computed))
+    return found
+
+
 def _print(args: argparse.Namespace, asked: arguments.Asked, machine: Machine) -> None:
     announce(sum(asked.nodes.sizes))
     strategies = all_strategies(
         asked.specs, asked.nodes, asked.config, rank=asked.rank, values=asked.values
     )
+    strategies += _others(asked)
     found = rows(strategies, machine, asked.training, overlap=asked.overlap)
     verdict = judge(found, overlap=asked.overlap)
     if args.json:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from horovod_topk.cli.models import MODELS, specs_of
 from horovod_topk.cli.options import (
+    add_compressors,
     add_device,
     add_model,
     add_selection,
     given,
+    method_of,
     number,
     whole,
 )
 from horovod_topk.cli.ratios import add_ratios, parse_ratios
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import TensorSpec
+from horovod_topk.core.substitute import parse
 from horovod_topk.cost.machine import Machine, Network
 from horovod_topk.cost.quantities import bits_per_second, seconds
 from horovod_topk.cost.step import FORWARD, Training
 from horovod_topk.cost.traffic import nodes_of
 from horovod_topk.cost.verdict import TOO_COARSE
+from horovod_topk.methods import Method
 from horovod_topk.methods.topk import SELECTIONS, VALUES, TopK
 
 MOMENTUM = 0.9  # the time does not depend on it
@@ -48,6 +53,7 @@ class Asked:
     training: Training
     rank: int  # of PowerSGD
     values: tuple[str, ...]
+    others: Mapping[str, Method]  # further compressors, as they were written
     overlap: bool
     bandwidth: float | None
     latency: float | None
@@ -131,6 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANK",
         help="rank of PowerSGD's matrices, 1 or more (default: %(default)s)",
     )
+    add_compressors(parser)
     _add_files(parser)
 
 
@@ -257,6 +264,7 @@ def check(args: argparse.Namespace) -> Asked:
         training=Training(compute, args.forward, args.local_size),
         rank=args.powersgd,
         values=tuple(args.values),
+        others={str(asked): method_of(asked) for asked in map(parse, args.compressor)},
         overlap=not args.no_overlap,
         bandwidth=given(bits_per_second, "--bandwidth", args.bandwidth),
         latency=given(seconds, "--latency", args.latency),

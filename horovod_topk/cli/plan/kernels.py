@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from horovod_topk.cli.frameworks import Framework
 from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange.reduce import ReduceExchange
+from horovod_topk.core.nodes import Location
 from horovod_topk.core.plan import BUCKET_ELEMENTS, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.cost.machine import Kernels
+from horovod_topk.cost.strategies import Multiples
+from horovod_topk.methods import Method
+from horovod_topk.methods.protocol import Rounds
 from horovod_topk.methods.topk import TopK
 
 SETTLE, REPEATS = 40, 60  # steps before the first is timed: a residual has to fill
 FEW, MANY = 1, 8  # payloads decoded
 MATRIX = (2304, 512, 4)  # rows, columns and rank of PowerSGD
+SOME, FEW_REPEATS = (2304, 512), 4  # a tensor that any method compresses, often slowly
 
 
 def measure(framework: Framework, config: TopK) -> Kernels:
@@ -54,6 +63,78 @@ def measure(framework: Framework, config: TopK) -> Kernels:
     )
 
 
+def multiples(framework: Framework, config: Method) -> Multiples:
+    """What any method computes here, in multiples of `r += g`, on one core."""
+    ops, codec = framework.ops, PayloadCodec(framework.ops)
+    spec = TensorSpec("all", SOME, "float32")
+    config = replace(config, warmup=None, ratios=None)
+    plan = make_plan([spec], config)
+    (bucket,) = plan.buckets
+    triad = seconds(framework.triad(BUCKET_ELEMENTS)) * bucket.numel / BUCKET_ELEMENTS  # of memory
+    if isinstance(config, Rounds):
+        compressor = Compressor(plan, ops, codec, ReduceExchange(Alone()), "topkef.plan")
+
+        def step() -> None:
+            gradient = [framework.gradient(bucket.numel)]
+            compressor.launch(0, gradient)
+            compressor.step.finish(0, gradient)
+            compressor.commit()
+
+        drawn = seconds(lambda: framework.gradient(bucket.numel), FEW_REPEATS)
+        return Multiples(max(0.0, seconds(step, FEW_REPEATS) - drawn) / triad)
+    arenas = Arenas(bucket, *(ops.zeros(bucket.numel, "float32", "cpu") for _ in range(2)))
+    payload, gradients = codec.new_payload(bucket), [framework.gradient(bucket.numel)]
+    codec.tell(bucket, [0.0] * len(config.told))
+    encoded = seconds(lambda: codec.encode(arenas, gradients, payload), FEW_REPEATS)
+    target, taken = framework.gradient(bucket.numel), []
+    for count in (FEW, MANY):
+        gathered = _repeated(framework, payload, bucket.layout.payload_bytes, count)
+        decode = partial(codec.decode, bucket, gathered, 1 / count, [target])
+        taken.append(seconds(decode, FEW_REPEATS))
+    return Multiples(encoded / triad, max(0.0, taken[1] - taken[0]) / (MANY - FEW) / triad)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A collective of one rank, which is over at once."""
+
+    result: Any
+
+    def wait(self) -> Any:
+        """What was handed over."""
+        return self.result
+
+
+class Alone:
+    """`horovod_topk.core.exchange.Collective` of a single rank."""
+
+    rank, size, location = 0, 1, Location("", 0, 0)
+
+    def allgather(self, payload: Any, name: str, counts: Sequence[int] | None = None) -> _Done:
+        """The payload."""
+        return _Done(payload)
+
+    def alltoall(self, payloads: Any, name: str) -> _Done:
+        """The payloads."""
+        return _Done(payloads)
+
+    def reduce_scatter(self, array: Any, counts: Sequence[int], name: str) -> _Done:
+        """The array."""
+        return _Done(array)
+
+    def allreduce(self, array: Any, name: str) -> _Done:
+        """The array."""
+        return _Done(array)
+
+    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Whether it can: no."""
+        return False
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Sequence[None]:
+        """Nothing."""
+        return [None] * len(groups)
+
+
 def _repeated(framework: Framework, payload: Any, size: int, count: int) -> Any:
     gathered = framework.ops.zeros(count * size, "uint8", "cpu")
     for position in range(count):
@@ -62,10 +143,10 @@ def _repeated(framework: Framework, payload: Any, size: int, count: int) -> Any:
     return gathered
 
 
-def seconds(action: Callable[[], object]) -> float:
+def seconds(action: Callable[[], object], repeats: int = REPEATS) -> float:
     """The fastest of some repeats: what others on the same core take is `Machine.slowdown`'s."""
     taken = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         began = time.perf_counter()
         action()
         taken.append(time.perf_counter() - began)

@@ -74,6 +74,11 @@ def assumptions(asked: Asked, machine: Machine) -> dict[str, str]:
             f"compute time, as no constants of a {KINDS[asked.device]}'s kernels are given; times "
             "of kernels and steps, and the verdict, are rough"
         )
+    if asked.others:
+        found["other compressors"] = (
+            f"what {', '.join(asked.others)} computes is timed on this machine's CPU, and taken in "
+            "multiples of r += g"
+        )
     found["overlap"] = (
         "the verdict and the last column assume that backward overlaps the exchange; --no-overlap "
         "assumes that nothing overlaps"

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
 from horovod_topk.core import payload as wire
+from horovod_topk.core.announcing import Encoder, announced_bytes
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import BucketExchange, Collective, Over, Pending, Traffic
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
+from horovod_topk.errors import TopKError
 from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
@@ -19,7 +21,7 @@ Array = TypeVar("Array")
 class Allgather(Over[Array]):
     """Every rank sends its payload to every other; bytes grow with the number of ranks."""
 
-    kind, stages, keeps, parts, part = "allgather", 0, True, 0, None
+    kind, keeps, parts, part = "allgather", True, 0, None
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """The bucket itself."""
@@ -38,13 +40,17 @@ class Allgather(Over[Array]):
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> BucketExchange[Array]:
-        """One allgather."""
+        """One allgather, of some methods two."""
         (arenas,) = residuals
         return AllgatherBucket(bucket, arenas, ops, codec, self._collective)
 
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`: a payload, and those of all ranks."""
+        return (1 + self.ranks) * sum(bucket.layout.payload_bytes for bucket in plan.buckets)
+
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step, sent in a ring from rank to rank."""
-        payload_bytes = sum(bucket.layout.payload_bytes for bucket in plan.buckets)
+        payload_bytes = sum(b.layout.payload_bytes + announced_bytes([b]) for b in plan.buckets)
         entries = sum(bucket.entries for bucket in plan.buckets)
         sent_bytes = (self.ranks - 1) * payload_bytes
 
@@ -68,17 +74,35 @@ class AllgatherBucket(Generic[Array]):
         self._bucket, self._arenas = bucket, arenas
         self._ops, self._codec, self._collective = ops, codec, collective
         self._payload = codec.new_payload(bucket)
+        self._encoder = Encoder([arenas], [self._payload], ops, codec, collective)
+        self.stages = self._encoder.stages
         self._pending: Pending[Array] | None = None
+        self._unwanted: Pending[Array] | None = None  # of a step that was forgotten
 
     def send(
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
     ) -> None:
         """`BucketExchange.send`."""
+        if self._unwanted is not None:
+            self._settle(self._unwanted)
+        self._name = name
+        if self.stages:
+            self._encoder.begin(gradients, name, velocities)
+            return
         self._codec.encode_shards([self._arenas], gradients, [self._payload], velocities)
         self._pending = self._collective.allgather(self._payload, name)
 
     def advance(self) -> None:
-        """`BucketExchange.advance`."""
+        """`BucketExchange.advance`: send the payload once it is announced."""
+        if not self._encoder.waits:
+            return
+        try:
+            self._encoder.complete()
+        except TopKError:  # the others wait for this rank, and have to hear of it
+            self._codec.flag_all(self._bucket, self._payload)
+            self._pending = self._gather()
+            raise
+        self._pending = self._gather()
 
     def drain(self) -> None:
         """`BucketExchange.drain`. It may have failed, as where a rank of an elastic job is lost."""
@@ -86,10 +110,24 @@ class AllgatherBucket(Generic[Array]):
             with contextlib.suppress(RuntimeError):
                 self._pending.wait()
         self._pending = None
+        if self._encoder.waits and self._encoder.drain():
+            self._codec.flag_all(self._bucket, self._payload)
+            self._unwanted = self._gather()
+
+    def _gather(self) -> Pending[Array]:
+        return self._collective.allgather(self._payload, self._name)
+
+    def _settle(self, unwanted: Pending[Array]) -> None:
+        """Wait for what reads the memory that is about to be written."""
+        with contextlib.suppress(RuntimeError):
+            unwanted.wait()
+        self._unwanted = None
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`BucketExchange.receive`."""
         bucket, size = self._bucket, self._bucket.layout.payload_bytes
+        if self.stages:
+            self.advance()
         assert self._pending is not None
         pending, self._pending = self._pending, None
         gathered = pending.wait()
@@ -106,6 +144,10 @@ class AllgatherBucket(Generic[Array]):
     def swap(self) -> None:
         """`BucketExchange.swap`."""
         self._arenas.swap()
+
+    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
+        """`BucketExchange.encoded`."""
+        return [(self._arenas, self._payload)]
 
     def squares(self, *, committed: bool) -> Squares:
         """`BucketExchange.squares`."""

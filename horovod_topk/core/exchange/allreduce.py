@@ -6,7 +6,8 @@ above two ranks not the same ones in every run; MPI only recommends that much.
 
 A bucket is one array: its gradients behind each other in the residual's dtype, and four lanes with
 the digest of its plan, 16 bits each, whose sums over P ranks are P times a rank's own where all
-have the same plan. A tensor whose sum is not finite becomes NaN, on every rank.
+have the same plan. With measures it ends in P lanes for each of them, one a rank, which all other
+ranks leave at zero. A tensor whose sum is not finite becomes NaN, on every rank.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LANES = 4  # of 16 bits: float32 holds their sums over 256 ranks exactly
 class AllreduceExchange(Over[Array]):
     """Dense gradients are added up by Horovod's own allreduce."""
 
-    kind, stages, keeps, parts, part = "allreduce", 0, False, 0, None
+    kind, keeps, parts, part = "allreduce", False, 0, None
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """None: nothing is left behind."""
@@ -60,11 +61,16 @@ class AllreduceExchange(Over[Array]):
         codec: PayloadCodec[Array],
     ) -> BucketExchange[Array]:
         """One allreduce."""
-        return AllreduceBucket(bucket, ops, self._collective)
+        return AllreduceBucket(bucket, ops, codec, self._collective)
+
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`: one array a bucket."""
+        return self.traffic(plan).payload_bytes
 
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step, sent in a ring from rank to rank."""
-        size = sum((b.numel + LANES) * WIDTH[b.residual_dtype] for b in plan.buckets)
+        told = self.ranks * len(plan.config.measures)
+        size = sum((b.numel + LANES + told) * WIDTH[b.residual_dtype] for b in plan.buckets)
         entries = sum(bucket.entries for bucket in plan.buckets)
         sent_bytes = ring_allreduce_bytes(size, self.ranks)
 
@@ -77,10 +83,19 @@ class AllreduceExchange(Over[Array]):
 class AllreduceBucket(Generic[Array]):
     """`BucketExchange` of one bucket."""
 
-    def __init__(self, bucket: BucketPlan, ops: Ops[Array], collective: Collective[Array]) -> None:
-        self._bucket, self._ops, self._collective = bucket, ops, collective
+    stages = 0
+
+    def __init__(
+        self,
+        bucket: BucketPlan,
+        ops: Ops[Array],
+        codec: PayloadCodec[Array],
+        collective: Collective[Array],
+    ) -> None:
+        self._bucket, self._ops, self._codec, self._collective = bucket, ops, codec, collective
         self._digest = struct.unpack("<4H", bucket.digest)
-        size = bucket.numel + LANES
+        self._lanes = LANES + collective.size * len(bucket.measures)
+        size = bucket.numel + self._lanes
         self._array = ops.zeros(size, bucket.residual_dtype, bucket.device)
         self._pending: Pending[Array] | None = None
 
@@ -93,10 +108,13 @@ class AllreduceBucket(Generic[Array]):
         for piece, gradient in zip(bucket.tensors, gradients, strict=True):
             if piece.numel:
                 ops.split_shards(gradient, [0], [ops.view(self._array, piece.start, piece.stop)])
-        data = ops.zeros(4 * LANES, "uint8", bucket.device)
+        data = ops.zeros(4 * self._lanes, "uint8", bucket.device)
         ops.store_bytes(data, 0, struct.pack(f"<{LANES}f", *self._digest))
-        lanes = ops.unpack_values(as_row(ops, data), LANES, "float32", bucket.residual_dtype)
-        ops.assign(ops.view(self._array, bucket.numel, bucket.numel + LANES), ops.row(lanes, 0))
+        if count := len(bucket.measures):
+            at = LANES + self._collective.rank * count
+            ops.store(data, 4 * at, self._codec.measures(bucket))
+        lanes = ops.unpack_values(as_row(ops, data), self._lanes, "float32", bucket.residual_dtype)
+        ops.assign(ops.view(self._array, bucket.numel, ops.numel(self._array)), ops.row(lanes, 0))
         self._pending = self._collective.allreduce(self._array, name)
 
     def advance(self) -> None:
@@ -129,6 +147,10 @@ class AllreduceBucket(Generic[Array]):
     def swap(self) -> None:
         """`BucketExchange.swap`: there is no residual."""
 
+    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
+        """`BucketExchange.encoded`: nothing."""
+        return ()
+
     def squares(self, *, committed: bool) -> Squares:
         """`BucketExchange.squares`: not known, as the gradients' memory has the sums."""
         return Squares()
@@ -136,8 +158,9 @@ class AllreduceBucket(Generic[Array]):
     def _examine(self, sums: Sequence[Array]) -> Sequence[bool]:
         """Compare the lanes; return which sums are not finite."""
         ops, bucket = self._ops, self._bucket
-        lanes = ops.view(self._sum, bucket.numel, bucket.numel + LANES)
-        lane_bytes, count = value_bytes("float32", LANES), len(bucket.tensors)
+        lanes = ops.view(self._sum, bucket.numel, bucket.numel + self._lanes)
+        lane_bytes, count = value_bytes("float32", self._lanes), len(bucket.tensors)
+        heard, told = self._codec.heard, len(bucket.measures)
         size = lane_bytes + -(-count // 8)
         row = ops.zeros(size, "uint8", bucket.device)
         ops.store(row, 0, ops.pack_values(lanes, "float32"))
@@ -152,6 +175,11 @@ class AllreduceBucket(Generic[Array]):
                     f"rank's digest is {bucket.digest.hex()}",
                     cure="Start all ranks with the same model, settings and groups",
                 )
+            if told:
+                numbers = struct.unpack_from(f"<{self._lanes - LANES}f", head, 4 * LANES)
+                heard[bucket.ordinal] = [
+                    numbers[at : at + told] for at in range(0, len(numbers), told)
+                ]
             bits = int.from_bytes(head[lane_bytes:], "little")
             return [bool(bits >> position & 1) for position in range(count)]
 

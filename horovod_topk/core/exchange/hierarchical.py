@@ -4,7 +4,8 @@ Of every node the first L ranks own shards, L being the ranks of the smallest no
 `horovod_topk.core.shards`. The others take part in the sums alone.
 
     reduce    local reduce-scatter: within a node, each owner gets the sum of its shards
-    gather    cross allgather: between nodes, owners of the same shards send the largest of e + sum
+    gather    cross allgather: between nodes, owners of the same shards send the largest of e + sum;
+              before it they announce numbers, of methods that ask for it
     spread    local allgather: within a node, owners send the payloads that they have gathered
 
 Error feedback is the owners': e lies in their memory, 1 / L of the model each, in units of a node's
@@ -28,6 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from horovod_topk.core import payload as wire
+from horovod_topk.core.announcing import Encoder, announced_bytes, announcement
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
@@ -87,7 +89,7 @@ class HierarchicalExchange(Over[Array]):
         because: `Exchange.because`.
     """
 
-    kind, stages, keeps = "hierarchical", 2, False
+    kind, keeps = "hierarchical", False
 
     def __init__(
         self, collective: Collective[Array], groups: Groups[Array], because: str = ""
@@ -141,12 +143,26 @@ class HierarchicalExchange(Over[Array]):
         (arenas,) = owned or (None,)
         return HierarchicalBucket(self.sharded(bucket), arenas, ops, codec, self.groups)
 
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`: gradients, those of the node, and payloads of all."""
+        groups, total = self.groups, 0
+        owners, nodes = groups.nodes.owners, len(groups.nodes.ranks)
+        for each in (self.sharded(bucket) for bucket in plan.buckets):
+            own = [] if groups.shard is None else [each.sums[groups.shard]]
+            total += _dense_bytes(each.sums) + groups.size * _dense_bytes(own)
+            total += (len(own) * (1 + nodes) + owners * nodes) * each.sum_bytes
+        return total
+
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: to each owner on the node directly, then twice in a ring."""
         groups, nodes = self.groups, self.groups.nodes
         split = [self.sharded(bucket) for bucket in plan.buckets]
         size, held = sum(each.sum_bytes for each in split), len(nodes.ranks)
-        handed = size if groups.shard is not None and held > 1 else 0
+        crossing = [  # by owner
+            size + sum(announced_bytes([each.sums[owner]]) for each in split)
+            for owner in range(nodes.owners)
+        ]
+        handed = crossing[groups.shard] if groups.shard is not None and held > 1 else 0
         sent = (held - 1) * handed
         if groups.size > 1:
             shards = [_dense_bytes(each.sums[i] for each in split) for i in range(nodes.owners)]
@@ -159,7 +175,8 @@ class HierarchicalExchange(Over[Array]):
             sent += sum(shards) - kept + forwarding * held * size
 
         def between(rank: int) -> int:
-            return (held - 1) * size if nodes.position(rank) < nodes.owners else 0
+            position = nodes.position(rank)
+            return (held - 1) * crossing[position] if position < nodes.owners else 0
 
         entries = sum(each.entries for bucket in plan.buckets for each in self.owned(bucket))
         return self._traffic(plan, entries, handed, sent, between)
@@ -207,8 +224,11 @@ class HierarchicalBucket(Generic[Array]):
         self._split = list(self._split_gradients())
         count = plan.sum_bytes if owned is not None else 0
         self._back = ops.zeros(count, "uint8", device)
+        self._encoder: Encoder[Array] | None = None
         if owned is not None:
             codec.open_payload(owned.plan, self._back)
+            self._encoder = Encoder([owned], [self._back], ops, codec, groups.cross)
+        self.stages = 2 + any(announcement([each]) is not None for each in plan.sums)
         self._reduced: Pending[Array] | None = None
         self._gathered: Pending[Array] | None = None
         self._spread: Pending[Array] | None = None
@@ -227,6 +247,8 @@ class HierarchicalBucket(Generic[Array]):
         """Send what this rank owns between nodes, and then what has arrived within its node."""
         if self._reduced is not None:
             self._compress()
+        elif self._encoder is not None and self._encoder.waits:
+            self._complete(self._encoder)
         elif self._gathered is not None:
             self._spread_gathered()
 
@@ -240,6 +262,8 @@ class HierarchicalBucket(Generic[Array]):
             with contextlib.suppress(TopKError):  # nobody reads it
                 self._reduced.wait()
             self._reduced = None
+            self._unwanted += self._abort()
+        if self._encoder is not None and self._encoder.waits and self._encoder.drain():
             self._unwanted += self._flag_all()
         if self._gathered is not None:
             self._spread_gathered()
@@ -268,6 +292,10 @@ class HierarchicalBucket(Generic[Array]):
         if self._owned is not None:
             self._owned.swap()
 
+    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
+        """`BucketExchange.encoded`: nothing, as gradients are added up first."""
+        return ()
+
     def squares(self, *, committed: bool) -> Squares:
         """`BucketExchange.squares`: of this rank's gradients, and of what it sends as an owner."""
         gradient = self._ops.norm(self._out) ** 2
@@ -291,16 +319,28 @@ class HierarchicalBucket(Generic[Array]):
         try:
             total = pending.wait()
         except TopKError:  # the others wait for this rank, and have to hear of it
-            gathered, self._spread = self._flag_all()
-            self._unwanted.append(gathered)
+            *others, self._spread = self._abort()
+            self._unwanted += others
             raise
         self._settle()
-        if self._owned is None:  # made of nothing, as a graph leaves out what leads to nothing
+        if self._owned is None or self._encoder is None:
+            # Made of nothing, as a graph leaves out what leads to nothing.
             self._gathered = _Done(self._ops.pack_values(total, self._plan.bucket.residual_dtype))
             return
         tensors = self._owned.plan.tensors
         sums = [self._ops.view(total, t.start, t.stop) for t in tensors]
-        self._codec.encode(self._owned, sums, self._back)
+        self._encoder.begin(sums, self._name)
+        if not self._encoder.waits:
+            self._gathered = self._gather()
+
+    def _complete(self, encoder: Encoder[Array]) -> None:
+        """Send what was announced between nodes."""
+        try:
+            encoder.complete()
+        except TopKError:  # the others wait for this rank, and have to hear of it
+            gathered, self._spread = self._flag_all()
+            self._unwanted.append(gathered)
+            raise
         self._gathered = self._gather()
 
     def _gather(self) -> Pending[Array]:
@@ -339,15 +379,17 @@ class HierarchicalBucket(Generic[Array]):
                 [self._ops.view(p, t.start, t.stop) for p, t in zip(parts, places, strict=True)],
             )
 
+    def _abort(self) -> list[Pending[Array]]:
+        """Start all other legs with what says that every tensor is non-finite."""
+        told = [] if self._encoder is None else self._encoder.abort(self._name)
+        return [*told, *self._flag_all()]
+
     def _flag_all(self) -> tuple[Pending[Array], Pending[Array]]:
-        """Start the other legs with payloads that say that every tensor is non-finite."""
+        """Start `gather` and `spread` with payloads that say that every tensor is non-finite."""
         self._settle()
         if self._owned is None:
             return self._gather(), self._spread_payloads(self._back)
-        layout = self._owned.plan.layout
-        flags = (1 << len(self._owned.plan.gradients)) - 1
-        data = flags.to_bytes(layout.flags_bytes, "little")
-        self._ops.store_bytes(self._back, layout.flags_at, data)
+        self._codec.flag_all(self._owned.plan, self._back)
         count, size = len(self._groups.nodes.ranks), self._plan.sum_bytes
         everyones = self._ops.zeros(count * size, "uint8", self._plan.bucket.device)
         for at in range(0, count * size, size):

@@ -4,8 +4,8 @@ An `Exchange` says who keeps residuals of what and how many bytes travel. For ea
 `BucketExchange`, which sends and receives that bucket step after step:
 
     send      encode, and start the first collective
-    advance   start the next collective when the one before is done; as often as the exchange has
-              `stages`, and each time for every bucket, before the first is received
+    advance   start the next collective when the one before is done; as often as the bucket with
+              the most `stages` has, and each time for every bucket, before the first is received
     receive   wait for the last collective, and decode what it brings
 
 What a rank keeps lies in arenas: they take part in the commit (`swap`) or do not.
@@ -103,6 +103,11 @@ class Collective(Protocol[Array]):
 class BucketExchange(Protocol[Given]):
     """One bucket, sent and received step after step."""
 
+    @property
+    def stages(self) -> int:
+        """How often it has to advance before it can be received."""
+        ...
+
     def send(
         self, gradients: Sequence[Given], name: str, velocities: Velocities[Any] | None = None
     ) -> None:
@@ -145,6 +150,10 @@ class BucketExchange(Protocol[Given]):
 
         committed: whether that step was committed.
         """
+        ...
+
+    def encoded(self) -> Sequence[tuple[Arenas[Any], Any]]:
+        """Arenas, with the payload of each; (): gradients are not encoded by themselves."""
         ...
 
 
@@ -193,11 +202,6 @@ class Exchange(Protocol[Array]):
         """Who shares a node, if that is known."""
         ...
 
-    @property
-    def stages(self) -> int:
-        """How often a bucket has to advance before it can be received."""
-        ...
-
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """Plans whose arenas together hold this rank's residuals of a bucket."""
         ...
@@ -242,6 +246,10 @@ class Exchange(Protocol[Array]):
         """Bytes of a step."""
         ...
 
+    def buffer_bytes(self, plan: Plan) -> int:
+        """Bytes of memory for payloads, those of other ranks too, and for sums."""
+        ...
+
 
 class Over(abc.ABC, Generic[Array]):
     """What exchanges over a collective have in common.
@@ -281,6 +289,10 @@ class Over(abc.ABC, Generic[Array]):
         if key not in self._counted:
             self._counted[key] = self._count(plan)
         return self._counted[key]
+
+    @abc.abstractmethod
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`."""
 
     @abc.abstractmethod
     def _count(self, plan: Plan) -> Traffic:

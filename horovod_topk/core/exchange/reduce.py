@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.exchange.protocol import BucketExchange, Collective, Over, Traffic
-from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.exchange.protocol import BucketExchange, Over, Traffic
+from horovod_topk.core.exchange.sharded import held_bytes
+from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.rounds import ReducedBucket, round_plans
 from horovod_topk.core.shards import shard
@@ -21,12 +21,6 @@ class ReduceExchange(Over[Array]):
     """Arrays of a method of rounds are added up at their elements' owners, round after round."""
 
     kind, keeps, parts, part = "reduce", True, 0, None
-
-    def __init__(
-        self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
-    ) -> None:
-        super().__init__(collective, nodes, because)
-        self.stages = 1
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """The bucket itself."""
@@ -47,9 +41,17 @@ class ReduceExchange(Over[Array]):
     ) -> BucketExchange[Array]:
         """The rounds of the bucket's method."""
         (arenas,) = residuals
-        bucket_exchange = ReducedBucket(bucket, arenas, states, ops, codec, self._collective)
-        self.stages = max(self.stages, 2 * bucket_exchange.rounds - 1)
-        return bucket_exchange
+        return ReducedBucket(bucket, arenas, states, ops, codec, self._collective)
+
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`: of every round; each has two arrays besides, which stay zero."""
+        total = 0
+        for each in (each for bucket in plan.buckets for each in round_plans(bucket)):
+            split = shard(each, self.ranks)
+            arenas = (*split.scatter, split.gather[self.rank])
+            total += held_bytes(split, self.rank)
+            total += sum(2 * WIDTH[arena.residual_dtype] * arena.numel for arena in arenas)
+        return total
 
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: of each round to each owner directly, and back in a ring."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 from horovod_topk.core import payload as wire
+from horovod_topk.core.announcing import Encoder, announced_bytes
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange.protocol import (
     BucketExchange,
@@ -16,7 +17,7 @@ from horovod_topk.core.exchange.protocol import (
     check_split,
 )
 from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import ShardedPlan, shard
 from horovod_topk.errors import TopKError
@@ -32,7 +33,7 @@ class ShardedExchange(Over[Array]):
     rounding up and headers count.
     """
 
-    kind, stages, keeps = "sharded", 1, True
+    kind, keeps = "sharded", True
 
     def __init__(
         self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
@@ -75,15 +76,22 @@ class ShardedExchange(Over[Array]):
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> BucketExchange[Array]:
-        """One alltoall and one allgather."""
+        """One alltoall and one allgather, and of some methods an allgather before them."""
         (mine,) = owned
         return ShardedBucket(self.sharded(bucket), residuals, mine, ops, codec, self._collective)
 
+    def buffer_bytes(self, plan: Plan) -> int:
+        """`Exchange.buffer_bytes`."""
+        return sum(held_bytes(self.sharded(bucket), self.rank) for bucket in plan.buckets)
+
     def _count(self, plan: Plan) -> Traffic:
-        """Bytes of a step: to each owner directly, and back in a ring from rank to rank."""
+        """Bytes of a step: to each owner directly, and back in a ring from rank to rank.
+
+        Announcements travel in a ring too.
+        """
         others, split = self.ranks - 1, [self.sharded(bucket) for bucket in plan.buckets]
         there = sum(each.scatter_bytes for each in split)
-        back = sum(each.gather_bytes for each in split)
+        back = sum(each.gather_bytes + announced_bytes(each.scatter) for each in split)
         mine = [leg for each in split for leg in (*each.scatter, each.back[self.rank])]
         entries = sum(each.entries for each in mine)
 
@@ -125,6 +133,8 @@ class ShardedBucket(Generic[Array]):
         self._back = codec.new_payload(owned.plan)
         total = ops.zeros(owned.plan.numel, owned.plan.residual_dtype, device)
         self._totals = [ops.view(total, t.start, t.stop) for t in owned.plan.tensors]
+        self._encoder = Encoder(arenas, self._parts, ops, codec, collective)
+        self.stages = 1 + self._encoder.stages
         self._scattered: Pending[Array] | None = None
         self._pending: Pending[Array] | None = None
         self._unwanted: list[Pending[Array]] = []  # of a step that was forgotten
@@ -136,12 +146,16 @@ class ShardedBucket(Generic[Array]):
         """`BucketExchange.send`."""
         if self._aborted:
             self._settle()
-        self._codec.encode_shards(self._arenas, gradients, self._parts, velocities)
         self._name = name
-        self._scattered = self._collective.alltoall(self._out, f"{name}.scatter")
+        self._encoder.begin(gradients, name, velocities)
+        if not self._encoder.waits:
+            self._scattered = self._scatter()
 
     def advance(self) -> None:
-        """Add up what came for this rank's shards, and send the largest of it to all."""
+        """Send what was announced to owners; or add up what came, and send the largest to all."""
+        if self._encoder.waits:
+            self._complete()
+            return
         if self._scattered is None:
             return
         scattered, self._scattered = self._scattered, None
@@ -152,7 +166,7 @@ class ShardedBucket(Generic[Array]):
             scale = _scale(arrive, self._collective.size)
             flags = self._codec.decode(arrive, arrived, scale, self._totals)
         except TopKError:  # the others wait for this rank, and have to hear of it
-            self._flag_all()
+            self._codec.flag_all(self._owned.plan, self._back)
             self._pending = self._gather()
             raise
         self._codec.encode(self._owned, self._totals, self._back)
@@ -167,10 +181,12 @@ class ShardedBucket(Generic[Array]):
         """
         if self._pending is not None:
             self._pending.wait()
+        if self._encoder.waits and self._encoder.drain():
+            self.abort(self._name)
         if self._scattered is not None:
             self._scattered.wait()
             self._settle()  # all ranks sent it before what has just arrived
-            self._flag_all()
+            self._codec.flag_all(self._owned.plan, self._back)
             self._unwanted.append(self._gather())
         self._scattered = self._pending = None
 
@@ -182,14 +198,15 @@ class ShardedBucket(Generic[Array]):
         self._settle()
         self._name, self._aborted = name, True
         for part, scatter in zip(self._parts, self._plan.scatter, strict=True):
-            self._flag(scatter, part)
-        self._unwanted.append(self._collective.alltoall(self._out, f"{name}.scatter"))
-        self._flag_all()
+            self._codec.flag_all(scatter, part)
+        self._unwanted.append(self._scatter())
+        self._codec.flag_all(self._owned.plan, self._back)
         self._unwanted.append(self._gather())
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`BucketExchange.receive`."""
-        self.advance()
+        for _ in range(self.stages):
+            self.advance()
         assert self._pending is not None
         pending, self._pending = self._pending, None
         gathered = pending.wait()
@@ -201,10 +218,26 @@ class ShardedBucket(Generic[Array]):
         for arenas in (*self._arenas, self._owned):
             arenas.swap()
 
+    def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
+        """`BucketExchange.encoded`: a payload for each owner."""
+        return list(zip(self._arenas, self._parts, strict=True))
+
     def squares(self, *, committed: bool) -> Squares:
         """`BucketExchange.squares`."""
-        pairs, squares = zip(self._arenas, self._parts, strict=True), self._codec.squares
-        return sum((squares(*pair, committed=committed) for pair in pairs), Squares())
+        squares = self._codec.squares
+        return sum((squares(*pair, committed=committed) for pair in self.encoded()), Squares())
+
+    def _complete(self) -> None:
+        """Send what was announced to owners."""
+        try:
+            self._encoder.complete()
+        except TopKError:  # the others wait for this rank, and have to hear of it
+            self.abort(self._name)
+            raise
+        self._scattered = self._scatter()
+
+    def _scatter(self) -> Pending[Array]:
+        return self._collective.alltoall(self._out, f"{self._name}.scatter")
 
     def _gather(self) -> Pending[Array]:
         return self._collective.allgather(self._back, f"{self._name}.gather")
@@ -216,21 +249,18 @@ class ShardedBucket(Generic[Array]):
         self._unwanted.clear()
         self._aborted = False
 
-    def _flag_all(self) -> None:
-        """Say in the payload to all that every tensor is non-finite."""
-        self._flag(self._owned.plan, self._back)
-
-    def _flag(self, plan: BucketPlan, payload: Array) -> None:
-        layout, flags = plan.layout, (1 << len(plan.gradients)) - 1
-        self._ops.store_bytes(
-            payload, layout.flags_at, flags.to_bytes(layout.flags_bytes, "little")
-        )
-
     def _check(self, received: Array, each: BucketPlan) -> None:
         count, ordinal = self._ops.numel(received), self._plan.bucket.ordinal
         ranks, size = self._collective.size, each.layout.payload_bytes
         if count != size * ranks:
             raise wire.wrong_length(count, size, ranks, ordinal)
+
+
+def held_bytes(plan: ShardedPlan, rank: int) -> int:
+    """Bytes of memory for the payloads and the sums of one bucket."""
+    ranks, owned = len(plan.scatter), plan.gather[rank]
+    payloads = 2 * ranks * plan.scatter_bytes + (1 + ranks) * plan.gather_bytes
+    return payloads + owned.numel * WIDTH[owned.residual_dtype]
 
 
 def _scale(bucket: BucketPlan, ranks: int) -> float:

@@ -17,7 +17,6 @@ from horovod_topk.kernels.triton.numbers import BINS, NOWHERE, STATS
 from horovod_topk.kernels.triton.scatter import scatter
 from horovod_topk.kernels.triton.stream import stream
 from horovod_topk.kernels.triton.tables import Geometry, Tables, power_of_two
-from horovod_topk.ops.philox import Stream
 
 _LOCATE_LANES = 128
 _ENTRY_LANES = 128  # entries of one rank added at once
@@ -61,7 +60,7 @@ class TritonBucket:
         candidate: Tensor,
         gradients: Sequence[Tensor],
         payload: Tensor,
-        streams: Sequence[Stream] = (),
+        streams: Sequence[object] = (),
     ) -> None:
         """Fill flags, values and indices of a payload; leave in `candidate` what is not sent.
 

@@ -6,7 +6,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from horovod_topk.errors import CheckpointError
 from plain import PlainTopKEF as TopKEF
 from training import Setup
 from witness import assert_ranks_equal, assert_residuals, bits, residuals
+from world import hvd
 
 SETTINGS = [
     {"exchange": "allgather", "values": "float32"},
@@ -67,6 +67,7 @@ def embedded() -> tuple[Any, Any]:
     return task, setup.distributed(task, TopKEF(ratio=0.1, min_numel=0))
 
 
+@pytest.mark.horovod
 @pytest.mark.parametrize("before", ["the first step", "the others"])
 def test_sparse_gradients_leave_the_checkpoint_loadable(before: str, tmp_path: Path) -> None:
     """Theirs is Horovod's path from the first one on, also where that comes after the load."""

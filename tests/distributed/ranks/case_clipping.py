@@ -6,7 +6,6 @@ import math
 from contextlib import nullcontext
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch.amp import GradScaler
@@ -23,6 +22,7 @@ from witness import (
     residuals,
     spoiled,
 )
+from world import hvd
 
 SPARSE = {"ratio": 0.1, "min_numel": 0}
 LIMIT = 2.0
@@ -109,6 +109,7 @@ def test_what_is_not_finite_is_flagged(value: float) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.horovod
 def test_several_passes_are_clipped_as_one() -> None:
     """What is clipped is what is sent."""
     setup = Setup(

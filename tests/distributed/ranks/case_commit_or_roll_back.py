@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from witness import (
     residuals,
     spoiled,
 )
+from world import hvd
 
 pytestmark = pytest.mark.everywhere
 
@@ -244,6 +244,7 @@ def test_nothing_is_committed_between_synchronize_and_step() -> None:
         assert torch.equal(after[name], torch.from_numpy(residual))
 
 
+@pytest.mark.horovod
 @pytest.mark.parametrize("make", [training.sgd, training.adam], ids=["sgd", "adam"])
 def test_broadcasts_commit_nothing(make: training.MakeOptimizer) -> None:
     task, optimizer = warm(Setup(optimizer=make))
@@ -254,6 +255,7 @@ def test_broadcasts_commit_nothing(make: training.MakeOptimizer) -> None:
     assert (stats.steps, stats.rolled_back) == (WARM_STEPS, 0)
 
 
+@pytest.mark.horovod
 @pytest.mark.parametrize("make", [training.sgd, training.adam], ids=["sgd", "adam"])
 def test_broadcast_of_a_new_optimizers_state_commits_nothing(
     make: training.MakeOptimizer,
@@ -268,6 +270,7 @@ def test_broadcast_of_a_new_optimizers_state_commits_nothing(
     assert TopKEF.of(optimizer).stats().steps == 1
 
 
+@pytest.mark.horovod
 def test_broadcast_after_synchronize_does_not_commit_what_it_replaced() -> None:
     """It puts zeros in place of the exchanged gradients, and steps on those."""
     task, optimizer = warm(steps=0)
@@ -419,6 +422,7 @@ def test_a_step_cut_off_after_backward_is_dropped(how: str) -> None:
     assert_residuals(optimizer, residuals(never))
 
 
+@pytest.mark.horovod
 def test_gradients_of_a_step_that_was_cut_off_can_be_exchanged_anew() -> None:
     task, optimizer = warm()
     optimizer.zero_grad()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from plain import PlainTopKEF as TopKEF
 from reference import ErrorFeedback
 from training import Setup
 from witness import assert_same
+from world import hvd
 
 pytestmark = pytest.mark.everywhere
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch.amp import GradScaler
@@ -29,6 +28,7 @@ from witness import (
     residuals,
     spoiled,
 )
+from world import hvd
 
 SPARSE = {"ratio": 0.1, "min_numel": 0}
 SCALES = (1024.0, 1024.0, 4096.0, 0.5, 2.0**16, 2.0**16)
@@ -138,6 +138,7 @@ def test_a_disabled_scaler_changes_nothing() -> None:
     assert_same(training.snapshot(task), training.trajectory(setup, TopKEF(**SPARSE), 3)[-1])
 
 
+@pytest.mark.horovod
 def test_stepping_without_synchronizing_first_is_refused() -> None:
     """The scaler would unscale what has been sent already, and leave no trace of it."""
     setup, scaler = Setup(), scaler_at(1024.0)
@@ -154,6 +155,7 @@ def test_stepping_without_synchronizing_first_is_refused() -> None:
         scaler.step(optimizer)
 
 
+@pytest.mark.horovod
 def test_float16_parameters_are_refused() -> None:
     task = torch.nn.Linear(3, 2).half()
     with pytest.raises(UnsupportedDtypeError, match="float16 gradients cannot"):

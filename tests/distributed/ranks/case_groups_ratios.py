@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from plain import PlainTopKEF as TopKEF
 from resuming import assert_resumes
 from training import Setup
 from witness import assert_ranks_equal, assert_same_history, residuals
+from world import hvd
 
 HEAD = ["net.3.weight", "net.3.bias"]
 RULES = {"net.3.*": "dense", lambda name, shape: shape == (33, 20): 0.3}

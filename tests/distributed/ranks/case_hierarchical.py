@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from horovod_topk.errors import ConfigError, StateDictError
 from plain import PlainTopKEF as TopKEF
 from training import Setup
 from witness import assert_close, assert_ranks_equal, bits, spoiled
+from world import hvd, place
 
 pytestmark = pytest.mark.everywhere
 
@@ -43,9 +43,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Placing:
 
     def place_on(nodes: list[list[int]]) -> None:
         number = next(i for i, node in enumerate(nodes) if hvd.rank() in node)
-        monkeypatch.setattr(
-            "horovod_topk.process_sets.location", lambda rank, local: Location("host", 0, number)
-        )
+        place(monkeypatch, Location("host", 0, number))
 
     return place_on
 
@@ -176,6 +174,7 @@ def test_a_state_dict_carries_a_run_over(placed: Placing) -> None:
         TopKEF.of(other).load_state_dict(state)
 
 
+@pytest.mark.horovod
 @pytest.mark.world_size(4)
 def test_stats_say_how_it_travels_and_sets_are_used_again(placed: Placing) -> None:
     placed(usual_nodes())
@@ -214,6 +213,7 @@ def test_a_second_node_needs_no_process_set_where_ranks_are_alone(placed: Placin
     assert TopKEF.of(optimizer).stats().because.startswith("no node has more than one rank")
 
 
+@pytest.mark.horovod
 @pytest.mark.world_size(3)
 def test_an_optimizer_of_a_process_set_uses_its_ranks(placed: Placing, pair: Any) -> None:
     placed([[0], [1, 2]])
@@ -227,6 +227,7 @@ def test_an_optimizer_of_a_process_set_uses_its_ranks(placed: Placing, pair: Any
     assert TopKEF.of(optimizer).stats().nodes == (1, 1)
 
 
+@pytest.mark.horovod
 @pytest.mark.world_size(4)
 def test_a_process_set_that_others_would_have_to_add_is_an_error(placed: Placing) -> None:
     trio = hvd.add_process_set([1, 2, 3])
@@ -274,6 +275,7 @@ def test_auto_with_momentum_correction_does_without_nodes(placed: Placing) -> No
     assert "hierarchical" not in stats.because
 
 
+@pytest.mark.horovod
 @pytest.mark.world_size(4)
 def test_process_sets_that_are_there_are_used(placed: Placing) -> None:
     """Horovod refuses a second one of the same ranks."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from plain import PlainTopKEF as TopKEF
 from resuming import assert_resumes
 from training import Setup, Task
 from witness import assert_ranks_equal, assert_residuals, assert_same, residuals
+from world import hvd
 
 SPARSE = {"ratio": 0.05, "min_numel": 0}
 FACTORS = (0.2, 1.0, 1.0, 0.5, 0.1, 0.01)  # of a learning rate, step by step

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import horovod.torch as hvd
 import pytest
 import torch
 from oracle.dithered import Dithered
 from oracle.two_rounds import TwoRounds
 
-import horovod_topk.torch
 import training
 from horovod_topk import checkpoint
 from horovod_topk.core.state_dict import parts_of
@@ -21,6 +19,7 @@ from horovod_topk.methods import METHODS
 from plain import PlainTopKEF as TopKEF
 from training import Setup
 from witness import assert_ranks_equal, bits
+from world import adapter, hvd
 
 METHODS |= {"TwoRounds": TwoRounds, "Dithered": Dithered}
 EVERY = {
@@ -38,6 +37,8 @@ EVERY = {
     "majority": ("SignSGD", {"min_numel": 16, "majority": True}),
     "one bit": ("OneBit", {"min_numel": 16}),
     "bytes": ("ByteGrad", {"min_numel": 16}),
+    "terngrad": ("TernGrad", {"min_numel": 16}),
+    "threshold": ("Threshold", {"min_numel": 16, "max_ratio": 0.2, "threshold": 2.0}),
     "powersgd": ("PowerSGD", {"min_numel": 16, "rank": 1}),
     "random k, scaled": ("RandomK", {"min_numel": 16, "ratio": 0.5, "error_feedback": False}),
 }
@@ -46,7 +47,7 @@ EVERY = {
 def start(name: str, **settings: Any) -> tuple[Any, Any]:
     setup = Setup(optimizer=training.adamw)
     task = setup.task()
-    compressor = getattr(horovod_topk.torch, name)(**settings)
+    compressor = getattr(adapter, name)(**settings)
     return task, setup.distributed(task, compressor)
 
 
@@ -60,7 +61,7 @@ def states_in(state: Any) -> list[dict[str, torch.Tensor]]:
 def test_dense_in_float32_trains_as_horovod_does() -> None:
     setup = Setup(optimizer=training.plain_sgd)
     task, theirs = setup.task(), setup.task()
-    ours = setup.distributed(task, horovod_topk.torch.Dense())
+    ours = setup.distributed(task, adapter.Dense())
     other = setup.distributed(theirs, hvd.Compression.none)
     for step in range(10):
         training.ordinary(task, ours, step)
@@ -100,7 +101,16 @@ def test_ranks_stay_equal_and_a_checkpoint_goes_on(method: str, tmp_path: Path) 
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize(
     "method",
-    ["float16", "Horovod's allreduce", "two rounds", "random k", "qsgd", "majority", "powersgd"],
+    [
+        "float16",
+        "Horovod's allreduce",
+        "two rounds",
+        "random k",
+        "qsgd",
+        "majority",
+        "powersgd",
+        "terngrad",
+    ],
 )
 def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
     name, settings = EVERY[method]
@@ -120,6 +130,89 @@ def test_a_nan_on_one_rank_changes_nothing(method: str) -> None:
             for here, there in zip(states_in(before), states_in(after), strict=True):
                 assert all(torch.equal(e, there[tensor]) for tensor, e in here.items())
     assert torch.equal(bits(again.parameters()), bits(task.parameters()))
+
+
+NEWEST = ("terngrad", "threshold")  # one announces numbers, one has levels by counts
+
+
+@pytest.mark.horovod
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("method", NEWEST)
+def test_options_of_horovods(method: str) -> None:
+    """Groups, several backward passes, half precision, clipping, momentum; dense and back."""
+    name, settings = EVERY[method]
+    make = getattr(adapter, name)
+    for options, dtype, own in (
+        ({"groups": 2}, torch.float32, {"clip_norm": 1.0}),
+        ({"backward_passes_per_step": 2}, torch.float16, {}),
+        ({}, torch.bfloat16, {"warmup": [(2, 1.0)]}),
+        ({}, torch.float32, {"momentum": "optimizer"}),
+    ):
+        torch.manual_seed(0)
+        task = training.perceptron(dtype)
+        compressor = make(**settings, **own)
+        optimizer = hvd.DistributedOptimizer(
+            training.plain_sgd(task.parameters())
+            if not own.get("momentum")
+            else torch.optim.SGD(task.parameters(), lr=0.01, momentum=0.9),
+            named_parameters=task.named_parameters(),
+            compression=compressor,
+            **options,
+        )
+        for step in range(5):
+            compressor.set_ratio(1.0 if step == 3 else None)
+            optimizer.zero_grad()
+            for _ in range(options.get("backward_passes_per_step", 1)):
+                task.loss(hvd.rank(), step).backward()
+            optimizer.step()
+            assert step != 3 or compressor.stats().residual_norm == 0
+        assert all(p.isfinite().all() for p in task.parameters())
+        assert_ranks_equal(task.parameters())
+        assert compressor.stats().steps == 5
+
+
+@pytest.mark.horovod
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("method", NEWEST)
+def test_a_process_set_of_some_ranks(method: str) -> None:
+    name, settings = EVERY[method]
+    pair = hvd.add_process_set([0, 2])
+    try:
+        torch.manual_seed(0)
+        task = training.perceptron()
+        optimizer = hvd.DistributedOptimizer(
+            training.plain_sgd(task.parameters()),
+            named_parameters=task.named_parameters(),
+            compression=getattr(adapter, name)(**settings),
+            process_set=pair,
+        )
+        for step in range(4):
+            training.ordinary(task, optimizer, step)
+        if hvd.rank() != 1:
+            assert_ranks_equal(task.parameters(), pair)
+        hvd.barrier()
+    finally:
+        hvd.remove_process_set(pair)
+
+
+@pytest.mark.horovod
+@pytest.mark.world_size(2, 3)
+def test_a_rank_that_abandons_an_announced_step_ends_it_for_all() -> None:
+    task, optimizer = start("TernGrad", min_numel=16)
+    training.ordinary(task, optimizer, 0)
+    before = bits(task.parameters()).clone()
+    optimizer.zero_grad()
+    task.loss(hvd.rank(), 1).backward()
+    if hvd.rank() == 1:
+        optimizer.load_state_dict(optimizer.state_dict())  # Horovod's own way out of a step
+        TopKEF.of(optimizer).reset()
+    else:
+        optimizer.synchronize()
+        assert all(p.grad.isnan().all() for p in task.parameters())
+    optimizer.zero_grad()
+    assert torch.equal(bits(task.parameters()), before)
+    training.ordinary(task, optimizer, 2)
+    assert_ranks_equal(task.parameters())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,4 +260,4 @@ def test_a_rank_whose_method_raises_ends_the_step_for_all(
 
 def test_a_method_that_is_not_known() -> None:
     with pytest.raises(AttributeError, match=r"has no .Quantise.; its compressors are"):
-        horovod_topk.torch.Quantise  # noqa: B018
+        adapter.Quantise  # noqa: B018

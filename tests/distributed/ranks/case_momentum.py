@@ -8,17 +8,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 
 import training
 from horovod_topk.errors import ConfigError
-from horovod_topk.torch import TopKEF as DefaultTopKEF
 from plain import PlainTopKEF as TopKEF
 from resuming import assert_resumes
 from training import Setup, Task
 from witness import assert_same
+from world import TopKEF as DefaultTopKEF
+from world import hvd
 
 PLAIN = Setup(optimizer=training.plain_sgd)
 
@@ -346,6 +346,7 @@ def test_unscaling_is_no_clipping(told: bool, caplog: pytest.LogCaptureFixture) 
     assert caplog.text.count(CLIPPED) == 1
 
 
+@pytest.mark.horovod
 def test_what_users_do_without_clipping_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Plain steps, an exchange that is dropped, gradients cleared in place, sparse ones."""
     task = PLAIN.task()

@@ -12,6 +12,7 @@ import torch
 
 import training
 from horovod_topk.errors import ConfigError
+from horovod_topk.torch import TernGrad
 from plain import PlainTopKEF as TopKEF
 from training import Setup
 from witness import assert_ranks_equal, bits
@@ -32,6 +33,24 @@ def test_hosts_are_nodes() -> None:
     assert (hvd.local_size(), stats.nodes, stats.because) == (2, (2, 2), "")
     assert stats.between_bytes is not None
     assert 0 < 10 * stats.between_bytes < stats.dense_bytes
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.skipif(not dynamic, reason="needs process sets")
+def test_nodes_announce_to_each_other() -> None:
+    """With a rank that has a NaN, and one more step."""
+    task = Setup().task()
+    compressor = TernGrad(min_numel=0, exchange="hierarchical")
+    optimizer = Setup().distributed(task, compressor)
+    for step in range(4):
+        training.ordinary(task, optimizer, step)
+    optimizer.zero_grad()
+    (task.loss(hvd.rank(), 9) * (float("nan") if hvd.rank() == 3 else 1.0)).backward()
+    optimizer.synchronize()
+    assert all(p.grad.isnan().all() for p in task.parameters())
+    training.ordinary(task, optimizer, 4)
+    assert_ranks_equal(task.parameters())
+    assert (compressor.stats().steps, compressor.stats().rolled_back) == (5, 1)
 
 
 @pytest.mark.world_size(4)

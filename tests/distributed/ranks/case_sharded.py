@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from horovod_topk.errors import StateDictError
 from plain import PlainTopKEF as TopKEF
 from training import Setup
 from witness import assert_close, assert_ranks_equal, assert_residuals, bits, residuals, spoiled
+from world import hvd
 
 pytestmark = pytest.mark.everywhere
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
@@ -22,6 +21,7 @@ from plain import PlainTopKEF as TopKEF
 from reference import ErrorFeedback
 from training import Setup, Task
 from witness import assert_same
+from world import hvd
 
 STEPS = 12
 LR = 0.05
@@ -109,8 +109,13 @@ def run(setup: Setup, schedule: Callable[[Any], Any] | None, compression: Any) -
     return training.snapshot(task)
 
 
+def param_of(loop: str) -> Any:
+    """A loop's name, for Horovod alone where its optimizer is given options."""
+    return pytest.param(loop, marks=pytest.mark.horovod if LOOPS[loop][0].options else ())
+
+
 @pytest.mark.world_size(2, 3)
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", [*map(param_of, LOOPS)])
 def test_a_loop_trains_as_dense_does_where_everything_is_sent(loop: str) -> None:
     ours, dense = (run(*LOOPS[loop], each) for each in (whole(), hvd.Compression.none))
     tolerance = 1e-2 if loop == "GradScaler" else 1e-4  # bfloat16 rounds what differs by little
@@ -301,6 +306,7 @@ def test_momentum_that_moves_between_exchange_and_step_scales_no_step() -> None:
     assert optimizer.param_groups[0]["momentum"] == 0.5
 
 
+@pytest.mark.horovod
 @pytest.mark.parametrize("optimizer", [heavy_ball, training.adamw])
 def test_a_rank_without_a_batch_steps_as_one_with_zero_gradients(optimizer: Any) -> None:
     """Whose residual follows the learning rate that the user has set."""
@@ -345,6 +351,7 @@ def test_a_step_that_fails_is_no_part_of_what_is_saved() -> None:
     assert all(optimizer.param_groups[0][key] == before[key] for key in before)
 
 
+@pytest.mark.horovod
 def test_a_step_that_is_refused_leaves_parameter_groups_as_they_were() -> None:
     setup = Setup(optimizer=heavy_ball)
     task = setup.task()
@@ -362,6 +369,7 @@ def test_a_step_that_is_refused_leaves_parameter_groups_as_they_were() -> None:
     TopKEF.of(optimizer).reset()
 
 
+@pytest.mark.horovod
 def test_a_sparse_gradient_has_the_momentum_that_was_taken_over() -> None:
     """It is exchanged as a dense one."""
     ours = Setup(training.Embedded, heavy_ball)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import horovod.torch as hvd
 import pytest
 import torch
+from oracle.schedules import ByGradient
 
 import training
 from horovod_topk.errors import ConfigError
@@ -54,6 +56,7 @@ def test_equal_to_optimizers_of_one_ratio_each(exchange: str) -> None:
     assert_ranks_equal(ours[-1])
 
 
+@pytest.mark.horovod
 def test_collectives_say_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
     task = SETUP.task()
     optimizer = SETUP.distributed(task, TopKEF(**WARM))
@@ -101,6 +104,31 @@ def test_skipped_steps_do_not_count() -> None:
     for step in range(3):
         training.thrown_away(task, optimizer, step)
     assert TopKEF.of(optimizer).ratio == 0.5
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_a_schedule_decides_alike_and_resumes(
+    exchange: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pytest.importorskip("safetensors")
+    seen, settings = list[tuple[float, float]](), SPARSE | {"exchange": exchange}
+
+    def take(task: Any, optimizer: Any, step: int) -> None:
+        training.ordinary(task, optimizer, step)
+        level, _, mean = TopKEF.of(optimizer).clock.decision
+        seen.append((level, mean))
+
+    task = SETUP.task()
+    optimizer = SETUP.distributed(task, TopKEF(**settings, schedule=ByGradient(limit=1e9)))
+    for step in range(6):
+        take(task, optimizer, step)
+    middle = sorted(mean for _, mean in seen)[3]
+    seen.clear()
+    make = partial(TopKEF, **settings, schedule=ByGradient(limit=0.9 * middle))
+    assert_resumes(SETUP, make, tmp_path_factory.mktemp("decision"), take)
+    assert len({level for level, _ in seen}) == 2
+    assert hvd.allgather_object(seen) == [seen] * hvd.size()
 
 
 @pytest.mark.world_size(2, 3)

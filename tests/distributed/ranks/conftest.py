@@ -4,56 +4,43 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 import types
 from collections.abc import Iterator
+from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
-from horovod.torch import mpi_ops
 
-from horovod_topk.process_sets import find_or_add
 from meeting import Meeting, choose
+from world import begin, hvd
 
 
 def without_compiler() -> None:
     """Spare each rank the import of torch's compiler, seconds long, on its first optimizer step.
 
     torch asks it for two things there: to leave a function uncompiled, and to stop compiling.
+    DistributedDataParallel asks whether it is to be compiled.
     """
     compiler = types.ModuleType("torch._dynamo")
     compiler.disable = lambda function, *args, **kwargs: function
     compiler.graph_break = lambda: None
+    compiler.utils = types.SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    compiler.trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)
     sys.modules.setdefault(compiler.__name__, compiler)
-
-
-def without_spinning() -> None:
-    """Sleep between two looks at a collective, as Horovod's own waiting does not.
-
-    It takes a whole core, and with more ranks than cores every message of every background thread
-    waits for a time slice: with some process sets a step of a few collectives then takes seconds.
-    """
-    library = mpi_ops.mpi_lib
-    wait_and_clear = library.horovod_torch_wait_and_clear
-
-    def wait(handle: int) -> None:
-        while not library.horovod_torch_poll(handle):
-            time.sleep(50e-6)
-        wait_and_clear(handle)
-
-    library.horovod_torch_wait_and_clear = wait
 
 
 def pytest_configure(config: pytest.Config) -> None:
     without_compiler()
-    without_spinning()
-    hvd.init()
+    begin()
     torch.set_num_threads(1)
     config.pluginmanager.register(Meeting(hvd.rank(), hvd.size()), "meeting")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(getattr(getattr(each, "setup", each), "options", None) for each in values):
+            item.add_marker("horovod")  # they are arguments of its DistributedOptimizer
     choose(config, items, hvd.size())
     gc.freeze()  # what is imported by now need not be searched after every case
 
@@ -77,8 +64,10 @@ def no_optimizers() -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[hvd.ProcessSet]:
+def pair() -> Iterator[Any]:
     """A process set of ranks 0 and 1; a hierarchical exchange may have added it already."""
+    from horovod_topk.process_sets import find_or_add
+
     (process_set,) = find_or_add([[0, 1]])
     yield process_set
     hvd.remove_process_set(process_set)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from horovod_topk.torch import TopKEF
+from world import TopKEF
 
 SETTINGS = {
     "ratio": 0.01,

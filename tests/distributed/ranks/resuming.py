@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
-
 import training
 from horovod_topk import checkpoint
 from plain import PlainTopKEF as TopKEF
 from training import Setup
 from witness import assert_ranks_equal, assert_residuals, assert_same, residuals
+from world import hvd
 
 
 def assert_resumes(

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
+
+import world
+from world import hvd
 
 Parameters = list[nn.Parameter]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -28,6 +30,10 @@ class Task(nn.Module):
 
     def loss(self, rank: int, step: int) -> Tensor:
         raise NotImplementedError
+
+    def forward(self, rank: int, step: int) -> Tensor:
+        """What DistributedDataParallel calls when `loss` goes through it."""
+        return type(self).loss(self, rank, step)
 
 
 class Regression(Task):
@@ -67,6 +73,8 @@ class Branches(Task):
 
 class Optional(Task):
     """Branches that take part on some ranks, on all, or on none."""
+
+    ddp_options: Mapping[str, Any] = {"find_unused_parameters": True}
 
     def __init__(self, *, absent_everywhere: bool = False) -> None:
         super().__init__()
@@ -242,7 +250,7 @@ class Setup:
 
     build: Callable[[], Task] = perceptron
     optimizer: MakeOptimizer = sgd
-    options: Mapping[str, Any] = field(default_factory=dict)  # of hvd.DistributedOptimizer
+    options: Mapping[str, Any] = field(default_factory=dict)  # of DistributedOptimizer or DDP
     groups: Callable[[Any], Any] | None = None  # task -> groups=
     parameter_groups: Callable[[Any], Any] = lambda task: task.parameters()
     named: bool = True
@@ -254,10 +262,13 @@ class Setup:
         return self.build()
 
     def distributed(self, task: Task, compression: object) -> Any:
-        """The model's optimizer as Horovod wraps it."""
+        """The model's optimizer as Horovod wraps it, or DistributedDataParallel the model."""
         options = dict(self.options)
         if self.groups is not None:
             options["groups"] = self.groups(task)
+        if world.CONTROLLER == "torchrun":
+            optimizer = self.optimizer(self.parameter_groups(task))
+            return hvd.distributed(task, optimizer, compression, **options)
         if self.named:
             options["named_parameters"] = task.named_parameters()
         optimizer = self.optimizer(self.parameter_groups(task))

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch import Tensor, nn
 
 from plain import PlainTopKEF as TopKEF
+from world import hvd
 
 
 def bits(tensors: Iterable[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.state_dict import parts_of
 from horovod_topk.errors import PayloadError
-from horovod_topk.methods import METHODS
+from horovod_topk.methods import METHODS, Method, TernGrad
 
 SHAPES = [(60, 50), (7,), (515,)]
 METHODS |= {"TwoRounds": TwoRounds, "Dithered": Dithered}
@@ -77,7 +77,19 @@ def arrays_in(state: Any) -> dict[str, bytes]:
 @WAYS
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize(
-    "method", ["Dense", "TwoRounds", "RandomK", "QSGD", "SignSGD", "PowerSGD", "OneBit", "ByteGrad"]
+    "method",
+    [
+        "Dense",
+        "TwoRounds",
+        "RandomK",
+        "QSGD",
+        "SignSGD",
+        "PowerSGD",
+        "OneBit",
+        "ByteGrad",
+        "Threshold",
+        "TernGrad",
+    ],
 )
 def test_a_checkpoint_goes_on_and_a_nan_changes_nothing(
     method: str, graph: bool, tmp_path: Path
@@ -134,14 +146,18 @@ def test_two_rounds_are_those_of_simulated_ranks(graph: bool) -> None:
         assert ours[part]["shared"] == theirs[part]["shared"] == (part == "state.q")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @WAYS
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
-def test_random_numbers_are_those_of_simulated_ranks(exchange: str, graph: bool) -> None:
+@pytest.mark.parametrize("method", [Dithered, TernGrad])
+def test_random_numbers_are_those_of_simulated_ranks(
+    method: type[Method], exchange: str, graph: bool
+) -> None:
     """To the bit, with NumPy: the count of steps that they follow from is a tensor here."""
-    settings = {"exchange": exchange, "min_numel": 8}
-    compression = horovod_topk.tensorflow.Dithered(name=f"drawn.{exchange}.{graph}", **settings)
+    settings: Any = {"exchange": exchange, "min_numel": 8}
+    make = getattr(horovod_topk.tensorflow, method.__name__)
+    compression = make(name=f"drawn.{method.__name__}.{exchange}.{graph}", **settings)
     model, names = Linear(SHAPES), list[str]()
     for step in (0, 1, 99, 2):
         factor = np.nan if step == 99 and hvd.rank() == 1 else 1.0
@@ -150,7 +166,7 @@ def test_random_numbers_are_those_of_simulated_ranks(exchange: str, graph: bool)
         if not names:
             names = list(compression.state_dict()["residuals"])
             specs = [TensorSpec(n, s, "float32") for n, s in zip(names, SHAPES, strict=True)]
-            world = World(make_plan(specs, Dithered(**settings)), hvd.size(), NUMPY)
+            world = World(make_plan(specs, method(**settings)), hvd.size(), NUMPY)
         if step != 99:  # that one is rolled back, and its random numbers are drawn again
             everyone = [gradients(rank, step) for rank in range(hvd.size())]
             named = [{n: g.numpy() for n, g in zip(names, one, strict=True)} for one in everyone]

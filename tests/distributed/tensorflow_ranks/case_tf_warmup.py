@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from kerasses import LIBRARIES, fit
+from oracle.schedules import ByGradient
 from proof import Array, assert_ranks_equal
 from tapes import Linear, noise
 
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.errors import ConfigError, StateDictError
+from horovod_topk.schedules import ByNetwork
 from plain import PlainTopKEF as TopKEF
 
 SPARSE = {"ratio": 0.05, "min_numel": 0}
@@ -116,6 +118,43 @@ def test_what_is_saved_has_the_count(graph: bool, way: str, tmp_path: Path) -> N
     for step in range(3, 6):
         assert equal(first.take(step), again.take(step))
         assert first.seen[-1].sent_bytes == again.seen[-1].sent_bytes
+
+
+@pytest.mark.one_in(2)
+@WAYS
+def test_a_schedule_decides_in_graphs(graph: bool) -> None:
+    """After steps of large gradients; what is saved has the decision."""
+    settings = SPARSE | {"schedule": ByGradient()}
+    first, again = Run(TopKEF(**settings), graph), Run(TopKEF(**settings), graph)
+    levels, sizes = [], []
+    for step, factor in enumerate((0.01, 1.0, np.nan, 0.01, 1.0, 0.01)):
+        if step == 5:
+            again.compression.load_state_dict(first.compression.state_dict())
+        exchanged = first.take(step, factor)
+        if step == 5:
+            assert equal(again.take(step, factor), exchanged)
+            assert first.seen[-1].sent_bytes == again.seen[-1].sent_bytes
+        levels.append(first.compression.behind.clock.decision[0])
+        sizes.append(first.seen[-1].sent_bytes)
+    assert levels == [0.05, 0.25, 0.25, 0.05, 0.25, 0.05]
+    assert sizes[0] == sizes[1] == sizes[4] < sizes[2] == sizes[3] == sizes[5]
+    assert hvd.allgather_object(levels) == [levels] * hvd.size()
+    last = first.seen[-1]
+    assert 0.0 < last.exposed_seconds <= last.exchange_seconds < 60.0
+    assert last.compress_seconds > 0.0
+    assert last.decompress_seconds > 0.0
+
+
+def test_a_schedule_by_network_decides_in_graphs() -> None:
+    """Any waiting is allowed: it takes the larger ratio once it has been patient."""
+    schedule = ByNetwork(levels=(0.25,), budget=100.0, settle=1)
+    run, levels = Run(TopKEF(**SPARSE, schedule=schedule), graph=True), []
+    for step in range(12):
+        run.take(step)
+        levels.append(run.seen[-1].level)
+    assert levels[:8] == [0.05] * 8
+    assert levels[-1] == 0.25
+    assert hvd.allgather_object(levels) == [levels] * hvd.size()
 
 
 def test_a_count_that_is_none_is_refused() -> None:

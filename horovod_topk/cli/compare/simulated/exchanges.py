@@ -22,8 +22,8 @@ from horovod_topk.core.rates import Rates
 from horovod_topk.core.substitute import Substitute
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch.momentum import Loan, settle_momentum
-from horovod_topk.torch.planning import spec_of
+from horovod_topk.torch_training.momentum import Loan, settle_momentum
+from horovod_topk.torch_training.specs import spec_of
 
 Gradients = list[Tensor]  # of one rank, in the order of the model's parameters
 

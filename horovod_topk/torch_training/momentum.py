@@ -38,7 +38,7 @@ from horovod_topk.core.momentum_takeover import (
 )
 from horovod_topk.core.momentum_takeover import advise as advise_of
 from horovod_topk.methods.protocol import Method
-from horovod_topk.torch.momentum_saved import TAKEN, drop_loaded, save_zeros
+from horovod_topk.torch_training.momentum_saved import TAKEN, drop_loaded, save_zeros
 
 log = logging.getLogger("horovod_topk")
 

@@ -25,7 +25,7 @@ def save_zeros(optimizer: Any, loan: Any) -> None:
 
     Args:
         optimizer: SGD, Adam or AdamW.
-        loan: its `horovod_topk.torch.momentum.Loan`.
+        loan: its `horovod_topk.torch_training.momentum.Loan`.
     """
     held = weakref.ref(optimizer)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 from horovod_topk.core.plan import Plan
-from horovod_topk.torch.ready import (
+from horovod_topk.torch_training.ready import (
     ReadyGradient,
     Slot,
     any_applied,
@@ -77,6 +77,10 @@ class Buckets:
         """Whether all gradients of a bucket are ready."""
         return not self._missing[ordinal]
 
+    def ready(self, ordinal: int) -> list[Tensor]:
+        """The gradients of a complete bucket in the plan's order, as they were added."""
+        return [slot.ready.dense for slot in self._slots_of[ordinal] if slot.ready is not None]
+
     def gradients(self, ordinal: int) -> list[Tensor]:
         """Those of a complete bucket in the plan's order, once it is sure that none changed.
 
@@ -101,7 +105,7 @@ class Buckets:
     def note_exchanged(self, ordinal: int) -> None:
         """What was ready holds the exchanged gradients now."""
         self.exchanges += 1
-        del self.sent[ordinal]
+        self.sent.pop(ordinal, None)
         slots = self._slots_of[ordinal]
         for slot in slots:
             slot.exchanged, slot.ready = slot.ready, None
@@ -151,7 +155,7 @@ class Buckets:
     def forget(self) -> None:
         """Nothing is ready, and nothing was exchanged."""
         for slot in self.slots.values():
-            slot.ready = None
+            slot.ready, slot.has_fired = None, False
         self._missing = {ordinal: len(slots) for ordinal, slots in self._slots_of.items()}
         self.sent.clear()
         self.forget_exchanged()

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from horovod_topk.core.clipping import LocalClip, Scope
-from horovod_topk.torch.sparse import refused
 
 _STRETCH = 1 << 16  # elements
 
 
-def clip_alone(optimizer: Any, clip_norm: float) -> None:
+def clip_alone(
+    optimizer: Any, clip_norm: float, gradients: Callable[[], Sequence[Tensor]] | None = None
+) -> None:
     """Clip before each step where nothing is exchanged: one rank's gradients are all there are.
 
-    Sparse ones as their dense copies would be with `sparse_as_dense`, and else not at all: the step
-    is a ConfigError then, as it is with more ranks.
+    gradients: gives those of a step, to be written to; None: the `grad` of every parameter.
     """
     clip = local_clip(clip_norm, "sum")
 
@@ -28,29 +28,17 @@ def clip_alone(optimizer: Any, clip_norm: float) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, where the step unscales
         clip.begin(ranks=1, units=1.0 if scale is None else float(scale))
         by_device: dict[torch.device, list[Tensor]] = {}
-        for gradient in _values_alone(optimizer, clip_norm):
+        for gradient in _gradients_of(optimizer) if gradients is None else gradients():
             by_device.setdefault(gradient.device, []).append(gradient)
-        for gradients in by_device.values():
-            clip.clip(gradients)
+        for each in by_device.values():
+            clip.clip(each)
 
     optimizer.register_step_pre_hook(before_step)
 
 
-def _values_alone(optimizer: Any, clip_norm: float) -> list[Tensor]:
-    """What of all gradients is not zero by its form, to be written to.
-
-    Raises:
-        ConfigError: one is sparse, and was not asked to be taken for dense.
-    """
-    found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    for p in found:
-        if p.grad.is_sparse and not optimizer.sparse_as_dense:
-            name = optimizer._parameter_names.get(p, f"of shape {list(p.shape)}")
-            raise refused(f"clip_norm={clip_norm}", name)
-    for p in found:
-        if p.grad.is_sparse:
-            p.grad = p.grad.coalesce()  # else the norm is not of sums
-    return [p.grad._values() if p.grad.is_sparse else p.grad for p in found]
+def _gradients_of(optimizer: Any) -> list[Tensor]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def local_clip(clip_norm: float, reduction: str) -> LocalClip[Tensor]:

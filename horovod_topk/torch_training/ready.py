@@ -19,7 +19,7 @@ from horovod_topk.errors import (
     ShapeChangedError,
 )
 from horovod_topk.ops.torch import DTYPES
-from horovod_topk.torch.planning import describe, spec_of
+from horovod_topk.torch_training.specs import describe, spec_of
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class ReadyGradient:
 class Slot:
     """One parameter's place in its bucket, and how far its gradient has come in this step."""
 
-    __slots__ = ("exchanged", "kind", "ordinal", "parameter", "ready", "spec")
+    __slots__ = ("exchanged", "has_fired", "kind", "ordinal", "parameter", "ready", "spec")
 
     def __init__(self, parameter: Tensor, spec: TensorSpec, ordinal: int) -> None:
         self.parameter = parameter
@@ -48,6 +48,7 @@ class Slot:
         self.kind = spec.shape, DTYPES[spec.dtype], torch.device(spec.device)
         self.ready: ReadyGradient | None = None  # from its hook until its bucket is finished
         self.exchanged: ReadyGradient | None = None  # from then until the optimizer's step
+        self.has_fired = False  # whether backward has added to its gradient since the last exchange
 
     def is_still(self, seen: ReadyGradient) -> bool:
         """Whether the parameter's gradient is one that was seen, not written to since."""
@@ -91,6 +92,15 @@ class Slot:
         if self.exchanged is not None:
             self.exchanged.note_writing()
 
+    def note_gradient(self) -> None:
+        """The parameter's gradient is the exchanged one, and backward has not added to it since."""
+        gradient, self.has_fired = self.parameter.grad, False
+        if gradient is None:
+            self.exchanged = None
+        else:
+            place = gradient.data_ptr()
+            self.exchanged = ReadyGradient(gradient, gradient, gradient._version, place)
+
     def is_changed(self) -> bool:
         """Whether someone has changed the exchanged gradient since; clearing it does not count."""
         exchanged = self.exchanged
@@ -111,9 +121,9 @@ class Slot:
             raise RepeatedSynchronizeError(
                 "its gradient was exchanged already and not stepped on or cleared since",
                 tensor=self.spec.name,
-                cure="Step inside optimizer.skip_synchronize() after optimizer.synchronize(), call "
-                "zero_grad() before the next backward(), and accumulate with "
-                "backward_passes_per_step",
+                cure="Call zero_grad() before the next backward(). With Horovod, step inside "
+                "optimizer.skip_synchronize() after optimizer.synchronize(), and accumulate with "
+                "backward_passes_per_step; with DistributedDataParallel, inside no_sync()",
             )
 
 

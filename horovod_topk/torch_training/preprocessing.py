@@ -7,14 +7,32 @@ leave while backward goes on. Without settings that ask for it there is no `Prep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from horovod_topk.core.clipping import LocalClip
 from horovod_topk.core.plan import Plan
-from horovod_topk.torch.clipping import local_clip
-from horovod_topk.torch.scaling import ONE, LossScale, Scaler, check_dtypes
+from horovod_topk.methods.protocol import Method
+from horovod_topk.torch_training.clipping import local_clip
+from horovod_topk.torch_training.scaling import ONE, LossScale, Scaler, check_dtypes
+
+
+@runtime_checkable
+class ExchangesOwn(Protocol):
+    """An optimizer whose ranks exchange something else than gradients."""
+
+    def exchange_settings(self, config: Method) -> Method:
+        """Return the settings that it is exchanged with.
+
+        Raises:
+            ConfigError: these are not sound for it.
+        """
+        ...
+
+    def before_exchange(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Turn gradients of parameters into what ranks exchange, in place."""
+        ...
 
 
 class Preprocessing:
@@ -23,25 +41,32 @@ class Preprocessing:
     Args:
         scaler: whose units gradients come in, if there is one.
         clip: what clips them, if something does.
+        own: the optimizer, if it exchanges something else.
     """
 
-    def __init__(self, scaler: Scaler | None, clip: LocalClip[Tensor] | None) -> None:
+    def __init__(
+        self,
+        scaler: Scaler | None,
+        clip: LocalClip[Tensor] | None,
+        own: ExchangesOwn | None = None,
+    ) -> None:
         self._loss_scale = None if scaler is None else LossScale(scaler)
-        self._scale, self._clip = ONE, clip
+        self._scale, self._clip, self._own = ONE, clip, own
 
     @classmethod
-    def of(cls, scaler: Scaler | None, plan: Plan) -> Preprocessing | None:
-        """What the settings ask for; None: nothing.
+    def of(cls, scaler: Scaler | None, plan: Plan, optimizer: Any) -> Preprocessing | None:
+        """What settings and optimizer ask for; None: nothing.
 
         Raises:
             UnsupportedDtypeError: a scaler cannot unscale these gradients.
         """
         norm = plan.config.clip_norm
-        if scaler is None and norm is None:
+        own = optimizer if isinstance(optimizer, ExchangesOwn) else None
+        if scaler is None and norm is None and own is None:
             return None
         if scaler is not None:
             check_dtypes(plan)
-        return cls(scaler, None if norm is None else local_clip(norm, plan.reduction))
+        return cls(scaler, None if norm is None else local_clip(norm, plan.reduction), own)
 
     def begin(self, optimizer: Any, ranks: int) -> None:
         """Note what holds for all buckets of a step; the first is about to be preprocessed.
@@ -58,11 +83,16 @@ class Preprocessing:
         if self._clip is not None:
             self._clip.begin(ranks)
 
-    def apply(self, gradients: Sequence[Tensor]) -> None:
-        """Take a bucket's gradients out of the scaler's units, then clip them, in place."""
+    def apply(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Take a bucket's gradients out of the scaler's units, then clip them, in place.
+
+        Then have the optimizer turn them into what it exchanges.
+        """
         self._scale.divide(gradients)
         if self._clip is not None:
             self._clip.clip(gradients)
+        if self._own is not None:
+            self._own.before_exchange(parameters, gradients)
 
     def gain(self, optimizer: Any) -> float:
         """What exchanged gradients are to be multiplied by.

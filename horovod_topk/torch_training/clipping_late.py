@@ -1,9 +1,9 @@
 """A warning for SGD whose gradients are clipped after the exchange, though momentum is corrected.
 
 `optimizer.synchronize()`, `clip_grad_norm_` and a step inside `skip_synchronize()` is how Horovod
-documents clipping. With momentum correction `p.grad` holds velocities by then, which are up to
-1 / (1 - m) times larger than gradients, so that a threshold for gradients makes steps that much
-smaller.
+documents clipping; with DistributedDataParallel it is `clip_grad_norm_` after `backward()`. With
+momentum correction `p.grad` holds velocities by then, which are up to 1 / (1 - m) times larger than
+gradients, so that a threshold for gradients makes steps that much smaller.
 
 Clipping is noticed as any other change of a gradient is (`ReadyGradient.is_still`).
 `GradScaler.unscale_` leaves no trace there, and is no cause for a warning. Adam and the like divide
@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim import SGD
 
 from horovod_topk.core.momentum_takeover import warn_of_clipping
-from horovod_topk.torch.buckets import Buckets
+from horovod_topk.torch_training.buckets import Buckets
 
 
 class LateClipping:
@@ -43,16 +43,13 @@ class LateClipping:
             self._buckets.note_handed_out()
             self._is_handed_out = True
 
-    def check(self, optimizer: Any) -> None:
-        """Warn if a gradient was changed since; called when the optimizer steps.
-
-        A step that exchanges by itself leaves nobody the time to change a gradient.
-        """
-        if not self._is_handed_out or optimizer._should_synchronize:
+    def check(self) -> None:
+        """Warn if a gradient was changed since; called when the optimizer steps."""
+        if not self._is_handed_out:
             return
         self._is_handed_out = False
         tensor = self._buckets.first_changed()
         if tensor is not None:
             self._is_watched = False
-            changed = f"the gradient of {tensor!r} was changed between synchronize() and step()"
+            changed = f"the gradient of {tensor!r} was changed between its exchange and step()"
             self.warnings = (warn_of_clipping(self._momentum, changed),)

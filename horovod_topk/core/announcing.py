@@ -1,0 +1,186 @@
+"""Encodes buckets for exchanges, for some methods with numbers that ranks tell each other first.
+
+Most methods encode as soon as gradients are ready. Of an `AnnouncingCodec`,
+
+    begin      compensates, a = e + g in the candidate arenas, and sends a few float32 numbers of
+               each piece to all ranks that send the same piece: the announcement
+    complete   waits for the announcements, and encodes with all of them, in rank order
+
+so that the method's bucket takes one stage more. An announcement is a payload like any other: it
+has a header, the plan's digest and non-finite flags, and its size follows from the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from horovod_topk.core import payload as wire
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.exchange.protocol import Collective, Pending
+from horovod_topk.core.momentum import correct
+from horovod_topk.core.plan import BucketPlan, lay_out
+from horovod_topk.core.residual import Arenas
+from horovod_topk.methods.dense import Dense
+from horovod_topk.methods.protocol import Announced, Piece, TensorSpec, numbers_of
+from horovod_topk.ops import Ops, Velocities
+
+Array = TypeVar("Array")
+
+
+def announcement(plans: Sequence[BucketPlan]) -> BucketPlan | None:
+    """What a rank tells others of a bucket before it encodes it.
+
+    Args:
+        plans: the bucket, or all of its shards that are encoded together.
+
+    Returns:
+        A bucket of arrays that travel whole: the numbers of each tensor, shard after shard. None:
+        the method announces nothing.
+    """
+    first, *_ = plans
+    parts = []
+    for position, piece in enumerate(first.tensors):
+        count = sum(numbers_of(plan.config, plan.tensors[position]) for plan in plans)
+        spec = TensorSpec(piece.spec.name, (count,), "float32", piece.spec.device)
+        parts.append(Piece(spec, count, position))
+    if not any(part.numel for part in parts):
+        return None
+    identity = ["announcement", *(plan.digest.hex() for plan in plans)]
+    return lay_out(first.ordinal, parts, "direct", Dense(), first.reduction, identity=identity)
+
+
+def announced_bytes(plans: Sequence[BucketPlan]) -> int:
+    """Bytes of one rank's announcement; 0 where there is none."""
+    plan = announcement(plans)
+    return 0 if plan is None else plan.payload_bytes
+
+
+class Encoder(Generic[Array]):
+    """Fills the payloads of a bucket, or of its shards, step after step.
+
+    Args:
+        arenas, payloads: one for each shard, or one.
+        ops, codec: of the arrays.
+        collective: the ranks that send the same pieces. None: this rank alone sends them.
+
+    Attributes:
+        stages: how many stages a bucket takes before it is encoded.
+        waits: whether announcements are under way, and the payloads are not filled.
+    """
+
+    def __init__(
+        self,
+        arenas: Sequence[Arenas[Array]],
+        payloads: Sequence[Array],
+        ops: Ops[Array],
+        codec: PayloadCodec[Array],
+        collective: Collective[Array] | None,
+    ) -> None:
+        self._arenas, self._payloads, self._ops, self._codec = arenas, payloads, ops, codec
+        self._collective = collective
+        self._plan = None if collective is None else announcement([each.plan for each in arenas])
+        self.stages = int(self._plan is not None)
+        self._pending: Pending[Array] | None = None
+        if self._plan is not None:
+            size = self._plan.numel, self._plan.residual_dtype, self._plan.device
+            self._numbers = Arenas(self._plan, ops.zeros(*size), ops.zeros(*size))
+            self._announcement = codec.new_payload(self._plan)
+
+    @property
+    def waits(self) -> bool:
+        """See the class."""
+        return self._pending is not None
+
+    def begin(
+        self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
+    ) -> None:
+        """Fill the payloads, or start to announce what is needed for that.
+
+        velocities: corrects the gradients' momentum, and gets new velocities.
+        """
+        codec = self._codec
+        if self._plan is None or self._collective is None:
+            codec.encode_shards(self._arenas, gradients, self._payloads, velocities)
+            return
+        self._velocities, self._gradients = velocities, correct(gradients, velocities, self._ops)
+        pieces = range(len(self._plan.tensors))
+        self._own = [
+            [
+                codec.numbers(each.plan, p, codec.compensate(each, self._gradients, p))
+                for p in pieces
+            ]
+            for each in self._arenas
+        ]
+        of_tensors = [self._ops.joined(shards) for shards in zip(*self._own, strict=True)]
+        codec.encode(self._numbers, of_tensors, self._announcement)
+        self._pending = self._collective.allgather(self._announcement, f"{name}.announce")
+
+    def complete(self) -> None:
+        """Wait for the announcements, and fill the payloads.
+
+        Raises:
+            PayloadError, PlanMismatchError: a rank has sent something else.
+        """
+        codec, ops = self._codec, self._ops
+        told, flags = self._wait()
+        for shard, (each, payload) in enumerate(zip(self._arenas, self._payloads, strict=True)):
+            sent = []
+            for position, piece in enumerate(each.plan.tensors):
+                values = ops.view(each.candidate, piece.start, piece.stop)
+                numbers = told[shard][position]
+                sent.append(codec.encode_piece(each.plan, position, values, numbers))
+            codec.write(each, payload, sent)
+            if not isinstance(flags, list):  # a graph goes on where a host raises: tell the others
+                ops.store_flags(payload, each.plan.layout.flags_at, flags)
+            if self._velocities is not None:
+                codec.damp(each, payload, self._gradients, self._velocities)
+        codec.seal([each.plan for each in self._arenas], self._payloads)
+
+    def drain(self) -> bool:
+        """Wait for announcements under way, and forget them.
+
+        Returns:
+            Whether they have come: other ranks go on, and wait for this one's payloads. They have
+            not where a rank of an elastic job is lost.
+        """
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        with contextlib.suppress(RuntimeError):
+            pending.wait()
+            return True
+        return False
+
+    def abort(self, name: str) -> list[Pending[Array]]:
+        """Announce that all is flagged, in a step that this rank does not go on with.
+
+        Returns:
+            What is under way then: nothing, if ranks announce nothing.
+        """
+        if self._plan is None or self._collective is None:
+            return []
+        self._codec.flag_all(self._plan, self._announcement)
+        return [self._collective.allgather(self._announcement, f"{name}.announce")]
+
+    def _wait(self) -> tuple[list[list[Announced[Array]]], Sequence[bool]]:
+        """What was announced, for each shard and piece, and which tensors any rank flagged."""
+        assert self._pending is not None
+        assert self._plan is not None
+        assert self._collective is not None
+        pending, self._pending = self._pending, None
+        gathered, size, ranks = pending.wait(), self._plan.payload_bytes, self._collective.size
+        received = self._ops.numel(gathered)
+        if received not in (None, size * ranks):  # None: a graph does not know yet
+            raise wire.wrong_length(received, size, ranks, self._plan.ordinal)
+        rows, flags = self._codec.rows(self._plan, gathered)
+        told: list[list[Announced[Array]]] = [[] for _ in self._arenas]
+        for position, row in enumerate(rows):
+            counts = [self._ops.numel(own[position]) for own in self._own]
+            ends = list(itertools.accumulate(counts))
+            for shard, (end, count) in enumerate(zip(ends, counts, strict=True)):
+                own = self._own[shard][position]
+                of_all = own if row is None else self._ops.columns(row, end - count, end)
+                told[shard].append(Announced(own, of_all))
+        return told, flags

@@ -1,0 +1,27 @@
+"""Compression for PyTorch's DistributedDataParallel; Horovod is not needed.
+
+    from torch.nn.parallel import DistributedDataParallel
+    from horovod_topk.ddp import TopKEF
+
+    model = DistributedDataParallel(model)
+    TopKEF().attach(model, optimizer)
+
+or, as torch registers communication hooks,
+
+    model.register_comm_hook(*TopKEF().hook(model, optimizer))
+
+`TopKEF.of(model)` returns the state. Nothing of PyTorch is patched.
+"""
+
+from typing import Any
+
+from horovod_topk.ddp.compressor import Compressor, TopKEF, exchange
+from horovod_topk.ddp.state import DDPState
+
+__all__ = ["DDPState", "TopKEF", "exchange"]
+
+
+def __getattr__(name: str) -> Any:
+    """The compressors of the other methods, made when first asked for."""
+    globals()[name] = made = Compressor.named(name, __name__)
+    return made

@@ -1,0 +1,156 @@
+"""The collectives of torch.distributed as the core wants them: Gloo, NCCL and MPI.
+
+`torch.distributed` pairs the collectives of a group by the order in which each rank starts them,
+and knows no names. Ranks start theirs in one order, which follows from the order in which
+DistributedDataParallel hands over its buckets; names are labels in the profiler's trace.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.profiler import record_function
+
+from horovod_topk.core.nodes import Location, here
+from horovod_topk.core.timing import StepTimer
+
+# The same collective, by its name since PyTorch 2.13 or by the one before.
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A collective under way, and what to make of the memory that it fills."""
+
+    work: Any  # dist.Work
+    sent: Tensor  # has to live as long as the collective
+    received: Tensor
+    timer: StepTimer
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    def wait(self) -> Tensor:
+        began = time.perf_counter()
+        self.work.wait()
+        self.timer.last = time.perf_counter()
+        self.timer.exposed += self.timer.last - began
+        return self.received if self.finish is None else self.finish(self.received)
+
+
+class GroupCollective:
+    """`horovod_topk.core.exchange.Collective` over a process group.
+
+    Args:
+        group: the process group.
+        timer: counts the seconds in which it is waited for; None: nobody reads them. With NCCL it
+            is the device that waits, and these seconds are none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timer: StepTimer | None = None) -> None:
+        self._group, self.timer = group, timer or StepTimer()
+        self._ranks: list[int] = dist.get_process_group_ranks(group)  # in the default group
+        backends = dist.get_backend_config(group).split(",")  # cpu:gloo,cuda:nccl
+        self._devices = {each.split(":")[0] for each in backends}
+
+    @property
+    def rank(self) -> int:
+        """Rank within the process group."""
+        return dist.get_rank(self._group)
+
+    @property
+    def size(self) -> int:
+        """Ranks in the process group."""
+        return len(self._ranks)
+
+    @property
+    def location(self) -> Location:
+        """Where this rank runs, as torchrun numbers local ranks."""
+        return here(dist.get_rank(), int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+
+    def allgather(
+        self, payload: Tensor, name: str, counts: Sequence[int] | None = None
+    ) -> _Pending:
+        """Start an allgather of a uint8 tensor; does not block. Shorter ones travel padded."""
+        sent, largest = payload, payload.numel() if counts is None else max(counts)
+        if payload.device.type not in self._devices:  # on the host, as in an agreement over NCCL
+            sent = payload.to(torch.accelerator.current_accelerator())
+        if sent.numel() < largest:
+            sent = torch.cat([sent, sent.new_zeros(largest - sent.numel())])
+
+        def finish(received: Tensor) -> Tensor:
+            received = received.to(payload.device)
+            if counts is None:
+                return received
+            rows = received.view(self.size, largest)
+            return torch.cat([row[:n] for row, n in zip(rows, counts, strict=True)])
+
+        return self._start(name, _GATHER, sent, self.size * largest, finish)
+
+    def alltoall(self, payloads: Tensor, name: str) -> _Pending:
+        """Start an alltoall of equal stretches of a uint8 tensor; does not block."""
+        return self._start(name, dist.all_to_all_single, payloads, payloads.numel())
+
+    def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> _Pending:
+        """Start an alltoall whose parts are added in rank order when it is waited for.
+
+        The order in which a reduce-scatter of torch.distributed adds is the library's own.
+        """
+        count, verb = counts[self.rank], dist.all_to_all_single
+        splits = {"output_split_sizes": [count] * self.size, "input_split_sizes": list(counts)}
+
+        def add(received: Tensor) -> Tensor:
+            rows = received.view(self.size, count)
+            for other in rows[1:]:
+                rows[0].add_(other)
+            return rows[0]
+
+        return self._start(name, verb, array, self.size * count, add, **splits)
+
+    def allreduce(self, array: Tensor, name: str) -> _Pending:
+        """Start an allreduce in place; does not block."""
+        self.timer.first = self.timer.first or time.perf_counter()
+        with record_function(name):
+            work = dist.all_reduce(array, group=self._group, async_op=True)
+        return _Pending(work, array, array, self.timer)
+
+    def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Whether process groups can be made: not by some of the ranks alone with MPI."""
+        return self._is_all or "mpi" not in dist.get_backend(self._group)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> list[GroupCollective | None]:
+        """Collectives over new process groups of the same backend."""
+        backend, made = dist.get_backend(self._group), list[GroupCollective | None]()
+        for ranks in ([self._ranks[rank] for rank in group] for group in groups):
+            is_member, alone = dist.get_rank() in ranks, not self._is_all
+            group = None
+            if is_member or not alone:  # else ranks outside of a group are not asked
+                group = dist.new_group(ranks, backend=backend, use_local_synchronization=alone)
+            made.append(GroupCollective(group, self.timer) if is_member and group else None)
+        return made
+
+    @property
+    def _is_all(self) -> bool:
+        """Whether these are all ranks of the job, which can make groups together."""
+        return self.size == dist.get_world_size()
+
+    def _start(
+        self,
+        name: str,
+        verb: Callable[..., Any],
+        sent: Tensor,
+        count: int,
+        finish: Callable[[Tensor], Tensor] | None = None,
+        **options: Any,
+    ) -> _Pending:
+        """Start a collective that fills new memory of so many elements; does not block."""
+        received = sent.new_empty(count)
+        self.timer.first = self.timer.first or time.perf_counter()
+        with record_function(name):
+            work = verb(received, sent, group=self._group, async_op=True, **options)
+        return _Pending(work, sent, received, self.timer, finish)

@@ -1,0 +1,39 @@
+"""The hooks of `horovod_topk.torch_training.hooks`, on the optimizer of a DDP model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from horovod_topk.errors import StepBeforeSynchronizeError
+from horovod_topk.torch_training import hooks
+from horovod_topk.torch_training.stepping import check_all_are_known, closure_of
+
+CURE = (
+    "Call TopKEF().attach(model, optimizer) before backward(). Lightning needs a callback for it, "
+    "as it registers ddp_comm_hook= on CUDA devices alone: docs/ddp.md"
+)
+NEVER = "step() was called, and DistributedDataParallel never called this compressor's hook", CURE
+NOT_NOW = (
+    "step() was called on gradients that were not exchanged, or were applied already",
+    "Run a step's last backward() outside of no_sync(), and zero_grad() after the step",
+)
+
+
+class Hooks(hooks.Hooks):
+    """A step has to find the gradients of a backward whose buckets came to our hook."""
+
+    def _check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if closure_of(args, kwargs) is None:
+            self._check_closure(optimizer)
+
+    def _check_closure(self, optimizer: Any) -> None:
+        """Refuse gradients of this rank alone, but for zeros, as checkpoint libraries make them."""
+        check_all_are_known(optimizer, self._buckets.slots, {})
+        slots = self._buckets.slots.values()
+        gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
+        if not any(slot.exchanged for slot in slots) and any(map(torch.any, gradients)):
+            problem, cure = NOT_NOW if self._buckets.exchanges else NEVER
+            raise StepBeforeSynchronizeError(problem, cure=cure)

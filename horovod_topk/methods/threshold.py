@@ -1,0 +1,172 @@
+"""Threshold: as many of the largest elements as are above a threshold, in one of a few capacities.
+
+Of a tensor with n elements the elements of e + g with a magnitude above `threshold` times their
+root mean square are meant to travel, or above `threshold` itself. How many these are follows from
+the data, and a payload's size must not: so a step has a capacity, one of five ratio levels, and of
+each tensor the k = ceil(level * n) largest elements travel. Slots that the elements above the
+threshold leave free are filled with the next largest ones, and elements above it that find no slot
+stay in the residual.
+
+Each rank counts the elements above the threshold, and tells the others with its payloads
+(`horovod_topk.core.measures`). From these counts all ranks take the same level for the next step:
+the smallest one that has a slot for each element that was above it, on the rank with the most.
+
+A payload's body is that of `horovod_topk.methods.topk`, at the level's ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from numbers import Real
+from typing import Any, ClassVar, Self
+
+from horovod_topk.config import AUTO, Settings, check_flag
+from horovod_topk.errors import ConfigError
+from horovod_topk.methods.protocol import Bucket, Codec, Piece, Read, Sent
+from horovod_topk.methods.topk import TopK
+from horovod_topk.ops import Ops
+from horovod_topk.ratios import checked_ratio
+from horovod_topk.schedules import Decision, Schedule
+
+Array = Any  # of the framework that `ops` is of
+
+ABOVE, COUNTED = "above", "counted"  # measures: elements above the threshold, of so many
+HALVINGS = 4  # levels below `max_ratio`, each half of the one before
+OF_STEPS = {"schedule", "warmup"}  # settings that decide on levels, of which Top-K is told the last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled(Schedule):
+    """The smallest level with a slot for each element that was above the threshold."""
+
+    def ratios(self, usual: float) -> tuple[float, ...]:
+        """`Schedule.ratios`."""
+        return tuple(usual / 2**i for i in range(1, HALVINGS + 1))
+
+    def decide(
+        self, before: Decision, level: float, usual: float, told: Mapping[str, Sequence[float]]
+    ) -> Decision:
+        """`Schedule.decide`."""
+        pairs = list(zip(told[ABOVE], told[COUNTED], strict=True))
+        if not all(counted for _, counted in pairs):  # there is nothing to compress
+            return before or (usual,)
+        share = max(above / counted for above, counted in pairs)
+        return (min((r for r in self.ratios(usual) if r >= share), default=usual),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold(Codec):
+    """Top-K gradient compression whose k follows a threshold, with error feedback.
+
+    In each step a rank sends about as many elements as are above the threshold: many where a few
+    elements stand out, few where gradients are flat, and more or fewer as training goes on. It is
+    `TopKEF` at a ratio from `max_ratio` / 16 to `max_ratio`, the same for all tensors, which the
+    counts of the step before decide on all ranks alike. The first step has `max_ratio`. It selects
+    by the framework's own operations, more slowly than `TopKEF`.
+
+    Args:
+        threshold: what a magnitude has to be above, a number above 0: a multiple of the tensor's
+            root mean square, or the magnitude itself.
+        relative: whether it is a multiple. Larger gradients then change nothing, and at most a
+            share 1 / threshold^2 of a tensor is above it.
+        max_ratio: share of each tensor's elements that is sent in a step at most, in (0, 1].
+        values: format in which values are sent, as in `TopKEF`.
+        indices: format in which indices are sent, as in `TopKEF`.
+
+    Source: Strom 2015 (Scalable Distributed DNN Training Using Commodity GPU Cloud Computing);
+    Sahu et al. 2021 (Rethinking Gradient Sparsification as Total Error Minimization).
+    """
+
+    id: ClassVar[int] = 10
+    measured: ClassVar[tuple[str, ...]] = (ABOVE, COUNTED)
+
+    threshold: float = 3.0  # of a magnitude: times the tensor's root mean square if `relative`
+    relative: bool = True  # whether `threshold` is a multiple of the tensor's root mean square
+    max_ratio: float = 0.05  # share of each tensor's elements sent a step at most, in (0, 1]
+    values: str = AUTO  # format of values; the rounding error stays in the residual
+    indices: str = "auto"  # format of indices; "auto": plain on accelerators, else packed
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threshold", _checked(self.threshold))
+        check_flag("relative", self.relative)
+        object.__setattr__(self, "max_ratio", checked_ratio(self.max_ratio, "max_ratio"))
+        if self.schedule is None:
+            object.__setattr__(self, "schedule", Filled())
+        super().__post_init__()
+        object.__setattr__(self, "values", self._top.values)
+
+    @cached_property
+    def _top(self) -> TopK:
+        """Top-K at this level."""
+        own = {each.name: getattr(self, each.name) for each in fields(Settings)}
+        shared = {name: value for name, value in own.items() if name not in OF_STEPS}
+        return TopK(self.max_ratio, values=self.values, indices=self.indices, **shared)
+
+    @property
+    def has_levels(self) -> bool:
+        """`Method.has_levels`."""
+        return True
+
+    @property
+    def ratio(self) -> float:
+        """`Method.ratio`: the capacity, `max_ratio` but for levels below it."""
+        return self.max_ratio
+
+    def at(self, ratio: float) -> Self:
+        """`Method.at`."""
+        if ratio == self.ratio:
+            return self
+        top = self._top.at(ratio)
+        return replace(self, max_ratio=ratio, values=top.values, ratios=top.ratios)
+
+    def withheld(self) -> str:
+        """`Method.withheld`."""
+        return self._top.withheld()
+
+    def piece(self, part: Piece, leg: str) -> Piece:
+        """`Method.piece`: that of Top-K."""
+        return self._top.piece(part, leg)
+
+    def lay_out(self, pieces: Sequence[Any], at: int) -> tuple[list[Piece], int]:
+        """`Method.lay_out`: that of Top-K."""
+        return self._top.lay_out(pieces, at)
+
+    def why_whole(self, piece: Piece) -> str | None:
+        """`Method.why_whole`: that of Top-K."""
+        return self._top.why_whole(piece)
+
+    def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
+        """`Codec.encode`: that of Top-K, with counts of tensors that it does not send whole."""
+        sent = self._top.encode(ops, bucket, piece, values)
+        if piece.spec.numel < self.min_numel:
+            return sent
+        is_above = ops.cast(abs(values) > self._limits(ops, piece.numel, values), "int64")
+        above = ops.cast(ops.sums(is_above, piece.numel), "float32")
+        counted = ops.zeros(1, "float32", bucket.device) + piece.numel
+        return replace(sent, measured=(above, counted))
+
+    def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
+        """`Codec.decode`: that of Top-K."""
+        return self._top.decode(ops, bucket, piece, gathered)
+
+    def _limits(self, ops: Ops[Array], count: int, values: Array) -> Array:
+        """Return the threshold of a tensor's magnitudes, once for each, of their dtype."""
+        limit = ops.zeros(1, "float64", ops.device(values)) + self.threshold
+        if self.relative:
+            mean_square = ops.cast(ops.square(values), "float64") * (1 / count)
+            limit = ops.root(mean_square) * self.threshold
+        return ops.spread(ops.cast(limit, ops.dtype(values)), count, count)
+
+
+def _checked(threshold: object) -> float:
+    is_number = isinstance(threshold, Real) and not isinstance(threshold, bool)
+    if not is_number or not 0.0 < float(threshold) < math.inf:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"threshold={threshold!r} is not a number above 0",
+            cure="Pass a multiple of the root mean square, such as threshold=3.0, or a magnitude "
+            "with relative=False",
+        )
+    return float(threshold)  # type: ignore[arg-type]

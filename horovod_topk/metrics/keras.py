@@ -1,0 +1,45 @@
+"""Metrics in the logs of Keras 3 and tf-keras."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from horovod_topk.core.stats import StepCounters
+from horovod_topk.metrics import as_dictionary
+
+
+def callback(compression: Any, library: Any) -> Any:
+    """Return a callback that adds the numbers of the last step to the logs of batches and epochs.
+
+    `model.fit(...).history` has them, and every callback behind this one.
+
+    Args:
+        compression: the instance that the optimizer was built with, such as `TopKEF()`.
+        library: `keras` or `tf_keras`.
+    """
+
+    class Metrics(library.callbacks.Callback):  # type: ignore[misc]
+        """Adds numbers to logs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._last: dict[str, float] = {}
+            compression.on_step(self._take)
+
+        def on_train_batch_end(
+            self, batch: int, logs: MutableMapping[str, float] | None = None
+        ) -> None:
+            """Add those of the last step."""
+            if logs is not None:
+                logs.update(self._last)
+
+        def on_epoch_end(self, epoch: int, logs: MutableMapping[str, float] | None = None) -> None:
+            """Add those of the epoch's last step."""
+            if logs is not None:
+                logs.update(self._last)
+
+        def _take(self, counters: StepCounters) -> None:
+            self._last = as_dictionary(counters)
+
+    return Metrics()

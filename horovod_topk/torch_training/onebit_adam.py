@@ -1,0 +1,237 @@
+"""1-bit Adam: Adam whose variance is frozen, and whose momentum then travels as signs.
+
+With gradient g_i of rank i, for the first `freeze_after` steps it is Adam, on the mean of g_i:
+
+    m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2          x -= lr m' / (sqrt(v') + eps)
+
+Then v stays as it is, and in each step
+
+    rank i    m_i = b1 m + (1 - b1) g_i      sends C(m_i + e_i),   e_i = m_i + e_i - C(m_i + e_i)
+    owner     a = mean of C(m_i + e_i)       sends C(a + d),       d = a + d - C(a + d)
+    all       m = C(a + d)                   x -= lr m' / (sqrt(v') + eps)
+
+with C the sign times a mean magnitude. So each rank keeps an error e_i, and each owner of a part of
+a tensor an error d: they are the residuals of `SignSGD` over the sharded exchange, whose dense
+level the first steps take. m' and v' are corrected for their start at 0 as in Adam, v' by the
+step at which it was frozen; the paper leaves that and eps out.
+
+Source: Tang et al. 2021 (1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+Convergence Speed), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from horovod_topk.config import check_flag, check_whole
+from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.methods.protocol import Method
+
+MOST = 2**31  # steps before the variance is frozen
+
+
+class OneBitAdam(Optimizer):
+    """Adam that sends 1 bit for each element once its variance is frozen.
+
+    Wrap it as any optimizer, and leave `compression=` out:
+
+        >>> optimizer = OneBitAdam(model.parameters(), freeze_after=1000, lr=1e-3)
+        >>> optimizer = hvd.DistributedOptimizer(
+        ...     optimizer, named_parameters=model.named_parameters()
+        ... )
+
+    `TopKEF.of(optimizer)` returns the state of its exchange, for statistics and checkpoints. It
+    sends dense float32 gradients for `freeze_after` steps, then 31 times fewer bytes. Another
+    compressor with error feedback may be passed, such as `SignSGD(exchange="allgather")` for
+    elastic jobs, which have no owners. For torch DistributedDataParallel, attach a compressor:
+    `SignSGD(exchange="sharded").attach(model, optimizer)`. By itself it is Adam whose variance is
+    frozen.
+
+    Freeze the variance when it has become steady, often after 15 to 25% of all steps, and after the
+    warm-up of the learning rate. An element whose variance is 0 by then, as it never had a
+    gradient, moves no more.
+
+    Args:
+        params: parameters, or parameter groups.
+        freeze_after: steps of Adam with dense gradients, 1 or more; the same for all groups.
+        lr: the learning rate.
+        betas: decay of the mean and of the variance, both in [0, 1).
+        eps: what is added to the root of the variance.
+        weight_decay: share of each parameter, times lr, that is subtracted in each step, as in
+            AdamW.
+        bias_correction: correct mean and variance for their start at 0, as Adam does. False: as
+            the paper writes it.
+
+    Raises:
+        ConfigError: a value is out of its range; or, where its exchange is set up, the compressor
+            does not fit.
+
+    Source: Tang et al. 2021 (1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+    Convergence Speed).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        freeze_after: int | None = None,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+    ) -> None:
+        defaults = {
+            "freeze_after": freeze_after,
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+        }
+        self._momenta: set[int] = set()  # ids of parameters whose `grad` is a momentum
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            ConfigError: a value is out of its range.
+        """
+        super().add_param_group(param_group)
+        _check(self.param_groups[-1])
+        if len({group["freeze_after"] for group in self.param_groups}) > 1:
+            raise ConfigError(
+                "parameter groups have different freeze_after, and all of them are exchanged in "
+                "the same form",
+                cure="Pass one freeze_after for all groups",
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._momenta = set()
+
+    # What an exchange of its gradients asks.
+
+    def exchange_settings(self, config: Method) -> Method:
+        """Return the settings that its momentum is exchanged with: dense ones in the first steps.
+
+        Raises:
+            ConfigError: they are not sound for it.
+        """
+        name, freeze_after = type(config).__name__, self.param_groups[0]["freeze_after"]
+        if not getattr(config, "error_feedback", True):
+            raise ConfigError(
+                f"{name} has no error feedback as it is set, and the errors of a momentum would "
+                "add up",
+                cure="Leave compression= out, or pass a compressor with error feedback",
+            )
+        if config.warmup is None:
+            return replace(config, warmup=((freeze_after, 1.0),))
+        until, ratio = config.stretches[0]
+        if ratio != 1.0 or until < freeze_after:
+            raise ConfigError(
+                f"warmup={config.warmup!r} compresses gradients in the first {freeze_after} steps, "
+                "from which the variance is estimated",
+                cure="Leave warmup= out",
+            )
+        return config
+
+    @torch.no_grad()
+    def before_exchange(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Turn this rank's gradients into what ranks exchange, in place.
+
+        They stay gradients until the variance is frozen, and are momenta from then on.
+
+        Args:
+            parameters: whose gradients are about to be exchanged.
+            gradients: theirs, one each.
+        """
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        for p, gradient in zip(parameters, gradients, strict=True):
+            state, group = self.state.get(p), groups[id(p)]
+            self._momenta.discard(id(p))
+            if state and _steps(state) >= group["freeze_after"]:
+                beta = group["betas"][0]
+                gradient.mul_(1 - beta).add_(state["exp_avg"], alpha=beta)
+                self._momenta.add(id(p))
+
+    # Steps.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: evaluates the model once more and returns the loss.
+
+        Returns:
+            The loss of `closure`, if it was given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, group)
+        self._momenta.clear()
+        return loss
+
+    def _update(self, p: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        if gradient.is_sparse:
+            raise UnsupportedOperationError(
+                f"a gradient of shape {list(p.shape)} is sparse, which OneBitAdam cannot apply",
+                cure="Pass sparse_as_dense=True to hvd.DistributedOptimizer",
+            )
+        state, (beta, decay) = self.state[p], group["betas"]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["step"] += 1
+        mean, variance, steps = state["exp_avg"], state["exp_avg_sq"], _steps(state)
+        is_frozen = steps > group["freeze_after"]
+        if id(p) in self._momenta:
+            mean.copy_(gradient)
+        else:
+            mean.mul_(beta).add_(gradient, alpha=1 - beta)
+        if not is_frozen:
+            variance.mul_(decay).addcmul_(gradient, gradient, value=1 - decay)
+        size, root = group["lr"], 1.0
+        if group["bias_correction"]:
+            size = size / (1 - beta**steps)
+            root = math.sqrt(1 - decay ** min(steps, group["freeze_after"]))
+        divisor = variance.sqrt().div_(root).add_(group["eps"])
+        if is_frozen:
+            divisor.masked_fill_(variance == 0, math.inf)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.addcdiv_(mean, divisor, value=-size)
+
+
+def _steps(state: Mapping[str, Any]) -> int:
+    return int(state["step"])
+
+
+def _check(group: Mapping[str, Any]) -> None:
+    """Refuse settings of a parameter group that are out of their ranges."""
+    check_whole("freeze_after", group["freeze_after"], 1, MOST, example=1000)
+    check_flag("bias_correction", group["bias_correction"])
+    for setting in ("lr", "eps", "weight_decay"):
+        value = group[setting]
+        if isinstance(value, bool) or not 0.0 <= float(value) < math.inf:
+            raise ConfigError(
+                f"{setting}={value!r} is not a number from 0 on", cure=f"Pass {setting}=1e-3 or so"
+            )
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+        raise ConfigError(
+            f"betas={betas!r} are not two numbers in [0, 1)", cure="Pass betas=(0.9, 0.999)"
+        )

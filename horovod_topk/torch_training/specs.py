@@ -1,0 +1,65 @@
+"""Parameters and gradients of PyTorch: as the core names them, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horovod_topk.core.plan import Plan, TensorSpec, make_plan
+from horovod_topk.methods.protocol import Method
+
+
+def plan_of(
+    optimizer: Any,
+    names: Mapping[Tensor, str],
+    config: Method,
+    reduction: str,
+    groups: Iterable[Sequence[Tensor]],
+) -> Plan:
+    """Buckets from the user's groups, and default ones in the order of the backward pass.
+
+    Args:
+        optimizer: of the parameters.
+        names: of all of them.
+        config: the settings.
+        reduction: "average" or "sum".
+        groups: lists of parameters; those that are not trained are left out.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    specs = {p: spec_of(names[p], p) for p in reversed(parameters) if p.requires_grad}
+    asked = [[specs[p] for p in group if p in specs] for group in groups]
+    planned = list(specs.values()), config, reduction, [group for group in asked if group]
+    return make_plan(*planned, names.values())
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """A parameter or gradient as the core names it."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(name, tuple(tensor.shape), dtype, str(tensor.device))
+
+
+def describe(spec: TensorSpec) -> str:
+    """Shape, dtype and device, for messages."""
+    return f"{list(spec.shape)} {spec.dtype} on {spec.device}"
+
+
+def gradients_in(memory: Tensor, parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parameters, and the views of their gradients, which lie behind each other in flat memory.
+
+    A gradient has its parameter's strides if these are dense, and is row-major else.
+    """
+    start = 0
+    for p in parameters:
+        view = memory[start : start + p.numel()]
+        start += p.numel()
+        is_dense = torch.empty_like(p).stride() == p.stride()
+        yield p, view.as_strided(p.shape, p.stride()) if is_dense else view.view(p.shape)
+
+
+def accumulation_of(p: Tensor) -> Any:
+    """Autograd's node that adds to a parameter's gradient; it lives as long as someone holds it."""
+    with torch.enable_grad():
+        return p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

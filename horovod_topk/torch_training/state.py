@@ -1,0 +1,183 @@
+"""Error feedback behind one PyTorch optimizer, whoever exchanges its gradients.
+
+An adapter says which gradients are planned, over which collective they travel, and when each is
+ready; it collects and hands out what was exchanged. What lies between is here.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from horovod_topk.core.agreement import agree
+from horovod_topk.core.attached import Attached
+from horovod_topk.core.base_compressor import check_elastic, elastic
+from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.exchange.selection import exchange_of
+from horovod_topk.core.momentum import Momenta
+from horovod_topk.core.plan import Plan
+from horovod_topk.core.probe import Probe
+from horovod_topk.core.stats import Stats, describe
+from horovod_topk.core.timing import Timed
+from horovod_topk.methods.protocol import Method
+from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch_training.buckets import Buckets
+from horovod_topk.torch_training.clipping import clip_alone
+from horovod_topk.torch_training.hooks import Hooks
+from horovod_topk.torch_training.momentum import Loan, advise, hand_over, settle_momentum
+from horovod_topk.torch_training.preprocessing import ExchangesOwn, Preprocessing
+from horovod_topk.torch_training.rates import followed, has_rates
+from horovod_topk.torch_training.scaling import Scaler
+from horovod_topk.torch_training.stepping import check_evaluates_once
+
+log = logging.getLogger("horovod_topk")
+
+_LIVE: weakref.WeakSet[TrainingState] = weakref.WeakSet()
+
+
+def live_states() -> list[TrainingState]:
+    """The states of all optimizers that exist in this process and are compressed."""
+    return list(_LIVE)
+
+
+class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
+    """Error feedback behind one optimizer; `Attached` says what users may ask.
+
+    Args:
+        optimizer: of the gradients.
+        names: of parameters; those without one are not compressed.
+        ranks: who exchanges: Horovod's process set, or what answers as it does.
+        label: what to call it in messages.
+    """
+
+    framework = "torch"
+    hooks: ClassVar[type[Hooks]]  # on the optimizer
+
+    def __init__(self, optimizer: Any, names: Mapping[Tensor, str], ranks: Any, label: str) -> None:
+        super().__init__(ranks, "average", label)
+        self._optimizer = weakref.ref(optimizer)
+        self._names = names
+        self._buckets = Buckets(names)
+        self._loan: Loan | None = None
+
+    def _settle(self, optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
+        """The settings that fit the optimizer, which may lose its momentum to them.
+
+        Raises:
+            ConfigError, UnsupportedOperationError: they fit it not.
+        """
+        check_elastic(config)
+        check_evaluates_once(optimizer)
+        config = settle_momentum(optimizer, config, deferred)
+        if "follow_lr" in deferred:
+            config = replace(config, follow_lr=has_rates(optimizer))
+        if isinstance(optimizer, ExchangesOwn):
+            config = optimizer.exchange_settings(config)
+        if config.taken_over:
+            self._loan = Loan(optimizer, self._names)
+        advise(optimizer, config)
+        return config
+
+    def _attach(
+        self,
+        optimizer: Any,
+        plan: Plan,
+        collective: Timed[Tensor],
+        grad_scaler: Scaler | None,
+    ) -> None:
+        """Agree on the plan of an optimizer's gradients with all ranks, and make their memory.
+
+        Raises:
+            PlanMismatchError, ConfigError: ranks differ, or the exchange cannot be had.
+        """
+        config = plan.config
+        self._preprocessing = Preprocessing.of(grad_scaler, plan, optimizer)
+        self._has_scaler = grad_scaler is not None
+        ops = TorchOps()
+        self._prefix = config.name or f"topkef.{plan.digest.hex()}"
+        self._ordinal = _free_ordinal(self._prefix)
+        if not elastic():  # there, ranks that join late construct theirs alone
+            self._ordinal = agree(plan, self._ordinal, ops, collective)
+        exchange = exchange_of(plan, ops, collective)
+        name = f"{self._prefix}.{self._ordinal}"
+        momenta = Momenta(config, None if self._loan is None else self._loan.now)
+        self._compressor = self._state = Compressor(
+            plan, ops, PayloadCodec(ops), exchange, name, momenta, collective.timer
+        )
+        if config.probe_every is not None:
+            self._compressor.step.probe = Probe(config.probe_every, collective, ops, name)
+        self._compressor.rates = followed(optimizer, config, self._names, self._loan)
+        self._reduction = plan.reduction
+        self._buckets.index(plan)
+        self._skipped |= plan.sent_dense()
+        log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
+
+    def _watch(self, optimizer: Any, accumulations: Any) -> None:
+        """Take part in the optimizer's steps; `accumulations` as `Hooks.watch` has them."""
+        shared = self._compressor, self._buckets, self._loan
+        self._hooks = type(self).hooks(*shared, has_scaler=self._has_scaler)
+        self._hooks.watch(optimizer, accumulations)
+        _LIVE.add(self)
+
+    def _leave(
+        self,
+        optimizer: Any,
+        config: Method,
+        gradients: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> None:
+        """Have an optimizer that exchanges nothing do by itself what is asked for all the same.
+
+        gradients: as `clip_alone` takes them.
+        """
+        hand_over(optimizer, config.momentum, nesterov=config.nesterov)
+        if config.clip_norm is not None:
+            clip_alone(optimizer, config.clip_norm, gradients)
+
+    # What a user may ask.
+
+    @torch.no_grad()
+    def stats(self) -> Stats:
+        """As `Attached.stats`."""
+        if self.active:
+            self.warnings = self._hooks.warnings
+        return super().stats()
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `Attached.load_state_dict`."""
+        super().load_state_dict(state)
+        self._drop_step()
+
+    def reset(self) -> None:
+        """As `Attached.reset`."""
+        super().reset()
+        self._drop_step()
+
+    # What an adapter calls when gradients are ready.
+
+    def _preprocess(self, by: Preprocessing, ordinal: int, gradients: list[Tensor]) -> None:
+        """Unscale and clip a bucket's gradients, in place."""
+        if not self._compressor.step.sent:
+            by.begin(self._optimizer(), self._compressor.ranks)
+        slots = self._buckets.slots_of(ordinal)
+        by.apply([slot.parameter for slot in slots], gradients)
+        for slot in slots:
+            slot.note_writing()
+
+    @abc.abstractmethod
+    def _drop_step(self) -> None:
+        """Have nothing under way."""
+
+
+def _free_ordinal(prefix: str) -> int:
+    """One above all live optimizers of the same prefix."""
+    taken = (state._ordinal for state in live_states() if state._prefix == prefix)
+    return max(taken, default=-1) + 1

@@ -1,0 +1,127 @@
+"""What an optimizer's step has to find, whoever exchanges: all parameters known, one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+from torch.optim import LBFGS
+
+from horovod_topk.errors import ConfigError, UnsupportedOperationError
+
+
+def check_evaluates_once(optimizer: Any) -> None:
+    """Refuse an optimizer that is known to need several gradients for one step.
+
+    Raises:
+        UnsupportedOperationError: it does.
+    """
+    if not isinstance(optimizer, LBFGS):
+        return
+    for group in optimizer.param_groups:
+        if group["max_iter"] > 1 or group["line_search_fn"] is not None:
+            raise _evaluates_again(
+                f"{type(optimizer).__name__} has max_iter={group['max_iter']} and line_search_fn="
+                f"{group['line_search_fn']!r}, and so evaluates its closure several times a step"
+            )
+
+
+def with_one_exchange(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    exchanges: Callable[[], int],
+    failed: Callable[[], None],
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Have a step's closure refuse to be evaluated once more after an exchange in that step.
+
+    A step commits one exchange. Of two, the first would be applied and stay in the residual too.
+
+    Args:
+        args: of a `step` that begins now, itself among them.
+        kwargs: the same.
+        exchanges: how many there have been.
+        failed: called where the closure raises, since the step does not go on then.
+        check: called after the closure, and before the step goes on; may raise too.
+
+    Returns:
+        Arguments to go on with.
+    """
+    closure, before = closure_of(args, kwargs), exchanges()
+    if closure is None:
+        return args, kwargs
+
+    def evaluate() -> Any:
+        if exchanges() != before:
+            raise _evaluates_again(
+                "the optimizer evaluated its closure once more in one step, which had exchanged "
+                "gradients already, and may have moved parameters by them"
+            )
+        try:
+            loss = closure()
+            check()
+            return loss
+        except BaseException:
+            failed()
+            raise
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": evaluate}
+    return (args[0], evaluate, *args[2:]), kwargs
+
+
+def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """The one given to a step, if one was."""
+    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure
+
+
+def _evaluates_again(problem: str) -> UnsupportedOperationError:
+    return UnsupportedOperationError(
+        f"{problem}, and error feedback knows of one exchange a step",
+        cure="Leave such an optimizer uncompressed (Horovod: hvd.Compression.none), or have it "
+        "evaluate its closure once a step (LBFGS: max_iter=1, without line_search_fn)",
+    )
+
+
+def check_all_are_known(optimizer: Any, known: Container[Any], names: Mapping[Any, str]) -> None:
+    """Refuse gradients of parameters that were not trained when the exchange was planned.
+
+    Args:
+        optimizer: of the parameters.
+        known: the ids of those whose gradients are exchanged.
+        names: of parameters, for the message.
+
+    Raises:
+        UnsupportedOperationError: another one has a gradient.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad and p.grad is not None and id(p) not in known:
+                raise UnsupportedOperationError(
+                    "its gradient would be applied without being exchanged: it had "
+                    "requires_grad=False, or was in no parameter group, when the distributed "
+                    "optimizer or model was built",
+                    tensor=names.get(p, f"of shape {list(p.shape)}"),
+                    cure="Build it with all that will ever be trained, and set requires_grad=False "
+                    "afterwards for as long as it is not",
+                )
+
+
+def check_optimizer(optimizer: Any, names: Mapping[Any, str]) -> None:
+    """Refuse an optimizer of other parameters than a model's.
+
+    names: of the parameters that the model trains.
+
+    Raises:
+        ConfigError: one is missing here or there.
+    """
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    missing = next((name for p, name in names.items() if p not in stepped), None)
+    if missing is not None or any(p.requires_grad and p not in names for p in stepped):
+        raise ConfigError(
+            "the optimizer has not all parameters that the model trains, or has others",
+            tensor=missing,
+            cure="Give each model one optimizer, of all that it trains; set requires_grad=False "
+            "for what is not trained before the model is distributed",
+        )

@@ -1,0 +1,409 @@
+"""What DistributedDataParallel does by itself, and what it may be asked for, with compression."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import training
+from horovod_topk.ddp import exchange
+from horovod_topk.errors import (
+    ConfigError,
+    NotAttachedError,
+    StepBeforeSynchronizeError,
+    UnsupportedOperationError,
+)
+from plain import PlainTopKEF as TopKEF
+from reference import ErrorFeedback
+from training import Setup, Task, noise
+from witness import assert_ranks_equal, assert_same, bits, nothing_changes, residuals
+from world import adapter, hvd
+
+pytestmark = pytest.mark.everywhere
+
+SPARSE = {"ratio": 0.1, "min_numel": 0}
+
+
+class Backwards(Task):
+    """Layers in the opposite order of their use: DDP's buckets change after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.middle, self.first = nn.Linear(30, 5), nn.Linear(60, 30), nn.Linear(20, 60)
+
+    def loss(self, rank: int, step: int) -> Tensor:
+        hidden = torch.tanh(self.middle(torch.tanh(self.first(noise(rank, step, (8, 20))))))
+        return (self.last(hidden) - 1).square().mean()
+
+
+def run(setup: Setup, compression: Any, steps: int = 6) -> tuple[list[Tensor], Any]:
+    """The parameters after some steps, and the optimizer."""
+    task = setup.task()
+    optimizer = setup.distributed(task, compression)
+    for step in range(steps):
+        setup.take_step(task, optimizer, step)
+    assert_ranks_equal(task.parameters())
+    return training.snapshot(task), optimizer
+
+
+# Buckets, and how gradients come.
+
+
+def test_rebuilt_buckets_lose_nothing() -> None:
+    """To the bit the formulas, which know no buckets."""
+    setup = Setup(build=Backwards, options={"bucket_cap_mb": 0.004})
+    parameters, optimizer = run(setup, TopKEF(**SPARSE))
+    sizes = optimizer.ddp._get_ddp_logging_data()
+    assert sizes["has_rebuilt_buckets"] and sizes["rebuilt_bucket_sizes"] != sizes["bucket_sizes"]
+    expected = ErrorFeedback(setup.task(), setup.optimizer, ranks=hvd.size(), ratio=0.1)
+    for step in range(6):
+        expected.step([step])
+    assert_same(parameters, training.snapshot(expected.task))
+    for name, kept in expected.residuals[hvd.rank()].items():
+        assert torch.equal(residuals(optimizer)[name], torch.from_numpy(kept))
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 25},
+        {"broadcast_buffers": False, "bucket_cap_mb": 0.004},
+    ],
+    ids=str,
+)
+def test_options_of_ddp_change_no_bit(options: dict[str, Any], exchange: str) -> None:
+    settings = {**SPARSE, "momentum": "auto", "exchange": exchange}
+    plain, _ = run(Setup(), TopKEF(**settings))
+    ours, optimizer = run(Setup(options=options), TopKEF(**settings))
+    assert_same(ours, plain)
+    assert TopKEF.of(optimizer).stats().steps == 6
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_gradients_accumulate_without_an_exchange(view: bool) -> None:
+    setup = Setup(options={"gradient_as_bucket_view": view})
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    expected = ErrorFeedback(setup.task(), setup.optimizer, ranks=hvd.size(), ratio=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        for i in range(3):
+            with optimizer.ddp.no_sync() if i < 2 else nullcontext():
+                task.loss(hvd.rank(), 3 * step + i).backward()
+        optimizer.step()
+        expected.step(range(3 * step, 3 * step + 3))
+    assert_same(training.snapshot(task), training.snapshot(expected.task))
+    assert TopKEF.of(optimizer).stats().steps == 4
+
+
+def test_what_an_unused_parameter_has_not_sent_is_applied() -> None:
+    """DDP leaves the gradients of parameters alone that no rank has used."""
+    setup = Setup(build=training.Optional, optimizer=training.plain_sgd)
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**SPARSE))
+    start, dense, given = training.snapshot(task), setup.task(), None
+    for step in range(8):
+        optimizer.zero_grad()
+        task.absent_everywhere = dense.absent_everywhere = step >= 4
+        task.loss(hvd.rank(), step).backward()
+        dense.load_state_dict(task.state_dict())
+        dense.zero_grad()
+        dense.loss(hvd.rank(), step).backward()
+        optimizer.step()
+        local = [torch.zeros_like(p) if p.grad is None else p.grad for p in dense.parameters()]
+        means = [hvd.allreduce(gradient) for gradient in local]
+        given = means if given is None else [a + b for a, b in zip(given, means, strict=True)]
+    assert given is not None
+    left = [hvd.allreduce(e) for e in residuals(optimizer).values()]
+    names = list(residuals(optimizer))
+    for (name, p), before, whole in zip(task.named_parameters(), start, given, strict=True):
+        applied = (before - p.detach()) / 0.05 + left[names.index(name)].view_as(p)
+        torch.testing.assert_close(applied, whole, rtol=1e-4, atol=1e-4)
+    assert task.never.weight.grad is None  # nothing was left of it, and nothing is made up
+
+
+def test_a_parameter_that_is_frozen_later_stays_where_it_is() -> None:
+    setup = Setup(options={"find_unused_parameters": True})
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(**SPARSE, momentum="auto"))
+    for step in range(6):
+        if step == 3:
+            optimizer.zero_grad()
+            task.net[0].weight.requires_grad_(False)
+            before = task.net[0].weight.detach().clone()
+        training.ordinary(task, optimizer, step)
+    assert torch.equal(task.net[0].weight, before)
+    assert TopKEF.of(optimizer).stats().steps == 6
+    assert_ranks_equal(task.parameters())
+
+
+def test_one_backward_through_two_models() -> None:
+    """To the bit what each of them does alone."""
+
+    def train(apart: bool) -> list[Tensor]:
+        tasks = [Setup().task() for _ in range(2)]
+        optimizers = [Setup().distributed(t, TopKEF(**SPARSE, exchange="sharded")) for t in tasks]
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses = [task.loss(hvd.rank(), step + 10 * i) for i, task in enumerate(tasks)]
+            for loss in losses if apart else [sum(losses)]:
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return [p for task in tasks for p in training.snapshot(task)]
+
+    assert_same(train(apart=False), train(apart=True))
+
+
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("exchange", ["sharded", "hierarchical"])
+def test_a_model_of_some_of_the_ranks(exchange: str) -> None:
+    group = dist.new_group([0, 2])
+    if hvd.rank() != 1:
+        task = Setup().task()
+        model = DistributedDataParallel(task, process_group=group)
+        optimizer = training.sgd(task.parameters())
+        adapter.TopKEF(**SPARSE, momentum=0, exchange=exchange).attach(model, optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(hvd.rank(), step).backward()
+            optimizer.step()
+        mine = bits(task.parameters())
+        found = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(found, mine, group)
+        assert torch.equal(*found)
+        stats = adapter.TopKEF.of(model).stats()
+        assert (stats.ranks, stats.steps) == (2, 4)
+    hvd.barrier()
+
+
+# One hook a model, in torch's own convention too.
+
+
+def test_torchs_own_way_to_register_a_hook() -> None:
+    ours, _ = run(Setup(), TopKEF(**SPARSE))
+    task = Setup().task()
+    model, optimizer = DistributedDataParallel(task), training.sgd(task.parameters())
+    model.register_comm_hook(*TopKEF(**SPARSE).hook(model, optimizer))
+    for step in range(6):
+        optimizer.zero_grad()
+        model(hvd.rank(), step).backward()
+        optimizer.step()
+    assert_same(training.snapshot(task), ours)
+    assert adapter.TopKEF.of(model).stats().steps == 6
+
+
+def test_a_second_hook_is_refused_and_dense_steps_go_through_the_first() -> None:
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    with pytest.raises(ConfigError, match=r"hook, exchange, and .*set_ratio\(1.0\)"):
+        TopKEF().attach(optimizer.ddp, optimizer)
+    TopKEF.of(optimizer).set_ratio(1.0)
+    training.ordinary(task, optimizer, 1)
+    assert TopKEF.of(optimizer).stats().residual_norm == 0
+    assert_ranks_equal(task.parameters())
+
+
+@pytest.mark.parametrize("in_closure", [True, False])
+def test_a_hook_that_was_never_registered_is_noticed(in_closure: bool) -> None:
+    """As Lightning's DDPStrategy leaves it on CPUs, which trains dense without a word."""
+    task = Setup().task()
+    model, optimizer = DistributedDataParallel(task), training.sgd(task.parameters())
+    TopKEF(**SPARSE).hook(model, optimizer)
+
+    def closure() -> float:
+        loss = model(hvd.rank(), 0)
+        loss.backward()
+        return float(loss)
+
+    if not in_closure:
+        closure()
+    before = bits(task.parameters())
+    with pytest.raises(StepBeforeSynchronizeError, match=r"never called this .* hook.*Lightning"):
+        optimizer.step(closure if in_closure else None)
+    assert torch.equal(bits(task.parameters()), before)
+    with pytest.raises(NotAttachedError, match="no compressor's hook is registered with this Dist"):
+        adapter.TopKEF.of(model)
+
+
+def test_a_step_on_gradients_of_this_rank_alone() -> None:
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    optimizer.zero_grad()
+    with optimizer.ddp.no_sync():
+        task.loss(hvd.rank(), 1).backward()
+    with (
+        nothing_changes(task, optimizer),
+        pytest.raises(StepBeforeSynchronizeError, match=r"not exchanged.*outside of no_sync\(\)"),
+    ):
+        optimizer.step()
+
+
+def test_a_step_with_a_closure_is_one_without() -> None:
+    """Lightning steps so."""
+
+    def take(task: Task, optimizer: Any, step: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = task.loss(hvd.rank(), step)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    settings = {**SPARSE, "momentum": "auto"}
+    ours, optimizer = run(Setup(take_step=take), TopKEF(**settings))
+    assert_same(ours, run(Setup(), TopKEF(**settings))[0])
+    assert TopKEF.of(optimizer).stats().steps == 6
+
+
+def test_joining_is_refused() -> None:
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    with pytest.raises(UnsupportedOperationError, match=r"join\(\) was called"):
+        optimizer.ddp.join()
+
+
+# Copies.
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copied_model_is_attached_anew(duplicate: Callable[[Any], Any]) -> None:
+    task = Setup().task()
+    model, optimizer = DistributedDataParallel(task), training.sgd(task.parameters())
+    TopKEF(**SPARSE).attach(model, optimizer)
+
+    def take(model: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        model(hvd.rank(), step).backward()
+        optimizer.step()
+
+    for step in range(3):
+        take(model, optimizer, step)
+    again = duplicate(model)
+    inner = adapter.TopKEF.of(again)
+    assert not inner.active
+    with pytest.raises(NotAttachedError, match="behind this model was copied"):
+        exchange(inner, None)
+    other = training.sgd(again.module.parameters())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    TopKEF(**SPARSE).attach(again, other)
+    adapter.TopKEF.of(again).load_state_dict(inner.state_dict())
+    for step in range(3, 6):
+        take(model, optimizer, step)
+        take(again, other, step)
+    assert torch.equal(bits(again.module.parameters()), bits(task.parameters()))
+
+
+# What does not go together.
+
+
+def sparse_layer() -> Any:
+    return training.Embedded(), {}
+
+
+def split_by_tensor_parallelism() -> Any:
+    task = training.perceptron()
+    task.net[0].weight._st_info = ()  # as torch.distributed.tensor.parallel.ddp leaves it
+    return task, {}
+
+
+def low_precision() -> Any:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    return training.perceptron(), {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (sparse_layer, r"embedding.weight.*sparse=False"),
+        (split_by_tensor_parallelism, r"net.0.weight.*tensor parallelism"),
+        (low_precision, r"mixed_precision=.*torch.autocast"),
+    ],
+)
+def test_models_that_are_refused(make: Callable[[], Any], says: str) -> None:
+    task, options = make()
+    model = DistributedDataParallel(task, **options)
+    with pytest.raises(ConfigError, match=says):
+        TopKEF().attach(model, training.sgd(task.parameters()))
+
+
+def test_fsdp_is_refused() -> None:
+    class FSDPModule(nn.Module): ...
+
+    with pytest.raises(ConfigError, match=r"FSDP gives a rank the sum of a shard.*docs/ddp.md"):
+        TopKEF().attach(FSDPModule(), training.sgd([nn.Parameter(torch.zeros(2))]))
+    with pytest.raises(ConfigError, match=r"Linear'> is no DistributedDataParallel\. Pass"):
+        TopKEF().attach(nn.Linear(2, 2), training.sgd([nn.Parameter(torch.zeros(2))]))
+
+
+@pytest.mark.parametrize("chosen", [slice(1, None), slice(None)], ids=["fewer", "more"])
+def test_an_optimizer_of_other_parameters(chosen: slice) -> None:
+    task = training.perceptron()
+    parameters = list(task.parameters())[chosen]
+    more = [] if chosen.start else [nn.Parameter(torch.zeros(2))]
+    with pytest.raises(ConfigError, match="has not all parameters that the model trains, or has"):
+        TopKEF().attach(DistributedDataParallel(task), training.sgd(parameters + more))
+
+
+def test_ranks_with_other_settings_are_told() -> None:
+    from horovod_topk.errors import PlanMismatchError
+
+    task = training.perceptron()
+    with pytest.raises(PlanMismatchError, match="ranks disagree on settings"):
+        ratio = 0.1 + 0.1 * hvd.rank()
+        Setup().distributed(task, TopKEF(ratio=ratio))
+
+
+def test_an_error_in_a_hook_ends_backward_and_not_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes out of `backward()` as it was raised, on all ranks here; DDP goes on."""
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    state = TopKEF.of(optimizer)
+    with monkeypatch.context() as patched, nothing_changes(task, optimizer):
+        patched.setattr(state, "_launch", broken)
+        optimizer.zero_grad()
+        with pytest.raises(ArithmeticError, match="in bucket 0"):
+            task.loss(hvd.rank(), 1).backward()
+        assert all(p.grad.isnan().all() for p in task.parameters())
+    optimizer.zero_grad()
+    training.ordinary(task, optimizer, 2)
+    assert_ranks_equal(task.parameters())
+    assert state.stats().steps == 2
+
+
+def broken(ordinal: int) -> None:
+    raise ArithmeticError(f"in bucket {ordinal}")
+
+
+@pytest.mark.parametrize("name", ["none", "fp16"])
+def test_the_environment_asks_for_torchs_own_hooks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense, _ = run(Setup(), None)
+    monkeypatch.setenv("HOROVOD_TOPK_COMPRESSION", name)
+    ours, optimizer = run(Setup(), TopKEF(**SPARSE))
+    for one, other in zip(ours, dense, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+    assert not adapter.TopKEF.of(optimizer.ddp).active

@@ -1,0 +1,308 @@
+"""OneBitAdam on real ranks: the published algorithm, its errors on both sides, and what is refused.
+
+Source: Tang et al. 2021 (1-bit Adam), algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+import horovod_topk.torch
+import training
+from horovod_topk import checkpoint
+from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.ops.numpy import NumpyOps
+from horovod_topk.torch import OneBitAdam, SignSGD
+from plain import PlainTopKEF as TopKEF
+from training import Task
+from witness import assert_ranks_equal, bits
+
+FREEZE = 3
+SMALL = 16  # elements; smaller tensors travel whole
+BLOCK = 512  # elements of a tensor that one owner has; every tensor here has at most two blocks
+Array = NDArray[np.float32]
+
+
+def start(
+    make: Callable[[], Task] = training.perceptron,
+    compression: Any = None,
+    horovod: Any = None,
+    **settings: Any,
+) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    task = make()
+    optimizer = OneBitAdam(task.parameters(), **{"freeze_after": FREEZE, "lr": 0.01, **settings})
+    if compression is None:
+        compression = SignSGD(exchange="sharded", min_numel=SMALL)
+    named = task.named_parameters()
+    options = {"named_parameters": named, "compression": compression, **(horovod or {})}
+    return task, hvd.DistributedOptimizer(optimizer, **options)
+
+
+def gradients_of(task: Any, rank: int, step: int) -> dict[str, Array]:
+    twin = deepcopy(task)
+    twin.zero_grad()
+    twin.loss(rank, step).backward()
+    return {name: p.grad.numpy().ravel().copy() for name, p in twin.named_parameters()}
+
+
+def signs(values: Array) -> Array:
+    """C: the sign times the mean magnitude, of each block that has an owner of its own."""
+    if values.size < SMALL:
+        return values
+    parts = []
+    for block in np.split(values, range(BLOCK, values.size, BLOCK)):
+        packed = NumpyOps().pack_values(block, "sign")[None]
+        read = NumpyOps().unpack_values(packed, block.size, "sign", "float32")[0]
+        assert np.abs(read[0]) == pytest.approx(np.abs(block).mean(), rel=2**-8, abs=1e-30)
+        parts.append(read)
+    return np.concatenate(parts)
+
+
+class Published:
+    """Algorithm 1 for all ranks, with the names of the paper."""
+
+    def __init__(self, task: Any, *, corrects: bool) -> None:
+        self.task, self.corrects, self.t = deepcopy(task), corrects, 0
+        zeros = {name: np.zeros(p.numel(), "f4") for name, p in task.named_parameters()}
+        self.m, self.v, self.server = deepcopy(zeros), deepcopy(zeros), deepcopy(zeros)
+        self.workers = [deepcopy(zeros) for _ in range(hvd.size())]
+
+    def step(self, lr: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> None:
+        gradients = [gradients_of(self.task, rank, self.t) for rank in range(hvd.size())]
+        self.t += 1
+        for name, p in self.task.named_parameters():
+            of_ranks = [one[name] for one in gradients]
+            if self.t <= FREEZE:
+                g = np.mean(of_ranks, 0, dtype="f4")
+                self.m[name] = b1 * self.m[name] + (1 - b1) * g
+                self.v[name] = b2 * self.v[name] + (1 - b2) * g * g
+            else:
+                self.m[name] = self.exchanged(
+                    name, [b1 * self.m[name] + (1 - b1) * g for g in of_ranks]
+                )
+            m, v = self.m[name], self.v[name]
+            if self.corrects:
+                m, v = m / (1 - b1**self.t), v / (1 - b2 ** min(self.t, FREEZE))
+            update = lr * m / (np.sqrt(v) + eps)
+            p.data -= torch.from_numpy(update.astype("f4")).view(p.shape)
+
+    def exchanged(self, name: str, momenta: list[Array]) -> Array:
+        sent = []
+        for worker, momentum in zip(self.workers, momenta, strict=True):
+            total = (momentum + worker[name]).astype("f4")
+            sent.append(signs(total))
+            worker[name] = total - sent[-1]
+        mean = sum(sent, np.float32(0)) * np.float32(1 / hvd.size())  # sums of signs may be 0
+        total = mean + self.server[name]
+        back = signs(total)
+        self.server[name] = total - back
+        return back
+
+
+@pytest.mark.everywhere
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("corrects", [True, False])
+def test_its_updates_are_the_published_ones(corrects: bool) -> None:
+    lr = 0.01 if corrects else 3e-4  # as the early variances are far too small uncorrected
+    task, optimizer = start(bias_correction=corrects, lr=lr)
+    published = Published(task, corrects=corrects)
+    for step in range(12):
+        training.ordinary(task, optimizer, step)
+        published.step(lr)
+        for (name, mine), there in zip(
+            task.named_parameters(), published.task.parameters(), strict=True
+        ):
+            torch.testing.assert_close(mine, there, rtol=1e-5, atol=1e-6, msg=f"{step} {name}")
+        for name, residual in TopKEF.of(optimizer).state_dict()["residuals"].items():
+            expected = published.workers[hvd.rank()][name]
+            np.testing.assert_allclose(residual.numpy(), expected, rtol=1e-3, atol=2e-5)
+    assert_ranks_equal(task.parameters())
+    stats = TopKEF.of(optimizer).stats()
+    assert stats.residual_norm > 0
+    assert stats.owned_norm > 0
+
+
+@pytest.mark.world_size(2, 3)
+def test_until_it_freezes_it_is_adam_on_dense_gradients() -> None:
+    task, optimizer = start(freeze_after=6)
+    theirs = deepcopy(task)
+    other = torch.optim.Adam(theirs.parameters(), lr=0.01)
+    other = hvd.DistributedOptimizer(other, named_parameters=theirs.named_parameters())
+    for step in range(6):
+        training.ordinary(task, optimizer, step)
+        training.ordinary(theirs, other, step)
+        for mine, there in zip(task.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, there, rtol=1e-4, atol=1e-5)
+        assert TopKEF.of(optimizer).stats().residual_norm == 0
+    training.ordinary(task, optimizer, 6)
+    assert TopKEF.of(optimizer).stats().residual_norm > 0
+
+
+def test_it_needs_no_compression() -> None:
+    """Left out, it is signs over the sharded exchange, dense until the variance is frozen."""
+    task = training.Regression(nn.Linear(64, 64), (8, 64))
+    optimizer = OneBitAdam(task.parameters(), freeze_after=2)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=task.named_parameters())
+    sent = []
+    TopKEF.of(optimizer).on_step(lambda counters: sent.append(counters.sent_bytes))
+    for step in range(4):
+        training.ordinary(task, optimizer, step)
+    assert sent[0] == sent[1] > 5 * sent[2] == 5 * sent[3]
+    assert (TopKEF.of(optimizer).stats().exchange, optimizer.param_groups[0]["lr"]) == (
+        "sharded",
+        1e-3,
+    )
+    assert_ranks_equal(task.parameters())
+
+
+COMPRESSORS = {
+    "signs, gathered": ("SignSGD", {"exchange": "allgather"}),
+    "top-k": ("TopKEF", {"ratio": 0.1}),
+    "powersgd": ("PowerSGD", {"rank": 1}),
+    "bytes": ("ByteGrad", {}),
+}
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("name", [None, *COMPRESSORS])
+def test_a_run_goes_on_from_a_checkpoint_to_the_bit(name: str | None, tmp_path: Path) -> None:
+    folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
+
+    def made() -> tuple[Any, Any]:
+        if name is None:
+            return start()
+        method, settings = COMPRESSORS[name]
+        return start(compression=getattr(horovod_topk.torch, method)(min_numel=SMALL, **settings))
+
+    (task, optimizer), (again, other) = made(), made()
+    for step in range(6):
+        training.ordinary(task, optimizer, step)
+    checkpoint.save(folder, TopKEF.of(optimizer))
+    again.load_state_dict(task.state_dict())
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    hvd.barrier()
+    checkpoint.load(folder, TopKEF.of(other))
+    for step in range(6, 10):
+        training.ordinary(task, optimizer, step)
+        training.ordinary(again, other, step)
+    assert torch.equal(bits(again.parameters()), bits(task.parameters()))
+    assert_ranks_equal(task.parameters())
+
+
+@pytest.mark.world_size(2, 3)
+def test_an_overflow_on_one_rank_changes_nothing() -> None:
+    """With a loss scaler: the momentum, and both errors, are without its scale."""
+    runs = []
+    for scale in (1.0, 1024.0):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+        compression = SignSGD(exchange="sharded", min_numel=SMALL, grad_scaler=scaler)
+        runs.append((*start(compression=compression), scaler))
+    for step in range(8):
+        for task, optimizer, scaler in runs:
+            for bad in [True, False] if step in (1, 5) else [False]:
+                before = bits(task.parameters()).clone()
+                scale = scaler.get_scale()
+                optimizer.zero_grad()
+                factor = float("inf") if bad and hvd.rank() == 1 else 1.0
+                scaler.scale(task.loss(hvd.rank(), step) * factor).backward()
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update(scale)
+                assert torch.equal(bits(task.parameters()), before) == bad
+    (first, *_), (second, optimizer, _) = runs
+    assert TopKEF.of(optimizer).stats().rolled_back == 2
+    for mine, there in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(mine, there, rtol=1e-5, atol=1e-6)
+    assert_ranks_equal(second.parameters())
+
+
+@pytest.mark.world_size(2, 3)
+def test_several_backward_passes_groups_and_clipping() -> None:
+    """As one pass of the sum, in buckets of the user's."""
+    (task, optimizer), (again, other) = start(), start(horovod={"backward_passes_per_step": 2})
+    names = [name for name, _ in again.named_parameters()]
+    third, grouped = start(horovod={"groups": 2})
+    for step in range(7):
+        optimizer.zero_grad()
+        (task.loss(hvd.rank(), step) + task.loss(hvd.rank(), step + 50)).backward()
+        optimizer.step()
+        other.zero_grad()
+        again.loss(hvd.rank(), step).backward()
+        again.loss(hvd.rank(), step + 50).backward()
+        other.step()
+        grouped.zero_grad()
+        (third.loss(hvd.rank(), step) + third.loss(hvd.rank(), step + 50)).backward()
+        grouped.step()
+    for mine, one, two in zip(
+        task.parameters(), again.parameters(), third.parameters(), strict=True
+    ):
+        torch.testing.assert_close(one, mine, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(two, mine, rtol=1e-5, atol=1e-6)
+    assert len(names) == 6
+    assert_ranks_equal(again.parameters())
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_parameters_of_other_precision(dtype: torch.dtype) -> None:
+    task, optimizer = start(partial(training.perceptron, dtype), eps=1e-4)
+    for step in range(6):
+        training.ordinary(task, optimizer, step)
+    assert all(p.isfinite().all() for p in task.parameters())
+    assert_ranks_equal(task.parameters())
+
+
+@pytest.mark.world_size(3)
+def test_a_process_set() -> None:
+    """Of two ranks; the third is alone, and is Adam whose variance is frozen."""
+    pair = hvd.add_process_set([0, 1])
+    try:
+        task, optimizer = start(horovod={"process_set": pair})
+        for step in range(6):
+            training.ordinary(task, optimizer, step)
+        if hvd.rank() < 2:
+            assert_ranks_equal(task.parameters(), pair)
+            assert TopKEF.of(optimizer).stats().owned_norm > 0
+        hvd.barrier()
+    finally:
+        hvd.remove_process_set(pair)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fp16": ({"compression": hvd.Compression.fp16}, "has Horovod exchange gradients"),
+    "terngrad": ({"compression": horovod_topk.torch.TernGrad}, "has no error feedback"),
+    "qsgd": ({"compression": horovod_topk.torch.QSGD(bits=2)}, "has no error feedback"),
+    "momentum": ({"compression": SignSGD(momentum=0.9)}, "no momentum that it is known to stand"),
+    "warm-up": ({"compression": TopKEF(0.1, warmup=100)}, "compresses gradients in the first 3"),
+    "short": ({"compression": SignSGD(warmup=[(2, 1.0)])}, "compresses gradients in the first 3"),
+    "sum": ({"op": hvd.Sum}, "would add up"),
+    "adasum": ({"op": hvd.Adasum}, "Adasum"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_is_not_sound_is_refused_before_the_first_step(refused: str) -> None:
+    task, (options, message) = training.perceptron(), REFUSED[refused]
+    optimizer = OneBitAdam(task.parameters(), freeze_after=FREEZE)
+    named = task.named_parameters()
+    with pytest.raises((ConfigError, UnsupportedOperationError), match=message):
+        hvd.DistributedOptimizer(optimizer, named_parameters=named, **options)
+
+
+def test_an_elastic_job_needs_an_exchange_without_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ConfigError, match="this job is elastic"):
+        start()

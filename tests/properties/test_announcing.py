@@ -1,0 +1,283 @@
+"""Numbers that ranks tell each other before they encode: who is told what, and what goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from oracle.backends import NATIVE, NUMPY, TENSORFLOW, Backend
+from oracle.world import Gradients, World, same_bits
+
+from horovod_topk.core.announcing import announced_bytes
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.shards import shard
+from horovod_topk.errors import PayloadError, TopKError
+from horovod_topk.methods.keys import Key
+from horovod_topk.methods.protocol import Announced, AnnouncingCodec, Piece
+from horovod_topk.ops import Ops, coding
+
+RANKS = 4  # two nodes of two
+EXCHANGES = ("allgather", "sharded", "hierarchical")
+SPECS = [
+    TensorSpec("w", (50, 60), "float32"),  # has blocks of all owners
+    TensorSpec("few", (5,), "float32"),  # travels whole
+    TensorSpec("none", (0,), "float32"),
+    TensorSpec("v", (40, 30), "float32"),
+]
+each_exchange = pytest.mark.parametrize("exchange", EXCHANGES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shifted(AnnouncingCodec):
+    """Every element as a float16, less the sum of what ranks announce: their first elements.
+
+    Each rank announces the first element of its piece twice.
+    """
+
+    id: ClassVar[int] = 249
+    heard: ClassVar[list[tuple[int, list[float], list[list[float]]]]] = []
+
+    def data_bytes(self, piece: Piece) -> int:
+        return 4 + coding.value_bytes("float16", piece.numel)
+
+    def numbers(self, piece: Piece) -> int:
+        return 2
+
+    def announce(self, ops: Ops[Any], piece: Piece, values: Any) -> Any:
+        first = ops.finite(ops.view(values, 0, 1))
+        return ops.joined([first, first])
+
+    def pack_announced(
+        self, ops: Ops[Any], piece: Piece, values: Any, announced: Announced[Any], key: Key | None
+    ) -> Any:
+        assert key is None
+        if isinstance(announced.rows, np.ndarray):
+            self.heard.append((piece.numel, announced.own.tolist(), announced.rows.tolist()))
+        shift = ops.zeros(2, "float32", "cpu")
+        ops.accumulate(shift, None, announced.rows)
+        shift = ops.view(shift, 1, 2)
+        rest = ops.cast(values, "float32") - ops.spread(shift, piece.numel, piece.numel)
+        return ops.joined([ops.pack_values(shift, "float32"), ops.pack_values(rest, "float16")])
+
+    def unpack(self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str) -> Any:
+        shift = ops.unpack_values(ops.columns(rows, 0, 4), 1, "float32", "float32")
+        rest = ops.columns(rows, 4, None)
+        rest = ops.unpack_values(rest, piece.numel, "float16", "float32")
+        return ops.cast(rest + ops.spread(shift, piece.numel, piece.numel), dtype)
+
+
+def world_of(exchange: str, backend: Backend = NUMPY, **settings: Any) -> World:
+    return World(make_plan(SPECS, Shifted(exchange=exchange, **settings)), RANKS, backend)
+
+
+def gradients(step: int) -> list[Gradients]:
+    random = np.random.default_rng(step)
+    return [
+        {s.name: random.standard_normal(s.shape).astype("f4") for s in SPECS} for _ in range(RANKS)
+    ]
+
+
+def kept(world: World) -> list[Any]:
+    return [_frozen(world.backend, compressor.state_dict()) for compressor in world.ranks]
+
+
+def _frozen(backend: Backend, state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _frozen(backend, each) for key, each in state.items()}
+    plain = isinstance(state, int | float | str | list | None)
+    return state if plain else backend.numpy(state).tobytes()
+
+
+def told(numel: int) -> list[tuple[list[float], list[list[float]]]]:
+    """Own numbers and all rows, of each piece of so many elements, in the order of encoding."""
+    return [(own, rows) for size, own, rows in Shifted.heard if size == numel]
+
+
+# Who is told what.
+
+
+def test_all_ranks_are_told_the_numbers_of_all_in_rank_order() -> None:
+    Shifted.heard.clear()
+    given = gradients(0)
+    world_of("allgather").step(given)
+    for spec in (SPECS[0], SPECS[3]):
+        firsts = [float(one[spec.name].flat[0]) for one in given]
+        expected = [([first] * 2, [[each] * 2 for each in firsts]) for first in firsts]
+        assert told(spec.numel) == expected
+
+
+def test_ranks_are_told_numbers_of_shards_and_an_owner_its_own_alone() -> None:
+    Shifted.heard.clear()
+    given, world = gradients(0), world_of("sharded")
+    world.step(given)
+    (bucket,) = world.plan.buckets
+    for plan in shard(bucket, RANKS).scatter:
+        for piece in plan.tensors:
+            if piece.numel and not piece.whole:
+                at = NUMPY.ops.global_index(np.arange(1), RANKS, piece.first)
+                firsts = [float(np.ravel(one[piece.spec.name])[at][0]) for one in given]
+                rows = [[each] * 2 for each in firsts]
+                for first in firsts:
+                    assert ([first] * 2, rows) in told(piece.numel)
+    back = [(own, rows) for _, own, rows in Shifted.heard if len(rows) == 1]
+    assert len(back) == sum(bool(p.numel and not p.whole) for p in _shards(world))
+    assert all(rows == [own] for own, rows in back)
+
+
+def _shards(world: World) -> list[Piece]:
+    (bucket,) = world.plan.buckets
+    return [piece for plan in shard(bucket, RANKS).back for piece in plan.tensors]
+
+
+def test_owners_of_the_same_shards_tell_each_other_between_nodes() -> None:
+    Shifted.heard.clear()
+    given, world = gradients(0), world_of("hierarchical")
+    world.step(given)
+    sums = [sum(one["w"].flat[0] for one in given[node : node + 2]) for node in (0, 2)]
+    pairs = [rows for _, _, rows in Shifted.heard if len(rows) == 2]
+    assert len(pairs) == len(Shifted.heard) == 2 * 4  # nodes; owners of shards of w and of v
+    assert [[pytest.approx(each)] * 2 for each in sums] in pairs
+
+
+@pytest.mark.one_in(2)
+@each_exchange
+@pytest.mark.parametrize("backend", [NATIVE, TENSORFLOW], ids=lambda backend: backend.name)
+def test_frameworks_agree(exchange: str, backend: Backend) -> None:
+    worlds = [world_of(exchange, each) for each in (NUMPY, backend)]
+    for step in range(2):
+        one, other = (world.step(gradients(step)) for world in worlds)
+        assert same_bits(one, other)
+    assert worlds[0].payloads(1) == worlds[1].payloads(1)
+
+
+# What travels.
+
+
+@each_exchange
+def test_bytes_are_those_that_are_counted(exchange: str) -> None:
+    world = world_of(exchange)
+    world.step(gradients(0))
+    for rank, compressor in enumerate(world.ranks):
+        sizes = [len(data) for _, data in world.payloads(rank)]
+        assert compressor.traffic().payload_bytes == sum(sizes)
+        names = [name for name, _ in world.payloads(rank)]
+        assert names.count("job.0.0.announce") == 1
+
+
+@each_exchange
+def test_what_travels_whole_is_not_announced(exchange: str) -> None:
+    world = world_of(exchange, warmup=((1, 1.0),))
+    world.step(gradients(0))  # dense
+    assert not any("announce" in name for name, _ in world.payloads(0))
+    world.step(gradients(1))
+    assert any("announce" in name for name, _ in world.payloads(0))
+    dense = make_plan(SPECS[1:3], Shifted(min_numel=8))
+    assert [announced_bytes([bucket]) for bucket in dense.buckets] == [0]
+
+
+def test_announcements_of_all_buckets_are_under_way_together() -> None:
+    specs = [SPECS[0], replace(SPECS[3], dtype="float64")]
+    world = World(make_plan(specs, Shifted()), RANKS, NUMPY)
+    random = np.random.default_rng(0)
+    world.step([{s.name: random.standard_normal(s.shape) for s in specs}] * RANKS)
+    sent = [name.removeprefix("job.0.") for name, _ in world.payloads(0)]
+    assert sent == ["0.announce", "1.announce", "0", "1"]
+
+
+@each_exchange
+def test_momentum_is_corrected_before_it_is_announced(exchange: str) -> None:
+    if exchange == "hierarchical":
+        return  # it knows no momentum
+    settings = {"momentum": 0.5, "velocity_kept": 1.0}
+    world, given = world_of(exchange, **settings), gradients(0)
+    world.step(given)
+    Shifted.heard.clear()
+    before = [one["w"].flat[0] for one in world.residuals()]
+    world.step(given)
+    expected = [pytest.approx(e + 1.5 * g["w"].flat[0]) for e, g in zip(before, given, strict=True)]
+    assert [[each] * 2 for each in expected] in [rows for _, _, rows in Shifted.heard]
+
+
+# A rank that fails.
+
+
+def finish(world: World, ranks: list[int], stages: int) -> list[NDArray[Any]]:
+    """What some ranks have in the end of a step, in lock-step; then they end it."""
+    for _ in range(stages):
+        for rank in ranks:
+            world.ranks[rank].step.advance()
+    applied = []
+    for rank in ranks:
+        arrays = world._of_bucket(rank, world.plan.buckets[0])
+        world.ranks[rank].step.finish(0, arrays)
+        world.ranks[rank].rollback()
+        applied += [each for each in arrays if each.size]
+    return applied
+
+
+@each_exchange
+@pytest.mark.parametrize("before_it", range(4))
+def test_a_rank_that_abandons_a_step_ends_it_for_all(exchange: str, before_it: int) -> None:
+    world, other = world_of(exchange), world_of(exchange)
+    stages = world.ranks[0].step.stages
+    assert stages == {"allgather": 1, "sharded": 2, "hierarchical": 3}[exchange]
+    if before_it > stages or (exchange, before_it) == ("hierarchical", 2):
+        return  # there a rank waits for the others of its node, which needs threads
+    for each in (world, other):
+        each.step(gradients(0))
+    before = kept(world)
+    world.launch(gradients(1))
+    for _ in range(before_it):
+        for compressor in world.ranks:
+            compressor.step.advance()
+    world.ranks[1].abandon()
+    applied = finish(world, [0, 2, 3], stages - before_it)
+    if before_it < stages:
+        assert any(np.isnan(each).all() for each in applied)
+    assert kept(world) == before
+    assert same_bits(world.step(gradients(2)), other.step(gradients(2)))
+    assert kept(world) == kept(other)
+
+
+@each_exchange
+def test_a_damaged_announcement_is_refused_and_the_others_are_told(exchange: str) -> None:
+    world, other = world_of(exchange), world_of(exchange)
+    for each in (world, other):
+        each.step(gradients(0))
+    before, stages = kept(world), world.ranks[0].step.stages
+    world.launch(gradients(1))
+    if exchange == "hierarchical":
+        for compressor in world.ranks:
+            compressor.step.advance()
+    networks = [world.network, *world.network.groups.values()]
+    for network in networks:
+        for (name, _), posted in network._posted.items():
+            if name.endswith("announce"):
+                posted[0][:] = 0
+    for compressor in world.ranks:
+        with pytest.raises(PayloadError, match="do not open a payload"):
+            compressor.step.advance()
+    for compressor in world.ranks:
+        for _ in range(stages):
+            compressor.step.advance()
+        compressor.abandon()
+    assert kept(world) == before
+    assert same_bits(world.step(gradients(2)), other.step(gradients(2)))
+
+
+def test_a_rank_of_another_plan_is_refused_before_it_has_sent_a_payload() -> None:
+    world = world_of("allgather")
+    world.launch(gradients(0))
+    (bucket,) = world.plan.buckets
+    foreign = make_plan(SPECS, Shifted(min_numel=2000)).buckets[0]
+    assert bucket.digest != foreign.digest
+    other = World(make_plan(SPECS, Shifted(min_numel=2000)), RANKS, NUMPY)
+    other.launch(gradients(0))
+    (posted,) = [p for (name, _), p in world.network._posted.items() if "announce" in name]
+    (theirs,) = [p for (name, _), p in other.network._posted.items() if "announce" in name]
+    posted[3] = theirs[3][: posted[3].size]
+    with pytest.raises(TopKError, match="rank 3"):
+        world.ranks[0].step.advance()

@@ -1,0 +1,188 @@
+"""Test Threshold: what is sent, which level follows from the counts of all ranks, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from oracle.backends import NATIVE, NUMPY, Backend
+from oracle.world import Gradients, World, same_bits
+
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.errors import ConfigError
+from horovod_topk.methods import Threshold, TopK
+from horovod_topk.methods.threshold import Filled
+
+RANKS = 3
+SPECS = [
+    TensorSpec("w", (50, 60), "float32"),
+    TensorSpec("few", (5,), "float32"),  # travels whole
+    TensorSpec("v", (40, 30), "float64"),  # in a bucket of its own
+]
+Array = NDArray[Any]
+
+
+def world_of(backend: Backend = NUMPY, **settings: Any) -> World:
+    settings = {"max_ratio": 0.08, "values": "float32", "min_numel": 8, **settings}
+    return World(make_plan(SPECS, Threshold(**settings)), RANKS, backend)
+
+
+def gradients(step: int, heavy: float = 0.0) -> list[Gradients]:
+    """Normally distributed, and a share of them ten times as large."""
+    random = np.random.default_rng(step)
+    return [
+        {
+            s.name: (
+                random.standard_normal(s.shape)
+                * np.where(random.random(s.shape) < heavy, 10.0, 1.0)
+            ).astype(s.dtype)
+            for s in SPECS
+        }
+        for _ in range(RANKS)
+    ]
+
+
+def above(values: Array, threshold: float, *, relative: bool) -> Array:
+    """Positions of elements beyond a multiple of the root mean square, or a magnitude."""
+    scale = np.sqrt(np.mean(np.square(values.astype(np.float64)))) if relative else 1.0
+    return np.flatnonzero(np.abs(values) > threshold * scale)
+
+
+def level_of(counts: list[int], numel: int, most: float) -> float:
+    """The smallest of `most`, `most` / 2, ... `most` / 16 that has room for the largest count."""
+    fitting = [most / 2**i for i in range(5) if most / 2**i * numel >= max(counts)]
+    return min(fitting, default=most)
+
+
+def levels(world: World) -> list[float]:
+    """What each rank has decided for the next step."""
+    return [compressor.ratio for compressor in world.ranks]
+
+
+@pytest.mark.parametrize(("threshold", "relative"), [(2.0, True), (3.5, True), (2.5, False)])
+@pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
+def test_the_level_of_the_next_step_follows_from_the_counts(
+    threshold: float, relative: bool, exchange: str
+) -> None:
+    """Counts of e + g on each rank; with owners, a tensor's shards have a mean square each."""
+    world = world_of(threshold=threshold, relative=relative, exchange=exchange)
+    seen = set()
+    for step in range(6):
+        before = world.residuals() if exchange != "hierarchical" else []
+        given = gradients(step, heavy=0.01 * step)
+        world.step(given)
+        assert len(set(levels(world))) == 1
+        seen.add(levels(world)[0])
+        if exchange == "allgather" or (exchange == "sharded" and not relative):
+            counts = [
+                sum(
+                    above(e[n] + np.ravel(g[n]), threshold, relative=relative).size
+                    for n in ("w", "v")
+                )
+                for e, g in zip(before, given, strict=True)
+            ]
+            assert levels(world)[0] == level_of(counts, 3000 + 1200, 0.08)
+    assert seen <= {0.08 / 2**i for i in range(5)}
+
+
+def test_all_that_is_above_is_sent_and_free_slots_have_the_next_largest() -> None:
+    """In one step: of a normal distribution 0.27% is beyond three deviations, of a heavy one 5%."""
+    for heavy in (0.0, 0.2):
+        world, given = world_of(threshold=3.0), gradients(7, heavy)
+        world.step(given)
+        for rank in range(RANKS):
+            values = np.ravel(given[rank]["w"])
+            left = world.residuals()[rank]["w"]
+            sent, wanted = np.flatnonzero(left == 0), above(values, 3.0, relative=True)
+            assert sent.size == 240  # ceil(0.08 * 3000)
+            assert np.abs(values[sent]).min() >= np.abs(left).max()
+            assert {*wanted} <= {*sent} if wanted.size <= 240 else {*sent} < {*wanted}
+
+
+def test_fewer_elements_above_make_smaller_payloads() -> None:
+    sizes = {}
+    for heavy in (0.0, 0.05):
+        world = world_of(threshold=3.0)
+        for step in range(4):
+            world.step(gradients(step, heavy))
+        sizes[heavy] = world.ranks[0].traffic().payload_bytes
+    assert 2 * sizes[0.0] < sizes[0.05]
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_frameworks_agree(exchange: str) -> None:
+    worlds = [world_of(each, exchange=exchange, values="int4") for each in (NUMPY, NATIVE)]
+    for step in range(4):
+        one, other = (world.step(gradients(step, 0.02)) for world in worlds)
+        assert same_bits(one, other)
+        assert levels(worlds[0]) == levels(worlds[1])
+
+
+def test_at_its_largest_level_it_is_top_k() -> None:
+    top = World(make_plan(SPECS, TopK(0.08, values="int8", min_numel=8)), RANKS, NUMPY)
+    mine = world_of(threshold=0.1, values="int8")
+    for step in range(3):
+        assert same_bits(mine.step(gradients(step)), top.step(gradients(step)))
+    assert levels(mine) == [0.08] * RANKS
+
+
+def test_a_step_that_is_rolled_back_decides_nothing() -> None:
+    world = world_of(threshold=3.0)
+    bad = gradients(0)
+    bad[1]["w"][0, 0] = np.nan
+    world.step(bad)
+    assert levels(world) == [0.08] * RANKS
+    world.step(gradients(0))
+    assert levels(world)[0] < 0.08
+    before = levels(world)
+    world.step(bad)
+    assert levels(world) == before
+
+
+def test_dense_steps_count_too_and_a_job_goes_on_from_its_state() -> None:
+    world = world_of(threshold=3.0, warmup=((2, 1.0),))
+    for step in range(2):
+        assert levels(world) == [1.0] * RANKS
+        world.step(gradients(step))
+        assert not any(each.any() for one in world.residuals() for each in one.values())
+    assert levels(world)[0] < 0.04
+    other = world_of(threshold=3.0, warmup=((2, 1.0),))
+    for saved, loads in zip(world.ranks, other.ranks, strict=True):
+        loads.load_state_dict(saved.state_dict())
+    assert levels(other) == levels(world)
+    assert same_bits(world.step(gradients(3)), other.step(gradients(3)))
+
+
+def test_where_nothing_is_compressed_nothing_is_decided() -> None:
+    world = world_of(min_numel=10_000)
+    world.step(gradients(0))
+    assert levels(world) == [0.08] * RANKS
+    assert Filled().decide((0.01,), 0.01, 0.08, {"above": [0.0], "counted": [0.0]}) == (0.01,)
+
+
+def test_it_has_at_most_eight_levels() -> None:
+    world = world_of(warmup=100)
+    assert levels(world) == [0.25] * RANKS
+    assert world.ranks[0].schedule.levels == (1.0, 0.25, 0.08, 0.04, 0.02, 0.01, 0.005)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"threshold": 0},
+        {"threshold": "3"},
+        {"threshold": float("inf")},
+        {"relative": 1},
+        {"max_ratio": 0.0},
+        {"max_ratio": 1.5},
+        {"values": "int3"},
+        {"indices": "none"},
+        {"schedule": 3},
+    ],
+    ids=str,
+)
+def test_what_is_out_of_range_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        Threshold(**settings)

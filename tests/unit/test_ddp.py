@@ -1,0 +1,58 @@
+"""DistributedDataParallel with one rank, which has nobody to exchange with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import horovod_topk.ddp
+from horovod_topk.ddp import TopKEF
+from horovod_topk.errors import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Any]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch.manual_seed(0)
+    yield DistributedDataParallel(nn.Linear(20, 30))
+    dist.destroy_process_group()
+
+
+def test_one_rank_compresses_nothing_and_steps_as_without(model: Any) -> None:
+    alone = nn.Linear(20, 30)
+    alone.load_state_dict(model.module.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    TopKEF(clip_norm=0.5).attach(model, optimizer)
+    for _ in range(3):
+        x = torch.randn(8, 20)
+        for net, own in ((model, optimizer), (alone, plain)):
+            own.zero_grad()
+            net(x).square().sum().backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer.step()
+        plain.step()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    stats = TopKEF.of(model).stats()
+    assert not stats.active and "world size 1" in stats.skipped["*"]
+    assert TopKEF.of(model).state_dict() == {}
+
+
+def test_a_setting_of_horovods_elastic_jobs() -> None:
+    with pytest.raises(ConfigError, match=r"commit_dir= is for Horovod.*torchrun restarts"):
+        TopKEF(commit_dir="/somewhere")
+
+
+def test_the_adapter_is_small() -> None:
+    """It has no algorithm in it."""
+    files = Path(horovod_topk.ddp.__file__).parent.glob("*.py")
+    assert sum(len(file.read_text().splitlines()) for file in files) < 600

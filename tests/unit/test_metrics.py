@@ -1,0 +1,297 @@
+"""Metrics: their names, what they say of a step, and a real Prometheus server that reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle.backends import NUMPY, Backend, each_backend
+from oracle.world import World
+
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.probe import Probe, compare
+from horovod_topk.core.stats import StepCounters
+from horovod_topk.core.timing import Seconds, StepTimer
+from horovod_topk.methods.dense import Dense
+from horovod_topk.methods.topk import TopK
+from horovod_topk.metrics import FIELDS, JsonLines, as_dictionary
+
+prometheus = pytest.importorskip("horovod_topk.metrics.prometheus")
+
+SPECS = [TensorSpec("a", (40, 32), "float32"), TensorSpec("b", (30,), "float64")]
+STEP = StepCounters(
+    step=7,
+    committed=True,
+    selected=10,
+    payload_bytes=100,
+    sent_bytes=100,
+    dense_bytes=3000,
+    between_bytes=None,
+    node_bytes=None,
+    flagged=(),
+    level=0.02,
+    compress_seconds=0.01,
+    exchange_seconds=0.2,
+    exposed_seconds=0.1,
+    decompress_seconds=0.02,
+    residual_norm_ratio=2.5,
+    memory_bytes=4096,
+)
+
+
+def gradients(seed: int, ranks: int = 2) -> list[dict[str, Any]]:
+    random = np.random.default_rng(seed)
+    return [
+        {
+            "a": random.standard_normal((40, 32)).astype(np.float32),
+            "b": random.standard_normal(30),
+        }
+        for _ in range(ranks)
+    ]
+
+
+# What a step measures.
+
+
+@each_backend
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_a_sampled_step_says_what_its_arrays_say(backend: Backend, exchange: str) -> None:
+    """One step later: no device is waited for."""
+    config = TopK(0.05, min_numel=0, exchange=exchange, values="int8")
+    world, seen = World(make_plan(SPECS, config), 2, backend), list[StepCounters]()
+    world.ranks[1].on_step(seen.append)
+    given = gradients(0)
+    world.step(given)
+    norm = np.sqrt(sum(np.sum(np.square(g.astype(np.float64))) for g in given[1].values()))
+    owed = world.ranks[1].residual_norm()
+    stats = world.ranks[1].stats()
+    world.step(gradients(1))
+    assert seen[0].sent_share is None
+    assert seen[1].residual_norm_ratio == pytest.approx(owed / norm, 1e-4)
+    assert seen[1].sent_share == pytest.approx(stats.sent_share, 1e-3)
+    assert world.ranks[1].stats().residual_norm_ratio == seen[1].residual_norm_ratio
+
+
+def test_memory_is_counted_by_hand() -> None:
+    plan = make_plan([TensorSpec("a", (1000,), "float32")], TopK(0.05, min_numel=0))
+    world = World(plan, 3, NUMPY)
+    world.step([{"a": np.ones(1000, np.float32)}] * 3)
+    payload = plan.buckets[0].payload_bytes
+    assert world.ranks[0].stats().memory_bytes == 2 * 4000 + 4 * payload
+    dense = make_plan([TensorSpec("a", (1000,), "float32")], Dense(exchange="allreduce"))
+    assert World(dense, 3, NUMPY).ranks[0].stats().memory_bytes == 4 * 1004
+
+
+@pytest.mark.parametrize("exchange", ["sharded", "hierarchical"])
+def test_memory_is_of_all_buffers(exchange: str) -> None:
+    """Not below what the arrays have that this rank holds by itself, and P payloads at most."""
+    plan = make_plan(SPECS, TopK(0.05, min_numel=0, exchange=exchange))
+    rank = World(plan, 4, NUMPY).ranks[0]
+    sent = rank.traffic().payload_bytes
+    assert sent < rank.exchange.buffer_bytes(plan) < 10 * sent + 2 * 5240
+    assert rank.memory_bytes > rank.exchange.buffer_bytes(plan)
+
+
+def test_the_parts_of_a_step() -> None:
+    timer = StepTimer(compressing=0.5, decompressing=0.25, exposed=2.0, first=10.0, last=13.0)
+    assert timer.seconds == Seconds(0.5, 3.0, 2.0, 0.25)
+    assert timer.seconds + timer.seconds == Seconds(1.0, 6.0, 4.0, 0.5)
+    timer.begin()
+    assert timer.seconds == Seconds()
+
+
+# A probe.
+
+
+def test_a_probe_compares_each_bucket_in_turn_with_dense() -> None:
+    world = World(make_plan(SPECS, TopK(0.05, min_numel=0, probe_every=2)), 2, NUMPY)
+    for rank, compressor in enumerate(world.ranks):
+        collective = world.network.collective(rank)
+        compressor.step.probe = Probe(2, collective, NUMPY.ops, "job")
+    seen = list[StepCounters]()
+    world.ranks[0].on_step(seen.append)
+    for step in range(3):
+        given = gradients(step)
+        world.launch(given)
+        exchanged = [NUMPY.array(given[0][name], "float32") for name in ("a", "b")]
+        for compressor in world.ranks:
+            for ordinal, array in enumerate(exchanged):
+                compressor.step.finish(ordinal, [array])
+        world.commit()
+        name = "ab"[step // 2]
+        mean = (given[0][name] + given[1][name]) / 2
+        applied = exchanged[step // 2].reshape(mean.shape)
+        if step != 1:
+            cosine = np.sum(mean * applied) / np.linalg.norm(mean) / np.linalg.norm(applied)
+            error = np.linalg.norm(mean - applied) / np.linalg.norm(mean)
+            assert seen[-1].probe_cosine == pytest.approx(cosine, 1e-4)
+            assert seen[-1].probe_error == pytest.approx(error, 1e-4)
+    names = [m.name for m in world.network.sent[0] if "probe" in m.name]
+    assert names == ["job.probe.0", "job.probe.1"]
+
+
+@pytest.mark.parametrize(
+    ("squares", "cosine", "error"),
+    [((4.0, 4.0, 0.0), 1.0, 0.0), ((4.0, 0.0, 4.0), None, 1.0), ((0.0, 1.0, 1.0), None, None)],
+)
+def test_what_a_probe_says(squares: Any, cosine: float | None, error: float | None) -> None:
+    found = compare(*squares)
+    assert (found.probe_cosine, found.probe_error) == (cosine, error)
+
+
+# Writers.
+
+
+def test_a_dictionary_has_every_number_that_is_known() -> None:
+    numbers = as_dictionary(STEP)
+    assert numbers["comm/reduction"] == 30.0
+    assert numbers["comm/residual_norm_ratio"] == 2.5
+    assert set(FIELDS) - set(numbers) == {
+        "comm/sent_share",
+        "comm/probe_cosine",
+        "comm/probe_error",
+    }
+    assert as_dictionary(replace(STEP, committed=False))["comm/rolled_back"] == 1.0
+
+
+def test_the_published_names() -> None:
+    """Dashboards depend on them."""
+    assert {"comm/sent_bytes", "comm/compress_seconds", "comm/exchange_seconds"} <= set(FIELDS)
+    writer = prometheus.Prometheus(rank=3)
+    writer(replace(STEP, fell_back="non-finite"))
+    names = {family.name for family in writer.registry.collect()}
+    assert names == {
+        "hvdtopk_sent_bytes",  # counters: with "_total" behind it
+        "hvdtopk_dense_bytes",
+        "hvdtopk_compress_seconds",
+        "hvdtopk_exchange_seconds",
+        "hvdtopk_exposed_seconds",
+        "hvdtopk_decompress_seconds",
+        "hvdtopk_residual_norm_ratio",
+        "hvdtopk_sent_share",
+        "hvdtopk_probe_cosine",
+        "hvdtopk_probe_error",
+        "hvdtopk_level",
+        "hvdtopk_memory_bytes",
+        "hvdtopk_steps",
+        "hvdtopk_fallback",
+        "hvdtopk_build",
+    }
+    value = writer.registry.get_sample_value
+    assert value("hvdtopk_sent_bytes_total", {"rank": "3"}) == 100.0
+    assert value("hvdtopk_fallback_total", {"rank": "3", "reason": "non-finite"}) == 1.0
+    assert value("hvdtopk_exchange_seconds_sum", {"rank": "3"}) == 0.2
+    version = prometheus.__version__
+    assert value("hvdtopk_build_info", {"rank": "3", "version": version}) == 1.0
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    writer = JsonLines(tmp_path / "rank0.jsonl")
+    writer(STEP)
+    writer(replace(STEP, step=8, fell_back="residual"))
+    writer.close()
+    first, second = map(json.loads, (tmp_path / "rank0.jsonl").read_text().splitlines())
+    assert first == {"step": 7, **as_dictionary(STEP)}
+    assert (second["step"], second["fell_back"]) == (8, "residual")
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    board = pytest.importorskip("horovod_topk.metrics.tensorboard")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writer = board.TensorBoard(tmp_path, every=2)
+    for step in (7, 8):
+        writer(replace(STEP, step=step))
+    writer.close()
+    events = reader.EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["tensors"]) == set(as_dictionary(STEP))
+    assert [event.step for event in events.Tensors("comm/sent_bytes")] == [8]
+
+
+def test_keras_logs_have_the_last_step() -> None:
+    keras = pytest.importorskip("keras")
+    callback = pytest.importorskip("horovod_topk.metrics.keras").callback
+    heard: list[Any] = []
+
+    class Compression:
+        def on_step(self, function: Any) -> None:
+            heard.append(function)
+
+    made, logs = callback(Compression(), keras), {"loss": 1.0}
+    made.on_epoch_end(0, logs)
+    assert logs == {"loss": 1.0}
+    heard[0](STEP)
+    made.on_train_batch_end(0, logs)
+    assert logs == {"loss": 1.0, **as_dictionary(STEP)}
+
+
+def fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=2) as answer:
+        body: bytes = answer.read()
+        return body
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server(folder: Path, ports: list[int]) -> Iterator[str]:
+    """A Prometheus that scrapes these ports, and its address."""
+    program, address = shutil.which("prometheus"), f"127.0.0.1:{free_port()}"
+    if program is None:
+        pytest.skip("no prometheus is installed")
+    targets = [f"127.0.0.1:{port}" for port in ports]
+    jobs = [{"job_name": "training", "static_configs": [{"targets": targets}]}]
+    settings = {"global": {"scrape_interval": "250ms", "scrape_timeout": "250ms"}}
+    rules = Path(__file__).parents[2] / "docs" / "monitoring-alerts.yml"
+    settings |= {"scrape_configs": jobs, "rule_files": [str(rules)]}
+    (folder / "prometheus.yml").write_text(json.dumps(settings))  # JSON is YAML
+    arguments = ["--config.file=prometheus.yml", f"--web.listen-address={address}"]
+    process = subprocess.Popen(
+        [program, *arguments, "--storage.tsdb.path=data"],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def test_a_real_server_scrapes_two_ranks(tmp_path: Path) -> None:
+    writers = [prometheus.Prometheus(rank, 0, "127.0.0.1") for rank in range(2)]
+    for writer in writers:
+        writer(STEP)
+    found: dict[str, str] = {}
+    with server(tmp_path, [writer.port for writer in writers]) as address:
+        deadline = time.monotonic() + 20
+        while len(found) < 2 and time.monotonic() < deadline:
+            time.sleep(0.2)
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                answer = json.loads(fetch(f"{address}/api/v1/query?query=hvdtopk_sent_bytes_total"))
+                found = {
+                    each["metric"]["rank"]: each["value"][1] for each in answer["data"]["result"]
+                }
+        rules = json.loads(fetch(f"{address}/api/v1/rules"))
+    for writer in writers:
+        writer.close()
+    assert found == {"0": "100", "1": "100"}
+    health = {rule["name"]: rule["health"] for rule in rules["data"]["groups"][0]["rules"]}
+    assert len(health) >= 5
+    assert "err" not in health.values()

@@ -1,0 +1,124 @@
+"""OneBitAdam by itself, in one process: Adam, its frozen variance, and refused settings."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.torch import OneBitAdam
+
+
+def gradients(step: int) -> torch.Tensor:
+    return torch.randn(40, generator=torch.Generator().manual_seed(step))
+
+
+def stepped(optimizer: torch.optim.Optimizer, p: torch.Tensor, steps: range) -> None:
+    for step in steps:
+        p.grad = gradients(step)
+        optimizer.step()
+
+
+def test_it_is_adam_with_decoupled_decay_until_its_variance_freezes() -> None:
+    p = torch.nn.Parameter(torch.ones(40))
+    q = copy.deepcopy(p)
+    mine = OneBitAdam([p], freeze_after=5, lr=0.1, weight_decay=0.2)
+    theirs = torch.optim.AdamW([q], lr=0.1, weight_decay=0.2)
+    for step in range(5):
+        stepped(mine, p, range(step, step + 1))
+        stepped(theirs, q, range(step, step + 1))
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    frozen = mine.state[p]["exp_avg_sq"].clone()
+    stepped(mine, p, range(5, 9))
+    assert torch.equal(mine.state[p]["exp_avg_sq"], frozen)
+    assert not torch.equal(mine.state[p]["exp_avg"], torch.zeros(40))
+
+
+def test_a_frozen_step_follows_the_paper() -> None:
+    p = torch.nn.Parameter(torch.ones(40, dtype=torch.float64))
+    optimizer = OneBitAdam([p], freeze_after=1, lr=0.1, eps=0.0, bias_correction=False)
+    optimizer_steps = [gradients(step).double() for step in range(3)]
+    m, x = torch.zeros(40, dtype=torch.float64), torch.ones(40, dtype=torch.float64)
+    v = 0.001 * optimizer_steps[0] ** 2
+    for g in optimizer_steps:
+        p.grad = g.clone()
+        optimizer.step()
+        m = 0.9 * m + 0.1 * g
+        x = x - 0.1 * m / v.sqrt()
+        torch.testing.assert_close(p.detach(), x, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_exchanged_turns_from_gradients_into_momenta() -> None:
+    """The step takes an exchanged momentum as it is; one that was skipped leaves no trace."""
+    p = torch.nn.Parameter(torch.ones(40))
+    q = copy.deepcopy(p)
+    mine, alone = (OneBitAdam([each], freeze_after=2, lr=0.1) for each in (p, q))
+    for step in range(6):
+        p.grad = gradients(99)
+        mine.before_exchange([p], [p.grad])  # and the step is skipped, as after an overflow
+        p.grad = gradients(step)
+        before = p.grad.clone()
+        mine.before_exchange([p], [p.grad])
+        assert torch.equal(p.grad, before) == (step < 2)
+        mine.step()
+        stepped(alone, q, range(step, step + 1))
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_an_element_without_a_variance_moves_no_more() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = OneBitAdam([p], freeze_after=1, lr=0.1)
+    p.grad = torch.tensor([1.0, 0.0])
+    optimizer.step()
+    p.grad = torch.tensor([1.0, 5.0])
+    optimizer.step()
+    assert p[1] == 1
+    assert p[0] < 0.9
+
+
+def test_its_state_dict_goes_on_to_the_bit() -> None:
+    p = torch.nn.Parameter(torch.ones(40))
+    optimizer = OneBitAdam([p], freeze_after=3, lr=0.1)
+    stepped(optimizer, p, range(5))
+    q = torch.nn.Parameter(p.detach().clone())
+    other = OneBitAdam([q], freeze_after=9)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    copied = copy.deepcopy(optimizer)
+    stepped(optimizer, p, range(5, 8))
+    stepped(other, q, range(5, 8))
+    assert torch.equal(p, q)
+    assert copied.param_groups[0]["freeze_after"] == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"freeze_after": 0},
+        {"freeze_after": None},
+        {"freeze_after": 2.5},
+        {"lr": -1.0},
+        {"eps": float("nan")},
+        {"weight_decay": -0.1},
+        {"betas": (0.9, 1.0)},
+        {"betas": (0.9,)},
+        {"bias_correction": 1},
+    ],
+    ids=str,
+)
+def test_what_is_out_of_range_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        OneBitAdam([torch.nn.Parameter(torch.ones(2))], **{"freeze_after": 10, **settings})
+
+
+def test_groups_freeze_together_and_sparse_gradients_are_refused() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": [p], "freeze_after": i + 1} for i, p in enumerate(parameters)]
+    with pytest.raises(ConfigError, match="different freeze_after"):
+        OneBitAdam(groups)
+    optimizer = OneBitAdam(parameters, freeze_after=1)
+    parameters[0].grad = torch.sparse_coo_tensor([[0]], [1.0], (2,))
+    with pytest.raises(UnsupportedOperationError, match="sparse_as_dense"):
+        optimizer.step()
