@@ -99,7 +99,7 @@ class TorchOps:
 
     def compensate(self, residual: Tensor, gradient: Tensor, out: Tensor) -> Tensor:
         library = self._library(residual.device.type)
-        if library is None or gradient.dtype not in CODES:
+        if library is None or not _fit(residual, gradient, out):
             torch.add(residual, gradient.reshape(-1), out=out)
             return out
         packed = _packed(gradient)
@@ -457,6 +457,15 @@ class CpuBucket:
                 if target is not gradient:
                     gradient.copy_(target)
         return wrong
+
+
+def _fit(residual: Tensor, gradient: Tensor, out: Tensor) -> bool:
+    """Whether kernels add such a gradient to such a residual."""
+    if residual.dtype != out.dtype or not (residual.is_contiguous() and out.is_contiguous()):
+        return False
+    if torch.float64 in (residual.dtype, gradient.dtype):
+        return residual.dtype == gradient.dtype
+    return residual.dtype == torch.float32 and gradient.dtype in CODES
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
