@@ -129,8 +129,9 @@ class ByNetwork(Schedule):
 
     In each step every rank measures how long it waits in collectives, and how long the step takes.
     The shortest waiting of all ranks counts: what others wait beyond that is for a slow rank, and
-    no level helps there. After `settle` steps at a level, the mean is compared with what is allowed: above it, the next smaller level is taken; below half of it, the next larger
-    one, after a while that doubles whenever that has been too much, up to 256 steps.
+    no level helps there. After `settle` steps at a level, the mean is compared with what is
+    allowed: above it, the next smaller level is taken; below half of it, the next larger one, after
+    a while that doubles whenever that has been too much, up to 256 steps.
 
     Levels are the `ratio` of the settings and `levels`. Decisions follow the clock: a run does not
     repeat to the bit, and does not resume to it.
