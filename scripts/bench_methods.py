@@ -30,7 +30,17 @@ from horovod_topk.core.nodes import Location
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.rounds import ReducedBucket, state_names, state_plan
-from horovod_topk.methods import QSGD, ByteGrad, Codec, Method, OneBit, RandomK, SignSGD, TopK
+from horovod_topk.methods import (
+    QSGD,
+    ByteGrad,
+    Codec,
+    Method,
+    OneBit,
+    RandomK,
+    SignSGD,
+    TernGrad,
+    TopK,
+)
 from horovod_topk.ops.torch import TorchOps
 
 Step = Callable[[], Any]
@@ -46,6 +56,7 @@ METHODS: dict[str, Method] = {
     "QSGD(4, l2)": QSGD(bits=4, norm="l2"),
     "QSGD(8)": QSGD(bits=8),
     "QSGD(3)": QSGD(bits=3),
+    "TernGrad": TernGrad(),
 }
 
 

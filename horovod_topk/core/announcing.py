@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from horovod_topk.core import payload as wire
@@ -107,13 +108,11 @@ class Encoder(Generic[Array]):
             return
         self._velocities, self._gradients = velocities, correct(gradients, velocities, self._ops)
         pieces = range(len(self._plan.tensors))
-        self._own = [
-            [
-                codec.numbers(each.plan, p, codec.compensate(each, self._gradients, p))
-                for p in pieces
-            ]
-            for each in self._arenas
-        ]
+        self._own, self._checked = list[list[Array]](), list[list[Array]]()
+        for each in self._arenas:
+            summed = [codec.compensate(each, self._gradients, p) for p in pieces]
+            self._checked.append([checked for _, checked in summed])
+            self._own.append([codec.numbers(each.plan, p, summed[p][0]) for p in pieces])
         of_tensors = [self._ops.joined(shards) for shards in zip(*self._own, strict=True)]
         codec.encode(self._numbers, of_tensors, self._announcement)
         self._pending = self._collective.allgather(self._announcement, f"{name}.announce")
@@ -131,7 +130,8 @@ class Encoder(Generic[Array]):
             for position, piece in enumerate(each.plan.tensors):
                 values = ops.view(each.candidate, piece.start, piece.stop)
                 numbers = told[shard][position]
-                sent.append(codec.encode_piece(each.plan, position, values, numbers))
+                one = codec.encode_piece(each.plan, position, values, numbers)
+                sent.append(replace(one, checked=self._checked[shard][position]))
             codec.write(each, payload, sent)
             if not isinstance(flags, list):  # a graph goes on where a host raises: tell the others
                 ops.store_flags(payload, each.plan.layout.flags_at, flags)

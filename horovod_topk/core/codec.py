@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -147,15 +148,16 @@ class PayloadCodec(Generic[Array]):
     ) -> None:
         """Fill a payload, by the method's kernel if there is one."""
         bucket = arenas.plan
-        kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
+        kernel = self._encoding_kernel(bucket)
         if kernel is not None:
             streams = self._streams(bucket)
             kernel.encode(arenas.residual, arenas.candidate, gradients, payload, streams)
             return
         sent = []
         for position in range(len(bucket.tensors)):
-            values = self.compensate(arenas, gradients, position)
-            sent.append(self.encode_piece(bucket, position, values))
+            values, checked = self.compensate(arenas, gradients, position)
+            one = self.encode_piece(bucket, position, values)
+            sent.append(replace(one, checked=checked) if one.index is None else one)
         self.write(arenas, payload, sent)
 
     def write(self, arenas: Arenas[Array], payload: Array, sent: Sequence[Sent[Array]]) -> None:
@@ -175,7 +177,7 @@ class PayloadCodec(Generic[Array]):
             if _method(bucket).error_feedback:
                 self._ops.subtract_at(candidate, each.index, each.values)
             else:
-                self._ops.subtract_at(candidate, None, self._ops.clone(candidate))
+                self._ops.subtract_at(candidate, None, candidate)
 
     def encode_shards(
         self,
@@ -185,10 +187,7 @@ class PayloadCodec(Generic[Array]):
         velocities: Velocities[Array] | None = None,
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients where a kernel can."""
-        known = self._kernels
-        kernels: list[Any] = [
-            known.get(each.plan.fingerprint) or self._kernel(each.plan) for each in arenas
-        ]
+        kernels: list[Any] = [self._encoding_kernel(each.plan) for each in arenas]
         first: object = kernels[0]
         if isinstance(first, SupportsOnePass):
             residuals, candidates, factors = zip(*(each.unscaled() for each in arenas), strict=True)
@@ -336,8 +335,14 @@ class PayloadCodec(Generic[Array]):
             differences.append(ops.square(whole) - before)
         return differences
 
-    def compensate(self, arenas: Arenas[Array], gradients: Sequence[Array], position: int) -> Array:
-        """Write e + g of one piece to the candidate arena, and return it."""
+    def compensate(
+        self, arenas: Arenas[Array], gradients: Sequence[Array], position: int
+    ) -> tuple[Array, Array]:
+        """Write e + g of one piece to the candidate arena.
+
+        Returns:
+            It, and an array that has a NaN or an infinity if and only if it has one.
+        """
         ops, bucket = self._ops, arenas.plan
         piece = bucket.tensors[position]
         gradient = gradients[piece.gradient]
@@ -345,8 +350,8 @@ class PayloadCodec(Generic[Array]):
             own = ops.arange(piece.numel, bucket.device)
             gradient = ops.take(gradient, self._in_gradient(bucket, piece, own))
         candidate = self._slice(arenas.candidate, piece)
-        ops.compensate(self._slice(arenas.residual, piece), gradient, candidate)
-        return candidate
+        checked = ops.compensate(self._slice(arenas.residual, piece), gradient, candidate)
+        return candidate, checked
 
     def numbers(self, bucket: BucketPlan, position: int, values: Array) -> Array:
         """What this rank announces of one piece's e + g: float32, maybe of no element."""
@@ -465,6 +470,12 @@ class PayloadCodec(Generic[Array]):
         if key not in self._kernels:
             self._kernels[key] = _method(bucket).kernel(self._ops, bucket)
         return self._kernels[key]
+
+    def _encoding_kernel(self, bucket: BucketPlan) -> Fused[Array] | None:
+        """The kernel, if it encodes too: none waits for announcements."""
+        if isinstance(_method(bucket), AnnouncingCodec):
+            return None
+        return self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
 
     def _streams(self, bucket: BucketPlan) -> list[Stream]:
         """What a kernel's random numbers follow from, one a piece; none for other methods."""

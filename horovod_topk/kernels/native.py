@@ -93,6 +93,11 @@ def _declare(library: Library) -> None:
         "topkef_take": [*[address] * 3, number, ctypes.c_int],
         "topkef_subtract_at": [*[address] * 3, number, ctypes.c_int],
         "topkef_random_index": [address, number, number, address],
+        "topkef_moments": [address, number, ctypes.c_int, ctypes.c_int, address],
+        "topkef_pack_ternary": [
+            *[address, number, ctypes.c_int, ctypes.c_float, ctypes.c_float],
+            *[address, address, ctypes.c_int],
+        ],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
@@ -103,7 +108,8 @@ def _declare(library: Library) -> None:
     library.topkef_encode.restype = None
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
-    for name in ("take", "subtract_at", "random_index", "update_velocity"):
+    verbs = "take", "subtract_at", "random_index", "update_velocity", "moments", "pack_ternary"
+    for name in verbs:
         getattr(library, f"topkef_{name}").restype = None
 
 

@@ -47,6 +47,7 @@ VALUE_CODE = {
     "means": 7,
     "dithered": 8,
     "dithered_l2": 9,
+    "ternary": 10,
 }
 AS_IS = 3  # kind of indices
 
@@ -161,7 +162,7 @@ class Sent(Generic[Array]):
     """What one piece sends: parts of the payload, and what receivers will read in them."""
 
     parts: Sequence[tuple[int, Array]]  # (byte, uint8 data)
-    values: Array  # [k], residual dtype: what receivers read
+    values: Array  # [k], residual dtype: what receivers read; not used without error feedback
     index: Array | None  # ascending int64 [k]; None: all elements
     checked: Array  # has a NaN or an infinity if and only if the piece has one
     measured: Sequence[Array] = ()  # [1] float32 for each of `Method.measured`; pieces add up
@@ -292,7 +293,7 @@ class Codec(Method):
 
     def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
         """What a piece sends of e + g: `values`, [n] of the residual's dtype, n > 0."""
-        return _encoded(ops, bucket, piece, values, self.pack, self.unpack)
+        return _encoded(ops, bucket, piece, values, self, self.pack, self.unpack)
 
     def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
         """What payloads behind each other have of a piece, n > 0."""
@@ -345,7 +346,7 @@ class SeededCodec(Codec, Seeded):
     ) -> Sent[Array]:
         """`Codec.encode`."""
         pack, unpack = partial(self.pack_keyed, key=key), partial(self.unpack_keyed, key=key)
-        return _encoded(ops, bucket, piece, values, pack, unpack)
+        return _encoded(ops, bucket, piece, values, self, pack, unpack)
 
     def decode_keyed(
         self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array, key: Key
@@ -403,7 +404,7 @@ class AnnouncingCodec(Codec):
     ) -> Sent[Array]:
         """`Codec.encode`."""
         pack = partial(self.pack_announced, announced=announced, key=key)
-        return _encoded(ops, bucket, piece, values, pack, self.unpack)
+        return _encoded(ops, bucket, piece, values, self, pack, self.unpack)
 
 
 @dataclass(frozen=True)
@@ -493,6 +494,7 @@ def _encoded(
     bucket: Bucket,
     piece: Any,
     values: Array,
+    method: Codec,
     pack: Callable[[Ops[Array], Piece, Array], Array],
     unpack: Callable[[Ops[Array], Piece, Array, str], Array],
 ) -> Sent[Array]:
@@ -501,6 +503,8 @@ def _encoded(
     if piece.whole:
         return Sent([(piece.at, ops.pack_values(values, dtype))], values, None, values)
     data = pack(ops, piece, values)
+    if not method.error_feedback:
+        return Sent([(piece.at, data)], values, None, values)
     rows = ops.load(data, ops.numel(data), 0, ops.numel(data))
     read = ops.row(unpack(ops, piece, rows, dtype), 0)
     return Sent([(piece.at, data)], read, None, values)

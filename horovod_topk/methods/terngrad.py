@@ -3,7 +3,8 @@
 Elements g of a tensor are first clipped to c standard deviations of the tensor. Each rank r
 announces the largest magnitude s_r that is left, and s is the largest of all s_r. Then element g
 becomes s times the sign of g with probability |g| / s, and 0 otherwise: on average g, with the
-variance |g| (s - |g|). The bytes of n elements:
+variance |g| (s - |g|). It does where (r + 1/2) s / 65536 < |g| for a random number r of 16 bits, so
+that the mean over draws is g within 2^-16 s. The bytes of n elements:
 
     s as a float32
     1 + the multiple of s of each element, in base 3: byte i has elements 5 i to 5 i + 4, of which
@@ -19,9 +20,16 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.keys import Key, uniform
-from horovod_topk.methods.protocol import Announced, AnnouncingCodec, Piece, Seeded
-from horovod_topk.ops import Ops, coding
+from horovod_topk.methods.keys import Key, halves
+from horovod_topk.methods.protocol import (
+    Announced,
+    AnnouncingCodec,
+    Bucket,
+    Piece,
+    Seeded,
+    bucket_recipe,
+)
+from horovod_topk.ops import Fused, Ops, coding
 
 Array = Any  # of the framework that `ops` is of
 
@@ -86,11 +94,12 @@ class TernGrad(AnnouncingCodec, Seeded):
     def announce(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
         """`AnnouncingCodec.announce`: the largest magnitude of clipped elements."""
         assert isinstance(piece, Ternary)
-        values = ops.finite(values)
-        largest = ops.largest(abs(values), piece.numel)
+        kernel, count = ops.ternary(ops.device(values)), piece.numel
+        moments = _moments(ops, values, count) if kernel is None else kernel.moments(values)
+        largest, *sums = moments
         if piece.clip is None:
             return largest
-        return _lesser(ops, largest, _deviations(ops, values, largest, piece.numel, piece.clip))
+        return _lesser(ops, largest, _deviations(ops, sums, count, piece.clip))
 
     def pack_announced(
         self,
@@ -102,11 +111,14 @@ class TernGrad(AnnouncingCodec, Seeded):
     ) -> Array:
         """`AnnouncingCodec.pack_announced`."""
         assert key is not None
+        scale, kernel = ops.column_largest(announced.rows), ops.ternary(ops.device(values))
+        if kernel is not None:
+            return kernel.pack(values, announced.own, scale, key.own)
         values, count = ops.finite(values), piece.numel
-        scale = ops.column_largest(announced.rows)
         size = _lesser(ops, abs(values), ops.spread(announced.own, count, count))
-        drawn = uniform(ops, key.own, count, "float32", ops.device(values))
-        is_sent = ops.cast(drawn < ops.divided(size, scale), "int64")
+        drawn = ops.cast(halves(ops, key.own, count, ops.device(values)), "float32")
+        part = ops.spread(scale * 2.0**-16, count, count)
+        is_sent = ops.cast((drawn + 0.5) * part < size, "int64")
         sign = ops.cast(values < 0, "int64") * -2 + 1
         codes = ops.pack_digits(is_sent * sign + 1, 3)
         return ops.joined([ops.pack_values(scale, "float32"), codes])
@@ -121,6 +133,13 @@ class TernGrad(AnnouncingCodec, Seeded):
         scale, multiple = self._read(ops, rows, piece.numel)
         return ops.are_scales(scale), ops.are_scales(multiple * -1 + 1)
 
+    def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
+        """`Codec.kernel`: it decodes."""
+        recipe = bucket_recipe(
+            bucket, "ternary", keeps=False, block=lambda piece: max(piece.numel, 1)
+        )
+        return ops.fused(recipe, bucket.device)
+
     def _read(self, ops: Ops[Array], rows: Array, numel: int) -> tuple[Array, Array]:
         """Return the scale, [P, 1], and its multiples, [P, numel], both float32."""
         scale = ops.unpack_values(ops.columns(rows, 0, SCALE_BYTES), 1, "float32", "float32")
@@ -128,19 +147,22 @@ class TernGrad(AnnouncingCodec, Seeded):
         return scale, ops.cast(codes, "float32") - 1
 
 
-def _deviations(ops: Ops[Array], values: Array, largest: Array, count: int, clip: float) -> Array:
-    """Return `clip` standard deviations of float32 values, [1], with the same bits everywhere.
+def _moments(ops: Ops[Array], values: Array, count: int) -> Sequence[Array]:
+    """Return what `TernaryKernel.moments` does."""
+    values = ops.finite(values)
+    exact = ops.cast(values, "float64")
+    largest = ops.largest(abs(values), count)
+    return largest, ops.sums(exact, count), ops.sums(exact * exact, count)
 
-    It adds up integers, values in units of largest / 65536, and multiplies by one constant at a
-    time, as graphs put several together.
+
+def _deviations(ops: Ops[Array], sums: Sequence[Array], count: int, clip: float) -> Array:
+    """Return `clip` standard deviations, [1] float32, with the same bits everywhere.
+
+    sums: of the elements and of their squares, float64. They are multiplied by one constant at a
+        time, as graphs put several together.
     """
-    multiple = ops.cast(ops.divided(values, largest) * coding.UNIT, "int64")
-    mean, square = (
-        ops.cast(ops.sums(each, count), "float64") * (1 / count)
-        for each in (multiple, multiple * multiple)
-    )
-    share = ops.root(abs(square - mean * mean)) * (clip / coding.UNIT)
-    return ops.cast(share, "float32") * largest
+    mean, square = (each * (1 / count) for each in sums)
+    return ops.finite(ops.root(abs(square - mean * mean)) * min(clip, coding.LIMIT))
 
 
 def _lesser(ops: Ops[Array], left: Array, right: Array) -> Array:

@@ -296,6 +296,9 @@ class NumpyOps:
     def fused(self, recipe: Sequence[int], device: str) -> None:
         return None
 
+    def ternary(self, device: str) -> None:
+        return None
+
     def norm(self, array: Array) -> float:
         return float(np.linalg.norm(array.astype(np.float64)))
 

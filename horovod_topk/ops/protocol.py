@@ -42,13 +42,13 @@ class Fused(Protocol[Taken]):
         1   bytes of a residual element: 4 (float32) or 8 (float64)
         2   kind of its values: 0 float32 (float64 where 1 says 8), 1 float16, 2 bfloat16,
             3 int8, 4 int4, 5 sign; these send all elements of each tensor: 6 as ByteGrad, 7 as
-            OneBit, 8 as QSGD with the norm "max", 9 with "l2"
+            OneBit, 8 as QSGD with the norm "max", 9 with "l2", 10 as TernGrad, unclipped
         3   flags_at: byte of the non-finite flags in a payload
         4   payload_bytes
         5   1 to select by a sampled threshold (`Ops.sample`), 0 to select exactly (`Ops.select`)
         6   parts: of so many shards that gradients are split into, each tensor is one; else 1
 
-        7   1 to leave in `candidate` what is not sent; 0, which the kinds 6 to 9 can: zeros
+        7   1 to leave in `candidate` what is not sent; 0, which the kinds 6 to 10 can: zeros
         8   bits of a code, 2 to 8, of the kinds 8 and 9; else 0
 
     and then come 10 for each tensor:
@@ -63,7 +63,7 @@ class Fused(Protocol[Taken]):
         6   dtype of its gradient: 0 float16, 1 bfloat16, 2 float32, 3 float64
         7   first: element i is element (i // 512 * parts + first) * 512 + i % 512 of its gradient
         8   which of the gradients it belongs to
-        9   elements of a block, or of a column, of the kinds 6 to 9; else 0
+        9   elements of a block, or of a column, of the kinds 6 to 10; else 0
     """
 
     def encode(
@@ -90,6 +90,21 @@ class Fused(Protocol[Taken]):
         ascend or lie outside a tensor are never followed; where they are noticed at once, this
         returns (rank, position of the tensor), and no gradient has changed.
         """
+        ...
+
+
+class TernaryKernel(Protocol[Array]):
+    """A kernel for what `TernGrad` does before and after ranks agree on a scale; in its bits."""
+
+    def moments(self, values: Array) -> tuple[Array, Array, Array]:
+        """Of `Ops.finite(values)`, [1] each: the largest magnitude, the sum, the sum of squares.
+
+        The first one is float32. The sums are float64, as `Ops.sums` adds them up.
+        """
+        ...
+
+    def pack(self, values: Array, limit: Array, scale: Array, stream: Stream) -> Array:
+        """Bytes of `Ops.finite(values)`, with magnitudes clipped to `limit`; both [1] float32."""
         ...
 
 
@@ -320,7 +335,10 @@ class Ops(Protocol[Array]):
         ...
 
     def subtract_at(self, candidate: Array, index: Array | None, sent: Array) -> None:
-        """candidate[index] -= sent; index None means all elements, indices are unique."""
+        """candidate[index] -= sent; index None means all elements, indices are unique.
+
+        With None, `sent` may be the candidate.
+        """
         ...
 
     def matmul(self, left: Array, right: Array, shape: tuple[int, int, int]) -> Array:
@@ -473,6 +491,10 @@ class Ops(Protocol[Array]):
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
         """A kernel for buckets of this recipe on this device, or None: the verbs will do."""
+        ...
+
+    def ternary(self, device: str) -> TernaryKernel[Array] | None:
+        """A kernel for `TernGrad` on this device, or None: the verbs will do."""
         ...
 
     def norm(self, array: Array) -> float:

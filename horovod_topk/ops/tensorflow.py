@@ -463,6 +463,9 @@ class TensorFlowOps:
         operations = find_operations()
         return None if operations is None else BucketOperations(recipe, operations)
 
+    def ternary(self, device: str) -> None:
+        return None
+
     def norm(self, array: Array) -> float:
         norm: Any = tf.norm(tf.cast(array.value, tf.float64))
         return float(norm) if tf.executing_eagerly() else norm

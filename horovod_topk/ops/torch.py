@@ -361,6 +361,10 @@ class TorchOps:
         """Kernels for arrays on a device; None: torch's own operations will do."""
         return native.find().library if self._use_kernels and device == "cpu" else None
 
+    def ternary(self, device: str) -> CpuTernary | None:
+        library = self._library(device)
+        return None if library is None else CpuTernary(library)
+
     def norm(self, array: Tensor) -> float:
         return float(torch.linalg.vector_norm(array, dtype=torch.float64))
 
@@ -368,6 +372,29 @@ class TorchOps:
         wide = torch.float64 if array.dtype == torch.float64 else torch.float32
         norm: Tensor = torch.linalg.vector_norm(array, dtype=wide)  # 25 times slower in float64
         return (norm * norm).to(torch.float32).view(1)
+
+
+class CpuTernary:
+    """`horovod_topk.ops.protocol.TernaryKernel` for tensors in memory."""
+
+    def __init__(self, library: native.Library) -> None:
+        self._library = library
+
+    def moments(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        values, out = _packed(values), torch.empty(3, dtype=torch.float64)
+        size = values.numel(), values.element_size(), torch.get_num_threads()
+        self._library.topkef_moments(values.data_ptr(), *size, out.data_ptr())
+        return out[:1].float(), out[1:2], out[2:]
+
+    def pack(self, values: Tensor, limit: Tensor, scale: Tensor, stream: Stream) -> Tensor:
+        values, count = _packed(values), values.numel()
+        out = torch.empty(4 + -(-count // coding.digits(3)), dtype=torch.uint8)
+        place = values.data_ptr(), count, values.element_size()
+        key = native.integers(stream.numbers())
+        self._library.topkef_pack_ternary(
+            *place, limit.item(), scale.item(), key, out.data_ptr(), torch.get_num_threads()
+        )
+        return out
 
 
 class CpuBucket:

@@ -18,7 +18,7 @@ from horovod_topk.core.plan import BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.errors import PayloadError
 from horovod_topk.kernels import native
-from horovod_topk.methods import QSGD, ByteGrad, Codec, OneBit, SignSGD
+from horovod_topk.methods import QSGD, ByteGrad, Codec, OneBit, SignSGD, TernGrad
 from horovod_topk.ops import Ops
 from horovod_topk.ops.numpy import NumpyOps
 from horovod_topk.ops.torch import TorchOps
@@ -35,6 +35,8 @@ METHODS: dict[str, Codec] = {
     **{f"bytes, {n}": ByteGrad(block=n, min_numel=0) for n in (16, 100, 2048, 2501)},
     **{f"qsgd, {n} bits": QSGD(bits=n, min_numel=0) for n in range(2, 9)},
     **{f"qsgd, l2, {n}": QSGD(bits=5, norm="l2", block=n, min_numel=0) for n in (37, 3000)},
+    "ternary": TernGrad(min_numel=0),
+    "ternary, unclipped": TernGrad(clip=None, min_numel=0),
 }
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
@@ -108,7 +110,7 @@ def test_kernels_have_the_bits_of_the_verbs(isa: str, method: Codec, dtype: str)
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("name", ["signs", "one bit", "bytes, 2501", "qsgd, 3 bits"])
+@pytest.mark.parametrize("name", ["signs", "one bit", "bytes, 2501", "qsgd, 3 bits", "ternary"])
 def test_threads_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket, found = bucket_of(METHODS[name], "float32", (1399, 1501), (30,)), []
     gradients = gradients_of(bucket, 0)
@@ -128,6 +130,9 @@ def test_threads_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         ("bytes, 100", 0, b"\x00\x00\xc0\x7f"),  # a low that is no number
         ("qsgd, 4 bits", 10, b"\xff"),  # a multiple above the largest
         ("qsgd, 7 bits", 0, b"\xc0\x7f"),  # a step that is no number
+        ("ternary", 0, b"\x00\x00\x80\xbf"),  # a scale below 0
+        ("ternary", 0, b"\x00\x00\x80\x7f"),  # an infinite scale
+        ("ternary", 15, b"\xf3"),  # a fifth multiple of 2
     ],
 )
 def test_what_no_coder_writes_is_refused(isa: str, name: str, at: int, damage: bytes) -> None:
@@ -138,3 +143,18 @@ def test_what_no_coder_writes_is_refused(isa: str, name: str, at: int, damage: b
     payload[begin : begin + len(damage)] = np.frombuffer(damage, np.uint8)
     with pytest.raises(PayloadError, match="t0"):
         side.decode(payload)
+
+
+@pytest.mark.parametrize("size", [1, 4, 513, 2003, 300_001])
+def test_encoding_by_a_kernel_of_buckets_that_announce_nothing(isa: str, size: int) -> None:
+    """A bucket's own scale, unclipped: tiles end within bytes of five codes."""
+    method = TernGrad(clip=None, min_numel=0)
+    bucket = bucket_of(method, "float32", (size,))
+    verbs, kernel = Side(NumpyOps(), bucket, np.asarray), method.kernel(TorchOps(), bucket)
+    gradients, zeros = gradients_of(bucket, 1), torch.zeros(bucket.numel)
+    side = Side(TorchOps(), bucket, torch.from_numpy)
+    left, given = torch.ones(bucket.numel), [torch.from_numpy(each) for each in gradients]
+    kernel.encode(zeros, left, given, side.payload, side.codec._streams(bucket))
+    expected, rest = verbs.encode(gradients)
+    np.testing.assert_array_equal(np.asarray(side.payload), expected)
+    np.testing.assert_array_equal(left, rest)

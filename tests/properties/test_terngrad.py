@@ -14,7 +14,7 @@ from oracle.backends import NUMPY, Backend, each_framework
 
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods import TernGrad
-from horovod_topk.methods.keys import Key
+from horovod_topk.methods.keys import Key, halves
 from horovod_topk.methods.protocol import Announced, Piece, TensorSpec
 
 SIZE = 303  # no multiple of 5
@@ -76,7 +76,7 @@ def paper(of_ranks: Sequence[Array], clip: float | None, drawn: Sequence[Array])
 def test_it_is_what_the_paper_says(clip: float | None) -> None:
     method, given = TernGrad(clip=clip), values_of()
     drawn = [
-        NUMPY.ops.random_bits(key(3, rank).own, SIZE, 24, "cpu") * 2.0**-24 for rank in range(RANKS)
+        (halves(NUMPY.ops, key(3, rank).own, SIZE, "cpu") + 0.5) * 2.0**-16 for rank in range(RANKS)
     ]
     expected = paper(given, clip, drawn)
     got = coded(method, given, 3)

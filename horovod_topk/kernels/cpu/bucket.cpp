@@ -119,6 +119,7 @@ bool is_sound(const BucketRecipe &bucket, const TensorRecipe &tensor) {
   const int64_t most = tensor.index == SHORT ? int64_t{1} << 16 : int64_t{1} << 32;
   if (tensor.block < 0 || tensor.block > int64_t{1} << 40) return false;
   if (bucket.has_coder() && tensor.index == NONE && tensor.block < 1) return false;
+  if (bucket.kind == TERNARY && tensor.index == NONE && tensor.block < tensor.numel) return false;
   bool has_index = !bucket.has_coder() && is_index(tensor.index);
   bool sends_some = has_index && tensor.k >= 1 && tensor.numel <= most;
   bool sends_all = tensor.sends_all() && tensor.k == tensor.numel;
@@ -136,7 +137,7 @@ bool is_sound(const BucketRecipe &bucket, int64_t count) {
          bucket.kind < KINDS && is_size(bucket.payload_bytes) && bucket.parts >= 1 &&
          bucket.parts <= 1 << 16 && bucket.bits >= 0 && bucket.bits <= 8 &&
          (bucket.keeps == 1 || (bucket.keeps == 0 && bucket.has_coder())) &&
-         (bucket.bits >= 2 || bucket.kind < DITHERED) &&
+         (bucket.bits >= 2 || !(bucket.kind == DITHERED || bucket.kind == DITHERED_L2)) &&
          fits(bucket, bucket.flags_at, (bucket.tensors + 7) / 8);
 }
 
@@ -524,6 +525,46 @@ void topkef_random_index(const int64_t *key, int64_t numel, int64_t k, int64_t *
       begin += length;
     }
   }
+}
+
+void topkef_moments(const void *values, int64_t count, int width, int threads, double *out) {
+  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
+  constexpr int64_t MEASURED = 512 * FOLDED;  // elements of a task: tiles by a power of two
+  std::vector<Measured> found((size_t)((count + MEASURED - 1) / MEASURED));
+  parallel((int64_t)found.size(), threads, [&](int64_t i) {
+    KeepDenormals keep;
+    Pairs pairs;
+    for (int64_t at = i * MEASURED; at < std::min(count, (i + 1) * MEASURED); at += FOLDED) {
+      Measured tile;
+      passes->measure[TERNARY](static_cast<const uint8_t *>(values) + at * width,
+                               std::min(FOLDED, count - at), {}, &tile);
+      pairs.add(tile);
+    }
+    found[(size_t)i] = pairs.all();
+  });
+  Pairs pairs;
+  for (const Measured &each : found) pairs.add(each);
+  const Measured all = pairs.all();
+  out[0] = all.high;
+  out[1] = all.below;
+  out[2] = all.above;
+}
+
+void topkef_pack_ternary(const void *values, int64_t count, int width, float limit, float scale,
+                         const int64_t *key, uint8_t *out, int threads) {
+  constexpr int64_t SPAN = CODED / 40 * 40, SPANS = 128;  // whole bytes, and whole blocks of draws
+  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
+  Format format{count, 0, false, true, {{(uint32_t)key[0], (uint32_t)key[1]}, key[2]}};
+  Measured agreed;
+  agreed.low = limit;
+  agreed.high = scale;
+  parallel((count + SPANS * SPAN - 1) / (SPANS * SPAN), threads, [&](int64_t i) {
+    KeepDenormals keep;
+    const int64_t to = std::min(count, (i + 1) * SPANS * SPAN);
+    for (int64_t at = i * SPANS * SPAN; at < to; at += SPAN)
+      passes->write_tile[TERNARY](static_cast<const uint8_t *>(values) + at * width,
+                                  {at, std::min(SPAN, to - at), count}, agreed, out, nullptr, format);
+  });
 }
 
 void topkef_update_velocity(const void *velocity, double factor, const void *gradient, void *out,

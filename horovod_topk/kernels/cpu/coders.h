@@ -340,6 +340,105 @@ struct Dithered {
   }
 };
 
+/* TernGrad: -1, 0 or 1 times one scale of the tensor, drawn so that the mean is the element. Blocks are
+ * whole tensors. Five codes share a byte, so spans are written in ascending order by one thread, or
+ * begin at multiples of five. */
+struct Ternary {
+  static constexpr int64_t DIGITS = 5, LARGEST = 242;  // codes in a byte, and the largest byte of all five
+  uint8_t *scale, *codes;
+  int64_t block;
+
+  Ternary(uint8_t *data, int64_t, const Format &format)
+      : scale(data), codes(data + sizeof(float)), block(format.block) {}
+
+  static int64_t bytes(int64_t total, const Format &) {
+    return (int64_t)sizeof(float) + (total + DIGITS - 1) / DIGITS;
+  }
+
+  /* The largest magnitude, the sum, and the sum of squares. */
+  static Measured measure(const float *values, int64_t count, const Format &) {
+    const int64_t half = half_of(count);
+    alignas(64) double sums[FOLDED / 2], squares[FOLDED / 2];
+    for (int64_t i = 0; i < count - half; ++i) {
+      sums[i] = (double)values[i] + (double)values[i + half];
+      squares[i] = square_of(values[i]) + square_of(values[i + half]);
+    }
+    for (int64_t i = count - half; i < half; ++i) {
+      sums[i] = (double)values[i];
+      squares[i] = square_of(values[i]);
+    }
+    Measured found;
+    found.high = largest_of(values, count);
+    found.below = folded(sums, half);
+    found.above = folded(squares, half);
+    return found;
+  }
+
+  /* Magnitudes are clipped to `found.low`; `found.high` is the scale. */
+  void write(const float *values, int64_t at, int64_t count, const Measured &found, float *read,
+             const uint16_t *drawn) {
+    const float limit = found.low, unit = found.high, part = unit * 0x1p-16f;
+    const int64_t before = at % DIGITS;  // elements of the first byte that are written
+    store(reinterpret_cast<float *>(scale), 0, unit);
+    alignas(64) uint8_t code[CODED + 2 * DIGITS + 8];
+    memset(code, 0, (size_t)before);
+    for (int64_t i = 0; i < count; ++i) {
+      const float exact = bit_cast<float>(magnitude_bits(values[i]));
+      const float clipped = exact < limit ? exact : limit;
+      const int32_t is_sent = ((float)drawn[i] + 0.5f) * part < clipped;
+      const int32_t multiple = values[i] < 0 ? -is_sent : is_sent;
+      code[before + i] = (uint8_t)(multiple + 1);
+      read[i] = unit * (float)multiple;
+    }
+    memset(code + before + count, 0, DIGITS + 8);
+    uint8_t *to = codes + at / DIGITS;
+    const uint8_t first = before ? to[0] : 0;
+    const int64_t many = (before + count + DIGITS - 1) / DIGITS;
+    for (int64_t i = 0; i < many; ++i) to[i] = packed(code + DIGITS * i);
+    to[0] = (uint8_t)(to[0] + first);
+  }
+
+  void read(int64_t at, int64_t count, float *to) const {
+    alignas(64) int8_t multiple[CODED + 2 * DIGITS + 8];
+    const float unit = load(reinterpret_cast<const float *>(scale), 0);
+    const int64_t before = at % DIGITS;
+    const uint8_t *from = codes + at / DIGITS;
+    const int64_t many = (before + count + DIGITS - 1) / DIGITS;
+    for (int64_t i = 0; i < many; ++i) memcpy(multiple + DIGITS * i, MULTIPLES.of[from[i]], 8);
+    for (int64_t i = 0; i < count; ++i) to[i] = unit * (float)multiple[before + i];
+  }
+
+  bool is_sound(int64_t total) const {
+    const float unit = load(reinterpret_cast<const float *>(scale), 0);
+    bool all = unit >= 0 && unit < INFINITY;
+    for (int64_t i = 0; i < total / DIGITS; ++i) all &= codes[i] <= LARGEST;
+    return all;
+  }
+
+ private:
+  /* The multiples in each byte; what follows the fifth is overwritten. */
+  struct Multiples {
+    int8_t of[256][8] = {};
+
+    constexpr Multiples() {
+      for (int byte = 0; byte < 256; ++byte) {
+        int rest = byte;
+        for (int i = 0; i < DIGITS; ++i, rest /= 3) of[byte][i] = (int8_t)((i == 4 ? rest : rest % 3) - 1);
+      }
+    }
+  };
+  static const Multiples MULTIPLES;
+
+  /* Five codes in a byte, in base 3: a column of the product, and no other one overflows. */
+  static uint8_t packed(const uint8_t *code) {
+    uint64_t five;
+    memcpy(&five, code, sizeof five);  // of which the product's column has the first five
+    return (uint8_t)(five * (81 + (27 << 8) + (9 << 16) + (3 << 24) + (uint64_t{1} << 32)) >> 32);
+  }
+};
+
+constexpr Ternary::Multiples Ternary::MULTIPLES{};
+
 /* What `values` are to a coder: themselves, or in `room`. Returns whether all are finite. */
 template <class R>
 inline bool as_coded(const R *values, int64_t count, float *room, const float **coded) {
@@ -407,7 +506,7 @@ void write_tile(const void *from, Span span, const Measured &found, uint8_t *dat
   Coder(data, span.total, format)
       .write(coded, span.first, span.count, found, read,
              draw(format, span.first, span.count, drawn));
-  subtract(values, read, span.count, static_cast<R *>(left), format.keeps);
+  if (left) subtract(values, read, span.count, static_cast<R *>(left), format.keeps);
 }
 
 /* `topkef::Scatter` of a coder: all elements, in order. */

@@ -388,6 +388,7 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   fill_coder<R, Means>(passes, topkef::MEANS);
   fill_coder<R, Dithered<false>>(passes, topkef::DITHERED);
   fill_coder<R, Dithered<true>>(passes, topkef::DITHERED_L2);
+  fill_coder<R, Ternary>(passes, topkef::TERNARY);
   passes->is_sound[topkef::INT8] = passes->is_sound[topkef::INT4] = are_sound_multiples;
   passes->stream = stream_out<R>;
   passes->is_finite = is_finite<R>;

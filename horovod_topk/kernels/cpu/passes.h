@@ -22,7 +22,8 @@ enum Kind {
   MEANS = 7,        // OneBit
   DITHERED = 8,     // QSGD, by the largest magnitude of a block
   DITHERED_L2 = 9,  // QSGD, by its norm
-  KINDS = 10
+  TERNARY = 10,     // TernGrad, unclipped and with a scale of its own
+  KINDS = 11
 };
 
 /* How indices are sent: none for all elements, which are rounded as the bucket's values are or, if
@@ -59,6 +60,28 @@ struct Measured {
             above + next.above,                  below + next.below,
             negative + next.negative,            count + next.count};
   }
+};
+
+/* What is measured of tiles, as they come: added in pairs, the sums of these in pairs, and so on. */
+class Pairs {
+ public:
+  void add(Measured sum) {
+    int64_t level = 0;
+    for (; tiles_ >> level & 1; ++level) sum = levels_[level].with(sum);
+    levels_[level] = sum;
+    ++tiles_;
+  }
+
+  Measured all() const {
+    Measured sum;
+    for (int64_t level = 0; tiles_ >> level; ++level)
+      if (tiles_ >> level & 1) sum = levels_[level].with(sum);
+    return sum;
+  }
+
+ private:
+  int64_t tiles_ = 0;
+  Measured levels_[48];
 };
 
 constexpr int64_t CODED = 2048;  // elements that a coder is given at once, at most
@@ -166,7 +189,7 @@ constexpr int64_t PACE = 1024;
 /* Measure a tile of a block that is longer than FOLDED. Returns whether all are finite. */
 using Measure = bool (*)(const void *values, int64_t count, const Format &format, Measured *found);
 
-/* Write a span of values, within one block that was measured; `left` as in `Pack`. */
+/* Write a span of values, within one block that was measured; `left` as in `Pack`, or null. */
 using WriteTile = void (*)(const void *values, Span span, const Measured &found, uint8_t *data,
                            void *left, const Format &format);
 

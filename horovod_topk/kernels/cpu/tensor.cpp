@@ -79,28 +79,6 @@ int64_t beginning(int64_t numel, int64_t stretch, int64_t count, int64_t unit = 
   return stretch == count ? numel : numel / count * stretch / unit * unit;
 }
 
-/* What is measured of tiles, as they come: added in pairs, the sums of these in pairs, and so on. */
-class Pairs {
- public:
-  void add(Measured sum) {
-    int64_t level = 0;
-    for (; tiles_ >> level & 1; ++level) sum = levels_[level].with(sum);
-    levels_[level] = sum;
-    ++tiles_;
-  }
-
-  Measured all() const {
-    Measured sum;
-    for (int64_t level = 0; tiles_ >> level; ++level)
-      if (tiles_ >> level & 1) sum = levels_[level].with(sum);
-    return sum;
-  }
-
- private:
-  int64_t tiles_ = 0;
-  Measured levels_[48];
-};
-
 /* All elements are sent: tile by tile they are added up, coded, and what is left goes out. A block
  * that is longer than a tile is gone through twice. */
 class WholeTensor final : public Encoder {
@@ -138,7 +116,7 @@ class WholeTensor final : public Encoder {
  private:
   Format format_of(const Source &source) const {
     Format format = bucket_.format(tensor_);
-    format.draws = kind_ == DITHERED || kind_ == DITHERED_L2;
+    format.draws = kind_ >= DITHERED;
     if (source.key)
       format.key = {{(uint32_t)source.key[0], (uint32_t)source.key[1]}, source.key[2]};
     return format;
@@ -505,6 +483,7 @@ int64_t value_bytes(const BucketRecipe &bucket, const TensorRecipe &tensor) {
     case MEANS: return Means::bytes(tensor.k, format);
     case DITHERED:
     case DITHERED_L2: return Dithered<false>::bytes(tensor.k, format);
+    case TERNARY: return Ternary::bytes(tensor.k, format);
     default: return ::value_bytes(kind, tensor.k, bucket.residual_bytes);
   }
 }

@@ -95,6 +95,15 @@ TOPKEF_API void topkef_subtract_at(void *out, const int64_t *index, const void *
  * committed. */
 TOPKEF_API void topkef_random_index(const int64_t *key, int64_t numel, int64_t k, int64_t *out);
 
+/* The largest magnitude, the sum and the sum of squares of `count` elements of 4 or 8 bytes, taken as
+ * `horovod_topk.ops.protocol.Ops.finite` has them, added in the order of `Ops.sums`. out: three numbers. */
+TOPKEF_API void topkef_moments(const void *values, int64_t count, int width, int threads, double *out);
+
+/* The bytes of `horovod_topk.methods.TernGrad`, of `count` elements of 4 or 8 bytes whose magnitudes are
+ * clipped to `limit`. key: two words, and how many steps were committed. */
+TOPKEF_API void topkef_pack_ternary(const void *values, int64_t count, int width, float limit, float scale,
+                                    const int64_t *key, uint8_t *out, int threads);
+
 /* out = factor * velocity + gradient, `count` elements of 4 or 8 bytes; `out` may be `velocity`. */
 TOPKEF_API void topkef_update_velocity(const void *velocity, double factor, const void *gradient,
                                   void *out, int64_t count, int width, int threads);
