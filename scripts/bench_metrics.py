@@ -88,7 +88,7 @@ def main() -> None:
         seconds, costs = ([], []), [0.0, 0.0, 0.0]
         for kind, name in SPENDING:
             count(kind, name)
-        for repeat in range(-5, repeats):
+        for repeat in range(-20, repeats):
             for which in (0, 1) if repeat % 2 else (1, 0):
                 state._callbacks[:] = [] if which else writers
                 is_sampled = not which and repeat % compressor.SAMPLED == 1
