@@ -116,6 +116,7 @@ def measure(folder: Path, arguments: list[str], cluster: Cluster, rates: tuple[s
 def main() -> None:
     """Measure and print; with --out, be a rank."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--schedule", action="store_true", help="time the schedule alone")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--marks", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--fixed", type=int, default=0, help=argparse.SUPPRESS)
@@ -125,7 +126,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name, Cluster(2, Link.of(RATES[0])) as cluster:
         folder = Path(name)
-        for rate in dict.fromkeys(RATES):
+        for rate in () if args.schedule else dict.fromkeys(RATES):
             change(cluster, rate)
             found = measure(folder, ["--fixed", "25"], cluster, ())
             medians = {r: 1e3 * statistics.median(s for s, _ in t[5:]) for r, t in found.items()}

@@ -229,10 +229,11 @@ def test_what_was_compensated_says_whether_it_is_finite(backend: Backend) -> Non
         gradient = np.ones(700, np.float32)
         gradient[650] = bad
         out = backend.ops.zeros(700, "float32", "cpu")
-        pair = backend.ops.zeros(700, "float32", "cpu"), backend.array(gradient, "float32")
-        checked = backend.numpy(backend.ops.compensate(*pair, out))
-        assert np.isfinite(checked).all() == np.isfinite(bad)
-        np.testing.assert_array_equal(backend.numpy(out), gradient)
+        for dtype in ("float32", "float64"):
+            pair = backend.ops.zeros(700, "float32", "cpu"), backend.array(gradient, dtype)
+            checked = backend.numpy(backend.ops.compensate(*pair, out))
+            assert np.isfinite(checked).all() == np.isfinite(bad)
+            np.testing.assert_array_equal(backend.numpy(out), gradient)
 
 
 @each_way
