@@ -27,7 +27,7 @@ from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import shard
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.dense import Dense
-from horovod_topk.methods.protocol import Piece, Rounds, TensorSpec, Work
+from horovod_topk.methods.protocol import Piece, Product, Rounds, TensorSpec, Work
 from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
@@ -139,8 +139,15 @@ class ReducedBucket(Generic[Array]):
         pairs = zip(self._bucket.tensors, self._works, targets, strict=True)
         for position, (piece, work, target) in enumerate(pairs):
             applied, sent = self._finish(piece, work)
-            ops.write_scaled(applied, gain, target, flags[position])
-            ops.subtract_at(work.values, None, sent)
+            if isinstance(applied, Product):
+                factors = applied.left, applied.right, applied.shape
+                ops.write_product(*factors, gain, target, flags[position])
+            else:
+                ops.write_scaled(applied, gain, target, flags[position])
+            if isinstance(sent, Product):
+                ops.subtract_product(work.values, sent.left, sent.right, sent.shape)
+            else:
+                ops.subtract_at(work.values, None, sent)
             self._follow(piece, work)
         return flags
 
@@ -219,7 +226,9 @@ class ReducedBucket(Generic[Array]):
         if i < len(self._legs):
             self._legs[i].abort(f"{self._name}.{i}")
 
-    def _finish(self, piece: Piece, work: Work[Array]) -> tuple[Array, Array]:
+    def _finish(
+        self, piece: Piece, work: Work[Array]
+    ) -> tuple[Array | Product[Array], Array | Product[Array]]:
         if piece.whole or not piece.numel:
             return work.reduced[0], self._ops.clone(work.values)
         if len(work.reduced) < len(self._legs):  # flagged, and given up

@@ -82,6 +82,7 @@ def _load() -> Found:
 def _declare(library: Library) -> None:
     """Types of the functions in cpu/topkef.h."""
     address, number, real, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_char_p
+    i = ctypes.c_int
     arguments: dict[str, list[type]] = {
         "topkef_isa": [],
         "topkef_bucket_new": [address, number],
@@ -89,6 +90,8 @@ def _declare(library: Library) -> None:
         "topkef_encode": [*[address] * 7, ctypes.c_int],
         "topkef_encode_shards": [address, number, *[address] * 6, ctypes.c_int],
         "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
+        "topkef_product": [*[address] * 2, *[number] * 3, real, i, address, i, i],
+        "topkef_orthonormal": [address, number, number, i],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
@@ -100,6 +103,8 @@ def _declare(library: Library) -> None:
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
     library.topkef_update_velocity.restype = None
+    library.topkef_product.restype = None
+    library.topkef_orthonormal.restype = None
 
 
 class Correction(ctypes.Structure):

@@ -414,6 +414,15 @@ class StateSpec:
     shared: bool = False  # equal on all ranks, as it follows from what all received
 
 
+@dataclass(frozen=True)
+class Product(Generic[Array]):
+    """An array given as the product of two matrices: [m * k] times [k * n], with (m, k, n)."""
+
+    left: Array
+    right: Array
+    shape: tuple[int, int, int]
+
+
 @dataclass
 class Work(Generic[Array]):
     """One tensor's step on one rank, as a method of rounds sees it. All arrays are flat.
@@ -424,6 +433,7 @@ class Work(Generic[Array]):
     reduced: what the rounds so far gave: sums or means over ranks, equal on all of them.
     sent: what this rank gave to each of them.
     key: of random numbers, for a method that is `Seeded`.
+    computed: what the method keeps from one round for those after it, by name.
     """
 
     values: Array
@@ -432,6 +442,7 @@ class Work(Generic[Array]):
     reduced: list[Array] = field(default_factory=list)
     sent: list[Array] = field(default_factory=list)
     key: Key | None = None
+    computed: dict[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -467,10 +478,10 @@ class Rounds(Method):
 
     def finish(
         self, ops: Ops[Array], bucket: Bucket, piece: Piece, work: Work[Array]
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array | Product[Array], Array | Product[Array]]:
         """What all ranks apply, [n], the same on each; and what of `values` this rank has sent.
 
-        The residual keeps the rest of `values`.
+        The residual keeps the rest of `values`. A product is never written out.
         """
         raise NotImplementedError(f"{type(self).__name__} has no finish")
 

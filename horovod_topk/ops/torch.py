@@ -21,6 +21,7 @@ from horovod_topk.kernels import native, triton
 from horovod_topk.ops import coding
 from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
+from horovod_topk.ops.orthonormal import orthonormal
 from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import EACH, HEAD, Fused, Velocities
 
@@ -90,8 +91,8 @@ class TorchOps:
     def update_velocity(
         self, velocity: Tensor, factor: float, gradient: Tensor, out: Tensor
     ) -> None:
-        library = native.find().library if self._use_kernels else None
-        if library is None or velocity.device.type != "cpu":
+        library = self._library(velocity)
+        if library is None:
             torch.mul(velocity, factor, out=out)
             out.add_(gradient.reshape(-1))
             return
@@ -188,6 +189,43 @@ class TorchOps:
         m, k, n = shape
         return (left.view(m, k) @ right.view(k, n)).reshape(-1)
 
+    def write_product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        shape: tuple[int, int, int],
+        scale: float,
+        gradient: Tensor,
+        poisoned: bool,
+    ) -> None:
+        library = self._library(gradient)
+        is_plain = gradient.dtype == left.dtype and _packed(gradient) is gradient
+        if poisoned or library is None or not is_plain:
+            self.write_scaled(self.matmul(left, right, shape), scale, gradient, poisoned)
+            return
+        _product(library, left, right, shape, scale, False, gradient)
+        _note_writing(gradient)
+
+    def subtract_product(
+        self, candidate: Tensor, left: Tensor, right: Tensor, shape: tuple[int, int, int]
+    ) -> None:
+        library = self._library(candidate)
+        if library is None:
+            m, k, n = shape
+            candidate.view(m, n).addmm_(left.view(m, k), right.view(k, n), alpha=-1)
+        else:
+            _product(library, left, right, shape, 1.0, True, candidate)
+
+    def orthonormal(self, rows: Tensor, count: int) -> Tensor:
+        library = self._library(rows)
+        if library is None:
+            verbs: Tensor = orthonormal(self, rows, count)
+            return verbs
+        basis = rows.clone()
+        length = basis.numel() // count
+        library.topkef_orthonormal(basis.data_ptr(), count, length, basis.element_size())
+        return basis
+
     def transposed(self, array: Tensor, rows: int) -> Tensor:
         return array.view(rows, -1).t().reshape(-1).clone()
 
@@ -248,13 +286,13 @@ class TorchOps:
     def store_nonfinite(self, payload: Tensor, at: int, parts: Sequence[Tensor]) -> None:
         count = -(-len(parts) // 8)
         bits = torch.zeros(count * 8, dtype=torch.uint8, device=payload.device)
-        flags = torch.stack([part.isfinite().all().logical_not() for part in parts])
+        flags = torch.stack([_is_nonfinite(part) for part in parts])
         bits[: len(parts)] = flags.to(torch.uint8)
         weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
         payload[at : at + count] = (bits.view(count, 8) * weights).sum(1, dtype=torch.uint8)
 
     def poison(self, array: Tensor, checked: Tensor) -> None:
-        array.masked_fill_(checked.isfinite().all().logical_not(), math.nan)
+        array.masked_fill_(_is_nonfinite(checked), math.nan)
 
     def store_flags(self, payload: Tensor, at: int, flags: Sequence[bool]) -> None:
         data = sum(flag << bit for bit, flag in enumerate(flags)).to_bytes(
@@ -315,6 +353,10 @@ class TorchOps:
         from horovod_topk.kernels.triton.bucket import TritonBucket  # it needs Triton
 
         return TritonBucket(recipe, device)
+
+    def _library(self, array: Tensor) -> native.Library | None:
+        """Kernels for verbs on this array's device, if there are any."""
+        return native.find().library if self._use_kernels and array.is_cpu else None
 
     def norm(self, array: Tensor) -> float:
         return float(torch.linalg.vector_norm(array, dtype=torch.float64))
@@ -424,6 +466,28 @@ def _packed(tensor: Tensor) -> Tensor:
 def _write_nothing(tensor: Tensor) -> None:
     """Count a write in place without writing."""
     tensor.view(-1)[:0].zero_()
+
+
+def _product(
+    library: native.Library,
+    left: Tensor,
+    right: Tensor,
+    shape: tuple[int, int, int],
+    scale: float,
+    subtracts: bool,
+    out: Tensor,
+) -> None:
+    """Write scale * left right, or subtract left right, in memory."""
+    factors = left.data_ptr(), right.data_ptr(), *shape
+    place = out.data_ptr(), out.element_size(), torch.get_num_threads()
+    library.topkef_product(*factors, scale, subtracts, *place)
+
+
+def _is_nonfinite(tensor: Tensor) -> Tensor:
+    """Return whether a tensor has a NaN or an infinity, in one pass: least and largest have it."""
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    return torch.stack(torch.aminmax(tensor)).isfinite().all().logical_not()
 
 
 # Tells autograd that what it has saved of a tensor is no longer what it was.
