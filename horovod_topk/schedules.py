@@ -128,9 +128,10 @@ class ByNetwork(Schedule):
     """The largest ratio whose exchange stays hidden behind backward, or within a budget.
 
     In each step every rank measures how long it waits in collectives, and how long the step takes.
-    The longest of all ranks count. After `settle` steps at a level, their mean is compared with
-    what is allowed: above it, the next smaller level is taken; below half of it, the next larger
-    one, after a while that doubles whenever that has been too much, up to 256 steps.
+    The shortest waiting of all ranks counts: what others wait beyond that is for a slow rank, and
+    no level helps there. After `settle` steps at a level, the mean is compared with what is
+    allowed: above it, the next smaller level is taken; below half of it, the next larger one, after
+    a while that doubles whenever that has been too much, up to 256 steps.
 
     Levels are the `ratio` of the settings and `levels`. Decisions follow the clock: a run does not
     repeat to the bit, and does not resume to it.
@@ -173,7 +174,7 @@ class ByNetwork(Schedule):
         steps, quiet = steps + 1, quiet + 1
         if steps <= UNSETTLED:
             return (now, steps, 0.0, 0.0, patience, quiet)
-        exposed, taken = exposed + max(told["exposed"]), taken + max(told["step"])
+        exposed, taken = exposed + min(told["exposed"]), taken + max(told["step"])
         count = steps - UNSETTLED
         if count < self.settle:
             return (now, steps, exposed, taken, patience, quiet)
@@ -186,6 +187,9 @@ class ByNetwork(Schedule):
         if waited < allowed / 2 and at + 1 < len(levels) and quiet >= patience:
             return (levels[at + 1], 0.0, 0.0, 0.0, patience, 0.0)
         return (now, float(UNSETTLED), 0.0, 0.0, patience, quiet)
+
+
+SCHEDULES: Mapping[str, type[Schedule]] = {"Accordion": Accordion, "ByNetwork": ByNetwork}
 
 
 def _pairs(settings: object) -> tuple[tuple[str, Any], ...]:

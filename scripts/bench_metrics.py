@@ -2,14 +2,15 @@
 
     horovodrun -np 2 --gloo python scripts/bench_metrics.py [--repeats 60]
 
-Both optimizers have the default settings and compute nothing. The one sums up squares in one step
-of 256, and has writers for JSON lines and Prometheus on every step, and for TensorBoard on every
-tenth. The other has neither. Both read the clock a few times a bucket, which cannot be switched
-off. Steps alternate, and each begins with a barrier; rank 0 prints medians in ms, the median of the
-differences of pairs, and the difference of the means, which has the sampled steps too.
+One optimizer has the default settings and computes nothing. In one step of each pair it has writers
+for JSON lines and Prometheus, and for TensorBoard, which writes one step of ten, and in one of 256
+it sums up squares. In the other step it has neither. The clock is read in both, a few times a
+bucket, which cannot be switched off. Each step begins with a barrier; rank 0 prints medians in ms,
+the median of the differences of pairs, and the difference of the means.
 
 Where others use the machine, pairs differ by more than metrics cost. So `spent` is also counted:
-ms a step within the functions that sum up squares, read them, and call the writers.
+ms a step of this thread's processor time in the functions that sum up squares, read them, and call
+the writers.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import horovod.torch as hvd
 import torch
 
 from bench_exchange import training_step
 from horovod_topk.core import compressor
+from horovod_topk.core.stats import StepCounters
 from horovod_topk.core.step import Step
 from horovod_topk.metrics import JsonLines
 from horovod_topk.metrics.prometheus import Prometheus
@@ -50,39 +51,25 @@ def count(kind: type, name: str) -> None:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         spent["depth"] += 1
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             return function(*args, **kwargs)
         finally:
             spent["depth"] -= 1
             if not spent["depth"]:
-                spent["seconds"] += time.perf_counter() - began
+                spent["seconds"] += time.thread_time() - began
 
     setattr(kind, name, counted)
 
 
-def with_metrics(folder: str, writers: str) -> Callable[[], None]:
-    """A step whose counters go to these writers."""
-    step, optimizer = training_step(TopKEF(warmup=None, name="on"))
+def writers_of(folder: str, names: str) -> list[Callable[[StepCounters], None]]:
+    """Writers by their names."""
     made: dict[str, Callable[[], Any]] = {
         "json": lambda: JsonLines(f"{folder}/rank{hvd.rank()}.jsonl"),
-        "tensorboard": lambda: TensorBoard(f"{folder}/rank{hvd.rank()}", every=10),
+        "tensorboard": lambda: TensorBoard(f"{folder}/rank{hvd.rank()}"),
         "prometheus": lambda: Prometheus(hvd.rank(), 0),
     }
-    for writer in filter(None, writers.split(",")):
-        TopKEF.of(optimizer).on_step(made[writer]())
-    return step
-
-
-def without_metrics() -> Callable[[], None]:
-    """A step that measures nothing."""
-    step, _ = training_step(TopKEF(warmup=None, name="off"))
-
-    def unsampled() -> None:
-        with mock.patch.object(compressor, "SAMPLED", 1 << 60):
-            step()
-
-    return unsampled
+    return [made[name]() for name in filter(None, names.split(","))]
 
 
 def main() -> None:
@@ -95,16 +82,21 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
     with tempfile.TemporaryDirectory() as folder:
-        steps, seconds = (with_metrics(folder, args.writers), without_metrics()), ([], [])
-        costs = [0.0, 0.0]
+        step, optimizer = training_step(TopKEF(warmup=None))
+        writers = writers_of(folder, args.writers)
+        state = TopKEF.of(optimizer)._compressor
+        seconds, costs = ([], []), [0.0, 0.0]
         for kind, name in SPENDING:
             count(kind, name)
         for repeat in range(-5, repeats):
             for which in (0, 1) if repeat % 2 else (1, 0):
+                state._callbacks[:] = [] if which else writers
+                is_sampled = not which and repeat % compressor.SAMPLED == 1
+                state.steps, state.rolled_back = int(not is_sampled), state.rolled_back + 1
                 hvd.barrier()
                 before = spent["seconds"]
                 began = time.perf_counter()
-                steps[which]()
+                step()
                 if repeat >= 0:
                     seconds[which].append(time.perf_counter() - began)
                     costs[which] += spent["seconds"] - before

@@ -27,7 +27,7 @@ from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import shard
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.dense import Dense
-from horovod_topk.methods.protocol import Piece, Product, Rounds, TensorSpec, Work
+from horovod_topk.methods.protocol import Piece, Placed, Product, Rounds, TensorSpec, Work
 from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
@@ -93,9 +93,10 @@ class ReducedBucket(Generic[Array]):
         pairs = zip(self._bucket.tensors, gradients, strict=True)
         for position, (piece, gradient) in enumerate(pairs):
             values = ops.view(arenas.candidate, piece.start, piece.stop)
-            ops.compensate(ops.view(arenas.residual, piece.start, piece.stop), gradient, values)
+            residual = ops.view(arenas.residual, piece.start, piece.stop)
+            checked = ops.compensate(residual, gradient, values)
             key = self._codec.key(self._bucket, position, rows=False)
-            self._works.append(Work(values, self._state_of(piece), key=key))
+            self._works.append(Work(values, checked, self._state_of(piece), key=key))
         self._start(0)
 
     def advance(self) -> None:
@@ -139,12 +140,10 @@ class ReducedBucket(Generic[Array]):
         pairs = zip(self._bucket.tensors, self._works, targets, strict=True)
         for position, (piece, work, target) in enumerate(pairs):
             applied, sent = self._finish(piece, work)
-            if isinstance(applied, Product):
-                factors = applied.left, applied.right, applied.shape
-                ops.write_product(*factors, gain, target, flags[position])
-            else:
-                ops.write_scaled(applied, gain, target, flags[position])
-            if isinstance(sent, Product):
+            self._apply(applied, gain, target, flags[position])
+            if isinstance(sent, Placed):
+                ops.subtract_at(work.values, sent.index, sent.values)
+            elif isinstance(sent, Product):
                 ops.subtract_product(work.values, sent.left, sent.right, sent.shape)
             else:
                 ops.subtract_at(work.values, None, sent)
@@ -190,7 +189,7 @@ class ReducedBucket(Generic[Array]):
             sent = work.values if whole else self._method.send(ops, self._bucket, piece, i, work)
             ops.assign(array, sent)
             if i == 0 and not whole:  # what is sent need not have every element
-                ops.poison(array, work.values)
+                ops.poison(array, work.checked)
             if self._flags is not None:
                 ops.write_scaled(ops.clone(array), 1.0, array, self._flags[position])
         return array
@@ -228,12 +227,29 @@ class ReducedBucket(Generic[Array]):
 
     def _finish(
         self, piece: Piece, work: Work[Array]
-    ) -> tuple[Array | Product[Array], Array | Product[Array]]:
+    ) -> tuple[Array | Placed[Array] | Product[Array], Array | Placed[Array] | Product[Array]]:
         if piece.whole or not piece.numel:
             return work.reduced[0], self._ops.clone(work.values)
         if len(work.reduced) < len(self._legs):  # flagged, and given up
             return self._ops.clone(work.values), self._ops.clone(work.values)
         return self._method.finish(self._ops, self._bucket, piece, work)
+
+    def _apply(
+        self,
+        applied: Array | Placed[Array] | Product[Array],
+        gain: float,
+        target: Array,
+        flag: bool,
+    ) -> None:
+        """Write what all ranks apply, times a gain, to a gradient; NaN if it is flagged."""
+        ops = self._ops
+        if isinstance(applied, Placed):
+            ops.write_placed(applied.values, applied.index, gain, target, flag)
+        elif isinstance(applied, Product):
+            factors = applied.left, applied.right, applied.shape
+            ops.write_product(*factors, gain, target, flag)
+        else:
+            ops.write_scaled(applied, gain, target, flag)
 
     def _state_of(self, piece: Piece) -> dict[str, Array]:
         return {

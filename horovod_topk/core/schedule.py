@@ -162,8 +162,9 @@ class Schedule:
 
     def settings(self, ratio: float) -> Method:
         """The settings at a ratio level."""
+        settings = self._config.at(ratio)
         profile = {} if self._schedule is None else self._schedule.profile(ratio)
-        return replace(self._config.at(ratio), **profile)
+        return replace(settings, **profile) if profile else settings
 
     def _check_profiles(self, schedule: schedules.Schedule) -> None:
         """Refuse profiles of ratios that have none, and settings that no level can change."""

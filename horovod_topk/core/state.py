@@ -10,17 +10,13 @@ tensors that are not known yet waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
-from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.counting import Counting
 from horovod_topk.core.measures import Rows, heard
-from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
-from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
-from horovod_topk.core.residual import Squares
 from horovod_topk.core.schedule import Clock, Counter, HostCounter, Schedule
 from horovod_topk.core.state_dict import (
     ASKED,
@@ -42,8 +38,6 @@ from horovod_topk.core.state_dict import (
     steps_of,
     without,
 )
-from horovod_topk.core.stats import Sample, Stats, StepCounters, measured, memory_of, planned
-from horovod_topk.core.timing import Seconds
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
 from horovod_topk.schedules import Decision
@@ -52,7 +46,7 @@ Array = TypeVar("Array")
 _OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # in a state dict, by tensor name
 
 
-class State(Generic[Array]):
+class State(Counting[Array]):
     """What one optimizer keeps from step to step.
 
     Args:
@@ -67,30 +61,20 @@ class State(Generic[Array]):
         parts: "residuals", "owned" where this exchange has owners, "velocity" with momentum.
         later: tensors that may still become known.
         rates: the learning rates that residuals follow, where they do.
-        steps, rolled_back: how many steps have been committed, and how many have not.
-        seconds: of all these steps.
-        sample: shares of the last step that was sampled.
         ranks_before: how many ranks these residuals were of in the last step, if there was one.
     """
 
     def __init__(
         self, config: Method, reduction: str, ops: Ops[Array], counter: Counter | None = None
     ) -> None:
+        super().__init__()
         self.config, self.reduction, self._ops = config, reduction, ops
         self.schedule = Schedule(config)
         self.counter: Counter = HostCounter() if counter is None else counter
-        self.plan: Plan | None = None
-        self.exchange: Exchange[Array] | None = None
-        self.parts: dict[str, Part[Array]] = {}
         self.later: set[str] = set()
         self.rates: Followed | None = None
         self.ranks_before: int | None = None
-        self.steps = self.rolled_back = 0
-        self.seconds, self.sample = Seconds(), Sample()
-        self._counted: tuple[Plan, int] | None = None  # bytes of memory, with their plan
-        self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
         self._waiting: dict[str, Any] = {}  # what was loaded for tensors that are not known yet
-        self._callbacks: list[Callable[[StepCounters], None]] = []
 
     def specs(self) -> dict[str, TensorSpec]:
         """The tensors that are known, whole, by name."""
@@ -114,10 +98,6 @@ class State(Generic[Array]):
         """This rank, and of how many that exchange."""
         assert self.exchange is not None
         return self.exchange.rank, self.exchange.ranks
-
-    def squares(self) -> Squares:
-        """Sums of squares of what this rank compressed last. Waits for the device."""
-        raise NotImplementedError
 
     def about_to_change(self) -> None:
         """Residuals are about to be replaced: a step under way has to be abandoned."""
@@ -301,83 +281,6 @@ class State(Generic[Array]):
 
     def _keep_waiting(self, rest: dict[str, Any]) -> None:
         self._waiting = rest if self.later and has_residuals(rest) else {}
-
-    # Counting.
-
-    @property
-    def ended(self) -> int:
-        """Steps that have ended, committed or rolled back, with those before a checkpoint."""
-        return self._begun + self.steps + self.rolled_back
-
-    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """Call `callback` at the end of every step, committed or rolled back."""
-        self._callbacks.append(callback)
-
-    def end_step(
-        self,
-        traffic: Traffic,
-        flagged: Iterable[str],
-        *,
-        committed: bool,
-        seconds: Seconds = Seconds(),  # noqa: B008  # it is frozen
-    ) -> None:
-        """Note the end of a step, and tell the callbacks."""
-        self.steps += committed
-        self.rolled_back += not committed
-        self.seconds += seconds
-        if not self._callbacks:
-            return
-        assert self.plan is not None  # of the step
-        counters = StepCounters(
-            self.steps + self.rolled_back,
-            committed,
-            **vars(traffic),
-            flagged=tuple(flagged),
-            level=self.plan.config.ratio,
-            **vars(seconds),
-            **vars(self.sample),
-            **vars(self.probed),
-            memory_bytes=self.memory_bytes,
-        )
-        for callback in self._callbacks:
-            callback(counters)
-
-    @property
-    def probed(self) -> Probed:
-        """What the last probe found."""
-        return Probed()
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that this rank holds for compression, counted once for each plan."""
-        plan, exchange = self.plan, self.exchange
-        assert plan is not None
-        assert exchange is not None
-        if self._counted is None or self._counted[0] is not plan:
-            self._counted = plan, memory_of(self.parts.values(), exchange, plan)
-        return self._counted[1]
-
-    def stats(self) -> Stats:
-        """Totals and norms so far. Waits for the device."""
-        if self.plan is None or self.exchange is None:
-            return Stats(active=True)
-        return replace(
-            planned(self.plan, self.exchange),
-            steps=self.steps,
-            rolled_back=self.rolled_back,
-            residual_norm=self.norm(RESIDUALS),
-            owned_norm=self.norm(OWNED),
-            residual_norm_ratio=self.sample.residual_norm_ratio,
-            level=self.plan.config.ratio,
-            memory_bytes=self.memory_bytes,
-            **vars(self.seconds),
-            **vars(self.probed),
-            **measured(self.squares()),
-        )
-
-    def norm(self, key: str) -> float:
-        """Euclidean norm of one part of the state; 0 without it. Waits for the device."""
-        return self.parts[key].norm() if key in self.parts else 0.0
 
 
 def _within(state: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -99,7 +99,7 @@ class Compressor(TrainingCompressor):
         Register them at once: from here on, the optimizer refuses gradients that do not come so.
         """
         check_model(model)
-        if name := horovods():
+        if self.asked(self) is None and (name := horovods()):
             return model.process_group, TORCHS[name]
         state = DDPState(model, optimizer, self, groups)
         self.attached(state)

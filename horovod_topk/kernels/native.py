@@ -82,7 +82,6 @@ def _load() -> Found:
 def _declare(library: Library) -> None:
     """Types of the functions in cpu/topkef.h."""
     address, number, real, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_char_p
-    i = ctypes.c_int
     arguments: dict[str, list[type]] = {
         "topkef_isa": [],
         "topkef_bucket_new": [address, number],
@@ -90,8 +89,20 @@ def _declare(library: Library) -> None:
         "topkef_encode": [*[address] * 7, ctypes.c_int],
         "topkef_encode_shards": [address, number, *[address] * 6, ctypes.c_int],
         "topkef_decode": [address, address, number, real, text, address, ctypes.c_int],
-        "topkef_product": [*[address] * 2, *[number] * 3, real, i, address, i, i],
-        "topkef_orthonormal": [address, number, number, i],
+        "topkef_compensate": [*[address] * 3, number, *[ctypes.c_int] * 3],
+        "topkef_take": [*[address] * 3, number, ctypes.c_int],
+        "topkef_subtract_at": [*[address] * 3, number, ctypes.c_int],
+        "topkef_random_index": [address, number, number, address],
+        "topkef_random_bits": [address, number, ctypes.c_int, address],
+        "topkef_product": [
+            *[address] * 2,
+            *[number] * 3,
+            real,
+            ctypes.c_int,
+            address,
+            *[ctypes.c_int] * 2,
+        ],
+        "topkef_orthonormal": [address, number, number, ctypes.c_int],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
@@ -102,9 +113,9 @@ def _declare(library: Library) -> None:
     library.topkef_encode.restype = None
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
-    library.topkef_update_velocity.restype = None
-    library.topkef_product.restype = None
-    library.topkef_orthonormal.restype = None
+    silent = "take", "subtract_at", "random_index", "random_bits", "product", "orthonormal"
+    for name in (*silent, "update_velocity"):
+        getattr(library, f"topkef_{name}").restype = None
 
 
 class Correction(ctypes.Structure):
@@ -173,9 +184,7 @@ class Bucket:
         """
         each = self._addresses
         places = each(*residuals), each(*gradients), each(*candidates), payload
-        self._library.topkef_encode(
-            self._handle, *places, None, _integers(keys) if keys else None, threads
-        )
+        self._library.topkef_encode(self._handle, *places, None, integers(keys), threads)
 
     def encode_shards(
         self,
@@ -201,7 +210,7 @@ class Bucket:
             (address * tensors)(*candidates),
             (address * count)(*payloads),
             None if correction is None else ctypes.byref(correction),
-            _integers(keys) if keys else None,
+            integers(keys) if keys else None,
             threads,
         )
 
@@ -226,9 +235,9 @@ def _addresses(each: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(each))(*each)
 
 
-def _integers(each: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    """Whole numbers as the library takes them."""
-    return (ctypes.c_int64 * len(each))(*each)
+def integers(each: Sequence[int]) -> ctypes.Array[ctypes.c_int64] | None:
+    """Whole numbers as the library takes them; None where there are none."""
+    return (ctypes.c_int64 * len(each))(*each) if each else None
 
 
 def _numbers(each: Sequence[float]) -> ctypes.Array[ctypes.c_double]:

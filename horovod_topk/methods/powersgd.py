@@ -85,7 +85,7 @@ class PowerSGD(Rounds, Seeded):
         if i == 0:
             q = self._direction(ops, bucket, n, r, work)
             return ops.matmul(work.values, ops.transposed(q, r), (m, n, r))
-        work.computed["basis"] = basis = ops.orthonormal(ops.transposed(work.reduced[0], m), r)
+        work.notes["basis"] = basis = ops.orthonormal(ops.transposed(work.reduced[0], m), r)
         return ops.matmul(basis, work.values, (r, m, n))
 
     def finish(
@@ -93,7 +93,7 @@ class PowerSGD(Rounds, Seeded):
     ) -> tuple[Product[Array], Product[Array]]:
         """`Rounds.finish`."""
         m, n, r = self._shape(piece)
-        p, q = ops.transposed(work.computed["basis"], r), work.reduced[1]
+        p, q = ops.transposed(work.notes["basis"], r), work.reduced[1]
         work.following["q"] = q
         return Product(p, q, (m, r, n)), Product(p, work.sent[1], (m, r, n))
 

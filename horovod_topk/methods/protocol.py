@@ -423,26 +423,36 @@ class Product(Generic[Array]):
     shape: tuple[int, int, int]
 
 
+@dataclass(frozen=True)
+class Placed(Generic[Array]):
+    """A flat array that is 0 but for a few elements."""
+
+    values: Array  # [k], the residual's dtype
+    index: Array  # int64 [k], unique
+
+
 @dataclass
 class Work(Generic[Array]):
     """One tensor's step on one rank, as a method of rounds sees it. All arrays are flat.
 
     values: e + g, [n], the residual's dtype.
+    checked: has a NaN or an infinity if and only if `values` has one.
     state: what `Rounds.state` names, as the last committed step left it.
     following: what it becomes if this step commits; what is left out stays as it is.
     reduced: what the rounds so far gave: sums or means over ranks, equal on all of them.
     sent: what this rank gave to each of them.
     key: of random numbers, for a method that is `Seeded`.
-    computed: what the method keeps from one round for those after it, by name.
+    notes: what the method computed in one call and needs in another one of the step.
     """
 
     values: Array
+    checked: Array
     state: Mapping[str, Array]
     following: dict[str, Array] = field(default_factory=dict)
     reduced: list[Array] = field(default_factory=list)
     sent: list[Array] = field(default_factory=list)
     key: Key | None = None
-    computed: dict[str, Array] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,10 +488,11 @@ class Rounds(Method):
 
     def finish(
         self, ops: Ops[Array], bucket: Bucket, piece: Piece, work: Work[Array]
-    ) -> tuple[Array | Product[Array], Array | Product[Array]]:
+    ) -> tuple[Array | Placed[Array] | Product[Array], Array | Placed[Array] | Product[Array]]:
         """What all ranks apply, [n], the same on each; and what of `values` this rank has sent.
 
-        The residual keeps the rest of `values`. A product is never written out.
+        The residual keeps the rest of `values`. What has few elements that are not 0 is `Placed`:
+        then the others are not read or written. A `Product` is never written out.
         """
         raise NotImplementedError(f"{type(self).__name__} has no finish")
 

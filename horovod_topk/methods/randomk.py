@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from horovod_topk.config import check_flag
-from horovod_topk.methods.protocol import Bucket, Piece, Rounds, Seeded, Work, entries
+from horovod_topk.methods.protocol import Bucket, Piece, Placed, Rounds, Seeded, Work, entries
 from horovod_topk.ops import Ops
 from horovod_topk.ratios import checked_ratio
 
@@ -72,27 +72,21 @@ class RandomK(Rounds, Seeded):
 
     def send(self, ops: Ops[Any], bucket: Bucket, piece: Piece, i: int, work: Work[Any]) -> Array:
         """`Rounds.send`."""
-        places, lengths = self._drawn(ops, bucket, piece, work)
-        values = ops.take(work.values, places)
-        return values if self.error_feedback else values * ops.cast(lengths, bucket.residual_dtype)
+        assert work.key is not None
+        k = self.elements(piece, 0)
+        index = ops.random_index(work.key.shared, piece.numel, k, bucket.device)
+        work.notes["index"] = index
+        values = ops.take(work.values, index)
+        if self.error_feedback:
+            return values
+        ends = ops.arange(k + 1, bucket.device) * piece.numel // k
+        lengths = ops.view(ends, 1, k + 1) - ops.view(ends, 0, k)
+        return values * ops.cast(lengths, bucket.residual_dtype)
 
     def finish(
         self, ops: Ops[Any], bucket: Bucket, piece: Piece, work: Work[Any]
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array | Placed[Array], Array | Placed[Array]]:
         """`Rounds.finish`."""
-        places, _ = self._drawn(ops, bucket, piece, work)
-        applied = ops.place(work.reduced[0], places, piece.numel)
-        sent = ops.place(work.sent[0], places, piece.numel)
-        return applied, sent if self.error_feedback else ops.clone(work.values)
-
-    def _drawn(
-        self, ops: Ops[Any], bucket: Bucket, piece: Piece, work: Work[Any]
-    ) -> tuple[Array, Array]:
-        """Draw one index from each stretch: int64 [k], and the lengths of the stretches, [k]."""
-        assert work.key is not None
-        k = self.elements(piece, 0)
-        ends = ops.arange(k + 1, bucket.device) * piece.numel // k
-        begins = ops.view(ends, 0, k)
-        lengths = ops.view(ends, 1, k + 1) - begins
-        drawn = ops.random_bits(work.key.shared, k, 31, bucket.device)
-        return begins + (drawn * lengths >> 31), lengths
+        index = work.notes["index"]
+        sent = Placed(work.sent[0], index) if self.error_feedback else ops.clone(work.values)
+        return Placed(work.reduced[0], index), sent

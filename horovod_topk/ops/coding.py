@@ -13,6 +13,7 @@ the entropy of k places among n it has less than 0.6 bits an index.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 VALUE_BITS = {
@@ -55,6 +56,12 @@ def added_up(tiles: Any) -> Any:
 
 def _power_above(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
+
+
+def random_index(drawn: Any, numbers: Any, numel: int, shift: Any = operator.rshift) -> Any:
+    """`Ops.random_index`, from [k] random numbers of 31 bits, and 0, 1, ... k."""
+    ends = numbers * numel // drawn.shape[0]
+    return ends[:-1] + shift(drawn * (ends[1:] - ends[:-1]), 31)
 
 
 def scales(kind: str, count: int) -> int:

@@ -38,6 +38,10 @@ class NumpyOps:
         drawn: Array = np.stack(words(stream, blocks, operator.rshift), 1) >> (32 - bits)
         return drawn.reshape(-1)[:count]
 
+    def random_index(self, stream: Stream, numel: int, k: int, device: str = "cpu") -> Array:
+        found: Array = coding.random_index(self.random_bits(stream, k, 31), np.arange(k + 1), numel)
+        return found
+
     def view(self, array: Array, start: int, stop: int) -> Array:
         return array[start:stop]
 
@@ -63,8 +67,9 @@ class NumpyOps:
     def assign(self, out: Array, source: Array) -> None:
         out[...] = source
 
-    def compensate(self, residual: Array, gradient: Array, out: Array) -> None:
+    def compensate(self, residual: Array, gradient: Array, out: Array) -> Array:
         np.add(residual, gradient.reshape(-1).astype(residual.dtype), out=out)
+        return out
 
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         np.add(velocity * velocity.dtype.type(factor), gradient.reshape(-1), out=out)
@@ -303,6 +308,11 @@ class NumpyOps:
     def write_scaled(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
         scaled = (total * total.dtype.type(scale)).reshape(gradient.shape)
         gradient[...] = np.nan if poisoned else scaled
+
+    def write_placed(
+        self, values: Array, index: Array, scale: float, gradient: Array, poisoned: bool
+    ) -> None:
+        self.write_scaled(self.place(values, index, gradient.size), scale, gradient, poisoned)
 
     def fused(self, recipe: Sequence[int], device: str) -> None:
         return None

@@ -154,6 +154,14 @@ class Ops(Protocol[Array]):
         """
         ...
 
+    def random_index(self, stream: Stream, numel: int, k: int, device: str) -> Array:
+        """[k] int64, one index of each of k stretches of `numel` elements, 1 <= k <= numel.
+
+        Stretch i begins at i * numel // k. Its index lies (r length >> 31) behind that, with r from
+        `random_bits` of 31 bits.
+        """
+        ...
+
     def view(self, array: Array, start: int, stop: int) -> Array:
         """Elements [start, stop) of a one-dimensional array, sharing its memory."""
         ...
@@ -186,8 +194,11 @@ class Ops(Protocol[Array]):
         """out[:] = source, element by element, cast to out's dtype."""
         ...
 
-    def compensate(self, residual: Array, gradient: Array, out: Array) -> None:
-        """out = residual + gradient, in the residual's dtype."""
+    def compensate(self, residual: Array, gradient: Array, out: Array) -> Array:
+        """out = residual + gradient, in the residual's dtype.
+
+        Returns an array that has a NaN or an infinity if and only if `out` has one.
+        """
         ...
 
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
@@ -482,6 +493,12 @@ class Ops(Protocol[Array]):
 
         `poisoned` is one of the answers of `validate`.
         """
+        ...
+
+    def write_placed(
+        self, values: Array, index: Array, scale: float, gradient: Array, poisoned: bool
+    ) -> None:
+        """`write_scaled` of `place(values, index, n)`: zeros but at the indices."""
         ...
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:

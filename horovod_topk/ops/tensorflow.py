@@ -181,6 +181,10 @@ class TensorFlowOps:
         drawn = _shifted(tf.stack(words(stream, blocks, _shifted), 1), 32 - bits)
         return Buffer(tf.reshape(drawn, [-1])[:count])
 
+    def random_index(self, stream: Stream, numel: int, k: int, device: str = "") -> Array:
+        drawn, numbers = self.random_bits(stream, k, 31).value, tf.range(k + 1, dtype=tf.int64)
+        return Buffer(coding.random_index(drawn, numbers, numel, _shifted))
+
     def view(self, array: Array, start: int, stop: int) -> Array:
         return _stretch_of(array, start, stop)
 
@@ -206,8 +210,9 @@ class TensorFlowOps:
     def assign(self, out: Array, source: Array) -> None:
         _write(out, tf.cast(_flat(source), out.dtype))
 
-    def compensate(self, residual: Array, gradient: Array, out: Array) -> None:
+    def compensate(self, residual: Array, gradient: Array, out: Array) -> Array:
         _write(out, residual.value + tf.cast(_flat(gradient), residual.dtype))
+        return out
 
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         kept = velocity.value * _scalar(factor, velocity.dtype)
@@ -467,6 +472,11 @@ class TensorFlowOps:
         if poisoned is not False:  # NaN times anything is NaN
             factor = tf.where(poisoned, tf.constant(math.nan, total.dtype), factor)
         _write(gradient, tf.cast(total.value * factor, gradient.dtype))
+
+    def write_placed(
+        self, values: Array, index: Array, scale: float, gradient: Array, poisoned: bool
+    ) -> None:
+        self.write_scaled(self.place(values, index, gradient.numel), scale, gradient, poisoned)
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
         if not self._use_kernels or (device not in ("", "cpu") and "CPU" not in device):

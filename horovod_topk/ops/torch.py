@@ -37,6 +37,9 @@ DTYPES = {
     "int64": torch.int64,
     "uint8": torch.uint8,
 }
+CODES = {DTYPES[name]: code for code, name in enumerate(("float16", "bfloat16", "float32"))}
+CODES[torch.float64] = 3  # as in a recipe
+WIDE = (torch.float32, torch.float64)
 _SAMPLE = 1 << 14  # elements looked at to guess a threshold; smaller tensors need no guess
 
 
@@ -57,9 +60,25 @@ class TorchOps:
         return torch.arange(count, device=device)
 
     def random_bits(self, stream: Stream, count: int, bits: int, device: str) -> Tensor:
+        library = self._library(torch.device(device).type) if stream.array == 0 else None
+        if library is not None:
+            out = torch.empty(count, dtype=torch.int64)
+            key = native.integers(stream.numbers())
+            library.topkef_random_bits(key, count, bits, out.data_ptr())
+            return out
         blocks = torch.arange(-(-count // 4), device=device)
         drawn = torch.stack(words(stream, blocks, operator.rshift), 1) >> (32 - bits)
         return drawn.view(-1)[:count]
+
+    def random_index(self, stream: Stream, numel: int, k: int, device: str) -> Tensor:
+        library = self._library(device)
+        if library is None:
+            drawn = self.random_bits(stream, k, 31, device)
+            found: Tensor = coding.random_index(drawn, self.arange(k + 1, device), numel)
+            return found
+        out = torch.empty(k, dtype=torch.int64)
+        library.topkef_random_index(native.integers(stream.numbers()), numel, k, out.data_ptr())
+        return out
 
     def view(self, array: Tensor, start: int, stop: int) -> Tensor:
         return array[start:stop]
@@ -85,13 +104,21 @@ class TorchOps:
     def assign(self, out: Tensor, source: Tensor) -> None:
         out.copy_(source)
 
-    def compensate(self, residual: Tensor, gradient: Tensor, out: Tensor) -> None:
-        torch.add(residual, gradient.reshape(-1), out=out)
+    def compensate(self, residual: Tensor, gradient: Tensor, out: Tensor) -> Tensor:
+        library = self._library(residual.device.type)
+        if library is None or not _fit(residual, gradient, out):
+            torch.add(residual, gradient.reshape(-1), out=out)
+            return out
+        packed = _packed(gradient)
+        places = residual.data_ptr(), packed.data_ptr(), out.data_ptr(), out.numel()
+        kinds = out.element_size(), CODES[gradient.dtype]
+        finite = library.topkef_compensate(*places, *kinds, torch.get_num_threads())
+        return out.new_full((1,), 0.0 if finite else math.nan)
 
     def update_velocity(
         self, velocity: Tensor, factor: float, gradient: Tensor, out: Tensor
     ) -> None:
-        library = self._library(velocity)
+        library = self._library(velocity.device.type)
         if library is None:
             torch.mul(velocity, factor, out=out)
             out.add_(gradient.reshape(-1))
@@ -138,7 +165,13 @@ class TorchOps:
         return chosen.nonzero().squeeze(1)
 
     def take(self, array: Tensor, index: Tensor) -> Tensor:
-        return array.reshape(-1)[index]
+        library = self._library(array.device.type)
+        if library is None or array.dtype not in WIDE:
+            return array.reshape(-1)[index]
+        packed, out = _packed(array), array.new_empty(index.numel())
+        places = packed.data_ptr(), _packed(index).data_ptr(), out.data_ptr()
+        library.topkef_take(*places, index.numel(), out.element_size())
+        return out
 
     def place(self, values: Tensor, index: Tensor, numel: int) -> Tensor:
         return values.new_zeros(numel).index_copy_(0, index, values)
@@ -180,10 +213,14 @@ class TorchOps:
 
     def subtract_at(self, candidate: Tensor, index: Tensor | None, sent: Tensor) -> None:
         sent = sent.to(candidate.dtype)
+        library = self._library(candidate.device.type)
         if index is None:
             candidate.sub_(sent)
-        else:
+        elif library is None or candidate.dtype not in WIDE or not candidate.is_contiguous():
             candidate.index_add_(0, index, sent, alpha=-1)
+        else:
+            places = candidate.data_ptr(), _packed(index).data_ptr(), _packed(sent).data_ptr()
+            library.topkef_subtract_at(*places, index.numel(), candidate.element_size())
 
     def matmul(self, left: Tensor, right: Tensor, shape: tuple[int, int, int]) -> Tensor:
         m, k, n = shape
@@ -198,7 +235,7 @@ class TorchOps:
         gradient: Tensor,
         poisoned: bool,
     ) -> None:
-        library = self._library(gradient)
+        library = self._library(gradient.device.type)
         is_plain = gradient.dtype == left.dtype and _packed(gradient) is gradient
         if poisoned or library is None or not is_plain:
             self.write_scaled(self.matmul(left, right, shape), scale, gradient, poisoned)
@@ -209,7 +246,7 @@ class TorchOps:
     def subtract_product(
         self, candidate: Tensor, left: Tensor, right: Tensor, shape: tuple[int, int, int]
     ) -> None:
-        library = self._library(candidate)
+        library = self._library(candidate.device.type)
         if library is None:
             m, k, n = shape
             candidate.view(m, n).addmm_(left.view(m, k), right.view(k, n), alpha=-1)
@@ -217,7 +254,7 @@ class TorchOps:
             _product(library, left, right, shape, 1.0, True, candidate)
 
     def orthonormal(self, rows: Tensor, count: int) -> Tensor:
-        library = self._library(rows)
+        library = self._library(rows.device.type)
         if library is None:
             verbs: Tensor = orthonormal(self, rows, count)
             return verbs
@@ -286,13 +323,13 @@ class TorchOps:
     def store_nonfinite(self, payload: Tensor, at: int, parts: Sequence[Tensor]) -> None:
         count = -(-len(parts) // 8)
         bits = torch.zeros(count * 8, dtype=torch.uint8, device=payload.device)
-        flags = torch.stack([_is_nonfinite(part) for part in parts])
+        flags = torch.stack([_is_finite(part).logical_not() for part in parts])
         bits[: len(parts)] = flags.to(torch.uint8)
         weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
         payload[at : at + count] = (bits.view(count, 8) * weights).sum(1, dtype=torch.uint8)
 
     def poison(self, array: Tensor, checked: Tensor) -> None:
-        array.masked_fill_(_is_nonfinite(checked), math.nan)
+        array.masked_fill_(_is_finite(checked).logical_not(), math.nan)
 
     def store_flags(self, payload: Tensor, at: int, flags: Sequence[bool]) -> None:
         data = sum(flag << bit for bit, flag in enumerate(flags)).to_bytes(
@@ -340,6 +377,16 @@ class TorchOps:
         if total.data_ptr() != gradient.data_ptr():
             gradient.copy_(total.view(gradient.shape))
 
+    def write_placed(
+        self, values: Tensor, index: Tensor, scale: float, gradient: Tensor, poisoned: bool
+    ) -> None:
+        if poisoned or not gradient.is_contiguous():
+            whole = self.place(values, index, gradient.numel())
+            self.write_scaled(whole, scale, gradient, poisoned)
+            return
+        scaled = (values * scale).to(gradient.dtype)
+        gradient.zero_().view(-1).index_copy_(0, index, scaled)
+
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Tensor] | None:
         if not self._use_kernels:
             return None
@@ -354,9 +401,9 @@ class TorchOps:
 
         return TritonBucket(recipe, device)
 
-    def _library(self, array: Tensor) -> native.Library | None:
-        """Kernels for verbs on this array's device, if there are any."""
-        return native.find().library if self._use_kernels and array.is_cpu else None
+    def _library(self, device: str) -> native.Library | None:
+        """Kernels for arrays on a device; None: torch's own operations will do."""
+        return native.find().library if self._use_kernels and device == "cpu" else None
 
     def norm(self, array: Tensor) -> float:
         return float(torch.linalg.vector_norm(array, dtype=torch.float64))
@@ -456,6 +503,22 @@ class CpuBucket:
         return wrong
 
 
+def _fit(residual: Tensor, gradient: Tensor, out: Tensor) -> bool:
+    """Whether kernels add such a gradient to such a residual."""
+    if residual.dtype != out.dtype or not (residual.is_contiguous() and out.is_contiguous()):
+        return False
+    if torch.float64 in (residual.dtype, gradient.dtype):
+        return residual.dtype == gradient.dtype
+    return residual.dtype == torch.float32 and gradient.dtype in CODES
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """Whether all elements are, as a scalar: from their extremes, which takes no second array."""
+    if not tensor.numel():
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.stack(torch.aminmax(tensor)).isfinite().all()
+
+
 def _packed(tensor: Tensor) -> Tensor:
     """Its elements in row-major order, as memory has them; the tensor itself if it is so."""
     if tensor.is_contiguous() and not tensor.is_neg():
@@ -481,13 +544,6 @@ def _product(
     factors = left.data_ptr(), right.data_ptr(), *shape
     place = out.data_ptr(), out.element_size(), torch.get_num_threads()
     library.topkef_product(*factors, scale, subtracts, *place)
-
-
-def _is_nonfinite(tensor: Tensor) -> Tensor:
-    """Return whether a tensor has a NaN or an infinity, in one pass: least and largest have it."""
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.bool, device=tensor.device)
-    return torch.stack(torch.aminmax(tensor)).isfinite().all().logical_not()
 
 
 # Tells autograd that what it has saved of a tensor is no longer what it was.

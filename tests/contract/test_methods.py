@@ -86,12 +86,8 @@ ROWS: dict[str, Method] = {
     "one bit": OneBit(min_numel=8),
     "bytes": ByteGrad(min_numel=8, block=32),
     "terngrad": TernGrad(min_numel=8),
-    "terngrad, not clipped": TernGrad(clip=None, exchange="sharded", min_numel=8),
-    # More elements are above these thresholds than fit, so that no step has another level.
+    # More elements are above the threshold than fit, so that no step has another level.
     "threshold": Threshold(threshold=0.5, max_ratio=0.04, min_numel=8),
-    "threshold of magnitudes": Threshold(
-        threshold=0.5, relative=False, values="float32", exchange="sharded", min_numel=8
-    ),
     "powersgd": PowerSGD(rank=2, min_numel=8),
     "two rounds": TwoRounds(),
 }

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
-from oracle.backends import TORCH, Backend, each_way
+from oracle.backends import NUMPY, TORCH, Backend, each_way
 
 from horovod_topk.methods.keys import uniform
 from horovod_topk.ops import coding
@@ -195,6 +195,68 @@ def test_comparisons_give_bools_and_magnitudes_are_pythons(backend: Backend) -> 
         ):
             assert backend.numpy(array).tolist() == expected
         assert backend.ops.dtype(one) == dtype
+
+
+@each_way
+@pytest.mark.parametrize("size", [1, 5, 512, 700, 2600])
+def test_sums_of_float64_are_added_in_one_order(backend: Backend, size: int) -> None:
+    """Tiles of 512 are folded in halves, and their sums added in pairs; all padded with zeros."""
+
+    def halved(tile: list[float]) -> float:
+        padded = tile + [0.0] * (2 ** (len(tile) - 1).bit_length() - len(tile))
+        while len(padded) > 1:
+            half = len(padded) // 2
+            padded = [a + b for a, b in zip(padded[:half], padded[half:], strict=True)]
+        return padded[0]
+
+    def paired(sums: list[float]) -> float:
+        while len(sums) > 1:
+            sums = [sum(sums[i : i + 2]) for i in range(0, len(sums), 2)]
+        return sums[0]
+
+    numbers = np.random.default_rng(size).exponential(1e3, 3001).astype(np.float32).astype(float)
+    expected = []
+    for at in range(0, numbers.size, size):
+        block = numbers[at : at + size].tolist()
+        expected.append(paired([halved(block[i : i + 512]) for i in range(0, len(block), 512)]))
+    found = backend.ops.sums(backend.array(numbers, "float64"), size)
+    assert backend.numpy(found).tolist() == expected
+
+
+@each_way
+def test_what_was_compensated_says_whether_it_is_finite(backend: Backend) -> None:
+    for bad in (0.0, np.nan, np.inf, -np.inf):
+        gradient = np.ones(700, np.float32)
+        gradient[650] = bad
+        out = backend.ops.zeros(700, "float32", "cpu")
+        for dtype in ("float32", "float64"):
+            pair = backend.ops.zeros(700, "float32", "cpu"), backend.array(gradient, dtype)
+            checked = backend.numpy(backend.ops.compensate(*pair, out))
+            assert np.isfinite(checked).all() == np.isfinite(bad)
+            np.testing.assert_array_equal(backend.numpy(out), gradient)
+
+
+@each_way
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (100, 7), (1000, 1000), (70_001, 5_003)])
+def test_random_indices_are_one_of_each_stretch(backend: Backend, numel: int, k: int) -> None:
+    stream = Stream((3, 2**32 - 1), 2**33 + 5)
+    found = backend.numpy(backend.ops.random_index(stream, numel, k, "cpu"))
+    ends = np.arange(k + 1) * numel // k
+    begins, lengths = ends[:-1], np.diff(ends)
+    drawn = NUMPY.ops.random_bits(stream, k, 31)
+    assert found.tolist() == (begins + (drawn * lengths >> 31)).tolist()
+    assert (np.diff(found) > 0).all()
+
+
+@each_way
+def test_what_is_placed_is_scaled_and_the_rest_is_zero(backend: Backend) -> None:
+    values, index = backend.array(np.array([1.5, -2]), "float64"), np.array([4, 1])
+    for dtype, poisoned in (("float64", False), ("float32", False), ("float64", True)):
+        gradient = backend.array(np.full(6, 7.0), dtype)
+        place = values, backend.array(index, "int64")
+        backend.ops.write_placed(*place, 2.0, gradient, poisoned)
+        expected = np.full(6, np.nan) if poisoned else np.array([0, -4, 0, 0, 3, 0.0])
+        np.testing.assert_array_equal(backend.numpy(gradient), expected)
 
 
 @each_way
@@ -1091,6 +1153,51 @@ def test_matmul_of_flat_matrices(backend: Backend, wide: str, shape: tuple[int, 
             assert found.tolist() == expected.tolist()
         limit = 4 * k * np.finfo(wide).eps * np.abs(left).max() * np.abs(right).max()
         np.testing.assert_allclose(found, expected, rtol=0, atol=limit)
+
+
+@each_way
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 5), (64, 3, 130)])
+def test_products_are_written_scaled_and_subtracted(
+    backend: Backend, wide: str, shape: tuple[int, int, int]
+) -> None:
+    """Whole numbers have sums that no order of additions changes."""
+    m, k, n = shape
+    random = np.random.default_rng(m)
+    left, right, before = (
+        np.round(4 * random.standard_normal(size)).astype(wide) for size in ((m, k), (k, n), (m, n))
+    )
+    factors = [backend.array(each.reshape(-1), wide) for each in (left, right)]
+    for dtype in (wide, "float16"):
+        gradient = backend.array(np.zeros((m, n)), dtype)
+        for poisoned in (True, False):
+            backend.ops.write_product(*factors, shape, 0.5, gradient, poisoned)
+            found = backend.numpy(gradient)
+            expected = np.full((m, n), np.nan) if poisoned else left @ right / 2
+            np.testing.assert_array_equal(found, expected)
+    candidate = backend.array(before.reshape(-1), wide)
+    backend.ops.subtract_product(candidate, *factors, shape)
+    assert backend.numpy(candidate).tolist() == (before - left @ right).reshape(-1).tolist()
+
+
+@each_way
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 2), (4, 37), (4, 1100)])
+def test_orthonormal_rows_have_the_same_bits_everywhere(
+    backend: Backend, wide: str, count: int, size: int
+) -> None:
+    """A row that depends on others, or is 0, becomes 0."""
+    rows = np.random.default_rng(size).standard_normal((count, size)).astype(wide)
+    rows[2:3] = 3 * rows[0]
+    rows[3:4] = 0
+    found = backend.ops.orthonormal(backend.array(rows.reshape(-1), wide), count)
+    basis = backend.numpy(found).reshape(count, size)
+    with np.errstate(all="ignore"):
+        expected = NUMPY.ops.orthonormal(rows.reshape(-1), count)
+    assert bits(backend, found) == canonical(backend, expected)
+    gram, eps = basis.astype("float64") @ basis.T.astype("float64"), np.finfo(wide).eps
+    are_new = np.array([True, size > 1, False, False])[:count]
+    np.testing.assert_allclose(gram, np.diag(are_new.astype("float64")), atol=8 * eps)
 
 
 @each_way

@@ -56,15 +56,17 @@ struct Memory {
   uint8_t *data() { return room.data() + offset; }
 };
 
-enum Kind { FULL = 0, HALF = 1, BRAIN = 2, INT8 = 3, INT4 = 4, SIGN = 5 };
+enum Kind { FULL, HALF, BRAIN, INT8, INT4, SIGN, MINMAX, MEANS, DITHERED, DITHERED_L2, KINDS };
 enum Index { NONE = 0, PACKED = 1, SHORT = 2, AS_IS = 3, LONG = 4 };
 
+constexpr int64_t KEYS[3 * 4 * 3] = {1, 2, 3, 0xffffffff, 4, int64_t{1} << 33};  // of at most 12 tensors
+
 struct Tensor {
-  int64_t numel, k, index, value_at, index_at, dtype, first;
+  int64_t numel, k, index, value_at, index_at, dtype, first, block;
 };
 
 struct Job {
-  int64_t residual_bytes, kind, payload_bytes, sampled, parts;
+  int64_t residual_bytes, kind, payload_bytes, sampled, parts, keeps, bits;
   std::vector<Tensor> tensors;
 
   int64_t kind_of(const Tensor &t) const { return t.index == AS_IS ? FULL : kind; }
@@ -87,11 +89,11 @@ struct Job {
 
   std::vector<int64_t> recipe() const {
     std::vector<int64_t> numbers{(int64_t)tensors.size(), residual_bytes, kind, 24, payload_bytes,
-                                 sampled, parts};
+                                 sampled, parts, keeps, bits};
     for (int64_t i = 0; i < (int64_t)tensors.size(); ++i) {
       const Tensor &t = tensors[(size_t)i];
       numbers.insert(numbers.end(), {t.numel, t.k, 0, t.index, t.value_at, t.index_at, t.dtype,
-                                     t.first, i});
+                                     t.first, i, t.block});
     }
     return numbers;
   }
@@ -111,7 +113,19 @@ int64_t value_bits(const Job &job, const Tensor &t) {
   return job.kind_of(t) == FULL ? 8 * job.residual_bytes : bits[job.kind];
 }
 
+bool has_coder(const Job &job, const Tensor &t) { return job.kind_of(t) >= MINMAX; }
+
+int64_t blocks(const Tensor &t) { return (t.k + t.block - 1) / t.block; }
+
+/* Bytes of a coder's scales, and bits of a code. */
+int64_t coder_scale_bytes(const Job &job, const Tensor &t) {
+  return blocks(t) * (job.kind == MINMAX ? 8 : job.kind == MEANS ? 4 : 2);
+}
+
+int64_t code_bits(const Job &job) { return job.kind == MINMAX ? 8 : job.kind == MEANS ? 1 : job.bits; }
+
 int64_t value_bytes(const Job &job, const Tensor &t) {
+  if (has_coder(job, t)) return coder_scale_bytes(job, t) + bytes_of(t.k * code_bits(job));
   return scale_bytes(job.kind_of(t), t.k) + bytes_of(t.k * value_bits(job, t));
 }
 
@@ -185,9 +199,26 @@ float float_of(uint64_t bits, int64_t kind) {
   return value;
 }
 
+float brain_at(const uint8_t *data, int64_t i) { return float_of(bits_at(data, 16 * i, 16), BRAIN); }
+
+float whole_at(const uint8_t *data, int64_t i) { return float_of(bits_at(data, 32 * i, 32), FULL); }
+
+/* Value i of a coder, as the method's docstring has it. */
+float coded_value_of(const Job &job, const Tensor &t, const uint8_t *data, int64_t i) {
+  const int64_t block = i / t.block;
+  auto code = (int)bits_at(data + coder_scale_bytes(job, t), i * code_bits(job), code_bits(job));
+  if (job.kind == MINMAX) {
+    volatile float offset = whole_at(data, blocks(t) + block) * (float)code;
+    return (whole_at(data, block) + offset) * 2;
+  }
+  if (job.kind == MEANS) return code ? -brain_at(data, blocks(t) + block) : brain_at(data, block);
+  return brain_at(data, block) * (float)(code - ((1 << (job.bits - 1)) - 1));
+}
+
 /* Value i, where residuals are float32. */
 float value_of(const Job &job, const Tensor &t, const uint8_t *payload, int64_t i) {
   const uint8_t *data = payload + t.value_at;
+  if (has_coder(job, t)) return coded_value_of(job, t, data, i);
   int64_t width = value_bits(job, t), at = scale_bytes(job.kind_of(t), t.k);
   uint64_t bits = bits_at(data + at, i * width, width);
   if (!at) return float_of(bits, job.kind_of(t));
@@ -199,13 +230,17 @@ float value_of(const Job &job, const Tensor &t, const uint8_t *payload, int64_t 
 
 Job draw_job(Input &input) {
   static const int64_t sizes[] = {1, 3, 63, 64, 65, 200, 2047, 4096, 5000, 70000};
-  Job job{input.number(1) % 4 ? 4 : 8, input.below(6), 24 + 8, (int64_t)input.number(1) % 2,
-          input.number(1) % 2 ? 1 : 1 + input.below(4), {}};
+  static const int64_t block_sizes[] = {1, 16, 37, 128, 512, 513, 2048, 5001, 100000};
+  Job job{input.number(1) % 4 ? 4 : 8, input.below(KINDS), 24 + 8, (int64_t)input.number(1) % 2,
+          input.number(1) % 2 ? 1 : 1 + input.below(4), 1, 2 + input.below(7), {}};
+  if (job.kind >= MINMAX) job.keeps = input.number(1) % 4 != 0;
   for (int64_t t = 1 + input.below(4); t > 0; --t) {
     static const int64_t kinds[] = {NONE, PACKED, PACKED, SHORT, LONG, AS_IS};
     Tensor tensor{};
     tensor.numel = sizes[input.below(10)];
     tensor.index = kinds[input.below(6)];
+    if (job.kind >= MINMAX && tensor.index != AS_IS) tensor.index = NONE;
+    tensor.block = block_sizes[input.below(9)];
     if (tensor.index == SHORT && tensor.numel > 65536) tensor.index = LONG;
     tensor.k = !sends_all(tensor) ? 1 + input.below(tensor.numel) : tensor.numel;
     if (!sends_all(tensor) && input.number(1) % 2) tensor.k = 1 + tensor.k / 50;
@@ -234,11 +269,36 @@ void draw_values(Input &input, uint8_t *to, int64_t bytes, int64_t width) {
   }
 }
 
+bool is_scale(float scale) { return std::isfinite(scale) && scale >= 0; }
+
+/* Whether a coder can have written scales and codes. */
+bool are_sound_codes(const Job &job, const Tensor &t, const uint8_t *payload) {
+  const uint8_t *data = payload + t.value_at;
+  for (int64_t i = 0; i < blocks(t); ++i) {
+    if (job.kind == MINMAX) {
+      if (!std::isfinite(whole_at(data, i)) || !is_scale(whole_at(data, blocks(t) + i))) return false;
+    } else {
+      if (!is_scale(brain_at(data, i))) return false;
+      if (job.kind == MEANS && !is_scale(brain_at(data, blocks(t) + i))) return false;
+    }
+  }
+  for (int64_t i = 0; job.kind >= DITHERED && i < t.k; ++i)
+    if (bits_at(data + coder_scale_bytes(job, t), i * job.bits, job.bits) == (1u << job.bits) - 1)
+      return false;
+  return true;
+}
+
 /* What a writer has to keep to: sound indices, no bit beyond a section, no negative scale, none of
  * the multiples that have no opposite. */
 void check_format(const Job &job, const uint8_t *payload) {
   for (const Tensor &t : job.tensors) {
     REQUIRE(are_sound(t, indices_of(t, payload)));
+    if (has_coder(job, t)) {
+      REQUIRE(are_sound_codes(job, t, payload));
+      REQUIRE(all_zero(payload + t.value_at, 8 * coder_scale_bytes(job, t) + t.k * code_bits(job),
+                       8 * value_bytes(job, t)));
+      continue;
+    }
     const uint8_t *values = payload + t.value_at + scale_bytes(job.kind_of(t), t.k);
     const int64_t low = t.k * low_bits(t.numel, t.k), width = value_bits(job, t);
     REQUIRE(all_zero(values, t.k * width, 8 * bytes_of(t.k * width)));
@@ -283,6 +343,11 @@ void check_laws(const Job &job, const Tensor &t, const uint8_t *e, const uint8_t
     float sent = is_sent ? value_of(job, t, payload, next++) : 0;
     float owed = float_at(e, i) + float_at(g, job.natural(t, i)), rest = float_at(left, i);
     if (!std::isfinite(owed)) continue;
+    if (has_coder(job, t)) {
+      volatile float expected = job.keeps ? owed - sent : 0;
+      REQUIRE(rest == expected);
+      continue;
+    }
     REQUIRE(adds_up(job.kind_of(t), owed, sent, rest));
     if (is_sent) least_sent = std::min(least_sent, std::fabs(owed));
     else largest_left = std::max(largest_left, std::fabs(owed));
@@ -307,6 +372,7 @@ void check_decoded(const Job &job, const Tensor &t, const uint8_t *gathered, int
 }
 
 bool are_scales(const Job &job, const Tensor &t, const uint8_t *payload) {
+  if (has_coder(job, t)) return are_sound_codes(job, t, payload);
   for (int64_t i = 0; i < scale_bytes(job.kind_of(t), t.k) / 2; ++i) {
     const float scale = float_of(bits_at(payload + t.value_at, 16 * i, 16), BRAIN);
     if (!std::isfinite(scale) || scale < 0) return false;
@@ -378,7 +444,7 @@ void check_shards(const Job &job, const std::vector<const void *> &residuals,
     std::vector<void *> left;
     for (auto &each : alone[s].left) left.push_back(each.data());
     topkef_encode(buckets[s], residuals.data(), gradients.data(), left.data(),
-                  alone[s].payload.data(), nullptr, threads);
+                  alone[s].payload.data(), nullptr, KEYS + 3 * s * job.tensors.size(), threads);
     topkef_bucket_free(buckets[s]);
     buckets[s] = topkef_bucket_new(recipe.data(), (int64_t)recipe.size());
     e.insert(e.end(), residuals.begin(), residuals.end());
@@ -390,7 +456,7 @@ void check_shards(const Job &job, const std::vector<const void *> &residuals,
     for (auto &room : each.left) left.push_back(room.data());
   }
   topkef_encode_shards(buckets.data(), (int64_t)count, e.data(), gradients.data(), left.data(),
-                       payloads.data(), nullptr, threads);
+                       payloads.data(), nullptr, KEYS, threads);
   for (topkef_bucket *each : buckets) topkef_bucket_free(each);
   for (size_t s = 0; s < count; ++s) {
     alone[s].forget_nans(job);
@@ -432,7 +498,7 @@ void run(const uint8_t *data, size_t size) {
     }
     if (job.parts > 1) check_shards(job, e, g, threads);
     std::memset(payload + 32, 0xff, (size_t)(job.payload_bytes - 32));
-    topkef_encode(bucket, e.data(), g.data(), left.data(), payload, nullptr, threads);
+    topkef_encode(bucket, e.data(), g.data(), left.data(), payload, nullptr, KEYS, threads);
     check_format(job, payload);
     for (size_t t = 0; t < job.tensors.size(); ++t)
       if (job.residual_bytes == 4 && job.tensors[t].dtype == 2)
@@ -466,7 +532,7 @@ void run(const uint8_t *data, size_t size) {
 /* A recipe of arbitrary numbers is refused, or works. */
 void run_any_recipe(const uint8_t *data, size_t size) {
   Input input(data, size);
-  std::vector<int64_t> recipe((size_t)input.below(30));
+  std::vector<int64_t> recipe((size_t)input.below(40));
   for (int64_t &each : recipe) each = (int64_t)input.number(1 + (int)input.below(8));
   topkef_bucket_free(topkef_bucket_new(recipe.data(), (int64_t)recipe.size()));
 }

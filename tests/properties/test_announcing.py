@@ -142,9 +142,12 @@ def test_owners_of_the_same_shards_tell_each_other_between_nodes() -> None:
     assert [[pytest.approx(each)] * 2 for each in sums] in pairs
 
 
-@pytest.mark.one_in(2)
 @each_exchange
-@pytest.mark.parametrize("backend", [NATIVE, TENSORFLOW], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend",
+    [NATIVE, pytest.param(TENSORFLOW, marks=pytest.mark.slow)],
+    ids=["native", "tensorflow"],
+)
 def test_frameworks_agree(exchange: str, backend: Backend) -> None:
     worlds = [world_of(exchange, each) for each in (NUMPY, backend)]
     for step in range(2):

@@ -159,6 +159,15 @@ def test_the_command_line_reaches_the_launcher(tmp_path: Path) -> None:
     assert "-np" in words and "--gloo" in words
 
 
+def test_torchrun_starts_scripts_with_ddp(tmp_path: Path) -> None:
+    cell = next((settings := settings_in(tmp_path, 'controller="torchrun"\n' + GRID)).cells())[1]
+    words = command(settings, cell)
+    assert words[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert words[5] == str(tmp_path / "train.py")
+    with pytest.raises(ValueError, match="leave --hosts and --network out"):
+        settings_in(tmp_path, 'controller="torchrun"\nnetwork="1gbit"\n' + GRID)
+
+
 # Differences and verdicts
 
 

@@ -301,6 +301,28 @@ def test_no_launch_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "activate" in exchange.meet(["gloo"]).cure
 
 
+def test_what_ddp_can_exchange_with() -> None:
+    assert software.data_parallel(["gloo", "mpi"]).found == "horovod_topk.ddp, over gloo, mpi"
+    assert software.data_parallel(None).found == "not available"
+
+
+def test_without_horovod_torchs_own_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = Finding(exchange.NAME, "met")
+    monkeypatch.setattr(software, "find_build", lambda: None)
+    monkeypatch.setattr(exchange, "meet_without_horovod", lambda: met)
+    for module in (software, kernels, system):
+        monkeypatch.setattr(module, "findings", lambda *_: iter(()))
+    assert cli.main(["doctor"]) == 0
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_ranks_of_torchrun() -> None:
+    found = exchange.meet_without_horovod()
+    assert found.found.endswith("on torch's gloo")
+    assert not found.cure
+
+
 def test_a_launch_that_takes_too_long_is_ended() -> None:
     began = time.monotonic()
     code = "import time; print('begun', flush=True); time.sleep(600)"

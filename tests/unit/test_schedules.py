@@ -51,11 +51,14 @@ def test_accordion_is_critical_where_norms_grow_and_where_they_were_zero() -> No
 
 
 def link(seconds: Callable[[int], float], hidden: float = 0.1) -> Any:
-    """An exchange of so many seconds for each element's share, of which backward hides some."""
+    """An exchange of so many seconds for each element's share, of which backward hides some.
+
+    The second rank waits longer, as the first one is slow.
+    """
 
     def told(level: float, step: int) -> dict[str, list[float]]:
         exposed = max(0.0, level * seconds(step) - hidden)
-        return {"exposed": [exposed, exposed / 2], "step": [0.2 + exposed] * 2}
+        return {"exposed": [exposed, exposed + 0.1], "step": [0.2 + exposed] * 2}
 
     return told
 

@@ -131,7 +131,9 @@ def _powersgd(method: Method, model: GivenGradients, plain: Plain, name: str) ->
 
 
 def _data_parallel(model: GivenGradients, **rest: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(model, find_unused_parameters=model.idle > 0, **rest)
+    """As its documentation recommends it: gradients lie in its buckets, and are not copied back."""
+    options = {"find_unused_parameters": model.idle > 0, "gradient_as_bucket_view": True, **rest}
+    return DistributedDataParallel(model, **options)
 
 
 BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Contestant]] = {

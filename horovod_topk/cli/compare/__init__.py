@@ -87,6 +87,7 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     )
     add("--jobs", type=whole, help="processes that train simulated ranks (default: 1)")
     add("--mpi", action="store_true", help="run over MPI and not over Gloo")
+    add("--torchrun", action="store_true", help="run a script with DDP by torchrun")
     add(
         "--limit",
         type=number,
@@ -136,7 +137,7 @@ def settings_of(args: argparse.Namespace) -> list[Settings]:
         "ranks": args.ranks,
         "hosts": args.hosts,
         "network": args.network,
-        "controller": "mpi" if args.mpi else None,
+        "controller": "torchrun" if args.torchrun else "mpi" if args.mpi else None,
         "limit_seconds": args.limit,
         "simulated": args.simulated,
         "jobs": args.jobs,

@@ -1,4 +1,4 @@
-"""One run of a training script under horovodrun, and the record that it leaves."""
+"""One run of a training script under horovodrun or torchrun, and the record that it leaves."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ Event = dict[str, Any]  # a line that `horovod_topk.reporting` has written
 
 def command(settings: Settings, cell: Cell) -> list[str]:
     """What starts a run."""
+    if settings.controller == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        ranks = f"--nproc-per-node={settings.ranks}"
+        return [*torchrun, ranks, str(settings.script), *cell.arguments]
     script = [sys.executable, str(settings.script), *cell.arguments]
     if settings.network is not None:  # scripts/netlab tells horovodrun of hosts and ranks
         lab = [str(NETLAB), "--hosts", str(settings.ranks), "--rate", settings.network, "--"]

@@ -39,7 +39,7 @@ class Settings:
         ranks: processes.
         hosts: as horovodrun takes them, "host1:1,host2:1"; None: this host.
         network: rate of the links of emulated hosts, one a rank, such as "100mbit"; None: none.
-        controller: "gloo" or "mpi".
+        controller: of horovodrun, "gloo" or "mpi"; or "torchrun", for scripts with DDP.
         limit_seconds: a run that takes longer is ended.
         metric: what counts, "accuracy" or "score:higher"; None: the only one that is reported.
         target: a quality to reach; None: the worse final one of the dense runs of a seed.
@@ -238,8 +238,10 @@ def checked(settings: Settings) -> Settings:
         raise ValueError(f"{settings.ranks} rank exchanges nothing. Give --ranks 2 or more")
     if not settings.seeds or len({*settings.seeds}) < len(settings.seeds):
         raise ValueError(f"seeds {settings.seeds}: give one or more, each once")
-    if settings.controller not in ("gloo", "mpi"):
-        raise ValueError(f"controller {settings.controller!r}: write gloo or mpi")
+    if settings.controller not in ("gloo", "mpi", "torchrun"):
+        raise ValueError(f"controller {settings.controller!r}: write gloo, mpi or torchrun")
+    if settings.controller == "torchrun" and (settings.hosts or settings.network):
+        raise ValueError("torchrun starts ranks of this host: leave --hosts and --network out")
     if settings.simulated and (settings.hosts or settings.network):
         raise ValueError("--simulated ranks have no network. Leave out --hosts and --network")
     if settings.hosts is not None and settings.network is not None:

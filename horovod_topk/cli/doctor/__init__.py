@@ -8,7 +8,7 @@ import os
 
 from horovod_topk import __version__
 from horovod_topk.cli.doctor import exchange, kernels, software, system
-from horovod_topk.cli.doctor.finding import Finding
+from horovod_topk.cli.doctor.finding import Finding, is_installed
 
 DESCRIPTION = (
     "Print what is installed, what is wrong, and how to cure it. It looks at Horovod and the "
@@ -37,7 +37,8 @@ def main(args: argparse.Namespace) -> int:
         _print(finding)
     if args.no_exchange:
         return 0
-    last = exchange.meet(known)
+    alone = build is None and is_installed("torch")
+    last = exchange.meet_without_horovod() if alone else exchange.meet(known)
     _print(last)
     return 1 if last.cure else 0
 

@@ -22,6 +22,8 @@ CURES = {
     "try --network-interfaces lo",
     "mpi": "mpirun -np 2 hostname has to work first; then horovodrun -np 2 --mpi --verbose python "
     "-m horovod_topk.cli.doctor.rank says more",
+    "torch's gloo": "torchrun --nproc-per-node 2 -m horovod_topk.cli.doctor.torch_rank says more; "
+    "try GLOO_SOCKET_IFNAME=lo",
 }
 
 
@@ -37,6 +39,14 @@ def meet(controllers: Sequence[str], limit: float = LIMIT_SECONDS) -> Finding:
     code = [sys.executable, "-m", "horovod_topk.cli.doctor.rank", str(int(limit))]
     status, printed = run([program, "-np", "2", f"--{controller}", *code], limit)
     return read(status, printed, controller, limit)
+
+
+def meet_without_horovod(limit: float = LIMIT_SECONDS) -> Finding:
+    """Through torch.distributed, as DistributedDataParallel does."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    code = ["-m", "horovod_topk.cli.doctor.torch_rank", str(int(limit))]
+    status, printed = run([*torchrun, *code], limit)
+    return read(status, printed, "torch's gloo", limit)
 
 
 def read(status: int | None, printed: str, controller: str, limit: float) -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from horovod_topk.cli.doctor.finding import Finding, is_installed, version
 TESTED = "0.28.1"  # Horovod's last release
 REBUILD = "build Horovod again with {flag}=1: `make setup` does it"
 SERVED = ("torch", "tensorflow")
+BACKENDS = ("gloo", "nccl", "mpi")  # of torch.distributed
 TENSORFLOW = ("tensorflow", "tensorflow-cpu")  # names it is published under; there are more
 
 
@@ -33,6 +34,7 @@ def findings(build: Build | None) -> Iterator[Finding]:
     yield controllers(build)
     yield nccl(build, gpu=_sees_gpu())
     yield framework("PyTorch", version("torch"), "torch", "HOROVOD_WITH_PYTORCH", build)
+    yield data_parallel(_backends())
     found = version(*TENSORFLOW, module="tensorflow")
     yield framework("TensorFlow", found, "tensorflow", "HOROVOD_WITH_TENSORFLOW", build)
     legacy = os.environ.get("TF_USE_LEGACY_KERAS", "0") in ("1", "true", "True")
@@ -105,6 +107,16 @@ def framework(name: str, found: str | None, module: str, flag: str, build: Build
     return Finding(name, found)
 
 
+def data_parallel(backends: Sequence[str] | None) -> Finding:
+    """Report what torch DistributedDataParallel, which needs no Horovod, can exchange with.
+
+    backends: of torch.distributed; None: there is no PyTorch, or one without it.
+    """
+    if backends is None:
+        return Finding("torch DDP", "not available")
+    return Finding("torch DDP", f"horovod_topk.ddp, over {', '.join(backends)}")
+
+
 def keras(found: str | None, legacy_found: str | None, *, legacy: bool) -> Finding:
     """Report Keras's version. Under Horovod's own optimizer Keras 3 exchanges no gradients.
 
@@ -125,6 +137,18 @@ def keras(found: str | None, legacy_found: str | None, *, legacy: bool) -> Findi
         "use horovod_topk.tensorflow.keras.DistributedOptimizer, or TF_USE_LEGACY_KERAS=1 with "
         "tf-keras" + ("" if legacy_found else " (pip install tf-keras)"),
     )
+
+
+def _backends() -> list[str] | None:
+    if not is_installed("torch"):
+        return None
+    try:
+        dist = importlib.import_module("torch.distributed")
+    except ImportError:
+        return None
+    if not dist.is_available():
+        return None
+    return [name for name in BACKENDS if getattr(dist, f"is_{name}_available")()]
 
 
 def _sees_gpu() -> bool:

@@ -41,7 +41,14 @@ inline void pack_eights(const uint8_t *codes, int64_t eights, uint8_t *to) {
 
 template <int bits>
 inline void unpack_eights(const uint8_t *from, int64_t eights, uint8_t *codes) {
-  for (int64_t i = 0; i < eights; ++i) {
+  int64_t i = 0;
+  for (; bits * i + 8 <= bits * eights; ++i) {  // one load, of more bytes than these
+    uint64_t word;
+    memcpy(&word, from + bits * i, 8);
+    word = parted_bits<bits>(word);
+    memcpy(codes + 8 * i, &word, 8);
+  }
+  for (; i < eights; ++i) {
     uint64_t word = 0;
     memcpy(&word, from + bits * i, bits);
     word = parted_bits<bits>(word);

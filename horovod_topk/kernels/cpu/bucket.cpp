@@ -1,5 +1,6 @@
 /* The C interface: a bucket's tensors, shared out to threads. */
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -341,6 +342,24 @@ void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const Indices
   bucket.passes->fence();
 }
 
+constexpr int64_t ASKED = 16;  // elements that memory is asked for before it is their turn
+
+template <class R>
+void take(const R *values, const int64_t *index, R *out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + ASKED < count) __builtin_prefetch(values + index[i + ASKED]);
+    store(out, i, load(values, index[i]));
+  }
+}
+
+template <class R>
+void subtract_at(R *out, const int64_t *index, const R *values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + ASKED < count) __builtin_prefetch(out + index[i + ASKED], 1);
+    store(out, index[i], load(out, index[i]) - load(values, i));
+  }
+}
+
 void poison(const topkef_bucket &bucket, const Chunk &chunk, void *gradient) {
   const TensorRecipe &tensor = bucket.tensors[(size_t)chunk.tensor];
   const double nan = std::numeric_limits<double>::quiet_NaN();
@@ -445,6 +464,78 @@ int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered, int6
       decode_chunk(*bucket, chunk, indices, ranks, scale, gradient);
   });
   return -1;
+}
+
+int topkef_compensate(const void *residual, const void *gradient, void *out, int64_t count, int width,
+                      int dtype, int threads) {
+  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
+  const Source source{residual, gradient, out};
+  std::atomic<bool> finite{true};
+  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
+    KeepDenormals keep;
+    alignas(64) double tile[FOLDED];
+    bool all = true;
+    for (int64_t at = i * CHUNK; at < std::min(count, (i + 1) * CHUNK); at += FOLDED) {
+      const int64_t n = std::min(FOLDED, count - at);
+      auto to = static_cast<uint8_t *>(out) + at * width;
+      passes->sum[dtype](source, at, n, tile, {1, 0});
+      all &= passes->is_finite(tile, n);
+      if (count >= CACHED)
+        passes->stream(tile, to, n);
+      else
+        std::memcpy(to, tile, (size_t)(n * width));
+    }
+    passes->fence();
+    if (!all) finite = false;
+  });
+  return finite;
+}
+
+void topkef_take(const void *values, const int64_t *index, void *out, int64_t count, int width) {
+  if (width == 8)
+    take(static_cast<const double *>(values), index, static_cast<double *>(out), count);
+  else
+    take(static_cast<const float *>(values), index, static_cast<float *>(out), count);
+}
+
+void topkef_subtract_at(void *out, const int64_t *index, const void *values, int64_t count, int width) {
+  KeepDenormals keep;
+  if (width == 8)
+    subtract_at(static_cast<double *>(out), index, static_cast<const double *>(values), count);
+  else
+    subtract_at(static_cast<float *>(out), index, static_cast<const float *>(values), count);
+}
+
+void topkef_random_index(const int64_t *key, int64_t numel, int64_t k, int64_t *out) {
+  constexpr int64_t SOME = 256;  // blocks of random numbers
+  const Passes *passes = fastest_passes();
+  const Key stream{{(uint32_t)key[0], (uint32_t)key[1]}, key[2]};
+  const int64_t least = numel / k, rest = numel % k;
+  uint32_t words[4 * SOME];
+  int64_t begin = 0, over = 0;  // i * numel / k, and the remainder
+  for (int64_t at = 0; at < k; at += 4 * SOME) {
+    const int64_t n = std::min(4 * SOME, k - at);
+    passes->random(stream, (uint32_t)(at / 4), (n + 3) / 4, words);
+    for (int64_t i = 0; i < n; ++i) {
+      over += rest;
+      const int64_t more = over >= k, length = least + more;
+      over -= more * k;
+      out[at + i] = begin + ((int64_t)(words[i] >> 1) * length >> 31);
+      begin += length;
+    }
+  }
+}
+
+void topkef_random_bits(const int64_t *key, int64_t count, int bits, int64_t *out) {
+  constexpr int64_t SOME = 256;  // blocks of random numbers
+  const Passes *passes = fastest_passes();
+  const Key stream{{(uint32_t)key[0], (uint32_t)key[1]}, key[2]};
+  uint32_t words[4 * SOME];
+  for (int64_t at = 0; at < count; at += 4 * SOME) {
+    const int64_t n = std::min(4 * SOME, count - at);
+    passes->random(stream, (uint32_t)(at / 4), (n + 3) / 4, words);
+    for (int64_t i = 0; i < n; ++i) out[at + i] = words[i] >> (32 - bits);
+  }
 }
 
 void topkef_update_velocity(const void *velocity, double factor, const void *gradient, void *out,

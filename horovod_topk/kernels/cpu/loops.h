@@ -349,6 +349,11 @@ void stream_out(const void *values, void *out, int64_t n) {
   put_past_caches(from + head, to + head, n - head);
 }
 
+template <class R>
+bool is_finite(const void *values, int64_t n) {
+  return all_finite(static_cast<const R *>(values), n);
+}
+
 template <class R, class Coder>
 constexpr void fill_coder(topkef::Passes *passes, int kind) {
   passes->pack[kind] = pack_blocks<R, Coder>;
@@ -388,6 +393,8 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   fill_coder<R, Dithered<true>>(passes, topkef::DITHERED_L2);
   passes->is_sound[topkef::INT8] = passes->is_sound[topkef::INT4] = are_sound_multiples;
   passes->stream = stream_out<R>;
+  passes->is_finite = is_finite<R>;
+  passes->random = random_words;
 }
 
 inline topkef::Passes float_table(const char *isa) {

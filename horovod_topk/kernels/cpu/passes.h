@@ -214,6 +214,12 @@ using Damp = void (*)(const Source &source, const uint32_t *index, const void *s
 /* After it, what was streamed past the caches is seen by all. */
 using Fence = void (*)();
 
+/* Whether all of some values are finite. */
+using IsFinite = bool (*)(const void *values, int64_t n);
+
+/* The words of blocks [from, from + count) of random numbers, four each. */
+using Random = void (*)(const Key &key, uint32_t from, int64_t count, uint32_t *words);
+
 struct Passes {
   const char *isa;
   Gather gather[DTYPES];       // [gradient's dtype]
@@ -226,6 +232,8 @@ struct Passes {
   WriteTile write_tile[KINDS]; // the same
   IsSound is_sound[KINDS];     // null where any values are
   Stream stream;
+  IsFinite is_finite;
+  Random random;
   Spread spread;
   PackIndex pack_index[LONG + 1];      // [Index]
   UnpackIndex unpack_index[LONG + 1];  // [Index]

@@ -50,6 +50,16 @@ inline const uint16_t *draw(const topkef::Format &format, int64_t first, int64_t
   return room + first % 8;
 }
 
+/* `topkef::Random`. */
+inline void random_words(const topkef::Key &key, uint32_t from, int64_t count, uint32_t *words) {
+  uint32_t found[4 * PHILOX];
+  for (int64_t i = 0; i < count; i += PHILOX) {
+    philox(from + (uint32_t)i, key, found);
+    const int64_t some = count - i < PHILOX ? count - i : PHILOX;
+    memcpy(words + 4 * i, found, (size_t)(16 * some));
+  }
+}
+
 }  // namespace
 
 #endif

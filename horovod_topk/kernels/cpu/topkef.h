@@ -79,9 +79,29 @@ TOPKEF_API int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gat
                                  int64_t ranks, double scale, const uint8_t *flags,
                                  void *const *gradients, int threads);
 
+/* out = residual + gradient, `count` elements; residual and out have 4 or 8 bytes, `dtype` is the
+ * gradient's as in a recipe. Returns 1 if all of `out` are finite, else 0. */
+TOPKEF_API int topkef_compensate(const void *residual, const void *gradient, void *out, int64_t count,
+                                 int width, int dtype, int threads);
+
+/* out[i] = values[index[i]], elements of 4 or 8 bytes. */
+TOPKEF_API void topkef_take(const void *values, const int64_t *index, void *out, int64_t count, int width);
+
+/* out[index[i]] -= values[i]; indices are unique, elements have 4 or 8 bytes. */
+TOPKEF_API void topkef_subtract_at(void *out, const int64_t *index, const void *values, int64_t count,
+                                   int width);
+
+/* One index of each of k stretches of `numel` elements, of which number i begins at i * numel / k; see `horovod_topk.ops.protocol.Ops.random_index`. key: two words, and how many steps were
+ * committed. */
+TOPKEF_API void topkef_random_index(const int64_t *key, int64_t numel, int64_t k, int64_t *out);
+
 /* out = factor * velocity + gradient, `count` elements of 4 or 8 bytes; `out` may be `velocity`. */
 TOPKEF_API void topkef_update_velocity(const void *velocity, double factor, const void *gradient,
                                   void *out, int64_t count, int width, int threads);
+
+/* `count` random numbers of 1 to 32 bits; see `horovod_topk.ops.protocol.Ops.random_bits`. key: as in
+ * `topkef_random_index`. */
+TOPKEF_API void topkef_random_bits(const int64_t *key, int64_t count, int bits, int64_t *out);
 
 /* out = scale * left right, or out -= left right if `subtracts`: [m, k] times [k, n], elements of 4 or 8
  * bytes. Added in order of k, each product and sum rounded: the same bits on every processor. */

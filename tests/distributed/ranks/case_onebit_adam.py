@@ -111,7 +111,6 @@ class Published:
         return back
 
 
-@pytest.mark.everywhere
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("corrects", [True, False])
 def test_its_updates_are_the_published_ones(corrects: bool) -> None:

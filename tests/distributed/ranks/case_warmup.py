@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import horovod.torch as hvd
 import pytest
 import torch
 from oracle.schedules import ByGradient
@@ -21,6 +20,7 @@ from witness import (
     nothing_changes,
     record,
 )
+from world import hvd
 
 SPARSE = {"ratio": 0.05, "min_numel": 0}
 WARM = SPARSE | {"warmup": [(2, 0.5), (4, 0.2)]}
@@ -129,6 +129,24 @@ def test_a_schedule_decides_alike_and_resumes(
     assert_resumes(SETUP, make, tmp_path_factory.mktemp("decision"), take)
     assert len({level for level, _ in seen}) == 2
     assert hvd.allgather_object(seen) == [seen] * hvd.size()
+
+
+def test_every_step_has_its_seconds_and_a_probe_its_cosine() -> None:
+    """At ratio 1.0 and full precision, what is applied is what dense is."""
+    seen, task = list[Any](), SETUP.task()
+    compressor = TopKEF(ratio=1.0, values="float32", probe_every=2)
+    optimizer = SETUP.distributed(task, compressor)
+    TopKEF.of(optimizer).on_step(seen.append)
+    train(task, optimizer, range(4))
+    for counters in seen:
+        assert 0.0 < counters.exposed_seconds <= counters.exchange_seconds < 60.0
+        assert counters.compress_seconds > 0.0
+        assert counters.decompress_seconds > 0.0
+        assert counters.probe_cosine == pytest.approx(1.0, abs=1e-6)
+        assert counters.probe_error == pytest.approx(0.0, abs=1e-6)
+    stats = TopKEF.of(optimizer).stats()
+    assert stats.exposed_seconds == pytest.approx(sum(each.exposed_seconds for each in seen))
+    assert stats.memory_bytes == seen[0].memory_bytes > 0
 
 
 @pytest.mark.world_size(2, 3)

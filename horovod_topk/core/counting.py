@@ -1,0 +1,120 @@
+"""What one optimizer's steps are counted by, and what users are told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.part import Part
+from horovod_topk.core.plan import Plan
+from horovod_topk.core.probe import Probed
+from horovod_topk.core.residual import Squares
+from horovod_topk.core.state_dict import OWNED, RESIDUALS
+from horovod_topk.core.stats import Sample, Stats, StepCounters, measured, memory_of, planned
+from horovod_topk.core.timing import Seconds
+
+Array = TypeVar("Array")
+
+
+class Counting(Generic[Array]):
+    """Counts the steps of one optimizer; the part of `State` that adapters tell of their ends.
+
+    Attributes:
+        plan: that of the last step; None: no tensor is known yet.
+        exchange: how payloads travel; None: it is not chosen yet.
+        parts: of the state, by name.
+        steps, rolled_back: how many steps have been committed, and how many have not.
+        seconds: of all these steps.
+        sample: shares of the last step that was sampled.
+    """
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.exchange: Exchange[Array] | None = None
+        self.parts: dict[str, Part[Array]] = {}
+        self.steps = self.rolled_back = 0
+        self.seconds, self.sample = Seconds(), Sample()
+        self._counted: tuple[Plan, int] | None = None  # bytes of memory, with their plan
+        self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
+        self._callbacks: list[Callable[[StepCounters], None]] = []
+
+    def squares(self) -> Squares:
+        """Sums of squares of what this rank compressed last. Waits for the device."""
+        raise NotImplementedError
+
+    def norm(self, key: str) -> float:
+        """Euclidean norm of one part of the state; 0 without it. Waits for the device."""
+        return self.parts[key].norm() if key in self.parts else 0.0
+
+    @property
+    def ended(self) -> int:
+        """Steps that have ended, committed or rolled back, with those before a checkpoint."""
+        return self._begun + self.steps + self.rolled_back
+
+    def on_step(self, callback: Callable[[StepCounters], None]) -> None:
+        """Call `callback` at the end of every step, committed or rolled back."""
+        self._callbacks.append(callback)
+
+    def end_step(
+        self,
+        traffic: Traffic,
+        flagged: Iterable[str],
+        *,
+        committed: bool,
+        seconds: Seconds = Seconds(),  # noqa: B008  # it is frozen
+    ) -> None:
+        """Note the end of a step, and tell the callbacks."""
+        self.steps += committed
+        self.rolled_back += not committed
+        self.seconds += seconds
+        if not self._callbacks:
+            return
+        assert self.plan is not None  # of the step
+        counters = StepCounters(
+            self.steps + self.rolled_back,
+            committed,
+            **vars(traffic),
+            flagged=tuple(flagged),
+            level=self.plan.config.ratio,
+            **vars(seconds),
+            **vars(self.sample),
+            **vars(self.probed),
+            memory_bytes=self.memory_bytes,
+        )
+        for callback in self._callbacks:
+            callback(counters)
+
+    @property
+    def probed(self) -> Probed:
+        """What the last probe found."""
+        return Probed()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that this rank holds for compression, counted once for each plan."""
+        plan, exchange = self.plan, self.exchange
+        assert plan is not None
+        assert exchange is not None
+        if self._counted is None or self._counted[0] is not plan:
+            self._counted = plan, memory_of(self.parts.values(), exchange, plan)
+        return self._counted[1]
+
+    def stats(self) -> Stats:
+        """Totals and norms so far. Waits for the device."""
+        if self.plan is None or self.exchange is None:
+            return Stats(active=True)
+        return replace(
+            planned(self.plan, self.exchange),
+            steps=self.steps,
+            rolled_back=self.rolled_back,
+            residual_norm=self.norm(RESIDUALS),
+            owned_norm=self.norm(OWNED),
+            residual_norm_ratio=self.sample.residual_norm_ratio,
+            level=self.plan.config.ratio,
+            memory_bytes=self.memory_bytes,
+            **vars(self.seconds),
+            **vars(self.probed),
+            **measured(self.squares()),
+        )
