@@ -45,8 +45,9 @@ class PowerSGD(Rounds, Seeded):
     directions, as those of large matrices do. It takes two dependent exchanges a bucket, so it
     waits twice as often for the network.
 
-    All ranks compute P from the same sums. They get the same bits if the library, the processor and
-    the number of threads are the same.
+    All ranks compute P from the same sums. With the CPU kernels they get the same bits whatever
+    their processors and threads; without them if the library, the processor and the number of
+    threads are the same.
 
     Args:
         rank: columns of the factors, r.
