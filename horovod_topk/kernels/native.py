@@ -93,6 +93,16 @@ def _declare(library: Library) -> None:
         "topkef_take": [*[address] * 3, number, ctypes.c_int],
         "topkef_subtract_at": [*[address] * 3, number, ctypes.c_int],
         "topkef_random_index": [address, number, number, address],
+        "topkef_random_bits": [address, number, ctypes.c_int, address],
+        "topkef_product": [
+            *[address] * 2,
+            *[number] * 3,
+            real,
+            ctypes.c_int,
+            address,
+            *[ctypes.c_int] * 2,
+        ],
+        "topkef_orthonormal": [address, number, number, ctypes.c_int],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
@@ -103,7 +113,8 @@ def _declare(library: Library) -> None:
     library.topkef_encode.restype = None
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
-    for name in ("take", "subtract_at", "random_index", "update_velocity"):
+    silent = "take", "subtract_at", "random_index", "random_bits", "product", "orthonormal"
+    for name in (*silent, "update_velocity"):
         getattr(library, f"topkef_{name}").restype = None
 
 
