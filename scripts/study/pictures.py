@@ -159,9 +159,10 @@ def panels(path: Path, cases: Mapping[str, Sequence[Row]]) -> None:
     figure.supxlabel(
         "times fewer bytes than a ring allreduce of float32 (cross: over 100, or diverged)"
     )
-    for axes in grid.flat[len(cases) :]:
+    shown, unused = list(grid.flat[: len(cases)]), grid.flat[len(cases) :]
+    for axes in unused:
         axes.remove()
-    handles = {h.get_label(): h for axes in grid.flat for h in axes.get_lines()[:-1]}
+    handles = {h.get_label(): h for axes in reversed(shown) for h in axes.get_lines()[:-1]}
     figure.legend(
         handles.values(), handles.keys(), frameon=False, fontsize=8, loc="outside right upper"
     )
