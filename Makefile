@@ -32,7 +32,7 @@ WORKERS ?= 2
 # Which tests: fast, all, or rest (what all adds to fast); tests/conftest.py says which these are.
 TIER ?= fast
 
-.PHONY: help setup demo test test-all check accuracy frontier default residuals practice crashes bench bench-kernels bench-network plan-grid bench-trouble bench-wire fuzz clean
+.PHONY: help setup demo test test-all check accuracy frontier default methods residuals practice crashes bench bench-kernels bench-network plan-grid bench-trouble bench-wire fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -66,6 +66,10 @@ frontier: setup ## quality against bytes, for every format and exchange, on simu
 default: setup ## the default beside dense over models and training loops, simulated ranks (hours)
 	$(COMPARE) scripts/study/default.toml --out docs/results/default.jsonl $(ARGS)
 	"$(VENV)/bin/python" scripts/study_page.py default
+
+methods: setup ## every method beside dense at about 16 and 64 times fewer bytes, simulated ranks (hours)
+	$(COMPARE) scripts/study/methods.toml --out docs/results/methods.jsonl $(ARGS)
+	"$(VENV)/bin/python" scripts/study_page.py methods
 
 residuals: setup ## norms of residuals beside the bounds of theory, into docs/residuals.md (minutes)
 	"$(VENV)/bin/python" scripts/residuals.py $(ARGS)

@@ -85,10 +85,10 @@ def main() -> None:
         step, optimizer = training_step(TopKEF(warmup=None))
         writers = writers_of(folder, args.writers)
         state = TopKEF.of(optimizer)._compressor
-        seconds, costs = ([], []), [0.0, 0.0]
+        seconds, costs = ([], []), [0.0, 0.0, 0.0]
         for kind, name in SPENDING:
             count(kind, name)
-        for repeat in range(-5, repeats):
+        for repeat in range(-20, repeats):
             for which in (0, 1) if repeat % 2 else (1, 0):
                 state._callbacks[:] = [] if which else writers
                 is_sampled = not which and repeat % compressor.SAMPLED == 1
@@ -99,12 +99,15 @@ def main() -> None:
                 step()
                 if repeat >= 0:
                     seconds[which].append(time.perf_counter() - began)
-                    costs[which] += spent["seconds"] - before
+                    costs[2 if is_sampled else which] += spent["seconds"] - before
     on, off = ([1e3 * each for each in one] for one in seconds)
     difference = statistics.median([a - b for a, b in zip(on, off, strict=True)])
     found = {"on": statistics.median(on), "off": statistics.median(off), "difference": difference}
     found |= {"mean difference": statistics.fmean(on) - statistics.fmean(off)}
-    found |= {"spent": 1e3 * costs[0] / repeats, "spent without": 1e3 * costs[1] / repeats}
+    writing, without = (1e3 * each / repeats for each in costs[:2])
+    sampling = 1e3 * costs[2] / len(range(1, repeats, compressor.SAMPLED))
+    total = writing + sampling / compressor.SAMPLED
+    found |= {"spent": total, "writers": writing, "a sampled step": sampling, "without": without}
     if hvd.rank() == 0:
         print(json.dumps(found))
 

@@ -27,7 +27,7 @@ from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import shard
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.dense import Dense
-from horovod_topk.methods.protocol import Piece, Placed, Rounds, TensorSpec, Work
+from horovod_topk.methods.protocol import Piece, Placed, Product, Rounds, TensorSpec, Work
 from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
@@ -140,12 +140,11 @@ class ReducedBucket(Generic[Array]):
         pairs = zip(self._bucket.tensors, self._works, targets, strict=True)
         for position, (piece, work, target) in enumerate(pairs):
             applied, sent = self._finish(piece, work)
-            if isinstance(applied, Placed):
-                ops.write_placed(applied.values, applied.index, gain, target, flags[position])
-            else:
-                ops.write_scaled(applied, gain, target, flags[position])
+            self._apply(applied, gain, target, flags[position])
             if isinstance(sent, Placed):
                 ops.subtract_at(work.values, sent.index, sent.values)
+            elif isinstance(sent, Product):
+                ops.subtract_product(work.values, sent.left, sent.right, sent.shape)
             else:
                 ops.subtract_at(work.values, None, sent)
             self._follow(piece, work)
@@ -228,12 +227,29 @@ class ReducedBucket(Generic[Array]):
 
     def _finish(
         self, piece: Piece, work: Work[Array]
-    ) -> tuple[Array | Placed[Array], Array | Placed[Array]]:
+    ) -> tuple[Array | Placed[Array] | Product[Array], Array | Placed[Array] | Product[Array]]:
         if piece.whole or not piece.numel:
             return work.reduced[0], self._ops.clone(work.values)
         if len(work.reduced) < len(self._legs):  # flagged, and given up
             return self._ops.clone(work.values), self._ops.clone(work.values)
         return self._method.finish(self._ops, self._bucket, piece, work)
+
+    def _apply(
+        self,
+        applied: Array | Placed[Array] | Product[Array],
+        gain: float,
+        target: Array,
+        flag: bool,
+    ) -> None:
+        """Write what all ranks apply, times a gain, to a gradient; NaN if it is flagged."""
+        ops = self._ops
+        if isinstance(applied, Placed):
+            ops.write_placed(applied.values, applied.index, gain, target, flag)
+        elif isinstance(applied, Product):
+            factors = applied.left, applied.right, applied.shape
+            ops.write_product(*factors, gain, target, flag)
+        else:
+            ops.write_scaled(applied, gain, target, flag)
 
     def _state_of(self, piece: Piece) -> dict[str, Array]:
         return {

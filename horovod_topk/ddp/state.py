@@ -32,9 +32,9 @@ from horovod_topk.core.base_compressor import BaseCompressor
 from horovod_topk.ddp.collective import GroupCollective
 from horovod_topk.ddp.hooks import Hooks
 from horovod_topk.ddp.refusals import refuse_join
+from horovod_topk.torch_training import specs
 from horovod_topk.torch_training.copies import CopiedState
 from horovod_topk.torch_training.momentum import check_not_twice
-from horovod_topk.torch_training.specs import accumulation_of, gradients_in, plan_of
 from horovod_topk.torch_training.stepping import check_optimizer
 
 
@@ -59,7 +59,7 @@ class DDPState(CopiedState):
         compressor: BaseCompressor,
         groups: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
-        names = _names_of(model)
+        names = specs.trained_names(model.module, model.parameters_to_ignore)
         label = f"a {type(model.module).__name__} with {len(names)} parameters"
         ranks = SimpleNamespace(included=lambda: True, size=model.process_group.size)
         super().__init__(optimizer, names, ranks, label)
@@ -73,9 +73,9 @@ class DDPState(CopiedState):
             self._leave(optimizer, config)
             return
         config = self._settle(optimizer, config, compressor.deferred)
-        plan = plan_of(optimizer, names, config, "average", groups or ())
+        plan = specs.plan_of(optimizer, names, config, "average", groups or ())
         self._attach(optimizer, plan, GroupCollective(model.process_group), compressor.grad_scaler)
-        self._watch(optimizer, ((p, accumulation_of(p)) for p in names))
+        self._watch(optimizer, ((p, specs.accumulation_of(p)) for p in names))
         model.join_hook = refuse_join  # type: ignore[method-assign]
 
     def take(self, bucket: Any) -> Future[Tensor]:
@@ -94,7 +94,7 @@ class DDPState(CopiedState):
             self._failed = None
         self._futures.append((future, buffer))
         with self._failing_later(), torch.no_grad():
-            for p, gradient in gradients_in(buffer, bucket.parameters()):
+            for p, gradient in specs.gradients_in(buffer, bucket.parameters()):
                 slot = self._buckets.slots[id(p)]
                 if self._buckets.add(slot, gradient, gradient):
                     self._launch(slot.ordinal)
@@ -153,20 +153,11 @@ class DDPState(CopiedState):
 
     @torch.no_grad()
     def _handed_out(self) -> None:
-        """Write gradients from residuals where DDP has not: to parameters that no rank has used.
-
-        Raises:
-            Exception: that of a bucket.
-        """
+        """DDP has handed out what was exchanged: raise what has failed, or note gradients."""
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
-        for slot in self._buckets.slots.values():
-            assert slot.exchanged is not None  # in `_decode`, just before
-            p, exchanged = slot.parameter, slot.exchanged.dense
-            if not slot.has_fired and p.requires_grad and bool(torch.any(exchanged)):
-                p.grad = torch.empty_like(p).copy_(exchanged)
-            slot.note_gradient()
+        self._buckets.hand_out_rest()
         self._hooks.exchanged()
 
     def _drop_step(self) -> None:
@@ -175,9 +166,3 @@ class DDPState(CopiedState):
             self._compressor.abandon()
             self._buckets.forget()
             self._futures = []
-
-
-def _names_of(model: DistributedDataParallel) -> dict[Tensor, str]:
-    """Names, in the module, of the parameters that DDP exchanges."""
-    ignored, parameters = model.parameters_to_ignore, model.module.named_parameters()
-    return {p: name for name, p in parameters if p.requires_grad and name not in ignored}

@@ -98,6 +98,16 @@ def _declare(library: Library) -> None:
             *[address, number, ctypes.c_int, ctypes.c_float, ctypes.c_float],
             *[address, address, ctypes.c_int],
         ],
+        "topkef_random_bits": [address, number, ctypes.c_int, address],
+        "topkef_product": [
+            *[address] * 2,
+            *[number] * 3,
+            real,
+            ctypes.c_int,
+            address,
+            *[ctypes.c_int] * 2,
+        ],
+        "topkef_orthonormal": [address, number, number, ctypes.c_int],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
@@ -108,8 +118,8 @@ def _declare(library: Library) -> None:
     library.topkef_encode.restype = None
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
-    verbs = "take", "subtract_at", "random_index", "update_velocity", "moments", "pack_ternary"
-    for name in verbs:
+    silent = "take", "subtract_at", "random_index", "random_bits", "product", "orthonormal"
+    for name in (*silent, "update_velocity", "moments", "pack_ternary"):
         getattr(library, f"topkef_{name}").restype = None
 
 

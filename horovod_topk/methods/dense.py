@@ -16,8 +16,8 @@ from typing import ClassVar, TypeVar
 
 from horovod_topk.config import EXCHANGES, check_choice
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.protocol import Codec, Piece
-from horovod_topk.ops import Ops, coding
+from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
+from horovod_topk.ops import Fused, Ops, coding
 
 Array = TypeVar("Array")
 
@@ -88,3 +88,7 @@ class Dense(Codec):
     def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
         """`Codec.unpack`."""
         return ops.unpack_values(rows, piece.numel, self.values, dtype)
+
+    def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
+        """`Codec.kernel`."""
+        return ops.fused(bucket_recipe(bucket, self.values), bucket.device)

@@ -22,12 +22,18 @@ from typing import Any, ClassVar
 
 from horovod_topk.config import check_whole
 from horovod_topk.methods.keys import uniform
-from horovod_topk.methods.protocol import Bucket, Piece, Rounds, Seeded, StateSpec, Work
+from horovod_topk.methods.protocol import (
+    Bucket,
+    Piece,
+    Product,
+    Rounds,
+    Seeded,
+    StateSpec,
+    Work,
+)
 from horovod_topk.ops import Ops
 
 Array = Any  # of the framework that `ops` is of
-
-DEPENDENT = 1e-5  # share of its length below which a column of P depends on those before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +45,9 @@ class PowerSGD(Rounds, Seeded):
     directions, as those of large matrices do. It takes two dependent exchanges a bucket, so it
     waits twice as often for the network.
 
-    All ranks compute P from the same sums. They get the same bits if the library, the processor and
-    the number of threads are the same.
+    All ranks compute P from the same sums. With the CPU kernels they get the same bits whatever
+    their processors and threads; without them if the library, the processor and the number of
+    threads are the same.
 
     Args:
         rank: columns of the factors, r.
@@ -79,18 +86,17 @@ class PowerSGD(Rounds, Seeded):
         if i == 0:
             q = self._direction(ops, bucket, n, r, work)
             return ops.matmul(work.values, ops.transposed(q, r), (m, n, r))
-        basis = _orthonormal(ops, ops.transposed(work.reduced[0], m), m, r)
+        work.notes["basis"] = basis = ops.orthonormal(ops.transposed(work.reduced[0], m), r)
         return ops.matmul(basis, work.values, (r, m, n))
 
     def finish(
         self, ops: Ops[Any], bucket: Bucket, piece: Piece, work: Work[Any]
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Product[Array], Product[Array]]:
         """`Rounds.finish`."""
         m, n, r = self._shape(piece)
-        basis = _orthonormal(ops, ops.transposed(work.reduced[0], m), m, r)
-        p, q = ops.transposed(basis, r), work.reduced[1]
+        p, q = ops.transposed(work.notes["basis"], r), work.reduced[1]
         work.following["q"] = q
-        return ops.matmul(p, q, (m, r, n)), ops.matmul(p, work.sent[1], (m, r, n))
+        return Product(p, q, (m, r, n)), Product(p, work.sent[1], (m, r, n))
 
     def _shape(self, piece: Piece) -> tuple[int, int, int]:
         """Return the rows m, columns n and rank r of a gradient; zeros if it is not a matrix."""
@@ -106,26 +112,3 @@ class PowerSGD(Rounds, Seeded):
         drawn = uniform(ops, work.key.shared, r * n, dtype, bucket.device) - 0.5
         is_used = ops.cast(ops.largest(abs(q), n) > 0, dtype)
         return q + drawn * (ops.spread(is_used, n, r * n) * -1 + 1)
-
-
-def _orthonormal(ops: Ops[Any], rows: Array, m: int, r: int) -> Array:
-    """Orthonormalise the rows of a matrix, [r * m]; a row that depends on others becomes 0."""
-    basis: list[Array] = []
-    for i in range(r):
-        row = ops.view(rows, i * m, (i + 1) * m)
-        row = ops.divided(row, ops.largest(abs(row), m))  # so that squares do not underflow
-        before = _length(ops, row, m)
-        for _ in range(2):  # once more takes off what rounding left
-            for other in basis:
-                along = ops.matmul(other, row, (1, m, 1))
-                row = row - other * ops.spread(along, m, m)
-        length = _length(ops, row, m)
-        is_new = ops.cast(length > before * DEPENDENT, ops.dtype(row))
-        basis.append(ops.divided(row, length) * ops.spread(is_new, m, m))
-    return ops.joined(basis)
-
-
-def _length(ops: Ops[Any], row: Array, m: int) -> Array:
-    """Return the Euclidean norm of a row, [1]."""
-    square = ops.cast(ops.matmul(row, row, (1, m, 1)), "float64")
-    return ops.cast(ops.root(square), ops.dtype(row))

@@ -416,6 +416,15 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
+class Product(Generic[Array]):
+    """An array given as the product of two matrices: [m * k] times [k * n], with (m, k, n)."""
+
+    left: Array
+    right: Array
+    shape: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
 class Placed(Generic[Array]):
     """A flat array that is 0 but for a few elements."""
 
@@ -480,11 +489,11 @@ class Rounds(Method):
 
     def finish(
         self, ops: Ops[Array], bucket: Bucket, piece: Piece, work: Work[Array]
-    ) -> tuple[Array | Placed[Array], Array | Placed[Array]]:
+    ) -> tuple[Array | Placed[Array] | Product[Array], Array | Placed[Array] | Product[Array]]:
         """What all ranks apply, [n], the same on each; and what of `values` this rank has sent.
 
         The residual keeps the rest of `values`. What has few elements that are not 0 is `Placed`:
-        then the others are not read or written.
+        then the others are not read or written. A `Product` is never written out.
         """
         raise NotImplementedError(f"{type(self).__name__} has no finish")
 

@@ -349,6 +349,36 @@ class Ops(Protocol[Array]):
         """
         ...
 
+    def write_product(
+        self,
+        left: Array,
+        right: Array,
+        shape: tuple[int, int, int],
+        scale: float,
+        gradient: Array,
+        poisoned: bool,
+    ) -> None:
+        """`write_scaled` of a product as `matmul` has it, k > 0, without room for the product.
+
+        Kernels on the CPU add in order of k, each product and sum rounded, whatever the processor
+        and the number of threads. Elsewhere bits are those of `matmul`.
+        """
+        ...
+
+    def subtract_product(
+        self, candidate: Array, left: Array, right: Array, shape: tuple[int, int, int]
+    ) -> None:
+        """candidate -= left times right, a product as in `write_product`."""
+        ...
+
+    def orthonormal(self, rows: Array, count: int) -> Array:
+        """Make the rows of a flat matrix orthonormal; those that depend on others become 0.
+
+        It is Gram and Schmidt's way, each row in turn, as `ops.orthonormal` has it: the same bits
+        everywhere. Flat, a new array; `rows` has `count` of them, one at least.
+        """
+        ...
+
     def transposed(self, array: Array, rows: int) -> Array:
         """A flat matrix of so many rows, transposed; flat, a new array."""
         ...

@@ -21,6 +21,7 @@ from horovod_topk.kernels import native, triton
 from horovod_topk.ops import coding
 from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
+from horovod_topk.ops.orthonormal import orthonormal
 from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import EACH, HEAD, Fused, Velocities
 
@@ -59,6 +60,12 @@ class TorchOps:
         return torch.arange(count, device=device)
 
     def random_bits(self, stream: Stream, count: int, bits: int, device: str) -> Tensor:
+        library = self._library(torch.device(device).type) if stream.array == 0 else None
+        if library is not None:
+            out = torch.empty(count, dtype=torch.int64)
+            key = native.integers(stream.numbers())
+            library.topkef_random_bits(key, count, bits, out.data_ptr())
+            return out
         blocks = torch.arange(-(-count // 4), device=device)
         drawn = torch.stack(words(stream, blocks, operator.rshift), 1) >> (32 - bits)
         return drawn.view(-1)[:count]
@@ -218,6 +225,43 @@ class TorchOps:
     def matmul(self, left: Tensor, right: Tensor, shape: tuple[int, int, int]) -> Tensor:
         m, k, n = shape
         return (left.view(m, k) @ right.view(k, n)).reshape(-1)
+
+    def write_product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        shape: tuple[int, int, int],
+        scale: float,
+        gradient: Tensor,
+        poisoned: bool,
+    ) -> None:
+        library = self._library(gradient.device.type)
+        is_plain = gradient.dtype == left.dtype and _packed(gradient) is gradient
+        if poisoned or library is None or not is_plain:
+            self.write_scaled(self.matmul(left, right, shape), scale, gradient, poisoned)
+            return
+        _product(library, left, right, shape, scale, False, gradient)
+        _note_writing(gradient)
+
+    def subtract_product(
+        self, candidate: Tensor, left: Tensor, right: Tensor, shape: tuple[int, int, int]
+    ) -> None:
+        library = self._library(candidate.device.type)
+        if library is None:
+            m, k, n = shape
+            candidate.view(m, n).addmm_(left.view(m, k), right.view(k, n), alpha=-1)
+        else:
+            _product(library, left, right, shape, 1.0, True, candidate)
+
+    def orthonormal(self, rows: Tensor, count: int) -> Tensor:
+        library = self._library(rows.device.type)
+        if library is None:
+            verbs: Tensor = orthonormal(self, rows, count)
+            return verbs
+        basis = rows.clone()
+        length = basis.numel() // count
+        library.topkef_orthonormal(basis.data_ptr(), count, length, basis.element_size())
+        return basis
 
     def transposed(self, array: Tensor, rows: int) -> Tensor:
         return array.view(rows, -1).t().reshape(-1).clone()
@@ -512,6 +556,21 @@ def _packed(tensor: Tensor) -> Tensor:
 def _write_nothing(tensor: Tensor) -> None:
     """Count a write in place without writing."""
     tensor.view(-1)[:0].zero_()
+
+
+def _product(
+    library: native.Library,
+    left: Tensor,
+    right: Tensor,
+    shape: tuple[int, int, int],
+    scale: float,
+    subtracts: bool,
+    out: Tensor,
+) -> None:
+    """Write scale * left right, or subtract left right, in memory."""
+    factors = left.data_ptr(), right.data_ptr(), *shape
+    place = out.data_ptr(), out.element_size(), torch.get_num_threads()
+    library.topkef_product(*factors, scale, subtracts, *place)
 
 
 # Tells autograd that what it has saved of a tensor is no longer what it was.

@@ -111,6 +111,14 @@ class Buckets:
             slot.exchanged, slot.ready = slot.ready, None
         self._missing[ordinal] = len(slots)
 
+    def hand_out_rest(self) -> None:
+        """Note gradients into which a host has copied what was exchanged, and write the others.
+
+        DistributedDataParallel leaves out parameters that no rank has used: residuals have theirs.
+        """
+        for slot in self.slots.values():
+            slot.hand_out()
+
     def note_handed_out(self) -> None:
         """`synchronize()` is over: each gradient holds what was exchanged for it."""
         for slot in self.slots.values():

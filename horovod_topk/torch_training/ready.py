@@ -92,14 +92,15 @@ class Slot:
         if self.exchanged is not None:
             self.exchanged.note_writing()
 
-    def note_gradient(self) -> None:
-        """The parameter's gradient is the exchanged one, and backward has not added to it since."""
-        gradient, self.has_fired = self.parameter.grad, False
-        if gradient is None:
-            self.exchanged = None
-        else:
-            place = gradient.data_ptr()
-            self.exchanged = ReadyGradient(gradient, gradient, gradient._version, place)
+    def hand_out(self) -> None:
+        """Take the parameter's gradient for the exchanged one; write it if it never came to be."""
+        p, seen = self.parameter, self.exchanged
+        assert seen is not None
+        if not self.has_fired and p.requires_grad and bool(torch.any(seen.dense)):
+            p.grad = torch.empty_like(p).copy_(seen.dense)
+        self.exchanged, self.has_fired = None, False
+        if p.grad is not None:
+            self.exchanged = ReadyGradient(p.grad, p.grad, p.grad._version, p.grad.data_ptr())
 
     def is_changed(self) -> bool:
         """Whether someone has changed the exchanged gradient since; clearing it does not count."""

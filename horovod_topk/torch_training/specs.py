@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.methods.protocol import Method
@@ -44,6 +44,12 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 def describe(spec: TensorSpec) -> str:
     """Shape, dtype and device, for messages."""
     return f"{list(spec.shape)} {spec.dtype} on {spec.device}"
+
+
+def trained_names(module: nn.Module, ignored: Collection[str]) -> dict[Tensor, str]:
+    """Names of the parameters of a module that are trained; `ignored` names are left out."""
+    parameters = module.named_parameters()
+    return {p: name for name, p in parameters if p.requires_grad and name not in ignored}
 
 
 def gradients_in(memory: Tensor, parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

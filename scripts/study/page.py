@@ -19,7 +19,7 @@ from pathlib import Path
 from horovod_topk.cli.compare.curves import steps_to
 from study import matrix, pictures
 from study.markdown import filled, spread, table
-from study.results import RESULTS, Row, Study, end, shown
+from study.results import DENSE, RESULTS, Row, Study, end, shown
 
 PLAIN = {
     "values": "float32",
@@ -268,8 +268,8 @@ def scatter(study: Study, case: str, name: str) -> str:
 
 def panels(study: Study, cases: str, name: str) -> str:
     """Link to a picture, which is drawn, of cost against bytes in each case."""
-    titles = study.titles(cases)
-    pictures.panels(RESULTS / name, {title: list(study.rows(title).values()) for title in titles})
+    found = {title: _run(study, title) for title in study.titles(cases)}
+    pictures.panels(RESULTS / name, {title: rows for title, rows in found.items() if rows})
     return f"![Quality against bytes for every compressor](results/{name})"
 
 
@@ -278,9 +278,11 @@ def catalogue(study: Study, case: str) -> str:
 
     The one that sends most bytes comes first.
     """
+    if not _run(study, case):
+        return "Not run yet."
     metric = study.found(case).metric
     lines = []
-    for row in sorted(study.rows(case).values(), key=lambda row: row.reduction):
+    for row in sorted(_run(study, case), key=lambda row: row.reduction):
         steps = [
             steps_to(run.curve(metric.name), end(metric.name, row.dense[seed]) or math.nan, metric)
             for seed, run in row.runs.items()
@@ -292,12 +294,25 @@ def catalogue(study: Study, case: str) -> str:
     return table(head, lines)
 
 
-def calls(study: Study, cases: str) -> str:
+def _run(study: Study, title: str) -> list[Row]:
+    """A case's compressors that have been run, as has dense; none of a sweep of dense's rates."""
+    found = study.cases[title]
+    is_run = found and DENSE in found[0].runs and found[0].settings.compressors
+    return list(study.rows(title).values()) if is_run else []
+
+
+def runs(study: Study) -> str:
+    """How many of a study's runs have been made."""
+    wanted = {c.digest for s in study.settings for _, c in s.cells()}
+    return f"{len(list(study.runs()))} of {len(wanted)} runs"
+
+
+def calls(study: Study) -> str:
     """What each name of a compressor stands for, in every case where it is something else."""
     found: dict[str, dict[str, list[str]]] = {}
-    for title in study.titles(cases):
-        for name, call in study.found(title).settings.compressors.items():
-            found.setdefault(name, {}).setdefault(call, []).append(title)
+    for settings in study.settings:
+        for name, call in settings.compressors.items():
+            found.setdefault(name, {}).setdefault(call, []).append(settings.title)
     rows = []
     for name, meant in found.items():
         only = len(meant) == 1
@@ -350,7 +365,7 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
         *(difference, fewer, costs, dense, summary, across, alike, everything, variants, seeds),
         *(patience, loops, within, beyond, same_ends, total, scatter, curves, bars, machine),
         *(matrix.progress, matrix.brief, matrix.worst, matrix.means, matrix.cells, matrix.dots),
-        *(matrix.parts, panels, catalogue, calls),
+        *(matrix.parts, panels, catalogue, calls, runs),
     )
 }
 

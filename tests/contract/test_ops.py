@@ -1156,6 +1156,51 @@ def test_matmul_of_flat_matrices(backend: Backend, wide: str, shape: tuple[int, 
 
 
 @each_way
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 5), (64, 3, 130)])
+def test_products_are_written_scaled_and_subtracted(
+    backend: Backend, wide: str, shape: tuple[int, int, int]
+) -> None:
+    """Whole numbers have sums that no order of additions changes."""
+    m, k, n = shape
+    random = np.random.default_rng(m)
+    left, right, before = (
+        np.round(4 * random.standard_normal(size)).astype(wide) for size in ((m, k), (k, n), (m, n))
+    )
+    factors = [backend.array(each.reshape(-1), wide) for each in (left, right)]
+    for dtype in (wide, "float16"):
+        gradient = backend.array(np.zeros((m, n)), dtype)
+        for poisoned in (True, False):
+            backend.ops.write_product(*factors, shape, 0.5, gradient, poisoned)
+            found = backend.numpy(gradient)
+            expected = np.full((m, n), np.nan) if poisoned else left @ right / 2
+            np.testing.assert_array_equal(found, expected)
+    candidate = backend.array(before.reshape(-1), wide)
+    backend.ops.subtract_product(candidate, *factors, shape)
+    assert backend.numpy(candidate).tolist() == (before - left @ right).reshape(-1).tolist()
+
+
+@each_way
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 2), (4, 37), (4, 1100)])
+def test_orthonormal_rows_have_the_same_bits_everywhere(
+    backend: Backend, wide: str, count: int, size: int
+) -> None:
+    """A row that depends on others, or is 0, becomes 0."""
+    rows = np.random.default_rng(size).standard_normal((count, size)).astype(wide)
+    rows[2:3] = 3 * rows[0]
+    rows[3:4] = 0
+    found = backend.ops.orthonormal(backend.array(rows.reshape(-1), wide), count)
+    basis = backend.numpy(found).reshape(count, size)
+    with np.errstate(all="ignore"):
+        expected = NUMPY.ops.orthonormal(rows.reshape(-1), count)
+    assert bits(backend, found) == canonical(backend, expected)
+    gram, eps = basis.astype("float64") @ basis.T.astype("float64"), np.finfo(wide).eps
+    are_new = np.array([True, size > 1, False, False])[:count]
+    np.testing.assert_allclose(gram, np.diag(are_new.astype("float64")), atol=8 * eps)
+
+
+@each_way
 def test_matmul_takes_views_and_gives_a_new_array(backend: Backend) -> None:
     array = backend.array(np.arange(6), "float32")
     views = backend.ops.view(array, 0, 2), backend.ops.view(array, 2, 6)

@@ -681,3 +681,22 @@ def test_autograd_notices_that_a_gradient_was_replaced() -> None:
     before = gradient._version
     encoded(gradient, TorchOps())
     assert gradient._version > before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_products_are_added_in_order(isa: str, dtype: str, threads: int) -> None:
+    assert FOUND.library is not None
+    for m, k, n in ((1, 1, 1), (3, 4, 5), (700, 3, 1100), (2, 70, 130)):
+        p, q, before = (
+            RNG.standard_normal(size).astype(dtype) for size in ((m, k), (k, n), (m, n))
+        )
+        total = p[:, :1] * q[:1]
+        for i in range(1, k):
+            total = total + p[:, i : i + 1] * q[i : i + 1]
+        for subtracts, expected in ((0, total * total.dtype.type(0.3)), (1, before - total)):
+            out = before.copy()
+            factors = p.ctypes.data, q.ctypes.data, m, k, n
+            place = out.ctypes.data, out.itemsize, threads
+            FOUND.library.topkef_product(*factors, 0.3, subtracts, *place)
+            assert np.array_equal(out, expected)

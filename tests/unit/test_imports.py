@@ -46,15 +46,18 @@ ROOMS = {
     },
     "ops/__init__.py": {"horovod_topk.ops.protocol"},
     "ops/protocol.py": {"horovod_topk.ops.philox"},
+    "ops/orthonormal.py": {"horovod_topk.ops.protocol"},
     "ops/philox.py": set[str](),
     "ops/coding.py": set[str](),
     "ops/numpy.py": {
+        "horovod_topk.ops.orthonormal",
         "numpy",
         "horovod_topk.ops.protocol",
         "horovod_topk.ops.coding",
         "horovod_topk.ops.philox",
     },
     "ops/torch.py": {
+        "horovod_topk.ops.orthonormal",
         "torch",
         "horovod_topk.ops.protocol",
         "horovod_topk.ops.coding",
@@ -64,6 +67,7 @@ ROOMS = {
     },
     "ops/torch_packing.py": {"torch", "horovod_topk.ops.coding"},
     "ops/tensorflow.py": {
+        "horovod_topk.ops.orthonormal",
         "tensorflow",
         "horovod_topk.ops.protocol",
         "horovod_topk.ops.coding",

@@ -106,6 +106,11 @@ def jobs_with(launches: Any, case: Case, tier: str) -> list[Any]:
     return found
 
 
+def test_cases_for_torchrun_load_no_horovod(launches: Any) -> None:
+    files = [launches.FOLDERS["ddp"] / f"case_{name}.py" for name in launches.DDP]
+    assert not [file.name for file in files if "\nimport horovod" in file.read_text()]
+
+
 def only_afterwards(case: Case) -> bool:
     """Whether the fast tier has it under Horovod, and not under torchrun."""
     return case.framework == "ddp" and (not case.everywhere or case.sizes == (4,))

@@ -567,6 +567,18 @@ void topkef_pack_ternary(const void *values, int64_t count, int width, float lim
   });
 }
 
+void topkef_random_bits(const int64_t *key, int64_t count, int bits, int64_t *out) {
+  constexpr int64_t SOME = 256;  // blocks of random numbers
+  const Passes *passes = fastest_passes();
+  const Key stream{{(uint32_t)key[0], (uint32_t)key[1]}, key[2]};
+  uint32_t words[4 * SOME];
+  for (int64_t at = 0; at < count; at += 4 * SOME) {
+    const int64_t n = std::min(4 * SOME, count - at);
+    passes->random(stream, (uint32_t)(at / 4), (n + 3) / 4, words);
+    for (int64_t i = 0; i < n; ++i) out[at + i] = words[i] >> (32 - bits);
+  }
+}
+
 void topkef_update_velocity(const void *velocity, double factor, const void *gradient, void *out,
                        int64_t count, int width, int threads) {
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
@@ -578,4 +590,25 @@ void topkef_update_velocity(const void *velocity, double factor, const void *gra
     passes->update_velocity(u + at, factor, g + at, to + at, n, count >= CACHED);
     passes->fence();
   });
+}
+
+void topkef_product(const void *left, const void *right, int64_t m, int64_t k, int64_t n, double scale,
+                    int subtracts, void *out, int width, int threads) {
+  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
+  auto p = static_cast<const uint8_t *>(left), q = static_cast<const uint8_t *>(right);
+  auto to = static_cast<uint8_t *>(out);
+  const int64_t rows = std::max<int64_t>(1, CHUNK / std::max<int64_t>(1, n));
+  const int64_t columns = std::max<int64_t>(64, TILE / k / 64 * 64);  // what stays in the cache of `right`
+  parallel((m + rows - 1) / rows, threads, [&](int64_t i) {
+    KeepDenormals keep;
+    const int64_t first = i * rows, count = std::min(rows, m - first);
+    for (int64_t at = 0; at < n; at += columns)
+      passes->product(p + first * k * width, q + at * width, count, k, std::min(columns, n - at), n,
+                      scale, subtracts != 0, to + (first * n + at) * width);
+  });
+}
+
+void topkef_orthonormal(void *rows, int64_t count, int64_t length, int width) {
+  KeepDenormals keep;
+  (width == 8 ? double_passes() : fastest_passes())->orthonormalise(rows, count, length);
 }

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "coders.h"
+#include "matrices.h"
 #include "codes.h"
 #include "float_formats.h"
 #include "index_coding.h"
@@ -371,6 +372,8 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->spread = spread<R>;
   passes->update_velocity = update_velocity<R>;
   passes->damp = damp<R>;
+  passes->product = product<R>;
+  passes->orthonormalise = orthonormalise<R>;
   passes->pack_index[topkef::PACKED] = pack_packed;
   passes->pack_index[topkef::SHORT] = pack_plain<uint16_t>;
   passes->pack_index[topkef::LONG] = pack_plain<uint32_t>;

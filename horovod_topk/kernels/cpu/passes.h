@@ -220,6 +220,15 @@ using Deliver = void (*)(void *total, double scale, void *gradient, int64_t n);
 using Accelerate = void (*)(const void *velocity, double factor, const void *gradient, void *out,
                             int64_t n, bool past_caches);
 
+/* out[row, at] = scale * the sum of left[row, i] * right[i, at], or less that sum if `subtracts`: for
+ * `rows` rows of n columns, of which a matrix has `width`; i below `inner`, added in this order, each
+ * product and sum rounded. */
+using Product = void (*)(const void *left, const void *right, int64_t rows, int64_t inner, int64_t n,
+                         int64_t width, double scale, bool subtracts, void *out);
+
+/* Make rows orthonormal; see `horovod_topk.ops.orthonormal`. */
+using Orthonormalise = void (*)(void *rows, int64_t count, int64_t length);
+
 /* u -= loss * r * u for u = following[natural(index[i])], with r = min(1, |u| / |sums[i]|) if the source
  * is graded, else 1. */
 using Damp = void (*)(const Source &source, const uint32_t *index, const void *sums, int64_t count,
@@ -256,6 +265,8 @@ struct Passes {
   Deliver deliver[DTYPES];     // [gradient's dtype]
   Accelerate update_velocity;
   Damp damp;
+  Product product;
+  Orthonormalise orthonormalise;
   Fence fence;
 };
 

@@ -108,6 +108,18 @@ TOPKEF_API void topkef_pack_ternary(const void *values, int64_t count, int width
 TOPKEF_API void topkef_update_velocity(const void *velocity, double factor, const void *gradient,
                                   void *out, int64_t count, int width, int threads);
 
+/* `count` random numbers of 1 to 32 bits; see `horovod_topk.ops.protocol.Ops.random_bits`. key: as in
+ * `topkef_random_index`. */
+TOPKEF_API void topkef_random_bits(const int64_t *key, int64_t count, int bits, int64_t *out);
+
+/* out = scale * left right, or out -= left right if `subtracts`: [m, k] times [k, n], elements of 4 or 8
+ * bytes. Added in order of k, each product and sum rounded: the same bits on every processor. */
+TOPKEF_API void topkef_product(const void *left, const void *right, int64_t m, int64_t k, int64_t n,
+                               double scale, int subtracts, void *out, int width, int threads);
+
+/* Make `count` rows of `length` elements orthonormal, in place; as horovod_topk/ops/orthonormal.py. */
+TOPKEF_API void topkef_orthonormal(void *rows, int64_t count, int64_t length, int width);
+
 #ifdef __cplusplus
 }
 #endif

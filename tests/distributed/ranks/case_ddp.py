@@ -192,6 +192,21 @@ def test_a_model_of_some_of_the_ranks(exchange: str) -> None:
     hvd.barrier()
 
 
+def test_one_bit_adam_exchanges_its_momentum() -> None:
+    task = Setup().task()
+    model = DistributedDataParallel(task)
+    optimizer = adapter.OneBitAdam(task.parameters(), freeze_after=3, lr=0.01)
+    adapter.SignSGD(exchange="sharded", min_numel=16).attach(model, optimizer)
+    state, sent = adapter.TopKEF.of(model), list[int]()
+    state.on_step(lambda counters: sent.append(counters.sent_bytes))
+    for step in range(6):
+        optimizer.zero_grad()
+        model(hvd.rank(), step).backward()
+        optimizer.step()
+        assert_ranks_equal(task.parameters())
+    assert max(sent[3:]) < min(sent[:3]) / 3
+
+
 # One hook a model, in torch's own convention too.
 
 
