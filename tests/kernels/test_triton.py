@@ -28,6 +28,7 @@ from horovod_topk.core.residual import Arenas
 from horovod_topk.kernels.triton import unavailable, unsupported
 from horovod_topk.kernels.triton.tables import COLUMNS, SAMPLED, SEARCHED, Geometry, Tables
 from horovod_topk.methods.topk import Entries, TopK
+from horovod_topk.ops.protocol import HEAD
 from horovod_topk.ops.torch import DTYPES, TorchOps
 
 DEVICE = os.environ.get("TRITON_CASES_ON", "cpu")
@@ -109,7 +110,7 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
         )
         assert "packed; indices='plain' are not" in str(unsupported(packed, "cuda:0"))
         assert unsupported(plain, "cuda:0") is None
-    large = (*narrow[:7], 2**31, *narrow[8:])
+    large = (*narrow[:HEAD], 2**31, *narrow[HEAD + 1 :])
     assert "more than" in str(unsupported(large, "cuda:0"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "not installed" in str(unsupported(narrow, "cuda:0"))

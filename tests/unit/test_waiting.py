@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
+from horovod_topk.core.timing import StepTimer
 from horovod_topk.torch import collective
 
 
@@ -29,8 +31,9 @@ def test_a_rank_sleeps_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> Non
     slow = Slow()
     pauses: list[float] = []
     monkeypatch.setattr(collective, "hvd", slow)
-    monkeypatch.setattr(collective, "time", SimpleNamespace(sleep=pauses.append))
-    assert collective._Handle(7).wait() == "result"
+    clock = SimpleNamespace(sleep=pauses.append, perf_counter=time.perf_counter)
+    monkeypatch.setattr(collective, "time", clock)
+    assert collective._Handle(7, StepTimer()).wait() == "result"
     assert slow.done == [(7, 3)]
     assert len(pauses) == 2
     assert all(0 < pause <= 1e-3 for pause in pauses)
