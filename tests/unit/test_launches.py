@@ -54,7 +54,7 @@ def cases_of(framework: str, folder: Path, stems: set[str]) -> Iterator[Case]:
                 if framework == "ddp" and "pytest.mark.horovod" in marks:
                     continue
                 yield case
-                if framework == "ddp":  # one in four of its parametrisations
+                if framework != "torch":  # one in four, or in two, of its parametrisations
                     yield case._replace(slow=True)
                 if any(mark.startswith("pytest.mark.one_in") for mark in marks):
                     yield case._replace(slow=True)

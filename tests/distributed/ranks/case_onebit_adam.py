@@ -20,7 +20,7 @@ from torch import nn
 
 import horovod_topk.torch
 import training
-from horovod_topk import checkpoint, process_sets
+from horovod_topk import checkpoint
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.ops.numpy import NumpyOps
 from horovod_topk.torch import OneBitAdam, SignSGD
@@ -265,9 +265,8 @@ def test_parameters_of_other_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.world_size(3)
-def test_a_process_set() -> None:
+def test_a_process_set(pair: Any) -> None:
     """Of two ranks; the third is alone, and is Adam whose variance is frozen."""
-    (pair,) = process_sets.find_or_add([[0, 1]])  # other cases leave theirs
     task, optimizer = start(horovod={"process_set": pair})
     for step in range(6):
         training.ordinary(task, optimizer, step)
