@@ -62,7 +62,8 @@ class PayloadCodec(Generic[Array]):
         self.heard: dict[int, Rows] = {} if heard is None else heard
         self._told: dict[int, Sequence[Any]] = {}  # by the bucket's ordinal
         self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's own, of each piece
-        self._kernels: dict[bytes, Fused[Array] | None] = {}
+        self._kernels: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
+        self._encoders: dict[bytes, Fused[Array] | None] = {}  # those that encode too
         self._committed: Callable[[], Any] = lambda: 0
         self._rank: Callable[[], int] = lambda: 0
 
@@ -148,7 +149,7 @@ class PayloadCodec(Generic[Array]):
     ) -> None:
         """Fill a payload, by the method's kernel if there is one."""
         bucket = arenas.plan
-        kernel = self._encoding_kernel(bucket)
+        kernel = self._encoders.get(bucket.fingerprint) or self._encoder(bucket)
         if kernel is not None:
             streams = self._streams(bucket)
             kernel.encode(arenas.residual, arenas.candidate, gradients, payload, streams)
@@ -187,7 +188,10 @@ class PayloadCodec(Generic[Array]):
         velocities: Velocities[Array] | None = None,
     ) -> None:
         """Fill a payload for each shard; in one pass over the gradients where a kernel can."""
-        kernels: list[Any] = [self._encoding_kernel(each.plan) for each in arenas]
+        known = self._encoders
+        kernels: list[Any] = [
+            known.get(each.plan.fingerprint) or self._encoder(each.plan) for each in arenas
+        ]
         first: object = kernels[0]
         if isinstance(first, SupportsOnePass):
             residuals, candidates, factors = zip(*(each.unscaled() for each in arenas), strict=True)
@@ -471,11 +475,11 @@ class PayloadCodec(Generic[Array]):
             self._kernels[key] = _method(bucket).kernel(self._ops, bucket)
         return self._kernels[key]
 
-    def _encoding_kernel(self, bucket: BucketPlan) -> Fused[Array] | None:
+    def _encoder(self, bucket: BucketPlan) -> Fused[Array] | None:
         """The kernel, if it encodes too: none waits for announcements."""
-        if isinstance(_method(bucket), AnnouncingCodec):
-            return None
-        return self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
+        announces = isinstance(_method(bucket), AnnouncingCodec)
+        kernel = self._encoders[bucket.fingerprint] = None if announces else self._kernel(bucket)
+        return kernel
 
     def _streams(self, bucket: BucketPlan) -> list[Stream]:
         """What a kernel's random numbers follow from, one a piece; none for other methods."""
