@@ -35,7 +35,7 @@ FIELDS = {
 
 
 def as_dictionary(counters: StepCounters) -> dict[str, float]:
-    """The numbers of one step by name; those that are not known are left out.
+    """Metrics of one step by name; metrics that are not known are left out.
 
     Args:
         counters: what `on_step` hands to its callbacks.

@@ -1,4 +1,4 @@
-"""Error feedback behind one PyTorch optimizer, whoever exchanges its gradients.
+"""Error feedback behind one PyTorch optimizer, for the adapters of Horovod and of torch DDP.
 
 An adapter says which gradients are planned, over which collective they travel, and when each is
 ready; it collects and hands out what was exchanged. What lies between is here.
