@@ -65,8 +65,8 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
 class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
     """An elastic state of model, optimizer and residuals, for `hvd.elastic.run`.
 
-    As `hvd.elastic.TorchState`. In addition, ranks that leave after a warning first add their
-    residuals to those of the other ranks, and every rank commits when ranks have changed.
+    As `hvd.elastic.TorchState`. In addition, all ranks average their residuals before some leave
+    after a warning, and every rank commits when ranks have changed.
 
     Args:
         args: see `hvd.elastic.TorchState`.
