@@ -57,7 +57,7 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
 
 
 def check_place(facts: Mapping[str, Any], where: str) -> None:
-    """Refuse a file without the rank, number of ranks and step that `checkpoint.save` writes.
+    """Refuse a file without the entries that `checkpoint.save` adds, such as rank and step.
 
     Raises:
         CheckpointError: a field is missing or invalid.

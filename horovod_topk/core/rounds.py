@@ -195,7 +195,7 @@ class ReducedBucket(Generic[Array]):
         return array
 
     def _take(self, leg: ShardedBucket[Array]) -> bool:
-        """Take a round's sums; return whether a round follows, which none does if all are flagged.
+        """Take a round's sums; return False if all tensors are flagged, which ends the step.
 
         Raises:
             PayloadError, PlanMismatchError: the payloads are not this bucket's; flags are sent.

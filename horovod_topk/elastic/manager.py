@@ -44,7 +44,7 @@ class Talk(Protocol):
     """Communication of all ranks when ranks have changed."""
 
     def gather(self, data: bytes, name: str) -> list[bytes]:
-        """Gather as many bytes from every rank, by rank. A collective."""
+        """Gather the bytes of every rank, of equal length. A collective."""
         ...
 
     def average(self, array: Any, name: str) -> Any:

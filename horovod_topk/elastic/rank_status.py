@@ -81,7 +81,7 @@ class Membership:
 
     @property
     def astray(self) -> list[int]:
-        """Ranks of before whose commit is of another step than the eldest's and the model's."""
+        """Old ranks whose last commit is of another step than the eldest rank's."""
         step = self.eldest.clock[0]
         return [rank for rank in self.old if self.statuses[rank].clock[0] != step]
 

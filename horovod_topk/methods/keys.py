@@ -32,7 +32,7 @@ class Key:
 
     @property
     def shared(self) -> Stream:
-        """Random numbers that are equal on all ranks: each rank can draw those of any other."""
+        """Random numbers that are equal on all ranks."""
         return self._stream("shared")
 
     @property

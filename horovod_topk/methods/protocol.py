@@ -281,7 +281,7 @@ class Codec(Method):
         raise NotImplementedError(f"{type(self).__name__} has no unpack")
 
     def sound(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Sequence[Array]:
-        """Checks that all bytes written by `pack` pass, bool [P] each; see `Read.sound`."""
+        """Validity checks of a row's bytes, bool [P] each; all bytes written by `pack` pass."""
         return ()
 
     def settle(self, ops: Ops[Array], total: Array) -> Array | None:

@@ -311,7 +311,7 @@ class Presets:
 
     @classmethod
     def compact(cls, **settings: Any) -> Self:
-        """Return a compressor with the default settings, which were once others than these."""
+        """Return a compressor with the default settings; older versions had other defaults."""
         return cls(**settings)
 
 

@@ -28,7 +28,7 @@ class _Exchange:
 
 
 class Exchanged:
-    """Keeps which variables have exchanged gradients that are not applied yet."""
+    """The variables whose gradients are exchanged and not applied yet."""
 
     def __init__(self) -> None:
         self._of: dict[int, _Exchange] = {}

@@ -174,7 +174,7 @@ class HorovodTalk:
     """`horovod_topk.elastic.Talk` among all of Horovod's ranks."""
 
     def gather(self, data: bytes, name: str) -> list[bytes]:
-        """Gather as many bytes from every rank."""
+        """Gather the bytes of every rank, of equal length."""
         return gather_bytes(data, name, TensorFlowOps(), HorovodCollective(hvd.global_process_set))
 
     def average(self, array: Any, name: str) -> Any:

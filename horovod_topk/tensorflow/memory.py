@@ -17,7 +17,7 @@ Key = tuple[object, ...]
 
 
 class Memory:
-    """The states of one optimizer, or of all tapes of equal settings, for existing variables.
+    """The states of one optimizer, or of all tapes of equal settings, while variables exist.
 
     The memory of an optimizer is deleted with it; nothing else may hold a reference.
     """

@@ -63,7 +63,7 @@ def check_after(optimizer: Any) -> None:
 
 
 def check_all_are_known(optimizer: Any) -> None:
-    """Refuse gradients of parameters that were not trainable at construction: no hook.
+    """Refuse gradients of parameters without hooks, as they were frozen at construction.
 
     Raises:
         UnsupportedOperationError: another parameter has a gradient.

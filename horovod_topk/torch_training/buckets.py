@@ -131,7 +131,7 @@ class Buckets:
         return next((s.spec.name for s in self.slots.values() if s.is_changed()), None)
 
     def check_late(self, sent: Collection[int]) -> None:
-        """Check all late gradients before `synchronize()` sends any, as ranks' orders differ.
+        """Check all late gradients before any is sent, as ranks visit them in different orders.
 
         sent: ordinals of the buckets that were sent already.
 

@@ -74,7 +74,7 @@ def main(
 
 
 def process_sets(methods: Sequence[Method]) -> str | None:
-    """Horovod's process_sets option for these methods; it adds negotiation, so only if needed."""
+    """Horovod's option `process_sets` for these methods: "dynamic" if one of them needs it."""
     kinds = {method.settings.get("exchange") for method in methods}
     return "dynamic" if kinds & {"hierarchical", "auto"} else None
 

@@ -198,5 +198,5 @@ def _rows(numel: int, rows: int, shortest: int = 1) -> tuple[int, int, int]:
 
 
 def _above(expected: float) -> int:
-    """A rank in the sample that is almost surely larger than the threshold's."""
+    """Rank, in a sample, of a magnitude almost surely above the threshold; 0: infinity."""
     return max(0, math.floor(expected - _DEVIATIONS * math.sqrt(expected)))

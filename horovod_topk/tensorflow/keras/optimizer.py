@@ -154,7 +154,7 @@ class _Exchanger:
         self.reached = False  # whether this step came to apply or accumulate gradients
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Exchange gradients; Horovod's function needs tf.Variables, `Exchange` Keras' names."""
+        """Exchange gradients; Horovod's function gets tf.Variables, `Exchange` Keras variables."""
         if not isinstance(self.function, Exchange):
             variables = [unwrap(v) for v in variables]
         return list(self.function(list(gradients), list(variables)))
@@ -214,7 +214,7 @@ class _Exchanges:
 
 
 class _ExchangesScaled:
-    """Mixin for LossScaleOptimizer: it checks exchanged gradients, equal on all ranks.
+    """Mixin for LossScaleOptimizer that exchanges first, so that all ranks skip the same steps.
 
     Gradients are divided by the scale before the exchange, as the scale may change from step to
     step, and residuals must not depend on it.
