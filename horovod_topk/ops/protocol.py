@@ -320,7 +320,7 @@ class Ops(Protocol[Array]):
         ...
 
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
-        """Encode ascending int64 indices into `numel` elements as bytes; see `core.payload`.
+        """Encode ascending int64 indices into `numel` elements as bytes; see `methods.topk`.
 
         kind: int16, int32 or packed.
         """
