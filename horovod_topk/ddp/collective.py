@@ -1,8 +1,8 @@
 """Collectives of torch.distributed behind the core's interface: Gloo, NCCL and MPI.
 
-`torch.distributed` pairs the collectives of a group by the order in which each rank starts them,
-and knows no names. Ranks start theirs in one order, which follows from the order in which
-DistributedDataParallel hands over its buckets; names are labels in the profiler's trace.
+`torch.distributed` matches the collectives of a group by the order in which each rank starts them,
+and has no names. All ranks start them in the same order, that of DistributedDataParallel's buckets;
+names are labels in the profiler's trace.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ Array = Any  # of the framework that `ops` is of
 class PowerSGD(Rounds, Seeded):
     """Send low-rank factors of each matrix, with error feedback and a warm start.
 
-    A matrix of m n elements takes bytes in proportion to m + n, nearly independent of the number of
-    ranks: a ResNet-50 at rank 4 sends 55 times fewer bytes. It works well if gradients have few
-    dominant directions, as those of large matrices do. Each bucket takes two dependent exchanges,
-    so it waits for the network twice.
+    A matrix of m n elements takes bytes in proportion to m + n, with any number of ranks: a
+    ResNet-50 at rank 4 sends 55 times fewer bytes. It works well if gradients have few dominant
+    directions, as those of large matrices do. Each bucket takes two dependent exchanges, so it
+    waits for the network twice.
 
     All ranks compute P from the same sums. With the CPU kernels they get the same bits with any
     processors and numbers of threads; without the kernels only if library, processor and number of

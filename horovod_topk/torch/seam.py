@@ -112,7 +112,7 @@ def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
     pass the gradients of every later optimizer to the failed one.
 
     Returns:
-        Whether Horovod wanted its hooks.
+        Whether Horovod's constructor would have registered its hooks.
     """
     asked: list[bool] = []
     optimizer._register_hooks = lambda: asked.append(True)

@@ -258,7 +258,7 @@ class HierarchicalBucket(Generic[Array]):
         orders. Payloads that `gather` has sent already are spread: other nodes have them too.
         """
         if self._reduced is not None:
-            with contextlib.suppress(TopKError):  # nobody reads it
+            with contextlib.suppress(TopKError):  # the sum is not used
                 self._reduced.wait()
             self._reduced = None
             self._unwanted += self._abort()

@@ -44,7 +44,7 @@ FLOAT16_MAX = tl.constexpr(65504.0)
 HALF = tl.constexpr(0xFFFF)  # two counts below 2**15 are stored in one int32
 
 ABOVE, INSIDE, NONFINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # chunk stats
-STATS = tl.constexpr(4)  # stats for each chunk
+STATS = tl.constexpr(4)  # numbers for each chunk
 
 
 @triton.jit

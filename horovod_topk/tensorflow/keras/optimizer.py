@@ -151,7 +151,7 @@ class _Exchanger:
     def __init__(self, function: Callable[..., list[Any]]) -> None:
         self.function = function
         self.variables: list[Any] = []  # those of the step that is being built
-        self.reached = False  # whether this step came to apply or accumulate gradients
+        self.reached = False  # whether this step applied or accumulated gradients
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Exchange gradients; Horovod's function gets tf.Variables, `Exchange` Keras variables."""
