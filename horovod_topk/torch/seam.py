@@ -1,18 +1,18 @@
-"""The one place that touches Horovod's private methods.
+"""The one module that calls and wraps Horovod's private methods.
 
 `hvd.DistributedOptimizer` builds a class from `dict(_DistributedOptimizer.__dict__)` at every
-call, so methods wrapped here once reach every optimizer built afterwards. Wrapped are:
+call, so methods that are wrapped here apply to every optimizer built afterwards:
 
     _DistributedOptimizer.__init__                  attach a state when compression is TopKEF, or
-                                                    the optimizer OneBitAdam, and have no hooks on
-                                                    parameters before it stands
-    _DistributedOptimizer._allreduce_grad_async     hand a ready gradient to that state
-    _DistributedOptimizer.synchronize               let it see all gradients before any is exchanged
+                                                    the optimizer OneBitAdam, and register hooks
+                                                    on parameters after that
+    _DistributedOptimizer._allreduce_grad_async     pass a ready gradient to that state
+    _DistributedOptimizer.synchronize               check all gradients before any is exchanged
     _DistributedAdasumOptimizer.__init__            refuse TopKEF before a parameter has changed
-    horovod.torch.join                              refuse it while a TopKEF optimizer lives
+    horovod.torch.join                              refuse it while a TopKEF optimizer exists
 
-Each falls through to the original for any other compressor. tests/unit/test_seam.py fails when
-Horovod's side of this changes.
+With any other compressor each calls the original. tests/unit/test_seam.py fails when Horovod
+changes these methods.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def _wrap_init(original: Method) -> Method:
 
 
 def _compression_of_momentum(asked: Any, op: Any) -> Any:
-    """Return the compression that exchanges the momentum of a OneBitAdam.
+    """The compressor that exchanges the momentum of a OneBitAdam.
 
     Args:
-        asked: what was passed as `compression=`; Horovod's default stands for nothing.
-        op: what was passed as `op=`.
+        asked: the user's `compression=`; Horovod's default selects sharded SignSGD.
+        op: the user's `op=`.
 
     Raises:
-        ConfigError: it would be exchanged in a form of Horovod's, or added up.
+        ConfigError: the compressor is one of Horovod's, or `op` is Sum.
     """
     if op == hvd.Sum:
         raise ConfigError(
@@ -106,10 +106,10 @@ def _compression_of_momentum(asked: Any, op: Any) -> Any:
 
 
 def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
-    """Call Horovod's constructor, but leave parameters as they are.
+    """Call Horovod's constructor without registering its hooks on parameters.
 
-    Hooks stay on parameters as long as these live, and would have the optimizer that was refused
-    take the gradients of every later one.
+    Hooks stay on parameters as long as these exist: after an error in the constructor they would
+    pass the gradients of every later optimizer to the failed one.
 
     Returns:
         Whether Horovod wanted its hooks.
@@ -172,5 +172,5 @@ def _wrap_join(original: Method) -> Method:
 
 
 def _exchanging() -> list[OptimizerState]:
-    """States behind Horovod's optimizers that compress something."""
+    """States of Horovod's optimizers that compress gradients."""
     return [state for state in live_states() if isinstance(state, OptimizerState)]

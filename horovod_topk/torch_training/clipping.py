@@ -1,4 +1,4 @@
-"""Arithmetic of clipping in PyTorch; `horovod_topk.core.clipping` says to what norm, and why."""
+"""Gradient clipping in PyTorch; `horovod_topk.core.clipping` gives the threshold and the reason."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _STRETCH = 1 << 16  # elements
 def clip_alone(
     optimizer: Any, clip_norm: float, gradients: Callable[[], Sequence[Tensor]] | None = None
 ) -> None:
-    """Clip before each step where nothing is exchanged: one rank's gradients are all there are.
+    """Clip gradients before each step where nothing is exchanged, as with one rank.
 
-    gradients: gives those of a step, to be written to; None: the `grad` of every parameter.
+    gradients: returns the gradients of a step, clipped in place; None: the `grad` of every
+        parameter.
     """
     clip = local_clip(clip_norm, "sum")
 
@@ -42,14 +43,14 @@ def _gradients_of(optimizer: Any) -> list[Tensor]:
 
 
 def local_clip(clip_norm: float, reduction: str) -> LocalClip[Tensor]:
-    """Clips a rank's gradients bucket by bucket, while they become ready."""
+    """Make the clipper of a rank's gradients, bucket by bucket as they become ready."""
     return LocalClip(clip_norm, reduction, Scope.SO_FAR, Norms())
 
 
 class Norms:
-    """`horovod_topk.core.clipping.Norms`: numbers on the host, tensors on accelerators.
+    """`horovod_topk.core.clipping.Norms`: floats for host gradients, tensors on accelerators.
 
-    It waits for no accelerator, so that gradients on each device are clipped by their own norm.
+    To avoid waiting for accelerators, the gradients on each device are clipped by their own norm.
     """
 
     def place(self, gradients: Sequence[Tensor]) -> object:
@@ -77,9 +78,9 @@ class Norms:
 
 
 def _norm_on_host(gradient: Tensor) -> float:
-    """Euclidean norm: of stretches, as one long sum in float32 loses its third digit.
+    """Euclidean norm from stretches, since one long float32 sum loses its third digit.
 
-    Sums in float64 cost many times as much, so that only what overflows otherwise gets them.
+    float64 sums cost many times as much, and are used only where float32 overflows.
     """
     dtype = torch.float64 if gradient.dtype is torch.float64 else torch.float32
     flat: Any = gradient.reshape(-1)
