@@ -9,7 +9,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod_topk.ddp
@@ -113,9 +117,17 @@ def _ddp(method: Method, model: GivenGradients, plain: Plain, name: str) -> Cont
     return Contestant(model, _data_parallel(model), plain)
 
 
+def _ddp_none(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    return _ddp_hooked(model, plain, debugging_hooks.noop_hook)
+
+
 def _ddp_fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    return _ddp_hooked(model, plain, default_hooks.fp16_compress_hook)
+
+
+def _ddp_hooked(model: GivenGradients, plain: Plain, hook: Callable[..., Any]) -> Contestant:
     wrapped = _data_parallel(model)
-    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    wrapped.register_comm_hook(None, hook)
     return Contestant(model, wrapped, plain)
 
 
@@ -142,6 +154,7 @@ BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Contestant]] 
     "dense-waiting": _dense_waiting,
     "fp16": _fp16,
     "ddp": _ddp,
+    "ddp-none": _ddp_none,
     "ddp-fp16": _ddp_fp16,
     "powersgd": _powersgd,
     TOPK: _ours,

@@ -19,10 +19,12 @@ KINDS = {
     "dense-waiting": "Horovod, dense, sleeping while it waits",
     "fp16": "Horovod, fp16",
     "ddp": "torch DDP, dense",
+    "ddp-none": "torch DDP, no exchange: copies into its buckets alone",
     "ddp-fp16": "torch DDP, fp16",
     "powersgd": "torch DDP, PowerSGD rank 4",
     TOPK: "TopKEF",
 }  # by the names on the command line
+DDP_KINDS = ("ddp", "ddp-none", "ddp-fp16", "powersgd")
 DEFAULT = "dense,fp16,ddp,powersgd,topk,topk-int8,topk-int8-sharded"
 DEFAULT_OF_SCRIPT = "dense,fp16,topk,topk-int8,topk-int8-sharded"
 WORDS = {  # words of a shorthand such as topk-int8-sharded; `auto` would be ambiguous
@@ -71,7 +73,7 @@ class Method:
     @property
     def is_ddp(self) -> bool:
         """Whether DistributedDataParallel exchanges its gradients."""
-        return self.adapter == "ddp" or self.kind in ("ddp", "ddp-fp16", "powersgd")
+        return self.adapter == "ddp" or self.kind in DDP_KINDS
 
     @property
     def own_momentum(self) -> float:
