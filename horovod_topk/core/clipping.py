@@ -70,7 +70,7 @@ class LocalClip(Generic[Array]):
     def __init__(self, clip_norm: float, reduction: str, scope: Scope, norms: Norms[Array]) -> None:
         self._clip_norm, self._reduction = clip_norm, reduction
         self._scope, self._norms = scope, norms
-        self._so_far: dict[object, Any] = {}  # norms by their place
+        self._so_far: dict[object, Any] = {}  # norms of the buckets so far, by place
         self._threshold = clip_norm
 
     def begin(self, ranks: int, units: float = 1.0) -> None:

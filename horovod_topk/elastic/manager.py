@@ -130,7 +130,7 @@ class Manager:
             self._write(self._saved, state.framework)
 
     def restore(self) -> None:
-        """Go back to the last commit. Local. Later changes of ranks are applied again."""
+        """Go back to the last commit. Local. Files absorbed since then will be absorbed again."""
         state, saved = self._state(), self._saved
         if state is None:
             return
@@ -237,7 +237,7 @@ class Manager:
 
     def _state(self) -> State | None:
         if len(self._states()) > 1:
-            gc.collect()  # optimizers are reference cycles: a dead one may linger
+            gc.collect()  # optimizers are reference cycles: delete unreachable ones first
         states = self._states()
         if len(states) > 1:
             raise ConfigError(

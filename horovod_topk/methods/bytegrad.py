@@ -17,7 +17,7 @@ from horovod_topk.config import check_whole
 from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
 from horovod_topk.ops import Fused, Ops
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 ABOVE = (1 + 2.0**-20) / 255  # step / range; the factor makes up for rounding
 RANGE_BYTES = 4  # bytes of a low or a step

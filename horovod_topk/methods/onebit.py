@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
 from horovod_topk.ops import Fused, Ops, coding
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 SHORTEST = 32  # least elements of a column
 

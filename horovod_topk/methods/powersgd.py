@@ -33,7 +33,7 @@ from horovod_topk.methods.protocol import (
 )
 from horovod_topk.ops import Ops
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ Array = TypeVar("Array")
 
 SECTION = 8  # bytes; a tensor's data in a payload begins at a multiple of it
 
-# Numbers of a recipe; see `horovod_topk.ops.protocol.Fused`.
+# Numbers and codes in a recipe; see `horovod_topk.ops.protocol.Fused`.
 WIDTH = {"float32": 4, "float64": 8}  # bytes of a residual
 DTYPE_CODE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 VALUE_CODE = {

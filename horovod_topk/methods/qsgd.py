@@ -27,7 +27,7 @@ from horovod_topk.methods.keys import Key, halves
 from horovod_topk.methods.protocol import Bucket, Piece, SeededCodec, bucket_recipe
 from horovod_topk.ops import Fused, Ops, coding
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 ABOVE = 1 + 2.0**-20  # makes up for rounding, so that no element exceeds s steps
 

@@ -18,7 +18,7 @@ from horovod_topk.methods.protocol import Bucket, Piece, Placed, Rounds, Seeded,
 from horovod_topk.ops import Ops
 from horovod_topk.ratios import checked_ratio
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 
 @dataclass(frozen=True, kw_only=True)

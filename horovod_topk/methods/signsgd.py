@@ -21,7 +21,7 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
 from horovod_topk.ops import Fused, Ops, coding
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 
 @dataclass(frozen=True, kw_only=True)

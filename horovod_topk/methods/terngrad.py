@@ -31,7 +31,7 @@ from horovod_topk.methods.protocol import (
 )
 from horovod_topk.ops import Fused, Ops, coding
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 SCALE_BYTES = 4
 

@@ -30,7 +30,7 @@ from horovod_topk.ops import Ops
 from horovod_topk.ratios import checked_ratio
 from horovod_topk.schedules import Decision, Schedule
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 ABOVE, COUNTED = "above", "counted"  # measures: elements above the threshold, and all elements
 HALVINGS = 4  # levels below `max_ratio`, each half of the one before

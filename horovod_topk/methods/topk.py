@@ -75,7 +75,7 @@ SELECTIONS = ("exact", "sampled")
 EARLY_STEPS, EARLY, MOST_EARLY = 60, 10, 0.25  # warmup="auto": steps, times `ratio`, at most
 KINDS = (None, "int32", "int16", "packed")  # kinds of indices, in the order of their sections
 
-# Numbers of a recipe; see `horovod_topk.ops.protocol.Fused`.
+# Codes in a recipe; see `horovod_topk.ops.protocol.Fused`.
 INDEX_CODE = {None: 0, "packed": 1, "int16": 2, "int32": 4}
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from horovod_topk.ops.protocol import Ops
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 DEPENDENT = 1e-5  # a row with a smaller share of its length left is linearly dependent
 

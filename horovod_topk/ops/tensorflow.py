@@ -389,7 +389,7 @@ class TensorFlowOps:
     def rows(self, gathered: Array, width: int) -> int:
         if gathered.numel is not None:
             return gathered.numel // width
-        rows: int = tf.cast(tf.size(gathered.value) // width, tf.float64)  # to divide by
+        rows: int = tf.cast(tf.size(gathered.value) // width, tf.float64)  # a divisor of floats
         return rows
 
     def store(self, payload: Array, at: int, part: Array) -> None:

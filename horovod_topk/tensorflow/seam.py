@@ -85,7 +85,7 @@ class Exchange:
         self._sparse_as_dense = sparse_as_dense
         self._stock = stock
         taken = told.taken
-        self._warnings: list[str] = [] if taken is None else taken.warnings  # about the optimizer
+        self._warnings: list[str] = [] if taken is None else taken.warnings  # of the optimizer
 
     @property
     def config(self) -> Method:

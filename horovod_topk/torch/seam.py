@@ -93,7 +93,7 @@ def _compression_of_momentum(asked: Any, op: Any) -> Any:
             "op=hvd.Sum would add up the ranks' momenta, of which the common one is a part",
             cure="Leave op= out",
         )
-    if asked is hvd.Compression.none:  # a class of its own
+    if asked is hvd.Compression.none:  # Horovod's default
         return importlib.import_module("horovod_topk.torch").SignSGD(exchange="sharded")
     kind = asked if isinstance(asked, type) else type(asked)
     if not issubclass(kind, Compressor):
@@ -158,7 +158,7 @@ def _wrap_adasum_init(original: Method) -> Method:
 def _wrap_join(original: Method) -> Method:
     def join(*args: Any, **kwargs: Any) -> Any:
         if _exchanging():
-            gc.collect()  # Horovod's optimizers are reference cycles: a dead one may linger
+            gc.collect()  # Horovod's optimizers are reference cycles: delete unreachable ones
         for state in _exchanging():
             raise UnsupportedOperationError(
                 f"hvd.join() was called while {state.label} exchanges payloads, which a joined "

@@ -11,7 +11,7 @@ from horovod_topk.errors import ConfigError, ShapeChangedError
 
 
 def check_may_leave(name: str, compressor: Compressor[Tensor]) -> None:
-    """Refuse a sparse gradient if a setting or its residual would have no effect on it.
+    """Refuse a sparse gradient to which a setting would not apply, or with a residual.
 
     Raises:
         ConfigError: a setting changes gradients before they are exchanged.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from horovod_topk.core.clipping import LocalClip, Scope
 
-_STRETCH = 1 << 16  # elements
+_STRETCH = 1 << 16  # elements of a stretch that is summed in float32
 
 
 def clip_alone(
@@ -26,7 +26,7 @@ def clip_alone(
 
     @torch.no_grad()
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, where the step unscales
+        scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler if the step unscales
         clip.begin(ranks=1, units=1.0 if scale is None else float(scale))
         by_device: dict[torch.device, list[Tensor]] = {}
         for gradient in _gradients_of(optimizer) if gradients is None else gradients():

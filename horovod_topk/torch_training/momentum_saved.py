@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 TAKEN = "topkef_momentum"  # the taken-over momentum in parameter groups of older checkpoints
-BUFFERS = "momentum_buffer", "exp_avg"  # of SGD, of Adam and AdamW
+BUFFERS = "momentum_buffer", "exp_avg"  # state keys: SGD's, and that of Adam and AdamW
 
 
 def save_zeros(optimizer: Any, loan: Any) -> None:

@@ -34,7 +34,7 @@ from horovod_topk.config import check_flag, check_whole
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 
-MOST = 2**31  # steps before the variance is frozen
+MOST = 2**31  # largest `freeze_after`
 
 
 class OneBitAdam(Optimizer):

@@ -29,7 +29,7 @@ class ReadyGradient:
     owner: Tensor  # p.grad
     dense: Tensor  # the same, or its dense copy when sparse_as_dense
     version: int  # counts in-place writes; see torch.Tensor._version
-    address: int  # of `dense`: assigning to `.data` changes no version
+    address: int  # memory address of `dense`: assigning to `.data` changes no version
 
     def note_writing(self) -> None:
         """Note that all writes to the gradient so far were this package's own."""
@@ -44,9 +44,9 @@ class Slot:
     def __init__(self, parameter: Tensor, spec: TensorSpec, ordinal: int) -> None:
         self.parameter = parameter
         self.spec = spec
-        self.ordinal = ordinal  # of its bucket
+        self.ordinal = ordinal  # the bucket's
         self.kind = spec.shape, DTYPES[spec.dtype], torch.device(spec.device)
-        self.ready: ReadyGradient | None = None  # from its hook until its bucket is finished
+        self.ready: ReadyGradient | None = None  # from the hook until the bucket is finished
         self.exchanged: ReadyGradient | None = None  # from then on until the optimizer's step
         self.has_fired = False  # whether backward has added to its gradient since the last exchange
 
@@ -175,7 +175,7 @@ def _is_nonzero(gradient: Tensor) -> bool:
 
 def _overlaps(tensor: Tensor) -> bool:
     """Whether elements of a tensor share memory: a stride is too small for the inner dimensions."""
-    reach = 0  # of the dimensions with smaller strides, in elements
+    reach = 0  # elements that dimensions with smaller strides span
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
             return True

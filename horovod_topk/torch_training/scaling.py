@@ -31,7 +31,7 @@ from horovod_topk.errors import ConfigError, GradientChangedError, UnsupportedDt
 log = logging.getLogger("horovod_topk")
 
 _SCALER_FILE = "grad_scaler.py"  # PyTorch's, in every release
-_DEPTH = 12  # frames between GradScaler.step() and a hook of the optimizer's step, at most
+_DEPTH = 12  # most frames between GradScaler.step() and a hook of the optimizer's step
 
 
 class Scaler(Protocol):

@@ -25,7 +25,7 @@ from horovod_topk.torch.collective import rest_until_done
 LEARNING_RATE = 1e-9  # weights nearly stay the same with any gradients
 POWERSGD_RANK = 4
 POWERSGD_START = 2  # the smallest value that it accepts; the steps before are dense
-ONE_BUCKET = 1 << 20  # MiB, more than any model has
+ONE_BUCKET = 1 << 20  # MiB, more than any model's gradients
 
 
 def _nothing() -> None:

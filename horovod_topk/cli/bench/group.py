@@ -60,6 +60,6 @@ def process_group(interface: str) -> Iterator[None]:
         store = TCPStore(host, port, hvd.size(), is_master=False)
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
     yield
-    hvd.barrier()  # a rank that left earlier would break connections, and rank 0 the store
+    hvd.barrier()  # a rank that ends earlier would break connections, and rank 0 the store
     dist.destroy_process_group()
     hvd.barrier()

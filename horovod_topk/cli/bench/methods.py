@@ -89,7 +89,7 @@ def parse_methods(text: str) -> list[Method]:
         ValueError: a method is unknown; TopKError: a compressor does not accept a setting.
     """
     methods = {name: method_of(name) for name in _names(text)}
-    methods.pop(NONE, None)  # is always measured
+    methods.pop(NONE, None)  # it is always measured
     if not methods:
         others = ", ".join(kind for kind in KINDS if kind != NONE)
         raise ValueError(

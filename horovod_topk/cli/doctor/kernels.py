@@ -15,7 +15,7 @@ from horovod_topk.methods.topk import VALUES, TopK
 
 NAME = "kernels for the GPU"
 GPU = "cuda"
-NODES = Nodes(((0, 1), (2, 3)))  # any with several owners
+NODES = Nodes(((0, 1), (2, 3)))  # an example with several owners on each node
 NUMEL = 1 << 20  # elements of a tensor that is compressed, not sent dense
 COMPILE = (
     "install a C++17 compiler, then run python -m horovod_topk.kernels.compile (unless you set "

@@ -70,7 +70,7 @@ def multiples(framework: Framework, config: Method) -> Multiples:
     config = replace(config, warmup=None, ratios=None)
     plan = make_plan([spec], config)
     (bucket,) = plan.buckets
-    triad = seconds(framework.triad(BUCKET_ELEMENTS)) * bucket.numel / BUCKET_ELEMENTS  # of memory
+    triad = seconds(framework.triad(BUCKET_ELEMENTS)) * bucket.numel / BUCKET_ELEMENTS  # uncached
     if isinstance(config, Rounds):
         compressor = Compressor(plan, ops, codec, ReduceExchange(Alone()), "topkef.plan")
 

@@ -35,7 +35,7 @@ from horovod_topk.ops.coding import value_bytes
 
 Array = TypeVar("Array")
 
-LANES = 4  # of 16 bits: float32 holds their sums over 256 ranks exactly
+LANES = 4  # with 16 bits each: float32 holds their sums over 256 ranks exactly
 
 
 class AllreduceExchange(Over[Array]):

@@ -154,7 +154,7 @@ def add_ranks(
     indices = gathered + field(table, t, INDEX_AT)
     wide = payload_bytes.to(tl.int64)
     size = number(table, t, NUMEL) - first
-    more = size > OUTPUT  # tiles of this tensor
+    more = size > OUTPUT  # whether this tensor has another tile
     size = tl.minimum(size, OUTPUT)
     for rank in range(ranks):
         here = begins + rank * tiles + tile

@@ -198,7 +198,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         def multiplier(epoch: float) -> float:
             assert self._steps is not None
             ranks: int = hvd.size()
-            done = min(1.0, (epoch + 1 / self._steps) / warmup_epochs)  # 1 with the last batch
+            done = min(1.0, (epoch + 1 / self._steps) / warmup_epochs)  # 1 in the last batch
             return (1 + done * (ranks - 1)) / ranks
 
         super().__init__(

@@ -80,7 +80,7 @@ def _build_and_assign(copy: Any, optimizer: Any) -> None:
 
 
 def _assign(copy: Any, optimizer: Any) -> None:
-    dropped = [] if slots_of(copy) else [id(slot) for slot in slots_of(optimizer)]  # taken over
+    dropped = [] if slots_of(copy) else [id(slot) for slot in slots_of(optimizer)]  # takeover
     mine, theirs = copy._variables, [v for v in optimizer._variables if id(v) not in dropped]
     if len(mine) != len(theirs):
         raise UnsupportedOperationError(
