@@ -250,11 +250,15 @@ class NumpyOps:
         place: Array = (index // SHARD_BLOCK * parts + first) * SHARD_BLOCK + index % SHARD_BLOCK
         return place
 
+    def shard(self, gradient: Array, parts: int, first: int) -> Array:
+        flat = gradient.reshape(-1)
+        places = self.global_index(np.arange(flat.size), parts, first)
+        shard: Array = flat[places[places < flat.size]]
+        return shard
+
     def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
         for first, out in zip(firsts, outs, strict=True):
-            out[...] = gradient.reshape(-1)[
-                self.global_index(np.arange(out.size), len(firsts), first)
-            ]
+            out[...] = self.shard(gradient, len(firsts), first)
 
     def rows(self, gathered: Array, width: int) -> int:
         return gathered.size // width

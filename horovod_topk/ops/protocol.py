@@ -434,11 +434,17 @@ class Ops(Protocol[Array]):
         """
         ...
 
-    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
-        """Write the shard whose first block is firsts[p] to outs[p], of len(firsts) shards.
+    def shard(self, gradient: Array, parts: int, first: int) -> Array:
+        """The flat shard whose first block is `first`, of `parts` shards of a gradient.
 
-        Element i of a shard is element `global_index(i, len(firsts), firsts[p])` of the gradient,
-        cast to the dtype of `outs`, which are as long as the shards.
+        Element i of it is element `global_index(i, parts, first)` of the gradient.
+        """
+        ...
+
+    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
+        """Write `shard(gradient, len(firsts), firsts[p])` to outs[p], cast to its dtype.
+
+        outs: arrays as long as the shards.
         """
         ...
 

@@ -374,17 +374,17 @@ class TensorFlowOps:
         at = index.value
         return Buffer((at // SHARD_BLOCK * parts + first) * SHARD_BLOCK + at % SHARD_BLOCK)
 
-    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
-        flat, parts = _flat(gradient), len(firsts)
+    def shard(self, gradient: Array, parts: int, first: int) -> Array:
+        flat = _flat(gradient)
         rounds = gradient.numel // (SHARD_BLOCK * parts)
         whole = tf.reshape(flat[: rounds * parts * SHARD_BLOCK], [rounds, parts, SHARD_BLOCK])
-        rest = flat[rounds * parts * SHARD_BLOCK :]
+        at = (rounds * parts + first) * SHARD_BLOCK
+        own = tf.reshape(whole[:, first], [-1])
+        return Buffer(tf.concat([own, flat[at : at + SHARD_BLOCK]], 0))
+
+    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
         for first, out in zip(firsts, outs, strict=True):
-            shard = [
-                tf.reshape(whole[:, first], [-1]),
-                rest[first * SHARD_BLOCK : (first + 1) * SHARD_BLOCK],
-            ]
-            _write(out, tf.cast(tf.concat(shard, 0), out.dtype))
+            _write(out, tf.cast(self.shard(gradient, len(firsts), first).value, out.dtype))
 
     def rows(self, gathered: Array, width: int) -> int:
         if gathered.numel is not None:

@@ -299,6 +299,16 @@ class TorchOps:
     def global_index(self, index: Tensor, parts: int, first: int) -> Tensor:
         return (index // SHARD_BLOCK * parts + first) * SHARD_BLOCK + index % SHARD_BLOCK
 
+    def shard(self, gradient: Tensor, parts: int, first: int) -> Tensor:
+        flat = gradient.reshape(-1)
+        rounds = flat.numel() // (SHARD_BLOCK * parts)
+        whole = flat[: rounds * parts * SHARD_BLOCK].view(rounds, parts, SHARD_BLOCK)
+        rest = flat[(rounds * parts + first) * SHARD_BLOCK :][:SHARD_BLOCK]
+        shard = flat.new_empty(rounds * SHARD_BLOCK + rest.numel())
+        shard[: rounds * SHARD_BLOCK].view(rounds, SHARD_BLOCK).copy_(whole[:, first])
+        shard[rounds * SHARD_BLOCK :] = rest
+        return shard
+
     def split_shards(self, gradient: Tensor, firsts: Sequence[int], outs: Sequence[Tensor]) -> None:
         flat, parts = gradient.reshape(-1), len(firsts)
         rounds = flat.numel() // (SHARD_BLOCK * parts)
