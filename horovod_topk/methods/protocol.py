@@ -22,7 +22,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from horovod_topk.config import Settings
+from horovod_topk.config import AUTO, Settings
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.keys import Key
 from horovod_topk.ops import Fused, Ops
@@ -182,7 +182,7 @@ class Method(Settings):
     """What both kinds have in common: settings (the fields), and a number in payloads."""
 
     id: ClassVar[int]  # in the payload's header: unique, and never given to another method
-    for_training: ClassVar[Mapping[str, str]] = {}  # defaults of compressors, not of fields
+    for_training: ClassVar[Mapping[str, str]] = {"guard": AUTO}  # of compressors, not of fields
     measured: ClassVar[tuple[str, ...]] = ()  # names of what a codec measures: `Sent.measured`
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ Array = Any  # of the framework that `ops` is of
 
 ABOVE, COUNTED = "above", "counted"  # measures: elements above the threshold, of so many
 HALVINGS = 4  # levels below `max_ratio`, each half of the one before
-OF_STEPS = {"schedule", "warmup"}  # settings that decide on levels, of which Top-K is told the last
+OF_STEPS = {"schedule", "warmup", "guard"}  # settings that decide on levels; Top-K gets the level
 
 
 @dataclass(frozen=True, kw_only=True)

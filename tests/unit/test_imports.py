@@ -25,7 +25,13 @@ ROOMS = {
     "errors.py": set[str](),
     "ratios.py": {"horovod_topk.errors"},
     "schedules.py": {"horovod_topk.ratios", "horovod_topk.errors"},
-    "config.py": {"horovod_topk.ratios", "horovod_topk.schedules", "horovod_topk.errors"},
+    "guard.py": {"horovod_topk.schedules", "horovod_topk.errors"},
+    "config.py": {
+        "horovod_topk.ratios",
+        "horovod_topk.schedules",
+        "horovod_topk.guard",
+        "horovod_topk.errors",
+    },
     "__init__.py": {"horovod_topk.errors", "horovod_topk.methods", "horovod_topk.reporting"},
     "reporting.py": set[str](),
     "methods": {
@@ -42,6 +48,7 @@ ROOMS = {
         "horovod_topk.config",
         "horovod_topk.ratios",
         "horovod_topk.schedules",
+        "horovod_topk.guard",
         "horovod_topk.errors",
     },
     "ops/__init__.py": {"horovod_topk.ops.protocol"},
