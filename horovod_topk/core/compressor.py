@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
+from horovod_topk.core.exchange.selection import dense_beside
 from horovod_topk.core.measures import EXPOSED, STEP, VERDICT, Rows
 from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
@@ -22,7 +23,7 @@ from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.residual import ResidualRegistry, Squares
-from horovod_topk.core.rounds import is_shared, state_names, state_plan
+from horovod_topk.core.rounds import Whole, is_shared, state_names, state_plan
 from horovod_topk.core.state import State
 from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY
 from horovod_topk.core.stats import Sample
@@ -67,6 +68,8 @@ class Compressor(State[Array]):
     ) -> None:
         super().__init__(plan.config, plan.reduction, ops)
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
+        self._usual = exchange  # where gradients are compressed
+        self._dense: Exchange[Array] | None = None  # where the guard has ended that
         self._agreed, self._momenta = plan, momenta or Momenta(plan.config)
         self.timer, self._sums = timer or StepTimer(), cast("Array | None", None)
         codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
@@ -85,6 +88,7 @@ class Compressor(State[Array]):
         self._ended: float | None = None  # when that ended, by `time.perf_counter`
         guard = plan.config.guard
         self._sampled = WATCHED if guard is not None and guard.residual is not None else SAMPLED
+        self._level = plan.config.ratio, self.velocity is not None, exchange
         self.step = self._new_step()
 
     @property
@@ -230,15 +234,16 @@ class Compressor(State[Array]):
 
         Ranks may have come, whose residuals are zero, or gone.
         """
-        ranks, ratio, corrects = self.exchange.ranks, self.ratio, self._corrects
+        ranks = self.exchange.ranks
         before, self.ranks_before = self.ranks_before, ranks
         if before is not None and before != ranks:
             self.registry.scale(rescaling(self.plan.reduction, before, ranks))
         self._momenta.turn(plain=self.guard.is_handing_over)
         if self.rates is not None:
             self._follow(self.rates.turn())
-        if (ratio, corrects) != (self.plan.config.ratio, bool(self.plan.config.momentum)):
-            self._turn_to(ratio, corrects=corrects)
+        level = self.ratio, self.velocity is not None and self.guard.corrects, self._next_exchange
+        if level != self._level:
+            self._turn_to(*level)
         self.step.samples = self.steps % self._sampled == 0
         self._numbers[VERDICT] = self.guard.verdict
         self.step.turn()
@@ -254,21 +259,31 @@ class Compressor(State[Array]):
             self.step.forget_gradients()
 
     @property
-    def _corrects(self) -> bool:
-        """Whether momentum is corrected in a step that begins now."""
-        return self.velocity is not None and self.guard.corrects
+    def _next_exchange(self) -> Exchange[Array]:
+        """That of a step that begins now; the guard has dense gradients travel as they should."""
+        if not (self.guard.is_over or self.guard.tries_dense(self.counter.committed)):
+            return self._usual
+        if self._dense is None:
+            self._dense = dense_beside(self._usual)
+        return self._dense
 
-    def _turn_to(self, ratio: float, *, corrects: bool) -> None:
+    def _turn_to(self, ratio: float, corrects: bool, exchange: Exchange[Array]) -> None:
         """Switch to another ratio level; no bucket may be under way.
 
         A method's state keeps the layout that it has at the ratio of the settings.
 
-        corrects: whether momentum is corrected there.
+        Args:
+            ratio: of the level.
+            corrects: whether momentum is corrected there.
+            exchange: how gradients travel there.
         """
         if self.velocity is not None and corrects and not self.plan.config.momentum:
             for name, velocity in self._momenta.velocities().items():
                 self.velocity.assign(name, velocity)
         settings = self.schedule.settings(ratio, corrects=corrects or self.velocity is None)
+        if exchange is not self._usual:
+            settings = Whole.beside(settings)
+        self._level, self.exchange = (ratio, corrects, exchange), exchange
         self.plan = self.plan.under(settings)
         for registry in self._registries.values():
             if registry not in self.states.values():

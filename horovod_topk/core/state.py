@@ -139,8 +139,8 @@ class State(Counting[Array]):
         Returns:
             The guard's rule by which compression ends with this step; empty: it does not.
         """
-        told = heard(plan, by_bucket) if committed and plan.config.told else None
-        if self.schedule.decides and committed:
+        told = heard(plan, by_bucket) if committed and plan.config.measures else None
+        if committed and plan.config.schedule is not None:  # else it is no level of the schedule
             before = self.counter.decision
             self.counter.decision = self.schedule.decide(before, plan.config.ratio, told)
         ending = {"committed": committed, "flagged": bool(flagged), "logs": self.place[0] == 0}

@@ -129,7 +129,9 @@ class Step(Generic[Array]):
         numbers = [self._number(name) for name in self._buckets[first].plan.measures]
         if numbers != self._told:
             self._told = numbers
-            self._codec.tell(self._buckets[first].plan, numbers)
+            for ordinal, bucket in self._buckets.items():
+                told = numbers if ordinal == first else [0.0] * len(numbers)
+                self._codec.tell(bucket.plan, told)
 
     def begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Compress a bucket and start its first collective. Writes no gradient and no residual.

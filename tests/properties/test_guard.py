@@ -206,6 +206,22 @@ def test_the_bytes_of_a_verdict() -> None:
     assert heard == [{0: [(0.0,), (1.0,)], 1: [(0.0,), (0.0,)]}] * 2
 
 
+def test_dense_gradients_of_many_ranks_are_not_gathered() -> None:
+    specs = [TensorSpec("w", (1000, 300), "float32")]
+    job = World(make_plan(specs, TOPK), 8, NUMPY)
+    given = [{"w": np.full((1000, 300), float(rank), np.float32)} for rank in range(8)]
+    for rank in job.ranks:
+        rank.guard.memory = rank.guard.memory._replace(stage=float(FLUSHING))
+    assert (take(job, given)[5]["w"] == 3.5).all()
+    traffic = job.ranks[0].traffic()
+    assert traffic.dense_bytes < traffic.sent_bytes < 1.01 * traffic.dense_bytes
+    for rank in job.ranks:
+        rank.guard.resume((), own=True)
+    take(job, given)
+    assert job.ranks[0].traffic().sent_bytes < 0.5 * traffic.sent_bytes
+    assert {rank.exchange.kind for rank in job.ranks} == {"allgather"}
+
+
 def test_only_flags_need_no_byte() -> None:
     storms = Guard(trend=None, residual=None)
     assert TopK(guard=storms).measures == ()

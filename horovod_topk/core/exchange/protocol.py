@@ -269,6 +269,11 @@ class Over(abc.ABC, Generic[Array]):
         self._counted: dict[tuple[bytes, int], Traffic] = {}  # by their plan's digest
 
     @property
+    def collective(self) -> Collective[Array]:
+        """All ranks."""
+        return self._collective
+
+    @property
     def ranks(self) -> int:
         """How many ranks exchange."""
         return self._collective.size
