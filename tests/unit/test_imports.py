@@ -187,6 +187,7 @@ ROOMS = {
         "horovod_topk.core",
         "horovod_topk.ops.torch",
         "horovod_topk.config",
+        "horovod_topk.guard",
         "horovod_topk.errors",
     },
     "torch": {
@@ -201,6 +202,7 @@ ROOMS = {
         "horovod_topk.core",
         "horovod_topk.ops.torch",
         "horovod_topk.config",
+        "horovod_topk.guard",
         "horovod_topk.errors",
     },
     "tensorflow": {
@@ -218,6 +220,7 @@ ROOMS = {
         "horovod_topk.ops.tensorflow",
         "horovod_topk.ratios",
         "horovod_topk.config",
+        "horovod_topk.guard",
         "horovod_topk.errors",
     },
 }

@@ -48,6 +48,7 @@ def equal(ours: list[Array], theirs: list[Array]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.one_in(4)
 @WAYS
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 def test_from_there_on_it_is_dense_training_to_the_bit(graph: bool, exchange: str) -> None:
