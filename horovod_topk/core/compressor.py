@@ -70,6 +70,7 @@ class Compressor(State[Array]):
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
         self._usual = exchange  # where gradients are compressed
         self._dense: Exchange[Array] | None = None  # where the guard has ended that
+        self._has_momentum = False  # whether the optimizer has its momentum back
         self._agreed, self._momenta = plan, momenta or Momenta(plan.config)
         self.timer, self._sums = timer or StepTimer(), cast("Array | None", None)
         codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
@@ -163,6 +164,7 @@ class Compressor(State[Array]):
     def has_changed(self) -> None:
         """`State.has_changed`."""
         self.step.forget_gradients()
+        self._has_momentum = False  # velocities are those that were loaded
 
     def replan(self, plan: Plan) -> None:
         """Take on a plan with fewer tensors, and keep their residuals; the others have to be 0."""
@@ -277,9 +279,10 @@ class Compressor(State[Array]):
             corrects: whether momentum is corrected there.
             exchange: how gradients travel there.
         """
-        if self.velocity is not None and corrects and not self.plan.config.momentum:
+        if self.velocity is not None and corrects and self._has_momentum:
             for name, velocity in self._momenta.velocities().items():
                 self.velocity.assign(name, velocity)
+        self._has_momentum = not corrects
         settings = self.schedule.settings(ratio, corrects=corrects or self.velocity is None)
         if exchange is not self._usual:
             settings = Whole.beside(settings)

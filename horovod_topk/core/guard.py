@@ -69,6 +69,11 @@ class Memory(NamedTuple):
 
 
 COMMON = Memory._fields[: Memory._fields.index("reports")]
+_SHOWN = {
+    "trend": "the reported value has left its trend",
+    "residual": "the norm of the residual is far above its usual share of the gradient's",
+    "slower": "compression takes longer than dense gradients would",
+}
 
 
 class Watch:
@@ -262,9 +267,8 @@ class Watch:
             found = f"{count} step{'s' * (count > 1)} in a row had a NaN or an infinity"
             return "nonfinite", found, count >= limit
         told = [each for each in verdicts if each]
-        rules = {BY_CLOCK: OF_ONE_RANK.index(BY_CLOCK) + 1}
-        slow = [each for each in told if each % FIRES == rules[BY_CLOCK]]
-        if 2 * len(slow) <= len(verdicts):  # one slow rank makes others wait at every level
+        slow = [each for each in told if each % FIRES == OF_ONE_RANK.index(BY_CLOCK) + 1]
+        if 2 * len(slow) <= len(verdicts):  # a slow rank makes the others wait at every level
             told = [each for each in told if each not in slow]
         if not told:
             return "", "", False
@@ -297,10 +301,3 @@ class Watch:
         self.warnings = (*self.warnings, text)[-KEPT:]
         if logs:
             log.warning("TopKEF guard, %s", text)
-
-
-_SHOWN = {
-    "trend": "the reported value has left its trend",
-    "residual": "the norm of the residual is far above its usual share of the gradient's",
-    "slower": "compression takes longer than dense gradients would",
-}

@@ -32,7 +32,7 @@ WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two thing
     **{value: "indices" for value in INDICES if value != "auto"},
 }
 # Settings that make no other step to time.
-UNFIT = ("name", "warmup", "schedule", "probe_every", "follow_lr", *BY_ADAPTERS)
+UNFIT = ("name", "warmup", "schedule", "guard", "probe_every", "follow_lr", *BY_ADAPTERS)
 SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,
@@ -45,7 +45,8 @@ NUMBERS: dict[str, Callable[[str], float]] = {
 EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # where the default is off
 OVER_DDP = "ddp+"  # before a compressor: with horovod_topk.ddp
 TRUTH = {"True": True, "False": False}
-STEADY: Mapping[str, Any] = {"warmup": None}  # steps are timed as they are after a warm-up
+# Steps are timed as they are after a warm-up, and nothing ends compression.
+STEADY: Mapping[str, Any] = {"warmup": None, "guard": None}
 OPTIMIZERS_OWN = 0.9  # momentum, where TopKEF takes it over
 
 

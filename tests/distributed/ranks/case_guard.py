@@ -158,6 +158,33 @@ def test_a_checkpoint_goes_on_at_every_stage(
     assert TopKEF.of(ours).stats().fallbacks == TopKEF.of(resumed).stats().fallbacks
 
 
+def test_a_run_that_goes_back_to_before_has_its_velocities_again() -> None:
+    guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=2)
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE, guard=guard))
+    for step in range(3):
+        training.ordinary(task, optimizer, step)
+    kept = copy.deepcopy(
+        (task.state_dict(), optimizer.state_dict(), TopKEF.of(optimizer).state_dict())
+    )
+    storm(task, optimizer, range(4, 6))
+    for step in range(6, 9):
+        training.ordinary(task, optimizer, step)
+    assert TopKEF.of(optimizer).stats().momentum == 0.0
+    again, history = [training.snapshot(task)], list[Any]()
+    for _ in range(2):
+        task.load_state_dict(kept[0])
+        optimizer.load_state_dict(copy.deepcopy(kept[1]))
+        TopKEF.of(optimizer).load_state_dict(kept[2])
+        optimizer.zero_grad()
+        for step in range(3, 6):
+            training.ordinary(task, optimizer, step)
+        history.append(training.snapshot(task))
+    assert_same(*history)
+    assert TopKEF.of(optimizer).stats().momentum == 0.9
+    assert not all(torch.equal(a, b) for a, b in zip(again[0], history[0], strict=True))
+
+
 @pytest.mark.world_size(2, 3)
 def test_one_rank_whose_loss_rises_takes_all_with_it(caplog: pytest.LogCaptureFixture) -> None:
     task, seen = Setup().task(), list[Any]()
