@@ -10,6 +10,7 @@ from horovod_topk.schedules import check_above, check_steps
 TOLD = ("verdict",)  # what ranks tell each other for the rules of one rank; `core.measures`
 OF_ONE_RANK = ("trend", "residual", "slower")  # rules that a rank judges by its own numbers
 BY_CLOCK = "slower"
+REASONS = ("non-finite", *OF_ONE_RANK)  # in metrics and `stats()`
 
 
 @dataclass(frozen=True, kw_only=True)

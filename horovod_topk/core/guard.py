@@ -26,7 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from horovod_topk.guard import BY_CLOCK, OF_ONE_RANK, Guard
+from horovod_topk.guard import BY_CLOCK, OF_ONE_RANK, REASONS, Guard
 
 log = logging.getLogger("horovod_topk")
 
@@ -227,14 +227,14 @@ class Watch:
         self.memory = Memory(**{each: getattr(self.memory, each) for each in COMMON})
         self.memory = self.memory._replace(since=0, flagged=0, **fallen)
         self._say(f"step {step}: {why}. All ranks go back to dense gradients. {self._then}", logs)
-        return "non-finite" if rule == "nonfinite" else rule
+        return REASONS[0] if rule == "nonfinite" else rule
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
         """How often each rule has ended compression."""
-        names = {"nonfinite": "non-finite", **{name: name for name in OF_ONE_RANK}}
-        counts = {shown: int(getattr(self.memory, name)) for name, shown in names.items()}
-        return {name: count for name, count in counts.items() if count}
+        m = self.memory
+        counts = zip(REASONS, (m.nonfinite, m.trend, m.residual, m.slower), strict=True)
+        return {reason: int(count) for reason, count in counts if count}
 
     def resume(self, saved: Sequence[float], *, own: bool) -> None:
         """Go on where a state dict or another rank is.

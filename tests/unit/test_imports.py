@@ -100,6 +100,7 @@ ROOMS = {
     "metrics/prometheus.py": {
         "prometheus_client",
         "horovod_topk.core.stats",
+        "horovod_topk.guard",
         "horovod_topk.__version__",
     },
     "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
