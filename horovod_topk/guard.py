@@ -25,9 +25,10 @@ class Guard:
         nonfinite: so many steps in a row had a NaN or an infinity on some rank, and were rolled
             back. A loss scaler that starts too high takes a few.
         trend: the value that a rank reports, such as its loss, smoothed over 8 reports, is above
-            the smallest smoothed one lately by so many times the usual distance between the two, in
-            4 reports in a row. Lower values have to be better. The first 20 reports are learnt
-            from; without `horovod_topk.report` the rule never fires.
+            the smallest smoothed one lately by so many times the usual distance of a report from
+            the one before, or 4% of the value if that is more, in 4 reports in a row. A report by
+            twice as much counts at once. Lower values have to be better. The first 10 reports are
+            learnt from; without `horovod_topk.report` the rule never fires.
         residual: the norm of a rank's residual over that of its gradient, at the learning rate of
             both, is so many times its usual value, in 3 samples in a row. One step in 64 is
             sampled.
@@ -42,7 +43,7 @@ class Guard:
     """
 
     nonfinite: int | None = 16  # steps in a row
-    trend: float | None = 6.0  # times the usual distance of a value from the smoothed one
+    trend: float | None = 3.0  # times the usual distance of a report from the one before
     residual: float | None = 10.0  # times the usual ratio of residual and gradient norm
     slower: float | None = None  # times the seconds of a dense step
     trial_every: int = 500  # steps

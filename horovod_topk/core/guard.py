@@ -37,10 +37,12 @@ COMPRESSING, FLUSHING, HANDING_OVER, DENSE = range(4)
 
 STRIKES = {"trend": 4, "residual": 3, "slower": 2}  # in a row, at which a rule fires
 SMOOTH = 8  # reports or samples, over which a usual value is smoothed
-REPORTS, SAMPLES = 20, 8  # from which a usual value is learnt first
-QUIET = 0.01  # of a smoothed value, as the least noise that is believed
+REPORTS, SAMPLES = 10, 8  # from which a usual value is learnt first
+LEARNT = 20  # reports, over which their noise is averaged
+QUIET = 0.04  # of a smoothed value, as the least noise that is believed
 FORGET = 500  # reports, over which the smallest smoothed value is forgotten
 TRIAL = 3  # dense steps of a trial, of which the first does not count
+FAR = 2  # times the margin, above which a report counts before the smoothed value does
 HUGE = 1e30  # a report above it has left every trend
 KEPT = 16  # warnings
 
@@ -57,7 +59,8 @@ class Memory(NamedTuple):
     slower: float = 0
     reports: float = 0  # of this rank, as is all that follows
     level: float = 0.0  # of reports, smoothed
-    noise: float = 0.0  # their usual distance from it
+    noise: float = 0.0  # the usual distance of a report from the one before
+    last: float = 0.0  # the last one
     least: float = 0.0  # the smallest level lately
     strayed: float = 0  # strikes
     samples: float = 0
@@ -142,21 +145,22 @@ class Watch:
         if not abs(value) < HUGE:
             self.memory = m._replace(strayed=m.strayed + 1)
             return
-        is_learnt, away = m.reports >= REPORTS, value - m.level
-        usual = max(m.noise, QUIET * abs(m.level))
-        margin, noise = self._guard.trend * usual, m.noise
-        # A single outlier moves the level by a fourth of the margin, and the noise by a twentieth.
+        is_learnt, noise = m.reports >= REPORTS, m.noise
+        usual = max(noise, QUIET * abs(m.level))
+        margin, away = self._guard.trend * usual, value - m.level
+        # A single outlier moves the level by a fourth of the margin, and the noise by a tenth.
         step = min(away, 2 * margin) if is_learnt else away
         level = m.level + max(1 / SMOOTH, 1 / (m.reports + 1)) * step
-        if is_learnt and level > m.least + margin:
-            self.memory = m._replace(level=level, strayed=m.strayed + 1)
+        if is_learnt and (level > m.least + margin or value > m.least + FAR * margin):
+            self.memory = m._replace(level=level, last=value, strayed=m.strayed + 1)
             return
         if m.reports:
-            distance = min(abs(away), 2 * usual) if is_learnt else abs(away)
-            noise += max(1 / REPORTS, 1 / m.reports) * (distance - noise)
+            distance = abs(value - m.last)  # a slope adds little to it
+            distance = min(distance, 2 * usual) if is_learnt else distance
+            noise += max(1 / LEARNT, 1 / m.reports) * (distance - noise)
         least = min(level, m.least + (level - m.least) / FORGET) if m.reports else level
         learnt = {"reports": m.reports + 1, "level": level, "noise": noise, "least": least}
-        self.memory = m._replace(**learnt, strayed=0)
+        self.memory = m._replace(**learnt, last=value, strayed=0)
 
     def sample(self, ratio: float) -> None:
         """Look at the residual's norm over the gradient's in one step: the rule `residual`."""

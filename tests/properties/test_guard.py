@@ -251,7 +251,7 @@ def test_a_rank_that_joins_learns_of_it() -> None:
     assert joined.ranks[0].ratio == 1.0
 
 
-@pytest.mark.parametrize("memory", ["many", [1.0], [math.nan] * 18, [0] * 18])
+@pytest.mark.parametrize("memory", ["many", [1.0], [math.nan] * 19, [0] * 19])
 def test_what_is_no_memory_is_refused(memory: Any) -> None:
     job = world(TOPK, 2)
     state = job.ranks[0].state_dict()

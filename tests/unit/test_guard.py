@@ -50,8 +50,20 @@ def test_a_loss_that_falls_is_in_its_trend(noise: float) -> None:
 def test_a_loss_that_rises_warns_and_then_fires() -> None:
     watch = Watch(Guard())
     verdicts(watch, falling(200))
-    told = verdicts(watch, [4.0] * 9)
-    assert told == [0, 0, 0, 0, 0, 0, 1, 1, 9] or told == [0, 0, 0, 0, 0, 1, 1, 9, 9]
+    assert verdicts(watch, [4.0] * 4) == [0, 1, 1, 9]
+
+
+def test_a_loss_that_rises_slowly_is_noticed_once_it_is_smoothed() -> None:
+    watch = Watch(Guard())
+    verdicts(watch, [1.0 + 0.05 * (-1) ** step for step in range(100)])
+    told = verdicts(watch, [1.0 + 0.04 * step + 0.05 * (-1) ** step for step in range(60)])
+    assert told.index(1.0) < told.index(9.0) < 40
+
+
+def test_a_loss_that_rises_at_once_is_noticed_at_the_start() -> None:
+    """Where a learning rate is too large, that is in its warm-up."""
+    told = verdicts(Watch(Guard()), [3.0, *falling(12, 0.2), *[6.0, 8.0, 7.5, 8.5, 9.0, 8.0]])
+    assert told[-1] == 9.0
 
 
 def test_one_outlier_does_nothing() -> None:
