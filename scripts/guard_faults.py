@@ -84,8 +84,8 @@ FAULTS = {
     "storm, digits": Fault("digits", "sgd", 0.1, 300, spoil=partial(not_a_number, 100)),
 }
 HEALTHY = {
-    "recurrent": Fault("recurrent", "momentum", 1.0, 200),
-    "digits": Fault("digits", "sgd", 0.1, 200),
+    "recurrent": Fault("recurrent", "momentum", 1.0, 150),
+    "digits": Fault("digits", "sgd", 0.1, 150),
 }
 
 
