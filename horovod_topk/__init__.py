@@ -1,6 +1,6 @@
 """Top-K gradient compression with error feedback for Horovod.
 
-`import horovod_topk` loads no framework. The adapters do:
+`import horovod_topk` imports no framework. The adapters do:
 
     from horovod_topk.torch import TopKEF
 

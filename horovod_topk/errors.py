@@ -16,7 +16,7 @@ class TopKError(Exception):
         tensor: name of the tensor; None: the error is not about one tensor.
     """
 
-    ag_pass_through = True  # asks TensorFlow's AutoGraph to raise it as it is, not as its own
+    ag_pass_through = True  # has TensorFlow's AutoGraph raise it unchanged
 
     def __init__(self, problem: str, *, cure: str, tensor: str | None = None) -> None:
         self.problem = problem
@@ -39,7 +39,7 @@ class ConfigError(TopKError, ValueError):
 
 
 class UnknownSettingError(TopKError, TypeError):
-    """A keyword argument was given that is not a setting."""
+    """A keyword argument is not a setting."""
 
 
 class DuplicateNameError(TopKError, ValueError):
@@ -79,7 +79,7 @@ class StepBeforeSynchronizeError(TopKError, RuntimeError):
 
 
 class NotLaunchedError(TopKError, RuntimeError):
-    """A bucket was to be finished that had not been sent."""
+    """A bucket was finished before it was sent."""
 
 
 class PlanMismatchError(TopKError, RuntimeError):
@@ -87,7 +87,7 @@ class PlanMismatchError(TopKError, RuntimeError):
 
 
 class PayloadError(TopKError, RuntimeError):
-    """Bytes that were received are not a payload of this bucket."""
+    """Received bytes are not a payload of this bucket."""
 
 
 class StateDictError(TopKError, ValueError):

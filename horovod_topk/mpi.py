@@ -1,12 +1,12 @@
-"""mpi4py as a collective: the core under plain `mpirun`, without Horovod.
+"""mpi4py as a collective: runs the core with plain `mpirun`, without Horovod.
 
     from mpi4py import MPI
     from horovod_topk.mpi import MpiCollective
 
     exchange = Allgather(MpiCollective(MPI.COMM_WORLD))
 
-Its use is to check the adapters against something that shares no code with Horovod. Arrays are
-NumPy's; needs the extra `horovod-topk[mpi]`.
+It serves to check the adapters against an implementation that shares no code with Horovod. Arrays
+are NumPy's; it needs the extra `horovod-topk[mpi]`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Sum(_Request):
-    """A non-blocking alltoall whose parts, a row a rank, are to be added up."""
+    """A non-blocking alltoall whose parts, a row for each rank, are added up by `wait()`."""
 
     def wait(self) -> Array:
         rows = super().wait()
@@ -52,7 +52,8 @@ class _Sum(_Request):
 class MpiCollective:
     """`horovod_topk.core.exchange.Collective` over an MPI communicator.
 
-    Collectives pair by the order in which they start, so ranks must launch buckets in one order.
+    MPI matches collectives by the order in which they start, so all ranks must launch buckets in
+    the same order.
     """
 
     def __init__(self, communicator: MPI.Comm) -> None:
@@ -70,7 +71,7 @@ class MpiCollective:
 
     @property
     def location(self) -> Location:
-        """Where this rank runs; hosts tell, and each rank stands for itself on its own."""
+        """The host of this rank; its rank in the communicator serves as the local rank."""
         return Location(MPI.Get_processor_name(), self.rank, 0)
 
     def allgather(self, payload: Array, name: str, counts: Sequence[int] | None = None) -> _Request:
@@ -88,18 +89,18 @@ class MpiCollective:
         return _Request(request, payloads, received)
 
     def reduce_scatter(self, array: Array, counts: Sequence[int], name: str) -> _Sum:
-        """Start a non-blocking alltoall whose parts are added in rank order when waited for."""
+        """Start a non-blocking alltoall whose parts `wait()` adds in rank order."""
         mine = counts[self.rank]
         received = np.empty((self.size, mine), array.dtype)
         request = self._communicator.Ialltoallv([array, counts], [received, [mine] * self.size])
         return _Sum(request, array, received)
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[MpiCollective | None]:
-        """Communicators of these groups."""
+        """Make communicators of these groups."""
         found: list[MpiCollective | None] = []
         for group in groups:
             color = 0 if self.rank in group else MPI.UNDEFINED

@@ -1,8 +1,8 @@
-"""Horovod's process sets, whichever framework Horovod serves: those of a node, and across nodes.
+"""Process sets of Horovod, found or added, for nodes and cross groups in any framework.
 
-Horovod refuses a second process set of the same ranks, has no public way to find the first, and
-forgets all of them when it shuts down. So it is asked for its own table, by the one private
-function used here.
+Horovod refuses a second process set of the same ranks, has no public function to find the first,
+and deletes all of them when it shuts down. So this module reads Horovod's own table, by the only
+private function that it uses.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from horovod.common.process_sets import ProcessSet
 
 from horovod_topk.core.nodes import Location, here
 
-_NOBODY = 2**31 - 1  # the number of no process set
+_NOBODY = 2**31 - 1  # an id that no process set has
 
 
 def location(rank: int, local_rank: int) -> Location:
-    """Where a rank runs."""
+    """The host and local rank of a rank."""
     return here(rank, local_rank)
 
 
@@ -26,7 +26,7 @@ def can_add(groups: Sequence[Sequence[int]], among: ProcessSet) -> bool:
     """Whether there is a process set for each of these groups, or this rank can add it.
 
     groups: Horovod's ranks, ascending.
-    among: whose ranks ask; adding takes all ranks.
+    among: process set of the ranks that call this; adding takes all ranks.
     """
     known = _table()
     if all(tuple(group) in known for group in groups):
@@ -35,7 +35,7 @@ def can_add(groups: Sequence[Sequence[int]], among: ProcessSet) -> bool:
 
 
 def find_or_add(groups: Sequence[Sequence[int]]) -> list[ProcessSet]:
-    """Process sets of these groups. A collective of all ranks where some are not there yet."""
+    """Find or add process sets of these groups. A collective of all ranks if some are missing."""
     return [_found(group) or process_sets.add_process_set(list(group)) for group in groups]
 
 
@@ -49,13 +49,13 @@ def _found(group: Sequence[int]) -> ProcessSet | None:
 
 
 def _table() -> dict[tuple[int, ...], int]:
-    """Numbers of all process sets by their ranks."""
+    """Ids of all process sets by their ranks."""
     numbered = process_sets._basics._get_process_set_ids_and_ranks()
     return {tuple(ranks): number for number, ranks in numbered.items()}
 
 
 def _is_dynamic() -> bool:
-    """Whether process sets can be added: Horovod refuses to look for one to remove otherwise."""
+    """Whether process sets can be added: if not, Horovod raises an error on removing one."""
     nobody = ProcessSet([0])
     nobody.process_set_id = _NOBODY
     try:

@@ -1,8 +1,8 @@
-"""Ratios for some tensors: `ratios`, checked, and resolved to tensor names.
+"""Ratios for some tensors: the setting `ratios`, checked, and resolved to tensor names.
 
 A rule is a pattern of tensor names, or a function of a tensor's name and shape, and a ratio. The
 first rule that matches a tensor is used. A plan resolves rules to one ratio for each tensor name:
-ranks compare those, and not patterns or functions.
+ranks compare these ratios, and not patterns or functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from horovod_topk.errors import ConfigError
 
-DENSE = "dense"  # means 1.0 in a rule
+DENSE = "dense"  # 1.0 in a rule
 
 Shape = tuple[int, ...]
 Test = Callable[[str, Shape], bool]
@@ -24,13 +24,13 @@ Asked = Mapping[Any, float | str] | Sequence[tuple[Any, float | str]]
 
 
 class Exactly(str):
-    """A pattern that matches one tensor name exactly, whatever characters it has."""
+    """A pattern that matches one tensor name exactly, with any characters."""
 
     __slots__ = ()
 
 
 class Predicate:
-    """A function of a tensor's name and shape that says whether a rule matches the tensor.
+    """A function of a tensor's name and shape that decides whether a rule matches the tensor.
 
     Two predicates are equal if their functions have the same code, defaults and closure. So a
     lambda that is evaluated anew in each step still makes equal settings.
@@ -98,7 +98,7 @@ def checked_ratio(ratio: object, name: str = "ratio") -> float:
     """Return a ratio as a float in (0, 1].
 
     Args:
-        ratio: the value that was given.
+        ratio: the user's value.
         name: the setting's name, for the error's message.
 
     Raises:
@@ -198,7 +198,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
-    """Refuse a pattern that has no effect: a typing error, or a wrong order."""
+    """Refuse a pattern without effect, such as a typing error or a wrong order."""
     taken = set[str]()
     for pattern in patterns:
         matched = {name for name in names if _matches(pattern, name)}
@@ -225,7 +225,7 @@ def _key_of(function: Test) -> object:
             cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
             key = function.__code__, function.__defaults__, cells
             hash(key)
-        except (TypeError, ValueError):  # a mutable value, or one that is not there yet
+        except (TypeError, ValueError):  # a mutable value, or one that is not assigned yet
             return id(function)
         return key
     return id(function)

@@ -1,4 +1,4 @@
-"""What a training script tells guards and `horovod-topk compare`, and is told: `report`, `seed`.
+"""`report` and `seed`: how a training script talks to guards and to `horovod-topk compare`.
 
     import horovod_topk
 
@@ -12,8 +12,7 @@ sets two environment variables on every rank:
     HOROVOD_TOPK_REPORT   the file that rank 0 appends JSON lines to
     HOROVOD_TOPK_SEED     the run's seed
 
-A line has the seconds of a clock that only moves forward; its zero has no meaning. This module
-imports no framework.
+Each line has the seconds of a monotonic clock. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from typing import Any, Protocol, SupportsFloat, TextIO
 
 REPORT = "HOROVOD_TOPK_REPORT"
 SEED = "HOROVOD_TOPK_SEED"
-RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK")  # of launchers
+RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK")  # by launchers
 
 
 class Counters(Protocol):
-    """What is read of `horovod_topk.core.stats.StepCounters`."""
+    """The counters of `horovod_topk.core.stats.StepCounters` that are read here."""
 
     @property
     def sent_bytes(self) -> int:
@@ -49,7 +48,7 @@ class Counters(Protocol):
 
 
 class State(Protocol):
-    """What is asked of the error-feedback state behind an optimizer."""
+    """The methods of an optimizer's state that are called here."""
 
     def report(self, value: SupportsFloat) -> None:
         """Report how training goes."""
@@ -110,7 +109,7 @@ def launched_rank() -> int | None:
     return next((int(os.environ[name]) for name in RANKS if name in os.environ), None)
 
 
-# What the adapters tell, beside the script.
+# Called by the adapters.
 
 
 @functools.cache
@@ -159,7 +158,7 @@ def _costs() -> dict[str, float]:
 
 @functools.cache
 def _file() -> TextIO | None:
-    """What rank 0 writes to, one line at a time; None: this is no comparison, or another rank."""
+    """The file that rank 0 appends lines to; None outside of a comparison and on other ranks."""
     path = os.environ.get(REPORT)
     if path is None or launched_rank() not in (None, 0):
         return None

@@ -6,6 +6,7 @@ itself as the only rank, and writes the gradient too. All rows take turns with `
 that of two payloads into a gradient. `--verbs` times the framework's operations instead of kernels.
 
     python scripts/bench_methods.py [--rows 5000] [--columns 5000] [--repeats 15] [--only ByteGrad]
+    python scripts/bench_methods.py --json docs/results/encode.json    # what docs/methods.md shows
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -25,39 +27,43 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from torch import Tensor
 
+from horovod_topk.cli.machine import machine
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.rounds import ReducedBucket, state_names, state_plan
-from horovod_topk.methods import (
-    QSGD,
-    ByteGrad,
-    Codec,
-    Method,
-    OneBit,
-    RandomK,
-    SignSGD,
-    TernGrad,
-    TopK,
-)
+from horovod_topk.core.substitute import parse
+from horovod_topk.methods import METHODS, Codec, Method
 from horovod_topk.ops.torch import TorchOps
 
 Step = Callable[[], Any]
 FLOOR = "r += g"
 SETTLE = 4  # steps before the first that is timed
-METHODS: dict[str, Method] = {
-    "TopK(0.01)": TopK(0.01, "float32", selection="sampled"),
-    "SignSGD": SignSGD(),
-    "OneBit": OneBit(),
-    "RandomK(0.01)": RandomK(ratio=0.01),
-    "ByteGrad": ByteGrad(),
-    "QSGD(4)": QSGD(bits=4),
-    "QSGD(4, l2)": QSGD(bits=4, norm="l2"),
-    "QSGD(8)": QSGD(bits=8),
-    "QSGD(3)": QSGD(bits=3),
-    "TernGrad": TernGrad(),
-}
+CALLS = (
+    "TopKEF()",
+    "TopKEF(ratio=0.11)",
+    "TopKEF(ratio=0.01,values='float32',selection='sampled')",
+    "Threshold()",
+    "RandomK(ratio=0.01)",
+    "RandomK(ratio=0.056)",
+    "SignSGD()",
+    "OneBit()",
+    "TernGrad()",
+    "QSGD(bits=2)",
+    "QSGD(bits=3)",
+    "QSGD(bits=4)",
+    "QSGD(bits=4,norm='l2')",
+    "QSGD(bits=8)",
+    "ByteGrad()",
+    "PowerSGD(rank=4)",
+)
+
+
+def method_of(call: str) -> Method:
+    """The method that a compressor runs, momentum left to the optimizer."""
+    asked = parse(call)
+    return METHODS[asked.name](**asked.settings)
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ def measure(
 
     encode, decode = dict(floor), dict(floor)
     for name in names:
-        encode[name], read = step_of(METHODS[name], gradient, ops)
+        encode[name], read = step_of(method_of(name), gradient, ops)
         if read is not None:
             decode[name] = read
         for _ in range(SETTLE):
@@ -180,18 +186,21 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=5000)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", default="", help="methods whose name contains this")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--verbs", action="store_true", help="the framework's operations")
     args = parser.parse_args()
     torch.set_num_threads(1)
     random.seed(0)
-    names = [name for name in METHODS if args.only in name]
+    names = [name for name in CALLS if args.only in name]
     ops = TorchOps(kernels=not args.verbs)
     found = measure((args.rows, args.columns), names, args.repeats, ops)
     for what, rows in found.items():
         print(f"| {what} | ms | of `{FLOOR}` |")
         for name, (ms, multiple) in rows.items():
             print(f"| {name} | {ms:.1f} | {multiple:.2f} |")
-    print(json.dumps(found))
+    if args.json is not None:
+        shape = {"rows": args.rows, "columns": args.columns, "repeats": args.repeats}
+        args.json.write_text(json.dumps({**found, **shape, "machine": machine()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

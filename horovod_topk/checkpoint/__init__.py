@@ -1,15 +1,15 @@
-"""Checkpoints of residuals, one file a rank, beside those of the model and the optimizer.
+"""Checkpoints of residuals, one file for each rank, beside those of the model and optimizer.
 
     from horovod_topk import checkpoint
 
     checkpoint.save(folder, TopKEF.of(optimizer))     # on every rank, after a step
     checkpoint.load(folder, TopKEF.of(optimizer))     # on every rank, before the first
 
-In TensorFlow `TopKEF.of` works after the first step only: give `load` the `TopKEF(...)` instance.
+In TensorFlow `TopKEF.of` works after the first step only: pass `load` the `TopKEF(...)` instance.
 
 Residuals hold the parts of gradients that were not sent yet. A run that resumes without them loses
-these. A run that resumes with them is bitwise equal to a run that never stopped. Use a folder of
-its own for each checkpoint, which all ranks can read.
+these parts. A run that resumes with them is bitwise equal to a run that never stopped. Use a new
+folder for each checkpoint, which all ranks can read.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ log = logging.getLogger("horovod_topk")
 
 __all__ = ["load", "save"]
 
-# What optimizers of this process have saved last: whose each file is, and after how many steps.
+# For each file: the state of this process that saved it last, and after how many steps.
 _written: dict[Path, tuple[weakref.ref[Any], int]] = {}
 
 
 def save(folder: str | os.PathLike[str], state: State, *, name: str = "topkef") -> Path | None:
     """Write this rank's residuals to a file. Call it on every rank, between two steps.
 
-    The file appears whole or not at all. A file of the same name is replaced.
+    The file is written completely or not at all. A file of the same name is replaced.
 
     Args:
         folder: the folder of this checkpoint; created if it is missing.
         state: `TopKEF.of(optimizer)`, or a `TopKEF` instance that one optimizer uses.
-        name: first part of the file's name. In a job with several optimizers, give each its own.
+        name: first part of the file's name; different for each optimizer of a job.
 
     Returns:
         The file's path; None if nothing is compressed, so that there are no residuals.
@@ -77,27 +77,27 @@ def load(
 ) -> None:
     """Load the residuals that `save` wrote. Call it on every rank, before the first step.
 
-    The number of ranks and the exchange may differ from those that saved. Every rank then reads the
-    files of all ranks and takes its part of their residuals, so that no gradient is lost
+    The number of ranks and the exchange may differ from those of the saved job. Every rank then
+    reads the files of all ranks and takes its share of their residuals, so that no gradient is lost
     (`horovod_topk.core.reshard`); only the velocities of momentum correction start at zero.
 
-    Files of another run with the same step, names and shapes are not recognised as such.
+    Files of another run with the same step, names and shapes are not detected.
 
     Args:
-        folder: the folder that was given to `save`.
+        folder: the folder that was passed to `save`.
         state: as for `save`, of an optimizer with the same parameters. In TensorFlow before the
             first step: the `TopKEF` instance.
-        name: the name that was given to `save`.
+        name: the name that was passed to `save`.
         strict: raise an error if something does not fit. False: log a warning instead, and start
-            at zero each tensor whose saved residual does not fit. If this rank's file is missing,
-            damaged or another one's, or holds a NaN, all its residuals start at zero, and only the
-            count of committed steps and the ratio are read, from any file that is whole. In
-            TensorFlow, False can be given after the first step only.
+            each tensor whose saved residual does not fit at zero. If this rank's file is missing,
+            damaged or another rank's, or has a NaN, all its residuals start at zero, and only the
+            count of committed steps and the ratio are read, from any file that is complete. In
+            TensorFlow, False can be passed after the first step only.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another rank, step or version; or the job
-            now has one rank, which compresses nothing and would lose the residuals. Nothing has
-            changed.
+        CheckpointError: a file is missing, damaged, or of another rank, step or version; or the
+            job now has one rank, which compresses nothing and would lose the residuals. Nothing
+            has changed.
         StateDictError: residuals do not fit the optimizer; nothing has changed. In TensorFlow
             before the first step, it is raised by the first step.
     """
@@ -131,7 +131,7 @@ def _check_name(name: str) -> None:
 
 
 def _start_at_zero(folder: Path, name: str, state: State) -> None:
-    """Forget all residuals, and count steps as the ranks do whose shards are whole."""
+    """Set all residuals to zero, and take the step count of any readable file."""
     state.reset()
     zeros = state.state_dict()
     for contents in _whole_shards(folder, name, state.framework):
@@ -154,7 +154,7 @@ def _check_not_anothers(path: Path, state: State) -> None:
 
 
 def _note_written(path: Path, state: State) -> None:
-    """A file is of this state; what it saved after other steps no longer matters."""
+    """Note that a state wrote a file, and forget its files of other steps."""
     for known, (saved, steps) in list(_written.items()):
         owner = saved()
         if owner is None or (owner is state and steps != state.steps):
@@ -163,14 +163,14 @@ def _note_written(path: Path, state: State) -> None:
 
 
 def _check_nothing_is_lost(folder: Path, name: str, state: State, *, strict: bool) -> None:
-    """Refuse a checkpoint of several ranks in a job of one, which takes on no residuals."""
+    """Refuse a checkpoint of several ranks in a job of one rank, which has no residuals."""
     try:
         alone = state.stats().skipped.get("*") == ALONE
-    except NotAttachedError:  # before a first step of TensorFlow's
+    except NotAttachedError:  # before the first step in TensorFlow
         alone = True
     try:
         saved = _saved_ranks(folder, name) if alone and strict else 0
-    except CheckpointError:  # one rank keeps nothing, and so saves nothing
+    except CheckpointError:  # a job of one rank saves no files
         saved = 0
     if saved:
         raise CheckpointError(
@@ -182,7 +182,7 @@ def _check_nothing_is_lost(folder: Path, name: str, state: State, *, strict: boo
 
 
 def _whole_shards(folder: Path, name: str, framework: str) -> Iterator[dict[str, Any]]:
-    """Those of one step that can be read."""
+    """The contents of all readable files of a checkpoint, if all are of one step."""
     try:
         saved = _saved_ranks(folder, name)
         _check_steps([_path(folder, name, each, saved) for each in range(saved)])
@@ -200,7 +200,7 @@ def _path(folder: Path, name: str, rank: int, ranks: int) -> Path:
 def _read(
     folder: Path, name: str, state: State, own: Mapping[str, Any], *, strict: bool
 ) -> tuple[Path, dict[str, Any]]:
-    """Where from, and this rank's state dict: as saved, or its part of what all ranks saved."""
+    """The path, and this rank's state dict: its own, or its share of all ranks' residuals."""
     rank, ranks = state.place
     saved = _saved_ranks(folder, name)
     _check_steps([_path(folder, name, each, saved) for each in range(saved)])
@@ -228,7 +228,7 @@ def _read(
 
 
 def _check_steps(paths: Sequence[Path]) -> None:
-    """Refuse shards that were not saved together; others refuse one that cannot be read."""
+    """Refuse files of different steps; files that cannot be read are ignored here."""
     steps = {path.name: shard.peek(path).get("steps") for path in paths}
     known = {each for each in steps.values() if type(each) is int}
     if len(known) > 1:
@@ -239,7 +239,7 @@ def _check_steps(paths: Sequence[Path]) -> None:
 
 
 def _saved_ranks(folder: Path, name: str) -> int:
-    """How many ranks saved."""
+    """The number of ranks that saved the checkpoint, from the files' names."""
     pattern = re.compile(rf"{re.escape(name)}-\d{{5}}-of-(\d{{5}})\.safetensors")
     counts = {int(match[1]) for file in _files(folder) if (match := pattern.fullmatch(file))}
     if len(counts) == 1:
@@ -280,7 +280,7 @@ def _read_shard(path: Path, rank: int, ranks: int, framework: str) -> dict[str, 
 
 
 def _own(state: State) -> Mapping[str, Any]:
-    """The optimizer's state dict; empty before a first step that makes it."""
+    """The optimizer's state dict; empty before the first step that creates it."""
     try:
         own = state.state_dict()
     except NotAttachedError:

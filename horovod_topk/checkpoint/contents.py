@@ -1,6 +1,6 @@
-"""What a shard has to hold before anything of it is believed, whoever signed it.
+"""Checks of a checkpoint file's contents, beside its digest.
 
-A digest says that a file is as it was written, and not that this version of the package wrote it.
+The digest shows that a file is unchanged, but not that this version of the package wrote it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from horovod_topk.core.state_dict import (
 from horovod_topk.errors import CheckpointError, StateDictError
 
 RESIDUALS = "residuals"
-_DTYPES = ("F32", "F64")  # of residuals, as safetensors calls them
+_DTYPES = ("F32", "F64")  # dtypes of residuals, as safetensors names them
 
 
 def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
-    """Refuse a file whose state dict is not one of this version.
+    """Refuse a file whose state dict this version does not write.
 
     Args:
         facts: the state dict without its arrays.
@@ -34,7 +34,7 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
         where: the file, for messages.
 
     Raises:
-        CheckpointError: another version, or a field or tensor missing, unknown or of another kind.
+        CheckpointError: the version differs, or a field or tensor is missing, unknown or invalid.
     """
     if not isinstance(facts, dict):
         raise _foreign(where, f"its state is a {type(facts).__name__}")
@@ -59,10 +59,10 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
 
 
 def check_place(facts: Mapping[str, Any], where: str) -> None:
-    """Refuse a shard that does not say what `checkpoint.save` says of each: whose it is, and when.
+    """Refuse a file without the entries that `checkpoint.save` adds, such as rank and step.
 
     Raises:
-        CheckpointError: a field is missing or of another kind.
+        CheckpointError: a field is missing or invalid.
     """
     for name, is_valid in _FIELDS.items():
         if not is_valid(facts.get(name)):
@@ -95,7 +95,7 @@ def _check_owner(owned: Any, where: str) -> None:
 
 
 def _check_arrays(part: str, state: Any, tensors: Mapping[str, Any], where: str) -> None:
-    """Each tensor that has a shape has an array of as many elements, and no other has one."""
+    """Check that arrays and shapes are of the same tensors and sizes."""
     if not _is_shapes(state.get("shapes")):
         raise _foreign(where, f"the shapes of its {part} are {state.get('shapes')!r}")
     saved = dict(_within(part, tensors))

@@ -1,4 +1,4 @@
-"""Errors about what a file holds, raised where the file is not known."""
+"""Adds a file's path to errors that are raised where the path is not known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from horovod_topk.errors import CheckpointError, StateDictError
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have errors of the block name a file or folder, if they do not."""
+    """Add a path to the errors of the block, if they do not name it."""
     try:
         yield
     except (CheckpointError, StateDictError) as error:

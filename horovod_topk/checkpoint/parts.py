@@ -1,4 +1,4 @@
-"""Each rank's part of what another job's ranks saved, in the arrays of a framework."""
+"""Each rank's share of another job's saved residuals, in the arrays of a framework."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ StateDict = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What shards have to fit."""
+    """The job that loads: its ranks, reduction and tensors."""
 
     ranks: int
     reduction: str  # "average" or "sum"
     tensors: Mapping[str, list[int]]  # shapes by name
-    strict: bool = True  # refuse shards with other tensors; if not, leave those out
+    strict: bool = True  # refuse shards with other tensors; False: ignore these tensors
 
 
 def share_out(
     shards: Iterable[tuple[Path, StateDict]], saved: int, own: StateDict, job: Job, framework: str
 ) -> dict[str, Any]:
-    """This rank's state dict.
+    """Make this rank's state dict from its share of the other job's residuals.
 
     Args:
-        shards: each rank's file of the other job, and what it holds; one at a time is held.
-        saved: how many they are.
-        own: this rank's state dict as it is.
-        job: whose ranks share what was saved.
+        shards: path and contents of each rank's file; only one at a time is in memory.
+        saved: number of these files.
+        own: this rank's present state dict.
+        job: the job whose ranks share the residuals.
         framework: "torch" or "tensorflow".
 
     Raises:
-        CheckpointError: the other job's gradients were reduced otherwise.
-        StateDictError: it had other tensors, or a residual that is not finite, or one for a tensor
-            that has no residual any more.
+        CheckpointError: the other job had another reduction.
+        StateDictError: the other job had other tensors, a residual that is not finite, or a
+            residual of a tensor that has none any more.
     """
     ops, wrap, unwrap = _arrays(framework)
-    common: dict[str, Any] = {}  # the same in all shards
-    gone: set[str] = set()  # tensors that the other job did not compress any more
+    common: dict[str, Any] = {}  # entries that are equal in all files
+    gone: set[str] = set()  # tensors that the other job had stopped to compress
 
     def read() -> Iterator[StateDict]:
         for path, shard in shards:
@@ -82,7 +82,7 @@ def share_out(
             yield fitting
 
     total = reshard.pending(read(), saved, job.reduction, ops)
-    for name in gone & set(job.tensors):  # and so without a residual
+    for name in gone & set(job.tensors):  # these have no saved residual
         total.setdefault(name, ops.zeros(math.prod(job.tensors[name]), "float64", "cpu"))
     if "velocity" in own:
         log.warning("TopKEF: velocities of momentum correction start at zero")
@@ -96,9 +96,9 @@ def share_out(
 
 
 def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
-    """What is the same on all ranks: steps, the ratio asked for, and the rates of residuals.
+    """Entries that are equal on all ranks: steps, the requested ratio, and learning rates.
 
-    Warm-up's steps and rates only if this rank's state dict has some.
+    Committed steps and learning rates are taken only if this rank's state dict has them.
     """
     known = [ASKED, DECISION, GUARD, STEPS, *({COMMITTED, RATES, LARGEST} & set(own))]
     known += [part for part in parts_of(own) if own[part].get(SHARED)]
@@ -106,7 +106,7 @@ def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
 
 
 def check_reduction(shard: StateDict, reduction: str) -> None:
-    """Refuse residuals in other units.
+    """Refuse residuals of another reduction, since their units differ.
 
     Raises:
         CheckpointError: the other job's gradients were reduced otherwise.
@@ -120,7 +120,7 @@ def check_reduction(shard: StateDict, reduction: str) -> None:
 
 
 def _differing(shard: StateDict, job: Job) -> list[str]:
-    """Tensors that are not in both, or have other shapes."""
+    """Tensors that are not in both jobs, or have other shapes."""
     names = sorted({*shard["tensors"], *job.tensors})
     return [name for name in names if shard["tensors"].get(name) != job.tensors.get(name)]
 
@@ -149,7 +149,7 @@ def _check_finite(state: StateDict, ops: Any) -> None:
 
 
 def _each_part(state: StateDict) -> Iterator[StateDict]:
-    """A rank's residuals and owner's residuals."""
+    """The state dict of a rank's residuals, and that of the owner's residuals."""
     yield state
     if "owned" in state:
         yield state["owned"]
@@ -162,7 +162,7 @@ def _without(state: StateDict, names: Sequence[str]) -> StateDict:
 
 
 def _arrays(framework: str) -> tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]:
-    """Operations, and the ways from a framework's tensor to their arrays and back."""
+    """Operations of a framework, and functions from its tensors to their arrays and back."""
     module = importlib.import_module(f"horovod_topk.ops.{framework}")
     if framework == "tensorflow":
         return module.TensorFlowOps(), module.Buffer, lambda array: array.value
@@ -174,7 +174,7 @@ def _at_zero(state: StateDict) -> dict[str, Any]:
 
 
 def _each(state: StateDict, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A state dict with changed arrays."""
+    """A state dict with a function applied to every array."""
     changed = {**state, "residuals": {n: change(e) for n, e in state["residuals"].items()}}
     for part in parts_of(state):
         changed[part] = _each(state[part], change)
@@ -182,7 +182,7 @@ def _each(state: StateDict, change: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's own state dict with the residuals that fit it, and zeros for the others."""
+    """The optimizer's own state dict with all residuals that fit, and zeros for the others."""
     fitting = {**own, **common_in(saved, own), "residuals": _residuals(saved, own)}
     if "owned" in own:
         same = owner_of(saved.get("owned")) == owner_of(own["owned"])

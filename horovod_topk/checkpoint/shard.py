@@ -1,14 +1,14 @@
-"""One rank's state dict as a file: what is written, and what is checked before it is believed.
+"""One rank's state dict as a file: its format, and the checks when it is read.
 
-A shard is a safetensors file (https://github.com/huggingface/safetensors), which holds no code.
-Tensors are named `residuals/NAME`, `owned/NAME` for what a rank owns for all ranks, and
-`velocity/NAME` for those of momentum correction. Its metadata has
+A shard is a safetensors file (https://github.com/huggingface/safetensors), which has no code.
+Tensors are named `residuals/NAME`, `owned/NAME` for an owner's residuals, and `velocity/NAME` for
+velocities of momentum correction. Its metadata has
 
     format   "horovod_topk"
-    sha256   of the whole file, with 64 zeros in its own place: any bit that changes is noticed
+    sha256   digest of the whole file with 64 zeros in its place: any changed bit is detected
     state    the state dict without its arrays, as JSON
 
-What a digest cannot tell is checked in `contents`.
+`contents` checks what a digest cannot show.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from horovod_topk.core.state_dict import parts_of
 from horovod_topk.errors import CheckpointError
 
 FORMAT = "horovod_topk"
-_LONGEST_HEADER = 100_000_000  # bytes; as safetensors has it
+_LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors
 _UNKNOWN = "0" * 64
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)  # a header's
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)  # of bad headers
 _DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
 def dump(state: Mapping[str, Any], framework: str) -> bytes:
-    """A state dict as bytes.
+    """Serialise a state dict to the bytes of a file.
 
     Args:
         state: what `state_dict()` returned.
-        framework: "torch" or "tensorflow", whose arrays it has.
+        framework: "torch" or "tensorflow", the framework of its arrays.
     """
     arrays = {f"{RESIDUALS}/{name}": a for name, a in state[RESIDUALS].items()}
     facts = {**state, RESIDUALS: None}
@@ -56,10 +56,10 @@ def dump(state: Mapping[str, Any], framework: str) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one."""
+    """Write a file so that a crash leaves either the old or the new one."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with draft.open("xb") as file:  # whoever the user's umask lets may read it
+        with draft.open("xb") as file:  # readable as the user's umask allows
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -70,15 +70,15 @@ def write(path: Path, data: bytes) -> None:
 
 
 def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
-    """The state dict that was dumped.
+    """Check a file's bytes, and return its state dict.
 
     Args:
         data: a file's bytes.
-        framework: whose arrays to return.
+        framework: the framework of the arrays to return.
         where: the file, for messages.
 
     Raises:
-        CheckpointError: these are not the bytes of a whole shard.
+        CheckpointError: the bytes are not a complete, valid file.
     """
     match = _find_digest(data)
     if match is None:
@@ -105,7 +105,7 @@ def parse(data: bytes, framework: str, where: str) -> dict[str, Any]:
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """What a file says of itself, unchecked; nothing if it cannot be read."""
+    """The state dict without arrays of a file, unchecked; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -116,7 +116,7 @@ def peek(path: Path) -> dict[str, Any]:
 
 
 def _find_digest(data: bytes) -> re.Match[bytes] | None:
-    """Where the header names its digest."""
+    """Find the digest in the header."""
     return _DIGEST.search(data, 8, min(8 + int.from_bytes(data[:8], "little"), len(data)))
 
 
@@ -125,7 +125,7 @@ def _header(data: bytes) -> Any:
 
 
 def _facts(data: bytes) -> Any:
-    """The state dict without its arrays, if it is one."""
+    """The state dict without its arrays, from a file's header."""
     return json.loads(_header(data)["__metadata__"]["state"])
 
 
@@ -148,7 +148,7 @@ def _assemble(facts: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any
 
 
 def _safetensors(framework: str) -> Any:
-    """The package's functions for a framework's arrays."""
+    """The safetensors functions for a framework's arrays."""
     try:
         return importlib.import_module(f"safetensors.{framework}")
     except ImportError as error:

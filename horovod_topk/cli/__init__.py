@@ -1,4 +1,4 @@
-"""The command `horovod-topk`. It explains and measures; nothing in training depends on it."""
+"""The command `horovod-topk`. It explains and measures; training does not depend on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = COMMANDS[args.command].main(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
         return 128 + signal.SIGPIPE
     return status
 

@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def gradients_on(plan: Plan, device: str) -> str:
-    """The device that gradients are assumed to be on, and the index format that follows from it."""
+    """The device that gradients are assumed to be on, and the index format that follows."""
     kinds = {tensor.index for tensor in plan.tensors()} - {None}
     indices = {"packed" if kind == "packed" else "plain" for kind in kinds} or {"no"}
     return f"gradients on a {'GPU' if device == 'cuda' else 'CPU'} ({indices.pop()} indices)"
@@ -103,14 +103,14 @@ def _check(args: argparse.Namespace) -> None:
 def table(
     args: argparse.Namespace, plans: dict[str, Plan]
 ) -> Iterator[tuple[str, str, Busiest, bool]]:
-    """Yield an exchange, a format, the most that a rank sends, and whether "auto" would take it.
+    """Yield exchange, format, the most that a rank sends, and whether "auto" would select it.
 
-    plans: by format of values.
+    plans: the plan for each format of values.
     """
     nodes = nodes_of(args.ranks, args.local_size)
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
     if max(nodes.sizes) == 1:
-        kinds.remove("hierarchical")  # it would be the allgather
+        kinds.remove("hierarchical")  # it equals the allgather
     ranks = {kind: Ranks(kind, nodes) for kind in kinds}
     found = {v: {k: ranks[k].busiest(plan) for k in kinds} for v, plan in plans.items()}
     taken = {v: fewest({k: most.node_bytes for k, most in of.items()}) for v, of in found.items()}
@@ -141,7 +141,7 @@ def _plan(args: argparse.Namespace, specs: list[TensorSpec], values: str) -> Pla
 
 
 def _line(exchange: str, values: str, sent: int, leaving: int, dense: int) -> str:
-    """A row; compares what leaves a node, or what a rank sends where there is only one node."""
+    """A row; compares bytes that leave a node, or bytes that a rank sends on a single node."""
     times = dense / (leaving or sent)
     head = f"{exchange:<14}{values:<10}{sent:>14,}{leaving:>14,}"
     return f"{head}{times:>10.1f}x{times / 2:>9.1f}x"

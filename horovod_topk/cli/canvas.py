@@ -1,4 +1,4 @@
-"""One pair of axes that becomes a file."""
+"""A pair of axes that is written to a picture file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def kinds() -> set[str]:
-    """Kinds of files that Matplotlib writes, by the ends of their names.
+    """File types that Matplotlib can write, by their suffixes.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: Matplotlib is not installed.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -24,11 +24,11 @@ def kinds() -> set[str]:
 
 @contextmanager
 def canvas(path: Path, width: float) -> Iterator[Axes]:
-    """Axes to draw on; a picture, as a file of the kind that its name ends in, when that is done.
+    """Axes to draw on; on exit the picture is written, in the format of the file's suffix.
 
     Args:
-        path: its folder is made.
-        width: inches; it is 5 high.
+        path: the file; its folder is created.
+        width: width in inches; the height is 5.
 
     Raises:
         ModuleNotFoundError: Matplotlib, an extra, is not installed.

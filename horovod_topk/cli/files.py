@@ -19,7 +19,7 @@ def check_writable(option: str, path: Path) -> None:
     """Check that a file can be written, on the rank that will write it.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it cannot be written.
     """
     if not prints():
         return

@@ -1,6 +1,6 @@
-"""PyTorch or TensorFlow, whichever is there with Horovod, behind the few verbs that are timed.
+"""PyTorch or TensorFlow with Horovod, behind a few operations that commands time.
 
-Both are imported when they are needed: `horovod_topk.cli` works with either, and with neither.
+Frameworks are imported when they are needed: `horovod_topk.cli` works with either or neither.
 """
 
 from __future__ import annotations
@@ -13,77 +13,77 @@ from horovod_topk.ops.protocol import Ops
 
 
 class Framework(Protocol):
-    """What is timed."""
+    """The operations that are timed."""
 
     hvd: Any
     ops: Ops[Any]
 
     def gradient(self, numel: int) -> Any:
-        """A random one, as `ops` takes it."""
+        """A random gradient, as an array of `ops`."""
         ...
 
     def barrier(self) -> None:
-        """Until all ranks are here."""
+        """Wait for all ranks."""
         ...
 
     def allreduce(self, elements: int, name: str) -> Callable[[], None]:
-        """A named one of float32; blocks."""
+        """Make a function that runs a named, blocking allreduce of float32."""
         ...
 
     def allgather(self, size: int, name: str) -> Callable[[], None]:
-        """A named one of so many bytes a rank; blocks."""
+        """Make a function that runs a named, blocking allgather of `size` bytes a rank."""
         ...
 
     def triad(self, numel: int) -> Callable[[], None]:
-        """`r += g`."""
+        """Make a function that runs `r += g`."""
         ...
 
     def multiply(self, rows: int, columns: int, rank: int) -> Callable[[], None]:
-        """A matrix and a thin one."""
+        """Make a function that multiplies a matrix by a thin one."""
         ...
 
 
 class Torch:
-    """PyTorch."""
+    """The operations in PyTorch."""
 
     def __init__(self) -> None:
         self._torch = importlib.import_module("torch")
         self.hvd = importlib.import_module("horovod.torch")
         self.ops: Ops[Any] = importlib.import_module("horovod_topk.ops.torch").TorchOps()
-        self._torch.set_num_threads(1)  # a rank's kernels have one
+        self._torch.set_num_threads(1)  # a rank's kernels have one thread
 
     def gradient(self, numel: int) -> Any:
-        """A random one."""
+        """`Framework.gradient`."""
         return self._torch.randn(numel)
 
     def barrier(self) -> None:
-        """Horovod's own."""
+        """`Framework.barrier`: Horovod's own."""
         self.hvd.barrier()
 
     def allreduce(self, elements: int, name: str) -> Callable[[], None]:
-        """In place."""
+        """`Framework.allreduce`, in place."""
         tensor = self._torch.zeros(elements)
         return lambda: self.hvd.allreduce_(tensor, name=name, op=self.hvd.Sum)
 
     def allgather(self, size: int, name: str) -> Callable[[], None]:
-        """Of uint8, as payloads are."""
+        """`Framework.allgather`, of uint8."""
         tensor = self._torch.zeros(size, dtype=self._torch.uint8)
         return lambda: self.hvd.allgather(tensor, name=name)
 
     def triad(self, numel: int) -> Callable[[], None]:
-        """In place."""
+        """`Framework.triad`, in place."""
         residual, gradient = self._torch.zeros(numel), self._torch.ones(numel)
         return lambda: residual.add_(gradient)
 
     def multiply(self, rows: int, columns: int, rank: int) -> Callable[[], None]:
-        """As PowerSGD does."""
+        """`Framework.multiply`."""
         matrix, thin = self._torch.ones(rows, columns), self._torch.ones(columns, rank)
         out = self._torch.empty(rows, rank)
         return lambda: self._torch.mm(matrix, thin, out=out)
 
 
 class TensorFlow:
-    """TensorFlow, eagerly."""
+    """The operations in TensorFlow, eagerly."""
 
     def __init__(self) -> None:
         self._tf = importlib.import_module("tensorflow")
@@ -92,36 +92,36 @@ class TensorFlow:
         self.ops: Ops[Any] = self._module.TensorFlowOps()
 
     def gradient(self, numel: int) -> Any:
-        """A random one."""
+        """`Framework.gradient`."""
         return self._module.Buffer(self._tf.random.normal([numel]))
 
     def barrier(self) -> None:
-        """An allreduce of one element: Horovod has no barrier for TensorFlow."""
+        """`Framework.barrier`: an allreduce, as Horovod has none for TensorFlow."""
         self.allreduce(1, "topkef.barrier")()
 
     def allreduce(self, elements: int, name: str) -> Callable[[], None]:
-        """Into a new tensor."""
+        """`Framework.allreduce`, into a new tensor."""
         tensor = self._tf.zeros([elements])
         return lambda: self.hvd.allreduce(tensor, name=name, op=self.hvd.Sum)
 
     def allgather(self, size: int, name: str) -> Callable[[], None]:
-        """Of uint8, as payloads are."""
+        """`Framework.allgather`, of uint8."""
         tensor = self._tf.zeros([size], self._tf.uint8)
         return lambda: self.hvd.allgather(tensor, name=name)
 
     def triad(self, numel: int) -> Callable[[], None]:
-        """Of a variable."""
+        """`Framework.triad`, on a variable."""
         residual, gradient = self._tf.Variable(self._tf.zeros([numel])), self._tf.ones([numel])
         return lambda: residual.assign_add(gradient)
 
     def multiply(self, rows: int, columns: int, rank: int) -> Callable[[], None]:
-        """As PowerSGD does."""
+        """`Framework.multiply`."""
         matrix, thin = self._tf.ones([rows, columns]), self._tf.ones([columns, rank])
         return lambda: self._tf.linalg.matmul(matrix, thin)
 
 
 def find() -> Framework | None:
-    """PyTorch where Horovod serves it, else TensorFlow, else none."""
+    """PyTorch if Horovod supports it, else TensorFlow, else None."""
     kinds: tuple[Callable[[], Framework], ...] = (Torch, TensorFlow)
     for make in kinds:
         try:

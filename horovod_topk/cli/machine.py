@@ -1,4 +1,4 @@
-"""What a reader of figures needs to know of the machine."""
+"""The facts about a machine that readers of measurements need."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LIBRARIES = ("torch", "tensorflow", "tensorflow-cpu", "keras", "horovod")
 
 
 def machine() -> dict[str, object]:
-    """Of this host, and what runs on it."""
+    """Hardware and software of this host."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],  # processes that wanted a core, in the last minute
+        "load": os.getloadavg()[0],  # mean number of runnable processes in the last minute
         "kernel": platform.release().split("-")[0],
         "python": platform.python_version(),
         **_versions(),
@@ -28,7 +28,7 @@ def machine() -> dict[str, object]:
 
 
 def _versions() -> dict[str, str]:
-    """Of the libraries that are installed."""
+    """Versions of the libraries that are installed."""
     found = {}
     for name in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""Shapes of gradients: those of well-known models, or those of a file.
+"""Shapes of gradients: those of well-known models, or those in a file.
 
 Deep Residual Learning (He et al. 2015, table 1), BERT (Devlin et al. 2018), GPT-2 (Radford et al.
 2019); as published, without the heads that pre-training adds to BERT.
@@ -15,13 +15,13 @@ from horovod_topk.core.plan import TensorSpec
 
 Shape = tuple[int, ...]
 
-STAGES = ((64, 2, 3), (128, 2, 4), (256, 2, 6), (512, 2, 3))  # width, blocks of ResNet-18 and -50
+STAGES = ((64, 2, 3), (128, 2, 4), (256, 2, 6), (512, 2, 3))  # width, blocks of ResNet-18, -50
 EXPANSION = 4
-LAYERS, WIDTH = 12, 768  # of both transformers
+LAYERS, WIDTH = 12, 768  # of BERT base and of GPT-2
 
 
 def resnet18() -> Iterator[Shape]:
-    """11,689,512 parameters."""
+    """Shapes of a ResNet-18: 11,689,512 parameters."""
     yield from _convolution(64, 3, 7)
     inputs = 64
     for width, blocks, _ in STAGES:
@@ -35,7 +35,7 @@ def resnet18() -> Iterator[Shape]:
 
 
 def resnet50() -> Iterator[Shape]:
-    """25,557,032 parameters."""
+    """Shapes of a ResNet-50: 25,557,032 parameters."""
     yield from _convolution(64, 3, 7)
     inputs = 64
     for width, _, blocks in STAGES:
@@ -50,7 +50,7 @@ def resnet50() -> Iterator[Shape]:
 
 
 def bert_base() -> Iterator[Shape]:
-    """109,482,240 parameters."""
+    """Shapes of a BERT base: 109,482,240 parameters."""
     for rows in (30522, 512, 2):  # words, positions, segments
         yield rows, WIDTH
     yield from _normalisation()
@@ -65,7 +65,7 @@ def bert_base() -> Iterator[Shape]:
 
 
 def gpt2() -> Iterator[Shape]:
-    """124,439,808 parameters."""
+    """Shapes of a GPT-2: 124,439,808 parameters."""
     for rows in (50257, 1024):  # tokens, positions
         yield rows, WIDTH
     for _ in range(LAYERS):
@@ -87,20 +87,20 @@ MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
 
 
 def _convolution(outputs: int, inputs: int, kernel: int) -> Iterator[Shape]:
-    """A convolution without a bias, and the batch normalisation behind it."""
+    """Shapes of a convolution without a bias, and of the batch normalisation after it."""
     yield outputs, inputs, kernel, kernel
     yield (outputs,)
     yield (outputs,)
 
 
 def _linear(outputs: int, inputs: int) -> Iterator[Shape]:
-    """A matrix and a bias."""
+    """Shapes of a matrix and a bias."""
     yield outputs, inputs
     yield (outputs,)
 
 
 def _normalisation() -> Iterator[Shape]:
-    """Of a transformer's width."""
+    """Shapes of a layer normalisation of a transformer."""
     yield (WIDTH,)
     yield (WIDTH,)
 
@@ -121,10 +121,10 @@ def specs_of(model: str, device: str = "cpu") -> list[TensorSpec]:
 
     Args:
         model: a model's name, or a file's path.
-        device: where the gradients are, as `TensorSpec` has it; the index format depends on it.
+        device: device of the gradients, as in `TensorSpec`; the index format depends on it.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither a model nor a valid file.
     """
     if model in MODELS:
         return known_specs(model, device)
@@ -146,7 +146,7 @@ def specs_of(model: str, device: str = "cpu") -> list[TensorSpec]:
 
 
 def _file(model: str) -> Path:
-    """The file that is named instead of a model."""
+    """The path of a file of shapes, given instead of a model."""
     path, known = Path(model), ", ".join(MODELS)
     if path.is_dir():
         raise ValueError(f"--model {model}: that is a folder. Name a JSON file of shapes in it")
@@ -164,7 +164,7 @@ def _file(model: str) -> Path:
 
 
 def _shape(model: str, name: str, given: object) -> Shape:
-    """A shape from JSON; `bool` is an `int` to Python, and a string a list of digits."""
+    """Check a shape from JSON; `bool` is an `int` to Python, and a string a list of digits."""
     sizes = given if isinstance(given, list) else [None]
     if all(type(size) is int and size >= 0 for size in sizes):
         return tuple(sizes)

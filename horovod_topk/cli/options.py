@@ -1,4 +1,4 @@
-"""Code that several commands share to read their options."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from horovod_topk.cost.machine import DEVICES
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.methods.topk import TopK
 
-MANY = 64  # ranks
+MANY = 64  # ranks above which the bytes take long to compute
 
 _OPTION = re.compile(r"--[a-z][a-z-]*")
 _NEGATIVE = re.compile(r"-[\d.]")
@@ -24,14 +24,14 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line on stderr, without the usage; exit status 2."""
 
     def error(self, message: str) -> NoReturn:
-        """End the process."""
+        """Print the error and end the process."""
         self.exit(2, f"{self.prog}: {message}. `{self.prog} --help` lists the options\n")
 
 
 def joined(arguments: Iterable[str]) -> list[str]:
     """Join each option with a negative value that follows it: `--compute -5ms`.
 
-    argparse would read such a value as another option, and say that the first one has no value.
+    argparse would read such a value as another option, and report that the first one has no value.
     """
     found: list[str] = []
     for text in arguments:
@@ -43,7 +43,7 @@ def joined(arguments: Iterable[str]) -> list[str]:
 
 
 def behind_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line at the first `--`: own arguments, and those of a script."""
+    """Split a command line at the first `--`: the command's arguments, and the script's."""
     if "--" not in arguments:
         return arguments, []
     place = arguments.index("--")
@@ -75,10 +75,10 @@ def number(text: str) -> float:
 
 
 def given(read: Callable[[str], float], option: str, text: str | None) -> float | None:
-    """Read the value of an option; None if the option was left out.
+    """Parse the value of an option; None if the option is missing.
 
     Raises:
-        ValueError: it cannot be read; names the option.
+        ValueError: the value is not valid; names the option.
     """
     if text is None:
         return None
@@ -110,7 +110,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which elements are sent, except for `--ratios`."""
+    """Add the options that select which elements are sent, except `--ratios`."""
     add = parser.add_argument
     add(
         "--ratio",
@@ -137,7 +137,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compressors(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--compressor`; `method_of` reads what `parse` makes of its values."""
+    """Add the option `--compressor`; `method_of` takes the parsed values."""
     parser.add_argument(
         "--compressor",
         action="append",
@@ -149,7 +149,7 @@ def add_compressors(parser: argparse.ArgumentParser) -> None:
 
 
 def method_of(asked: Substitute) -> Method:
-    """The settings of a compressor that `--compressor` asked for.
+    """The method and settings of a compressor from `--compressor`.
 
     Raises:
         ValueError: it is Horovod's own compression.
@@ -162,6 +162,6 @@ def method_of(asked: Substitute) -> Method:
 
 
 def announce(ranks: int) -> None:
-    """Say why the command takes long: it computes the payloads of each owner separately."""
+    """Print why the command takes long: it computes the payloads of each owner separately."""
     if ranks > MANY:
         print(f"computing the payloads of {ranks:,} owners ...", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A command with a time limit; none of its processes is left behind, however it ends."""
+"""Runs a command with a time limit, and ends all its processes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from pathlib import Path
 
 import psutil
 
-TAIL_LINES = 40  # of a command's output, shown where it fails
+TAIL_LINES = 40  # last lines of a command's output, shown if it fails
 GRACE_SECONDS = 15.0  # for horovodrun to end its ranks before they are killed
-PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")  # horovodrun's, on Gloo and on MPI
+PREFIX = re.compile(r"^\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")  # horovodrun's, on Gloo and MPI
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command has ended."""
+    """The outcome of a command."""
 
     status: int  # its exit status
-    late: bool  # whether it was ended because its time was over
-    tail: str  # the last lines of its output, of the ranks' where they have printed anything
+    late: bool  # whether it was ended at the time limit
+    tail: str  # the last lines of its output, or of the ranks' output if there is any
 
     def problem(self, limit_seconds: float) -> str | None:
-        """What went wrong, in a few words; None: nothing."""
+        """What went wrong, in a few words; None: nothing did."""
         if self.late:
             return f"took longer than {limit_seconds:g} s"
         return f"exit status {self.status}" if self.status else None
@@ -43,14 +43,14 @@ def follow(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Run a command until it ends, or until its time is over.
+    """Run a command until it ends, or until the time limit.
 
     Args:
         command: program and arguments.
-        limit_seconds: the command and all that it started is ended when it takes longer.
-        on_line: called with every line of its output, with its end, while it runs.
-        folder: in which it runs; None: the current one.
-        environment: variables beside those of this process.
+        limit_seconds: the command and all its processes are ended if it takes longer.
+        on_line: called with every line of its output, line end included, while it runs.
+        folder: working directory; None: the current one.
+        environment: additional environment variables.
     """
     process = subprocess.Popen(
         list(command),
@@ -59,7 +59,7 @@ def follow(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the run
+        start_new_session=True,  # Ctrl-C only reaches this process, which then ends the run
     )
     late = threading.Event()
 
@@ -79,12 +79,12 @@ def follow(
 
 
 def unprefixed(line: str) -> str:
-    """A line of output without what horovodrun puts before it."""
+    """A line of output without horovodrun's prefix."""
     return PREFIX.sub("", line)
 
 
 def rank_of(line: str) -> int | None:
-    """The rank whose output a line is; None: horovodrun does not say."""
+    """The rank that printed a line of output; None: the line has no prefix."""
     found = PREFIX.match(line)
     return None if found is None else int(found[1])
 
@@ -93,17 +93,17 @@ def _read(process: subprocess.Popen[bytes], on_line: Callable[[str], None] | Non
     """Read the output until the last process has closed it; return the last lines."""
     assert process.stdout is not None
     all_lines, of_ranks = deque[str](maxlen=TAIL_LINES), deque[str](maxlen=TAIL_LINES)
-    # newline="": a progress bar rewrites its line with \r, which has to stay one.
+    # newline="": a progress bar rewrites its line with \r, which must not become \n.
     for line in io.TextIOWrapper(process.stdout, errors="replace", newline=""):
         if on_line is not None:
             on_line(line)
         if not line.endswith("\r"):
             (all_lines if rank_of(line) is None else of_ranks).append(unprefixed(line))
-    return of_ranks or all_lines  # a launcher prints pages about a rank that has failed
+    return of_ranks or all_lines  # launchers print many lines about a failed rank
 
 
 def end_with_descendants(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs and all that it started: first politely, then for certain."""
+    """End a process and its descendants: first by a signal that asks, then by kill."""
     if process.poll() is not None:
         return
     with contextlib.suppress(psutil.NoSuchProcess):

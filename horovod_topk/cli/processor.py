@@ -1,4 +1,4 @@
-"""The processor that figures are of."""
+"""The name of the processor on which figures are measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cpu_model() -> str:
-    """The processor's name, as the kernel gives it, or else the kind of machine."""
+    """The processor's name from the kernel, or else the kind of machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""`--ratios PATTERN=RATIO ...`: `ratios` on a command line."""
+"""The option `--ratios PATTERN=RATIO ...`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def add_ratios(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_ratios(given: Iterable[str]) -> Rules | None:
-    """Return the rules that the option's values give.
+    """Parse the option's values to rules.
 
     Raises:
         ValueError: a value is not PATTERN=RATIO.
-        ConfigError: TopKEF does not take a ratio.
+        ConfigError: TopKEF does not accept a ratio.
     """
     return checked_rules([_rule(text) for text in given])
 

@@ -1,5 +1,5 @@
-"""The algorithm, once, for every framework: imports no framework and no NumPy.
+"""The framework-neutral implementation of the training step; imports no framework and no NumPy.
 
-Arrays are touched only through `horovod_topk.ops.Ops`, the network only through
-`horovod_topk.core.exchange.Collective`; both are passed in.
+It computes on arrays only through `horovod_topk.ops.Ops` and communicates only through
+`horovod_topk.core.exchange.Collective`; callers pass both.
 """

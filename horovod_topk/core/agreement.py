@@ -1,6 +1,6 @@
-"""Ranks compare plans before they exchange: a mismatch is an error that names rank and field.
+"""Ranks compare plans before they exchange: a mismatch raises an error with rank and field.
 
-Without this, Horovod would gather payloads of unequal plans without a word.
+Without this check, Horovod would silently gather payloads of unequal plans.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ORDINAL = struct.Struct("<I")
 
 
 def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Array]) -> int:
-    """Return the highest ordinal that any rank proposes, once all ranks share one plan.
+    """Check that all ranks have one plan; return the highest ordinal that any rank proposes.
 
-    A collective: every rank of the communicator must call it, in the same order among its own
-    calls.
+    A collective: every rank of the communicator must call it, in the same order among its
+    collective calls.
 
     Args:
         plan: this rank's plan.
-        ordinal: this rank's proposal for the optimizer's ordinal, free on this rank from there up.
+        ordinal: this rank's proposal for the optimizer's ordinal; it and all above are unused here.
 
     Raises:
         PlanMismatchError: on every rank, when any two plans differ.
@@ -52,10 +52,10 @@ def agree(plan: Plan, ordinal: int, ops: Ops[Array], collective: Collective[Arra
 def gather_bytes(
     data: bytes, name: str, ops: Ops[Array], collective: Collective[Array]
 ) -> list[bytes]:
-    """Host bytes of equal length from every rank. A collective.
+    """Gather host bytes of equal length from every rank. A collective.
 
     Raises:
-        PlanMismatchError: on every rank, when lengths differ, as between versions of this package.
+        PlanMismatchError: on every rank, when lengths differ, as with different package versions.
     """
     array = ops.zeros(len(data), "uint8", "cpu")
     ops.store_bytes(array, 0, data)
@@ -74,7 +74,7 @@ def mismatch(plans: Mapping[int, Mapping[str, list[object]]], rank: int) -> Plan
 
     Args:
         plans: `Plan.fields` of two ranks or more, by rank.
-        rank: this one.
+        rank: this process' rank.
     """
     one = plans[rank if rank in plans else min(plans)]
     field = next(f for f in one if any(other[f] != one[f] for other in plans.values()))
@@ -82,7 +82,7 @@ def mismatch(plans: Mapping[int, Mapping[str, list[object]]], rank: int) -> Plan
 
 
 def _mismatch(field: str, lists: Mapping[int, list[object]], rank: int) -> PlanMismatchError:
-    """Compare this rank, or the first that has a plan, with the first that differs from it."""
+    """The error for one field; compares this rank, or the first one, with one that differs."""
     one = rank if rank in lists else min(lists)
     other = next(r for r, theirs in lists.items() if theirs != lists[one])
     here, there = _first_difference(lists[one], lists[other])

@@ -1,12 +1,12 @@
-"""Encodes buckets for exchanges, for some methods with numbers that ranks tell each other first.
+"""Encodes buckets for exchanges; some methods first exchange a few numbers of each tensor.
 
-Most methods encode as soon as gradients are ready. Of an `AnnouncingCodec`,
+Most methods encode as soon as gradients are ready. With an `AnnouncingCodec`,
 
-    begin      compensates, a = e + g in the candidate arenas, and sends a few float32 numbers of
-               each piece to all ranks that send the same piece: the announcement
+    begin      writes a = e + g to the candidate arenas, and sends a few float32 numbers of each
+               piece to all ranks that send the same piece: the announcement
     complete   waits for the announcements, and encodes with all of them, in rank order
 
-so that the method's bucket takes one stage more. An announcement is a payload like any other: it
+so that each bucket takes one exchange stage more. An announcement is a payload like any other: it
 has a header, the plan's digest and non-finite flags, and its size follows from the plan.
 """
 
@@ -32,13 +32,13 @@ Array = TypeVar("Array")
 
 
 def announcement(plans: Sequence[BucketPlan]) -> BucketPlan | None:
-    """What a rank tells others of a bucket before it encodes it.
+    """The plan of the numbers that ranks announce for a bucket; None if there are none.
 
     Args:
         plans: the bucket, or all of its shards that are encoded together.
 
     Returns:
-        A bucket of arrays that travel whole: the numbers of each tensor, shard after shard. None:
+        A bucket of arrays that are sent whole: the numbers of each tensor, shard after shard. None:
         the method announces nothing.
     """
     first, *_ = plans
@@ -54,7 +54,7 @@ def announcement(plans: Sequence[BucketPlan]) -> BucketPlan | None:
 
 
 def announced_bytes(plans: Sequence[BucketPlan]) -> int:
-    """Bytes of one rank's announcement; 0 where there is none."""
+    """Bytes of one rank's announcement; 0 if there is none."""
     plan = announcement(plans)
     return 0 if plan is None else plan.payload_bytes
 
@@ -64,12 +64,12 @@ class Encoder(Generic[Array]):
 
     Args:
         arenas, payloads: one for each shard, or one.
-        ops, codec: of the arrays.
-        collective: the ranks that send the same pieces. None: this rank alone sends them.
+        ops, codec: operations on the arrays, and their codec.
+        collective: the ranks that send the same pieces. None: only this rank sends them.
 
     Attributes:
-        stages: how many stages a bucket takes before it is encoded.
-        waits: whether announcements are under way, and the payloads are not filled.
+        stages: exchange stages that a bucket takes before it is encoded.
+        waits: whether announcements are sent, and the payloads are not filled yet.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class Encoder(Generic[Array]):
 
     @property
     def waits(self) -> bool:
-        """See the class."""
+        """Whether announcements are sent, and the payloads are not filled yet."""
         return self._pending is not None
 
     def begin(
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
     ) -> None:
-        """Fill the payloads, or start to announce what is needed for that.
+        """Fill the payloads, or start to send the announcements that this needs.
 
-        velocities: corrects the gradients' momentum, and gets new velocities.
+        velocities: for momentum correction; the new velocities are written to it.
         """
         codec = self._codec
         if self._plan is None or self._collective is None:
@@ -121,7 +121,7 @@ class Encoder(Generic[Array]):
         """Wait for the announcements, and fill the payloads.
 
         Raises:
-            PayloadError, PlanMismatchError: a rank has sent something else.
+            PayloadError, PlanMismatchError: a rank has sent something other than an announcement.
         """
         codec, ops = self._codec, self._ops
         told, flags = self._wait()
@@ -133,18 +133,18 @@ class Encoder(Generic[Array]):
                 one = codec.encode_piece(each.plan, position, values, numbers)
                 sent.append(replace(one, checked=self._checked[shard][position]))
             codec.write(each, payload, sent)
-            if not isinstance(flags, list):  # a graph goes on where a host raises: tell the others
+            if not isinstance(flags, list):  # a graph cannot raise: pass the flags on to all ranks
                 ops.store_flags(payload, each.plan.layout.flags_at, flags)
             if self._velocities is not None:
                 codec.damp(each, payload, self._gradients, self._velocities)
         codec.seal([each.plan for each in self._arenas], self._payloads)
 
     def drain(self) -> bool:
-        """Wait for announcements under way, and forget them.
+        """Wait for announcements that were sent, and drop them.
 
         Returns:
-            Whether they have come: other ranks go on, and wait for this one's payloads. They have
-            not where a rank of an elastic job is lost.
+            Whether they have arrived: then other ranks go on, and wait for this rank's payloads.
+            They have not if a rank of an elastic job is lost.
         """
         assert self._pending is not None
         pending, self._pending = self._pending, None
@@ -154,10 +154,10 @@ class Encoder(Generic[Array]):
         return False
 
     def abort(self, name: str) -> list[Pending[Array]]:
-        """Announce that all is flagged, in a step that this rank does not go on with.
+        """Announce that all tensors are flagged, in a step that this rank does not go on with.
 
         Returns:
-            What is under way then: nothing, if ranks announce nothing.
+            The collectives that it started: none if ranks announce nothing.
         """
         if self._plan is None or self._collective is None:
             return []
@@ -165,14 +165,14 @@ class Encoder(Generic[Array]):
         return [self._collective.allgather(self._announcement, f"{name}.announce")]
 
     def _wait(self) -> tuple[list[list[Announced[Array]]], Sequence[bool]]:
-        """What was announced, for each shard and piece, and which tensors any rank flagged."""
+        """Announcements for each shard and piece, and which tensors any rank flagged."""
         assert self._pending is not None
         assert self._plan is not None
         assert self._collective is not None
         pending, self._pending = self._pending, None
         gathered, size, ranks = pending.wait(), self._plan.payload_bytes, self._collective.size
         received = self._ops.numel(gathered)
-        if received not in (None, size * ranks):  # None: a graph does not know yet
+        if received not in (None, size * ranks):  # None: not known while a graph is built
             raise wire.wrong_length(received, size, ranks, self._plan.ordinal)
         rows, flags = self._codec.rows(self._plan, gathered)
         told: list[list[Announced[Array]]] = [[] for _ in self._arenas]

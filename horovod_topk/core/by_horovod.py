@@ -1,7 +1,7 @@
-"""What `TopKEF.of(optimizer)` returns where the environment asks for Horovod's own compression.
+"""The state that `TopKEF.of(optimizer)` returns if Horovod's own compression is substituted.
 
-Nothing is compressed by this package then (`horovod_topk.core.substitute`), and a script that asks
-for statistics or saves residuals has to run all the same.
+An environment variable selects it (`horovod_topk.core.substitute`). This package then compresses
+nothing, and a script that reads statistics or saves residuals still has to run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from horovod_topk.core.substitute import VARIABLE
 
 
 class ByHorovod(Attached[Any]):
-    """The state behind an optimizer that Horovod serves by itself: inactive, and without residuals.
+    """The inactive state, without residuals, of an optimizer whose gradients Horovod exchanges.
 
     Args:
         name: Horovod's compression, "none" or "fp16".

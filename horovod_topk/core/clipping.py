@@ -1,25 +1,25 @@
 """Clipping of local gradients, before they are added to the residual.
 
-Clipping what was exchanged comes too late for error feedback: a gradient that is far too large has
-gone into the residual by then, and comes back for many steps. Deep Gradient Compression (Lin et al.
-2018, section 3.2 and appendix C) clips on each rank instead. There the local gradients G of P ranks
-add up to the one that is applied. If they are independent and of like size, its norm is sqrt(P)
+Clipping exchanged gradients is too late for error feedback: a gradient that is far too large is in
+the residual by then, and is sent over many steps. Deep Gradient Compression (Lin et al. 2018,
+section 3.2 and appendix C) clips on each rank instead. There the local gradients G of P ranks add
+up to the gradient that is applied. If they are independent and of similar size, its norm is sqrt(P)
 times theirs, so each of them is clipped to
 
     ||G|| <= clip_norm / sqrt(P)
 
-A gradient g of which the average is applied is P G in these units: ||g|| <= clip_norm sqrt(P). Of
-ranks that all have the same gradient the average can be larger than `clip_norm`, by sqrt(P).
+If the average of gradients g is applied, g is P G in these units: ||g|| <= clip_norm sqrt(P). If
+all ranks have the same gradient, the average can be sqrt(P) times larger than `clip_norm`.
 
-That norm, t, is of all of a rank's gradients. A graph has them all before it sends a bucket, and
-clips them together. Hooks bring them bucket by bucket, and a bucket is sent before the last
-gradient is there: waiting for it would leave nothing to do while backward goes on. Bucket b, with
+This threshold, t, limits the norm of all gradients of a rank. A graph has all gradients before it
+sends a bucket, and clips them together. With hooks they become ready bucket by bucket, and a bucket
+is sent before the last gradient is ready, so that exchange and backward overlap. Bucket b, with
 gradients g_b, is therefore scaled by
 
     c_b = min(1, t / sqrt(||g_1||^2 + ... + ||g_b||^2))
 
-from those that are there, in the order in which buckets are complete. So gradients whose norm is
-within t are never changed; one bucket is clipped exactly; of B buckets the last one is, no bucket
+from the buckets so far, in the order in which they are complete. So gradients whose norm is within
+t are never changed; a single bucket is clipped exactly; of B buckets the last one is, no bucket
 exceeds t, and all together do not exceed t sqrt(B), B being a model's bytes over 25 MiB.
 """
 
@@ -35,25 +35,25 @@ Given = TypeVar("Given", contravariant=True)
 
 
 class Scope(enum.Enum):
-    """The gradients whose norm limits those that are clipped now."""
+    """Which gradients count for the norm that is compared with the threshold."""
 
     SO_FAR = "the buckets so far, this one included"
     ALL = "all gradients, which are given at once"
 
 
 class Norms(Protocol[Given]):
-    """Arithmetic of one framework; norms are numbers or scalars of its own."""
+    """A framework's arithmetic for clipping; norms are numbers or its scalars."""
 
     def place(self, gradients: Sequence[Given]) -> object:
-        """Where norms are added up: those in different places do not hear of each other."""
+        """Where the norm of gradients is computed; each place is clipped by its own norm."""
         ...
 
     def norm(self, gradients: Sequence[Given], before: Any) -> Any:
-        """Euclidean norm of gradients, together with those whose norm is `before` (0.0: none)."""
+        """Euclidean norm of gradients and of earlier ones, whose norm is `before` (0.0: none)."""
         ...
 
     def reduce(self, gradients: Sequence[Given], threshold: float, norm: Any) -> None:
-        """Scale gradients in place by min(1, threshold / norm); what is not finite stays so."""
+        """Scale gradients in place by min(1, threshold / norm); non-finite gradients stay so."""
         ...
 
 
@@ -61,25 +61,25 @@ class LocalClip(Generic[Array]):
     """Clips one rank's gradients, step after step.
 
     Args:
-        clip_norm: the norm of what is applied.
+        clip_norm: the norm of the applied gradients.
         reduction: "average" or "sum" over ranks.
-        scope: whose norm counts.
-        norms: of the framework.
+        scope: which gradients count for the norm.
+        norms: the framework's arithmetic.
     """
 
     def __init__(self, clip_norm: float, reduction: str, scope: Scope, norms: Norms[Array]) -> None:
         self._clip_norm, self._reduction = clip_norm, reduction
         self._scope, self._norms = scope, norms
-        self._so_far: dict[object, Any] = {}  # norms by their place
+        self._so_far: dict[object, Any] = {}  # norms of the buckets so far, by place
         self._threshold = clip_norm
 
     def begin(self, ranks: int, units: float = 1.0) -> None:
-        """A step's first gradients are about to come, so many times too large."""
+        """Begin a step; its gradients are `units` times too large, as with a loss scale."""
         self._so_far.clear()
         self._threshold = units * local_threshold(self._clip_norm, self._reduction, ranks)
 
     def clip(self, gradients: Sequence[Array]) -> None:
-        """Scale gradients in place: those of one bucket, or all, as the scope says."""
+        """Scale gradients in place: those of one bucket, or all, as `scope` says."""
         place = self._norms.place(gradients)
         before = self._so_far.get(place, 0.0) if self._scope is Scope.SO_FAR else 0.0
         norm = self._so_far[place] = self._norms.norm(gradients, before)
@@ -90,9 +90,9 @@ def local_threshold(clip_norm: float, reduction: str, ranks: int) -> float:
     """The norm that a rank's gradients are clipped to.
 
     Args:
-        clip_norm: that of what is applied.
+        clip_norm: the norm of the applied gradients.
         reduction: "average" or "sum" over ranks.
-        ranks: how many exchange.
+        ranks: number of ranks that exchange.
     """
     share = clip_norm / math.sqrt(ranks)
     return share * ranks if reduction == "average" else share

@@ -357,8 +357,7 @@ class PayloadCodec(Generic[Array]):
         piece = bucket.tensors[position]
         gradient = gradients[piece.gradient]
         if bucket.parts > 1:
-            own = ops.arange(piece.numel, bucket.device)
-            gradient = ops.take(gradient, self._in_gradient(bucket, piece, own))
+            gradient = ops.shard(gradient, bucket.parts, piece.first)
         candidate = self._slice(arenas.candidate, piece)
         checked = ops.compensate(self._slice(arenas.residual, piece), gradient, candidate)
         return candidate, checked

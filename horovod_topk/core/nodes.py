@@ -1,4 +1,4 @@
-"""Which ranks share a node, derived alike on every rank from where each says that it runs."""
+"""Which ranks share a node, computed by every rank from all ranks' host names and local ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Location:
-    """Where a rank runs, as it knows it."""
+    """The host and local rank of a rank, as it reports them."""
 
     host: str  # the machine's own name
-    local_rank: int  # among the ranks that the launcher put together; from 0
-    first: int  # of these, if they follow each other: rank - local rank
+    local_rank: int  # among the ranks that the launcher put on one host; from 0
+    first: int  # first rank of these, if they are consecutive: rank - local rank
 
 
 def here(rank: int, local_rank: int) -> Location:
-    """This process's location.
+    """The location of this process.
 
-    rank: among all; local_rank: among those that the launcher put together.
+    rank: rank among all; local_rank: rank among those that the launcher put on this host.
     """
     return Location(socket.gethostname(), local_rank, rank - local_rank)
 
@@ -38,21 +38,21 @@ class Nodes:
 
     @property
     def owners(self) -> int:
-        """Ranks of every node that own shards: as many as the smallest node has."""
+        """Owners of shards on every node: as many as the smallest node has ranks."""
         return min(self.sizes)
 
     @property
     def cross_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Owners of the same shards, one of each node, by their position on it; ascending."""
+        """The owners of the same shards, one rank of each node, for each position; ascending."""
         return tuple(tuple(sorted(node[i] for node in self.ranks)) for i in range(self.owners))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes and cross_groups of more than one rank: who exchanges with whom."""
+        """All groups of more than one rank that exchange: nodes and cross groups."""
         return tuple(group for group in (*self.ranks, *self.cross_groups) if len(group) > 1)
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of a rank's node."""
+        """The ranks on the node of a rank."""
         return self.ranks[self._spots[rank][0]]
 
     def position(self, rank: int) -> int:
@@ -61,16 +61,17 @@ class Nodes:
 
     @cached_property
     def _spots(self) -> dict[int, tuple[int, int]]:
-        """Of each rank its node, and its position there."""
+        """The node of each rank, and the rank's position on it."""
         numbered = enumerate(self.ranks)
         return {rank: (n, i) for n, node in numbered for i, rank in enumerate(node)}
 
 
 def nodes_of(locations: Sequence[Location]) -> Nodes:
-    """Nodes from each rank's location, in rank order.
+    """Group ranks into nodes, given each rank's location in rank order.
 
-    Hosts tell, in whatever order their ranks come. Where two ranks of a host have one local rank,
-    several machines share a name, or a launcher took one for several: then first ranks tell.
+    Ranks with the same host name share a node. If two ranks of a host have the same local rank,
+    several machines share a name, or a launcher counts one machine as several: then ranks with
+    the same first rank share a node.
     """
     spots = [(each.host, each.local_rank) for each in locations]
     named = len(set(spots)) == len(spots)

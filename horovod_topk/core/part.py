@@ -1,7 +1,7 @@
 """One part of the state by tensor name: residuals, owner's residuals or velocities.
 
-It is read, written, saved and checked in the natural order of each tensor's elements, wherever the
-arrays lie and however they are split into shards.
+It is read, written, saved and checked in the row-major order of each tensor's elements, wherever
+the arrays are stored and however they are split into shards.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Array = TypeVar("Array")
 
 
 class Piece(Protocol[Array]):
-    """Where one tensor's array lies, or one shard of it."""
+    """The stored array of one tensor, or of one shard of it."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         ...
 
     @property
@@ -42,24 +42,24 @@ class Piece(Protocol[Array]):
         ...
 
     def read(self) -> Array:
-        """The array, flat; it may share memory with what it is read from."""
+        """The array, flat; it may share memory with the stored array."""
         ...
 
     def write(self, source: Array) -> None:
-        """Replace the elements, cast to the dtype that is kept."""
+        """Replace the elements, cast to the stored dtype."""
         ...
 
 
 class Part(Generic[Array]):
     """One part of the state by tensor name: residuals, owner's residuals or velocities.
 
-    Where it lies is the subclass's affair, or that of who fills in `specs` and `pieces`.
+    A subclass, or the caller that fills in `specs` and `pieces`, decides where arrays are stored.
 
     Attributes:
-        specs: the tensors; of owner's residuals the shards that are kept of them.
-        pieces: where each tensor's array lies: in one piece, in one for each shard, or in none,
-            where this rank keeps nothing.
-        released: tensors that have left the plan, with residuals of zero.
+        specs: the specs of tensors; for owner's residuals, those of their shards.
+        pieces: the stored array of each tensor: one piece, one for each shard, or none where this
+            rank keeps nothing.
+        released: tensors that have left the plan; their residuals were zero.
     """
 
     def __init__(self, ops: Ops[Array]) -> None:
@@ -70,7 +70,7 @@ class Part(Generic[Array]):
         self.facts: dict[str, Any] = {}
 
     def residual(self, name: str) -> Array:
-        """One tensor's array, flat: a view, or a copy if it is in several pieces or in none.
+        """One tensor's array, flat: a view, or a copy if it has several pieces or none.
 
         Raises:
             KeyError: no such tensor.
@@ -128,7 +128,7 @@ class Part(Generic[Array]):
         self.take_on(state, self.pieces)
 
     def take_on(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Copy in the arrays of some tensors, of a state dict that fits; what it lacks is zero."""
+        """Copy in the arrays of some tensors from a state dict that fits; absent ones become 0."""
         for name in names:
             if name in state["residuals"]:
                 self.assign(name, state["residuals"][name])
@@ -138,14 +138,14 @@ class Part(Generic[Array]):
     def check(self, state: Mapping[str, Any], names: Collection[str] | None = None) -> None:
         """Refuse a state dict that does not fit.
 
-        A tensor that had left the plan when it was saved has no residual in it, and counts as zero;
-        for one that has left the plan here, it may have a residual of zeros.
+        A tensor that had left the plan when the state was saved has no residual in it, and becomes
+        zero; for a tensor that has left the plan here, the state may have a residual of zeros.
 
-        names: the tensors to look at; None: all.
+        names: the tensors to check; None: all.
 
         Raises:
-            StateDictError: another version, or a tensor missing, unknown or of another shape, or a
-                residual that is not zero for a tensor that has left the plan here.
+            StateDictError: the version differs, a tensor is missing, unknown or of another shape,
+                or a tensor that has left the plan here has a residual that is not zero.
         """
         gone = released_of(state) - set(state.get("residuals", ()))
         specs = [
@@ -155,7 +155,7 @@ class Part(Generic[Array]):
         check_nothing_is_owed(state["residuals"], self.released, self._ops)
 
     def _held(self) -> list[TensorSpec]:
-        """Tensors of which this rank keeps something."""
+        """Tensors of which this rank keeps a piece."""
         return [self.specs[name] for name, pieces in self.pieces.items() if pieces]
 
     def _arrays(self) -> Iterator[Array]:
@@ -165,11 +165,11 @@ class Part(Generic[Array]):
         return self._ops.zeros(spec.numel, RESIDUAL_DTYPE[spec.dtype], spec.device)
 
     def _places(self, spec: TensorSpec, piece: Piece[Array]) -> Array:
-        """Index in its tensor of each element of a piece."""
+        """The index in the whole tensor of each element of a piece."""
         own = self._ops.arange(piece.numel, spec.device)
         return self._ops.global_index(own, piece.parts, piece.first)
 
 
 def as_row(ops: Ops[Array], array: Array) -> Array:
-    """[1, n] of [n], n >= 1."""
+    """Reshape a flat array of n >= 1 elements to [1, n]."""
     return ops.load(array, ops.numel(array), 0, ops.numel(array))

@@ -1,7 +1,7 @@
-"""What is sent, decided beforehand: k, buckets, arenas and payload bytes. Integers only.
+"""The plan of an exchange: k, buckets, arenas and payload bytes, computed once. Integers only.
 
 A plan is a pure function of names, shapes, dtypes, groups and settings, so every rank computes
-the same one; `horovod_topk.core.agreement` checks that they did.
+the same plan; `horovod_topk.core.agreement` checks this.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ class BucketPlan:
     config: Method  # the method, which is its settings
     reduction: str
     layout: Layout
-    digests: tuple[bytes, ...]  # of the payloads that make one, 8 bytes each; see `headers`
-    parts: int = 1  # owners that gradients are split among
+    digests: tuple[bytes, ...]  # 8 bytes for each writer's payload; see `headers`
+    parts: int = 1  # number of owners that gradients are split among
     senders: tuple[int, ...] = ()  # ranks of the payloads as they are read; (): 0, 1, 2, ...
     leg: str = "direct"  # see `Method.piece`
-    part: int = 0  # owner whose shards its only payload carries
-    measures: tuple[str, ...] = ()  # what each payload tells besides; see `core.measures`
+    part: int = 0  # owner whose shards are in its only payload
+    measures: tuple[str, ...] = ()  # names of the measures in each payload; see `core.measures`
 
     @cached_property
     def writers(self) -> int:
-        """Payloads, one behind the other, that are read as one: more than 1 for shards."""
+        """Payloads, one after another, that are read as one: more than 1 for shards."""
         return len(self.digests)
 
     @cached_property
     def gradients(self) -> tuple[Any, ...]:
-        """A tensor for each gradient."""
+        """One tensor for each gradient."""
         return self.tensors[: len(self.tensors) // self.writers]
 
     @property
     def numel(self) -> int:
-        """Elements of its arenas."""
+        """Number of elements of its arenas."""
         stop: int = self.tensors[-1].stop
         return stop
 
@@ -65,28 +65,28 @@ class BucketPlan:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one payload, as it is read."""
+        """Bytes of one payload as it is read."""
         return self.layout.payload_bytes
 
     @property
     def places(self) -> list[tuple[str, int, int, int]]:
-        """What lies where in its arenas."""
+        """Name, start, stop and first block of each tensor in the arenas."""
         return [(t.spec.name, t.start, t.stop, t.first) for t in self.tensors]
 
     @property
     def device(self) -> str:
-        """Where its arenas live."""
+        """The device of its arenas."""
         device: str = self.tensors[0].spec.device
         return device
 
     @cached_property
     def entries(self) -> int:
-        """Values in its payload."""
+        """Number of values in its payload."""
         return sum(tensor.entries for tensor in self.tensors)
 
     @cached_property
     def dense_bytes(self) -> int:
-        """Bytes of the gradients it stands for."""
+        """Bytes of its gradients."""
         return sum(t.numel * WIDTH[t.spec.dtype] for t in self.tensors)
 
     def names(self, flags: Iterable[bool]) -> tuple[str, ...]:
@@ -94,27 +94,27 @@ class BucketPlan:
         return tuple(t.spec.name for t, flag in zip(self.gradients, flags, strict=True) if flag)
 
     def place(self, position: int) -> tuple[str, str, int]:
-        """Tensor, leg and owner of a piece: the same where it is written and where it is read."""
+        """Tensor, leg and owner of a piece: the same for the writer and for readers."""
         part = self.part if self.writers == 1 else position // len(self.gradients)
         return self.tensors[position].spec.name, self.leg, part
 
     def sender(self, position: int) -> int:
-        """The rank that wrote the payload in a position."""
+        """The rank that wrote the payload at a position."""
         return self.senders[position] if self.senders else position
 
     @property
     def digest(self) -> bytes:
-        """That of its only payload, or of the first."""
+        """The digest of its only payload, or of the first."""
         return self.digests[0]
 
     @cached_property
     def header(self) -> bytes:
-        """The first bytes of its only payload, or of the first, equal on every rank and step."""
+        """The header of its only payload, or of the first, equal on every rank and step."""
         return self._header(self.digest)
 
     @cached_property
     def headers(self) -> tuple[bytes, ...]:
-        """The first bytes of each writer's payload.
+        """The header of each writer's payload.
 
         A digest is equal on two ranks if and only if they read each other's payloads.
         """
@@ -122,13 +122,13 @@ class BucketPlan:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Tells buckets that need kernels of their own from each other."""
+        """Identifies buckets that can use the same kernel."""
         pieces = [asdict(tensor) for tensor in self.tensors]
         return digest([self.device, self.parts, self.layout.payload_bytes, *self._own, pieces])
 
     @property
     def _own(self) -> list[object]:
-        """What ranks have in common that read its payloads."""
+        """What all ranks that read its payloads must have in common."""
         own = [payload.VERSION, self.config.id, self.config.agreed(), self.reduction]
         return [*own, self.measures] if self.measures else own
 
@@ -151,12 +151,12 @@ class Plan:
             yield from bucket.tensors
 
     def sent_dense(self) -> dict[str, str]:
-        """Tensors that travel whole inside their bucket, and why."""
+        """Tensors that are sent whole inside their bucket, and the reason."""
         reasons = {tensor.spec.name: self.config.why_whole(tensor) for tensor in self.tensors()}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def own_ratios(self) -> dict[str, float]:
-        """Ratios of the tensors that have another one than the plan's."""
+        """Tensors with their own ratio, other than the plan's."""
         own, names = self.config.own, [tensor.spec.name for tensor in self.tensors()]
         return {
             name: own[name]
@@ -165,7 +165,7 @@ class Plan:
         }
 
     def summary(self) -> str:
-        """One line for the log."""
+        """The plan in one line, for the log."""
         tensors, dense = list(self.tensors()), self.sent_dense()
         elements = sum(t.spec.numel for t in tensors if t.spec.name in dense)
         own = len(self.own_ratios())
@@ -175,7 +175,7 @@ class Plan:
         )
 
     def without(self, name: str) -> Plan:
-        """The same plan without one tensor; a bucket left empty disappears."""
+        """The same plan without one tensor; an empty bucket is dropped."""
         kept = []
         for bucket in self.buckets:
             specs = [t.spec for t in bucket.tensors if t.spec.name != name]
@@ -186,7 +186,7 @@ class Plan:
         return replace(self, buckets=tuple(kept))
 
     def under(self, config: Method) -> Plan:
-        """The same tensors in the same buckets, under other settings."""
+        """The same tensors in the same buckets, with other settings."""
         buckets = (
             _plan_bucket(b.ordinal, [t.spec for t in b.tensors], config, self.reduction)
             for b in self.buckets
@@ -194,7 +194,7 @@ class Plan:
         return replace(self, config=config, buckets=tuple(buckets))
 
     def fields(self) -> dict[str, list[object]]:
-        """What ranks have to agree on, by name, as JSON-able lists."""
+        """Everything that ranks have to agree on, by name, as JSON-able lists."""
         specs = [tensor.spec for tensor in self.tensors()]
         settings = sorted(self.config.agreed().items())
         return {
@@ -213,13 +213,13 @@ class Plan:
 
     @cached_property
     def digest(self) -> bytes:
-        """8 bytes over all of `fields`: over ratios of tensors and measures where there are any."""
+        """8 bytes over all of `fields`; own ratios and measures count only where there are any."""
         absent = {"ratios": not self.config.own, "measures": not self.config.measures}
         fields = self.fields().items()
         return digest({key: each for key, each in fields if not absent.get(key, False)})
 
     def _ratios_of(self, spec: TensorSpec) -> list[float]:
-        """That of a tensor, and what owners send back of it, if that is another."""
+        """A tensor's ratio, and the ratio at which owners send it back if that differs."""
         ratio, back = self.config.ratio, self.config.ratio_back
         if spec.name in self.config.own:
             ratio = back = self.config.own[spec.name]
@@ -239,14 +239,14 @@ def make_plan(
     groups: Iterable[Sequence[TensorSpec]] | None = None,
     names: Collection[str] | None = None,
 ) -> Plan:
-    """Plan the exchange of `specs`, given in the order in which their gradients arrive.
+    """Plan the exchange of `specs`, given in the order in which their gradients become ready.
 
     Args:
-        specs: every gradient, names unique.
-        config: the settings.
+        specs: the spec of every gradient, with unique names.
+        config: the method's settings.
         reduction: "average" or "sum".
-        groups: buckets asked for by the user; specs in none of them fill default ones.
-        names: what patterns of `config.ratios` may match, if more than `specs`.
+        groups: the user's buckets; specs in none of them fill default buckets.
+        names: all names that patterns of `config.ratios` may match, if more than `specs`.
 
     Raises:
         DuplicateNameError, UnsupportedDtypeError, TensorTooLargeError, ConfigError: see the
@@ -291,7 +291,7 @@ def _check(specs: Sequence[TensorSpec]) -> None:
 
 
 def _fill(specs: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """Consecutive specs, split where a bucket is full."""
+    """Split consecutive specs into full buckets."""
     bucket: list[TensorSpec] = []
     elements = 0
     for spec in specs:
@@ -305,7 +305,7 @@ def _fill(specs: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 def _alike(group: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """A group split by residual dtype and device, in order of first appearance."""
+    """Split a group by residual dtype and device, in order of first appearance."""
     parts: dict[tuple[str, str], list[TensorSpec]] = {}
     for spec in group:
         parts.setdefault((RESIDUAL_DTYPE[spec.dtype], spec.device), []).append(spec)
@@ -332,19 +332,19 @@ def lay_out(
     part: int = 0,
     measures: tuple[str, ...] = (),
 ) -> BucketPlan:
-    """A payload for tensors or shards, one after another in the arenas and in the body.
+    """Lay out a payload of tensors or shards, one after another in the arenas and in the body.
 
     Args:
-        ordinal: of the bucket.
-        parts: what it carries; positions are set here.
+        ordinal: the bucket's ordinal.
+        parts: the tensors or shards; their positions are set here.
         leg: see `Codec.piece`.
         config: the method.
         reduction: "average" or "sum".
         alignment: elements; every part begins at a multiple of it in the arenas.
-        owners: that its gradients are split among.
-        identity: what else ranks have in common that read it.
+        owners: number of owners that the gradients are split among.
+        identity: anything else that readers must have in common; enters the digest.
         part: owner whose shards it carries.
-        measures: names of the numbers that ranks tell each other with it.
+        measures: names of the measures in each payload.
     """
     config = config.narrowed([each.spec.name for each in parts])
     pieces, start = [], 0
@@ -362,7 +362,7 @@ def lay_out(
 
 
 def _facts(piece: Piece) -> list[object]:
-    """What two ranks must have in common to read a piece, its name aside."""
+    """What two ranks must have in common to read a piece, apart from its name."""
     facts = asdict(piece)
     del facts["spec"]
     return [list(piece.spec.shape), piece.spec.dtype, *facts.values()]

@@ -1,8 +1,8 @@
-"""A probe: one bucket's dense gradient, exchanged beside what was compressed of it.
+"""A probe: one bucket's dense gradient, exchanged beside its compressed payload.
 
-It measures what compression does to the gradient that is applied, with one collective more and a
+It measures how compression changes the applied gradient, at the cost of one more collective and a
 copy of the bucket. Every rank probes the same bucket in the same step, as both follow from the
-count of committed steps: one of `probe_every` steps, and the buckets in turn.
+count of committed steps: one step in `probe_every`, and one bucket after another.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ Array = TypeVar("Array")
 class Probed:
     """How far a bucket's exchanged gradient is from the dense one."""
 
-    probe_cosine: float | None = None  # of the angle between them; None: one of them is 0
-    probe_error: float | None = None  # norm of their difference over that of the dense one
+    probe_cosine: float | None = None  # cosine of their angle; None: one of them is 0
+    probe_error: float | None = None  # norm of their difference / norm of the dense gradient
 
 
 class Probe(Generic[Array]):
-    """Exchanges one bucket dense in one of so many steps.
+    """Exchanges one bucket dense, in one step out of `every`.
 
     Args:
-        every: steps.
-        collective: among the ranks that exchange.
-        ops: of the arrays.
+        every: steps from one probe to the next.
+        collective: collectives of the ranks that exchange.
+        ops: operations on the arrays.
         name: prefix of the collectives' names, equal on all ranks.
     """
 
     def __init__(self, every: int, collective: Collective[Array], ops: Ops[Array], name: str):
         self._every, self._collective, self._ops, self._name = every, collective, ops, name
         self._pending: Pending[Array] | None = None
-        self._ordinal: int | None = None  # of the bucket that is probed in this step
-        self.result = Probed()  # of the last bucket
+        self._ordinal: int | None = None  # the bucket that is probed in this step
+        self.result = Probed()  # the result of the last probe
 
     def turn(self, plan: Plan, committed: int) -> None:
-        """Say which bucket is probed in the step that begins, if one is.
+        """Select the bucket that is probed in the step that begins, if any.
 
-        committed: steps before this one.
+        committed: number of committed steps.
         """
         turn, rest = divmod(committed, self._every)
         self._reduction = plan.reduction
         self._ordinal = None if rest else plan.buckets[turn % len(plan.buckets)].ordinal
 
     def begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
-        """Start to add up a bucket's gradients, if its turn has come; they are copied."""
+        """Start to add up a copy of a bucket's gradients, if it is the probed one."""
         if self._ordinal != ordinal:
             return
         self.drain()
@@ -62,7 +62,7 @@ class Probe(Generic[Array]):
         self._pending = self._collective.allreduce(self._flat(gradients), name)
 
     def finish(self, ordinal: int, exchanged: Sequence[Array], gain: float) -> None:
-        """Compare a bucket's exchanged gradients, `gain` times the applied, with its dense ones."""
+        """Compare a bucket's exchanged gradients, scaled by `gain`, with its dense ones."""
         if self._ordinal != ordinal or self._pending is None:
             return
         ops, total = self._ops, self._pending.wait()
@@ -76,13 +76,13 @@ class Probe(Generic[Array]):
         self.result = compare(*struct.unpack("<3f", data))
 
     def drain(self) -> None:
-        """Wait for what is under way, and forget it."""
+        """Wait for a running collective, and drop its result."""
         if self._pending is not None:
             self._pending.wait()
         self._pending = None
 
     def _flat(self, arrays: Sequence[Array]) -> Any:
-        """A bucket's gradients behind each other, in float32."""
+        """A bucket's gradients in one float32 array."""
         ops, parts = self._ops, list[Array]()
         for array in arrays:
             part = ops.zeros(ops.numel(array), "float32", ops.device(array))
@@ -92,7 +92,7 @@ class Probe(Generic[Array]):
 
 
 def compare(dense: float, applied: float, difference: float) -> Probed:
-    """What sums of squares say: of the dense gradient, of the applied one, of their difference."""
+    """Cosine and error from sums of squares: dense gradient, applied gradient, their difference."""
     if not all(map(math.isfinite, (dense, applied, difference))) or dense <= 0.0:
         return Probed()
     both = 2.0 * math.sqrt(dense * applied)

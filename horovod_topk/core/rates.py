@@ -1,30 +1,30 @@
-"""Residuals at learning rates that change: Karimireddy et al. 2019, Zheng et al. 2019.
+"""Learning-rate rescaling of residuals: Karimireddy et al. 2019, Zheng et al. 2019.
 
-An optimizer takes p -= lr * (what is exchanged), and residuals are in units of gradients. Error
-feedback as its theory has it keeps updates instead, lr * e, each gradient at the rate at which it
-was computed. In units of gradients that is, where the rate goes from lr to lr',
+An optimizer applies p -= lr * (exchanged gradient), and residuals are in units of gradients. In the
+theory of error feedback the residual holds updates, lr * e, each gradient at the learning rate at
+which it was computed. In units of gradients this means, when the rate changes from lr to lr',
 
     e' = e * lr / lr'        before a' = e' + g
 
 (Zheng et al., Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback,
-algorithm 1), so that with a rate that changes from step to step, at the rates of the steps,
+algorithm 1), so that with rates that change from step to step
 
     sum of lr * applied + lr * mean of the residuals  =  sum of lr * mean gradient
 
 Without it the last rate multiplies the whole residual, and a gradient that waited while the rate
-fell counts for less. It is done once, before a step's first bucket is sent: what is kept is the
-pair of e and its rate, and a step that is rolled back leaves both as it found them.
+fell has less effect. Residuals are rescaled once, before a step's first bucket is sent: the state
+is the pair of e and its rate, and a step that is rolled back leaves both unchanged.
 
-Velocities of momentum correction stay as they are. Heavy-ball momentum, as PyTorch has it, takes
-p -= lr * v with v = m v + g: what a gradient still adds to later steps through v is not late, and
-counts at the rates of those later steps, with and without compression. What of v should have been
-applied already is in e. So it is with Zheng et al., and if everything is sent the
+Velocities of momentum correction are not rescaled. Heavy-ball momentum, as in PyTorch, applies
+p -= lr * v with v = m v + g: what a gradient adds to later steps through v is not late, and is
+multiplied by the rates of those later steps, with and without compression. The part of v that
+should have been applied already is in e. Zheng et al. do the same, and if every element is sent,
 rates change nothing.
 
-The factors of a run multiply to (largest rate) / (present rate), and e grows by no more: lr * e,
-what it will change, does not grow at all. Rates below `SMALLEST`, 0 among them, and what is no
-number are not followed: e stays in units of the last rate that was, and what such a step sends of
-it is applied at that step's rate. Values that are sent saturate, and the residual keeps the rest.
+The factors of a run multiply to (largest rate) / (present rate) at most, and so does the growth of
+e: lr * e, the update that it holds, does not grow. Rates below `SMALLEST`, such as 0, and NaN are
+ignored: e stays in units of the last valid rate, and what such a step sends of it is applied at
+that step's rate. Values that are sent saturate, and the residual keeps the rest.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from typing import Any, Protocol
 
 from horovod_topk.errors import StateDictError
 
-RATES = "rates"  # of a state dict: learning rates by tensor, where residuals follow them
-LARGEST = "largest_rates"  # of a state dict: the largest of them so far
-SMALLEST = 1e-12  # that is followed; keeps float32 residuals from overflowing
+RATES = "rates"  # key in a state dict: learning rates by tensor, with learning-rate rescaling
+LARGEST = "largest_rates"  # key in a state dict: the largest learning rates so far
+SMALLEST = 1e-12  # smaller rates are ignored, so that float32 residuals do not overflow
 
 
 class Followed(Protocol):
-    """Learning rates that residuals follow, by tensor name, of tensors that have had one."""
+    """Learning rates that residuals are rescaled by, by tensor name."""
 
     def saved(self) -> dict[str, dict[str, float]]:
         """Return the rates for a state dict: `RATES`, the units of residuals, and `LARGEST`."""
@@ -54,10 +54,10 @@ class Followed(Protocol):
 
 
 class Rates:
-    """Learning rates of this rank's optimizer, and those in whose units residuals are.
+    """This rank's present learning rates, and the rates in whose units residuals are.
 
     Args:
-        now: gives those of a step that begins now; on this rank alone, as nobody is asked.
+        now: returns the learning rates of the step that begins now, without communication.
     """
 
     def __init__(self, now: Callable[[], Mapping[str, float]]) -> None:
@@ -79,10 +79,10 @@ class Rates:
         return self.units[name] / self.largest[name] if name in self.largest else 1.0
 
     def turn(self) -> dict[str, float]:
-        """Take on the present rates.
+        """Note the present learning rates as the units of residuals.
 
         Returns:
-            What residuals are to be multiplied by, of tensors whose rate has changed.
+            The factor that rescales the residual of each tensor whose rate has changed.
         """
         now = {name: rate for name, rate in self._now().items() if _is_rate(rate)}
         changed = {name for name in now.keys() & self.units.keys() if now[name] != self.units[name]}
@@ -93,12 +93,12 @@ class Rates:
 
 
 def rates_of(state: Mapping[str, Any], key: str = RATES) -> dict[str, float]:
-    """Learning rates of a state dict by tensor name; none where nobody noted them.
+    """Learning rates of a state dict by tensor name; empty if it has none.
 
     key: `RATES` or `LARGEST`.
 
     Raises:
-        StateDictError: one is no rate that can be followed.
+        StateDictError: a rate is not a finite number of at least `SMALLEST`.
     """
     rates = state.get(key, {})
     if not isinstance(rates, Mapping) or not all(map(_is_rate, rates.values())):
@@ -110,7 +110,7 @@ def rates_of(state: Mapping[str, Any], key: str = RATES) -> dict[str, float]:
 
 
 def is_followed(rate: Any) -> Any:
-    """Whether residuals follow a learning rate: a number, or a scalar of an array library."""
+    """Whether residuals are rescaled to a learning rate: a number, or a library's scalar."""
     return (rate >= SMALLEST) & (rate < math.inf)
 
 

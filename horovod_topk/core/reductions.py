@@ -1,4 +1,4 @@
-"""What `op=` makes of gradients over ranks, whichever framework Horovod serves."""
+"""Horovod's `op=` as the name of a reduction, for any framework."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from horovod_topk.errors import UnsupportedOperationError
 
 
 def reduction_of(op: object, hvd: Any) -> str:
-    """Of a reduction, its name in plans: "average" or "sum".
+    """The name of Horovod's reduction in plans: "average" or "sum".
 
     Args:
-        op: one of Horovod's, which are numbers.
+        op: one of Horovod's reductions, which are numbers.
         hvd: `horovod.torch` or `horovod.tensorflow`.
 
     Raises:
-        UnsupportedOperationError: it is something else.
+        UnsupportedOperationError: it is neither an average nor a sum.
     """
     reductions = {hvd.Average: "average", hvd.Sum: "sum"}
     if op not in reductions:

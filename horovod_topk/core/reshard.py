@@ -1,13 +1,13 @@
-"""Residuals of a job whose number of ranks, or whose owners, have changed.
+"""Resharding: residuals of a job whose number of ranks, or whose owners, have changed.
 
-What all residuals together would add to what is applied is the pending mass:
+The pending mass is what all residuals together would add to the applied gradients:
 
     average   m = (1 / P) sum of the ranks' e + sum of the owners' e     (allgather, sharded)
               m = (1 / P) sum of the owners' e                           (hierarchical)
     sum       the same without 1 / P
 
 `pending` adds it up from the state dicts of all ranks of one job; `share_out` gives each rank of
-another its part, so that their pending mass is the same. Owners of `sharded` then start at zero.
+another job its share, so that the pending mass is the same. Owners of `sharded` then start at zero.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ StateDict = Mapping[str, Any]
 def pending(
     states: Iterable[StateDict], ranks: int, reduction: str, ops: Ops[Array]
 ) -> dict[str, Array]:
-    """Sum of all residuals of a job, in units of what is applied: flat, float64, by tensor name.
+    """Add up all residuals of a job, in units of the applied gradient: flat, float64, by name.
 
     Args:
-        states: the state dict of every rank, in any order; one at a time is held.
-        ranks: how many they are.
+        states: the state dict of every rank, in any order; only one at a time is in memory.
+        ranks: number of ranks.
         reduction: "average" or "sum".
-        ops: of the arrays.
+        ops: operations on the arrays.
     """
     shared, applied = dict[str, Array](), dict[str, Array]()
     for state in states:
@@ -52,14 +52,14 @@ def pending(
 def share_out(
     total: Mapping[str, Array], own: StateDict, ranks: int, reduction: str, ops: Ops[Array]
 ) -> dict[str, Any]:
-    """This rank's state dict, such that all ranks' residuals add up to `total`; no other tensors.
+    """Make this rank's state dict, so that all ranks' residuals add up to `total`.
 
     Args:
-        total: what `pending` returned.
-        own: this rank's state dict as it is, which tells what it keeps.
-        ranks: how many share it.
+        total: the result of `pending`; tensors without an entry get no residual.
+        own: this rank's present state dict, which shows which residuals it keeps.
+        ranks: number of ranks that share the total.
         reduction: "average" or "sum".
-        ops: of the arrays.
+        ops: operations on the arrays.
     """
     share = _share(reduction, ranks)
     state = dict(own)
@@ -82,17 +82,17 @@ def share_out(
 
 
 def rescaling(reduction: str, before: int, after: int) -> float:
-    """Factor for residuals when ranks have come, whose residuals are zero, or have gone.
+    """The factor for residuals when ranks have left, or have joined with residuals of zero.
 
     Args:
         reduction: "average" or "sum".
-        before, after: how many ranks there were, and are.
+        before, after: number of ranks before and after.
     """
     return _share(reduction, before) / _share(reduction, after)
 
 
 class _Part:
-    """A shard: one of so many that a tensor's blocks are split into."""
+    """The shard that an owner has of a tensor's blocks."""
 
     def __init__(self, name: str, owned: StateDict) -> None:
         rank: int = owned["rank"]
@@ -105,7 +105,7 @@ class _Part:
         self._first = first_block(name, self._parts, part)
 
     def numel(self, count: int) -> int:
-        """Elements of the tensor up to the last of `count` in this shard."""
+        """Elements of the tensor up to the last of the shard's `count` elements."""
         if count == 0:
             return 0
         last = count - 1
@@ -114,7 +114,7 @@ class _Part:
         )
 
     def places(self, count: int, ops: Ops[Array]) -> Array:
-        """Where `count` elements of the shard lie in the tensor."""
+        """Indices in the tensor of the shard's `count` elements."""
         return ops.global_index(ops.arange(count, "cpu"), self._parts, self._first)
 
 
@@ -124,7 +124,7 @@ def _parts_of(owned: StateDict) -> Iterator[tuple[str, _Part, Any]]:
 
 
 def _share(reduction: str, ranks: int) -> float:
-    """What a rank's gradient counts for in what is applied."""
+    """The factor of one rank's gradient in the applied gradient."""
     return 1 / ranks if reduction == "average" else 1.0
 
 
@@ -136,7 +136,7 @@ def _add(
     values: Array,
     ops: Ops[Array],
 ) -> None:
-    """Add to a sum, which grows as shards that lie further back join it."""
+    """Add to the sum of a tensor; the sum grows if a later shard needs more elements."""
     known = sums.get(name)
     if known is None or ops.numel(known) < numel:
         sums[name] = ops.zeros(numel, "float64", "cpu")

@@ -1,13 +1,12 @@
-"""Error-feedback memory in arrays that are written in place.
+"""Residuals in flat arrays that are written in place.
 
-A bucket has two flat arenas. `residual` is e, the truth;
-`candidate` receives e + g and then what is left after sending. Committing a step swaps the two
-names; rolling it back forgets the candidate. e itself is never written by a step, so a roll-back is
-exact to the bit.
+A bucket has two flat arenas. `residual` is e as the last commit left it; `candidate` receives e + g
+and then what is left after sending. Committing a step swaps the two; rolling it back ignores the
+candidate. A step never writes e, so a roll-back is exact to the bit.
 
-Where learning rates change at every step, so do the units of e, and a pass over memory that
-multiplies it would cost half as much as a step's sums. So a factor waits until e is read, and a
-kernel that multiplies on its way takes both.
+Where learning rates change at every step, e is rescaled at every step, and a separate pass over
+memory would cost half as much as a step's additions. So the factor is stored until e is read, and a
+kernel that can multiply takes e and the factor.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ Array = TypeVar("Array")
 
 @dataclass
 class _Arena(Generic[Array]):
-    """An array, and what stretches of it are still to be multiplied by."""
+    """An array, and factors by which stretches of it are still to be multiplied."""
 
     array: Array
     factors: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def settled(self, ops: Ops[Array] | None) -> Array:
-        """The array, multiplied in place."""
+        """Multiply the array by its factors in place, and return it."""
         for stretch, factor in self.factors.items():
-            assert ops is not None  # which `Arenas.rescale` was given
+            assert ops is not None  # `Arenas.rescale` has set it
             view = ops.view(self.array, *stretch)
             ops.write_scaled(view, factor, view, False)
         self.factors.clear()
@@ -57,25 +56,25 @@ class Arenas(Generic[Array]):
 
     @property
     def residual(self) -> Array:
-        """What has not been sent, as the last commit left it."""
+        """The residual, as the last commit left it."""
         return self._residual.settled(self._verbs)
 
     @property
     def candidate(self) -> Array:
-        """What a commit makes the residual; after one, the residual before it."""
+        """The residual if the step commits; after a commit, the residual before it."""
         return self._candidate.settled(self._verbs)
 
     def rescale(self, start: int, stop: int, factor: float, ops: Ops[Array]) -> None:
-        """Multiply a stretch of the residual, once it is read."""
+        """Multiply a stretch of the residual, when it is next read."""
         self._verbs, waiting = ops, self._residual.factors
         if (start, stop) in waiting:
             self._residual.settled(ops)
         waiting[start, stop] = factor
 
     def unscaled(self) -> tuple[Array, Array, list[float]]:
-        """Residual and candidate as they lie, the candidate to be overwritten.
+        """Residual, candidate and the factors of the residual's tensors that are not applied yet.
 
-        And what the residual of each tensor is still to be multiplied by; nothing if by 1 all.
+        The candidate is to be overwritten. Factors: one for each tensor; empty if all are 1.
         """
         self._candidate.factors.clear()
         waiting = self._residual.factors
@@ -89,11 +88,11 @@ class Arenas(Generic[Array]):
 
 @dataclass(frozen=True)
 class Squares:
-    """Sums of squares of what one rank compressed in a step: numbers, or scalars in a graph."""
+    """Sums of squares of one rank's gradients in a step: numbers, or scalars in a graph."""
 
     gradient: Any = 0.0  # gradients, or their velocities where momentum is corrected
-    compensated: Any = 0.0  # these and the residual; 0: not known
-    left: Any = 0.0  # what of that was not sent
+    compensated: Any = 0.0  # gradients plus residual; 0: not known
+    left: Any = 0.0  # the part that was not sent
 
     def __add__(self, other: Squares) -> Squares:
         return Squares(
@@ -105,7 +104,7 @@ class Squares:
 
 @dataclass(frozen=True)
 class Stretch(Generic[Array]):
-    """`Piece`: elements of an arena."""
+    """`Piece` that is a stretch of an arena."""
 
     arenas: Arenas[Array]
     tensor: protocol.Piece
@@ -139,10 +138,10 @@ class ResidualRegistry(Part[Array]):
     """`Part` in arenas, for all tensors of a plan. New residuals are zero.
 
     Args:
-        plan: the tensors.
-        ops: of the arenas.
-        holders: gives the plans whose arenas together hold a bucket's residuals: the bucket itself,
-            one for each shard of it, or none, where nothing is kept.
+        plan: the plan of all tensors.
+        ops: operations on the arenas.
+        holders: returns the plans whose arenas together hold a bucket's residuals: the bucket
+            itself, one plan for each shard, or none where a rank keeps no residuals.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class ResidualRegistry(Part[Array]):
         return self._arenas[ordinal]
 
     def all_arenas(self) -> Iterator[Arenas[Array]]:
-        """Those of every bucket."""
+        """The arenas of every bucket."""
         for group in self._arenas.values():
             yield from group
 
@@ -176,7 +175,7 @@ class ResidualRegistry(Part[Array]):
             self._ops.write_scaled(arenas.residual, factor, arenas.residual, False)
 
     def rescale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the residuals of some tensors, by name, once they are read."""
+        """Multiply the residuals of some tensors, by name, when they are next read."""
         for arenas in self.all_arenas():
             for tensor in arenas.plan.tensors:
                 if tensor.spec.name in factors:
@@ -184,18 +183,18 @@ class ResidualRegistry(Part[Array]):
                     arenas.rescale(tensor.start, tensor.stop, factor, self._ops)
 
     def turn_to(self, plan: Plan) -> None:
-        """Take on a plan of the same tensors in the same places; residuals stay where they are."""
+        """Switch to a plan of the same tensors in the same places; residuals stay in memory."""
         for bucket in plan.buckets:
             pairs = zip(self._arenas[bucket.ordinal], self._holders(bucket), strict=True)
             for arenas, holder in pairs:
-                assert arenas.plan.places == holder.places  # of the same settings but for ratios
+                assert arenas.plan.places == holder.places  # only ratios differ
                 arenas.plan = holder
         self._find(plan)
 
     def replan(self, plan: Plan) -> None:
-        """Take on a plan whose tensors are a subset of the present one's, keeping residuals.
+        """Switch to a plan of a subset of the present tensors, keeping their residuals.
 
-        Those of the others are zero: see to it before.
+        The caller makes sure that all other residuals are zero.
         """
         kept = [tensor.spec.name for tensor in plan.tensors()]
         self.released |= set(self.pieces) - set(kept)
@@ -216,7 +215,7 @@ class ResidualRegistry(Part[Array]):
         self._find(plan)
 
     def _find(self, plan: Plan) -> None:
-        """Note where each tensor lies."""
+        """Note where each tensor is stored."""
         self.specs = {tensor.spec.name: tensor.spec for tensor in plan.tensors()}
         pieces: dict[str, list[Piece[Array]]] = {name: [] for name in self.specs}
         for arenas in self.all_arenas():
@@ -234,7 +233,7 @@ class ResidualRegistry(Part[Array]):
 
 
 def scaled(values: Array, factor: float, ops: Ops[Array], like: Array | None = None) -> Array:
-    """A scaled copy; of the dtype of `like`."""
+    """A scaled copy, in the dtype of `like`."""
     out = ops.clone(values if like is None else like)
     ops.write_scaled(ops.clone(values), factor, out, False)
     return out

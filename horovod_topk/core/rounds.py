@@ -1,15 +1,15 @@
-"""The reduce exchange: arrays that a method of rounds has added up over all ranks.
+"""The reduce exchange of one bucket: a method of rounds has its arrays summed over all ranks.
 
-Each round is a sharded exchange of arrays that travel whole: their elements go to their owners,
-which add them up in rank order, and the sums or means come back to all. So a round has the headers,
+Each round is a sharded exchange of arrays that are sent whole: their elements go to their owners,
+which add them up in rank order and send the sums or means to all ranks. So a round has the headers,
 digests and flags of any payload, and every rank has the same bits after it.
 
-A flagged tensor is sent as NaN in the remaining rounds, and becomes NaN on every rank. A bucket of
-which every tensor is flagged ends with the round that says so: every rank sees the same flags, and
-no rank waits for a round that another one has left out. (A graph runs all rounds, on NaN.) That is
-how a rank that fails ends a step for all: whether its method raises, or it cannot read what came,
-or it abandons the step, it sends flags for every tensor in the next round that others wait for,
-and takes part in no later one.
+A flagged tensor is sent as NaN in the remaining rounds, and becomes NaN on every rank. If every
+tensor of a bucket is flagged, the bucket ends after that round: every rank sees the same flags, and
+no rank waits for a round that another one has left out. (A graph runs all rounds, on NaN.) So a
+rank that fails ends the step for all: if its method raises, it cannot read a payload, or it
+abandons the step, it sends flags for every tensor in the next round that others wait for, and takes
+part in no later round.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Whole(Rounds):
 
 
 def round_plan(bucket: BucketPlan, i: int) -> BucketPlan:
-    """What a bucket has added up in round i, as a bucket of arrays that travel whole.
+    """The plan of the arrays of round i of a bucket, which are sent whole.
 
     The first round carries the bucket's measures.
     """
@@ -77,7 +77,7 @@ def round_plan(bucket: BucketPlan, i: int) -> BucketPlan:
 
 
 def round_plans(bucket: BucketPlan) -> list[BucketPlan]:
-    """Those of all rounds."""
+    """The plans of all rounds of a bucket."""
     return [round_plan(bucket, i) for i in range(_method(bucket).rounds)]
 
 
@@ -85,10 +85,10 @@ class ReducedBucket(Generic[Array]):
     """`BucketExchange` of a method of rounds: one round after another.
 
     Args:
-        bucket: with a method of rounds.
-        arenas: the rank's residuals.
-        states: the method's, by name.
-        ops, codec, collective: of the arrays.
+        bucket: the bucket, whose method has rounds.
+        arenas: this rank's residuals.
+        states: arenas of the method's state, by name.
+        ops, codec, collective: operations on the arrays, their codec and their collectives.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class ReducedBucket(Generic[Array]):
         self._ops, self._method, self._codec = ops, _method(bucket), codec
         self._legs = [_leg(plan, ops, codec, collective) for plan in round_plans(bucket)]
         self.stages = 2 * len(self._legs) - 1
-        self._round: int | None = None  # under way; None: nothing is
-        self._returning = False  # whether its sums are on their way back
-        self._ended = True  # whether they have been taken, and no round follows
-        self._flags: Sequence[bool] | None = None  # of the rounds so far
+        self._round: int | None = None  # the running round; None: none
+        self._returning = False  # whether owners have started to send its sums back
+        self._ended = True  # whether its sums are taken, and no round follows
+        self._flags: Sequence[bool] | None = None  # flags of all rounds so far
         self._works: list[Work[Array]] = []
 
     def send(
@@ -127,7 +127,7 @@ class ReducedBucket(Generic[Array]):
         self._start(0)
 
     def advance(self) -> None:
-        """Have this round's sums sent back, or take them and start the next round."""
+        """`BucketExchange.advance`: send sums back, or take them and start the next round."""
         if self._round is None or self._ended:
             return
         leg, following = self._legs[self._round], self._round + 1
@@ -138,7 +138,7 @@ class ReducedBucket(Generic[Array]):
             self._start(following)
 
     def _wait(self) -> None:
-        """Wait for the last round's sums; start what is missing of it."""
+        """Wait for the last round's sums; start the collectives that are missing."""
         assert self._round is not None
         while not self._ended and (self._round + 1 < len(self._legs) or not self._returning):
             self.advance()
@@ -147,14 +147,14 @@ class ReducedBucket(Generic[Array]):
         self._round = None
 
     def drain(self) -> None:
-        """`BucketExchange.drain`. Ranks that go on with the step are sent flags, which end it."""
+        """`BucketExchange.drain`. Sends flags to ranks that go on, which end the step."""
         if self._round is None:
             return
         leg = self._legs[self._round]
         if not self._returning:
             leg.drain()
         elif not self._ended:
-            with contextlib.suppress(TopKError):  # the others have been told
+            with contextlib.suppress(TopKError):  # `_take` has sent flags to the other ranks
                 if self._take(leg):
                     self._give_up(self._round + 1)
         self._round = None
@@ -183,7 +183,7 @@ class ReducedBucket(Generic[Array]):
             arenas.swap()
 
     def encoded(self) -> Sequence[tuple[Arenas[Array], Array]]:
-        """`BucketExchange.encoded`: nothing, as rounds have arrays of their own."""
+        """`BucketExchange.encoded`: nothing, as rounds have their own arrays."""
         return ()
 
     def squares(self, *, committed: bool) -> Squares:
@@ -191,10 +191,10 @@ class ReducedBucket(Generic[Array]):
         return Squares()
 
     def _start(self, i: int) -> None:
-        """Send what the method has added up in round i.
+        """Send the method's arrays of round i.
 
         Raises:
-            Exception: the method's own; the others are told.
+            Exception: the method's error; flags are sent to the other ranks.
         """
         try:
             arrays = [self._array(i, at, piece) for at, piece in enumerate(self._bucket.tensors)]
@@ -207,7 +207,7 @@ class ReducedBucket(Generic[Array]):
         self._legs[i].send(arrays, f"{self._name}.{i}")
 
     def _array(self, i: int, position: int, piece: Piece) -> Array:
-        """What a tensor has added up in round i; NaN if it was flagged before."""
+        """A tensor's array for round i; NaN if the tensor was flagged before."""
         ops, work = self._ops, self._works[position]
         count = _elements(self._method, piece, i)
         array = ops.zeros(count, self._bucket.residual_dtype, self._bucket.device)
@@ -215,17 +215,17 @@ class ReducedBucket(Generic[Array]):
             whole = piece.whole
             sent = work.values if whole else self._method.send(ops, self._bucket, piece, i, work)
             ops.assign(array, sent)
-            if i == 0 and not whole:  # what is sent need not have every element
+            if i == 0 and not whole:  # the array may lack the element that is not finite
                 ops.poison(array, work.checked)
             if self._flags is not None:
                 ops.write_scaled(ops.clone(array), 1.0, array, self._flags[position])
         return array
 
     def _take(self, leg: ShardedBucket[Array]) -> bool:
-        """Take a round's sums; whether the step goes on, which it does not if all are flagged.
+        """Take a round's sums; return False if all tensors are flagged, which ends the step.
 
         Raises:
-            PayloadError, PlanMismatchError: they are no sums of this bucket; the others are told.
+            PayloadError, PlanMismatchError: the payloads are not this bucket's; flags are sent.
         """
         assert self._round is not None
         ops, reduced = self._ops, []
@@ -239,14 +239,14 @@ class ReducedBucket(Generic[Array]):
         self._flags = flags if self._flags is None else ops.either(self._flags, flags)
         for work, array in zip(self._works, reduced, strict=True):
             work.reduced.append(array)
-        if isinstance(self._flags, list) and all(self._flags):  # a graph runs on
+        if isinstance(self._flags, list) and all(self._flags):  # a graph has no list: it goes on
             self._ended = True
         return not self._ended
 
     def _give_up(self, i: int) -> None:
-        """Leave the step: ranks that go on with it wait for this one in round i, if there is one.
+        """Leave the step: send flags in round i, which ranks that go on wait for, if it exists.
 
-        What they are sent there flags every tensor, and ends the step for them.
+        The flags are for every tensor, and end the step on the other ranks.
         """
         self._round = None
         if i < len(self._legs):
@@ -257,7 +257,7 @@ class ReducedBucket(Generic[Array]):
     ) -> tuple[Array | Placed[Array] | Product[Array], Array | Placed[Array] | Product[Array]]:
         if piece.whole or not piece.numel:
             return work.reduced[0], self._ops.clone(work.values)
-        if len(work.reduced) < len(self._legs):  # flagged, and given up
+        if len(work.reduced) < len(self._legs):  # all tensors flagged: rounds were left out
             return self._ops.clone(work.values), self._ops.clone(work.values)
         return self._method.finish(self._ops, self._bucket, piece, work)
 
@@ -268,7 +268,7 @@ class ReducedBucket(Generic[Array]):
         target: Array,
         flag: bool,
     ) -> None:
-        """Write what all ranks apply, times a gain, to a gradient; NaN if it is flagged."""
+        """Write the array that all ranks apply, times a gain, to a gradient; NaN if flagged."""
         ops = self._ops
         if isinstance(applied, Placed):
             ops.write_placed(applied.values, applied.index, gain, target, flag)
@@ -285,14 +285,14 @@ class ReducedBucket(Generic[Array]):
         }
 
     def _follow(self, piece: Piece, work: Work[Array]) -> None:
-        """Write what the method's state becomes if the step commits."""
+        """Write the method's next state, for a commit."""
         for name, arenas in self._states.items():
             following = work.following.get(name, work.state[name])
             self._ops.assign(self._ops.view(arenas.candidate, *_stretch(arenas, piece)), following)
 
 
 def state_plan(bucket: BucketPlan, name: str) -> BucketPlan:
-    """Where a method's state of one name lies, for every tensor of a bucket."""
+    """The layout of one named state of a method, for every tensor of a bucket."""
     method, parts = _method(bucket), []
     for position, piece in enumerate(bucket.tensors):
         state = {} if piece.whole else method.state(piece)
@@ -305,7 +305,7 @@ def state_plan(bucket: BucketPlan, name: str) -> BucketPlan:
 
 
 def state_names(plan: Plan) -> list[str]:
-    """Names of what a plan's method keeps beside residuals, for any of its tensors."""
+    """Names of the method's state beside residuals, for any tensor of a plan."""
     method: object = plan.config
     if not isinstance(method, Rounds):
         return []
@@ -329,7 +329,7 @@ def _stretch(arenas: Arenas[Any], piece: Piece) -> tuple[int, int]:
 def _leg(
     plan: BucketPlan, ops: Ops[Array], codec: PayloadCodec[Array], collective: Collective[Array]
 ) -> ShardedBucket[Array]:
-    """A round's exchange; what travels whole leaves no residual, which is zero throughout."""
+    """The sharded exchange of a round; its arenas stay zero, as arrays are sent whole."""
     split = shard(plan, collective.size)
     make: Callable[[BucketPlan], Arenas[Array]] = lambda each: Arenas(  # noqa: E731
         each,

@@ -1,19 +1,19 @@
-"""Plans of exchanges with owners: who owns which elements, and what travels to and from them.
+"""Plans of exchanges with owners: who owns which elements, and the payloads to and from owners.
 
 A tensor's elements are split among owners in blocks of 512: of P owners, owner p has blocks f,
-f + P, f + 2 P, ... with f = p - c modulo P and c the CRC-32 of the tensor's name. So a hot row or
-layer loads no owner, small tensors do not all lie with the first, and who owns what does not depend
-on the other tensors. An owner's elements of a tensor, in their order, are its shard; selection is
-for each shard: every payload's size follows from the plan alone.
+f + P, f + 2 P, ... with f = p - c modulo P and c the CRC-32 of the tensor's name. So rows or layers
+with many entries are spread over all owners, small tensors do not all belong to the first owner,
+and ownership does not depend on other tensors. An owner's elements of a tensor, in their order, are
+its shard. Selection is for each shard, so that every payload's size follows from the plan alone.
 
-    scatter   each rank sends every owner the largest of its shards      ratio
-    gather    each owner sends all ranks the largest of the mean         gather_ratio
+    scatter   each rank sends every owner the largest entries of its shards   ratio
+    gather    each owner sends all ranks the largest entries of the mean      gather_ratio
 
-Of a hierarchical exchange every node has an owner of every shard:
+In a hierarchical exchange every node has an owner of every shard:
 
-    sums      each owner sends all nodes the largest of its node's sum   ratio
+    sums      each owner sends all nodes the largest entries of its node's sum   ratio
 
-Payloads of a bucket have one length in each direction, that of the longest.
+All payloads of a bucket in one direction are as long as the longest of them.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ ALIGNMENT = 64  # elements; shards begin at cache lines in the arenas
 
 @dataclass(frozen=True)
 class ShardedPlan:
-    """One bucket's payloads in both directions."""
+    """One bucket's payloads to and from owners."""
 
-    bucket: BucketPlan  # what it replaces
-    scatter: tuple[BucketPlan, ...]  # to each owner, read from the gradients as they are
-    back: tuple[BucketPlan, ...]  # from each owner, as its part of the gradients
+    bucket: BucketPlan  # the bucket that is split
+    scatter: tuple[BucketPlan, ...]  # to each owner, in the layout of whole gradients
+    back: tuple[BucketPlan, ...]  # from each owner, in the layout of whole gradients
 
     @cached_property
     def arrive(self) -> tuple[BucketPlan, ...]:
-        """Payloads of `scatter`, read into packed shards."""
+        """Payloads of `scatter`, decoded to packed shards."""
         return tuple(map(_packed, self.scatter))
 
     @cached_property
     def gather(self) -> tuple[BucketPlan, ...]:
-        """Payloads of `back`, written from packed shards."""
+        """Payloads of `back`, encoded from packed shards."""
         return tuple(map(_packed, self.back))
 
     @cached_property
     def result(self) -> BucketPlan:
-        """All of `back` behind each other, read into the gradients."""
+        """All payloads of `back`, one after another, decoded to gradients."""
         return _joined(self.back)
 
     @property
@@ -69,9 +69,9 @@ class ShardedPlan:
 class NodePlan:
     """One bucket's payloads between nodes."""
 
-    bucket: BucketPlan  # what it replaces
-    sums: tuple[BucketPlan, ...]  # of each owner of a node, written from packed shards
-    result: BucketPlan  # one of each owner behind each other, as often as there are nodes
+    bucket: BucketPlan  # the bucket that is split
+    sums: tuple[BucketPlan, ...]  # from each owner of a node, encoded from packed shards
+    result: BucketPlan  # the payloads of all owners one after another, for each node
 
     @property
     def sum_bytes(self) -> int:
@@ -80,12 +80,12 @@ class NodePlan:
 
 
 def first_block(name: str, parts: int, part: int) -> int:
-    """The first block of a tensor that an owner has."""
+    """The first block of a tensor that belongs to an owner."""
     return (part - zlib.crc32(name.encode())) % parts
 
 
 def shard_numel(numel: int, parts: int, first: int) -> int:
-    """Elements in blocks first, first + parts, ... of a tensor."""
+    """Number of elements in blocks first, first + parts, ... of a tensor."""
     whole, rest = divmod(numel, SHARD_BLOCK)
     blocks = max(0, -(-(whole - first) // parts))
     return blocks * SHARD_BLOCK + (rest if whole % parts == first else 0)
@@ -106,7 +106,7 @@ def shard_sums(bucket: BucketPlan, nodes: Nodes) -> NodePlan:
 
 
 def _leg(bucket: BucketPlan, parts: int, leg: str) -> tuple[BucketPlan, ...]:
-    """Payloads to or from each owner, as long as the longest, for gradients that are split."""
+    """Payloads to or from each owner, padded to the longest, for gradients that are split."""
     plans = [
         lay_out(
             bucket.ordinal,
@@ -118,7 +118,7 @@ def _leg(bucket: BucketPlan, parts: int, leg: str) -> tuple[BucketPlan, ...]:
             owners=parts,
             identity=[part, SHARD_BLOCK],
             part=part,
-            measures=() if leg == "scatter" else bucket.measures,  # which go to one rank alone
+            measures=() if leg == "scatter" else bucket.measures,  # scatter reaches one rank only
         )
         for part in range(parts)
     ]
@@ -127,7 +127,7 @@ def _leg(bucket: BucketPlan, parts: int, leg: str) -> tuple[BucketPlan, ...]:
 
 
 def _shards(bucket: BucketPlan, parts: int, part: int) -> list[Piece]:
-    """What an owner has of each tensor."""
+    """The shard of each tensor that an owner has."""
     shards = []
     for position, tensor in enumerate(bucket.tensors):
         first = first_block(tensor.spec.name, parts, part)
@@ -137,7 +137,7 @@ def _shards(bucket: BucketPlan, parts: int, part: int) -> list[Piece]:
 
 
 def _packed(plan: BucketPlan) -> BucketPlan:
-    """The same payload for shards that lie in memory by themselves, in the residual's dtype."""
+    """The same payload for shards in memory of their own, in the residual's dtype."""
     tensors = tuple(
         replace(
             tensor,
@@ -150,7 +150,7 @@ def _packed(plan: BucketPlan) -> BucketPlan:
 
 
 def _joined(plans: Sequence[BucketPlan]) -> BucketPlan:
-    """All payloads, one behind the other, as one."""
+    """The plan of all payloads, one after another, read as one."""
     size = plans[0].layout.payload_bytes
     tensors = tuple(
         tensor.moved(p * size) for p, plan in enumerate(plans) for tensor in plan.tensors

@@ -1,8 +1,8 @@
-"""State dicts: what they hold, and what refuses one that does not fit.
+"""State dicts: their contents, and checks that a state dict fits.
 
-A state dict has the residuals of one rank, flat, by tensor name, with their shapes and what they
-depend on; the owner's residuals and the velocities of momentum correction are state dicts within
-it, under "owned" and "velocity". Arrays are those of one framework.
+A state dict has the residuals of one rank, flat, by tensor name, with their shapes and the settings
+that they depend on; the owner's residuals and the velocities of momentum correction are state dicts
+within it, under "owned" and "velocity". Arrays are those of one framework.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from horovod_topk.ops import Ops
 from horovod_topk.schedules import MEMORY
 
 STATE_VERSION = 1
-RESIDUALS = "residuals"  # of a state dict: flat arrays by tensor name
-COMMITTED = "committed"  # of a state dict: steps committed so far, those before a checkpoint too
-ASKED = "asked"  # of a state dict: the ratio that `set_ratio` asked for, if it did
-DECISION = "decision"  # of a state dict: what the schedule decided last, and remembers
-GUARD = "guard"  # of a state dict: what the guard remembers
-RELEASED = "released"  # of a state dict: tensors that left the plan, and so have no residual
-STEPS = "steps"  # of a shard: how many had ended when it was saved
-OWNED, VELOCITY = "owned", "velocity"  # state dicts within a state dict
-METHOD_STATE = "state."  # before the name of a method's state: state dicts within a state dict
-SHARED = "shared"  # of a method's state: whether it is equal on all ranks
-OWNER = ("ranks", "rank", "nodes")  # what says whose the residuals of shards are
+RESIDUALS = "residuals"  # key in a state dict: flat arrays by tensor name
+COMMITTED = "committed"  # key in a state dict: committed steps, also those before a checkpoint
+ASKED = "asked"  # key in a state dict: the ratio of the last `set_ratio`, if there was one
+DECISION = "decision"  # key in a state dict: the schedule's last decision and its memory
+GUARD = "guard"  # key in a state dict: what the guard remembers
+RELEASED = "released"  # key in a state dict: tensors that left the plan, without a residual
+STEPS = "steps"  # key in a saved shard: how many steps had ended
+OWNED, VELOCITY = "owned", "velocity"  # keys of state dicts within a state dict
+METHOD_STATE = "state."  # prefix of keys: a method's state, a state dict within a state dict
+SHARED = "shared"  # key in a method's state: whether it is equal on all ranks
+OWNER = ("ranks", "rank", "nodes")  # keys that identify the owner of residuals of shards
 
 
 def pack_state(
     ratio: float, specs: Iterable[TensorSpec], residuals: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A state dict of residuals by name."""
+    """Make a state dict from residuals by name."""
     return {
         "version": STATE_VERSION,
         "ratio": ratio,
@@ -54,7 +54,7 @@ def nested(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def converted(state: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A state dict with every array changed."""
+    """A state dict with a function applied to every array."""
     result = dict(state)
     if RESIDUALS in state:
         result[RESIDUALS] = {name: change(e) for name, e in state[RESIDUALS].items()}
@@ -62,9 +62,9 @@ def converted(state: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[st
 
 
 def joined(state: Mapping[str, Any], waiting: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with the tensors of another one as well, whose arrays count where both have one.
+    """A state dict with the tensors of another one added, whose arrays take precedence.
 
-    state: with facts that count where both have one.
+    state: the state dict whose other entries take precedence.
     """
     result = {**waiting, **state}
     for key in {"shapes", RESIDUALS} & set(result):
@@ -94,12 +94,12 @@ def check_state(
     ops: Ops[Any],
     besides: Collection[str] = (),
 ) -> None:
-    """Refuse a state dict that is not one of these tensors.
+    """Refuse a state dict that is not of these tensors.
 
-    besides: names of other tensors that it may have.
+    besides: names of other tensors that the state dict may have.
 
     Raises:
-        StateDictError: another version, or a tensor missing, unknown or of another shape.
+        StateDictError: the version differs, or a tensor is missing, unknown or of another shape.
     """
     absent = {"version", "shapes", "residuals"} - set(state)
     if absent:
@@ -158,20 +158,20 @@ def _check_tensor(spec: TensorSpec, state: Mapping[str, Any], ops: Ops[Any]) -> 
 
 
 def _in_residual_dtype(residual: Any, spec: TensorSpec, ops: Ops[Any]) -> Any:
-    """A copy in the dtype that it would have."""
+    """A copy in the dtype of the tensor's residual."""
     copy = ops.zeros(spec.numel, RESIDUAL_DTYPE[spec.dtype], "cpu")
     ops.assign(copy, residual)
     return copy
 
 
 def check_origin(state: Mapping[str, Any], specs: Iterable[TensorSpec], reduction: str) -> None:
-    """Refuse what `checkpoint.save` noted to be of other units or of other shapes.
+    """Refuse a checkpoint whose tensors had other shapes, or another reduction.
 
-    Shapes of what a rank owns for its node are those of its parts, of which tensors of different
-    shapes may have equal ones.
+    A node owner's residual has the shape of its shard, and tensors of different shapes may have
+    shards of equal shape. So `checkpoint.save` notes the shapes of whole tensors.
 
     Raises:
-        StateDictError: it is.
+        StateDictError: a shape or the reduction differs.
     """
     for spec in specs:
         saved, shape = state.get("tensors", {}).get(spec.name), list(spec.shape)
@@ -193,10 +193,10 @@ def check_origin(state: Mapping[str, Any], specs: Iterable[TensorSpec], reductio
 def check_nothing_is_owed(
     residuals: Mapping[str, Any], released: Iterable[str], ops: Ops[Any]
 ) -> None:
-    """Refuse residuals, by name, of tensors that have left the plan here.
+    """Refuse non-zero residuals of tensors that have left the plan here.
 
     Raises:
-        StateDictError: one is not zero, and would be lost.
+        StateDictError: a residual is not zero, and would be lost.
     """
     for name in sorted({*released} & {*residuals}):
         norm = ops.norm(residuals[name])
@@ -213,7 +213,7 @@ def released_of(state: Mapping[str, Any]) -> set[str]:
     """The tensors that had left the plan when a state dict was made.
 
     Raises:
-        StateDictError: these are no names.
+        StateDictError: the entry is not a list of names.
     """
     released = state.get(RELEASED, [])
     if not (isinstance(released, list) and all(isinstance(name, str) for name in released)):
@@ -225,10 +225,10 @@ def released_of(state: Mapping[str, Any]) -> set[str]:
 
 
 def check_velocity(kept: bool, state: Mapping[str, Any]) -> None:
-    """Refuse a state dict without the velocities that are kept, and one whose would be lost.
+    """Refuse a state dict that lacks velocities, or whose velocities would be lost.
 
     Raises:
-        StateDictError: it was saved with another setting of `momentum`.
+        StateDictError: the state was saved with another setting of `momentum`.
     """
     if kept != ("velocity" in state):
         lacks, has = ("lacks", "has momentum=") if kept else ("has", "has none")
@@ -239,10 +239,10 @@ def check_velocity(kept: bool, state: Mapping[str, Any]) -> None:
 
 
 def committed_of(state: Mapping[str, Any], otherwise: int) -> int:
-    """How many steps were committed when a state dict was made, if it says so.
+    """The number of committed steps in a state dict, or `otherwise` if it has none.
 
     Raises:
-        StateDictError: it is no such number.
+        StateDictError: the entry is not a whole number from 0 on.
     """
     committed = state.get(COMMITTED, otherwise)
     if type(committed) is not int or committed < 0:
@@ -255,10 +255,10 @@ def committed_of(state: Mapping[str, Any], otherwise: int) -> int:
 
 
 def asked_of(state: Mapping[str, Any]) -> float | None:
-    """The ratio that `set_ratio` had asked for when a state dict was made; None: none.
+    """The ratio of the last `set_ratio` in a state dict; None: there was none.
 
     Raises:
-        StateDictError: it is no ratio.
+        StateDictError: the entry is not a ratio.
     """
     asked = state.get(ASKED)
     if asked is not None and not (type(asked) is float and 0 < asked <= 1):
@@ -270,10 +270,10 @@ def asked_of(state: Mapping[str, Any]) -> float | None:
 
 
 def decision_of(state: Mapping[str, Any]) -> Sequence[float]:
-    """What a schedule had decided, and remembered, when a state dict was made; (): nothing.
+    """A schedule's last decision and its memory in a state dict; (): none.
 
     Raises:
-        StateDictError: it is not a list of finite numbers.
+        StateDictError: the entry is not a list of finite numbers.
     """
     decision = state.get(DECISION, [])
     if not (
@@ -310,25 +310,25 @@ def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
 
 
 def steps_of(state: Mapping[str, Any], otherwise: int) -> int:
-    """How many steps had ended when `checkpoint.save` wrote a state dict, if it did."""
+    """The number of ended steps that `checkpoint.save` noted, or `otherwise`."""
     steps = state.get(STEPS, otherwise)
     return steps if type(steps) is int else otherwise
 
 
 def owner_of(owned: Mapping[str, Any] | None) -> Mapping[str, object] | None:
-    """Whose the owned shards of a state dict are; None if it has none."""
+    """The owner of the shards in a state dict; None if it has no shards."""
     return None if owned is None else {key: owned[key] for key in OWNER if key in owned}
 
 
 def check_owner(here: Mapping[str, object] | None, owned: Mapping[str, Any] | None) -> None:
-    """Refuse residuals of shards that are not this rank's: they would be lost.
+    """Refuse residuals of shards that belong to another rank, as they would be lost.
 
     Args:
         here: `Exchange.owner` of this rank, if its exchange has owners.
-        owned: what a state dict has of owned shards.
+        owned: the owned shards in a state dict.
 
     Raises:
-        StateDictError: they are another rank's, or of other ranks or nodes.
+        StateDictError: the rank, the number of ranks or the nodes differ.
     """
     saved = owner_of(owned)
     if here != saved:

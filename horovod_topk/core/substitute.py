@@ -1,15 +1,15 @@
-"""A compressor that the environment puts in the place of the one that a script passes.
+"""A compressor from an environment variable, which replaces the compressor of a script.
 
-`HOROVOD_TOPK_COMPRESSION` is a compressor as one writes it in Python, with keywords whose values
-are literals: `TopKEF(ratio=0.01)`, `Dense(values="bfloat16")`; a schedule or guard is written in
-the same way, `TopKEF(schedule=Accordion(critical=0.1))`. `none` and `fp16` are Horovod's own
-compression of these names. The text is parsed and never evaluated. While the variable is set, every
-compressor of this package becomes what it says, and a line in the log says so. What a script passes
-to Horovod that is none of ours stays as it is.
+`HOROVOD_TOPK_COMPRESSION` is a compressor in Python syntax, with keywords whose values are
+literals: `TopKEF(ratio=0.01)`, `Dense(values="bfloat16")`; a schedule or guard is written in the
+same way, `TopKEF(schedule=Accordion(critical=0.1))`. `none` and `fp16` are Horovod's own
+compression of these names. The text is parsed and never evaluated. While the variable is set, it
+replaces every compressor of this package, with a line in the log. Other compressors that a script
+passes to Horovod are not replaced.
 
-`grad_scaler=` and `commit_dir=` belong to the script and are kept. All other settings of the
-script's compressor are replaced; `momentum=0.9` and `clip_norm=` are refused, since the script's
-optimizer does without them.
+The script's `grad_scaler=` and `commit_dir=` are kept. All other settings of the script's
+compressor are replaced; `momentum=0.9` and `clip_norm=` are refused, since the script's optimizer
+applies neither.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ log = logging.getLogger("horovod_topk")
 class Substitute:
     """A compressor by its name, and its settings."""
 
-    name: str  # of METHODS or of HOROVODS
+    name: str  # a key of METHODS, or one of HOROVODS
     settings: Mapping[str, Any]
 
     def __str__(self) -> str:
-        """As it is written: `parse` reads it."""
+        """The compressor as text that `parse` reads."""
         if self.name in HOROVODS:
             return self.name
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.settings.items())})"
 
     @property
     def is_horovods(self) -> bool:
-        """Whether Horovod's own path exchanges the gradients."""
+        """Whether Horovod's own code exchanges the gradients."""
         return self.name in HOROVODS
 
 
 def parse(text: str) -> Substitute:
-    """Read a compressor, such as "TopKEF(ratio=0.01)".
+    """Parse a compressor, such as "TopKEF(ratio=0.01)".
 
     Raises:
-        ConfigError: it is none, or one of its settings is not valid.
+        ConfigError: it is not a compressor, or one of its settings is not valid.
     """
     if text.strip() in HOROVODS:
         return Substitute(text.strip(), {})
@@ -99,10 +99,10 @@ def _call(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-    """A literal, or a schedule or guard with literals as settings.
+    """Evaluate a literal, or a schedule or guard with literals as settings.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is neither.
     """
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
@@ -114,10 +114,10 @@ def _value(node: ast.expr) -> Any:
 
 
 def substitute() -> Substitute | None:
-    """Return what the environment asks for; None: nothing, and every script has its own.
+    """Return the compressor in the environment variable; None: it is not set.
 
     Raises:
-        ConfigError: the variable holds no compressor.
+        ConfigError: the variable is not a compressor.
     """
     text = os.environ.get(VARIABLE)
     return None if text is None else _parsed(text)
@@ -127,17 +127,17 @@ _parsed = functools.cache(parse)
 
 
 def horovods() -> str | None:
-    """Return the name of Horovod's own compression, if the environment asks for one."""
+    """Return the name of Horovod's own compression, if the environment variable names one."""
     asked = substitute()
     return asked.name if asked is not None and asked.is_horovods else None
 
 
 @functools.cache
 def announce(asked: str, script: str) -> None:
-    """Say, once, that a script's compressor is replaced.
+    """Log once that a script's compressor is replaced.
 
     Args:
-        asked: what the environment asks for.
+        asked: the compressor in the environment variable.
         script: name of the script's compressor.
     """
     if reporting.launched_rank() in (None, 0):
@@ -146,7 +146,7 @@ def announce(asked: str, script: str) -> None:
 
 
 def check_replaceable(settings: Mapping[str, Any]) -> None:
-    """Refuse to replace a compressor whose settings do the work of the script's optimizer.
+    """Refuse to replace a compressor that applies momentum or clipping for the script.
 
     Raises:
         ConfigError: a setting would be missing from dense training.

@@ -14,21 +14,21 @@ from horovod_topk.core.exchange import ring_allreduce_bytes
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.cost.machine import Network
 
-# Of Ethernet, IP and TCP, on a packet of 1,448 bytes of data: as counted in docs/wire.md.
+# Header bytes of Ethernet, IP and TCP for each byte of data in a full packet: docs/wire.md.
 HEADERS = 66 / 1448
 
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """The collectives, one after the other, that exchange one piece of the gradients."""
+    """The collectives, one after another, that exchange one piece of the gradients."""
 
     collectives: int
-    rounds: int  # messages that wait for one another, negotiation included
-    network_bytes: int  # that leave the busiest node
-    local_bytes: int  # that a rank sends to others on its node, or gets from them
-    sent_bytes: int  # that a rank sends altogether
-    added_bytes: int = 0  # that a rank adds to others
-    ring: bool = True  # bytes within a node and between nodes travel at the same time
+    rounds: int  # messages that wait for one another, with negotiation
+    network_bytes: int  # bytes that leave the busiest node
+    local_bytes: int  # bytes that a rank sends to others on its node, or receives from them
+    sent_bytes: int  # bytes that a rank sends in total
+    added_bytes: int = 0  # received bytes that a rank adds to its own
+    ring: bool = True  # bytes within a node and between nodes are sent at the same time
 
     @property
     def network_bits(self) -> float:
@@ -50,7 +50,7 @@ class CollectiveCost:
     def seconds(self, network: Network, slowdown: float = 1.0) -> float:
         """Return the time in seconds.
 
-        slowdown: factor of the processor's work, as `Machine.slowdown` returns it.
+        slowdown: factor for the processor's work, from `Machine.slowdown`.
         """
         waiting = self.collectives * network.overhead + self.rounds * network.latency
         between = self.network_bits / (network.goodput * network.bandwidth)
@@ -63,14 +63,14 @@ class CollectiveCost:
 def negotiation(ranks: int) -> int:
     """Number of messages by which ranks agree on which tensors are ready.
 
-    Horovod 0.28.1 takes the bitwise and of what each rank has cached; on Gloo that is a ring
+    Horovod 0.28.1 computes the bitwise and of all ranks' cached tensors; on Gloo that is a ring
     allreduce of a few bytes (gloo_controller.cc, CrossRankBitwiseAnd).
     """
     return 2 * (ranks - 1)
 
 
 def ring_allreduce(dense_bytes: int, nodes: Nodes) -> CollectiveCost:
-    """A reduce-scatter and an allgather, each of P - 1 messages (Patarasuk, Yuan 2009)."""
+    """The cost of a ring allreduce: two phases of P - 1 messages (Patarasuk, Yuan 2009)."""
     ranks = sum(nodes.sizes)
     sent = ring_allreduce_bytes(dense_bytes, ranks)
     return CollectiveCost(

@@ -1,7 +1,7 @@
-"""The bandwidths at which an exchange is faster than dense.
+"""The crossover: bandwidths at which an exchange is faster than dense.
 
-Mostly these are all below a limit, because fewer bytes save more time on a slower network. An
-exchange with fewer messages and more bytes is faster above a limit, or between two.
+Usually these are all bandwidths below a limit, because fewer bytes save more time on a slower
+network. An exchange with fewer messages and more bytes is faster above a limit, or between two.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from horovod_topk.cost.step import Training, step
 from horovod_topk.cost.strategies import Strategy
 
 DECADES = [10.0**power for power in range(4, 15)]  # bit/s, at which strategies are compared first
-PRECISE = 1e-9  # of a logarithm of bits a second
+PRECISE = 1e-9  # precision of a logarithm of bit/s
 
 
 @dataclass(frozen=True)
 class Span:
     """A range of bandwidths, in bit/s."""
 
-    above: float  # 0: however slow, within `DECADES`
-    below: float  # infinity: however fast
+    above: float  # 0: no lower limit within `DECADES`
+    below: float  # infinity: no upper limit
 
     def __str__(self) -> str:
         if math.isinf(self.below):
@@ -36,7 +36,7 @@ class Span:
 
 
 def written(spans: Iterable[Span]) -> str:
-    """Join ranges into a part of a sentence."""
+    """Join ranges to text, for use in a sentence."""
     return " and ".join(map(str, spans))
 
 

@@ -1,4 +1,4 @@
-"""Find a network's constants from timed collectives, by least squares; none is negative."""
+"""Fit a network's constants to timed collectives, by non-negative least squares."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from horovod_topk.cost.collective_cost import CollectiveCost
 from horovod_topk.cost.machine import Network
 
 Row = Sequence[float]
-SURPLUS = 1e-9  # of the error that a further constant has to take away
+SURPLUS = 1e-9  # share of the error that a further constant has to remove
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A collective that was timed."""
+    """A timed collective."""
 
     collective: CollectiveCost
     seconds: float
-    slowdown: float = 1.0  # `Machine.slowdown` where it was
-    bandwidth: float | None = None  # bit/s of the card, if it is known
+    slowdown: float = 1.0  # `Machine.slowdown` of its machine
+    bandwidth: float | None = None  # bit/s of the network card, if known
 
 
 def fit(samples: Sequence[Sample]) -> Network:
     """Return the constants with the least squared relative error of the samples' times.
 
-    Where samples say the bandwidth of their card, what is found is how much of it they reach
-    (`goodput`) and, if they have several bandwidths, what a byte costs whatever it is (`copy`);
-    where they do not, it is the bandwidth. `add` is what allreduces of many bytes take beyond
-    allgathers.
+    If samples have the bandwidth of their card, the share of it that they reach (`goodput`) is
+    fitted and, with several bandwidths, the cost of a byte that does not depend on bandwidth
+    (`copy`); otherwise the bandwidth is fitted. `add` is the time of allreduces of many bytes
+    beyond that of allgathers.
 
     Raises:
-        ValueError: the bandwidth cannot be told from these samples.
+        ValueError: the bandwidth cannot be determined from these samples.
     """
     given = [sample.bandwidth for sample in samples if sample.bandwidth]
     if given and len(given) < len(samples):
@@ -43,7 +43,7 @@ def fit(samples: Sequence[Sample]) -> Network:
     overhead, latency, bits, copy, add = least_squares(rows, [1.0] * len(rows))
     if bits == 0:
         raise ValueError("these samples do not tell the bandwidth: time larger messages")
-    if given:  # more than a card was said to have is what it has
+    if given:  # samples faster than the stated bandwidth correct it
         reached = 1 / bits
         bandwidth = max(given) * max(1.0, reached)
         return Network(bandwidth, latency, overhead, min(1.0, reached), copy, add)
@@ -51,9 +51,9 @@ def fit(samples: Sequence[Sample]) -> Network:
 
 
 def _columns(sample: Sample) -> Row:
-    """The factors of the constants, divided by the sample's time."""
+    """The factors of the constants in a sample's time, divided by that time."""
     collective, slow = sample.collective, sample.slowdown
-    bits = collective.network_bits or 8 * collective.sent_bytes  # of one node: within it
+    bits = collective.network_bits or 8 * collective.sent_bytes  # one node: bits within it
     columns = (
         collective.collectives,
         collective.rounds,
@@ -65,10 +65,10 @@ def _columns(sample: Sample) -> Row:
 
 
 def least_squares(rows: Sequence[Row], wanted: Row) -> list[float]:
-    """The x of no negative element that makes rows x nearest to `wanted`.
+    """The non-negative x that makes rows x nearest to `wanted`.
 
-    There are few columns, so all sets of those that are not zero are tried (Lawson, Hanson 1974,
-    chapter 23, has the method for many).
+    There are few columns, so all sets of non-zero elements are tried (Lawson, Hanson 1974, chapter
+    23, has the method for many columns).
     """
     width, best, least = len(rows[0]), [0.0] * len(rows[0]), sum(w * w for w in wanted)
     for count in range(1, width + 1):
@@ -86,7 +86,7 @@ def least_squares(rows: Sequence[Row], wanted: Row) -> list[float]:
 
 
 def _solve(rows: Sequence[Row], wanted: Row) -> list[float] | None:
-    """Normal equations of columns scaled to one; None if columns depend on each other."""
+    """Solve the normal equations of scaled columns; None if columns are linearly dependent."""
     columns = list(zip(*rows, strict=True))
     scales = [max(map(abs, column)) for column in columns]
     if min(scales) == 0:

@@ -1,7 +1,7 @@
-"""Constants of a machine and its network: measured, or given.
+"""Constants of a machine and its network: measured, or set by the user.
 
-They are in seconds, bytes and bits a second, and stored as JSON, so that they can be used, and
-checked, elsewhere. `horovod-topk plan --measure` measures them.
+Units are seconds, bytes and bit/s. Constants are stored as JSON, so that they can be used and
+checked on other machines. `horovod-topk plan --measure` measures them.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ class Network:
     """Cost of moving bytes (Hockney 1994; Thakur, Rabenseifner, Gropp 2005)."""
 
     bandwidth: float  # bit/s of a node's network card, each way, headers included
-    latency: float  # s, of each of the messages that wait for one another
-    overhead: float  # s, of a collective: waiting for Horovod's cycle, and its bookkeeping
+    latency: float  # s for each of the messages that wait for one another
+    overhead: float  # s for a collective: waiting for Horovod's cycle, and its bookkeeping
     goodput: float = 1.0  # share of the bandwidth that a stream of packets reaches
-    copy: float = 0.0  # s of a core, a byte that a rank sends
-    add: float = 0.0  # s of a core, a byte that is added to another
+    copy: float = 0.0  # s of a core for each byte that a rank sends
+    add: float = 0.0  # s of a core for each byte that is added to another
     local_bandwidth: float | None = None  # bit/s of each rank within its node; None: no limit
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Cost of what is computed beside the model itself, on one core or one accelerator."""
+    """Cost of computation beside the model itself, on one core or one accelerator."""
 
-    encode: float  # s an element: compensate, select, write the payload and the residual
-    clear: float  # s an element: a decoded gradient begins with zeros
-    decode: float  # s an entry that arrives
-    multiply: float  # s a multiply-add of PowerSGD's thin matrices
-    triad: float  # s an element: `r += g`, which reads two arrays and writes one
+    encode: float  # s per element: compensate, select, write the payload and the residual
+    clear: float  # s per element: fill a gradient with zeros before decoding
+    decode: float  # s per received entry
+    multiply: float  # s per multiply-add of PowerSGD's thin matrices
+    triad: float  # s per element: `r += g`, which reads two arrays and writes one
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A network, and what its ranks compute with."""
+    """A network, and the processors of its ranks."""
 
     network: Network
     kernels: Kernels
-    cores: float | None = None  # that ranks share; None: enough
+    cores: float | None = None  # cores that ranks share; None: enough for all
     crowd: int | None = None  # ranks that share them; None: those of a node
-    origin: str = "given"  # where the constants are from, for the reader
-    device: str = "cpu"  # that the kernels were measured on: "cpu" or "cuda"
+    origin: str = "given"  # source of the constants, for the reader
+    device: str = "cpu"  # device that the kernels were measured on: "cpu" or "cuda"
 
     def __post_init__(self) -> None:
         for part in (self.network, self.kernels):
@@ -65,7 +65,7 @@ class Machine:
             )
 
     def slowdown(self, ranks_per_node: int) -> float:
-        """How many times longer a rank computes because it shares its cores with others."""
+        """The factor by which a rank's computation takes longer as ranks share cores."""
         if self.cores is None:
             return 1.0
         return max(1.0, (self.crowd or ranks_per_node) / self.cores)
@@ -86,7 +86,7 @@ def _check(name: str, value: object) -> None:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """`bool` is an `int` to Python."""
+    """Whether a value is a finite number; a `bool` is an `int` to Python."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return math.isfinite(value)
@@ -102,10 +102,10 @@ def write(machine: Machine, path: Path) -> None:
 
 
 def read(path: Path) -> Machine:
-    """Read a machine that `write` wrote.
+    """Read a machine from a file of `write`.
 
     Raises:
-        ValueError: the file cannot be read, or is not of this kind.
+        ValueError: the file cannot be read, or has no machine's constants.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Bandwidths, times and counts as people write and read them."""
+"""Parse and format bandwidths, times and counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def bits_per_second(text: str) -> float:
     """Parse a bandwidth: "100mbit", "2.5gbit" and the like.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the text is not a bandwidth.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)bit", text.lower())
     if found is None or float(found[1]) == 0:
@@ -28,7 +28,7 @@ def seconds(text: str) -> float:
     """Parse a time: "62.5ms", "50us" and the like.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the text is not a time.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.lower())
     if found is None:

@@ -1,7 +1,7 @@
 """The time of a training step: backward, the kernels of the exchange, and the collectives.
 
-One thread computes; Horovod's background thread sends, one collective after another. A piece can
-leave once backward has produced all of its gradients. Collectives that run while backward goes on
+One thread computes; Horovod's background thread runs one collective after another. A piece can be
+sent once backward has computed all of its gradients. Collectives that run while backward goes on
 take no extra time.
 """
 
@@ -16,18 +16,18 @@ from horovod_topk.cost.machine import Machine
 from horovod_topk.cost.strategies import Piece, Strategy, Work
 
 FUSION_BYTES = 128 << 20  # HOROVOD_FUSION_THRESHOLD by default: the buffer of one collective
-# While backward goes on Horovod fuses what is ready when its thread is free. That depends on all
-# times at once, and is between the best of these and something slower.
+# During backward, Horovod fuses all tensors that are ready when its thread is free. That depends on
+# all times at once; the fastest of these limits is taken, which is optimistic.
 FUSED_BYTES = (0, 1 << 20, 5 << 20, 25 << 20, FUSION_BYTES)
-FORWARD = 1 / 3  # of the model's time: backward multiplies twice where forward does once
+FORWARD = 1 / 3  # share of the model's time: backward has twice forward's multiplications
 
 
 @dataclass(frozen=True)
 class Training:
     """The time of the model without any exchange."""
 
-    compute: float  # s a step: forward, backward, and the optimizer
-    forward: float = FORWARD  # share of it before the first gradient is there
+    compute: float  # s per step: forward, backward, and the optimizer
+    forward: float = FORWARD  # share of it before the first gradient is computed
     ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
@@ -41,14 +41,14 @@ class Training:
 class Step:
     """The predicted time of a step, in seconds."""
 
-    compute: float  # of the model
-    kernels: float  # beside the model
-    exchange: float  # of all collectives, hidden or not
-    seconds: float  # altogether
+    compute: float  # time of the model
+    kernels: float  # time of computation beside the model
+    exchange: float  # time of all collectives, hidden or not
+    seconds: float  # total time
 
     @property
     def efficiency(self) -> float:
-        """Share of the step that the model's own computation takes."""
+        """Share of the step's time in which the model itself is computed."""
         return self.compute / self.seconds
 
     @property
@@ -75,7 +75,7 @@ def step(strategy: Strategy, machine: Machine, training: Training, *, overlap: b
 def _timed(
     strategy: Strategy, machine: Machine, training: Training, limit: int, *, overlap: bool
 ) -> Step:
-    """limit: bytes that are fused at most."""
+    """Predict a step in which at most `limit` bytes are fused."""
     slowdown = machine.slowdown(training.ranks_per_node)
     before = [seconds(piece.before, machine) * slowdown for piece in strategy.pieces]
     after = [seconds(piece.after, machine) * slowdown for piece in strategy.pieces]
@@ -109,7 +109,7 @@ def seconds(work: Work, machine: Machine) -> float:
 
 
 def _ready(pieces: Sequence[Piece], before: Sequence[float], training: Training) -> list[float]:
-    """When each piece can leave: backward's time is shared out by elements."""
+    """When each piece can be sent: backward's time is divided by elements."""
     clock = training.forward * training.compute
     backward = training.compute - clock
     elements, ready = sum(piece.elements for piece in pieces), []
@@ -120,7 +120,7 @@ def _ready(pieces: Sequence[Piece], before: Sequence[float], training: Training)
 
 
 def _groups(pieces: Sequence[Piece], limit: int) -> Iterator[range]:
-    """Positions of pieces that travel in one collective, in order."""
+    """Positions of pieces that are sent in one collective, in order."""
     first, room = 0, 0
     for position, piece in enumerate(pieces):
         size = piece.fusion_bytes

@@ -1,4 +1,4 @@
-"""The exchanges that are compared: what each one computes and sends for each piece of gradients."""
+"""Strategies to compare: what each computes and sends for each piece of the gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from horovod_topk.methods.protocol import Method, Rounds, numbers_of
 from horovod_topk.methods.topk import VALUES, TopK
 
 FLOAT, HALF = 4, 2  # bytes
-CORRECTION = 1.6  # triads an element that momentum correction takes: docs/kernels.md
+CORRECTION = 1.6  # triads per element of momentum correction: docs/kernels.md
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Multiples:
-    """What a method computes for each element, in triads."""
+    """A method's computation for each element, in triads."""
 
-    encode: float  # to compensate, encode and update residuals; of a method of rounds all of it
-    decode: float = 0.0  # of each payload that arrives
+    encode: float  # to compensate, encode and update residuals; for methods of rounds, all of it
+    decode: float = 0.0  # for each received payload
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Piece:
     """Gradients that are exchanged together."""
 
     elements: int
-    before: Work  # before it is sent
+    before: Work  # work before it is sent
     collective: CollectiveCost
-    after: Work  # once it has arrived; of a sharded exchange also what owners do in between
-    fusion_bytes: int | None = None  # that it fills of Horovod's fusion buffer; None: travels alone
+    after: Work  # work after it is received; for a sharded exchange also the owners' work
+    fusion_bytes: int | None = None  # bytes in Horovod's fusion buffer; None: never fused
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Strategy:
     exchange: str
     values: str
     pieces: tuple[Piece, ...]
-    sent_bytes: int  # by a rank, in a step
-    node_bytes: int  # that leave the busiest node, in a step
+    sent_bytes: int  # bytes that a rank sends in a step
+    node_bytes: int  # bytes that leave the busiest node in a step
     ours: bool = False
 
     @property
@@ -66,12 +66,12 @@ class Strategy:
 
 
 def dense(specs: Sequence[TensorSpec], nodes: Nodes) -> Strategy:
-    """Return Horovod's allreduce of each tensor, as the tensors become ready."""
+    """Return the strategy of Horovod's allreduce of each tensor, as tensors become ready."""
     return _whole("float32", FLOAT, specs, nodes)
 
 
 def half(specs: Sequence[TensorSpec], nodes: Nodes) -> Strategy:
-    """Return Horovod's fp16 compression; a cast takes about as long as a triad."""
+    """Return the strategy of Horovod's fp16 compression; a cast takes about as long as a triad."""
     return _whole("float16", HALF, specs, nodes)
 
 
@@ -86,7 +86,7 @@ def _whole(values: str, width: int, specs: Sequence[TensorSpec], nodes: Nodes) -
 
 
 def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Strategy:
-    """Return PowerSGD, in buckets as large as ours, with three allreduces each."""
+    """Return the strategy of PowerSGD, in buckets as large as ours, with three allreduces each."""
     plan = make_plan(specs, TopK())
     pieces = []
     for bucket in plan.buckets:
@@ -102,10 +102,10 @@ def low_rank(specs: Sequence[TensorSpec], nodes: Nodes, rank: int) -> Strategy:
 
 
 def compressed(specs: Sequence[TensorSpec], nodes: Nodes, kind: str, config: TopK) -> Strategy:
-    """Return one of our exchanges; the bytes are those of the rank that sends most."""
+    """Return a strategy of one of our exchanges, with the bytes of the rank that sends most."""
     plan, ranks = make_plan(specs, config), Ranks(kind, nodes)
     pieces = tuple(_piece(plan, bucket, kind, ranks, nodes) for bucket in plan.buckets)
-    whole = ranks.busiest(plan)  # of one rank; of two buckets two ranks may send most
+    whole = ranks.busiest(plan)  # one rank; in two buckets two ranks may send most
     return Strategy(kind, config.values, pieces, whole.sent_bytes, whole.node_bytes, ours=True)
 
 
@@ -120,7 +120,7 @@ def all_strategies(
     """Return dense, fp16, PowerSGD, and each of our exchanges with each format of values."""
     strategies = [dense(specs, nodes), half(specs, nodes), low_rank(specs, nodes, rank)]
     kinds = [kind for kind in EXCHANGES if kind != "auto"]
-    if max(nodes.sizes) == 1 or config.momentum:  # it would be the allgather, or is refused
+    if max(nodes.sizes) == 1 or config.momentum:  # equals the allgather, or is refused
         kinds.remove("hierarchical")
     listed = list(values)
     for kind in kinds:
@@ -133,9 +133,9 @@ def all_strategies(
 def of_method(
     specs: Sequence[TensorSpec], nodes: Nodes, config: Method, name: str, multiples: Multiples
 ) -> Strategy:
-    """Return any method over the exchange in its settings; of "auto", that with the fewest bytes.
+    """Return the strategy of any method over the exchange in its settings; "auto": the cheapest.
 
-    name: of its compressor.
+    name: name of its compressor.
     """
     plan = make_plan(specs, config)
     kind, ranks = cheapest(plan, nodes)
@@ -149,7 +149,7 @@ def of_method(
 
 
 def _work_of(kind: str, numel: int, multiples: Multiples, nodes: Nodes) -> tuple[Work, Work]:
-    """As `_work`, of a method whose kernels take multiples of triads."""
+    """As `_work`, for a method whose kernels take multiples of triads."""
     encode, decode = multiples.encode * numel, multiples.decode * numel
     ranks, held = sum(nodes.sizes), len(nodes.ranks)
     if kind == "allgather":
@@ -163,7 +163,7 @@ def _work_of(kind: str, numel: int, multiples: Multiples, nodes: Nodes) -> tuple
 
 
 def _piece(plan: Plan, bucket: BucketPlan, kind: str, ranks: Ranks, nodes: Nodes) -> Piece:
-    """A bucket by itself, of what the exchange says of a plan that has no other."""
+    """The piece of one bucket, from the traffic of a plan with this bucket only."""
     most = ranks.busiest(replace(plan, buckets=(bucket,)))
     collectives, rounds = _messages(kind, nodes, bucket)
     before, after = _work(kind, bucket, ranks.decoded(bucket), nodes)
@@ -181,14 +181,14 @@ def _piece(plan: Plan, bucket: BucketPlan, kind: str, ranks: Ranks, nodes: Nodes
 
 
 def _messages(kind: str, nodes: Nodes, bucket: BucketPlan | None = None) -> tuple[int, int]:
-    """Collectives, and messages that wait for one another.
+    """Number of collectives, and of messages that wait for one another.
 
-    An allgather is a ring of P - 1 messages, an alltoall P - 1 to as many others, with as many
-    before it that say how long they are (Gloo's allgatherv.cc and alltoallv.cc, Horovod's
-    `AlltoallGetRecvSplits`). Each collective is negotiated. Numbers that ranks tell each other
-    before they encode take an allgather more.
+    An allgather is a ring of P - 1 messages, an alltoall P - 1 messages to other ranks, after as
+    many with their lengths (Gloo's allgatherv.cc and alltoallv.cc, Horovod's
+    `AlltoallGetRecvSplits`). Each collective is negotiated. Announcements before encoding take
+    another allgather.
 
-    bucket: whose method is asked for its rounds and announcements; None: it has neither.
+    bucket: the bucket, whose method may have rounds or announcements; None: it has neither.
     """
     ranks, size, held = sum(nodes.sizes), max(nodes.sizes), len(nodes.ranks)
     gather, scatter = ranks - 1, 2 * (ranks - 1)
@@ -210,10 +210,10 @@ def _messages(kind: str, nodes: Nodes, bucket: BucketPlan | None = None) -> tupl
 
 
 def _work(kind: str, bucket: BucketPlan, decoded: int, nodes: Nodes) -> tuple[Work, Work]:
-    """Before a bucket is sent, and afterwards, when every rank decodes so many entries.
+    """Work before a bucket is sent, and after, when every rank decodes `decoded` entries.
 
-    Sharded: an owner adds up what has come of its P-th of the elements, and selects from it.
-    Hierarchical: selection is of an owner's share of its node's sum alone.
+    Sharded: an owner sums the received entries of its P-th of the elements, and selects from them.
+    Hierarchical: an owner selects only from its share of its node's sum.
     """
     numel = bucket.numel
     selection = Work(encoded=numel, triads=CORRECTION * numel if bucket.config.momentum else 0)

@@ -1,4 +1,4 @@
-"""The bytes that exchanges would send; the exchanges' own code counts them, without a network."""
+"""Bytes that exchanges would send, counted by the exchanges' own code without a network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horovod_topk.core.shards import NodePlan
 
 @dataclass(frozen=True)
 class Nobody:
-    """A collective that only has a size; it refuses to send."""
+    """A collective that has a size and a rank, but refuses to send."""
 
     size: int
     rank: int = 0
@@ -24,30 +24,30 @@ class Nobody:
     def allgather(
         self, payload: bytes, name: str, counts: Sequence[int] | None = None
     ) -> Pending[bytes]:
-        """Refuses."""
+        """Raise an error."""
         raise TypeError("nothing is sent for a plan")
 
     alltoall = allgather
 
     @property
     def location(self) -> Location:
-        """Nowhere."""
+        """A location without a host."""
         return Location("", self.rank, 0)
 
     def reduce_scatter(self, array: bytes, counts: Sequence[int], name: str) -> Pending[bytes]:
-        """Refuses."""
+        """Raise an error."""
         raise TypeError("nothing is sent for a plan")
 
     def allreduce(self, array: bytes, name: str) -> Pending[bytes]:
-        """Refuses."""
+        """Raise an error."""
         raise TypeError("nothing is sent for a plan")
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """As if process sets were dynamic."""
+        """Return True, as with dynamic process sets."""
         return True
 
     def split(self, groups: Sequence[Sequence[int]]) -> Sequence[Collective[bytes] | None]:
-        """Nobody is in any."""
+        """Return no collectives."""
         return [None] * len(groups)
 
 
@@ -58,13 +58,13 @@ def nodes_of(ranks: int, local_size: int) -> Nodes:
 
 
 def exchange_of(kind: str, nodes: Nodes, rank: int = 0) -> Exchange[bytes]:
-    """Return an exchange as a rank would have it, to count its bytes."""
+    """Return a rank's exchange, to count its bytes."""
     collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
     return make_exchange(kind, collective, nodes)
 
 
 class _AsRank(HierarchicalExchange[bytes]):
-    """As a rank has it, of plans that all ranks share: splitting takes longer than counting."""
+    """A rank's hierarchical exchange; ranks share split plans, which take long to compute."""
 
     def __init__(self, nodes: Nodes, rank: int, plans: dict[bytes, NodePlan]) -> None:
         collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
@@ -74,20 +74,21 @@ class _AsRank(HierarchicalExchange[bytes]):
 
 @dataclass(frozen=True)
 class Busiest:
-    """The largest bytes of any rank in a step; each figure is of the rank with the most."""
+    """The largest bytes of any rank in a step; each figure is for the rank with the most."""
 
-    payload_bytes: int  # handed to collectives, of rank 0
+    payload_bytes: int  # passed to collectives by rank 0
     sent_bytes: int
-    local_bytes: int  # sent to others on its node, or got from them, whichever is more
-    added_bytes: int  # to others, by an owner of shards of a node's sum
-    node_bytes: int  # that leave the busiest node
+    local_bytes: int  # sent to other ranks on its node, or received from them, the larger one
+    added_bytes: int  # added up by an owner of shards of a node's sum
+    node_bytes: int  # bytes that leave the busiest node
 
 
 class Ranks:
     """The ranks that may send the most in an exchange.
 
-    A rank that owns nothing sends its whole gradient there, and an owner a part of it. Elsewhere
-    all send the same, and rank 0, whose node is one of the largest, as much within it as any.
+    In a hierarchical exchange a rank without shards sends its whole gradient, and an owner a part
+    of it. In other exchanges all ranks send the same, and rank 0, whose node is one of the
+    largest, sends as much within its node as any.
     """
 
     def __init__(self, kind: str, nodes: Nodes) -> None:
@@ -113,7 +114,7 @@ class Ranks:
         )
 
     def decoded(self, bucket: BucketPlan) -> int:
-        """Entries of a bucket that every rank decodes in the end."""
+        """Number of entries of a bucket that every rank decodes in the end."""
         exchange = self._exchanges[0]
         if isinstance(exchange, ShardedExchange):
             return sum(each.entries for each in exchange.sharded(bucket).back)  # at `gather_ratio`
@@ -124,9 +125,9 @@ class Ranks:
 
 
 def cheapest(plan: Plan, nodes: Nodes) -> tuple[str, Ranks]:
-    """The exchange in a plan's settings; of "auto", that from whose busiest node fewest bytes go.
+    """The exchange in a plan's settings, or for "auto" the one with the fewest bytes between nodes.
 
-    And the ranks that may send the most in it.
+    Also returns the ranks that may send the most in it.
     """
     asked = plan.config.exchange
     kinds = [kind for kind in plan.config.exchanges if kind not in ("auto", "allreduce")]
@@ -137,9 +138,9 @@ def cheapest(plan: Plan, nodes: Nodes) -> tuple[str, Ranks]:
 
 
 def _got(exchange: Exchange[bytes], plan: Plan) -> tuple[int, int]:
-    """What comes to a rank of a hierarchical exchange from others on its node, and what it adds.
+    """Bytes that a rank of a hierarchical exchange receives within its node, and that it adds up.
 
-    A shard of each of them, if it is an owner, and what every other owner has gathered.
+    It receives a shard from each other rank, if it is an owner, and each other owner's payloads.
     """
     if not isinstance(exchange, HierarchicalExchange) or exchange.groups.size == 1:
         return 0, 0

@@ -11,19 +11,19 @@ from horovod_topk.cost.quantities import milliseconds
 from horovod_topk.cost.step import Step, Training, step
 from horovod_topk.cost.strategies import Strategy
 
-TOO_COARSE = "sign"  # training diverged, or, corrected, lost 12% with a seed: docs/frontier.md
+TOO_COARSE = "sign"  # training diverged, or, corrected, lost 12% with one seed: docs/frontier.md
 SECOND = " In this exchange owners select a second time, which costs accuracy: docs/frontier.md."
 UNCHECKED = " (by formulas that no measurement has confirmed)"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The cost of one exchange."""
+    """The predicted times of one strategy."""
 
     strategy: Strategy
     alone: Step  # without overlap
     overlapped: Step
-    faster: tuple[Span, ...] | None  # than dense; None: no bandwidth counts, on one node
+    faster: tuple[Span, ...] | None  # bandwidths where it beats dense; None: there is one node
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Verdict:
 def rows(
     strategies: Sequence[Strategy], machine: Machine, training: Training, *, overlap: bool
 ) -> list[Row]:
-    """Return the cost of every exchange; the first one is what the others are compared with.
+    """Return the predicted times of every strategy; the first one is the baseline.
 
-    overlap: whether steps with overlap are compared, or those without.
+    overlap: whether to compare steps with overlap, or steps without.
     """
     between = strategies[0].node_bytes > 0
     return [
@@ -56,11 +56,11 @@ def rows(
 
 
 def judge(table: Sequence[Row], *, overlap: bool) -> Verdict:
-    """Compare dense with the fastest of our exchanges in `rows`, those of `TOO_COARSE` left out.
+    """Compare dense with the fastest of our exchanges in `rows`, except those of `TOO_COARSE`.
 
-    Other compressors are named where they are faster than both.
+    The text also names other compressors that are faster than both.
 
-    overlap: whether steps with overlap are compared, or those without.
+    overlap: whether to compare steps with overlap, or steps without.
     """
 
     def taken(row: Row) -> Step:
@@ -95,7 +95,7 @@ def _within(best: Row) -> str:
 
 
 def _besides(others: Mapping[str, Step], least: float) -> str:
-    """A sentence for each other compressor that takes less than `least` seconds."""
+    """One sentence for each other compressor that takes less than `least` seconds."""
     return "".join(
         f" {name} is faster still: {milliseconds(other.seconds)} ms{UNCHECKED}."
         for name, other in others.items()

@@ -24,6 +24,6 @@ __all__ = ["DDPState", "Guard", "OneBitAdam", "TopKEF", "exchange"]
 
 
 def __getattr__(name: str) -> Any:
-    """The compressors of the other methods, made when first asked for."""
+    """Make the compressor class of another method when it is first imported."""
     globals()[name] = made = Compressor.named(name, __name__)
     return made

@@ -1,8 +1,8 @@
-"""The collectives of torch.distributed as the core wants them: Gloo, NCCL and MPI.
+"""Collectives of torch.distributed behind the core's interface: Gloo, NCCL and MPI.
 
-`torch.distributed` pairs the collectives of a group by the order in which each rank starts them,
-and knows no names. Ranks start theirs in one order, which follows from the order in which
-DistributedDataParallel hands over its buckets; names are labels in the profiler's trace.
+`torch.distributed` matches the collectives of a group by the order in which each rank starts them,
+and has no names. All ranks start them in the same order, that of DistributedDataParallel's buckets;
+names are labels in the profiler's trace.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.profiler import record_function
 from horovod_topk.core.nodes import Location, here
 from horovod_topk.core.timing import StepTimer
 
-# The same collective, by its name since PyTorch 2.13 or by the one before.
+# all_gather_single is the name since PyTorch 2.13 of all_gather_into_tensor.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A collective under way, and what to make of the memory that it fills."""
+    """A started collective, and how to finish the memory that it fills."""
 
     work: Any  # dist.Work
-    sent: Tensor  # has to live as long as the collective
+    sent: Tensor  # kept alive until the collective is done
     received: Tensor
     timer: StepTimer
     finish: Callable[[Tensor], Tensor] | None = None
@@ -48,8 +48,8 @@ class GroupCollective:
 
     Args:
         group: the process group.
-        timer: counts the seconds in which it is waited for; None: nobody reads them. With NCCL it
-            is the device that waits, and these seconds are none.
+        timer: counts the seconds that this process waits for collectives; None: nobody reads
+            them. With NCCL the device waits, and the count stays near 0.
     """
 
     def __init__(self, group: dist.ProcessGroup, timer: StepTimer | None = None) -> None:
@@ -76,9 +76,9 @@ class GroupCollective:
     def allgather(
         self, payload: Tensor, name: str, counts: Sequence[int] | None = None
     ) -> _Pending:
-        """Start an allgather of a uint8 tensor; does not block. Shorter ones travel padded."""
+        """Start an allgather of a uint8 tensor; does not block. Shorter payloads are padded."""
         sent, largest = payload, payload.numel() if counts is None else max(counts)
-        if payload.device.type not in self._devices:  # on the host, as in an agreement over NCCL
+        if payload.device.type not in self._devices:  # a host tensor over NCCL, as in an agreement
             sent = payload.to(torch.accelerator.current_accelerator())
         if sent.numel() < largest:
             sent = torch.cat([sent, sent.new_zeros(largest - sent.numel())])
@@ -97,9 +97,9 @@ class GroupCollective:
         return self._start(name, dist.all_to_all_single, payloads, payloads.numel())
 
     def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> _Pending:
-        """Start an alltoall whose parts are added in rank order when it is waited for.
+        """Start an alltoall whose parts `wait()` adds in rank order.
 
-        The order in which a reduce-scatter of torch.distributed adds is the library's own.
+        torch.distributed's own reduce-scatter does not state the order in which it adds.
         """
         count, verb = counts[self.rank], dist.all_to_all_single
         splits = {"output_split_sizes": [count] * self.size, "input_split_sizes": list(counts)}
@@ -120,23 +120,23 @@ class GroupCollective:
         return _Pending(work, array, array, self.timer)
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether process groups can be made: not by some of the ranks alone with MPI."""
+        """Whether these process groups can be made; MPI needs all ranks of the job to take part."""
         return self._is_all or "mpi" not in dist.get_backend(self._group)
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[GroupCollective | None]:
-        """Collectives over new process groups of the same backend."""
+        """Make new process groups of the same backend, and a collective for each."""
         backend, made = dist.get_backend(self._group), list[GroupCollective | None]()
         for ranks in ([self._ranks[rank] for rank in group] for group in groups):
             is_member, alone = dist.get_rank() in ranks, not self._is_all
             group = None
-            if is_member or not alone:  # else ranks outside of a group are not asked
+            if is_member or not alone:  # use_local_synchronization: only members call new_group
                 group = dist.new_group(ranks, backend=backend, use_local_synchronization=alone)
             made.append(GroupCollective(group, self.timer) if is_member and group else None)
         return made
 
     @property
     def _is_all(self) -> bool:
-        """Whether these are all ranks of the job, which can make groups together."""
+        """Whether the group has all ranks of the job, so that all can call new_group together."""
         return self.size == dist.get_world_size()
 
     def _start(
@@ -148,7 +148,7 @@ class GroupCollective:
         finish: Callable[[Tensor], Tensor] | None = None,
         **options: Any,
     ) -> _Pending:
-        """Start a collective that fills new memory of so many elements; does not block."""
+        """Start a collective that fills `count` elements of new memory; does not block."""
         received = sent.new_empty(count)
         self.timer.first = self.timer.first or time.perf_counter()
         with record_function(name):

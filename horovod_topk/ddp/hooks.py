@@ -1,4 +1,4 @@
-"""The hooks of `horovod_topk.torch_training.hooks`, on the optimizer of a DDP model."""
+"""`horovod_topk.torch_training.hooks` for the optimizer of a DDP model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ NOT_NOW = (
 
 
 class Hooks(hooks.Hooks):
-    """A step has to find the gradients of a backward whose buckets came to our hook."""
+    """Step hooks that refuse gradients whose buckets DDP did not pass to the compressor."""
 
     def _check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if closure_of(args, kwargs) is None:
             self._check_closure(optimizer)
 
     def _check_closure(self, optimizer: Any) -> None:
-        """Refuse gradients of this rank alone, but for zeros, as checkpoint libraries make them."""
+        """Refuse non-zero gradients that were not exchanged.
+
+        Zeros are accepted: checkpoint libraries step on zero gradients to create optimizer states.
+        """
         check_all_are_known(optimizer, self._buckets.slots, {})
         slots = self._buckets.slots.values()
         gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]

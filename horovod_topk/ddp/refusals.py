@@ -1,4 +1,4 @@
-"""What DistributedDataParallel can be asked for and compression cannot go together with."""
+"""Options of DistributedDataParallel that gradient compression does not support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # by name: importing them
 
 
 def check_model(model: Any) -> None:
-    """Refuse a model whose gradients DistributedDataParallel does not hand over whole, and to us.
+    """Refuse a model whose gradients DDP does not pass whole to the communication hook.
 
     Raises:
         ConfigError: with the reason.
@@ -32,7 +32,7 @@ def check_model(model: Any) -> None:
 
 
 def _of_parameters(model: DistributedDataParallel) -> Iterator[tuple[str, str, str]]:
-    """A reason, a cure, and whose gradient it is about."""
+    """The reason, the cure and the parameter's name for each unsupported parameter."""
     for name, p in model.module.named_parameters():
         if hasattr(p, "_st_info") or type(p.data).__name__ == "DTensor":
             reason = "it is split by tensor parallelism, and ranks have different parts of it"
@@ -51,7 +51,7 @@ def _of_options(model: DistributedDataParallel) -> Iterator[tuple[str, str, None
         reason = "DistributedDataParallel(mixed_precision=) has a communication hook of its own"
         yield reason, "Use torch.autocast, and values='bfloat16' for what is sent", None
     for hook, state in model._comm_hooks:
-        if not getattr(state, "is_copy", False):  # it was not registered anew with a copied model
+        if not getattr(state, "is_copy", False):  # copying a model registers its hook again
             reason = (
                 f"the model has a communication hook, {hook.__qualname__}, and can have only one"
             )
@@ -65,7 +65,7 @@ def _of_options(model: DistributedDataParallel) -> Iterator[tuple[str, str, None
 
 
 def refuse_join(**kwargs: Any) -> NoReturn:
-    """In the place of a model's `join_hook`.
+    """Stand in for the model's `join_hook`, and refuse join().
 
     Raises:
         UnsupportedOperationError: always.

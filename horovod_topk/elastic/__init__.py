@@ -1,15 +1,15 @@
 """Residuals in elastic jobs, where ranks join, leave and fail.
 
-For users these are the states of `horovod_topk.torch.elastic` and `horovod_topk.tensorflow.elastic`
+Users use the states of `horovod_topk.torch.elastic` and `horovod_topk.tensorflow.elastic`
 (Horovod's `hvd.elastic.TorchState(..., compression=topk)` works too).
 
-Each rank commits and restores its own residuals. When the ranks of a job change, they meet once
-(`manager.Manager.settle`), so that the sum of what is still to be applied stays the same
+Each rank commits and restores its own residuals. When the ranks of a job change, they communicate
+once (`manager.Manager.settle`), so that the sum of what is still to be applied stays the same
 (`horovod_topk.core.reshard`):
 
 - a rank that stays multiplies its residual by P_new / P_old with op=Average, and by 1 with op=Sum;
-- a rank that joins starts with a residual of zero, and is told the count of committed steps;
-- a rank that leaves after a warning first shares out its residual among all ranks;
+- a rank that joins starts with a residual of zero, and gets the count of committed steps;
+- before a rank leaves after a warning, all ranks average their residuals;
 - the committed residual of a rank that failed is taken over by another rank, if `commit_dir` names
   a folder that all ranks can read. Otherwise it is lost: see `Stats.lost_ranks`, `Stats.lost_norm`.
 

@@ -1,4 +1,4 @@
-"""What every framework's elastic state does before ranks leave."""
+"""Averages residuals before ranks leave an elastic job, in any framework."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from horovod_topk.elastic.manager import Manager
 
 
 class HandsOver(State):  # type: ignore[misc]  # Horovod has no annotations
-    """A state of Horovod's whose ranks average their residuals while all of them are still there.
+    """A mixin of elastic states that averages residuals before ranks leave.
 
-    To be named before the state it is mixed into.
+    List it before the state class in the bases.
     """
 
     def _managers(self) -> Iterable[Manager]:
-        """Of the compressors that the state was given, in the same order on all ranks."""
+        """The managers of the state's compressors, in the same order on all ranks."""
         return ()
 
     def check_host_updates(self) -> None:
-        """As Horovod's; on its interrupt, which all ranks get at once, residuals are handed over.
+        """As Horovod's; before its interrupt, which all ranks get, average residuals.
 
         Raises:
             HostsUpdatedInterrupt: hosts have been added or removed.

@@ -1,4 +1,4 @@
-"""Error feedback of one optimizer through commits, failures and changes of ranks."""
+"""Commits, restores and resizes the residuals of one optimizer in an elastic job."""
 
 from __future__ import annotations
 
@@ -35,42 +35,42 @@ _COUNT = struct.Struct("<I")
 
 
 def free_name(name: str | None) -> str:
-    """What to call the next manager's collectives, given its optimizer's name if it has one."""
-    gc.collect()  # dead ones on this rank may be none on others
+    """A name for the next manager's collectives, from its optimizer's name or a number."""
+    gc.collect()  # so that the count of managers is equal on all ranks
     return f"topkef.elastic.{name or len(_LIVE)}"
 
 
 class Talk(Protocol):
-    """How ranks talk when they meet."""
+    """Communication of all ranks when ranks have changed."""
 
     def gather(self, data: bytes, name: str) -> list[bytes]:
-        """Bytes of every rank, equally many, by rank. A collective."""
+        """Gather the bytes of every rank, of equal length. A collective."""
         ...
 
     def average(self, array: Any, name: str) -> Any:
-        """Mean over all ranks. A collective."""
+        """The mean of an array over all ranks. A collective."""
         ...
 
     def beside(self, array: Any, other: Any) -> Any:
-        """The array, on the device of the other one."""
+        """Copy an array to the device of another one."""
         ...
 
 
 class State(base_compressor.State, Protocol):
-    """Error feedback behind one optimizer of an elastic job."""
+    """The state of error feedback of one optimizer of an elastic job."""
 
     @property
     def clock(self) -> Clock:
-        """What the ratio of the next step follows from."""
+        """The facts that decide the ratio of the next step."""
         ...
 
     @property
     def agreed(self) -> Plan | None:
-        """The plan that all ranks have to have in common; None: no tensor is known yet."""
+        """The plan that must be equal on all ranks; None: no tensor is known yet."""
         ...
 
     def resume(self, clock: Clock, ranks: int) -> None:
-        """Go on as the others do, who are so many now."""
+        """Continue with the other ranks' clock and the present number of ranks."""
         ...
 
 
@@ -86,14 +86,15 @@ class _Commit:
 
 
 class Manager:
-    """Commits, restores and resizes what one `TopKEF` keeps.
+    """Commits, restores and resizes the residuals of one `TopKEF`.
 
     Args:
-        states: gives the states behind it, oldest first: one, or none before a first step.
-        talk: among all ranks.
-        name: of its collectives and files, the same on all ranks.
-        commit_dir: where commits are kept for other ranks, if they are; all ranks can read it.
-        forget: drops what was loaded before there was a state, on a rank that joins.
+        states: returns the states of its optimizers, oldest first: one, or none before the first
+            step.
+        talk: communication of all ranks.
+        name: name of its collectives and files, equal on all ranks.
+        commit_dir: folder for commits that other ranks can read; None: no files.
+        forget: drops a state dict that was loaded before there was a state, on a rank that joins.
     """
 
     def __init__(
@@ -108,20 +109,20 @@ class Manager:
         self._forget = forget
         self._store = None if commit_dir is None else ResidualStore(Path(commit_dir), name)
         self._member, self._job = uuid.uuid4().bytes, bytes(16)
-        self.units = 0  # how many ranks the residual is of; 0: nobody knows this one yet
-        self.clock: Clock = Clock(0)  # when ranks met last
+        self.units = 0  # number of ranks that the residual is scaled for; 0: not joined yet
+        self.clock: Clock = Clock(0)  # at the last `settle`
         self._pooled = False
         self._absorbed: tuple[str, ...] = ()
         self._saved: _Commit | None = None
         self._lost, self._lost_norm = 0, 0.0
         _LIVE.add(self)
 
-    # What a state of Horovod's elastic jobs does.
+    # Called by Horovod's elastic states.
 
     def save(self) -> None:
         """Commit: copy this rank's residuals, and write them to `commit_dir` if there is one.
 
-        Local: nobody is waited for.
+        Local: it does not wait for other ranks.
         """
         state = self._state()
         self._saved = None if state is None else self._commit(state)
@@ -129,11 +130,11 @@ class Manager:
             self._write(self._saved, state.framework)
 
     def restore(self) -> None:
-        """Go back to the last commit. Local. What was taken on since will be again."""
+        """Go back to the last commit. Local. Files absorbed since then will be absorbed again."""
         state, saved = self._state(), self._saved
         if state is None:
             return
-        if saved is None:  # before the first step residuals were zero
+        if saved is None:  # no commit: residuals were zero
             state.reset()
             state.resume(self.clock, self.units)
             return
@@ -145,10 +146,10 @@ class Manager:
         state.resume(saved.clock, self.units)
 
     def settle(self) -> None:
-        """Meet the others after ranks have come or gone. A collective: call it on every rank.
+        """Rescale residuals after ranks have changed. A collective: call it on every rank.
 
         Raises:
-            PlanMismatchError: on every rank, where two of them have different plans.
+            PlanMismatchError: on every rank, if two ranks have different plans.
         """
         said = self._talk.gather(self._status().pack(), f"{self._name}.settle")
         present = Membership([RankStatus.unpack(each) for each in said])
@@ -169,8 +170,8 @@ class Manager:
     def hand_over(self) -> None:
         """Give every rank the mean residual, as some ranks are about to leave. A collective.
 
-        So nothing is lost with those who leave. With `commit_dir`, files are brought up to date
-        instead, and the files of those who leave are taken on.
+        So no residual is lost with ranks that leave. With `commit_dir`, every rank writes its file
+        instead, and other ranks later take on the files of ranks that left.
         """
         state = self._state()
         if self._store is not None:
@@ -189,11 +190,11 @@ class Manager:
             self._replace(self._commit(state))
 
     def counted(self, stats: Stats) -> Stats:
-        """With what was lost."""
+        """Add the number and the norm of lost residuals to statistics."""
         return replace(stats, lost_ranks=self._lost, lost_norm=self._lost_norm)
 
     def _refuse_plans(self, present: Membership) -> NoReturn:
-        """Say which rank's plan differs, and in what; nothing has changed yet."""
+        """Raise an error with the rank and field of a plan that differs; nothing has changed."""
         state = self._state()
         plan = None if state is None else state.agreed
         fields = {} if plan is None else plan.fields()
@@ -203,13 +204,13 @@ class Manager:
         raise mismatch({rank: each for rank, each in found.items() if each}, place)
 
     def _gather_texts(self, text: bytes, label: str) -> list[bytes]:
-        """Every rank's text, with blanks behind the shorter ones. A collective."""
+        """Gather every rank's text, padded with blanks. A collective."""
         sizes = self._talk.gather(_COUNT.pack(len(text)), f"{self._name}.{label}.size")
         longest = max(_COUNT.unpack(each)[0] for each in sizes)
         return self._talk.gather(text.ljust(longest), f"{self._name}.{label}")
 
     def _start_empty(self) -> None:
-        """Set a joining rank's residuals to zero: the others have what it may have loaded."""
+        """Set a joining rank's residuals to zero: other ranks have those it may have loaded."""
         self._forget()
         if (state := self._state()) is not None:
             state.reset()
@@ -224,19 +225,19 @@ class Manager:
         return alike and bool(shapes)
 
     def _write(self, commit: _Commit, framework: str) -> None:
-        """To `commit_dir`, if there is one, and once it is known of how many ranks it is."""
+        """Write a commit to `commit_dir`, if there is one, after the first `settle`."""
         if self._store is not None and self.units:
             place = {"units": self.units, "clock": commit.clock, "absorbed": self._absorbed}
             self._store.write(self._job, self._member, {**commit.state, **place}, framework)
 
     def _replace(self, commit: _Commit) -> None:
-        """The last commit, if it is of the same step, and so of the model's."""
+        """Replace the last commit by another one of the same step."""
         if self._saved is not None and self._saved.clock == commit.clock:
             self._saved = commit
 
     def _state(self) -> State | None:
         if len(self._states()) > 1:
-            gc.collect()  # optimizers are reference cycles: a dead one may linger
+            gc.collect()  # optimizers are reference cycles: delete unreachable ones first
         states = self._states()
         if len(states) > 1:
             raise ConfigError(
@@ -259,7 +260,7 @@ class Manager:
         return RankStatus(*known, self._lost, self._lost_norm, self._pooled, digest)
 
     def _take_on(self, present: Membership) -> None:
-        """Keep the pending mass, as far as it is to be had."""
+        """Rescale residuals and take on those of lost ranks; count those that cannot be found."""
         files = self._files_of_lost(present)
         taken = self._fit(present, files)
         if files:
@@ -277,19 +278,19 @@ class Manager:
             )
 
     def _fit(self, present: Membership, files: Sequence[str]) -> int:
-        """Multiply this rank's residual, and add those of lost ranks that fall to it.
+        """Rescale this rank's residual, and add its share of the lost ranks' residuals.
 
         Returns:
-            How many these are.
+            The number of lost ranks whose residuals were added.
         """
         state = self._state()
         if state is None or not self.units:
             return 0
         factor = rescaling(state.reduction, self.units, present.ranks)
-        if self._pooled:  # the others have the residuals of those who left
+        if self._pooled:  # the remaining ranks have a share of the residuals of ranks that left
             factor *= self.units / len(present.old)
         place = [present.statuses[rank].member for rank in present.old].index(self._member)
-        if present.old[place] in present.astray:  # it went back to another step than the model
+        if present.old[place] in present.astray:  # its commit is of another step than the model
             factor = 0.0
         kept = state.state_dict()
         inherited = self._read(files[place :: len(present.old)], kept["shapes"], state.framework)
@@ -301,15 +302,15 @@ class Manager:
                 residuals[name] = mine + share * self._talk.beside(e, mine)
         if inherited or factor != 1.0:
             state.load_state_dict({**kept, "residuals": residuals})
-        for name, contents in inherited.items():  # whose files may be there still, too
+        for name, contents in inherited.items():  # so that these files are not added again
             self._absorbed = (*self._absorbed, name, *contents["absorbed"])
         return len(inherited)
 
     def _read(self, files: Sequence[str], shapes: Any, framework: str) -> dict[str, Any]:
-        """Contents of files that this rank takes on; a log line for each that cannot be had."""
+        """Read the files that this rank takes on; log an error for each that cannot be used."""
         found = {}
         for name in files:
-            assert self._store is not None  # who else would have named files
+            assert self._store is not None  # files are found in the store only
             try:
                 contents = self._store.read(name, framework)
                 if contents["shapes"] != shapes:
@@ -322,7 +323,7 @@ class Manager:
         return found
 
     def _files_of_lost(self, present: Membership) -> list[str]:
-        """Files to take on, as the first rank that was there before finds them."""
+        """Files of lost ranks to take on, as found by the first rank that stayed."""
         if self._store is None:
             return []
         text = b""

@@ -1,4 +1,4 @@
-"""What each rank tells the others when they meet after a change of ranks."""
+"""The status that each rank sends to all others after a change of ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ UNKNOWN = bytes(8)
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank's part in the job so far."""
+    """One rank's status in an elastic job."""
 
-    member: bytes  # 16 bytes that no other process has
-    job: bytes  # 16 bytes; those of the member that was rank 0 when the job began
-    units: int  # how many ranks its residual is of; 0: it has just come
+    member: bytes  # 16 bytes, unique to this process
+    job: bytes  # 16 bytes: `member` of the rank 0 with which the job began
+    units: int  # number of ranks for which its residual is scaled; 0: it has just joined
     clock: Clock
-    norm: float  # of its residual
-    lost: int  # ranks that the job has lost so far
-    lost_norm: float  # of their residuals, about
+    norm: float  # norm of its residual
+    lost: int  # ranks whose residuals the job has lost so far
+    lost_norm: float  # estimated norm of these residuals
     pooled: bool  # whether all ranks have the mean of all residuals
-    plan: bytes = UNKNOWN  # digest of what it exchanges; `UNKNOWN` before its first step
+    plan: bytes = UNKNOWN  # digest of its plan; `UNKNOWN` before its first step
 
     def pack(self) -> bytes:
-        """As bytes, equally many for every rank."""
+        """Pack the status into bytes, as many on every rank."""
         committed, asked, decision, guard = Clock(*self.clock)
         ratio = math.nan if asked is None else asked
         known = self.member, self.job, self.units, committed, ratio, self.norm
@@ -41,7 +41,7 @@ class RankStatus:
 
     @classmethod
     def unpack(cls, data: bytes) -> RankStatus:
-        """What `pack` made."""
+        """Unpack the bytes of `pack`."""
         member, job, units, committed, ratio, norm, *rest = _FIELDS.unpack(data)
         (*facts, count), numbers = rest[:5], rest[5:]
         has_guard, *guard = numbers[MEMORY + 1 :]
@@ -52,49 +52,49 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Membership:
-    """All ranks' statuses, by rank."""
+    """The statuses of all ranks, by rank."""
 
     statuses: Sequence[RankStatus]
 
     @property
     def ranks(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return len(self.statuses)
 
     @property
     def old(self) -> list[int]:
-        """Who was there before."""
+        """Ranks that were in the job before the change."""
         return [rank for rank, each in enumerate(self.statuses) if each.units]
 
     @property
     def eldest(self) -> RankStatus:
-        """The first who was there before; rank 0 where nobody was."""
+        """The status of the first rank that was in the job before; of rank 0 if none was."""
         return self.statuses[next(iter(self.old), 0)]
 
     @property
     def plans_differ(self) -> bool:
-        """Whether ranks exchange different things, as far as they know yet what they exchange."""
+        """Whether two ranks have different plans, where known."""
         return len({each.plan for each in self.statuses} - {UNKNOWN}) > 1
 
     @property
     def missing(self) -> int:
-        """How many ranks are gone whose residuals are gone with them."""
+        """Number of ranks that are gone together with their residuals."""
         eldest = self.eldest
         return 0 if eldest.pooled else max(0, eldest.units - len(self.old))
 
     @property
     def astray(self) -> list[int]:
-        """Who was there before, and went back to another step than the eldest, and so the model."""
+        """Old ranks whose last commit is of another step than the eldest rank's."""
         step = self.eldest.clock[0]
         return [rank for rank in self.old if self.statuses[rank].clock[0] != step]
 
     @property
     def typical_norm(self) -> float:
-        """Root mean square of the residuals' norms of those who were there before."""
+        """Root mean square of the residuals' norms of ranks that were there before."""
         squares = [self.statuses[rank].norm ** 2 for rank in self.old]
         return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
 
     @property
     def members(self) -> set[bytes]:
-        """All of them."""
+        """The `member` bytes of all ranks."""
         return {each.member for each in self.statuses}

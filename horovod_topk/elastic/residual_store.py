@@ -1,13 +1,13 @@
-"""What each rank has committed, on disk, for another one to take on if it is lost.
+"""Committed residuals of each rank on disk, for another rank to take on if it is lost.
 
-One file a rank, a shard as `horovod_topk.checkpoint.shard` has it, whose state says besides
+One file for each rank, in the format of `horovod_topk.checkpoint.shard`, whose state also has
 
-    units      how many ranks its residuals are of
-    clock      how many steps were committed, and the ratio asked for
-    absorbed   files of lost ranks whose residuals are in this one
+    units      number of ranks for which its residuals are scaled
+    clock      number of committed steps, and the requested ratio
+    absorbed   files of lost ranks whose residuals are included in this file
 
-Files are named by job and process, so that another job's are never taken on. One that is absorbed
-is of no use any more: it is removed once the file that names it is written.
+Files are named by job and process, so that those of another job are never taken on. An absorbed
+file is removed after the file that lists it is written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ResidualStore:
         self._folder, self._name = folder, quote(name, safe="")
 
     def write(self, job: bytes, member: bytes, contents: Mapping[str, Any], framework: str) -> None:
-        """Replace a member's file, and remove those that are absorbed in it."""
+        """Replace a member's file, and remove the files that are absorbed in it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / self._file(job, member)
         shard.write(path, shard.dump(contents, framework))
@@ -40,7 +40,7 @@ class ResidualStore:
             (self._folder / each).unlink(missing_ok=True)
 
     def of_lost(self, job: bytes, living: Iterable[bytes], committed: int) -> list[str]:
-        """Files of members that are no more, of that commit, and in nobody else's file yet."""
+        """Files of lost members at this commit that no other file has absorbed."""
         prefix = f"{self._name}-{job.hex()}-"
         files = sorted(self._folder.iterdir()) if self._folder.is_dir() else ()
         ours = [f for f in files if f.name.startswith(prefix) and f.suffix == SUFFIX]
@@ -58,10 +58,10 @@ class ResidualStore:
         return lost
 
     def read(self, name: str, framework: str) -> dict[str, Any]:
-        """The contents of a file.
+        """Read the contents of a file.
 
         Raises:
-            OSError, CheckpointError: it is not there, or damaged.
+            OSError, CheckpointError: the file is missing or damaged.
         """
         path = self._folder / name
         return shard.parse(path.read_bytes(), framework, str(path))

@@ -1,7 +1,7 @@
-"""Compile the CPU kernels: `python -m horovod_topk.kernels.compile` puts them beside this file.
+"""Compile the CPU kernels: `python -m horovod_topk.kernels.compile` writes them beside this file.
 
-Installing the package does so too (`hatch_build.py`), and goes on without them where there is no
-C++17 compiler. Only the standard library is imported, and nothing of this package.
+Installing the package compiles them too (`hatch_build.py`), and goes on without kernels if there is
+no C++17 compiler. This module imports only the standard library, and nothing of this package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SOURCES = HERE / "cpu"
 LIBRARY = HERE / "libtopkef.so"
 TENSORFLOW_LIBRARY = HERE / "libtopkef_tensorflow.so"
 
-# Rounding is part of the results: no fused multiply-add, no reassociation.
+# Results are fixed to the bit: no fused multiply-add, no reassociation.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -34,7 +34,7 @@ FLAGS = (
     "-Wextra",
 )
 BITS = ("-mbmi", "-mpopcnt", "-mf16c", "-mavx2")
-# Files for one instruction set; what runs is chosen at run time. GCC warns of its own headers.
+# Files for one instruction set, selected at run time. GCC warns of its own headers.
 INSTRUCTIONS = {
     "passes_avx2.cpp": BITS,
     "passes_avx512.cpp": (
@@ -55,14 +55,14 @@ KERNELS = (
 
 
 class CompileError(Exception):
-    """There is no compiler, or it failed; the message is for the user."""
+    """There is no compiler, or it failed; the message is shown to the user."""
 
 
 def find_compiler() -> list[str]:
-    """$CXX, or the first of c++, g++ and clang++ that exists.
+    """The command of the C++ compiler: $CXX, or the first of c++, g++ and clang++ that exists.
 
     Raises:
-        CompileError: there is none.
+        CompileError: no compiler was found.
     """
     asked = shlex.split(os.environ.get("CXX", ""))
     for command in [asked] if asked else [["c++"], ["g++"], ["clang++"]]:
@@ -72,13 +72,13 @@ def find_compiler() -> list[str]:
 
 
 def digest() -> str:
-    """Tells one version of the kernels' sources from another."""
+    """A digest of the kernels' sources, which identifies their version."""
     contents = (file.read_bytes() for file in sorted(SOURCES.iterdir()))
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 def compile_objects(folder: Path, extra: Sequence[str] = ()) -> list[Path]:
-    """The kernels as object files in `folder`, compiled with `extra` flags as well.
+    """Compile the kernels to object files in `folder`, with `extra` flags as well.
 
     Raises:
         CompileError: as `compile_libraries`.
@@ -110,10 +110,10 @@ def compile_objects(folder: Path, extra: Sequence[str] = ()) -> list[Path]:
 
 
 def compile_libraries(target: Path = HERE) -> list[Path]:
-    """Both libraries, in the folder `target`; those in place stay until both are compiled.
+    """Compile both libraries to the folder `target`; old files are replaced at the end.
 
     Raises:
-        CompileError: there is no compiler, or it refused.
+        CompileError: there is no compiler, or it failed.
     """
     compiler = find_compiler()
     with tempfile.TemporaryDirectory() as scratch:
@@ -128,17 +128,17 @@ def compile_libraries(target: Path = HERE) -> list[Path]:
 
 
 def _put(library: Path, folder: Path) -> Path:
-    """Move a file into a folder, under its name once it is whole."""
+    """Copy a file into a folder, and give it its name when it is complete."""
     beside = folder / f".{library.name}.{os.getpid()}"
     shutil.copy2(library, beside)
     return beside.replace(folder / library.name)
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a command, quietly if it succeeds.
+    """Run a command without output if it succeeds.
 
     Raises:
-        CompileError: it failed.
+        CompileError: the command failed.
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -146,7 +146,7 @@ def run(command: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """Compile; 0, or 1 and the compiler's own words."""
+    """Compile the libraries; return 0, or 1 after printing the compiler's message."""
     try:
         for library in compile_libraries():
             print(library)

@@ -1,7 +1,7 @@
-"""The CPU kernels, loaded with ctypes: addresses in, addresses out, no framework.
+"""The CPU kernels, loaded with ctypes: arguments are memory addresses, no framework is needed.
 
-`HOROVOD_TOPK_NATIVE=0` switches them off, `HOROVOD_TOPK_ISA=avx2` or `portable` chooses a lower
-instruction set than the processor has. Calls do not hold the GIL.
+`HOROVOD_TOPK_NATIVE=0` switches them off, `HOROVOD_TOPK_ISA=avx2` or `portable` selects a lower
+instruction set than the processor supports. Calls do not hold the GIL.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Library = ctypes.CDLL
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of the kernels in this process."""
+    """The kernel library of this process, or the reason why there is none."""
 
     library: Library | None
     description: str  # the instruction set in use, or why there is none
@@ -41,7 +41,7 @@ class Found:
 
 @functools.cache
 def find() -> Found:
-    """Load the library, once; a line in the log says which path is in use."""
+    """Load the library once, and log whether kernels are in use."""
     _warn_of_unknown()
     found = _load()
     if found.library is None:
@@ -52,7 +52,7 @@ def find() -> Found:
 
 
 def _warn_of_unknown() -> None:
-    """A misspelt choice of kernels would choose nothing, without a word."""
+    """Warn if a kernel environment variable has an unknown value, which has no effect."""
     for variable, known in CHOICES.items():
         asked = os.environ.get(variable, known[0])
         if asked not in known:
@@ -80,7 +80,7 @@ def _load() -> Found:
 
 
 def _declare(library: Library) -> None:
-    """Types of the functions in cpu/topkef.h."""
+    """Declare argument and result types of the functions in cpu/topkef.h."""
     address, number, real, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_char_p
     arguments: dict[str, list[type]] = {
         "topkef_isa": [],
@@ -124,7 +124,7 @@ def _declare(library: Library) -> None:
 
 
 class Correction(ctypes.Structure):
-    """`topkef_correction` of cpu/topkef.h; what it has the address of lives as long as it."""
+    """`topkef_correction` of cpu/topkef.h; keeps the memory that it points to alive."""
 
     _fields_ = (
         ("scales", ctypes.POINTER(ctypes.c_double)),
@@ -138,7 +138,7 @@ class Correction(ctypes.Structure):
 
     @classmethod
     def of(cls, scales: Sequence[float]) -> Correction:
-        """Factors of residuals alone: one a tensor, shard by shard."""
+        """A correction with factors of residuals only: one for each tensor, shard by shard."""
         return cls(scales=_numbers(scales))
 
     def with_velocities(
@@ -150,7 +150,7 @@ class Correction(ctypes.Structure):
         losses: Sequence[float],
         graded: bool,
     ) -> Correction:
-        """The same with velocities: addresses and numbers, one a gradient."""
+        """Add velocities: addresses and numbers, one for each gradient."""
         self.velocities, self.following = _addresses(velocities), _addresses(following)
         self.momenta, self.nesterov = _numbers(momenta), bytes(nesterov)
         self.losses, self.graded = _numbers(losses), graded
@@ -158,10 +158,10 @@ class Correction(ctypes.Structure):
 
 
 class Bucket:
-    """The kernels for one recipe; see `horovod_topk.ops.protocol.Fused` for what they do.
+    """The kernels for one recipe; see `horovod_topk.ops.protocol.Fused` for their function.
 
-    Arrays are addresses of packed elements in row-major order; `residuals`, `gradients`,
-    `candidates` and `arrays` have one a tensor. The caller keeps the memory alive during a call.
+    Arrays are addresses of contiguous elements in row-major order; `residuals`, `gradients` and
+    `candidates` have one address for each tensor. The caller keeps the memory alive during a call.
     """
 
     def __init__(self, recipe: Sequence[int], library: Library) -> None:
@@ -185,7 +185,7 @@ class Bucket:
     ) -> None:
         """Fill a payload; leave in the candidates what is not sent.
 
-        keys: of random numbers, three numbers a tensor as in cpu/topkef.h.
+        keys: keys of random numbers, three numbers for each tensor as in cpu/topkef.h.
         """
         each = self._addresses
         places = each(*residuals), each(*gradients), each(*candidates), payload
@@ -204,7 +204,7 @@ class Bucket:
     ) -> None:
         """Fill a payload for each shard. Residuals, candidates and keys: shard by shard.
 
-        shards: of the same gradients, this one among them.
+        shards: the kernels of all shards of the same gradients, with this one among them.
         """
         address, count, tensors = ctypes.c_void_p, len(shards), len(residuals)
         self._library.topkef_encode_shards(
@@ -228,7 +228,7 @@ class Bucket:
         gradients: Sequence[int],
         threads: int,
     ) -> tuple[int, int] | None:
-        """Replace gradients; or say which (rank, tensor) has indices that cannot be."""
+        """Replace gradients; return the (rank, tensor) whose indices are not valid, or None."""
         wrong = self._library.topkef_decode(
             self._handle, gathered, ranks, scale, bytes(flags), self._addresses(*gradients), threads
         )
@@ -236,15 +236,15 @@ class Bucket:
 
 
 def _addresses(each: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
-    """Addresses as the library takes them."""
+    """Convert addresses to a ctypes array."""
     return (ctypes.c_void_p * len(each))(*each)
 
 
 def integers(each: Sequence[int]) -> ctypes.Array[ctypes.c_int64] | None:
-    """Whole numbers as the library takes them; None where there are none."""
+    """Convert integers to a ctypes array; None if there are none."""
     return (ctypes.c_int64 * len(each))(*each) if each else None
 
 
 def _numbers(each: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
-    """Numbers as the library takes them."""
+    """Convert floats to a ctypes array."""
     return (ctypes.c_double * len(each))(*each)

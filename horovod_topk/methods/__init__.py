@@ -15,7 +15,7 @@ from horovod_topk.methods.terngrad import TernGrad
 from horovod_topk.methods.threshold import Threshold
 from horovod_topk.methods.topk import TopK
 
-METHODS: dict[str, type[Method]] = {  # class in `horovod_topk.torch` and elsewhere -> method
+METHODS: dict[str, type[Method]] = {  # name of the compressor class in every adapter -> method
     "TopKEF": TopK,
     "Dense": Dense,
     "RandomK": RandomK,

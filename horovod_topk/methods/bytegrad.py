@@ -1,9 +1,8 @@
-"""ByteGrad: 8 bits an element, between the smallest and the largest element of its block.
+"""ByteGrad: 8 bits for each element, between its block's smallest and largest element.
 
-With low, a block's smallest element, and step, a 255th of its range (and 1e-6 of that more, for
-rounding), an element v is sent as j = (v - low) / step, rounded, 0 to 255, and read as
-low + j step. All of it is in float32, and in halves, so that no range overflows. The bytes of n
-elements:
+With low, a block's smallest element, and step, a 255th of its range (times 1 + 1e-6, for rounding),
+an element v is sent as j = (v - low) / step, rounded, 0 to 255, and read as low + j step. All of it
+is computed in float32 on v / 2, so that no range overflows. The bytes of n elements:
 
     float32 lows, one for each block; then float32 steps; then j of each element, 8 bits
 """
@@ -18,10 +17,10 @@ from horovod_topk.config import check_whole
 from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
 from horovod_topk.ops import Fused, Ops
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
-ABOVE = (1 + 2.0**-20) / 255  # of a range, a step that is not too small for rounding
-RANGE_BYTES = 4  # of a low or a step
+ABOVE = (1 + 2.0**-20) / 255  # step / range; the factor makes up for rounding
+RANGE_BYTES = 4  # bytes of a low or a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class ByteGrad(Codec):
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
         """`Codec.pack`."""
-        values = ops.finite(values) * 0.5  # so that no range overflows
+        values = ops.finite(values) * 0.5  # halved, so that no range overflows
         low = ops.largest(values * -1, self.block) * -1
         step = (ops.largest(values, self.block) - low) * ABOVE
         offset = values - ops.spread(low, self.block, piece.numel)

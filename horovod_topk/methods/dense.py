@@ -1,12 +1,12 @@
 """Dense: every element of every gradient, as float32 or rounded to 16 bits.
 
-The baseline that compression has to beat, and what a compressor falls back to. Over the sharded
-exchange, its default, it is an allreduce in a fixed order: each element's owner adds up the ranks'
-values in rank order, in float32 (float64 for float64 gradients), and sends the sum or mean to all.
-Every rank ends with the same bits, run after run, which Horovod's own allreduce does not promise.
+The baseline that compression is compared with. Over the sharded exchange, its default, it is an
+allreduce in a fixed order: each element's owner adds up the ranks' values in rank order, in float32
+(float64 for float64 gradients), and sends the sum or mean to all ranks. Every rank gets the same
+bits in every run, which Horovod's own allreduce does not guarantee.
 
 A rank sends 2 (P - 1) / P times n elements of 4 or 2 bytes, as a ring allreduce does (Patarasuk and
-Yuan 2009). What rounding takes off, at the sender and at the owner, stays in their residuals.
+Yuan 2009). Rounding errors at senders and owners stay in their residuals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Dense(Codec):
     It sends every element. Each element's owner adds up the ranks' values in float32, in rank
     order, so that every rank and every run gets the same bits. Over "allgather" and "hierarchical"
     it sends more bytes than over "sharded", its default. `exchange="allreduce"` is Horovod's own
-    allreduce, in an order of its own and without residuals.
+    allreduce, whose order is not fixed, without residuals.
 
     Args:
         values: format in which elements are sent: "float32" (float64 for float64 gradients),
@@ -42,17 +42,17 @@ class Dense(Codec):
 
     id: ClassVar[int] = 2
 
-    values: str = "float32"  # how elements are sent; float64 gradients: float64 for "float32"
+    values: str = "float32"  # format of elements; "float32" means float64 for float64 gradients
     exchange: str = "sharded"
 
     @property
     def ratio(self) -> float:
-        """`Method.ratio`: it has one level."""
+        """`Method.ratio`: always 1.0."""
         return 1.0
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """Those of every codec, and Horovod's allreduce."""
+        """The exchanges of every codec, and Horovod's allreduce."""
         return (*EXCHANGES, "allreduce")
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Dense(Codec):
         return "" if self.values == "float32" else f"values={self.values!r} are rounded"
 
     def piece(self, part: Piece, leg: str) -> Piece:
-        """`Codec.piece`: whole, unless it is rounded."""
+        """`Codec.piece`: sent whole, unless it is rounded."""
         return replace(part, whole=self.values == "float32")
 
     def data_bytes(self, piece: Piece) -> int:
@@ -78,7 +78,7 @@ class Dense(Codec):
         return coding.value_bytes(self.values, piece.numel)
 
     def why_whole(self, piece: Piece) -> str | None:
-        """`Codec.why_whole`: none, as that is what was asked for."""
+        """`Codec.why_whole`: no reason, as dense gradients are what the user has chosen."""
         return None
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:

@@ -1,8 +1,8 @@
-"""Keys of random numbers: the same on every run, and on every rank or on one alone.
+"""Keys of random numbers: equal in every run, and equal on all ranks or different on each.
 
-A key names the seed of the settings, the tensor, where its payload travels, and a rank or "shared".
-With the count of committed steps, which is part of every optimizer's state, all random numbers
-follow from it (`horovod_topk.ops.philox`).
+A key consists of the seed setting, the tensor's name, its leg and owner, and a rank or "shared".
+The key and the count of committed steps, which is part of every optimizer's state, determine all
+random numbers (`horovod_topk.ops.philox`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ Array = TypeVar("Array")
 
 @dataclass(frozen=True)
 class Key:
-    """What a tensor's random numbers of one step follow from."""
+    """The key of a tensor's random numbers in one step."""
 
-    seed: int  # of the settings, equal on all ranks
-    place: tuple[str, str, int]  # tensor, leg (see `Method.piece`), owner whose shard it is
-    committed: Any  # steps before this one; in a graph a tensor
-    rank: int  # this one
-    writer: Callable[[int], int]  # the rank that wrote a row of payloads; this one in `encode`
+    seed: int  # the seed setting, equal on all ranks
+    place: tuple[str, str, int]  # tensor, leg (see `Method.piece`), owner of the shard
+    committed: Any  # number of committed steps; in a graph a tensor
+    rank: int  # this rank
+    writer: Callable[[int], int]  # rank that wrote a row of payloads; this rank in `encode`
 
     @property
     def shared(self) -> Stream:
-        """Equal on all ranks: what one rank draws, all others can draw again."""
+        """Random numbers that are equal on all ranks."""
         return self._stream("shared")
 
     @property
     def own(self) -> Stream:
-        """Of this rank, unlike those of its peers."""
+        """Random numbers of this rank, different from other ranks' numbers."""
         return self._stream(self.rank)
 
     def of_row(self, row: int) -> Stream:
-        """`own` of the rank that wrote a row of payloads."""
+        """The `own` random numbers of the rank that wrote a row of payloads."""
         return self._stream(self.writer(row))
 
     def _stream(self, who: int | str) -> Stream:
@@ -50,14 +50,14 @@ class Key:
 
 @lru_cache(maxsize=1 << 14)
 def _words(seed: int, place: tuple[str, str, int], who: int | str) -> tuple[int, int]:
-    """Philox' key: 64 bits of a digest."""
+    """The key of Philox: 64 bits of a digest."""
     text = json.dumps([seed, *place, who])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 def halves(ops: Ops[Array], stream: Stream, count: int, device: str) -> Array:
-    """Numbers of 16 bits, [count] int64: the halves of 32-bit words, the lower one first."""
+    """Random 16-bit numbers, [count] int64: the halves of 32-bit words, the lower half first."""
     words: Any = ops.random_bits(stream, -(-count // 2), 32, device)
     high = words >> 16
     pairs = ops.transposed(ops.joined([words - high * 65536, high]), 2)
@@ -65,7 +65,7 @@ def halves(ops: Ops[Array], stream: Stream, count: int, device: str) -> Array:
 
 
 def uniform(ops: Ops[Array], stream: Stream, count: int, dtype: str, device: str) -> Array:
-    """Numbers in [0, 1), [count] of a float dtype: multiples of 2^-24, the same in all of them."""
+    """Random numbers in [0, 1), [count] of a float dtype: multiples of 2^-24, in any dtype."""
     numbers, out = (ops.zeros(count, dtype, device) for _ in range(2))
     ops.assign(numbers, ops.random_bits(stream, count, 24, device))
     ops.write_scaled(numbers, 2.0**-24, out, False)

@@ -1,12 +1,12 @@
-"""OneBit: one bit an element, which stands for the mean of its column's elements of the same sign.
+"""OneBit: one bit for each element, read as the mean of its column's elements of that sign.
 
-A column is what belongs to one index of a tensor's first dimension, which is an output of a layer
-in PyTorch; columns of fewer than 32 elements are joined until they have 32. A tensor of one
-dimension is one column. Elements from 0 on become their mean, those below 0 become theirs; these
-two numbers are what makes |x - C(x)| least for this one bit. The bytes of n elements:
+A column is the slice at one index of a tensor's first dimension, which is an output of a layer in
+PyTorch; columns of fewer than 32 elements are joined until they have 32. A tensor of one dimension
+is one column. Elements of at least 0 are read as their mean, elements below 0 as theirs; these two
+numbers minimise |x - C(x)| for one bit. The bytes of n elements:
 
-    bfloat16 means of the elements from 0 on, one for each column
-    bfloat16 magnitudes of the means of those below 0
+    bfloat16 means of the elements of at least 0, one for each column
+    bfloat16 magnitudes of the means of the elements below 0, one for each column
     bits, bit i % 8 of byte i / 8 set where element i is below 0
 """
 
@@ -20,21 +20,21 @@ from typing import Any, ClassVar
 from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
 from horovod_topk.ops import Fused, Ops, coding
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
-SHORTEST = 32  # elements of a column
+SHORTEST = 32  # least elements of a column
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(Codec):
     """1-bit SGD: send one bit for each element and two means for each column, with error feedback.
 
-    About 30 times fewer bytes than float32 for columns of 512 and more, 16 for columns of 32. The
-    error of a column is its variance within both signs, so the method contracts. It was made for
-    speech networks, with large batches and dense gradients in the first steps: `warmup=[(500,
-    1.0)]` does that.
+    About 30 times fewer bytes than float32 for columns of 512 elements and more, 16 times for
+    columns of 32. The error of a column is its variance within both signs, so the method contracts.
+    It was made for speech networks, with large batches and dense gradients in the first steps, as
+    with `warmup=[(500, 1.0)]`.
 
-    It travels by allgather, since columns are not kept whole where tensors are split among owners.
+    It needs exchange="allgather", since sharding would split columns among owners.
 
     Source: Seide et al. 2014 (1-Bit Stochastic Gradient Descent and its Application to
     Data-Parallel Distributed Training of Speech DNNs).
@@ -44,7 +44,7 @@ class OneBit(Codec):
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """Only allgather, which keeps columns whole."""
+        """Only allgather, which does not split columns."""
         return ("allgather",)
 
     def data_bytes(self, piece: Piece) -> int:

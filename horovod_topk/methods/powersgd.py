@@ -1,17 +1,17 @@
-"""PowerSGD: approximates a matrix by a product of two thin ones, by one power iteration step.
+"""PowerSGD: approximates a matrix by the product of two thin ones, by one power iteration step.
 
-A gradient of shape (m, ...) is a matrix M, m by n. All ranks have the same Q, n by r, of the step
+A gradient of shape (m, ...) is a matrix M, m by n. All ranks have the same Q, n by r, from the step
 before. With sums or means over ranks:
 
-    round 0     P = mean of M Q, m by r; then its columns are made orthonormal, by Gram and Schmidt
+    round 0     P = mean of M Q, m by r; then its columns are made orthonormal (Gram-Schmidt)
     round 1     Q' = mean of M^T P, n by r
     applied     P Q'^T
-    kept        M - P Q_own'^T in the rank's residual, with its own share Q_own' = M^T P
+    residual    M - P Q_own'^T, with the rank's own share Q_own' = M^T P
 
 Q' is the Q of the next step (a warm start). A column of Q that is 0, as all are at first, is
-replaced by random numbers that all ranks share. A column of P that depends on those before it is
-left out. A rank sends 2 (P - 1) / P times 4 r (m + n) bytes; a tensor for which that is no less
-than 4 m n, or that has one dimension, is sent whole.
+replaced by random numbers that all ranks share. A column of P that depends linearly on the columns
+before it is set to 0. With N ranks, a rank sends 2 (N - 1) / N times 4 r (m + n) bytes; a tensor
+whose factors are not smaller than itself, or that has one dimension, is sent whole.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from horovod_topk.methods.protocol import (
 )
 from horovod_topk.ops import Ops
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Rounds, Seeded):
     """Send low-rank factors of each matrix, with error feedback and a warm start.
 
-    Bytes grow with m + n where the matrix has m n elements, and hardly with the number of ranks: a
-    ResNet-50 at rank 4 sends 55 times fewer. It works where gradients have few strong
-    directions, as those of large matrices do. It takes two dependent exchanges a bucket, so it
-    waits twice as often for the network.
+    A matrix of m n elements takes bytes in proportion to m + n, with any number of ranks: a
+    ResNet-50 at rank 4 sends 55 times fewer bytes. It works well if gradients have few dominant
+    directions, as those of large matrices do. Each bucket takes two dependent exchanges, so it
+    waits for the network twice.
 
-    All ranks compute P from the same sums. With the CPU kernels they get the same bits whatever
-    their processors and threads; without them if the library, the processor and the number of
+    All ranks compute P from the same sums. With the CPU kernels they get the same bits with any
+    processors and numbers of threads; without the kernels only if library, processor and number of
     threads are the same.
 
     Args:
         rank: columns of the factors, r.
-        seed: of the random numbers, a whole number from 0 on; equal on all ranks.
+        seed: seed of the random numbers, a whole number from 0 on; equal on all ranks.
 
     Source: Vogels et al. 2019 (PowerSGD: Practical Low-Rank Gradient Compression).
     """
@@ -76,7 +76,7 @@ class PowerSGD(Rounds, Seeded):
         return {"q": StateSpec(n * r, shared=True)}
 
     def elements(self, piece: Piece, i: int) -> int:
-        """`Rounds.elements`: of P, then of Q."""
+        """`Rounds.elements`: those of P, then those of Q."""
         m, n, r = self._shape(piece)
         return r * (n if i else m)
 

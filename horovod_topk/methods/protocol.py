@@ -1,16 +1,16 @@
-"""What a compression method is: one class in one file, which is its settings and its algorithm.
+"""The protocol of a compression method: one class in one file, both settings and algorithm.
 
-There are two kinds. A `Codec` encodes each tensor of a bucket into a payload of its own; payloads
-are gathered, by any exchange, and every rank decodes them. `Rounds` fills arrays that are added up
-over ranks, once or several times, each from what the one before gave.
+There are two kinds. A `Codec` encodes the tensors of a bucket into a payload; payloads are
+gathered, by any exchange, and every rank decodes them. `Rounds` fills arrays that are added up over
+ranks, in one round or in several, each round from the result of the one before.
 
-A codec whose ranks have to agree on a few numbers before they encode, such as a common scale, is
-an `AnnouncingCodec`.
+A codec whose ranks exchange a few numbers before they encode, such as a common scale, is an
+`AnnouncingCodec`.
 
 A method imports `horovod_topk.ops`, `config` and `errors` and nothing else of this package: plans,
-steps, exchanges, adapters and commands know methods through this module alone. Its methods are
-given `ops`, the verbs of one framework (`horovod_topk.ops.protocol.Ops`), and run in each of them,
-eagerly and in graphs.
+steps, exchanges, adapters and commands know methods through this module alone. Its functions take
+`ops`, the array operations of one framework (`horovod_topk.ops.protocol.Ops`), and run in every
+framework, eagerly and in graphs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from horovod_topk.ops.coding import value_bytes
 
 Array = TypeVar("Array")
 
-SECTION = 8  # bytes; what payloads have of a tensor begins at a multiple of it
+SECTION = 8  # bytes; a tensor's data in a payload begins at a multiple of it
 
-# Numbers of a recipe; see `horovod_topk.ops.protocol.Fused`.
+# Numbers and codes in a recipe; see `horovod_topk.ops.protocol.Fused`.
 WIDTH = {"float32": 4, "float64": 8}  # bytes of a residual
 DTYPE_CODE = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 VALUE_CODE = {
@@ -49,10 +49,10 @@ VALUE_CODE = {
     "dithered_l2": 9,
     "ternary": 10,
 }
-AS_IS = 3  # kind of indices
+AS_IS = 3  # kind of indices: none, values are not encoded
 
-AS_SET = 0.5  # `ratio` of a method that has none, where it compresses as its settings say
-EVERYTHING = 1 << 62  # as `min_numel`: every tensor is sent whole
+AS_SET = 0.5  # ratio level of a method without `ratio` that compresses by its settings
+EVERYTHING = 1 << 62  # value of `min_numel` with which every tensor is sent whole
 
 RESIDUAL_DTYPE = {
     "float16": "float32",
@@ -64,7 +64,7 @@ RESIDUAL_DTYPE = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A gradient as the framework knows it."""
+    """Name, shape, dtype and device of a gradient."""
 
     name: str  # unique within an optimizer, equal on all ranks
     shape: tuple[int, ...]
@@ -73,15 +73,15 @@ class TensorSpec:
 
     @cached_property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A gradient, or the shard of one that an owner has, and where a payload carries it.
+    """A gradient or an owner's shard of it, and where it is in arenas and payload.
 
-    Methods that have more to say about it than its bytes derive a class of their own.
+    Methods that need more fields derive their own class.
     """
 
     spec: TensorSpec
@@ -90,7 +90,7 @@ class Piece:
     first: int = 0  # first block of the shard; see `horovod_topk.core.shards`
     start: int = 0  # first element in the bucket's arenas
     at: int = 0  # first byte of its data in the payload
-    whole: bool = False  # all elements travel as they are, in the residual's dtype
+    whole: bool = False  # all elements are sent without compression, in the residual's dtype
 
     @property
     def stop(self) -> int:
@@ -99,17 +99,17 @@ class Piece:
 
     @property
     def entries(self) -> int:
-        """Values it sends a step."""
+        """Number of values that it sends in a step."""
         return self.numel
 
     @property
     def sends_all(self) -> bool:
-        """Whether every element is sent, so that momentum masking spares it."""
+        """Whether every element is sent, so that momentum masking does not apply."""
         return True
 
     @property
     def recipe(self) -> tuple[int, ...]:
-        """What a kernel needs to know of it, but for its block; see `bucket_recipe`."""
+        """The numbers about it that a kernel needs, without its block; see `bucket_recipe`."""
         return self._recipe(self.numel, AS_IS if self.whole else 0, 0)
 
     def _recipe(self, k: int, index: int, index_at: int) -> tuple[int, ...]:
@@ -119,31 +119,31 @@ class Piece:
         return self.numel, k, self.start, index, *place
 
     def moved(self, by: int) -> Self:
-        """The same, so many bytes further back in a payload."""
+        """The same piece, `by` bytes further back in a payload."""
         return replace(self, at=self.at + by)
 
 
 class Bucket(Protocol):
-    """What a method may know of the bucket that its tensors are in."""
+    """The facts about a tensor's bucket that a method may use."""
 
     @property
     def tensors(self) -> Sequence[Any]:
-        """Its pieces, in order."""
+        """The pieces of the bucket, in order."""
         ...
 
     @property
     def residual_dtype(self) -> str:
-        """float32 or float64."""
+        """The dtype of residuals: float32 or float64."""
         ...
 
     @property
     def device(self) -> str:
-        """Where its arrays live, as the framework names it."""
+        """The device of the bucket's arrays, as the framework names it."""
         ...
 
     @property
     def parts(self) -> int:
-        """Owners that its gradients are split among, whose shards the pieces are; else 1."""
+        """Number of owners that gradients are split among, if pieces are shards; else 1."""
         ...
 
     @property
@@ -159,31 +159,32 @@ class Bucket(Protocol):
 
 @dataclass(frozen=True)
 class Sent(Generic[Array]):
-    """What one piece sends: parts of the payload, and what receivers will read in them."""
+    """The parts of a payload that one piece sends, and the values that receivers read."""
 
-    parts: Sequence[tuple[int, Array]]  # (byte, uint8 data)
-    values: Array  # [k], residual dtype: what receivers read; not used without error feedback
+    parts: Sequence[tuple[int, Array]]  # (first byte in the payload, uint8 data)
+    values: Array  # [k], residual dtype: values that receivers read, for error feedback
     index: Array | None  # ascending int64 [k]; None: all elements
     checked: Array  # has a NaN or an infinity if and only if the piece has one
-    measured: Sequence[Array] = ()  # [1] float32 for each of `Method.measured`; pieces add up
+    measured: Sequence[Array] = ()  # [1] float32 for each of `Method.measured`; summed over pieces
 
 
 @dataclass(frozen=True)
 class Read(Generic[Array]):
-    """What payloads have of one piece, a row a payload."""
+    """The values and indices of one piece, read from payloads: one row for each payload."""
 
     values: Array  # [P, k], residual dtype
     index: Array | None = None  # int64 [P, k]; None: all elements
-    sound: Sequence[Array] = ()  # bool [P] each: whether a writer can have written it
+    sound: Sequence[Array] = ()  # bool [P] each: whether the data is valid
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method(Settings):
-    """What both kinds have in common: settings (the fields), and a number in payloads."""
+    """Base class of both kinds of methods: its fields are the settings."""
 
-    id: ClassVar[int]  # in the payload's header: unique, and never given to another method
-    for_training: ClassVar[Mapping[str, str]] = {"guard": AUTO}  # of compressors, not of fields
-    measured: ClassVar[tuple[str, ...]] = ()  # names of what a codec measures: `Sent.measured`
+    id: ClassVar[int]  # in the payload's header: unique, and never reused by another method
+    # Defaults of compressor classes, not of fields.
+    for_training: ClassVar[Mapping[str, str]] = {"guard": AUTO}
+    measured: ClassVar[tuple[str, ...]] = ()  # names of a codec's own measures: `Sent.measured`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,7 +205,7 @@ class Method(Settings):
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """Numbers that ranks tell each other: the schedule's, and the method's own."""
+        """Names of the numbers that ranks send with payloads: the schedule's and the method's."""
         return (*self.told, *self.measured)
 
     @property
@@ -222,11 +223,11 @@ class Method(Settings):
         return self if ratio == self.ratio else replace(self, min_numel=EVERYTHING)
 
     def withheld(self) -> str:
-        """What a step keeps back at these settings, in words; empty: nothing, at ratio 1.0."""
+        """Describe what is not sent in a step at these settings; empty: all of it, at ratio 1.0."""
         return "" if self.ratio == 1.0 else f"{type(self).__name__} sends gradients in another form"
 
     def piece(self, part: Piece, leg: str) -> Piece:
-        """How a tensor or shard travels; positions are set later.
+        """How a tensor or shard is sent; positions are set later.
 
         leg: "direct" (allgather), "scatter" (to owners), "gather" (back from owners) or "sums"
             (owners of local sums to each other).
@@ -235,7 +236,7 @@ class Method(Settings):
         return replace(part, whole=small or part.spec.name in self.own)
 
     def lay_out(self, pieces: Sequence[Piece], at: int) -> tuple[list[Piece], int]:
-        """Pieces with their positions in a payload from byte `at` on, and the byte behind all."""
+        """Set the pieces' positions in a payload from byte `at` on; also return the end."""
         return list(pieces), at
 
     def why_whole(self, piece: Piece) -> str | None:
@@ -251,20 +252,20 @@ class Method(Settings):
 class Codec(Method):
     """A method whose payloads are gathered and decoded; any exchange carries it.
 
-    The simplest one sends every element in another form and has `data_bytes`, `pack` and `unpack`
-    alone. One that sends some elements, or has sections of its own, overrides `piece`, `lay_out`,
-    `encode` and `decode`. A faster one offers a kernel for whole buckets besides; then these
-    methods define what the kernel does, to the bit.
+    A simple codec sends every element in another format and defines `data_bytes`, `pack` and
+    `unpack`. A codec that sends some elements, or has its own sections, overrides `piece`,
+    `lay_out`, `encode` and `decode`. A codec may also offer a kernel for whole buckets, which
+    computes the same bits as these functions.
     """
 
-    error_feedback: ClassVar[bool] = True  # what is not sent stays in residuals; a field may follow
+    error_feedback: ClassVar[bool] = True  # whether residuals are kept; may be a field instead
 
     def data_bytes(self, piece: Piece) -> int:
-        """Bytes of a piece that does not travel whole."""
+        """Bytes in the payload of a piece that is not sent whole."""
         raise NotImplementedError(f"{type(self).__name__} has no data_bytes")
 
     def lay_out(self, pieces: Sequence[Piece], at: int) -> tuple[list[Piece], int]:
-        """`Method.lay_out`: one behind the other."""
+        """`Method.lay_out`: one piece after another."""
         placed = []
         for piece in pieces:
             at = -(-at // SECTION) * SECTION
@@ -273,15 +274,15 @@ class Codec(Method):
         return placed, at
 
     def pack(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
-        """[data_bytes] uint8 for a piece's elements: [n], the residual's dtype."""
+        """Encode a piece's elements, [n] of the residual's dtype, to [data_bytes] uint8."""
         raise NotImplementedError(f"{type(self).__name__} has no pack")
 
     def unpack(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Array:
-        """[P, n] values of `dtype` from [P, data_bytes] bytes: what receivers read."""
+        """Decode [P, data_bytes] bytes to [P, n] values of `dtype`."""
         raise NotImplementedError(f"{type(self).__name__} has no unpack")
 
     def sound(self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str) -> Sequence[Array]:
-        """Checks that all bytes written by `pack` pass, bool [P] each; see `Read.sound`."""
+        """Validity checks of a row's bytes, bool [P] each; all bytes written by `pack` pass."""
         return ()
 
     def settle(self, ops: Ops[Array], total: Array) -> Array | None:
@@ -292,27 +293,27 @@ class Codec(Method):
         return None
 
     def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
-        """What a piece sends of e + g: `values`, [n] of the residual's dtype, n > 0."""
+        """Encode a piece of e + g: `values`, [n] of the residual's dtype, n > 0."""
         return _encoded(ops, bucket, piece, values, self, self.pack, self.unpack)
 
     def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
-        """What payloads behind each other have of a piece, n > 0."""
+        """Decode one piece, n > 0, from payloads one after another."""
         return _decoded(ops, bucket, piece, gathered, self, self.unpack)
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
-        """Encodes and decodes all of a bucket at once; None: `encode` and `decode` will do."""
+        """A kernel that encodes and decodes a whole bucket; None: use `encode` and `decode`."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seeded(Method):
-    """A method of either kind that draws random numbers, of which all follow from a seed.
+    """A method of either kind that draws random numbers from a seed.
 
     A codec derives from `SeededCodec`. A method of rounds derives from `Rounds, Seeded`, in this
-    order, and finds its key in `Work.key`.
+    order, and its key is `Work.key`.
     """
 
-    seed: int = 0  # of the random numbers; equal on all ranks
+    seed: int = 0  # seed of the random numbers; equal on all ranks
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -327,59 +328,59 @@ class Seeded(Method):
 class SeededCodec(Codec, Seeded):
     """A codec that draws random numbers: `Codec`, with a key in each call.
 
-    Write to the key of `pack_keyed` as `key.own` (of this rank) or `key.shared`; a row of what
-    arrives was drawn with `key.of_row(row)` or `key.shared`. A kernel is given `key.own`.
+    `pack_keyed` draws from `key.own` (this rank's) or `key.shared`; `unpack_keyed` draws the same
+    numbers for a received row from `key.of_row(row)` or `key.shared`. A kernel uses `key.own`.
     """
 
     def pack_keyed(self, ops: Ops[Array], piece: Piece, values: Array, key: Key) -> Array:
-        """`Codec.pack`."""
+        """`Codec.pack`, with a key."""
         raise NotImplementedError(f"{type(self).__name__} has no pack_keyed")
 
     def unpack_keyed(
         self, ops: Ops[Array], piece: Piece, rows: Array, dtype: str, key: Key
     ) -> Array:
-        """`Codec.unpack`; that itself where reading needs no random numbers."""
+        """`Codec.unpack`, with a key; calls `unpack` unless overridden."""
         return self.unpack(ops, piece, rows, dtype)
 
     def encode_keyed(
         self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, key: Key
     ) -> Sent[Array]:
-        """`Codec.encode`."""
+        """`Codec.encode`, with a key."""
         pack, unpack = partial(self.pack_keyed, key=key), partial(self.unpack_keyed, key=key)
         return _encoded(ops, bucket, piece, values, self, pack, unpack)
 
     def decode_keyed(
         self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array, key: Key
     ) -> Read[Array]:
-        """`Codec.decode`."""
+        """`Codec.decode`, with a key."""
         unpack = partial(self.unpack_keyed, key=key)
         return _decoded(ops, bucket, piece, gathered, self, unpack)
 
 
 @dataclass(frozen=True)
 class Announced(Generic[Array]):
-    """Numbers of one piece that ranks have told each other before they encode it."""
+    """Numbers of one piece that ranks have announced before they encode it."""
 
-    own: Array  # [c] float32: what this rank has announced
-    rows: Array  # [W, c] float32: what each rank that sends the piece has announced, in rank order
+    own: Array  # [c] float32: announced by this rank
+    rows: Array  # [W, c] float32: announced by each rank that sends the piece, in rank order
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnnouncingCodec(Codec):
-    """A codec whose ranks tell each other a few numbers of each piece before they encode it.
+    """A codec whose ranks exchange a few numbers of each piece before they encode it.
 
-    The numbers are gathered ahead of the payloads, over any exchange, from the ranks that send the
-    same piece: all ranks, or the owner of a shard alone where it sends its sum back. Readers are
-    not told them: what a reader needs is in the payload. Numbers must be finite where values are
+    The numbers are gathered before the payloads, over any exchange, from the ranks that send the
+    same piece: all ranks, or only the owner of a shard when it sends its sum back. Readers do not
+    get them: all that a reader needs is in the payload. Numbers must be finite even if values are
     not. A method that draws random numbers derives from `AnnouncingCodec, Seeded`.
     """
 
     def numbers(self, piece: Piece) -> int:
-        """How many numbers ranks tell each other of a piece that does not travel whole; static."""
+        """How many numbers ranks announce of a piece that is not sent whole; static."""
         raise NotImplementedError(f"{type(self).__name__} has no numbers")
 
     def announce(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
-        """[numbers] float32 of a piece's elements, e + g: [n], the residual's dtype."""
+        """Compute [numbers] float32 from a piece of e + g: [n] of the residual's dtype."""
         raise NotImplementedError(f"{type(self).__name__} has no announce")
 
     def pack_announced(
@@ -390,7 +391,7 @@ class AnnouncingCodec(Codec):
         announced: Announced[Array],
         key: Key | None,
     ) -> Array:
-        """`Codec.pack`; the key is None unless the method is `Seeded`."""
+        """`Codec.pack`, with announcements; the key is None unless the method is `Seeded`."""
         raise NotImplementedError(f"{type(self).__name__} has no pack_announced")
 
     def encode_announced(
@@ -402,7 +403,7 @@ class AnnouncingCodec(Codec):
         announced: Announced[Array],
         key: Key | None,
     ) -> Sent[Array]:
-        """`Codec.encode`."""
+        """`Codec.encode`, with announcements and a key."""
         pack = partial(self.pack_announced, announced=announced, key=key)
         return _encoded(ops, bucket, piece, values, self, pack, self.unpack)
 
@@ -412,7 +413,7 @@ class StateSpec:
     """An array that a method keeps for a tensor from step to step, beside the residual."""
 
     numel: int
-    shared: bool = False  # equal on all ranks, as it follows from what all received
+    shared: bool = False  # equal on all ranks, as it follows from exchanged arrays
 
 
 @dataclass(frozen=True)
@@ -426,7 +427,7 @@ class Product(Generic[Array]):
 
 @dataclass(frozen=True)
 class Placed(Generic[Array]):
-    """A flat array that is 0 but for a few elements."""
+    """A flat array that is 0 except at a few indices."""
 
     values: Array  # [k], the residual's dtype
     index: Array  # int64 [k], unique
@@ -434,16 +435,16 @@ class Placed(Generic[Array]):
 
 @dataclass
 class Work(Generic[Array]):
-    """One tensor's step on one rank, as a method of rounds sees it. All arrays are flat.
+    """One tensor's arrays in a step of a method of rounds, on one rank. All arrays are flat.
 
     values: e + g, [n], the residual's dtype.
     checked: has a NaN or an infinity if and only if `values` has one.
-    state: what `Rounds.state` names, as the last committed step left it.
-    following: what it becomes if this step commits; what is left out stays as it is.
-    reduced: what the rounds so far gave: sums or means over ranks, equal on all of them.
-    sent: what this rank gave to each of them.
-    key: of random numbers, for a method that is `Seeded`.
-    notes: what the method computed in one call and needs in another one of the step.
+    state: the arrays of `Rounds.state`, as the last committed step left them.
+    following: their new values if this step commits; arrays left out stay the same.
+    reduced: results of the rounds so far: sums or means over ranks, equal on all ranks.
+    sent: the array that this rank sent in each of these rounds.
+    key: key of random numbers, for a method that is `Seeded`.
+    notes: values that the method computes in one call and needs in a later call of the step.
     """
 
     values: Array
@@ -458,11 +459,11 @@ class Work(Generic[Array]):
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds(Method):
-    """A method whose arrays are added up over ranks, in one round or in several that depend.
+    """A method whose arrays are added up over ranks, in one round or several dependent ones.
 
-    Each round's sum is in rank order, at the elements' owners, in the residual's dtype, and every
-    rank gets the same bits. Tensors take part whole. A tensor that any rank flags as non-finite
-    becomes NaN on all; its rounds run on.
+    Owners add up the elements of each round in rank order, in the residual's dtype, and every rank
+    gets the same bits. Tensors are not sharded between rounds. A tensor that any rank flags as
+    non-finite becomes NaN on all ranks; its rounds go on.
     """
 
     rounds: ClassVar[int]
@@ -470,30 +471,31 @@ class Rounds(Method):
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """What `exchange` may be."""
+        """The exchanges that the setting `exchange` may name."""
         return ("reduce",)
 
     def state(self, piece: Piece) -> Mapping[str, StateSpec]:
-        """What is kept for a tensor beside its residual, by name; zeros at first."""
+        """Arrays that are kept for a tensor beside its residual, by name; zeros at first."""
         return {}
 
     def elements(self, piece: Piece, i: int) -> int:
-        """How many numbers a tensor that is not whole has added up in round i; static."""
+        """How many numbers of a tensor that is not whole are added up in round i; static."""
         raise NotImplementedError(f"{type(self).__name__} has no elements")
 
     def send(
         self, ops: Ops[Array], bucket: Bucket, piece: Piece, i: int, work: Work[Array]
     ) -> Array:
-        """[elements] of the residual's dtype: what is added up in round i."""
+        """The array that is added up in round i: [elements] of the residual's dtype."""
         raise NotImplementedError(f"{type(self).__name__} has no send")
 
     def finish(
         self, ops: Ops[Array], bucket: Bucket, piece: Piece, work: Work[Array]
     ) -> tuple[Array | Placed[Array] | Product[Array], Array | Placed[Array] | Product[Array]]:
-        """What all ranks apply, [n], the same on each; and what of `values` this rank has sent.
+        """The array that all ranks apply, [n], and the part of `values` that this rank has sent.
 
-        The residual keeps the rest of `values`. What has few elements that are not 0 is `Placed`:
-        then the others are not read or written. A `Product` is never written out.
+        The applied array is equal on all ranks; the residual keeps the rest of `values`. Return an
+        array with few non-zero elements as `Placed`: then the other elements are not read or
+        written. A `Product` is never written out.
         """
         raise NotImplementedError(f"{type(self).__name__} has no finish")
 
@@ -507,7 +509,7 @@ def _encoded(
     pack: Callable[[Ops[Array], Piece, Array], Array],
     unpack: Callable[[Ops[Array], Piece, Array, str], Array],
 ) -> Sent[Array]:
-    """What a piece sends when all its elements travel, in another form unless it is whole."""
+    """Encode a piece of which all elements are sent: compressed by `pack`, or whole."""
     dtype = bucket.residual_dtype
     if piece.whole:
         return Sent([(piece.at, ops.pack_values(values, dtype))], values, None, values)
@@ -527,7 +529,7 @@ def _decoded(
     method: Codec,
     unpack: Callable[[Ops[Array], Piece, Array, str], Array],
 ) -> Read[Array]:
-    """What payloads have of such a piece."""
+    """Decode a piece that `_encoded` has encoded, from all payloads."""
     dtype, width = bucket.residual_dtype, bucket.payload_bytes
     if piece.whole:
         rows = ops.load(gathered, width, piece.at, whole_bytes(piece))
@@ -538,7 +540,7 @@ def _decoded(
 
 
 def numbers_of(method: object, piece: Piece) -> int:
-    """How many numbers ranks tell each other of a piece; 0 unless the method announces some."""
+    """How many numbers ranks announce of a piece; 0 for most methods."""
     if piece.whole or not piece.numel or not isinstance(method, AnnouncingCodec):
         return 0
     return method.numbers(piece)
@@ -553,7 +555,7 @@ def bucket_recipe(
     bits: int = 0,
     block: Callable[[Piece], int] = lambda piece: 0,
 ) -> tuple[int, ...]:
-    """What a kernel needs to know of a bucket whose values are sent as `kind`.
+    """The recipe of a bucket whose values are sent as `kind`, for a kernel.
 
     See `horovod_topk.ops.protocol.Fused`; `kind` is one of `VALUE_CODE`.
     """
@@ -566,10 +568,10 @@ def bucket_recipe(
 
 
 def whole_bytes(piece: Piece) -> int:
-    """Bytes of a piece that travels as it is."""
+    """Bytes of a piece that is sent whole."""
     return value_bytes(RESIDUAL_DTYPE[piece.spec.dtype], piece.numel)
 
 
 def entries(numel: int, ratio: float) -> int:
-    """k = ceil(ratio * numel), with the ratio read as the decimal number it was written as."""
+    """k = ceil(ratio * numel), with the ratio taken as the decimal number in the settings."""
     return math.ceil(Fraction(repr(ratio)) * numel)

@@ -27,37 +27,37 @@ from horovod_topk.methods.keys import Key, halves
 from horovod_topk.methods.protocol import Bucket, Piece, SeededCodec, bucket_recipe
 from horovod_topk.ops import Fused, Ops, coding
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
-ABOVE = 1 + 2.0**-20  # makes up for rounding, so that no element is more than s steps
+ABOVE = 1 + 2.0**-20  # makes up for rounding, so that no element exceeds s steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class QSGD(SeededCodec):
     """Round each element at random to 2 to 8 bits, with a scale for each block.
 
-    Every element is sent, so it sends 4 to 15 times fewer bytes than float32 and no fewer. It needs
-    no residual to be unbiased. With error feedback it is biased in no step but correlated over
-    steps, which helps where the error of a block is smaller than the block, and diverges elsewhere.
+    Every element is sent, in 4 to 15 times fewer bytes than float32. It is unbiased without a
+    residual. With error feedback its errors are unbiased but correlated over steps, which helps if
+    the error of a block is smaller than the block, and diverges otherwise.
 
     Args:
-        bits: of an element, 2 to 8.
+        bits: bits of an element, 2 to 8.
         block: elements that share a scale, 16 to 65536. Larger blocks need fewer bytes for scales
             and have larger errors.
-        norm: what a block's scale follows from: "max", its largest magnitude, or "l2", as in the
-            paper, whose error is larger and most of whose elements become 0.
-        error_feedback: keep the rounding error in residuals. None: where the error's mean square
-            is below the block's for any block. True is refused elsewhere.
-        seed: of the random numbers, a whole number from 0 on; equal on all ranks.
+        norm: the norm that sets a block's scale: "max", its largest magnitude, or "l2", as in the
+            paper, which has a larger error and rounds most elements to 0.
+        error_feedback: keep the rounding error in residuals. None: if the error's mean square
+            is below the block's for any block. True is refused otherwise.
+        seed: seed of the random numbers, a whole number from 0 on; equal on all ranks.
 
     Source: Alistarh et al. 2017 (QSGD: Communication-Efficient SGD via Gradient Quantization).
     """
 
     id: ClassVar[int] = 4
 
-    bits: int = 4  # of an element, 2 to 8
+    bits: int = 4  # bits of an element, 2 to 8
     block: int = 128  # elements that share a scale, 16 to 65536
-    norm: str = "max"  # what a block's scale follows from: "max" or "l2"
+    norm: str = "max"  # the norm that sets a block's scale: "max" or "l2"
     error_feedback: bool | None = None  # type: ignore[assignment,misc]  # None: where it contracts
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class QSGD(SeededCodec):
     @property
     def contracts(self) -> bool:
         """Whether the mean squared error is below the squared norm of every block."""
-        n, s = self.block, self.levels / 1.008  # as a step is a bfloat16
+        n, s = self.block, self.levels / 1.008  # steps are rounded up to bfloat16
         variance = n / (4 * s**2) if self.norm == "max" else min(n / s**2, math.sqrt(n) / s)
         return variance < 1
 
@@ -128,7 +128,7 @@ class QSGD(SeededCodec):
     def _norms(self, ops: Ops[Array], size: Array) -> Array:
         """Norms of all blocks, float32, with the same bits in all frameworks.
 
-        The l2 norm adds up float64, in the order of `Ops.sums`, and saturates at `coding.LIMIT`.
+        The l2 norm is summed in float64, in the order of `Ops.sums`. It saturates at `LIMIT`.
         """
         if self.norm == "max":
             return ops.largest(size, self.block)

@@ -1,9 +1,9 @@
-"""Random-K: values at random indices that all ranks share, so that no index is sent.
+"""Random-K: values at random indices that all ranks share, so that indices are not sent.
 
 A tensor of n elements is cut into k = ceil(ratio n) stretches whose lengths differ by at most one.
-In every step all ranks draw the same index from each stretch, by a key that they share, and the
-values there are added up over ranks. Indices are unique and ascend, so nothing is sorted. Each
-element is drawn with the probability 1 / (length of its stretch), which is about k / n.
+In every step all ranks draw the same index from each stretch, with a shared key, and the values at
+these indices are added up over ranks. Indices are unique and ascend, so no sorting is needed. Each
+element is drawn with probability 1 / (length of its stretch), which is about k / n.
 
 A rank sends 2 (P - 1) / P times 4 k bytes to and from owners, and no indices.
 """
@@ -18,15 +18,15 @@ from horovod_topk.methods.protocol import Bucket, Piece, Placed, Rounds, Seeded,
 from horovod_topk.ops import Ops
 from horovod_topk.ratios import checked_ratio
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Rounds, Seeded):
-    """A random part of each tensor, the same on all ranks; reduced, without indices.
+    """Send a random part of each tensor, the same on all ranks; reduced, without indices.
 
-    It needs no selection and sends no indices, so it costs little, and its bytes hardly grow with
-    the number of ranks. Top-K sends more of a gradient's norm with as many elements.
+    It needs no selection and sends no indices, so it is cheap, and its bytes are nearly independent
+    of the number of ranks. Top-K sends more of a gradient's norm with as many elements.
 
     With error feedback, what is not sent stays in the residual: the squared norm falls by the
     factor 1 - k / n on average, as in Top-K's worst case. Without it, values are multiplied by
@@ -35,8 +35,8 @@ class RandomK(Rounds, Seeded):
 
     Args:
         ratio: share of each tensor's elements that is sent in a step, in (0, 1].
-        error_feedback: keep the rest in residuals. False: multiply by n / k instead.
-        seed: of the random numbers, a whole number from 0 on; equal on all ranks.
+        error_feedback: keep the rest in residuals. False: multiply sent values by n / k instead.
+        seed: seed of the random numbers, a whole number from 0 on; equal on all ranks.
 
     Source: Stich et al. 2018 (Sparsified SGD with Memory); Wangni et al. 2018 for n / k.
     """
@@ -45,7 +45,7 @@ class RandomK(Rounds, Seeded):
     rounds: ClassVar[int] = 1
 
     ratio: float = 0.01  # share of each tensor's elements that is sent a step, in (0, 1]
-    error_feedback: bool = True  # keep what is not sent; False: scale what is sent by n / k
+    error_feedback: bool = True  # keep residuals; False: multiply sent values by n / k
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", checked_ratio(self.ratio))
@@ -62,7 +62,7 @@ class RandomK(Rounds, Seeded):
         return "" if self.ratio == 1.0 else f"{self.ratio} of the elements are sent"
 
     def piece(self, part: Piece, leg: str) -> Piece:
-        """`Method.piece`: whole where all elements are drawn."""
+        """`Method.piece`: sent whole if all elements are drawn."""
         is_small = part.spec.numel < self.min_numel
         return replace(part, whole=is_small or self.elements(part, 0) == part.numel)
 

@@ -1,13 +1,13 @@
-"""SignSGD: the sign of each element, times the mean magnitude of its block, or put to the vote.
+"""SignSGD: the sign of each element, times the mean magnitude of its block, or a majority vote.
 
 A tensor of n elements takes ceil(n / 8) bytes for signs, bit i % 8 of byte i / 8 set where element
-i is below 0. With error feedback a bfloat16 scale for each block of 1,024 elements comes before
-them: their mean magnitude, rounded. What receivers read of x is C(x), and
+i is below 0. With error feedback a bfloat16 scale for each block of 1,024 elements comes before the
+signs: the block's mean magnitude, rounded. Receivers read C(x) for x, and
 
     |x - C(x)|^2 <= (1 - |x|_1^2 / (n |x|_2^2)) |x|^2, for a block of n
 
-apart from the scale's rounding (Karimireddy et al. 2019, lemma 8). By majority each rank applies
-the sign of the sum of all ranks' signs, and keeps no residual (Bernstein et al. 2018).
+apart from the scale's rounding (Karimireddy et al. 2019, lemma 8). With a majority vote each rank
+applies the sign of the sum of all ranks' signs, and keeps no residual (Bernstein et al. 2018).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Bucket, Codec, Piece, bucket_recipe
 from horovod_topk.ops import Fused, Ops, coding
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,15 @@ class SignSGD(Codec):
     """Send one bit for each element: EF-SignSGD, or a majority vote on signs.
 
     With error feedback a block's scale is its mean magnitude, and the residual keeps the rest: 31
-    times fewer bytes than float32. The smallest elements of a block are sent as large as all
-    others, so the residual is large, and learning rates near dense's limit diverge.
+    times fewer bytes than float32. All elements of a block are sent with the same magnitude, so the
+    residual is large, and training diverges at learning rates near the limit of dense training.
 
-    A vote applies +1, -1 or, where ranks are divided, 0 to each element: it needs a learning rate
-    of its own, about that of Adam. Small tensors are not put to the vote but averaged; pass
-    `min_numel=0` to vote on all. An element that is 0 counts as a vote for +1.
+    A vote applies +1, -1 or, in a tie, 0 to each element: it needs another learning rate, about
+    that of Adam. Small tensors are averaged without a vote; pass `min_numel=0` to vote on all
+    tensors. An element that is 0 counts as a vote for +1.
 
     Args:
-        majority: apply the majority's sign, without error feedback. It travels by allgather.
+        majority: apply the majority's sign, without error feedback. Needs exchange="allgather".
 
     Source: Karimireddy et al. 2019 (Error Feedback Fixes SignSGD); Bernstein et al. 2018 (signSGD:
     Compressed Optimisation for Non-Convex Problems) for the vote.
@@ -91,11 +91,11 @@ class SignSGD(Codec):
         return (ops.are_scales(ops.unpack_values(scales, blocks, "bfloat16", dtype)),)
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
-        """`Codec.kernel`: the kernel for signs; a majority vote has none."""
+        """`Codec.kernel`: the kernel for signs; there is none for a majority vote."""
         return None if self.majority else ops.fused(bucket_recipe(bucket, "sign"), bucket.device)
 
     def settle(self, ops: Ops[Array], total: Array) -> Array | None:
-        """`Codec.settle`: with `majority` the sign of the sum."""
+        """`Codec.settle`: with `majority`, the sign of the sum."""
         if not self.majority:
             return None
         dtype = ops.dtype(total)

@@ -1,14 +1,14 @@
-"""TernGrad: each element becomes -1, 0 or 1 times a scale that all ranks have in common.
+"""TernGrad: each element becomes -1, 0 or 1 times a scale that all ranks share.
 
-Elements g of a tensor are first clipped to c standard deviations of the tensor. Each rank r
-announces the largest magnitude s_r that is left, and s is the largest of all s_r. Then element g
-becomes s times the sign of g with probability |g| / s, and 0 otherwise: on average g, with the
-variance |g| (s - |g|). It does where (r + 1/2) s / 65536 < |g| for a random number r of 16 bits, so
-that the mean over draws is g within 2^-16 s. The bytes of n elements:
+Elements g of a tensor are first clipped to c standard deviations of the tensor. Each rank i then
+announces its largest magnitude s_i, and s is the largest of all s_i. Element g becomes s times the
+sign of g with probability |g| / s, and 0 otherwise: on average g, with the variance |g| (s - |g|).
+It is not 0 if (r + 1/2) s / 65536 < |g| for a random number r of 16 bits, so that the mean over
+draws is g within 2^-16 s. The bytes of n elements:
 
     s as a float32
-    1 + the multiple of s of each element, in base 3: byte i has elements 5 i to 5 i + 4, of which
-    the first counts 1, the next one 3, and the last one 81
+    1 + (element / s) for each element, in base 3: byte i has elements 5 i to 5 i + 4, with the
+    weights 1, 3, 9, 27 and 81
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from horovod_topk.methods.protocol import (
 )
 from horovod_topk.ops import Fused, Ops, coding
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Ternary(Piece):
-    """A piece, and how its elements are clipped before they are rounded."""
+    """A piece, and the limit to which its elements are clipped before they are rounded."""
 
-    clip: float | None = None  # in standard deviations; None: not at all
+    clip: float | None = None  # in standard deviations; None: no clipping
 
 
 @dataclass(frozen=True, kw_only=True)
 class TernGrad(AnnouncingCodec, Seeded):
     """Send each element as -1, 0 or 1, drawn at random, times a scale of the tensor.
 
-    Five elements take a byte: 20 times fewer bytes than float32, whatever the tensor. Gradients
-    are right on average but noisy, the more so, the larger a tensor's largest element is beside
-    the others. Clipping makes that noise several times smaller, and gradients a little shorter:
-    the largest 1% of normally distributed elements are clipped at 2.5. There is no residual, so a
-    run needs no state beside the count of steps. It suits convolutional networks with a learning
-    rate below dense's largest.
+    Five elements take a byte: 20 times fewer bytes than float32, for any tensor. Gradients are
+    unbiased but noisy, and noisier the larger a tensor's largest element is relative to the
+    others. Clipping makes that noise several times smaller, and gradients a little shorter: the
+    largest 1% of normally distributed elements are clipped at 2.5. There is no residual, so a run
+    needs no state but the count of steps. It suits convolutional networks with a learning rate
+    below the limit of dense training.
 
     Ranks agree on scales in an exchange of 4 bytes for each tensor, which every bucket waits for.
     Over "allgather", ranks' values with a common scale add up to multiples of it, as in the paper.
-    Over "sharded", each owner's shard of a tensor has a scale of its own, and the owner rounds the
-    mean at random once more, unclipped, which adds noise.
+    Over "sharded", each owner's shard of a tensor has its own scale, and the owner rounds the mean
+    at random once more, unclipped, which adds noise.
 
     Args:
         clip: standard deviations that elements are clipped to, above 0. None: no clipping; then
-            what is sent is the gradient on average, without bias.
-        seed: of the random numbers, a whole number from 0 on; equal on all ranks.
+            the gradient is sent without bias.
+        seed: seed of the random numbers, a whole number from 0 on; equal on all ranks.
 
     Source: Wen et al. 2017 (TernGrad: Ternary Gradients to Reduce Communication in Distributed
     Deep Learning).
@@ -78,7 +78,7 @@ class TernGrad(AnnouncingCodec, Seeded):
         super().__post_init__()
 
     def piece(self, part: Piece, leg: str) -> Piece:
-        """`Method.piece`: an owner sends means, most of them 0, back as they are."""
+        """`Method.piece`: an owner does not clip the means that it sends back, as most are 0."""
         part = super().piece(part, leg)
         known = {each.name: getattr(part, each.name) for each in fields(Piece)}
         return Ternary(**known, clip=None if leg == "gather" else self.clip)
@@ -88,7 +88,7 @@ class TernGrad(AnnouncingCodec, Seeded):
         return SCALE_BYTES + -(-piece.numel // coding.digits(3))
 
     def numbers(self, piece: Piece) -> int:
-        """`AnnouncingCodec.numbers`: the largest magnitude."""
+        """`AnnouncingCodec.numbers`: one, the largest magnitude."""
         return 1
 
     def announce(self, ops: Ops[Array], piece: Piece, values: Array) -> Array:
@@ -134,7 +134,7 @@ class TernGrad(AnnouncingCodec, Seeded):
         return ops.are_scales(scale), ops.are_scales(multiple * -1 + 1)
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
-        """`Codec.kernel`: it decodes."""
+        """`Codec.kernel`: a kernel that only decodes."""
         recipe = bucket_recipe(
             bucket, "ternary", keeps=False, block=lambda piece: max(piece.numel, 1)
         )
@@ -148,7 +148,7 @@ class TernGrad(AnnouncingCodec, Seeded):
 
 
 def _moments(ops: Ops[Array], values: Array, count: int) -> Sequence[Array]:
-    """Return what `TernaryKernel.moments` does."""
+    """Return the result of `TernaryKernel.moments`, by array operations."""
     values = ops.finite(values)
     exact = ops.cast(values, "float64")
     largest = ops.largest(abs(values), count)
@@ -158,15 +158,15 @@ def _moments(ops: Ops[Array], values: Array, count: int) -> Sequence[Array]:
 def _deviations(ops: Ops[Array], sums: Sequence[Array], count: int, clip: float) -> Array:
     """Return `clip` standard deviations, [1] float32, with the same bits everywhere.
 
-    sums: of the elements and of their squares, float64. They are multiplied by one constant at a
-        time, as graphs put several together.
+    sums: sums of the elements and of their squares, float64. They are multiplied by one constant
+        at a time, as graphs would merge several constants.
     """
     mean, square = (each * (1 / count) for each in sums)
     return ops.finite(ops.root(abs(square - mean * mean)) * min(clip, coding.LIMIT))
 
 
 def _lesser(ops: Ops[Array], left: Array, right: Array) -> Array:
-    """Return the smaller one of two numbers that are not negative, element by element."""
+    """Return the smaller of two non-negative numbers, element by element."""
     is_left = ops.cast(left < right, "float32")
     return left * is_left + right * (is_left * -1 + 1)
 

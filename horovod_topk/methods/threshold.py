@@ -1,15 +1,14 @@
-"""Threshold: as many of the largest elements as are above a threshold, in one of a few capacities.
+"""Threshold: Top-K at one of five ratio levels, by the number of elements above a threshold.
 
-Of a tensor with n elements the elements of e + g with a magnitude above `threshold` times their
-root mean square are meant to travel, or above `threshold` itself. How many these are follows from
-the data, and a payload's size must not: so a step has a capacity, one of five ratio levels, and of
-each tensor the k = ceil(level * n) largest elements travel. Slots that the elements above the
-threshold leave free are filled with the next largest ones, and elements above it that find no slot
-stay in the residual.
+The elements of e + g to send are those with a magnitude above `threshold` times the tensor's root
+mean square, or above `threshold` itself. Their number depends on the data, but a payload's size
+must not: so each step has one of five ratio levels, and of each tensor of n elements the
+k = ceil(level * n) largest are sent. If fewer than k are above the threshold, the next largest
+elements are sent too; if more are, the rest stays in the residual.
 
-Each rank counts the elements above the threshold, and tells the others with its payloads
-(`horovod_topk.core.measures`). From these counts all ranks take the same level for the next step:
-the smallest one that has a slot for each element that was above it, on the rank with the most.
+Each rank counts the elements above the threshold, and sends the count with its payloads
+(`horovod_topk.core.measures`). From these counts all ranks select the same level for the next step:
+the smallest one that is enough for the rank with the most elements above the threshold.
 
 A payload's body is that of `horovod_topk.methods.topk`, at the level's ratio.
 """
@@ -31,16 +30,16 @@ from horovod_topk.ops import Ops
 from horovod_topk.ratios import checked_ratio
 from horovod_topk.schedules import Decision, Schedule
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
-ABOVE, COUNTED = "above", "counted"  # measures: elements above the threshold, of so many
+ABOVE, COUNTED = "above", "counted"  # measures: elements above the threshold, and all elements
 HALVINGS = 4  # levels below `max_ratio`, each half of the one before
-OF_STEPS = {"schedule", "warmup", "guard"}  # settings that decide on levels; Top-K gets the level
+OF_STEPS = {"schedule", "warmup", "guard"}  # settings that select levels; Top-K gets the level
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filled(Schedule):
-    """The smallest level with a slot for each element that was above the threshold."""
+    """A schedule that selects the smallest level for all elements above the threshold."""
 
     def ratios(self, usual: float) -> tuple[float, ...]:
         """`Schedule.ratios`."""
@@ -61,18 +60,18 @@ class Filled(Schedule):
 class Threshold(Codec):
     """Top-K gradient compression whose k follows a threshold, with error feedback.
 
-    In each step a rank sends about as many elements as are above the threshold: many where a few
-    elements stand out, few where gradients are flat, and more or fewer as training goes on. It is
-    `TopKEF` at a ratio from `max_ratio` / 16 to `max_ratio`, the same for all tensors, which the
-    counts of the step before decide on all ranks alike. The first step has `max_ratio`. It selects
-    by the framework's own operations, more slowly than `TopKEF`.
+    In each step a rank sends about as many elements as are above the threshold: more or fewer as
+    the distribution of elements changes during training. It is `TopKEF` at a ratio from
+    `max_ratio` / 16 to `max_ratio`, the same for all tensors and ranks, which follows from the
+    counts of the step before. The first step has `max_ratio`. It selects with the framework's own
+    operations, more slowly than `TopKEF`.
 
     Args:
-        threshold: what a magnitude has to be above, a number above 0: a multiple of the tensor's
-            root mean square, or the magnitude itself.
-        relative: whether it is a multiple. Larger gradients then change nothing, and at most a
-            share 1 / threshold^2 of a tensor is above it.
-        max_ratio: share of each tensor's elements that is sent in a step at most, in (0, 1].
+        threshold: the threshold of magnitudes, a number above 0: a multiple of the tensor's root
+            mean square, or the magnitude itself.
+        relative: whether `threshold` is a multiple. The scale of gradients then has no effect, and
+            at most a share 1 / threshold^2 of a tensor is above the threshold.
+        max_ratio: largest share of each tensor's elements that is sent in a step, in (0, 1].
         values: format in which values are sent, as in `TopKEF`.
         indices: format in which indices are sent, as in `TopKEF`.
 
@@ -83,9 +82,9 @@ class Threshold(Codec):
     id: ClassVar[int] = 10
     measured: ClassVar[tuple[str, ...]] = (ABOVE, COUNTED)
 
-    threshold: float = 3.0  # of a magnitude: times the tensor's root mean square if `relative`
+    threshold: float = 3.0  # of magnitudes: times the tensor's root mean square if `relative`
     relative: bool = True  # whether `threshold` is a multiple of the tensor's root mean square
-    max_ratio: float = 0.05  # share of each tensor's elements sent a step at most, in (0, 1]
+    max_ratio: float = 0.05  # largest share of each tensor's elements sent a step, in (0, 1]
     values: str = AUTO  # format of values; the rounding error stays in the residual
     indices: str = "auto"  # format of indices; "auto": plain on accelerators, else packed
 
@@ -100,7 +99,7 @@ class Threshold(Codec):
 
     @cached_property
     def _top(self) -> TopK:
-        """Top-K at this level."""
+        """The `TopK` method at this ratio level."""
         own = {each.name: getattr(self, each.name) for each in fields(Settings)}
         shared = {name: value for name, value in own.items() if name not in OF_STEPS}
         return TopK(self.max_ratio, values=self.values, indices=self.indices, **shared)
@@ -112,7 +111,7 @@ class Threshold(Codec):
 
     @property
     def ratio(self) -> float:
-        """`Method.ratio`: the capacity, `max_ratio` but for levels below it."""
+        """`Method.ratio`: the ratio level, at most `max_ratio` of the user's settings."""
         return self.max_ratio
 
     def at(self, ratio: float) -> Self:
@@ -127,19 +126,19 @@ class Threshold(Codec):
         return self._top.withheld()
 
     def piece(self, part: Piece, leg: str) -> Piece:
-        """`Method.piece`: that of Top-K."""
+        """`Method.piece`: as Top-K."""
         return self._top.piece(part, leg)
 
     def lay_out(self, pieces: Sequence[Any], at: int) -> tuple[list[Piece], int]:
-        """`Method.lay_out`: that of Top-K."""
+        """`Method.lay_out`: as Top-K."""
         return self._top.lay_out(pieces, at)
 
     def why_whole(self, piece: Piece) -> str | None:
-        """`Method.why_whole`: that of Top-K."""
+        """`Method.why_whole`: as Top-K."""
         return self._top.why_whole(piece)
 
     def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
-        """`Codec.encode`: that of Top-K, with counts of tensors that it does not send whole."""
+        """`Codec.encode`: as Top-K, with counts for tensors of at least `min_numel` elements."""
         sent = self._top.encode(ops, bucket, piece, values)
         if piece.spec.numel < self.min_numel:
             return sent
@@ -149,11 +148,11 @@ class Threshold(Codec):
         return replace(sent, measured=(above, counted))
 
     def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
-        """`Codec.decode`: that of Top-K."""
+        """`Codec.decode`: as Top-K."""
         return self._top.decode(ops, bucket, piece, gathered)
 
     def _limits(self, ops: Ops[Array], count: int, values: Array) -> Array:
-        """Return the threshold of a tensor's magnitudes, once for each, of their dtype."""
+        """Return the threshold of a tensor's magnitudes, repeated for each element."""
         limit = ops.zeros(1, "float64", ops.device(values)) + self.threshold
         if self.relative:
             mean_square = ops.cast(ops.square(values), "float64") * (1 / count)

@@ -1,7 +1,7 @@
 """Top-K: a rank sends the largest elements of each tensor, and error feedback keeps the rest.
 
-Of a tensor with n elements the k = ceil(ratio * n) largest magnitudes of e + g travel, with their
-indices; values may be rounded, and the residual keeps the rounding too. The operator contracts:
+Of a tensor with n elements the k = ceil(ratio * n) largest magnitudes of e + g are sent, with their
+indices; values may be rounded, and the residual keeps the rounding error. The operator contracts:
 ||x - topk(x)||^2 <= (1 - k / n) ||x||^2 (Stich et al. 2018, Sparsified SGD with Memory; Karimireddy
 et al. 2019, Error Feedback Fixes SignSGD; Lin et al. 2018, Deep Gradient Compression).
 
@@ -29,8 +29,8 @@ tensor's values begin at a byte boundary.
                             of byte i / 8, set if the value is minus its block's scale, else plus
 
 Bits after a tensor's last value MUST be 0. A scale MUST be a finite number that is not negative; a
-reader MUST refuse others. How a writer chooses scales and multiples is its own affair
-(`horovod_topk.ops.protocol.Ops.pack_values` has ours): the residual keeps what it did not send.
+reader MUST refuse others. A writer MAY choose any scales and multiples
+(`horovod_topk.ops.protocol.Ops.pack_values` defines ours): the residual keeps the error.
 
 Packed indices i_0 < i_1 < ... < i_(k-1) of a tensor with n elements begin at a byte boundary. With
 x_j = i_j - j, which lies in 0 ... n - k and never descends, and the l in 0 ... 31 that makes
@@ -72,10 +72,10 @@ Array = TypeVar("Array")
 VALUES = ("float32", "float16", "bfloat16", "int8", "int4", "sign")  # and "auto"
 INDICES = ("auto", "packed", "plain")
 SELECTIONS = ("exact", "sampled")
-EARLY_STEPS, EARLY, MOST_EARLY = 60, 10, 0.25  # of warmup="auto": times `ratio`, at most so much
-KINDS = (None, "int32", "int16", "packed")  # of indices, in the order of their sections
+EARLY_STEPS, EARLY, MOST_EARLY = 60, 10, 0.25  # warmup="auto": steps, times `ratio`, at most
+KINDS = (None, "int32", "int16", "packed")  # kinds of indices, in the order of their sections
 
-# Numbers of a recipe; see `horovod_topk.ops.protocol.Fused`.
+# Codes in a recipe; see `horovod_topk.ops.protocol.Fused`.
 INDEX_CODE = {None: 0, "packed": 1, "int16": 2, "int32": 4}
 
 
@@ -94,7 +94,7 @@ class Entries(Piece):
 
     @property
     def entries(self) -> int:
-        """Values it sends a step."""
+        """Number of values that it sends in a step."""
         return self.k
 
     @property
@@ -108,7 +108,7 @@ class Entries(Piece):
         return self._recipe(self.k, INDEX_CODE[self.index], self.index_at)
 
     def moved(self, by: int) -> Self:
-        """The same, so many bytes further back in a payload."""
+        """The same piece, `by` bytes further back in a payload."""
         return replace(self, at=self.at + by, index_at=self.index_at + by)
 
 
@@ -145,7 +145,7 @@ class TopK(Codec):
     ratio: float = 0.02  # share of each tensor's elements that a rank sends a step, in (0, 1]
     values: str = AUTO  # format of values; the rounding error stays in the residual
     indices: str = "auto"  # format of indices; "auto": plain on accelerators, else packed
-    gather_ratio: float | None = None  # share that owners send back; None: as `ratio`
+    gather_ratio: float | None = None  # share that owners send back; None: same as `ratio`
     selection: str = "exact"  # how the largest elements are found
 
     def __post_init__(self) -> None:
@@ -173,7 +173,7 @@ class TopK(Codec):
     # Ratio levels.
 
     def at(self, ratio: float) -> Self:
-        """`Method.at`; owners, and tensors with a ratio of their own, send at least that share."""
+        """`Method.at`; owners, and tensors with their own ratio, send at least that share."""
         if ratio == self.ratio:
             return self
         back = None if self.gather_ratio is None else max(self.gather_ratio, ratio)
@@ -192,10 +192,10 @@ class TopK(Codec):
             return f"owners send back {self.ratio_back} of the elements"
         return ""
 
-    # What travels.
+    # Layout of payloads.
 
     def piece(self, part: Piece, leg: str) -> Entries:
-        """`Codec.piece`: k entries and their indices, or all elements where these cost no more."""
+        """`Codec.piece`: k entries and their indices, or all elements if these cost no more."""
         k, index = part.numel, None
         if part.numel:
             ratio = self.ratio_back if leg == "gather" else self.ratio
@@ -232,7 +232,7 @@ class TopK(Codec):
         return f"at its ratio of {own} entries cost no less: sent dense"
 
     def _chosen(self, part: Piece, ratio: float) -> tuple[int, str | None]:
-        """(k, kind of indices) of a part that has elements; None where all cost no more."""
+        """k and the kind of indices of a part that has elements; None if all cost no more."""
         k, values = entries(part.numel, ratio), self._kind_of(part)
         index = self._index_kind(part)
         cost = coding.value_bytes(values, k) + coding.index_bytes(index, part.numel, k)
@@ -248,7 +248,7 @@ class TopK(Codec):
         return k, index
 
     def _index_kind(self, part: Piece) -> str:
-        """Packed where our kernels pack: the Triton ones do not."""
+        """The kind of indices; packed where the kernels support it: the Triton kernels do not."""
         device = part.spec.device
         on_host = device == "cpu" or "CPU" in device or not device
         if self.indices == "packed" or (self.indices == "auto" and on_host):
@@ -256,14 +256,14 @@ class TopK(Codec):
         return "int16" if part.spec.numel <= 2**16 else "int32"
 
     def _kind_of(self, piece: Piece) -> str:
-        """How the values of a piece are sent."""
+        """The format in which a piece's values are sent."""
         return self.value_kind(RESIDUAL_DTYPE[piece.spec.dtype])
 
     def value_kind(self, residual_dtype: str) -> str:
-        """How values of a bucket with residuals of a dtype are sent."""
+        """The format in which values of a bucket are sent, given the residuals' dtype."""
         return residual_dtype if self.values == "float32" else self.values
 
-    # What is computed.
+    # Encoding and decoding.
 
     def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
         """`Codec.encode`."""
@@ -297,21 +297,21 @@ class TopK(Codec):
         return Read(values, index, [*sound, ascends])
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
-        """`Codec.kernel`: what the framework has for this recipe."""
+        """`Codec.kernel`: the framework's kernel for this recipe, if it has one."""
         return ops.fused(self.recipe(bucket), bucket.device)
 
     def recipe(self, bucket: Bucket) -> tuple[int, ...]:
-        """What a kernel needs to know, as `horovod_topk.ops.protocol.Fused` has it."""
+        """The recipe of a bucket; see `horovod_topk.ops.protocol.Fused`."""
         kind, sampled = self.value_kind(bucket.residual_dtype), self.selection == "sampled"
         return bucket_recipe(bucket, kind, sampled=sampled)
 
 
 class Presets:
-    """What every framework's `TopKEF` has besides its settings."""
+    """Class methods that every framework's `TopKEF` has beside its settings."""
 
     @classmethod
     def compact(cls, **settings: Any) -> Self:
-        """Return a compressor with the default settings, which once were other ones than these."""
+        """Return a compressor with the default settings; older versions had other defaults."""
         return cls(**settings)
 
 

@@ -1,6 +1,6 @@
-"""Array operations behind one protocol: what the core asks of a framework.
+"""Array operations behind one protocol, which the core uses with every framework.
 
-Importing this package loads no framework; import the submodule you need.
+Importing this package imports no framework; import the submodule you need.
 """
 
 from horovod_topk.ops.protocol import Fused, Ops, SupportsOnePass, Velocities

@@ -1,13 +1,13 @@
-"""How many bytes values and indices take, as integers; `Ops.pack_values` and others fill them.
+"""Sizes in bytes of encoded values and indices; `Ops.pack_values` and others encode them.
 
-Kinds of values: float64, float32, float16 and bfloat16, and these with one scale a block:
+Kinds of values: float64, float32, float16 and bfloat16, and the following with a scale per block:
 
     int8, int4      j times the block's scale, -largest <= j <= largest
     sign            plus or minus the block's scale
 
-Kinds of indices: int16 and int32, as they are and unsigned, and `packed`: the quasi-succinct code
-of Elias (1974) and Fano (1971), whose length depends on how many there are and not on which. Over
-the entropy of k places among n it has less than 0.6 bits an index.
+Kinds of indices: int16 and int32, stored unsigned, and `packed`: the quasi-succinct code of Elias
+(1974) and Fano (1971), whose length depends on the number of indices but not on their values. It
+takes less than 0.6 bits for each index more than the entropy of k indices among n.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ VALUE_BITS = {
     "sign": 1,
 }
 BLOCK = {"int8": 128, "int4": 128, "sign": 1024}  # values that share a scale
-LARGEST = {"int8": 127, "int4": 7}  # of the multiples of a scale
+LARGEST = {"int8": 127, "int4": 7}  # largest multiple of a scale
 SCALE_BYTES = 2  # a scale is a bfloat16
-LIMIT = 2.0**127  # where values with a scale saturate: no multiple overflows float32
-UNIT = 65536  # magnitudes are whole multiples of a 65536th of the largest where they are added up
+LIMIT = 2.0**127  # values with a scale saturate here, so that no multiple overflows float32
+UNIT = 65536  # for exact sums, magnitudes are multiples of largest / 65536
 INDEX_BYTES = {"int16": 2, "int32": 4}
-TILE = 512  # elements that sums of float64 fold, a power of two
-SHARD_BLOCK = 512  # elements that go to one shard at a time, so that memory is read in stretches
+TILE = 512  # elements of a tile in float64 sums, a power of two
+SHARD_BLOCK = 512  # consecutive elements of a shard, so that memory is read in stretches
 _MOST_LOW_BITS = 31
 
 
 def tiles(size: int) -> tuple[int, int]:
-    """How a block that is added up is cut: so many tiles, a power of two, of so many elements."""
+    """Number and size of the tiles of a block in `Ops.sums`; both are powers of two."""
     if size <= TILE:
         return 1, _power_above(size)
     return _power_above(-(-size // TILE)), TILE
 
 
 def added_up(tiles: Any) -> Any:
-    """[blocks] sums of [blocks, tiles, elements], in the order that `Ops.sums` says."""
+    """Sum [blocks, tiles, elements] to [blocks], in the order of `Ops.sums`."""
     while tiles.shape[2] > 1:
         half = tiles.shape[2] // 2
         tiles = tiles[:, :, :half] + tiles[:, :, half:]
@@ -65,33 +65,33 @@ def random_index(drawn: Any, numbers: Any, numel: int, shift: Any = operator.rsh
 
 
 def scales(kind: str, count: int) -> int:
-    """Blocks that `count` values fill."""
+    """Number of scales, one for each block, that `count` values have."""
     return -(-count // BLOCK[kind]) if kind in BLOCK else 0
 
 
 def value_bytes(kind: str, count: int) -> int:
-    """Bytes of `count` values: the scales, and then the values."""
+    """Bytes of `count` values: first the scales, then the values."""
     return SCALE_BYTES * scales(kind, count) + -(-count * VALUE_BITS[kind] // 8)
 
 
-@functools.lru_cache(maxsize=1 << 16)  # shards of a model come in few sizes
+@functools.lru_cache(maxsize=1 << 16)  # shards of a model have few different sizes
 def low_bits(numel: int, k: int) -> int:
-    """Lower bits of a packed index that are kept as they are: what makes the code shortest."""
+    """Number of lower bits that packed indices store unchanged, for the shortest code."""
     return min(range(_MOST_LOW_BITS + 1), key=lambda low: k * low + ((numel - k) >> low))
 
 
 def high_bits(numel: int, k: int) -> int:
-    """Bits of the map that has the upper parts of packed indices."""
+    """Bits of the bitmap that encodes the upper parts of packed indices."""
     return k + ((numel - k) >> low_bits(numel, k))
 
 
 def low_bytes(numel: int, k: int) -> int:
-    """Bytes of the lower parts."""
+    """Bytes of the lower parts of packed indices."""
     return -(-k * low_bits(numel, k) // 8)
 
 
 def index_bytes(kind: str | None, numel: int, k: int) -> int:
-    """Bytes of `k` indices into `numel` elements; none where all elements are sent."""
+    """Bytes of `k` indices into `numel` elements; 0 if all elements are sent."""
     if kind is None:
         return 0
     if kind in INDEX_BYTES:
@@ -100,7 +100,7 @@ def index_bytes(kind: str | None, numel: int, k: int) -> int:
 
 
 def digits(base: int) -> int:
-    """How many digits of a base one byte holds: 5 of base 3."""
+    """Number of digits of a base in one byte: 5 for base 3."""
     count = 1
     while base ** (count + 1) <= 256:
         count += 1
@@ -108,5 +108,5 @@ def digits(base: int) -> int:
 
 
 def weights(base: int) -> list[int]:
-    """What the digits of a byte are multiplied by."""
+    """Weights of the digits in a byte."""
     return [base**i for i in range(digits(base))]

@@ -1,6 +1,6 @@
-"""NumPy operations: the oracle the other implementations are tested against.
+"""NumPy implementation of `Ops`: the reference that tests compare the others with.
 
-Written for clarity, not speed. Source of the selection rule: a stable sort by magnitude.
+Written for clarity, not speed. Selection is a stable sort by magnitude.
 """
 
 from __future__ import annotations
@@ -250,11 +250,15 @@ class NumpyOps:
         place: Array = (index // SHARD_BLOCK * parts + first) * SHARD_BLOCK + index % SHARD_BLOCK
         return place
 
+    def shard(self, gradient: Array, parts: int, first: int) -> Array:
+        flat = gradient.reshape(-1)
+        places = self.global_index(np.arange(flat.size), parts, first)
+        shard: Array = flat[places[places < flat.size]]
+        return shard
+
     def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
         for first, out in zip(firsts, outs, strict=True):
-            out[...] = gradient.reshape(-1)[
-                self.global_index(np.arange(out.size), len(firsts), first)
-            ]
+            out[...] = self.shard(gradient, len(firsts), first)
 
     def rows(self, gathered: Array, width: int) -> int:
         return gathered.size // width
@@ -329,7 +333,7 @@ class NumpyOps:
 
 
 def _narrowed(values: Array, kind: str) -> Array:
-    """The bytes of floats."""
+    """Round floats to another format, and return their bytes."""
     if kind in ("float32", "float64"):
         return values.astype(kind).view(np.uint8)
     if kind == "float16":
@@ -348,17 +352,17 @@ def _nearest(values: Array) -> Array:
 
 
 def _above(value: Any) -> int:
-    """Bits of the least bfloat16 that is not below."""
+    """Bits of the smallest bfloat16 that is not below a value."""
     return int(np.array(value, np.float32).view(np.uint32)) + 0xFFFF >> 16
 
 
 def _scale(bits: Any) -> Any:
-    """The bfloat16 of these bits."""
+    """The bfloat16 with these bits, as float32."""
     return (np.array(bits, np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _coded(block: Array, kind: str) -> tuple[int, Array]:
-    """Bits of a block's scale, and its multiples; for signs 1 where it is minus."""
+    """Bits of a block's scale, and its multiples; for signs, 1 where the sign is minus."""
     largest = np.abs(block).max(initial=np.float32(0))
     if kind == "sign":
         unit = np.float64(_scale(_above(largest)))
@@ -372,7 +376,7 @@ def _coded(block: Array, kind: str) -> tuple[int, Array]:
 
 
 def _values(row: Array, count: int, kind: str) -> Array:
-    """The values in one row of bytes."""
+    """Decode the values in one row of bytes."""
     row = np.ascontiguousarray(row)
     if kind == "bfloat16":
         return np.asarray(_scale(row.view(np.uint16)))
@@ -389,7 +393,7 @@ def _values(row: Array, count: int, kind: str) -> Array:
 
 
 def _indices(row: Array, count: int, numel: int, kind: str) -> Array:
-    """The indices in one row of bytes: as many as there are."""
+    """Decode the indices in one row of bytes; empty if the row is damaged."""
     row = np.ascontiguousarray(row)
     if kind in _UNSIGNED:
         return row.view(_UNSIGNED[kind]).astype(np.int64)

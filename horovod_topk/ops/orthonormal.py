@@ -1,6 +1,6 @@
-"""Gram and Schmidt's orthonormalisation by array verbs, with the same bits in every framework.
+"""Gram-Schmidt orthonormalisation by array operations, with the same bits in every framework.
 
-Scalar products are summed in float64 in the order of `Ops.sums`; all else is element by element.
+Scalar products are summed in float64 in the order of `Ops.sums`; other operations are elementwise.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from horovod_topk.ops.protocol import Ops
 
-Array = Any  # of the framework that `ops` is of
+Array = Any  # an array of the framework that `ops` is for
 
-DEPENDENT = 1e-5  # share of its length below which a row depends on those before it
+DEPENDENT = 1e-5  # a row with a smaller share of its length left is linearly dependent
 
 
 def orthonormal(ops: Ops[Any], rows: Array, count: int) -> Array:
@@ -22,7 +22,7 @@ def orthonormal(ops: Ops[Any], rows: Array, count: int) -> Array:
         row = ops.view(rows, i * size, (i + 1) * size)
         row = ops.divided(row, ops.largest(abs(row), size))  # so that squares do not underflow
         before = _length(ops, row)
-        for _ in range(2):  # once more takes off what rounding left
+        for _ in range(2):  # the second pass removes rounding errors
             for other in basis:
                 row = row - other * ops.spread(_dot(ops, other, row), size, size)
         length = _length(ops, row)

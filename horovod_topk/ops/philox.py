@@ -1,16 +1,16 @@
-"""Random numbers by Philox4x32-10, with the same bits in every framework.
+"""Random numbers from Philox4x32-10, with the same bits in every framework.
 
-A counter-based generator has no state: a number follows from a key of 64 bits and a counter of 128
-bits (Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3). The counter is
+A counter-based generator has no state: a number is a function of a key of 64 bits and a counter of
+128 bits (Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3). The counter is
 
     word 0      the block: numbers 4 b to 4 b + 3 of an array are block b
-    word 1      which of the arrays that a method draws for one tensor in one step
-    words 2, 3  how many steps were committed before this one, the low word first
+    word 1      number of the array, if a method draws several for one tensor in one step
+    words 2, 3  number of committed steps before this one, the low word first
 
-so that a step that was rolled back draws the same numbers again, and a run that goes on from a
-checkpoint draws those of a run that did not stop.
+so that a step that was rolled back draws the same numbers again, and a run that resumes from a
+checkpoint draws the same numbers as an uninterrupted run.
 
-The words of a counter are 32-bit numbers in int64 arrays, Python's integers where all elements are
+The words of a counter are 32-bit numbers in int64 arrays, or Python integers if all elements are
 equal. No product overflows: multipliers are split into halves of 16 bits.
 """
 
@@ -33,17 +33,17 @@ Shift = Callable[[Word, int], Word]  # right, by a number of bits
 class Stream:
     """All random numbers of one key in one step; see `horovod_topk.ops.Ops.random_bits`."""
 
-    key: tuple[int, int]  # two words
-    committed: Any  # steps before this one: an int, or in a graph a tensor, [] int64
-    array: int = 0  # which of the arrays that are drawn for a tensor in a step
+    key: tuple[int, int]  # two 32-bit words
+    committed: Any  # number of committed steps: an int, or in a graph a tensor, [] int64
+    array: int = 0  # number of the array, if several are drawn for a tensor in a step
 
     def numbers(self) -> tuple[int, int, Any]:
-        """What a kernel draws the first array from: two words, and the steps committed before."""
+        """A kernel's arguments for drawing the first array: the key, and the committed steps."""
         assert self.array == 0
         return (*self.key, self.committed)
 
     def number(self, array: int) -> Self:
-        """Those of another array, independent of the others."""
+        """The stream of another array, independent of the others."""
         return replace(self, array=array)
 
 
@@ -51,9 +51,9 @@ def words(stream: Stream, blocks: Word, shift: Shift) -> tuple[Word, Word, Word,
     """The four words of each block.
 
     Args:
-        stream: what they follow from.
+        stream: the key and the count of committed steps.
         blocks: [B] int64, 0, 1, 2 ...
-        shift: shifts int64 arrays to the right; they are never negative.
+        shift: shifts int64 arrays, which are never negative, to the right.
     """
     committed = stream.committed
     counter = blocks, stream.array, committed & WORD, shift(committed, 32)
@@ -63,7 +63,7 @@ def words(stream: Stream, blocks: Word, shift: Shift) -> tuple[Word, Word, Word,
 def philox(
     counter: tuple[Word, Word, Word, Word], key: tuple[int, int], shift: Shift
 ) -> tuple[Word, Word, Word, Word]:
-    """The generator itself, on words; `shift` as in `words`."""
+    """The Philox4x32-10 generator on four words; `shift` as in `words`."""
     a, b, c, d = counter
     for i in range(ROUNDS):
         left, right = ((k + i * by) & WORD for k, by in zip(key, KEY_STEPS, strict=True))

@@ -1,9 +1,9 @@
-"""The verbs an array library must offer to the core.
+"""The protocol of array operations that a framework's implementation offers to the core.
 
 Rules for implementations:
-- Arrays called `residual`, `candidate`, `values` are one-dimensional, but for what `load` and
-  `unpack_...` return and `accumulate` takes: a row a rank. A `gradient` may have any shape and
-  strides; its elements are taken in row-major (logical) order.
+- Arrays called `residual`, `candidate`, `values` are one-dimensional, except those that `load` and
+  `unpack_...` return and `accumulate` takes: they have a row for each rank. A `gradient` may have
+  any shape and strides; its elements are taken in row-major (logical) order.
 - dtypes are named by strings: float16, bfloat16, float32, float64, int16, int32, int64, uint8.
 - Arrays of one dtype and size have Python's `+`, `-`, `*`, `//` and `>>`, element by element, with
   each other and with Python's numbers. The result is a new array of that dtype; each operation is
@@ -11,12 +11,12 @@ Rules for implementations:
   give bools for `cast`, and Python's `abs`.
 - A block of a flat array is `size` consecutive elements; the last one may be shorter.
 - `out` and `candidate` are written in place; other arguments are never written.
-- Nothing here waits for a device, save `to_host`, `validate` and `norm`, and `select` where
-  its docstring says so.
-- Where an implementation builds a graph, `validate` and all that follows run with the graph.
-- No verb depends on more than its arguments: equal input, equal bits. `random_bits` too.
+- No operation waits for a device, except `to_host`, `validate` and `norm`, and `select` where its
+  docstring says so.
+- If an implementation builds a graph, `validate` and all that follows run with the graph.
+- Operations are deterministic: equal arguments give equal bits, also for `random_bits`.
 
-`horovod_topk.ops.numpy` is the oracle in tests: the shortest code that is right.
+`horovod_topk.ops.numpy` is the reference in tests, in the shortest correct code.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 from horovod_topk.ops.philox import Stream
 
 Array = TypeVar("Array")
-HEAD, EACH = 9, 10  # numbers of a recipe about the bucket, and about each tensor
-Taken = TypeVar("Taken", contravariant=True)  # arrays, of a protocol that returns none
+HEAD, EACH = 9, 10  # numbers in a recipe for the bucket, and for each tensor
+Taken = TypeVar("Taken", contravariant=True)  # arrays, in a protocol that returns none
 
 
 class Fused(Protocol[Taken]):
-    """A kernel that encodes and decodes a whole bucket at once, to the same bits as the verbs.
+    """A kernel that encodes and decodes a whole bucket at once, with the same bits as `Ops`.
 
-    It is made from a recipe, which is all it has to know of a plan. The first numbers of a recipe
-    are about the bucket:
+    It is made from a recipe, which has all that a kernel needs of a plan. The first numbers of a
+    recipe describe the bucket:
 
         0   T, the number of tensors
         1   bytes of a residual element: 4 (float32) or 8 (float64)
@@ -46,24 +46,24 @@ class Fused(Protocol[Taken]):
         3   flags_at: byte of the non-finite flags in a payload
         4   payload_bytes
         5   1 to select by a sampled threshold (`Ops.sample`), 0 to select exactly (`Ops.select`)
-        6   parts: of so many shards that gradients are split into, each tensor is one; else 1
+        6   parts: number of shards that gradients are split into, if tensors are shards; else 1
 
-        7   1 to leave in `candidate` what is not sent; 0, which the kinds 6 to 10 can: zeros
-        8   bits of a code, 2 to 8, of the kinds 8 and 9; else 0
+        7   1 to leave in `candidate` what is not sent; 0 (kinds 6 to 10 only) for zeros
+        8   bits of a code, 2 to 8, for the kinds 8 and 9; else 0
 
-    and then come 10 for each tensor:
+    and 10 numbers follow for each tensor:
 
         0   numel
-        1   k, the entries it sends; numel where it has no index
+        1   k, the number of entries that it sends; numel if it has no index
         2   start: its first element in the arenas
-        3   kind of its indices: 1 packed, 2 int16, 4 int32; where all elements are sent, in order,
-            0, or 3 if they are sent as the residual has them, whatever the kind of values
+        3   kind of its indices: 1 packed, 2 int16, 4 int32; if all elements are sent, in order,
+            0, or 3 to send them in the residual's dtype, whatever the kind of values
         4   value_at: byte of its first value in a payload
         5   index_at: byte of its first index in a payload
         6   dtype of its gradient: 0 float16, 1 bfloat16, 2 float32, 3 float64
         7   first: element i is element (i // 512 * parts + first) * 512 + i % 512 of its gradient
-        8   which of the gradients it belongs to
-        9   elements of a block, or of a column, of the kinds 6 to 10; else 0
+        8   position of its gradient among the gradients
+        9   elements of a block, or of a column, for the kinds 6 to 10; else 0
     """
 
     def encode(
@@ -76,8 +76,8 @@ class Fused(Protocol[Taken]):
     ) -> None:
         """Fill flags, values and indices of a payload; leave in `candidate` what is not sent.
 
-        residual, candidate: the bucket's arenas. What the payload has elsewhere stays.
-        streams: of random numbers, one a tensor, where the kind of values draws some.
+        residual, candidate: the bucket's arenas. Other bytes of the payload do not change.
+        streams: random numbers, one stream for each tensor, for kinds of values that draw some.
         """
         ...
 
@@ -86,25 +86,25 @@ class Fused(Protocol[Taken]):
     ) -> tuple[int, int] | None:
         """gradient[...] = scale times the sum over payloads in their order; all NaN if flagged.
 
-        flags: the answers of `Ops.validate`, one for each tensor of the recipe. Indices that do not
-        ascend or lie outside a tensor are never followed; where they are noticed at once, this
-        returns (rank, position of the tensor), and no gradient has changed.
+        flags: the result of `Ops.validate`, one for each tensor of the recipe. Indices that do not
+            ascend or are outside a tensor are never used; if they are found at once, this returns
+            (rank, position of the tensor), and no gradient has changed.
         """
         ...
 
 
 class TernaryKernel(Protocol[Array]):
-    """A kernel for what `TernGrad` does before and after ranks agree on a scale; in its bits."""
+    """A kernel for `TernGrad`'s moments and encoding, with the same bits as `Ops`."""
 
     def moments(self, values: Array) -> tuple[Array, Array, Array]:
-        """Of `Ops.finite(values)`, [1] each: the largest magnitude, the sum, the sum of squares.
+        """The largest magnitude, the sum and the sum of squares of `Ops.finite(values)`, [1] each.
 
-        The first one is float32. The sums are float64, as `Ops.sums` adds them up.
+        The first result is float32. The sums are float64, in the order of `Ops.sums`.
         """
         ...
 
     def pack(self, values: Array, limit: Array, scale: Array, stream: Stream) -> Array:
-        """Bytes of `Ops.finite(values)`, with magnitudes clipped to `limit`; both [1] float32."""
+        """Encode `Ops.finite(values)`, with magnitudes clipped to `limit`; both [1] float32."""
         ...
 
 
@@ -112,20 +112,21 @@ class TernaryKernel(Protocol[Array]):
 class Velocities(Generic[Array]):
     """Momentum correction of a bucket's gradients; see `horovod_topk.core.momentum`.
 
-    Each has one a gradient. Arrays are flat, of the gradients' dtype, which is the residual's.
+    Sequences have one element for each gradient. Arrays are flat, in the dtype of gradients and
+    residuals.
     """
 
     before: Sequence[Array]  # u
-    after: Sequence[Array]  # become factor * u + g
+    after: Sequence[Array]  # set to factor * u + g
     factors: Sequence[float]
-    nesterov: Sequence[bool]  # whether factor * after + g is sent; else it is `after`
-    losses: Sequence[float]  # of `after` where an element was sent, but in tensors sent whole
+    nesterov: Sequence[bool]  # whether factor * after + g is sent; else `after` is
+    losses: Sequence[float]  # share that sent elements of `after` lose, unless sent whole
     graded: bool  # whether an element loses less, the larger its residual was
 
 
 @runtime_checkable
 class SupportsOnePass(Protocol[Array]):
-    """What a `Fused` may offer too: all that is done to a bucket's gradients, in one pass."""
+    """A `Fused` that can also apply momentum and rescaling, in one pass over the gradients."""
 
     def encode_shards(
         self,
@@ -138,20 +139,19 @@ class SupportsOnePass(Protocol[Array]):
         velocities: Velocities[Array] | None,
         streams: Sequence[Stream] = (),
     ) -> None:
-        """As `Fused.encode` of each of `kernels`, this one the first, with what has its position.
+        """As `Fused.encode` of each of `kernels`, of which this one is the first.
 
-        They are shards of the same gradients, or a single bucket.
+        The kernels encode shards of the same gradients, or a single bucket.
 
-        factors: what each tensor's residual is multiplied by where it is read; for a shard whose
-            residuals are read as they are, none.
-        velocities: corrects the gradients; to the bits of `update_velocity` and `damp`.
+        factors: for each kernel, the factor of each tensor's residual; empty: all are 1.
+        velocities: momentum correction, with the bits of `update_velocity` and `damp`.
         streams: as in `Fused.encode`, shard by shard.
         """
         ...
 
 
 class Ops(Protocol[Array]):
-    """Array verbs; see the module's docstring for the rules."""
+    """Array operations of one framework; see the module's docstring for the rules."""
 
     def zeros(self, numel: int, dtype: str, device: str) -> Array:
         """A new array of `numel` zeros."""
@@ -164,16 +164,16 @@ class Ops(Protocol[Array]):
     def random_bits(self, stream: Stream, count: int, bits: int, device: str) -> Array:
         """[count] int64, uniform in [0, 2^bits): the high bits of words of Philox4x32-10.
 
-        bits: 1 to 32. The same on every device and in every framework; see
-        `horovod_topk.ops.philox`.
+        bits: 1 to 32. Results are the same on every device and in every framework; see
+            `horovod_topk.ops.philox`.
         """
         ...
 
     def random_index(self, stream: Stream, numel: int, k: int, device: str) -> Array:
-        """[k] int64, one index of each of k stretches of `numel` elements, 1 <= k <= numel.
+        """Draw one index from each of k stretches of `numel` elements, 1 <= k <= numel: [k] int64.
 
-        Stretch i begins at i * numel // k. Its index lies (r length >> 31) behind that, with r from
-        `random_bits` of 31 bits.
+        Stretch i begins at i * numel // k. Its index is (r length >> 31) more than that, with r
+        from `random_bits` of 31 bits.
         """
         ...
 
@@ -182,11 +182,11 @@ class Ops(Protocol[Array]):
         ...
 
     def row(self, array: Array, position: int) -> Array:
-        """One row of what `load` returned."""
+        """One row of the result of `load`."""
         ...
 
     def numel(self, array: Array) -> int:
-        """How many elements an array has."""
+        """The number of elements of an array."""
         ...
 
     def dtype(self, array: Array) -> str:
@@ -223,11 +223,11 @@ class Ops(Protocol[Array]):
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
         """u[index] -= (loss * r) u[index], with r = min(1, |u| / |a|), or 1 without `sums`.
 
-        Each operation is rounded. Where |u| is not below |a|, r is 1, also if a is 0.
+        Each operation is rounded. If |u| is not below |a|, r is 1, also if a is 0.
 
         velocity: u, flat.
         index: int64, unique.
-        sums: a, what was sent before it was rounded, one for each index.
+        sums: a, the sent values before they were rounded, one for each index.
         loss: in [0, 1]; in a graph a scalar.
         """
         ...
@@ -235,57 +235,57 @@ class Ops(Protocol[Array]):
     def select(self, candidate: Array, k: int) -> Array:
         """Ascending int64 indices of the k largest magnitudes, 1 <= k <= n.
 
-        Ties go to the lower index. NaN counts as the largest magnitude, so that a
-        non-finite element is always among those selected.
+        Of equal magnitudes the lower index is selected. NaN counts as the largest magnitude, so
+        that a non-finite element is always selected.
         """
         ...
 
     def sample(self, candidate: Array, k: int) -> Array:
-        """Ascending int64 indices of k elements, most of them the largest, 1 <= k <= n.
+        """Ascending int64 indices of k elements, approximately the largest, 1 <= k <= n.
 
-        The tensor is looked at as rows of s elements, s = max(n // 1024, 2048) | 1, but for what is
-        left over. The sample is the first 16 elements of each row, c in all; x = k c / n is how
-        many of the k largest it should hold. Its r-th largest magnitude is the threshold, with
-        r = floor(x - 2 sqrt(x)). If at least k / 2 and at most k elements of the tensor reach it
-        they are selected, and then the lowest indices that are not, until they are k. If not, and
-        if r < 32, it is `select`.
+        The tensor is divided into rows of s elements, s = max(n // 1024, 2048) | 1, without the
+        rest. The sample is the first 16 elements of each row, c in all; x = k c / n of the k
+        largest are expected in it. Its r-th largest magnitude is the threshold, with
+        r = floor(x - 2 sqrt(x)). If at least k / 2 and at most k elements of the tensor reach the
+        threshold, they are selected, with as many of the lowest other indices as k lacks.
+        Otherwise, and if r < 32, this is `select`.
         """
         ...
 
     def take(self, array: Array, index: Array) -> Array:
-        """array[index], a new array; the elements of `array` in row-major order."""
+        """The elements of `array` in row-major order at `index`, a new array."""
         ...
 
     def place(self, values: Array, index: Array, numel: int) -> Array:
-        """A new array of `numel` zeros but for out[index] = values; indices are unique."""
+        """A new array of `numel` zeros, except out[index] = values; indices are unique."""
         ...
 
     def cast(self, array: Array, dtype: str) -> Array:
-        """Return a new array of another dtype; finite floats become integers towards zero."""
+        """Return a new array of another dtype; floats become integers rounded towards zero."""
         ...
 
     def pack_values(self, values: Array, kind: str) -> Array:
-        """One value or more as they are sent: uint8, `coding.value_bytes(kind, n)` of them.
+        """Encode one value or more to `coding.value_bytes(kind, n)` uint8.
 
-        Floats are rounded to nearest and saturate at the largest finite magnitude; float64 goes to
-        float16 and bfloat16 by way of float32, as in every framework. The other kinds take
-        what is not finite for 0, saturate at `coding.LIMIT`, go on in float32, and work in blocks,
-        with m the largest magnitude of one:
+        Floats are rounded to nearest and saturate at the largest finite magnitude; float64 is
+        rounded to float32 before float16 or bfloat16, as in every framework. The other kinds
+        replace non-finite values by 0, saturate at `coding.LIMIT`, compute in float32, and have
+        blocks, with m the largest magnitude of a block:
 
             int8, int4   scale = the least bfloat16 >= m / L, with L = `coding.LARGEST`, and
                          j = value / scale, rounded to even, within -L ... L; 0 if the scale is 0
-            sign         scale = the mean magnitude as a bfloat16, by way of float32, where
-                         magnitudes count as floor(65536 |value| / u) of u / 65536, u the least
+            sign         scale = the mean magnitude, rounded to float32 and then bfloat16, from
+                         magnitudes rounded down to multiples of u / 65536, with u the least
                          bfloat16 >= m
         """
         ...
 
     def unpack_values(self, rows: Array, count: int, kind: str, dtype: str) -> Array:
-        """[P, count] values of `dtype` from [P, `coding.value_bytes`] bytes."""
+        """Decode [P, `coding.value_bytes`] bytes to [P, count] values of `dtype`."""
         ...
 
     def are_scales(self, rows: Array) -> Array:
-        """[P] bool: whether every number of a row, [P, c], is finite and not negative."""
+        """Whether every number of a row of [P, c] is finite and not negative, [P] bool."""
         ...
 
     def columns(self, rows: Array, start: int, stop: int | None) -> Array:
@@ -295,57 +295,57 @@ class Ops(Protocol[Array]):
     def pack_bits(self, codes: Array, bits: int) -> Array:
         """Pack whole numbers into uint8, with 1 to 8 bits each and no gaps.
 
-        codes: int64, in [0, 2^bits). The lowest bit of the first is bit 0 of the first byte. Bits
-            after the last are 0.
+        codes: int64, in [0, 2^bits). The lowest bit of the first code is bit 0 of the first byte.
+            Bits after the last code are 0.
         """
         ...
 
     def unpack_bits(self, rows: Array, count: int, bits: int) -> Array:
-        """[P, count] int64 from [P, ceil(count * bits / 8)] bytes."""
+        """Unpack [P, ceil(count * bits / 8)] bytes to [P, count] int64."""
         ...
 
     def pack_digits(self, codes: Array, base: int) -> Array:
-        """Pack whole numbers below `base` into uint8, with as many to a byte as it holds.
+        """Pack whole numbers below `base` into uint8, `coding.digits(base)` to a byte.
 
-        codes: int64, in [0, base). The first one of a byte counts 1, the next one `base`, then its
-            square and so on. Digits after the last are 0.
+        codes: int64, in [0, base). The first digit of a byte has weight 1, the next one `base`,
+            then its square and so on. Digits after the last code are 0.
         """
         ...
 
     def unpack_digits(self, rows: Array, count: int, base: int) -> Array:
-        """[P, count] int64 from [P, ceil(count / `coding.digits`)] bytes.
+        """Unpack [P, ceil(count / `coding.digits`)] bytes to [P, count] int64.
 
-        The last digit of a byte that `pack_digits` cannot have written may be `base` or more.
+        In a byte that `pack_digits` cannot have written, the last digit may be `base` or more.
         """
         ...
 
     def pack_index(self, index: Array, numel: int, kind: str) -> Array:
-        """Ascending int64 indices into `numel` elements as bytes; see `core.payload`.
+        """Encode ascending int64 indices into `numel` elements as bytes; see `methods.topk`.
 
         kind: int16, int32 or packed.
         """
         ...
 
     def unpack_index(self, rows: Array, count: int, numel: int, kind: str) -> tuple[Array, Array]:
-        """[P, count] int64 indices below `numel` from bytes, and [P] whether they were sound.
+        """Decode bytes to [P, count] int64 indices below `numel`, and [P] whether rows are valid.
 
-        A row is sound if it has `count` indices that ascend strictly and lie below `numel`. Of
-        others the indices are some or other below `numel`.
+        A row is valid if it has `count` indices that ascend strictly and are below `numel`. The
+        indices of other rows are arbitrary, but below `numel`.
         """
         ...
 
     def subtract_at(self, candidate: Array, index: Array | None, sent: Array) -> None:
         """candidate[index] -= sent; index None means all elements, indices are unique.
 
-        With None, `sent` may be the candidate.
+        If `index` is None, `sent` may be the candidate itself.
         """
         ...
 
     def matmul(self, left: Array, right: Array, shape: tuple[int, int, int]) -> Array:
-        """[m * n] of [m * k] times [k * n], flat and in row-major order, given (m, k, n).
+        """Multiply [m * k] by [k * n], flat and in row-major order, given (m, k, n): [m * n].
 
-        The order of additions is the library's: bits are equal where library, processor and number
-        of threads are.
+        The order of additions is the library's: bits are equal if library, processor and number of
+        threads are equal.
         """
         ...
 
@@ -358,10 +358,10 @@ class Ops(Protocol[Array]):
         gradient: Array,
         poisoned: bool,
     ) -> None:
-        """`write_scaled` of a product as `matmul` has it, k > 0, without room for the product.
+        """`write_scaled` of the product of `matmul`, k > 0, without memory for the product.
 
-        Kernels on the CPU add in order of k, each product and sum rounded, whatever the processor
-        and the number of threads. Elsewhere bits are those of `matmul`.
+        Kernels on the CPU add in order of k, each product and sum rounded, with any processor and
+        number of threads. Otherwise bits are those of `matmul`.
         """
         ...
 
@@ -372,25 +372,25 @@ class Ops(Protocol[Array]):
         ...
 
     def orthonormal(self, rows: Array, count: int) -> Array:
-        """Make the rows of a flat matrix orthonormal; those that depend on others become 0.
+        """Make the rows of a flat matrix orthonormal; linearly dependent rows become 0.
 
-        It is Gram and Schmidt's way, each row in turn, as `ops.orthonormal` has it: the same bits
-        everywhere. Flat, a new array; `rows` has `count` of them, one at least.
+        Gram-Schmidt, row after row, with the same bits in every framework; see `ops.orthonormal`.
+        The result is flat and a new array; `rows` has `count` rows, at least one.
         """
         ...
 
     def transposed(self, array: Array, rows: int) -> Array:
-        """A flat matrix of so many rows, transposed; flat, a new array."""
+        """Transpose a flat matrix of `rows` rows; flat, a new array."""
         ...
 
     def divided(self, array: Array, by: Array) -> Array:
-        """array / by, a new array; `by` has one element, or as many. Zeros where that is 0."""
+        """array / by, a new array; `by` has one element, or as many. 0 where `by` is 0."""
         ...
 
     def root(self, array: Array) -> Array:
-        """Square roots of float64 that are not negative, a new array.
+        """Square roots of non-negative float64, a new array.
 
-        They may be one unit in the last place off, as torch's are: round them to float32.
+        Results may be off by one unit in the last place, as in torch: round them to float32.
         """
         ...
 
@@ -410,16 +410,16 @@ class Ops(Protocol[Array]):
         ...
 
     def column_largest(self, rows: Array) -> Array:
-        """Return the largest number of each column of [P, count]; NaN if a row has one there."""
+        """Return the largest number of each column of [P, count]; NaN if the column has one."""
         ...
 
     def sums(self, array: Array, size: int) -> Array:
         """Return the sum of each block of a flat array of int64 or float64.
 
-        float64 are added in one order: a block is cut into tiles of `coding.TILE`; the last one is
-        padded with zeros, to a power of two where it is the only one. The second half of a tile is
-        added to the first, element by element, until one number is left. Neighbouring sums are
-        added in pairs, an odd one to 0, until one is left.
+        float64 are added in a fixed order: a block is cut into tiles of `coding.TILE`; the last
+        tile is padded with zeros, to a power of two if it is the only one. The second half of a
+        tile is added to the first, element by element, until one number is left. Neighbouring
+        sums are added in pairs, an odd one to 0, until one is left.
         """
         ...
 
@@ -428,26 +428,32 @@ class Ops(Protocol[Array]):
         ...
 
     def global_index(self, index: Array, parts: int, first: int) -> Array:
-        """Where elements of a shard lie: (i // 512 * parts + first) * 512 + i % 512.
+        """Indices in the tensor of a shard's elements: (i // 512 * parts + first) * 512 + i % 512.
 
-        index: int64, into the shard; what comes back is into its tensor.
+        index: int64, into the shard; the result is into its tensor.
+        """
+        ...
+
+    def shard(self, gradient: Array, parts: int, first: int) -> Array:
+        """The flat shard whose first block is `first`, of `parts` shards of a gradient.
+
+        Element i of it is element `global_index(i, parts, first)` of the gradient.
         """
         ...
 
     def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
-        """outs[p] = the shard of a gradient whose first block is firsts[p], of len(firsts) shards.
+        """Write `shard(gradient, len(firsts), firsts[p])` to outs[p], cast to its dtype.
 
-        Its element i is element `global_index(i, len(firsts), firsts[p])` of the gradient, cast to
-        the dtype of `outs`, which are as long as the shards.
+        outs: arrays as long as the shards.
         """
         ...
 
     def rows(self, gathered: Array, width: int) -> int:
-        """How many payloads of `width` bytes; a graph may give a number that runs with it."""
+        """The number of payloads of `width` bytes; in a graph it may be a tensor."""
         ...
 
     def store(self, payload: Array, at: int, part: Array) -> None:
-        """Write a uint8 array from byte `at` of a payload."""
+        """Write a uint8 array at byte `at` of a payload."""
         ...
 
     def load(self, gathered: Array, width: int, at: int, count: int) -> Array:
@@ -459,15 +465,15 @@ class Ops(Protocol[Array]):
         ...
 
     def store_nonfinite(self, payload: Array, at: int, parts: Sequence[Array]) -> None:
-        """Write a bitmap, bit i set when parts[i] has a NaN or an infinity (bit 0 lowest)."""
+        """Write a bitmap, bit i set if parts[i] has a NaN or an infinity (bit 0 lowest)."""
         ...
 
     def poison(self, array: Array, checked: Array) -> None:
-        """Fill an array with NaN if `checked` has a NaN or an infinity. Waits for no device."""
+        """Fill an array with NaN if `checked` has a NaN or an infinity, without waiting."""
         ...
 
     def store_flags(self, payload: Array, at: int, flags: Sequence[bool]) -> None:
-        """Set bit i of such a bitmap where flags[i], an answer of `validate`; leave the others."""
+        """Set bit i of such a bitmap if flags[i], a result of `validate`; keep other bits."""
         ...
 
     def to_host(self, payload: Array) -> bytes:
@@ -483,48 +489,48 @@ class Ops(Protocol[Array]):
         check: Callable[[list[bytes], list[list[bool]]], list[bool]],
         tensors: int,
     ) -> Sequence[bool]:
-        """What `check` says to the first `count` bytes of each of P payloads of `width` bytes.
+        """Call `check` with the first `count` bytes of each of P payloads; return its flags.
 
-        sound: answers of `unpack_index`, which `check` is given too, a list of P each. Waits for
-        the device. What `check` returns, a bool for each of `tensors`, is for `write_scaled`; only
-        an implementation that runs at once gives it as bools.
+        sound: checks of decoded data, [P] bool each, which `check` gets too as lists. Waits for
+            the device. `check` returns a bool for each of `tensors`, for `write_scaled`; in a graph
+            they are tensors.
         """
         ...
 
     def either(self, left: Sequence[bool], right: Sequence[bool]) -> Sequence[bool]:
-        """Which of two answers of `validate` are true, position by position."""
+        """The logical or of two results of `validate`, position by position."""
         ...
 
     def accumulator(self, gradient: Array, dtype: str) -> Array:
-        """A flat array of zeros to sum into: the gradient's own memory where that is possible."""
+        """A flat array of zeros to sum into: the gradient's own memory if possible."""
         ...
 
     def accumulate(self, out: Array, index: Array | None, values: Array) -> None:
-        """out[index] += values for each row of [P, k] index and values, one after the other.
+        """out[index] += values for each row of [P, k] index and values, one after another.
 
-        Index None means all elements; indices are unique within a row.
+        `index` None means all elements; indices are unique within a row.
         """
         ...
 
     def write_scaled(self, total: Array, scale: float, gradient: Array, poisoned: bool) -> None:
         """gradient[...] = total * scale, cast to its dtype; all NaN if `poisoned`.
 
-        `poisoned` is one of the answers of `validate`.
+        `poisoned` is one of the results of `validate`.
         """
         ...
 
     def write_placed(
         self, values: Array, index: Array, scale: float, gradient: Array, poisoned: bool
     ) -> None:
-        """`write_scaled` of `place(values, index, n)`: zeros but at the indices."""
+        """`write_scaled` of `place(values, index, n)`: zeros except at the indices."""
         ...
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Array] | None:
-        """A kernel for buckets of this recipe on this device, or None: the verbs will do."""
+        """A kernel for buckets of this recipe on this device, or None to use these operations."""
         ...
 
     def ternary(self, device: str) -> TernaryKernel[Array] | None:
-        """A kernel for `TernGrad` on this device, or None: the verbs will do."""
+        """A kernel for `TernGrad` on this device, or None to use these operations."""
         ...
 
     def norm(self, array: Array) -> float:
@@ -532,8 +538,8 @@ class Ops(Protocol[Array]):
         ...
 
     def square(self, array: Array) -> Array:
-        """[1] float32: the sum of squares, in an order of the library's. Waits for no device.
+        """[1] float32: the sum of squares, in the library's order. Does not wait for a device.
 
-        array: of any shape; 0 if it has no elements.
+        array: array of any shape; the result is 0 if it has no elements.
         """
         ...

@@ -1,14 +1,14 @@
-"""TensorFlow operations, at once or while a graph is built.
+"""TensorFlow implementation of `Ops`, eagerly or while a graph is built.
 
-Tensors never change, so an array here is a `Buffer`: a place whose tensor verbs replace. A view is
-a stretch of such a place, and what is written through it is seen through every other one.
+Tensors are immutable, so an array here is a `Buffer`: a container whose tensor is replaced by
+writes. A view is a stretch of a buffer, and a write through one view is visible in all others.
 
-Where the kernels of `horovod_topk.kernels` are there, they encode and decode a bucket as operations
-of the graph; the verbs are TensorFlow's own.
+If the kernels of `horovod_topk.kernels` are available, they encode and decode a bucket as
+operations of the graph; all other operations are TensorFlow's.
 
 Selection is exact and avoids sorting, as in `horovod_topk.ops.torch`: a strided sample gives a
-threshold a little below the k-th magnitude, one pass keeps the candidates above it, and the few
-too many are dropped. Where the sample misled, the full `top_k` takes over.
+threshold a little below the k-th magnitude, one pass keeps the candidates above it, and the
+smallest of them are dropped. If there are too few candidates, the full `top_k` is used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ log = logging.getLogger("horovod_topk")
 Tensor = Any  # tf.Tensor: TensorFlow has no annotations
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")  # by their code in a recipe
-_WRONG = re.compile(r"TopKEF: rank (\d+), tensor (\d+)")  # as kernels/cpu/tensorflow_ops.cpp says
-_SAMPLE = 1 << 14  # elements looked at to guess a threshold; smaller tensors need no guess
+_WRONG = re.compile(r"TopKEF: rank (\d+), tensor (\d+)")  # error of kernels/cpu/tensorflow_ops.cpp
+_SAMPLE = 1 << 14  # elements sampled to estimate a threshold; smaller tensors need none
 
 
 class Arithmetic:
-    """Python's operators, element by element, for what has a `value`."""
+    """Python's operators, element by element, for objects with a `value`."""
 
     value: Any
 
@@ -76,7 +76,7 @@ def _operand(other: Any) -> Any:
 
 
 class Buffer(Arithmetic):
-    """A place for one tensor of a known number of elements, kept in consecutive flat pieces."""
+    """A mutable container of one tensor of known size, kept in consecutive flat pieces."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
@@ -85,7 +85,7 @@ class Buffer(Arithmetic):
 
     @classmethod
     def joined(cls, parts: Sequence[Tensor]) -> Buffer:
-        """One flat place for several flat tensors, which are not copied."""
+        """One flat buffer of several flat tensors, which are not copied."""
         buffer = cls(parts[0])
         sizes = [part.shape.num_elements() for part in parts]
         buffer.numel, buffer.shape = sum(sizes), tf.TensorShape([sum(sizes)])
@@ -141,7 +141,7 @@ class Buffer(Arithmetic):
 
 
 class View(Arithmetic):
-    """A stretch of a buffer; what is written to either is seen in both."""
+    """A stretch of a buffer; writes to either are visible in both."""
 
     def __init__(self, buffer: Buffer, start: int, stop: int) -> None:
         self.buffer, self.start, self.stop = buffer, start, stop
@@ -160,15 +160,15 @@ class TensorFlowOps:
     """`horovod_topk.ops.Ops` for buffers of tf.Tensor.
 
     Args:
-        kernels: use kernels of ours where there are any; the verbs alone if False.
-        defers: where `validate` finds a fault while a graph runs, flag every tensor and note the
-            error in `raised`, for the end of the step: other ranks wait for the collectives that
-            come before it.
+        kernels: use this package's kernels if available; False: only TensorFlow's operations.
+        defers: if `validate` fails while a graph runs, flag every tensor and keep the error in
+            `raised` until the end of the step, as other ranks wait for this rank's remaining
+            collectives.
     """
 
     def __init__(self, *, kernels: bool = True, defers: bool = False) -> None:
         self._use_kernels, self._defers = kernels, defers
-        self.raised: Exception | None = None  # by `validate`, in a graph
+        self.raised: Exception | None = None  # the error of `validate` in a graph
 
     def zeros(self, numel: int, dtype: str, device: str = "") -> Array:
         return Buffer(tf.zeros([numel], dtype))
@@ -374,22 +374,22 @@ class TensorFlowOps:
         at = index.value
         return Buffer((at // SHARD_BLOCK * parts + first) * SHARD_BLOCK + at % SHARD_BLOCK)
 
-    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
-        flat, parts = _flat(gradient), len(firsts)
+    def shard(self, gradient: Array, parts: int, first: int) -> Array:
+        flat = _flat(gradient)
         rounds = gradient.numel // (SHARD_BLOCK * parts)
         whole = tf.reshape(flat[: rounds * parts * SHARD_BLOCK], [rounds, parts, SHARD_BLOCK])
-        rest = flat[rounds * parts * SHARD_BLOCK :]
+        at = (rounds * parts + first) * SHARD_BLOCK
+        own = tf.reshape(whole[:, first], [-1])
+        return Buffer(tf.concat([own, flat[at : at + SHARD_BLOCK]], 0))
+
+    def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
         for first, out in zip(firsts, outs, strict=True):
-            shard = [
-                tf.reshape(whole[:, first], [-1]),
-                rest[first * SHARD_BLOCK : (first + 1) * SHARD_BLOCK],
-            ]
-            _write(out, tf.cast(tf.concat(shard, 0), out.dtype))
+            _write(out, tf.cast(self.shard(gradient, len(firsts), first).value, out.dtype))
 
     def rows(self, gathered: Array, width: int) -> int:
         if gathered.numel is not None:
             return gathered.numel // width
-        rows: int = tf.cast(tf.size(gathered.value) // width, tf.float64)  # to divide by
+        rows: int = tf.cast(tf.size(gathered.value) // width, tf.float64)  # a divisor of floats
         return rows
 
     def store(self, payload: Array, at: int, part: Array) -> None:
@@ -498,7 +498,7 @@ class TensorFlowOps:
 
 @functools.cache
 def find_operations() -> Any:
-    """The module of operations that run our kernels in a graph, or None where there are none."""
+    """The module of graph operations that run this package's kernels, or None."""
     if native.find().library is None:
         return None
     try:
@@ -513,13 +513,13 @@ def find_operations() -> Any:
 
 
 class BucketOperations:
-    """`horovod_topk.ops.Fused` as operations of a graph, or at once."""
+    """`horovod_topk.ops.Fused` as graph operations, which also run eagerly."""
 
     def __init__(self, recipe: Sequence[int], operations: Any) -> None:
         self._recipe, self._operations = list(recipe), operations
         self._numel = recipe[HEAD::EACH]
         self._starts = recipe[HEAD + 2 :: EACH]
-        # Gradients: a recipe has as many tensors, or several each.
+        # A recipe has one tensor for each gradient, or several (shards).
         count = max(recipe[HEAD + 8 :: EACH]) + 1
         self._dtypes = [_DTYPES[code] for code in recipe[HEAD + 6 :: EACH]][:count]
 
@@ -568,12 +568,12 @@ class BucketOperations:
 
 
 def _shifted(word: Any, by: int) -> Any:
-    """A word, or words, shifted to the right."""
+    """Shift a word, or an array of words, to the right."""
     return word >> by if isinstance(word, int) else tf.bitwise.right_shift(word, by)
 
 
 def _bitmap(flags: Tensor) -> Tensor:
-    """Bits in uint8, the first one lowest."""
+    """Pack flags into the bits of uint8, the first flag lowest."""
     numel = flags.shape[0]
     count = -(-numel // 8)
     padded = tf.pad(tf.cast(flags, tf.int32), [[0, count * 8 - numel]])
@@ -582,7 +582,7 @@ def _bitmap(flags: Tensor) -> Tensor:
 
 
 def _threads() -> int:
-    """As many as TensorFlow itself uses for one operation."""
+    """Number of threads: as many as TensorFlow uses for one operation."""
     return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
 
 
@@ -594,7 +594,7 @@ def _write(out: Array, tensor: Tensor) -> None:
 
 
 def _scalar(number: Any, dtype: Any) -> Tensor:
-    """In its dtype; `tf.cast` makes a float32 of Python's floats first."""
+    """A scalar tensor of a dtype; `tf.cast` alone would make Python floats float32 first."""
     return tf.cast(number, dtype) if tf.is_tensor(number) else tf.constant(number, dtype)
 
 
@@ -609,19 +609,19 @@ def _stretch_of(array: Array, start: int, stop: int) -> View:
 
 
 def _with_first(chosen: Tensor, count: Tensor) -> Tensor:
-    """Flags, and as many more of the first that are not set."""
+    """Flags, with the first `count` unset ones set."""
     free = tf.cast(~chosen, tf.int32)
     return chosen | ((tf.cumsum(free) <= count) & ~chosen)
 
 
 def _rows(gathered: Array, width: int) -> Tensor:
-    """[P, width]; P is static where the number of gathered bytes is."""
+    """Reshape to [P, width]; P is static if the number of gathered bytes is."""
     ranks = -1 if gathered.numel is None else gathered.numel // width
     return tf.reshape(gathered.value, [ranks, width])
 
 
 def _add_rows(total: Tensor, rows: Tensor) -> Tensor:
-    """Add [P, n] to [n], one row after the other."""
+    """Add [P, n] to [n], one row after another."""
     if rows.shape[0] is None:
         return tf.foldl(tf.add, rows, total)
     for rank in range(rows.shape[0]):
@@ -630,15 +630,15 @@ def _add_rows(total: Tensor, rows: Tensor) -> Tensor:
 
 
 def _magnitude(values: Tensor) -> Tensor:
-    """Absolute values, NaN as infinity."""
+    """Absolute values, with NaN as infinity."""
     infinity = tf.constant(math.inf, values.dtype)
     return tf.where(tf.math.is_nan(values), infinity, tf.abs(values))
 
 
 def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:
-    """A magnitude that slightly more than k elements reach, judged from a strided sample."""
+    """Estimate a magnitude that slightly more than k elements reach, by a strided sample."""
     numel = magnitude.shape[0]
-    stride = numel // _SAMPLE | 1  # odd: does not march along columns
+    stride = numel // _SAMPLE | 1  # odd, so that samples are from different columns
     sample = _magnitude(magnitude[::stride])
     expected = k * sample.shape[0] / numel
     rank = math.ceil(expected + 4 * math.sqrt(expected)) + 1
@@ -654,13 +654,13 @@ def _at_least(magnitude: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _largest(magnitude: Tensor, k: int) -> Tensor:
-    """Ascending positions of the k largest; `top_k` puts the lower of equals first."""
+    """Ascending positions of the k largest; of equal magnitudes the lower position."""
     positions = tf.math.top_k(magnitude, k, sorted=False).indices
     return tf.cast(tf.sort(positions), tf.int64)
 
 
 def _all_but_smallest(magnitude: Tensor, k: int) -> Tensor:
-    """`_largest` where k is nearly all: drops the others, of equals the higher positions."""
+    """`_largest` for k close to the size: drops the smallest, of equals the higher positions."""
     count = tf.size(magnitude)
     backwards = tf.math.top_k(-magnitude[::-1], count - k, sorted=False).indices
     dropped = count - 1 - backwards

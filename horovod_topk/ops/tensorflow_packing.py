@@ -1,4 +1,4 @@
-"""Values and indices as bytes, in TensorFlow operations; see `horovod_topk.ops.protocol.Ops`.
+"""Encoding of values and indices to bytes in TensorFlow; see `horovod_topk.ops.protocol.Ops`.
 
 All functions take and return tensors. The number of rows may be unknown while a graph is built.
 """
@@ -47,14 +47,14 @@ def above(array: Tensor) -> Tensor:
 
 
 def blocks(array: Tensor, size: int, filler: float = 0) -> Tensor:
-    """[blocks, size] of a flat array; what the last block lacks is `filler`."""
+    """Reshape a flat array to [blocks, size]; the last block is padded with `filler`."""
     padding = [[0, -array.shape[0] % size]]
     return tf.reshape(tf.pad(array, padding, constant_values=filler), [-1, size])
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """`Ops.pack_bits`."""
-    if 8 % bits == 0:  # whole bytes of a few
+    if 8 % bits == 0:  # a byte has a whole number of codes
         several = blocks(tf.cast(codes, tf.int32), 8 // bits)
         places = tf.constant([1 << bit for bit in range(0, 8, bits)])
         return tf.cast(tf.reduce_sum(several * places, 1), tf.uint8)
@@ -91,7 +91,7 @@ def unpack_digits(rows: Tensor, count: int, base: int) -> Tensor:
 
 
 def narrowed(values: Tensor, dtype: Any) -> Tensor:
-    """Rounded to nearest, by way of float32, and saturated."""
+    """Round to nearest, through float32, and saturate."""
     if values.dtype == dtype or dtype == tf.float64:
         return tf.cast(values, dtype)
     largest = float(dtype.max)
@@ -145,19 +145,19 @@ def unpack_index(rows: Tensor, count: int, numel: int, kind: str) -> tuple[Tenso
 
 
 def _count(rows: Tensor) -> Any:
-    """How many rows: a number where it is known."""
+    """The number of rows, as an int if it is known."""
     return rows.shape[0] if rows.shape[0] is not None else tf.shape(rows)[0]
 
 
 def _checked(index: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Indices that can be followed, and whether each row was sound."""
+    """Indices clipped to the tensor, and whether each row was valid."""
     ascends = tf.reduce_all(index[:, 1:] > index[:, :-1], 1)
     limited = tf.clip_by_value(index, tf.zeros([], tf.int64), tf.constant(numel - 1, tf.int64))
     return limited, ascends & (index[:, -1] < numel)
 
 
 def _scale_above(least: Tensor) -> Tensor:
-    """The next bfloat16 that is not below, as bits in int32."""
+    """The smallest bfloat16 that is not below a float32, as bits in int32."""
     return tf.bitwise.right_shift(tf.bitcast(least, tf.int32) + 0xFFFF, 16)
 
 
@@ -168,12 +168,12 @@ def _nearest_scale(scale: Tensor) -> Tensor:
 
 
 def _widened(scale: Tensor) -> Tensor:
-    """Bits of a bfloat16 as float32."""
+    """Convert bits of a bfloat16 to float32."""
     return tf.bitcast(tf.bitwise.left_shift(scale, 16), tf.float32)
 
 
 def _mean_magnitude(blocks: Tensor, largest: Tensor, count: int) -> Tensor:
-    """[blocks] float32, from magnitudes as whole multiples, which add up exactly in any order."""
+    """Mean magnitudes, [blocks] float32, from integer sums, which are exact in any order."""
     unit = tf.cast(_widened(_scale_above(largest)), tf.float64)
     divisor = tf.where(unit > 0, unit, tf.ones_like(unit))[:, tf.newaxis]
     parts = tf.cast(tf.abs(blocks), tf.float64) / divisor * coding.UNIT
@@ -185,7 +185,7 @@ def _mean_magnitude(blocks: Tensor, largest: Tensor, count: int) -> Tensor:
 
 
 def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
-    """int8 or int4 multiples of each block's scale, as bytes."""
+    """Encode int8 or int4 multiples of each block's scale as bytes."""
     most = coding.LARGEST[kind]
     divisor = tf.where(scale > 0, scale, tf.ones_like(scale))[:, tf.newaxis]
     rounded = tf.clip_by_value(tf.round(blocks / divisor), -most, most)
@@ -197,7 +197,7 @@ def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
 
 
 def _multiples(rows: Tensor, count: int, kind: str) -> Tensor:
-    """[P, count] float32: what each scale is to be multiplied by."""
+    """Decode the multiple of the scale for each value: [P, count] float32."""
     if kind == "int8":
         return tf.cast(tf.bitcast(rows, tf.int8), tf.float32)
     if kind == "sign":
@@ -209,7 +209,7 @@ def _multiples(rows: Tensor, count: int, kind: str) -> Tensor:
 
 
 def _as_bytes(array: Tensor) -> Tensor:
-    count = array.shape[0]  # None: not known yet
+    count = array.shape[0]  # None: not known while a graph is built
     size = -1 if count is None else count * array.dtype.size
     return tf.reshape(tf.bitcast(array, tf.uint8), [size])
 
@@ -219,14 +219,14 @@ def _padded(array: Tensor, multiple: int) -> Tensor:
 
 
 def _packed_bits(bits: Tensor) -> Tensor:
-    """Eight a byte, the first lowest."""
+    """Pack bits into bytes, the first bit lowest."""
     groups = tf.reshape(_padded(tf.cast(bits, tf.int32), 8), [-1, 8])
     weights = tf.constant([1 << bit for bit in range(8)])
     return tf.cast(tf.reduce_sum(groups * weights, 1), tf.uint8)
 
 
 def _bits(rows: Tensor) -> Tensor:
-    """[P, 8 n] of 0 and 1, int32, from [P, n] bytes."""
+    """Unpack [P, n] bytes to [P, 8 n] bits, 0 or 1 in int32."""
     wide = tf.cast(rows, tf.int32)[:, :, tf.newaxis]
     bits = tf.bitwise.right_shift(wide, tf.range(8)) & 1
     return tf.reshape(bits, [_count(rows), 8 * rows.shape[1]])

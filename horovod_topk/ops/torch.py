@@ -1,10 +1,10 @@
-"""PyTorch operations, on the CPU and on accelerators.
+"""PyTorch implementation of `Ops`, on the CPU and on accelerators.
 
-Where there is a kernel of ours for a bucket (`horovod_topk.kernels`), it does all of the work. The
-verbs are torch's own kernels. Selection on the CPU is exact and avoids sorting: a strided sample
-gives a threshold a little below the k-th magnitude, one pass keeps the candidates above it, and
-`topk` runs on those few. Where the sample misled (fewer than k candidates) the full `topk` gives
-the threshold.
+If this package has a kernel for a bucket (`horovod_topk.kernels`), the kernel encodes and decodes
+it. All other operations are torch's. Selection on the CPU is exact and avoids sorting: a strided
+sample gives a threshold a little below the k-th magnitude, one pass keeps the candidates above it,
+and `topk` runs on these few. If there are fewer than k candidates, the full `topk` gives the
+threshold.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ DTYPES = {
     "uint8": torch.uint8,
 }
 CODES = {DTYPES[name]: code for code, name in enumerate(("float16", "bfloat16", "float32"))}
-CODES[torch.float64] = 3  # as in a recipe
+CODES[torch.float64] = 3  # its code in a recipe
 WIDE = (torch.float32, torch.float64)
-_SAMPLE = 1 << 14  # elements looked at to guess a threshold; smaller tensors need no guess
+_SAMPLE = 1 << 14  # elements sampled to estimate a threshold; smaller tensors need none
 
 
 class TorchOps:
     """`horovod_topk.ops.Ops` for torch.Tensor.
 
     Args:
-        kernels: use kernels of ours where there are any; the verbs alone if False.
+        kernels: use this package's kernels if available; False: only torch's operations.
     """
 
     def __init__(self, *, kernels: bool = True) -> None:
@@ -139,7 +139,7 @@ class TorchOps:
         magnitude = candidate.abs()
         if k == magnitude.numel():
             return torch.arange(k, device=candidate.device)
-        if candidate.device.type != "cpu":  # counting candidates would wait for the device
+        if candidate.device.type != "cpu":  # the number of candidates would wait for the device
             return torch.topk(magnitude, k, sorted=False).indices.sort().values
         if magnitude.numel() <= _SAMPLE:
             return _largest(magnitude, k)
@@ -160,7 +160,7 @@ class TorchOps:
         missing = k - int(chosen.sum())
         if not 0 <= missing <= k / 2:
             return self.select(candidate, k)
-        free = chosen[:k].logical_not().nonzero().squeeze(1)  # k of them: some are free
+        free = chosen[:k].logical_not().nonzero().squeeze(1)  # enough: at most k are chosen
         chosen[free[:missing]] = True
         return chosen.nonzero().squeeze(1)
 
@@ -299,6 +299,16 @@ class TorchOps:
     def global_index(self, index: Tensor, parts: int, first: int) -> Tensor:
         return (index // SHARD_BLOCK * parts + first) * SHARD_BLOCK + index % SHARD_BLOCK
 
+    def shard(self, gradient: Tensor, parts: int, first: int) -> Tensor:
+        flat = gradient.reshape(-1)
+        rounds = flat.numel() // (SHARD_BLOCK * parts)
+        whole = flat[: rounds * parts * SHARD_BLOCK].view(rounds, parts, SHARD_BLOCK)
+        rest = flat[(rounds * parts + first) * SHARD_BLOCK :][:SHARD_BLOCK]
+        shard = flat.new_empty(rounds * SHARD_BLOCK + rest.numel())
+        shard[: rounds * SHARD_BLOCK].view(rounds, SHARD_BLOCK).copy_(whole[:, first])
+        shard[rounds * SHARD_BLOCK :] = rest
+        return shard
+
     def split_shards(self, gradient: Tensor, firsts: Sequence[int], outs: Sequence[Tensor]) -> None:
         flat, parts = gradient.reshape(-1), len(firsts)
         rounds = flat.numel() // (SHARD_BLOCK * parts)
@@ -402,7 +412,7 @@ class TorchOps:
         return TritonBucket(recipe, device)
 
     def _library(self, device: str) -> native.Library | None:
-        """Kernels for arrays on a device; None: torch's own operations will do."""
+        """The kernel library for arrays on a device; None: use torch's own operations."""
         return native.find().library if self._use_kernels and device == "cpu" else None
 
     def ternary(self, device: str) -> CpuTernary | None:
@@ -419,7 +429,7 @@ class TorchOps:
 
 
 class CpuTernary:
-    """`horovod_topk.ops.protocol.TernaryKernel` for tensors in memory."""
+    """`horovod_topk.ops.protocol.TernaryKernel` for tensors in host memory."""
 
     def __init__(self, library: native.Library) -> None:
         self._library = library
@@ -442,14 +452,14 @@ class CpuTernary:
 
 
 class CpuBucket:
-    """`horovod_topk.ops.Fused` for tensors in memory, with as many threads as torch itself uses."""
+    """`horovod_topk.ops.Fused` for tensors in host memory, with torch's number of threads."""
 
     def __init__(self, recipe: Sequence[int], library: native.Library) -> None:
         self._kernel = native.Bucket(recipe, library)
         self._payload_bytes, width = recipe[4], recipe[1]
         self._starts = [start * width for start in recipe[HEAD + 2 :: EACH]]
         gradients = set(recipe[HEAD + 6 :: EACH])
-        self._corrects = gradients == {2 if width == 4 else 3}  # gradients as residuals
+        self._corrects = gradients == {2 if width == 4 else 3}  # gradients have residuals' dtype
 
     def encode(
         self,
@@ -493,10 +503,10 @@ class CpuBucket:
     def _correction(
         self, scales: Sequence[Sequence[float]], own: Velocities[Tensor] | None
     ) -> native.Correction:
-        """Tell the kernel how to rescale residuals and correct gradients before it encodes them."""
+        """Factors and velocities for the kernel to rescale residuals and correct gradients."""
         correction = native.Correction.of([scale for each in scales for scale in each])
         if own is not None:
-            assert self._corrects  # `horovod_topk.core.momentum.check_dtypes` has seen to it
+            assert self._corrects  # `horovod_topk.core.momentum.check_dtypes` has checked it
             correction.with_velocities(
                 [u.data_ptr() for u in own.before],
                 [u.data_ptr() for u in own.after],
@@ -531,7 +541,7 @@ class CpuBucket:
 
 
 def _fit(residual: Tensor, gradient: Tensor, out: Tensor) -> bool:
-    """Whether kernels add such a gradient to such a residual."""
+    """Whether kernels can add a gradient to a residual of these dtypes and strides."""
     if residual.dtype != out.dtype or not (residual.is_contiguous() and out.is_contiguous()):
         return False
     if torch.float64 in (residual.dtype, gradient.dtype):
@@ -540,21 +550,21 @@ def _fit(residual: Tensor, gradient: Tensor, out: Tensor) -> bool:
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    """Whether all elements are, as a scalar: from their extremes, which takes no second array."""
+    """Whether all elements are finite, as a scalar: from minimum and maximum, to save memory."""
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     return torch.stack(torch.aminmax(tensor)).isfinite().all()
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """Its elements in row-major order, as memory has them; the tensor itself if it is so."""
+    """A tensor's elements in row-major order in memory; the tensor itself if it is contiguous."""
     if tensor.is_contiguous() and not tensor.is_neg():
         return tensor
     return tensor.resolve_neg().contiguous()
 
 
 def _write_nothing(tensor: Tensor) -> None:
-    """Count a write in place without writing."""
+    """Increment a tensor's version by an empty write in place."""
     tensor.view(-1)[:0].zero_()
 
 
@@ -567,19 +577,19 @@ def _product(
     subtracts: bool,
     out: Tensor,
 ) -> None:
-    """Write scale * left right, or subtract left right, in memory."""
+    """Write scale * left right to memory, or subtract left right from it."""
     factors = left.data_ptr(), right.data_ptr(), *shape
     place = out.data_ptr(), out.element_size(), torch.get_num_threads()
     library.topkef_product(*factors, scale, subtracts, *place)
 
 
-# Tells autograd that what it has saved of a tensor is no longer what it was.
+# Tells autograd that a tensor that it may have saved has changed.
 _note_writing = getattr(torch.autograd.graph, "increment_version", _write_nothing)  # PyTorch 2.2
 
 
 def _guess_threshold(magnitude: Tensor, k: int) -> Tensor:
-    """A magnitude that slightly more than k elements reach, judged from a strided sample."""
-    stride = magnitude.numel() // _SAMPLE | 1  # odd: does not march along columns
+    """Estimate a magnitude that slightly more than k elements reach, by a strided sample."""
+    stride = magnitude.numel() // _SAMPLE | 1  # odd, so that samples are from different columns
     sample = magnitude[::stride]
     expected = k * sample.numel() / magnitude.numel()
     rank = math.ceil(expected + 4 * math.sqrt(expected)) + 1
@@ -592,7 +602,7 @@ def _at_least(magnitude: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _largest(magnitude: Tensor, k: int) -> Tensor:
-    """Ascending positions of the k largest, ties to the lower position, NaN as infinity."""
+    """Ascending positions of the k largest; of equal ones the lower; NaN counts as infinity."""
     magnitude = magnitude.nan_to_num(nan=math.inf, posinf=math.inf)
     smallest_kept = torch.topk(magnitude, k, sorted=False).values.min()
     keep = magnitude >= smallest_kept

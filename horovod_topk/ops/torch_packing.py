@@ -1,6 +1,6 @@
-"""Values and indices as bytes, in torch operations; see `horovod_topk.ops.protocol.Ops`.
+"""Encoding of values and indices to bytes in torch; see `horovod_topk.ops.protocol.Ops`.
 
-Nothing here waits for a device.
+No function here waits for a device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pack_values(values: Tensor, kind: str) -> Tensor:
         scale = _nearest_scale(_mean_magnitude(parts, largest, count))
         body = _packed_bits(limited < 0)
     else:
-        most = largest.new_full([1], coding.LARGEST[kind])  # a number would be multiplied by 1 / it
+        most = largest.new_full([1], coding.LARGEST[kind])  # torch multiplies by 1 / a number
         scale = _scale_above(largest / most)
         body = _packed_multiples(parts, _widened(scale), kind)
     return torch.cat([_as_bytes(scale), body[: -(-count * coding.VALUE_BITS[kind] // 8)]])
@@ -50,14 +50,14 @@ def above(array: Tensor) -> Tensor:
 
 
 def blocks(array: Tensor, size: int, filler: float = 0) -> Tensor:
-    """[blocks, size] of a flat array; what the last block lacks is `filler`."""
+    """Reshape a flat array to [blocks, size]; the last block is padded with `filler`."""
     padding = (0, -array.numel() % size)
     return torch.nn.functional.pad(array, padding, value=filler).view(-1, size)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """`Ops.pack_bits`."""
-    if 8 % bits == 0:  # whole bytes of a few
+    if 8 % bits == 0:  # a byte has a whole number of codes
         shifts = bits * torch.arange(8 // bits, dtype=torch.uint8, device=codes.device)
         return (blocks(codes.to(torch.uint8), 8 // bits) << shifts).sum(1, dtype=torch.uint8)
     shifts = torch.arange(bits, device=codes.device)
@@ -82,7 +82,7 @@ def pack_digits(codes: Tensor, base: int) -> Tensor:
 
 
 def unpack_digits(rows: Tensor, count: int, base: int) -> Tensor:
-    """`Ops.unpack_digits`: looked up by the byte."""
+    """`Ops.unpack_digits`: by a table of all bytes."""
     weights = torch.tensor(coding.weights(base), device=rows.device)
     digits = torch.arange(256, device=rows.device)[:, None] // weights
     digits[:, :-1] %= base
@@ -91,7 +91,7 @@ def unpack_digits(rows: Tensor, count: int, base: int) -> Tensor:
 
 
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to nearest, by way of float32, and saturated."""
+    """Round to nearest, through float32, and saturate."""
     if values.dtype == dtype or dtype == torch.float64:
         return values.to(dtype)
     largest = torch.finfo(dtype).max
@@ -100,7 +100,7 @@ def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unpack_values(rows: Tensor, count: int, kind: str, dtype: torch.dtype) -> Tensor:
     """`Ops.unpack_values`."""
-    if count == 0:  # rows of nothing cannot be viewed as wider numbers
+    if count == 0:  # empty rows cannot be viewed as wider dtypes
         return rows.to(dtype)
     if kind in _FLOATS:
         return _fresh(rows).view(_FLOATS[kind]).to(dtype)
@@ -142,13 +142,13 @@ def unpack_index(rows: Tensor, count: int, numel: int, kind: str) -> tuple[Tenso
 
 
 def _checked(index: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Indices that can be followed, and whether each row was sound."""
+    """Indices clipped to the tensor, and whether each row was valid."""
     ascends = (index[:, 1:] > index[:, :-1]).all(1)
     return index.clamp(0, numel - 1), ascends & (index[:, -1] < numel)
 
 
 def _scale_above(least: Tensor) -> Tensor:
-    """The next bfloat16 that is not below, as int16 bits."""
+    """The smallest bfloat16 that is not below a float32, as int16 bits."""
     return ((least.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
 
 
@@ -159,12 +159,12 @@ def _nearest_scale(scale: Tensor) -> Tensor:
 
 
 def _widened(scale: Tensor) -> Tensor:
-    """int16 bits of a bfloat16 as float32."""
+    """Convert int16 bits of a bfloat16 to float32."""
     return (scale.to(torch.int32) << 16).view(torch.float32)
 
 
 def _mean_magnitude(blocks: Tensor, largest: Tensor, count: int) -> Tensor:
-    """[blocks] float32, from magnitudes as whole multiples, which add up exactly in any order."""
+    """Mean magnitudes, [blocks] float32, from integer sums, which are exact in any order."""
     unit = _widened(_scale_above(largest)).double()
     divisor = torch.where(unit > 0, unit, torch.ones_like(unit))[:, None]
     total = (blocks.abs().double() / divisor * coding.UNIT).floor().sum(1)
@@ -174,7 +174,7 @@ def _mean_magnitude(blocks: Tensor, largest: Tensor, count: int) -> Tensor:
 
 
 def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
-    """int8 or int4 multiples of each block's scale, as bytes."""
+    """Encode int8 or int4 multiples of each block's scale as bytes."""
     most = coding.LARGEST[kind]
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale))[:, None]
     multiple = (blocks / divisor).round().clamp(-most, most).reshape(-1).to(torch.int8)
@@ -185,7 +185,7 @@ def _packed_multiples(blocks: Tensor, scale: Tensor, kind: str) -> Tensor:
 
 
 def _multiples(rows: Tensor, count: int, kind: str) -> Tensor:
-    """[P, count] float32: what each scale is to be multiplied by."""
+    """Decode the multiple of the scale for each value: [P, count] float32."""
     if kind == "int8":
         return _fresh(rows).view(torch.int8).float()
     if kind == "sign":
@@ -199,7 +199,7 @@ def _as_bytes(array: Tensor) -> Tensor:
 
 
 def _fresh(rows: Tensor) -> Tensor:
-    """A packed copy: a view as wider numbers wants aligned rows."""
+    """A contiguous copy, since a view as a wider dtype needs aligned rows."""
     return rows.clone(memory_format=torch.contiguous_format)
 
 
@@ -208,12 +208,12 @@ def _padded(array: Tensor, multiple: int) -> Tensor:
 
 
 def _packed_bits(bits: Tensor) -> Tensor:
-    """Eight a byte, the first lowest."""
+    """Pack bits into bytes, the first bit lowest."""
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (_padded(bits.to(torch.uint8), 8).view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
 
 def _bits(rows: Tensor) -> Tensor:
-    """[P, 8 n] of 0 and 1 from [P, n] bytes."""
+    """Unpack [P, n] bytes to [P, 8 n] bits, 0 or 1."""
     shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)
     return (rows[:, :, None] >> shifts & 1).reshape(rows.shape[0], -1)

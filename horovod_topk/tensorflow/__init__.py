@@ -9,12 +9,12 @@
         loss = ...
     tape = hvd.DistributedGradientTape(tape, compression=compression)
 
-Residuals (what has not been sent yet) belong to the variables and live as long as these. With
-tf-keras use `hvd.DistributedOptimizer(optimizer, compression=TopKEF)`. With Keras 3, where
-Horovod's own wrapper trains without synchronising, use `horovod_topk.tensorflow.keras`.
+Residuals (the parts of gradients that are not sent yet) belong to variables and exist as long as
+these. With tf-keras use `hvd.DistributedOptimizer(optimizer, compression=TopKEF)`. With Keras 3,
+where Horovod's own wrapper trains without synchronising, use `horovod_topk.tensorflow.keras`.
 
 Importing this package wraps three functions of Horovod, in memory and not on disk. Each behaves as
-before for any other compressor. `horovod_topk.tensorflow.seam` does it:
+before for any other compressor. `horovod_topk.tensorflow.seam` wraps:
 
     horovod.tensorflow._make_allreduce_grads_fn
     horovod._keras.create_distributed_optimizer
@@ -36,6 +36,6 @@ __all__ = ["Guard", "OptimizerState", "TopKEF"]
 
 
 def __getattr__(name: str) -> Any:
-    """The compressors of the other methods, made when first asked for."""
+    """Make the compressor class of another method when it is first imported."""
     globals()[name] = made = Compressor.named(name, __name__)
     return made

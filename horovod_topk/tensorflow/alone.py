@@ -1,4 +1,4 @@
-"""Clipping and momentum correction where nothing is compressed: in one process."""
+"""Clipping and momentum correction in a single process, where nothing is compressed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from horovod_topk.tensorflow.variables import StateVariables
 
 
 def clipped_alone(gradients: Sequence[Any], limit: float) -> list[Any]:
-    """Gradients of a norm of `limit` at most; sparse ones and None stay as they are."""
+    """Clip gradients to a norm of `limit`; sparse gradients and None are returned unchanged."""
     arrays = {i: Buffer(g) for i, g in enumerate(gradients) if is_dense(g)}
     if arrays:
         clip(list(arrays.values()), limit, "sum", ranks=1)
@@ -32,13 +32,13 @@ def with_momentum(
     config: Method,
     velocities: StateVariables,
 ) -> list[Any]:
-    """Gradients with their momentum, where nothing is compressed: without sparsity it is SGD's.
+    """Apply momentum correction where nothing is compressed: the updates are SGD's with momentum.
 
-    With Adam, whose beta_1 is 0 then, it is what many ranks do: the mean square is of velocities.
-    To have Adam's own in one process, take its momentum over with "optimizer".
+    With Adam and beta_1=0, the result is that of many ranks: the mean square is of velocities. For
+    the updates of Adam with its own momentum, pass momentum="optimizer".
 
-    Velocities stay as they are in a step with a NaN or an infinity. Sparse gradients and None do
-    not take part, as where gradients are exchanged.
+    Velocities do not change in a step with a NaN or an infinity. Sparse gradients and None are
+    returned unchanged, as where gradients are exchanged.
     """
     result, ops = list(gradients), TensorFlowOps()
     momenta = Momenta(config)

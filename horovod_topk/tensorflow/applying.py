@@ -1,9 +1,9 @@
-"""Optimizers of tf-keras apply gradients that have been exchanged, and no others.
+"""A check that optimizers of tf-keras apply exchanged gradients only.
 
-Horovod exchanges in `compute_gradients`, which `fit` and `minimize` call, and a loop of one's own
-may not. Of a tf.function Python sees the tracing, and not the steps it is for. What a trace both
-exchanges and applies is settled with it. What it exchanges and hands out may be applied from then
-on, as each of its runs exchanges again.
+Horovod exchanges gradients in `compute_gradients`, which `fit` and `minimize` call, but a custom
+training loop may not. Python code runs while a tf.function is traced, not in its steps. If a trace
+both exchanges and applies gradients, each run of it does so too. If a trace only exchanges and
+returns them, they may be applied from then on, as each run exchanges again.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from horovod_topk.errors import StepBeforeSynchronizeError
 
 @dataclass
 class _Exchange:
-    """Of one variable's gradient, the last one."""
+    """The last exchange of one variable's gradient."""
 
-    graph: weakref.ref[Any] | None  # the trace it is in; None: it was at once
-    settled: bool = False  # whether that trace applies it, too
+    graph: weakref.ref[Any] | None  # the trace with the exchange; None: it ran eagerly
+    settled: bool = False  # whether that trace also applies the gradient
 
 
 class Exchanged:
-    """Which variables have exchanged gradients that are still to be applied."""
+    """The variables whose gradients are exchanged and not applied yet."""
 
     def __init__(self) -> None:
         self._of: dict[int, _Exchange] = {}
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def note(self, variables: Iterable[Any]) -> None:
-        """Their gradients have been exchanged."""
+        """Note that the gradients of these variables are exchanged."""
         graph = next(_being_traced(), None)
         for variable in variables:
             self._of[id(variable)] = _Exchange(None if graph is None else weakref.ref(graph))
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def check(self, variables: Iterable[Any]) -> None:
-        """Refuse to apply gradients of these, if one is not exchanged.
+        """Refuse to apply gradients if one of them is not exchanged.
 
         Raises:
-            StepBeforeSynchronizeError: it is not, or was applied before.
+            StepBeforeSynchronizeError: a gradient is not exchanged, or was applied before.
         """
         for variable in variables:
             exchange = self._of.get(id(variable))
@@ -60,9 +60,9 @@ class Exchanged:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def settle(self, variables: Iterable[Any]) -> None:
-        """They have been applied.
+        """Note that the gradients of these variables are applied.
 
-        What was exchanged at once and is applied in a trace stays: TensorFlow may trace twice.
+        An eager exchange that a trace applies stays noted: TensorFlow may trace a function twice.
         """
         for variable in variables:
             exchange = self._of[id(variable)]
@@ -73,7 +73,7 @@ class Exchanged:
 
 
 def refuse_unexchanged(optimizer: Any) -> None:
-    """Have `apply_gradients` of a distributed optimizer of tf-keras apply exchanged ones alone."""
+    """Have `apply_gradients` of a tf-keras optimizer refuse unexchanged gradients."""
     exchanged = Exchanged()
     allreduce, apply_gradients = optimizer._allreduce, optimizer.apply_gradients
 
@@ -96,14 +96,14 @@ def refuse_unexchanged(optimizer: Any) -> None:
 
 
 def _is_in(exchange: _Exchange) -> bool:
-    """Whether the graph that is being built is the exchange's, or a branch or function in it."""
+    """Whether the graph under construction is the exchange's, or a branch or function within it."""
     if exchange.graph is None:
         return False
     return any(exchange.graph() is graph for graph in _being_traced())
 
 
 def _being_traced() -> Iterator[Any]:
-    """The graph that is being built, innermost first, with those around it."""
+    """The graph under construction and the graphs around it, innermost first."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None:
         yield graph

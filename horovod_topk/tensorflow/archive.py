@@ -13,14 +13,14 @@ from horovod_topk.core.state_dict import nested, parts_of
 
 
 def pack(states: Sequence[Mapping[str, Any]]) -> bytes:
-    """Bytes that `unpack` turns into equal state dicts."""
+    """Serialise state dicts, for `unpack`."""
     parts: list[bytes] = []
     head = [_head(state, parts) for state in states]
     return b"\n".join([json.dumps(head).encode(), b"".join(parts)])
 
 
 def _head(state: Mapping[str, Any], parts: list[bytes]) -> dict[str, Any]:
-    """A state dict with dtypes instead of residuals, whose bytes go to `parts`."""
+    """A state dict with dtypes instead of residuals, whose bytes are appended to `parts`."""
     residuals = state.get("residuals", {})
     parts += [residual.numpy().tobytes() for residual in residuals.values()]
     dtypes = {name: residual.dtype.name for name, residual in residuals.items()}
@@ -29,7 +29,7 @@ def _head(state: Mapping[str, Any], parts: list[bytes]) -> dict[str, Any]:
 
 
 def unpack(data: bytes) -> list[dict[str, Any]]:
-    """The state dicts that were packed."""
+    """Restore the state dicts that `pack` serialised."""
     line, _, rest = data.partition(b"\n")
     states, at = json.loads(line), 0
     for state in [part for each in states for part in (each, *nested(each))]:

@@ -1,4 +1,4 @@
-"""Horovod's collectives as the core wants them, within a graph or at once."""
+"""Horovod's collectives for TensorFlow behind the core's interface, in graphs and eagerly."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from horovod_topk.tensorflow.variables import apart
 
 @dataclass(frozen=True)
 class _Gathered:
-    """A collective's result; a graph waits for it where it is used."""
+    """A collective's result tensor; a graph waits for it where the tensor is used."""
 
-    tensor: Any  # uint8, one payload a rank
+    tensor: Any  # flat
 
     def wait(self) -> Array:
         return Buffer(self.tensor)
@@ -34,8 +34,9 @@ class HorovodCollective:
 
     Args:
         process_set: the ranks that exchange.
-        resizable: leave the number of ranks to the run, not to the trace (elastic training).
-        timer: notes when collectives start and end; None: nobody asks.
+        resizable: read the number of ranks when the graph runs, not when it is traced (elastic
+            training).
+        timer: notes when collectives start and end; None: nobody reads it.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class HorovodCollective:
     def allgather(
         self, payload: Array, name: str, counts: Sequence[int] | None = None
     ) -> _Gathered:
-        """A named allgather of a uint8 array; at once where no graph is being built."""
-        if tf.executing_eagerly():  # Horovod takes names from a graph's operations alone
+        """Run a named allgather of a uint8 array, or add it to the graph under construction."""
+        if tf.executing_eagerly():  # Horovod takes names only from a graph's operations
             graph = tf.function(lambda tensor: self._gather(tensor, name), autograph=False)
             tensor = tf.convert_to_tensor(payload.value)
             gathered = _Gathered(graph.get_concrete_function(tensor)(tensor))
-            self.timer.begin()  # what was noted belongs to that function
+            self.timer.begin()  # drop tensors of that function's graph
             return gathered
         gathered = self._gather(payload.value, name)
         if not self._resizable:
@@ -76,16 +77,16 @@ class HorovodCollective:
         return _Gathered(gathered)
 
     def alltoall(self, payloads: Array, name: str) -> _Gathered:
-        """A named alltoall of equal stretches of a uint8 array, while a graph is built."""
+        """Add a named alltoall of equal stretches of a uint8 array to the graph."""
         received = self._scatter(payloads, [payloads.numel // self.size] * self.size, name)
         return _Gathered(tf.ensure_shape(received, [payloads.numel]))
 
     def reduce_scatter(self, array: Array, counts: Sequence[int], name: str) -> _Gathered:
-        """A named alltoall whose parts are added in rank order, while a graph is built."""
+        """Add a named alltoall to the graph whose parts are added in rank order."""
         mine = counts[self.rank]
         received = self._scatter(array, counts, name)
-        if mine == 0:  # of unknown length, or a graph would find that there is nothing to do
-            tf.raw_ops.Assert(condition=True, data=[received])  # runs although nobody needs it
+        if mine == 0:  # length unknown on purpose, else the graph's optimiser drops the alltoall
+            tf.raw_ops.Assert(condition=True, data=[received])  # keeps the unused result's op
             return _Gathered(tf.ensure_shape(received, [None]))
         rows = tf.reshape(tf.ensure_shape(received, [mine * self.size]), [self.size, mine])
         total = rows[0]
@@ -94,7 +95,7 @@ class HorovodCollective:
         return _Gathered(total)
 
     def allreduce(self, array: Array, name: str) -> _Gathered:
-        """A named allreduce, while a graph is built."""
+        """Add a named allreduce to the graph."""
         self.timer.note_start(array.value)
         total = _allreduce(
             _at_run_time(array.value),
@@ -107,18 +108,18 @@ class HorovodCollective:
         return _Gathered(tf.ensure_shape(total, [array.numel]))
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether process sets for these groups are there, or can be added."""
+        """Whether process sets of these groups exist, or can be added."""
         return process_sets.can_add(self._global(groups), self._process_set)
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[HorovodCollective | None]:
-        """Collectives over process sets, which are added where they are not there yet."""
+        """Collectives over the process sets of these groups; missing process sets are added."""
         found = process_sets.find_or_add(self._global(groups))
         return [
             HorovodCollective(each, timer=self.timer) if each.included() else None for each in found
         ]
 
     def _gather(self, tensor: Any, name: str) -> Any:
-        """Named as `horovod.torch` names it, so that ranks of both frameworks meet."""
+        """Gather under the same name as `horovod.torch`, so that ranks of both frameworks match."""
         self.timer.note_start(tensor)
         gathered = hvd.allgather(
             _at_run_time(tensor),
@@ -142,14 +143,14 @@ class HorovodCollective:
         return received
 
     def _global(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Groups of Horovod's ranks, of ranks within the process set."""
+        """Convert groups of ranks within the process set to groups of Horovod's global ranks."""
         ranks = self._process_set.ranks
         return [[ranks[rank] for rank in group] for group in groups]
 
 
 @functools.cache
 def _start() -> Any:
-    """A variable with the position at which every payload begins, [0]."""
+    """A variable that holds the position at which every payload begins, [0]."""
     return apart(_zero)
 
 
@@ -159,12 +160,12 @@ def _zero() -> Any:
 
 
 def _at_run_time(tensor: Any) -> Any:
-    """The same flat tensor, not copied, as something that is known only when the graph runs.
+    """Hide from graph optimisers that a flat tensor is constant, without copying it.
 
-    Horovod's operations are not marked as stateful. TensorFlow runs one whose input is a constant,
-    such as the payload of a rank that owns nothing of a bucket, while it optimises the graph. Other
-    ranks wait in the collectives before it, which this rank never reaches: a deadlock. No optimiser
-    can look through a slice that begins where a variable says.
+    Horovod's operations are not marked as stateful. If the input of one is a constant, such as the
+    payload of a rank that owns nothing of a bucket, TensorFlow runs it while it optimises the
+    graph. Other ranks wait in the collectives before it, which this rank never reaches: a deadlock.
+    No optimiser can evaluate a slice whose start is read from a variable.
     """
     return tf.slice(tensor, _start().read_value(), [-1])
 
@@ -173,14 +174,14 @@ class HorovodTalk:
     """`horovod_topk.elastic.Talk` among all of Horovod's ranks."""
 
     def gather(self, data: bytes, name: str) -> list[bytes]:
-        """Bytes of every rank, equally many."""
+        """Gather the bytes of every rank, of equal length."""
         return gather_bytes(data, name, TensorFlowOps(), HorovodCollective(hvd.global_process_set))
 
     def average(self, array: Any, name: str) -> Any:
-        """Mean over all ranks."""
+        """The mean of an array over all ranks."""
         return hvd.allreduce(array, op=hvd.Average, name=name)
 
     def beside(self, array: Any, other: Any) -> Any:
-        """The array, on the device of the other one."""
+        """Copy an array to the device of another one."""
         with tf.device(other.device):
             return tf.identity(array)

@@ -1,4 +1,4 @@
-"""The state of elastic jobs in TensorFlow, tf-keras and Keras: variables and residuals.
+"""State of elastic jobs in TensorFlow, tf-keras and Keras: variables and residuals.
 
     from horovod_topk.tensorflow import TopKEF
     from horovod_topk.tensorflow.elastic import TensorFlowState, run
@@ -11,8 +11,9 @@
     def train(state): ...
 
 Build the model and the optimizer first. Use this state instead of Horovod's `TensorFlowState`: in
-eager mode Horovod's broadcasts variables when it is created and not when ranks have changed, so
-that a rank that joins waits for ever. `horovod_topk.elastic` says what is kept in which case.
+eager mode Horovod's state broadcasts variables when it is created but not when ranks have changed,
+so that a rank that joins waits for ever. `horovod_topk.elastic` says which residuals are kept in
+which case.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ Result = TypeVar("Result")
 class TensorFlowState(HandsOver, ObjectState):  # type: ignore[misc]  # Horovod has no annotations
     """An elastic state of variables, their residuals and plain attributes.
 
-    They are committed and restored together.
+    All of them are committed and restored together.
 
     Args:
-        variables: those of the model and the optimizer, TensorFlow's or Keras'.
+        variables: variables of the model and the optimizer, of TensorFlow or Keras.
         compression: the TopKEF instance that exchanges the gradients.
-        kwargs: plain attributes; all ranks take rank 0's when ranks have changed.
+        kwargs: plain attributes; all ranks take rank 0's values when ranks have changed.
 
     Raises:
-        ConfigError: no TopKEF was given, or the class.
+        ConfigError: `compression` is not a TopKEF instance.
     """
 
     def __init__(self, variables: Sequence[Any], compression: Compressor, **kwargs: Any) -> None:
@@ -67,7 +68,7 @@ class TensorFlowState(HandsOver, ObjectState):  # type: ignore[misc]  # Horovod 
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **kwargs)
 
     def save(self) -> None:
-        """Keep copies of variables, residuals and attributes, to go back to."""
+        """Save copies of variables, residuals and attributes, for `restore`."""
         self._save_variables()
         self._manager.save()
         super().save()
@@ -96,8 +97,8 @@ class TensorFlowState(HandsOver, ObjectState):  # type: ignore[misc]  # Horovod 
 def run(train: Callable[..., Result]) -> Callable[..., Result]:
     """Decorate a training function that takes a state, as `hvd.elastic.run` does.
 
-    When a rank fails while a tf.function exchanges payloads, TensorFlow raises an error of its own.
-    Horovod's wrapper does not recognise it for our collectives; this one does, and restores.
+    When a rank fails while a tf.function exchanges payloads, TensorFlow raises its own error type.
+    Horovod's wrapper does not recognise it for these collectives; this wrapper does, and restores.
 
     Args:
         train: a function whose first argument is the state.
@@ -108,7 +109,7 @@ def run(train: Callable[..., Result]) -> Callable[..., Result]:
         try:
             return train(state, *args, **kwargs)
         except tf.errors.UnknownError as error:
-            if "PyFunc" in error.message:  # a script's own, or a payload that is none
+            if "PyFunc" in error.message:  # raised by a script's function, or by a bad payload
                 raise
             log.warning("TopKEF takes this for a lost rank: %s", error.message)
             raise HorovodInternalError(error) from error

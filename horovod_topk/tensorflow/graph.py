@@ -1,7 +1,7 @@
-"""One step of compression as a graph.
+"""One training step's exchange as a TensorFlow graph.
 
-It is straight: encode every bucket, exchange, decode, then commit the state unless a rank flagged a
-tensor. All that differs from step to step runs with the graph.
+The graph encodes every bucket, exchanges, decodes, then commits the state unless a rank flagged a
+tensor. All that differs from step to step is read when the graph runs.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from horovod_topk.tensorflow.state_variables import VariableState
 def step(
     cached: CachedPlan, gradients: Sequence[Any], state: VariableState, due: Any, rate: Any = None
 ) -> tuple[list[Any], Any, Any, Any]:
-    """Exchange gradients, in the order of `cached.specs`.
+    """Exchange gradients, given in the order of `cached.specs`.
 
     Args:
         cached: the plan.
-        gradients: one a tensor.
-        state: what is committed.
-        due: whether to measure, [] bool.
-        rate: the learning rate, [] float64, if residuals follow it.
+        gradients: one gradient for each tensor.
+        state: the state variables, which a finite step updates.
+        due: whether to measure `Squares` in this step, [] bool.
+        rate: the learning rate, [] float64, if residuals are rescaled by it.
 
     Returns:
-        The exchanged gradients; one flag a tensor, bucket by bucket, True where a rank had a NaN or
-        an infinity, and the state has then stayed as it was, bit for bit; `Squares` and the
-        largest share of a learning rate in its largest, [4] float64, below zero where they were
-        not measured; and `Seconds`, [4] float64.
+        The exchanged gradients; one flag for each tensor, bucket by bucket, True where a rank had a
+        NaN or an infinity (the state is then unchanged, bit for bit); `Squares` and the largest
+        present learning rate as a share of its maximum, [4] float64, below zero where they were not
+        measured; and `Seconds`, [4] float64.
     """
     plan = cached.plan
     arrays: dict[str, Array] = {
@@ -69,7 +69,7 @@ def step(
 
 
 def clip(gradients: Sequence[Array], clip_norm: float, reduction: str, ranks: int) -> None:
-    """Clip all gradients of a rank; what is not finite stays so, and is flagged."""
+    """Clip all gradients of a rank; gradients that are not finite stay so, and are flagged."""
     local = LocalClip(clip_norm, reduction, Scope.ALL, _Norms())
     local.begin(ranks)
     local.clip(gradients)

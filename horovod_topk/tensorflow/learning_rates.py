@@ -1,8 +1,8 @@
-"""Learning-rate rescaling in graphs; the rule is `horovod_topk.core.rates`'s.
+"""Learning-rate rescaling in graphs; `horovod_topk.core.rates` has the mathematics.
 
-Two rates stand beside each residual, [2] float64: the one in whose units it is, and the largest so
-far; 0 while there is none. They are assigned where a step is committed, as the residual is; a step
-that is skipped leaves them as they were.
+Each residual has a variable of two rates, [2] float64: the rate in whose units the residual is, and
+the largest rate so far; 0 while there is none. A step that commits assigns them, like the residual;
+a step that is skipped leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from horovod_topk.errors import ConfigError
 
 
 def rate_of(optimizer: Any) -> Any:
-    """The rate of the step that an optimizer of Keras 3 or tf-keras takes next: [] float64.
+    """The learning rate of the next step of a Keras 3 or tf-keras optimizer: [] float64.
 
-    Of a schedule that of the present iteration; in a graph it is read as the graph runs.
+    A schedule gives the rate of the present iteration; in a graph it is read when the graph runs.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the optimizer has no learning rate.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     rate = getattr(optimizer, "learning_rate", None)
-    if hasattr(optimizer, "_decayed_lr"):  # of tf-keras' legacy optimizers
+    if hasattr(optimizer, "_decayed_lr"):  # legacy optimizers of tf-keras
         rate = optimizer._decayed_lr(tf.float32)
-    elif hasattr(optimizer, "_current_learning_rate"):  # tf-keras' has that of the last step
+    elif hasattr(optimizer, "_current_learning_rate"):  # tf-keras: that is the last step's rate
         rate = optimizer._learning_rate(optimizer.iterations)
     if rate is None:
         raise ConfigError(
@@ -39,10 +39,10 @@ def rate_of(optimizer: Any) -> Any:
 
 
 class VariableRates:
-    """Keeps followed learning rates in variables, as `horovod_topk.core.rates.Followed`.
+    """Learning rates in variables, for learning-rate rescaling in graphs.
 
     Attributes:
-        variables: by tensor name.
+        variables: the pair of rates of each tensor, by name.
     """
 
     def __init__(self) -> None:
@@ -65,22 +65,22 @@ class VariableRates:
             pair.assign([unit, largest.get(name, unit)])
 
     def factor(self, name: str, rate: Any) -> Any:
-        """What a residual is multiplied by at a rate, [] float64, so that its updates stay."""
+        """The factor, [] float64, that rescales a residual to a new learning rate."""
         unit = self.variables[name][0]
         return tf.where((unit > 0) & is_followed(rate), unit / rate, 1.0)
 
     def decay(self, name: str, rate: Any) -> Any:
-        """A rate, or the last that was followed, as a share of the largest, [] float64."""
+        """The present learning rate as a share of the largest one so far, [] float64."""
         now, largest = self._following(name, rate)
         return tf.where(largest > 0, now / largest, 1.0)
 
     def take_on(self, names: tuple[str, ...], rate: Any) -> None:
-        """Note that residuals are in units of a rate now, in a graph."""
+        """Note in a graph that residuals are in units of a new learning rate now."""
         for name in names:
             self.variables[name].assign(tf.stack(self._following(name, rate)))
 
     def _following(self, name: str, rate: Any) -> tuple[Any, Any]:
-        """The two rates of a tensor once a step at a rate is committed."""
+        """The present and the largest rate of a tensor after a step at `rate` is committed."""
         unit, largest = tf.unstack(self.variables[name], num=2)
         now = tf.where(is_followed(rate), rate, unit)
         return now, tf.maximum(largest, now)

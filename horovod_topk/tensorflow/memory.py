@@ -1,4 +1,4 @@
-"""Where states are found again: by what was asked, and for which variables."""
+"""Finds the state for a list of variables and settings, in each step and trace."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Key = tuple[object, ...]
 
 
 class Memory:
-    """What one optimizer, or all tapes of equal settings, keep for variables that live.
+    """The states of one optimizer, or of all tapes of equal settings, while variables exist.
 
-    An optimizer's ends with it; nothing else may hold one.
+    The memory of an optimizer is deleted with it; nothing else may hold a reference.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Memory:
         self._states: dict[Key, tuple[OptimizerState, list[object]]] = {}
 
     def __contains__(self, state: OptimizerState) -> bool:
-        """Whether a state is still asked for here: its variables live."""
+        """Whether a state is still kept here, so that its variables exist."""
         return any(each is state for each, _ in self._states.values())
 
     def keeps(self, variables: Sequence[Any], settings: Settings) -> bool:
@@ -35,13 +35,13 @@ class Memory:
         return _key_of(variables, settings) in self._states
 
     def forget(self, key: Key) -> None:
-        """End the state of variables of which one is no more."""
+        """Delete a state after one of its variables was deleted."""
         self._states.pop(key, None)
 
     def state_of(
         self, config: Method, variables: Sequence[Any], settings: Settings
     ) -> OptimizerState:
-        """The state for a list of variables; it ends with the first of them."""
+        """The state for a list of variables; it is deleted with the first of them."""
         key = _key_of(variables, settings)
         if key not in self._states:
             state = OptimizerState(config, variables, settings, self._stores)
@@ -50,16 +50,16 @@ class Memory:
         return self._states[key][0]
 
 
-# What tapes keep: they come and go, and so may the compressors they are given.
+# The states of tapes. Scripts build a new tape in each step, and may build a new compressor.
 _of_tapes: dict[Method, Memory] = {}
 
 
 def memory_of_tapes(config: Method, variables: Sequence[Any], settings: Settings) -> Memory:
-    """What all tapes of equal settings share.
+    """The memory that all tapes of equal settings share.
 
     Raises:
-        ConfigError: settings with a predicate were made again, and it cannot be told that they are
-            the same: what is owed would be forgotten in each step.
+        ConfigError: a predicate in the settings was made again and cannot be compared with the
+            earlier one, so that residuals would be lost in each step.
     """
     memory = _of_tapes.get(config)
     if memory is None:

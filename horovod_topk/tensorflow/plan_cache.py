@@ -1,4 +1,4 @@
-"""Plans for the gradients of one list of variables: each is made when its gradients first come."""
+"""A cache of plans for one list of variables: one plan for each set of their gradients."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ Specs = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True)
 class CachedPlan:
-    """The plan for the gradients of one set of variables, and its collectives' name."""
+    """The plan for one set of gradients, and the name of its collectives."""
 
     specs: Specs  # in the order of the variables
     plan: Plan
     prefix: str
     ordinal: int
-    label: str = ""  # of the ratio level, if it is not the usual one
+    label: str = ""  # of the ratio level, if it is not the configured one
 
     @property
     def name(self) -> str:
-        """The collectives' prefix, equal on all ranks."""
+        """The prefix of the collectives' names, equal on all ranks."""
         return f"{self.prefix}.{self.ordinal}{self.label}"
 
     def at(self, ratio: float) -> CachedPlan:
-        """The same at another ratio level."""
+        """The same plan at another ratio level."""
         if ratio == self.plan.config.ratio:
             return self
-        schedule = Schedule(self.plan.config)  # in which ratios of single tensors are resolved
+        schedule = Schedule(self.plan.config)  # config: ratios of single tensors are resolved
         plan = self.plan.under(schedule.settings(ratio))
         return replace(self, plan=plan, label=schedule.label(ratio))
 
 
 class PlanCache:
-    """Plans by the gradients that they are for.
+    """Plans by the specs of the gradients that they are for.
 
     Args:
-        config: the settings.
-        settings: what was asked of Horovod.
-        names: of all variables.
-        state: learns of the tensors of each new plan.
+        config: the method's settings.
+        settings: the user's arguments to Horovod.
+        names: names of all variables.
+        state: makes state variables for the tensors of each new plan.
     """
 
     def __init__(
@@ -60,30 +60,30 @@ class PlanCache:
         self._made: dict[Specs, CachedPlan] = {}
 
     def __iter__(self) -> Iterator[CachedPlan]:
-        """In the order in which they were made."""
+        """The plans in the order in which they were made."""
         return iter(self._made.values())
 
     def get(self, specs: Specs) -> CachedPlan | None:
-        """The one for these gradients, if it has been made."""
+        """The plan for these gradients, or None if it is not made yet."""
         return self._made.get(specs)
 
     def make(
         self, specs: Specs, variables: Sequence[Any], live: Iterable[CachedPlan]
     ) -> CachedPlan:
-        """A new one, on which all ranks agree.
+        """Make a new plan, on which all ranks agree.
 
-        live: all of this process, whose names it must not have.
+        live: all plans of this process; the new plan gets another name.
 
         Raises:
             PlanMismatchError: ranks disagree on what they exchange.
-            StateDictError: what was loaded does not fit.
+            StateDictError: the loaded state dict does not fit.
         """
         plan = plan_of(specs, variables, self._config, self._settings, self._names)
         prefix = self._config.name or f"topkef.{plan.digest.hex()}"
         ordinal = max((each.ordinal for each in live if each.prefix == prefix), default=-1) + 1
         by_name = {spec.name: v for spec, v in zip(specs, variables, strict=True)}
-        with tf.init_scope():  # at once, also while a graph is being built
-            if not elastic():  # there, ranks that join late make theirs alone
+        with tf.init_scope():  # run eagerly, also while a graph is being built
+            if not elastic():  # in elastic jobs, ranks that join late make their plans alone
                 ordinal = agree(plan, ordinal, self._state.ops, self._state.collective)
             self._state.know(plan, by_name)
         made = self._made[specs] = CachedPlan(specs, plan, prefix, ordinal)

@@ -1,4 +1,4 @@
-"""What will be exchanged: gradients and their variables as the core's plan."""
+"""The plan of an exchange: gradients and their variables as the core describes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Groups = int | tuple[tuple[int, ...], ...] | None
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked of Horovod, beside the compressor."""
+    """The user's arguments to Horovod, beside the compressor."""
 
     reduction: str  # "average" or "sum"
     groups: Groups  # None, a number of buckets, or ids of variables
@@ -26,12 +26,12 @@ class Settings:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal where the settings are."""
+        """A key that is equal where the settings are equal."""
         return self.reduction, self.groups, self.process_set.process_set_id
 
 
 def groups_by_id(groups: Any) -> Groups:
-    """`groups=` as it can be kept without keeping variables alive."""
+    """The user's `groups=` as ids, which do not keep variables alive."""
     if isinstance(groups, list):
         return tuple(tuple(id(unwrap(v)) for v in group) for group in groups)
     number: int | None = groups
@@ -42,7 +42,7 @@ def unwrap(variable: Any) -> Any:
     """The tf.Variable behind a variable of Keras 3.
 
     Raises:
-        UnsupportedOperationError: it is no variable.
+        UnsupportedOperationError: it is not a variable.
     """
     inner = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
     if not isinstance(inner, tf.Variable):
@@ -55,7 +55,7 @@ def unwrap(variable: Any) -> Any:
 
 
 def names_of(variables: Iterable[Any]) -> list[str]:
-    """Unique names, from the variables' own; of equal ones the later are numbered."""
+    """Unique names from the variables' own names; repeated names get a number."""
     names: list[str] = []
     for variable in variables:
         name = getattr(variable, "path", None) or variable.name.removesuffix(":0")
@@ -67,10 +67,10 @@ def names_of(variables: Iterable[Any]) -> list[str]:
 
 
 def spec_of(name: str, gradient: Any, variable: Any) -> TensorSpec:
-    """A gradient as the core names it.
+    """The core's description of a gradient.
 
     Raises:
-        ShapeChangedError: the variable has no fixed shape, or the gradient another one.
+        ShapeChangedError: the variable has no fixed shape, or the gradient has another shape.
     """
     shape = variable.shape
     if not shape.is_fully_defined():
@@ -95,9 +95,9 @@ def plan_of(
     settings: Settings,
     names: Sequence[str],
 ) -> Plan:
-    """Buckets from the user's groups, and default ones in the order of the backward pass.
+    """Plan the buckets: the user's groups, then default ones in the order of the backward pass.
 
-    names: of all variables, those without a gradient too: what patterns may match.
+    names: names of all variables, also of those without a gradient, for patterns to match.
     """
     of_variable = {id(unwrap(v)): spec for v, spec in zip(variables, specs, strict=True)}
     groups = _asked_groups(specs, of_variable, settings.groups)
@@ -107,7 +107,7 @@ def plan_of(
 def _asked_groups(
     specs: Sequence[TensorSpec], of_variable: dict[int, TensorSpec], groups: Groups
 ) -> list[list[TensorSpec]]:
-    """`groups=` as lists of specs: those given, or the specs split among a number of them."""
+    """The user's `groups=` as lists of specs; a number splits the specs into as many lists."""
     if groups is None:
         return []
     if isinstance(groups, tuple):

@@ -1,18 +1,18 @@
-"""Loss scaling: gradients arrive in a scaler's units, residuals are kept in none.
+"""Loss scaling: gradients come multiplied by a scaler's factor, residuals are kept without it.
 
-Under a `LossScaleOptimizer` every gradient is S times what it stands for, and S changes. So that a
-change of S changes nothing that is owed (Micikevicius et al. 2018, Mixed Precision Training, for S)
+With a `LossScaleOptimizer` every gradient is multiplied by a scale S that changes (Micikevicius et
+al. 2018, Mixed Precision Training). So that residuals do not depend on S,
 
     compensate   a = e + g / S
     decode       g' = S * scale * sum over ranks of decode(p_r)
 
-and Keras divides g' by S, as it does without compression. Both are exact to the bit where S is a
-power of two, as Keras has it. An overflow on any rank is a NaN on every rank: all of them skip, and
-no residual changes.
+and Keras divides g' by S, as it does without compression. Both operations are exact where S is a
+power of two, as in Keras. An overflow on any rank becomes a NaN on every rank: all ranks skip the
+step, and no residual changes.
 
-Keras 3's optimizer takes the scale out by itself, in `horovod_topk.tensorflow.keras`. tf-keras' is
-around the distributed one, and tells it of a scale that changes as it tells checkpoints: as a
-dependency.
+With Keras 3, the optimizer of `horovod_topk.tensorflow.keras` divides by the scale. With tf-keras,
+the `LossScaleOptimizer` wraps the distributed optimizer, which finds a dynamic scale among its
+checkpoint dependencies.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Scale = Callable[[], Any]  # the present scale: a number, a scalar tensor, or No
 
 
 def check_scaler(scaler: Any) -> None:
-    """Refuse what is no optimizer with a loss scale.
+    """Refuse an object that is not an optimizer with a loss scale.
 
     Raises:
-        ConfigError: neither Keras 3's nor tf-keras' `LossScaleOptimizer`.
+        ConfigError: it is neither Keras 3's nor tf-keras' `LossScaleOptimizer`.
     """
     wanted = ("initial_scale", "inner_optimizer")
     if scaler is None or all(hasattr(scaler, each) for each in wanted):
@@ -45,7 +45,7 @@ def check_scaler(scaler: Any) -> None:
 
 
 def scale_of(scaler: Any) -> Scale:
-    """That of `grad_scaler=`, read as Keras itself reads it where it scales the loss."""
+    """A function that returns the present scale of `grad_scaler=`, read as Keras reads it."""
     if scaler is None:
         return lambda: None
     if hasattr(scaler, "get_scaled_loss"):  # tf-keras
@@ -54,23 +54,23 @@ def scale_of(scaler: Any) -> Scale:
 
 
 class ScaleAround:
-    """The scale of the `LossScaleOptimizer` that is, or will be, around an optimizer of tf-keras.
+    """The scale of the `LossScaleOptimizer` that wraps an optimizer of tf-keras, if one does.
 
-    Whoever puts it there: the user, `compile` under the policy "mixed_float16", or `within`.
+    The user may wrap it, or `compile` under the policy "mixed_float16", or `around`.
 
     Args:
-        optimizer: a distributed one.
+        optimizer: the distributed optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)  # which holds the exchange, and so this
-        self.fixed: float | None = None  # the scale, if it is known to stay as it is
+        self._optimizer = weakref.ref(optimizer)  # weak: the optimizer refers to this
+        self.fixed: float | None = None  # the scale, if it is known to be constant
 
     def __call__(self) -> Any:
-        """The present scale, None without one.
+        """The present scale, or None without one.
 
         Raises:
-            UnsupportedOperationError: it cannot be known, or differs among the gradients' passes.
+            UnsupportedOperationError: the scale is unknown, or differs between backward passes.
         """
         optimizer: Any = self._optimizer()
         if not getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False):
@@ -92,9 +92,9 @@ class ScaleAround:
 
 
 def around(scaler: Any, optimizer: Any, scale: ScaleAround) -> Any:
-    """A `LossScaleOptimizer` of tf-keras like `scaler`, around a distributed optimizer.
+    """Wrap a distributed optimizer of tf-keras in a `LossScaleOptimizer` like `scaler`.
 
-    It starts from `scaler`'s initial scale, as Horovod's copies of optimizers start without slots.
+    The new one starts from `scaler`'s initial scale, as Horovod's copies start without slots.
     """
     config = {"dynamic": scaler.dynamic, "initial_scale": scaler.initial_scale}
     if not scaler.dynamic:
@@ -104,15 +104,15 @@ def around(scaler: Any, optimizer: Any, scale: ScaleAround) -> Any:
 
 
 def is_scaler(optimizer: Any) -> bool:
-    """Whether it is a `LossScaleOptimizer` of tf-keras."""
+    """Whether an optimizer is a `LossScaleOptimizer` of tf-keras."""
     return hasattr(optimizer, "get_scaled_loss") and hasattr(optimizer, "inner_optimizer")
 
 
 def divided(gradients: Sequence[Any], scale: Any, variables: Sequence[Any]) -> list[Any]:
-    """Gradients out of the scaler's units; sparse ones and None stay as they are.
+    """Divide gradients by the loss scale; sparse gradients and None are returned unchanged.
 
     Raises:
-        UnsupportedDtypeError: one is float16, where what is unscaled may underflow.
+        UnsupportedDtypeError: a gradient is float16, and may underflow when it is unscaled.
     """
     if scale is None:
         return list(gradients)
@@ -127,7 +127,7 @@ def divided(gradients: Sequence[Any], scale: Any, variables: Sequence[Any]) -> l
 
 
 def multiplied(gradients: Sequence[Any], scale: Any) -> list[Any]:
-    """Gradients in the scaler's units again."""
+    """Multiply gradients by the loss scale again."""
     return [each if scale is None else _times(each, scale) for each in gradients]
 
 
@@ -136,5 +136,5 @@ def _times(gradient: Any, factor: Any) -> Any:
 
 
 def is_dense(gradient: Any) -> bool:
-    """Whether it is a gradient that is compressed: neither None nor tf.IndexedSlices."""
+    """Whether a gradient is compressed: it is neither None nor tf.IndexedSlices."""
     return tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices)

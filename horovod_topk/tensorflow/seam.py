@@ -1,14 +1,14 @@
-"""The one place that touches Horovod's private functions.
+"""The one module that calls and wraps Horovod's private functions.
 
-`_make_allreduce_grads_fn` is where gradients meet their variables; the gradient tape, the
-optimizers and the helpers for local aggregation all look it up when they are built. Wrapped are:
+`_make_allreduce_grads_fn` makes the function that gets gradients with their variables; the gradient
+tape, the optimizers and the local aggregation all call it when they are built. Wrapped are:
 
-    horovod.tensorflow._make_allreduce_grads_fn       answer with ours when compression is TopKEF
+    horovod.tensorflow._make_allreduce_grads_fn       return an `Exchange` if compression is TopKEF
     horovod._keras.create_distributed_optimizer       refuse TopKEF where it would never be called
-    horovod.tensorflow.join                           refuse it while a TopKEF state lives
+    horovod.tensorflow.join                           refuse it while a TopKEF state exists
 
-Each falls through to the original for any other compressor. tests/unit/test_tensorflow_seam.py
-fails when Horovod's side of this changes.
+With any other compressor each calls the original. tests/unit/test_tensorflow_seam.py fails when
+Horovod changes these functions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from horovod_topk.tensorflow.state import OptimizerState, live_states
 
 Function = Callable[..., Any]
 
-TAPE = "DistributedGradientTape"  # the name under which a tape asks, at every step
+TAPE = "DistributedGradientTape"  # the name that a tape passes, at every step
 
 
 def install() -> None:
@@ -66,7 +66,7 @@ def install() -> None:
 
 
 class Exchange:
-    """Exchanges the gradients of one tape or optimizer; stands in for Horovod's own function."""
+    """Exchanges the gradients of one tape or optimizer, instead of Horovod's function."""
 
     def __init__(
         self,
@@ -80,27 +80,27 @@ class Exchange:
         self._optimizer: Callable[[], Any] = lambda: None
         self.scale = scaling.scale_of(told.compressor.grad_scaler)
         self._memory = memory
-        self.state: OptimizerState | None = None  # of the variables seen last
+        self.state: OptimizerState | None = None  # for the variables of the last call
         self._settings = settings
         self._sparse_as_dense = sparse_as_dense
         self._stock = stock
         taken = told.taken
-        self._warnings: list[str] = [] if taken is None else taken.warnings  # about the optimizer
+        self._warnings: list[str] = [] if taken is None else taken.warnings  # of the optimizer
 
     @property
     def config(self) -> Method:
-        """The settings; without a momentum that was given back."""
+        """The settings, without momentum if it was given back to the optimizer."""
         told = self._told
         if told.taken is None or told.taken.is_over:
             return told.config
         return replace(told.config, momentum=0.0, nesterov=False, taken_over=False)
 
     def guard(self, optimizer: Any) -> None:
-        """Watch that an optimizer comes to no momentum of its own beside one that is corrected.
+        """Remember the optimizer, to check in each step that no momentum is applied twice.
 
-        If the momentum is corrected and the optimizer clips gradients, that is warned of.
+        Warns if momentum is corrected and the optimizer clips gradients.
         """
-        self._optimizer = weakref.ref(optimizer)  # which holds this
+        self._optimizer = weakref.ref(optimizer)  # weak: the optimizer refers to this
         momentum = 0.0 if self.config.taken_over else self.config.momentum
         self._warnings += warn_of_late_clipping(optimizer, momentum)
 
@@ -111,16 +111,16 @@ class Exchange:
         vars: Sequence[Any],  # noqa: A002  # Horovod's name
         use_generic_names: bool = False,
     ) -> list[Any]:
-        """Gradients summed or averaged over ranks, None where there is none.
+        """Exchange gradients: their sum or mean over ranks, None where there is none.
 
         Args:
-            grads: one a variable: a tensor, tf.IndexedSlices (left to Horovod) or None.
+            grads: one for each variable: a tensor, tf.IndexedSlices (left to Horovod) or None.
             vars: the variables, in the same order.
-            use_generic_names: Horovod's; names here do not depend on it.
+            use_generic_names: passed to Horovod's function; names here do not depend on it.
 
         Raises:
-            ConfigError: the optimizer has been given a momentum that would be applied twice, or a
-                sparse gradient would go without one, or unclipped.
+            ConfigError: the optimizer has a momentum that would be applied twice, or a sparse
+                gradient would get no momentum or no clipping.
         """
         optimizer = self._optimizer()
         grads, variables = list(grads), list(vars)
@@ -128,7 +128,7 @@ class Exchange:
             self._told.taken.leave_narrow(optimizer, variables)
         config = self.config
         check_not_twice(optimizer, config)
-        # Horovod would exchange sparse ones, and nobody would give them their momentum.
+        # Horovod would exchange sparse gradients, and no momentum would be applied to them.
         if self._sparse_as_dense or config.taken_over:
             grads = [to_dense(gradient) for gradient in grads]
         check_none_left_out(grads, variables, config)
@@ -179,7 +179,7 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
 
 
 def _told(compression: Any) -> Told | None:
-    """The compressor with its settings, if it is ours."""
+    """The compressor and its settings; None if `compression` is not one of this package's."""
     if isinstance(compression, Told):
         return compression
     compressor = Compressor.asked(compression)
@@ -246,7 +246,7 @@ def _is_keras_3(optimizer: Any) -> bool:
 def _wrap_join(original: Function) -> Function:
     def join(*args: Any, **kwargs: Any) -> Any:
         if live_states():
-            gc.collect()  # one that nobody holds may linger
+            gc.collect()  # delete unreachable states first
         for state in live_states():
             raise UnsupportedOperationError(
                 f"hvd.join() was called while {state.label} exchanges payloads, which a joined "

@@ -1,4 +1,4 @@
-"""Gradients that go past all that is done to ours: sparse ones, and those of local variables."""
+"""Gradients without momentum correction and clipping: sparse ones, those of local variables."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from horovod_topk.tensorflow.planning import names_of
 
 
 def to_dense(gradient: Any) -> Any:
-    """A sparse gradient as a tensor; others as they are."""
+    """Convert a sparse gradient to a tensor; others are returned unchanged."""
     return tf.convert_to_tensor(gradient) if is_sparse(gradient) else gradient
 
 
 def is_sparse(gradient: Any) -> bool:
-    """Whether it is what `tf.gather` and layers like `Embedding` give their variable."""
+    """Whether a gradient is sparse, as those of `tf.gather` and `Embedding` layers are."""
     return isinstance(gradient, tf.IndexedSlices)
 
 
 def refuse_local(optimizer: Any, config: Method) -> None:
-    """Have `register_local_var` of an optimizer refuse what would lose momentum or clipping.
+    """Have `register_local_var` of an optimizer refuse to drop momentum or clipping.
 
     Args:
-        optimizer: a distributed one of tf-keras, whose local variables are not exchanged.
-        config: as `check_none_left_out` takes it.
+        optimizer: a distributed optimizer of tf-keras; it does not exchange its local variables.
+        config: settings as for `check_none_left_out`.
 
     Raises:
         ConfigError: when a variable is registered; nothing has changed.
@@ -48,15 +48,16 @@ def refuse_local(optimizer: Any, config: Method) -> None:
 
 
 def check_none_left_out(gradients: Sequence[Any], variables: Sequence[Any], config: Method) -> None:
-    """Refuse a sparse gradient where it would go without momentum, or unclipped.
+    """Refuse a sparse gradient that would get no momentum or no clipping.
 
     Args:
-        gradients: one a variable.
-        variables: in the same order.
-        config: with the momentum that is corrected, and that the optimizer does not apply then.
+        gradients: one for each variable.
+        variables: the variables, in the same order.
+        config: settings with the corrected momentum, which the optimizer does not apply itself.
 
     Raises:
-        ConfigError: one is sparse, and there is a momentum or a `clip_norm`; nothing has changed.
+        ConfigError: a gradient is sparse, and there is a momentum or a `clip_norm`; nothing has
+            changed.
     """
     lost = _lost(config)
     sparse = [i for i, gradient in enumerate(gradients) if is_sparse(gradient)]
@@ -71,7 +72,7 @@ def check_none_left_out(gradients: Sequence[Any], variables: Sequence[Any], conf
 
 
 def _lost(config: Method) -> str:
-    """What does not happen to a gradient that is not among ours, in words; "" for nothing."""
+    """Describe which settings have no effect on uncompressed gradients; "" if none."""
     lost = []
     if config.momentum:
         lost.append(f"nobody would apply the momentum of {config.momentum}")

@@ -1,4 +1,4 @@
-"""State of error feedback in variables that a graph reads and assigns."""
+"""State of error feedback in tf.Variables that a graph reads and assigns."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ log = logging.getLogger("horovod_topk")
 
 
 class VariableArenas(Arenas[Array]):
-    """Arenas of one bucket in one graph: read from variables, and assigned to them in a commit.
+    """Arenas of one bucket in one graph: read from variables, and assigned when it commits.
 
     Args:
         plan: the bucket.
-        variables: one a tensor of the plan.
-        ops: of the arrays.
-        factors: what each is multiplied by where it is read; None: nothing.
+        variables: one state variable for each tensor of the plan.
+        ops: operations on the arrays.
+        factors: a factor for each variable's value when it is read; None: 1.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class VariableArenas(Arenas[Array]):
         self._variables, self._ops = variables, ops
 
     def swap(self) -> None:
-        """Assign the candidate to the variables."""
+        """Assign the candidates to the variables."""
         for tensor, variable in zip(self.plan.tensors, self._variables, strict=True):
             left = self._ops.view(self.candidate, tensor.start, tensor.stop)
             variable.assign(left.value)
@@ -71,14 +71,14 @@ class VariableArenas(Arenas[Array]):
 
 
 class VariableState(State[Array]):
-    """`State` of one list of variables, of which it learns when their gradients come.
+    """`State` of one list of variables, whose state variables are made with each plan.
 
     Args:
-        config: the settings.
+        config: the method's settings.
         reduction: "average" or "sum" over ranks.
-        names: of all variables.
-        stores: where their state variables are found again.
-        collective: among the ranks that exchange.
+        names: names of all variables.
+        stores: state variables by model variable.
+        collective: collectives of the ranks that exchange.
     """
 
     rates: VariableRates | None
@@ -108,7 +108,7 @@ class VariableState(State[Array]):
         self.rates = VariableRates() if config.follow_lr else None
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.told) else None
-        self.heard: dict[int, Rows] = {}  # what ranks told each other in the last step, by bucket
+        self.heard: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -129,17 +129,17 @@ class VariableState(State[Array]):
         return self.collective.rank, self.collective.size
 
     def squares(self) -> Squares:
-        """`State.squares`: of the last step in which they were measured."""
+        """`State.squares`: from the last step in which they were measured."""
         return self.last_squares
 
     def know(self, plan: Plan, variables: Mapping[str, Any]) -> None:
-        """Make state variables for the tensors of a plan, and give them what was loaded for them.
+        """Make state variables for the tensors of a plan, and load their part of a state dict.
 
-        variables: of the model, by tensor name.
+        variables: the model's variables, by tensor name.
 
         Raises:
             ShapeChangedError, UnsupportedDtypeError: a tensor's state variables do not fit it.
-            StateDictError: what was loaded does not fit.
+            StateDictError: the loaded state dict does not fit.
         """
         if self.exchange is None:
             self._choose_exchange(plan)
@@ -157,12 +157,12 @@ class VariableState(State[Array]):
         self.meet([name for name in variables if name in self.later])
 
     def step(self, plan: Plan, name: str, rate: Any = None) -> Step[Array]:
-        """A step over the state variables, for one graph.
+        """Make a step over the state variables, for one graph.
 
-        rate: the learning rate, if residuals follow it.
+        rate: the learning rate, if residuals are rescaled by it.
         """
         exchange = self.exchange
-        assert exchange is not None  # whose tensors are known
+        assert exchange is not None  # `know` has chosen it
 
         def arenas_of(key: str, bucket: BucketPlan, at: int, rate: Any) -> VariableArenas:
             names = [tensor.spec.name for tensor in bucket.tensors]
@@ -184,7 +184,7 @@ class VariableState(State[Array]):
                 },
             )
 
-        rates = None if rate is None else self.rates  # graphs outlive this state
+        rates = None if rate is None else self.rates  # not self: graphs outlive this state
 
         def decay(name: str) -> Any:
             return 1.0 if rates is None else rates.decay(name, rate)
@@ -200,17 +200,17 @@ class VariableState(State[Array]):
 
     @property
     def timer(self) -> GraphTimer:
-        """What notes the parts of a step, while its graph is built."""
+        """The timer of a step's parts, used while its graph is built."""
         timer: GraphTimer = self.collective.timer  # type: ignore[attr-defined]
         return timer
 
     def take_numbers(self, numbers: Any) -> None:
-        """Note in a graph what this rank tells in the next step: [3] float32, by `HOST`."""
+        """Assign in a graph the measures that this rank sends in the next step: [3] float32."""
         if self._numbers is not None:
             self._numbers.assign(tf.ensure_shape(numbers, [len(HOST)]))
 
     def _number(self, name: str) -> Array:
-        """A measure of this rank, of the step before, in a graph."""
+        """A measure of this rank from the step before, in a graph."""
         assert self._numbers is not None
         at = HOST.index(name)
         return Buffer(self._numbers.read_value()[at : at + 1])
@@ -232,16 +232,16 @@ class VariableState(State[Array]):
             self._numbers.assign(told)
 
     def count(self, plan: Plan, rate: Any = None) -> None:
-        """Note in a graph that a step is committed."""
+        """Count a committed step in a graph, and note its learning rate."""
         self.schedule_in_graphs.count()
         if rate is not None and self.rates is not None:
             self.rates.take_on(tuple(t.spec.name for t in plan.tensors()), rate)
 
     def _choose_exchange(self, plan: Plan) -> None:
-        """Choose the exchange, with all ranks.
+        """Choose the exchange together with all ranks.
 
         Raises:
-            ConfigError: ranks may come and go, and a graph has this rank's random numbers.
+            ConfigError: the job is elastic, and a graph has this rank's random numbers.
         """
         if isinstance(self.config, Seeded) and elastic():
             raise ConfigError(
@@ -293,7 +293,7 @@ class _Layout:
 
     Args:
         bucket: the bucket.
-        variables: of the model, by tensor name.
+        variables: the model's variables, by tensor name.
     """
 
     def __init__(self, bucket: BucketPlan, variables: Mapping[str, Any]) -> None:
@@ -306,7 +306,7 @@ class _Layout:
         holders: Sequence[BucketPlan],
         orders: Mapping[str, object],
     ) -> None:
-        """holders: plans that together hold the part; orders: those of shards, by name."""
+        """holders: plans that together hold the part; orders: shard orders, by tensor name."""
         for i, tensor in enumerate(self._bucket.tensors):
             spec, name = tensor.spec, tensor.spec.name
             own = [(holder, holder.tensors[i]) for holder in holders]

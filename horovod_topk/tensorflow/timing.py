@@ -1,4 +1,4 @@
-"""Seconds of a step that runs as a graph: operations that read the clock between its parts."""
+"""Seconds of each part of a step in a graph, from operations that read the clock."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ class GraphTimer:
     """Notes when the parts of a step begin and end, while its graph is built."""
 
     def __init__(self) -> None:
-        self._starts: list[Any] = []  # of collectives
+        self._starts: list[Any] = []  # start time of each collective
         self._ends: list[Any] = []
-        self._ready: list[Any] = []  # when the gradients of each bucket were ready
-        self._sent: list[Any] = []  # when its first collective was started
+        self._ready: list[Any] = []  # time at which each bucket's gradients were ready
+        self._sent: list[Any] = []  # index of each bucket's first collective
 
     def begin(self) -> None:
-        """Begin another graph."""
+        """Clear all notes, for another graph."""
         for each in (self._starts, self._ends, self._ready, self._sent):
             each.clear()
 
     def note_ready(self, gradients: Sequence[Any]) -> None:
-        """Note that a bucket is encoded from here on, which starts the next collective."""
+        """Note that a bucket is encoded from here on; the next collective is its first."""
         self._ready.append(_after(gradients))
         self._sent.append(len(self._starts))
 
     def note_start(self, tensor: Any) -> None:
-        """Note that a collective starts with a tensor; in eager mode nobody asks."""
+        """Note that a collective starts when a tensor is ready; ignored in eager mode."""
         if not tf.executing_eagerly():
             self._starts.append(_after([tensor]))
 
     def note_end(self, tensor: Any) -> None:
-        """Note that a collective ends with a tensor."""
+        """Note that a collective ends when a tensor is ready."""
         if not tf.executing_eagerly():
             self._ends.append(_after([tensor]))
 
     def seconds(self, exchanged: Sequence[Any]) -> Any:
-        """[4] float64: `Seconds` of the step, whose result these gradients are.
+        """[4] float64: `Seconds` of the step that exchanged these gradients.
 
-        What is exposed is the time from the last gradient, or the start of the last collective, to
-        the end of the last collective.
+        Exposed time lasts from the last gradient, or the start of the last collective, to the end
+        of the last collective.
         """
         if not self._ends:
             return tf.zeros([4], tf.float64)
@@ -57,11 +57,11 @@ class GraphTimer:
 
 
 def seconds_of(parts: Any) -> Seconds:
-    """What `GraphTimer.seconds` gave, on the host."""
+    """The result of `GraphTimer.seconds` as Python floats."""
     return Seconds(*map(float, parts))
 
 
 def _after(tensors: Sequence[Any]) -> Any:
-    """The time at which these tensors are there, [] float64."""
+    """The time at which these tensors are computed, [] float64."""
     with tf.control_dependencies(list(tensors)):
         return tf.timestamp()

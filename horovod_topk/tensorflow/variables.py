@@ -18,18 +18,18 @@ from horovod_topk.tensorflow.planning import unwrap
 
 
 class Forgets(Protocol):
-    """What keeps something for variables."""
+    """An object that keeps data for variables until it is told to forget them."""
 
     def forget(self, key: Any) -> None:
-        """Keep it no longer."""
+        """Delete the data of a key."""
         ...
 
 
 def watched(variable: Any, owner: Forgets, key: object) -> object:
-    """Has `owner` forget a key when a variable ends, as long as it keeps what this returns.
+    """Have `owner` forget a key when a variable is deleted, as long as the result is kept.
 
-    Neither keeps the other alive: what an optimizer keeps ends with the optimizer, also where its
-    model lives on and is given another one.
+    Neither keeps the other alive: the data that an optimizer keeps is deleted with the optimizer,
+    also where its model exists longer and gets another optimizer.
     """
     this = weakref.ref(owner)
 
@@ -43,7 +43,7 @@ def watched(variable: Any, owner: Forgets, key: object) -> object:
 
 @dataclass(frozen=True)
 class VariablePiece:
-    """`horovod_topk.core.part.Piece`: one state variable."""
+    """`horovod_topk.core.part.Piece` that holds one state variable."""
 
     variable: Any
     parts: int = 1
@@ -67,17 +67,17 @@ class VariablePiece:
 class _Entry:
     pieces: Sequence[Any]
     order: object
-    watch: object  # ends it with its variable
+    watch: object  # the result of `watched`
 
 
 class StateVariables:
-    """Flat state variables of each model variable, as long as both of them live."""
+    """Flat state variables of each model variable, as long as both exist."""
 
     def __init__(self) -> None:
         self._of: dict[int, _Entry] = {}
 
     def forget(self, key: int) -> None:
-        """End the state variables of a variable that is no more."""
+        """Delete the state variables of a variable that was deleted."""
         self._of.pop(key, None)
 
     def of(
@@ -86,13 +86,13 @@ class StateVariables:
         """State variables of one model variable, zeros at first, float32 (float64 for float64).
 
         Args:
-            variable: of the model.
-            spec: of its gradient.
-            sizes: elements of each: of the whole tensor, or of each shard.
-            order: names the shards, and what gives their elements their unit.
+            variable: the model's variable.
+            spec: the spec of its gradient.
+            sizes: elements of each state variable: of the whole tensor, or of each shard.
+            order: identifies how the tensor is split into shards, and the reduction.
 
         Raises:
-            ShapeChangedError: its gradients used to have another precision, or other shards.
+            ShapeChangedError: earlier gradients had another precision, or other shards.
         """
         variable, dtype = unwrap(variable), RESIDUAL_DTYPE[spec.dtype]
         key = id(variable)
@@ -127,7 +127,7 @@ class Stores:
     owned: StateVariables = field(default_factory=StateVariables)  # owner's residuals
     velocities: StateVariables = field(default_factory=StateVariables)
     rates: StateVariables = field(default_factory=StateVariables)  # learning rates, [2] float64
-    methods: dict[str, StateVariables] = field(  # a method's own, by name
+    methods: dict[str, StateVariables] = field(  # the method's state, by name
         default_factory=lambda: defaultdict(StateVariables)
     )
 
@@ -141,9 +141,9 @@ def _zeros(sizes: Sequence[int], dtype: str, device: str) -> Sequence[Any]:
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function where no graph is being built: what is traced is a thread's own.
+    """Call a function in a thread of its own, where no graph is being built.
 
-    A tf.function that sees a variable made while it traces would trace once more.
+    If variables are made while a tf.function is traced, TensorFlow traces it once more.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *arguments).result()

@@ -16,9 +16,9 @@ before for any other compressor. Five functions are wrapped, by `horovod_topk.to
     horovod.torch.optimizer._DistributedAdasumOptimizer.__init__
     horovod.torch.join
 
-and one registry gets an entry for `TopKEF`, by `horovod_topk.torch.elastic`:
+and `horovod_topk.torch.elastic` adds `TopKEF` to one registry:
 
-    horovod.torch.elastic.state._handler_registry   the types that an elastic TorchState takes
+    horovod.torch.elastic.state._handler_registry   the types that an elastic TorchState accepts
 """
 
 from typing import Any
@@ -36,6 +36,6 @@ __all__ = ["Guard", "OneBitAdam", "OptimizerState", "TopKEF"]
 
 
 def __getattr__(name: str) -> Any:
-    """The compressors of the other methods, made when first asked for."""
+    """Make the compressor class of another method when it is first imported."""
     globals()[name] = made = Compressor.named(name, __name__)
     return made

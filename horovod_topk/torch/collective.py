@@ -1,4 +1,4 @@
-"""Horovod's collectives as the core wants them."""
+"""Horovod's collectives for PyTorch behind the core's interface."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from horovod_topk.core.payload import check_counts
 from horovod_topk.core.timing import StepTimer
 from horovod_topk.ops.torch import TorchOps
 
-_PAUSE = 50e-6  # seconds between two looks at a collective under way
+_PAUSE = 50e-6  # seconds between two polls of a running collective
 
 
 def rest_until_done(handle: int) -> None:
-    """Sleep until a collective is over; its result is still to be fetched.
+    """Sleep until a collective is done, without fetching its result.
 
-    Horovod's own waiting takes a whole core, which its background thread, or another rank's, may
-    need to get the collective done: with more ranks than cores each message waits for a time slice.
+    Horovod's own wait takes a whole core, which a background thread of this or another rank may
+    need to run the collective: with more ranks than cores each message waits for a time slice.
     """
     while not hvd.poll(handle):
         time.sleep(_PAUSE)
 
 
 def result_of(handle: int) -> Any:
-    """What a collective brings, once it is done."""
+    """Wait for a collective and return its result."""
     rest_until_done(handle)
     return hvd.synchronize(handle)
 
 
 @dataclass(frozen=True)
 class _Handle:
-    """A Horovod collective under way."""
+    """A running Horovod collective."""
 
     handle: int
     timer: StepTimer
 
     def wait(self) -> Tensor:
         began = time.perf_counter()
-        while not hvd.poll(self.handle):  # as `rest_until_done`, which this spares a call
+        while not hvd.poll(self.handle):  # `rest_until_done` inlined, to save a call
             time.sleep(_PAUSE)
         self.timer.last = time.perf_counter()
         self.timer.exposed += self.timer.last - began
@@ -57,7 +57,7 @@ class _Handle:
 
 @dataclass(frozen=True)
 class _Sum:
-    """An alltoall under way whose parts are to be added up."""
+    """A running alltoall whose received parts are added up by `wait()`."""
 
     handle: int
     count: int  # elements of each part
@@ -80,8 +80,8 @@ class HorovodCollective:
     """`horovod_topk.core.exchange.Collective` over a Horovod process set.
 
     Args:
-        process_set: the ranks.
-        timer: counts the seconds in which it is waited for; None: nobody reads them.
+        process_set: the ranks that take part.
+        timer: counts the seconds that this process waits for collectives; None: nobody reads them.
     """
 
     def __init__(self, process_set: hvd.ProcessSet, timer: StepTimer | None = None) -> None:
@@ -114,10 +114,10 @@ class HorovodCollective:
         return self._alltoall(payloads, splits, name)
 
     def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> _Sum:
-        """Start a named alltoall whose parts are added when it is waited for; does not block.
+        """Start a named alltoall whose parts `wait()` adds in rank order; does not block.
 
-        Horovod's own reduce-scatter cuts into equal parts alone, and the order in which it adds
-        depends on what it is fused with.
+        Horovod's own reduce-scatter only supports equal parts, and the order in which it adds
+        depends on the tensors that it is fused with.
         """
         handle = self._alltoall(array, torch.tensor(counts, dtype=torch.int32), name)
         return _Sum(handle.handle, counts[self.rank], name, self.timer)
@@ -130,11 +130,11 @@ class HorovodCollective:
         return _Handle(handle, timer)
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether process sets for these groups are there, or can be added."""
+        """Whether process sets of these groups exist, or can be added."""
         return process_sets.can_add(self._global(groups), self._process_set)
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[HorovodCollective | None]:
-        """Collectives over process sets, which are added where they are not there yet."""
+        """Collectives over the process sets of these groups; missing process sets are added."""
         found = process_sets.find_or_add(self._global(groups))
         return [HorovodCollective(p, self.timer) if p.included() else None for p in found]
 
@@ -144,7 +144,7 @@ class HorovodCollective:
         return _Handle(hvd.alltoall_async(array, splits, name=name, process_set=process_set), timer)
 
     def _global(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Groups of Horovod's ranks, of ranks within the process set."""
+        """Convert groups of ranks within the process set to groups of Horovod's global ranks."""
         ranks = self._process_set.ranks
         return [[ranks[rank] for rank in group] for group in groups]
 
@@ -153,14 +153,14 @@ class HorovodTalk:
     """`horovod_topk.elastic.Talk` among all of Horovod's ranks."""
 
     def gather(self, data: bytes, name: str) -> list[bytes]:
-        """Bytes of every rank, equally many."""
+        """Gather the bytes of every rank, of equal length."""
         return gather_bytes(data, name, TorchOps(), HorovodCollective(hvd.global_process_set))
 
     def average(self, array: Tensor, name: str) -> Tensor:
-        """Mean over all ranks."""
+        """The mean of an array over all ranks."""
         mean: Tensor = result_of(hvd.allreduce_async(array, name=name, op=hvd.Average))
         return mean
 
     def beside(self, array: Tensor, other: Tensor) -> Tensor:
-        """The array, on the device of the other one."""
+        """Copy an array to the device of another one."""
         return array.to(other.device)

@@ -1,4 +1,4 @@
-"""The state of elastic jobs in PyTorch: model, optimizer and residuals.
+"""State of elastic jobs in PyTorch: model, optimizer and residuals.
 
     from horovod_topk.torch import TopKEF
     from horovod_topk.torch.elastic import TorchState
@@ -7,9 +7,10 @@
     optimizer = hvd.DistributedOptimizer(optimizer, ..., compression=topk)
     state = TorchState(model=model, optimizer=optimizer, compression=topk, epoch=0)
 
-Pass the TopKEF instance, not the class. Horovod's own `hvd.elastic.TorchState` takes it too. This
-one also keeps the residuals of a rank whose host is removed after a warning, and commits whenever
-ranks have changed. `horovod_topk.elastic` says what is kept in which case.
+Pass the TopKEF instance, not the class. Horovod's own `hvd.elastic.TorchState` accepts it too. The
+`TorchState` of this module also keeps the residuals of a rank whose host is removed after a
+warning, and commits whenever ranks have changed. `horovod_topk.elastic` says which residuals are
+kept in which case.
 
 Importing this module adds `TopKEF` to Horovod's registry of handlers for elastic states.
 """
@@ -37,7 +38,7 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
         self.save()
 
     def save(self) -> None:
-        """Keep a copy of the residuals, to go back to."""
+        """Save a copy of the residuals, for `restore`."""
         self.manager.save()
 
     def restore(self) -> None:
@@ -52,7 +53,7 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
         """Refuse another compressor: its optimizer's residuals would be lost.
 
         Raises:
-            ConfigError: it is another.
+            ConfigError: it is another compressor.
         """
         if value is not self.value:
             raise ConfigError(
@@ -64,15 +65,15 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
 class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
     """An elastic state of model, optimizer and residuals, for `hvd.elastic.run`.
 
-    As `hvd.elastic.TorchState`. In addition, ranks that leave after a warning first share out their
-    residuals, and every rank commits when ranks have changed.
+    As `hvd.elastic.TorchState`. In addition, all ranks average their residuals before some leave
+    after a warning, and every rank commits when ranks have changed.
 
     Args:
         args: see `hvd.elastic.TorchState`.
         kwargs: see `hvd.elastic.TorchState`; among them the `TopKEF` instance, under any name.
 
     Raises:
-        ConfigError: the class TopKEF was given, whose residuals cannot be found.
+        ConfigError: the class TopKEF was passed instead of an instance.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,8 +88,8 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
     def sync(self) -> None:
         """Take rank 0's model and attributes, rescale residuals together, and commit.
 
-        Without the commit, Horovod would go on with the untrained model of a rank that has joined,
-        if all others failed before its first commit.
+        Without this commit, Horovod would go on with the untrained model of a rank that has joined,
+        if all other ranks failed before the next commit.
         """
         super().sync()
         self.save()
@@ -99,7 +100,7 @@ class TorchState(HandsOver, hvd_elastic.TorchState):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Add TopKEF to the types that Horovod's elastic states have a handler for."""
+    """Register the handler of TopKEF for Horovod's elastic states."""
     registry = get_handler_registry()
     if (Compressor, ResidualHandler) not in registry:
         registry.append((Compressor, ResidualHandler))

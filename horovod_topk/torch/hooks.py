@@ -1,4 +1,4 @@
-"""The hooks of `horovod_topk.torch_training.hooks`, on an optimizer that Horovod has wrapped."""
+"""`horovod_topk.torch_training.hooks` for an optimizer that Horovod has wrapped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from horovod_topk.torch_training import hooks
 
 
 class Hooks(hooks.Hooks):
-    """Horovod's step exchanges what `synchronize()` has not, and calls the optimizer's own."""
+    """Step hooks for Horovod, whose step exchanges late gradients, then steps the optimizer."""
 
     _has_exchanged = False  # since the last step
 
@@ -31,6 +31,6 @@ class Hooks(hooks.Hooks):
         return bool(optimizer._should_synchronize and was_called)
 
     def _check_clipping(self, optimizer: Any) -> None:
-        """A step that exchanges by itself leaves nobody the time to change a gradient."""
+        """Check for late clipping only where the step does not exchange gradients itself."""
         if not optimizer._should_synchronize:
             super()._check_clipping(optimizer)

@@ -1,6 +1,6 @@
-"""What a Horovod optimizer will exchange: its parameters as the core's plan.
+"""The plan of a Horovod optimizer: which gradients are exchanged in which bucket.
 
-Reads the private attributes that Horovod's constructor leaves behind; writes nothing.
+Reads private attributes that Horovod's constructor sets; writes nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from horovod_topk.torch_training import specs
 
 
 def plan_of(optimizer: Any, config: Method) -> Plan:
-    """Buckets from the user's groups, and default ones in the order of the backward pass."""
+    """Plan the buckets: the user's groups, then default ones in the order of the backward pass."""
     reduction = reduction_of(optimizer.op, hvd)
     names = optimizer._parameter_names
     return specs.plan_of(optimizer, names, config, reduction, _asked_groups(optimizer))
 
 
 def _asked_groups(optimizer: Any) -> Iterator[Sequence[Tensor]]:
-    """`groups=` as lists, or the lists that Horovod makes of a number."""
+    """The user's `groups=` as lists of parameters; Horovod splits them if it is a number."""
     if isinstance(optimizer._groups, list):
         yield from optimizer._groups
     elif optimizer._groups is not None:

@@ -1,18 +1,18 @@
-"""The one place that touches Horovod's private methods.
+"""The one module that calls and wraps Horovod's private methods.
 
 `hvd.DistributedOptimizer` builds a class from `dict(_DistributedOptimizer.__dict__)` at every
-call, so methods wrapped here once reach every optimizer built afterwards. Wrapped are:
+call, so methods that are wrapped here apply to every optimizer built afterwards:
 
     _DistributedOptimizer.__init__                  attach a state when compression is TopKEF, or
-                                                    the optimizer OneBitAdam, and have no hooks on
-                                                    parameters before it stands
-    _DistributedOptimizer._allreduce_grad_async     hand a ready gradient to that state
-    _DistributedOptimizer.synchronize               let it see all gradients before any is exchanged
+                                                    the optimizer OneBitAdam, and register hooks
+                                                    on parameters after that
+    _DistributedOptimizer._allreduce_grad_async     pass a ready gradient to that state
+    _DistributedOptimizer.synchronize               check all gradients before any is exchanged
     _DistributedAdasumOptimizer.__init__            refuse TopKEF before a parameter has changed
-    horovod.torch.join                              refuse it while a TopKEF optimizer lives
+    horovod.torch.join                              refuse it while a TopKEF optimizer exists
 
-Each falls through to the original for any other compressor. tests/unit/test_seam.py fails when
-Horovod's side of this changes.
+With any other compressor each calls the original. tests/unit/test_seam.py fails when Horovod
+changes these methods.
 """
 
 from __future__ import annotations
@@ -79,21 +79,21 @@ def _wrap_init(original: Method) -> Method:
 
 
 def _compression_of_momentum(asked: Any, op: Any) -> Any:
-    """Return the compression that exchanges the momentum of a OneBitAdam.
+    """The compressor that exchanges the momentum of a OneBitAdam.
 
     Args:
-        asked: what was passed as `compression=`; Horovod's default stands for nothing.
-        op: what was passed as `op=`.
+        asked: the user's `compression=`; Horovod's default selects sharded SignSGD.
+        op: the user's `op=`.
 
     Raises:
-        ConfigError: it would be exchanged in a form of Horovod's, or added up.
+        ConfigError: the compressor is one of Horovod's, or `op` is Sum.
     """
     if op == hvd.Sum:
         raise ConfigError(
             "op=hvd.Sum would add up the ranks' momenta, of which the common one is a part",
             cure="Leave op= out",
         )
-    if asked is hvd.Compression.none:  # a class of its own
+    if asked is hvd.Compression.none:  # Horovod's default
         return importlib.import_module("horovod_topk.torch").SignSGD(exchange="sharded")
     kind = asked if isinstance(asked, type) else type(asked)
     if not issubclass(kind, Compressor):
@@ -106,13 +106,13 @@ def _compression_of_momentum(asked: Any, op: Any) -> Any:
 
 
 def _without_hooks(optimizer: Any, construct: Callable[[], None]) -> bool:
-    """Call Horovod's constructor, but leave parameters as they are.
+    """Call Horovod's constructor without registering its hooks on parameters.
 
-    Hooks stay on parameters as long as these live, and would have the optimizer that was refused
-    take the gradients of every later one.
+    Hooks stay on parameters as long as these exist: after an error in the constructor they would
+    pass the gradients of every later optimizer to the failed one.
 
     Returns:
-        Whether Horovod wanted its hooks.
+        Whether Horovod's constructor would have registered its hooks.
     """
     asked: list[bool] = []
     optimizer._register_hooks = lambda: asked.append(True)
@@ -158,7 +158,7 @@ def _wrap_adasum_init(original: Method) -> Method:
 def _wrap_join(original: Method) -> Method:
     def join(*args: Any, **kwargs: Any) -> Any:
         if _exchanging():
-            gc.collect()  # Horovod's optimizers are reference cycles: a dead one may linger
+            gc.collect()  # Horovod's optimizers are reference cycles: delete unreachable ones
         for state in _exchanging():
             raise UnsupportedOperationError(
                 f"hvd.join() was called while {state.label} exchanges payloads, which a joined "
@@ -172,5 +172,5 @@ def _wrap_join(original: Method) -> Method:
 
 
 def _exchanging() -> list[OptimizerState]:
-    """States behind Horovod's optimizers that compress something."""
+    """States of Horovod's optimizers that compress gradients."""
     return [state for state in live_states() if isinstance(state, OptimizerState)]

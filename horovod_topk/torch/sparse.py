@@ -1,4 +1,4 @@
-"""Sparse gradients: left to Horovod's own allgather where nothing of theirs would be lost."""
+"""Sparse gradients: exchanged by Horovod's allgather if no setting or residual forbids it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from horovod_topk.errors import ConfigError, ShapeChangedError
 
 
 def check_may_leave(name: str, compressor: Compressor[Tensor]) -> None:
-    """Refuse a sparse gradient where Horovod's path would do less to it than was asked for.
+    """Refuse a sparse gradient to which a setting would not apply, or with a residual.
 
     Raises:
-        ConfigError: settings change gradients before they are exchanged.
-        ShapeChangedError: its residual is not zero.
+        ConfigError: a setting changes gradients before they are exchanged.
+        ShapeChangedError: the gradient's residual is not zero.
     """
     config = compressor.plan.config
     if config.momentum:
@@ -32,7 +32,7 @@ def check_may_leave(name: str, compressor: Compressor[Tensor]) -> None:
 
 
 def refused(setting: str, tensor: str) -> ConfigError:
-    """The error where a setting would silently not hold for a sparse gradient."""
+    """The error for a setting that would have no effect on a sparse gradient."""
     return ConfigError(
         f"its gradient is sparse, and {setting} is for gradients that are compressed: Horovod "
         "would exchange this one as it is",
@@ -42,12 +42,12 @@ def refused(setting: str, tensor: str) -> ConfigError:
 
 
 def values_alone(optimizer: Any, clip_norm: float) -> list[Tensor]:
-    """What of all gradients is not zero by its form, to be clipped where nothing is exchanged.
+    """Dense gradients and the values of sparse ones, to be clipped where nothing is exchanged.
 
-    Sparse ones count as their dense copies would with `sparse_as_dense`.
+    Sparse gradients count like their dense copies with `sparse_as_dense`.
 
     Raises:
-        ConfigError: one is sparse, and was not asked to be taken for dense.
+        ConfigError: a gradient is sparse, and `sparse_as_dense` is off.
     """
     found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for p in found:
@@ -56,5 +56,5 @@ def values_alone(optimizer: Any, clip_norm: float) -> list[Tensor]:
             raise refused(f"clip_norm={clip_norm}", name)
     for p in found:
         if p.grad.is_sparse:
-            p.grad = p.grad.coalesce()  # else the norm is not of sums
+            p.grad = p.grad.coalesce()  # add up duplicate indices before the norm
     return [p.grad._values() if p.grad.is_sparse else p.grad for p in found]

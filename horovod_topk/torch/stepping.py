@@ -1,7 +1,7 @@
-"""What an optimizer's step has to find: gradients that were exchanged, and all of them.
+"""Checks of a Horovod optimizer's step: all gradients were exchanged before they are applied.
 
-Ranks that step on gradients of their own drift apart without a word. Each check raises before the
-step has changed anything, but for the last, which is there for what closures do within a step.
+Ranks that step on local gradients diverge silently. Each check raises before the step has changed
+anything, except `check_after`, which finds gradients that a closure computed within the step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def check_before(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Refuse a step on gradients that are not, or will not be, exchanged.
 
     Args:
-        optimizer: a distributed one.
-        args: of its `step`, itself among them.
-        kwargs: the same.
+        optimizer: a distributed optimizer.
+        args: positional arguments of the `step` call, with the optimizer as the first.
+        kwargs: keyword arguments of the `step` call.
 
     Raises:
         StepBeforeSynchronizeError, UnsupportedOperationError: see the message.
@@ -49,10 +49,10 @@ def check_before(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def check_after(optimizer: Any) -> None:
-    """Refuse to go on from a closure whose gradients were applied and never exchanged.
+    """Refuse to go on after a closure's gradients were applied without being exchanged.
 
     Raises:
-        StepBeforeSynchronizeError: they were.
+        StepBeforeSynchronizeError: such gradients were applied.
     """
     if optimizer._handles:
         raise StepBeforeSynchronizeError(
@@ -63,10 +63,10 @@ def check_after(optimizer: Any) -> None:
 
 
 def check_all_are_known(optimizer: Any) -> None:
-    """Horovod has hooks for parameters that were trainable when the optimizer was built.
+    """Refuse gradients of parameters without hooks, as they were frozen at construction.
 
     Raises:
-        UnsupportedOperationError: another one has a gradient.
+        UnsupportedOperationError: another parameter has a gradient.
     """
     known = {id(p) for p in optimizer._requires_update}
     stepping.check_all_are_known(optimizer, known, optimizer._parameter_names)

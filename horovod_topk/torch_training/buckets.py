@@ -1,4 +1,4 @@
-"""A plan's buckets, and how far the gradients of each have come in this step."""
+"""The plan's buckets, and which of their gradients are ready, sent or exchanged in this step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from horovod_topk.torch_training.ready import (
 
 
 class Buckets:
-    """Parameters by bucket in the plan's order, buckets by parameter, and what is missing.
+    """The slots of each bucket in the plan's order, and how many gradients each waits for.
 
     Attributes:
-        slots: of the parameters whose gradients are compressed, by the parameter's id: a tensor's
-            hash is a call into Python. Slots keep parameters alive.
-        exchanges: of buckets, so far.
+        slots: by the id of each parameter whose gradient is compressed: a tensor's hash is a call
+            into Python. Slots keep parameters alive.
+        sent: the result of `first_elements` for each bucket that was sent, by ordinal.
+        exchanges: buckets exchanged so far.
     """
 
     def __init__(self, names: Mapping[Tensor, str]) -> None:
@@ -31,11 +32,11 @@ class Buckets:
         self.slots: dict[int, Slot] = {}
         self._slots_of: dict[int, list[Slot]] = {}  # by ordinal
         self._missing: dict[int, int] = {}  # gradients a bucket waits for, by ordinal
-        self.sent: dict[int, Tensor] = {}  # what `first_elements` gave when a bucket was sent
-        self.exchanges = 0  # of buckets, so far
+        self.sent: dict[int, Tensor] = {}
+        self.exchanges = 0
 
     def index(self, plan: Plan) -> None:
-        """Follow a plan; what is ready stays so."""
+        """Assign slots to the buckets of a plan; ready gradients stay ready."""
         by_name = {name: p for p, name in self._names.items()}
         known, self.slots, self._slots_of = self.slots, {}, {}
         for bucket in plan.buckets:
@@ -54,17 +55,17 @@ class Buckets:
         return ordinal in self._slots_of
 
     def slots_of(self, ordinal: int) -> list[Slot]:
-        """Those of a bucket, in the plan's order."""
+        """The slots of a bucket, in the plan's order."""
         return self._slots_of[ordinal]
 
     def add(self, slot: Slot, gradient: Tensor, dense: Tensor) -> bool:
-        """Note a gradient, and the tensor that is sent for it.
+        """Note a ready gradient, and the dense tensor that is sent for it.
 
         Returns:
             Whether all gradients of its bucket are ready.
 
         Raises:
-            ShapeChangedError, OverlappingGradientError: it is not what was planned.
+            ShapeChangedError, OverlappingGradientError: the gradient does not fit the plan.
         """
         kind = dense.shape, dense.dtype, dense.device
         if kind != slot.kind or not dense.is_contiguous():
@@ -78,17 +79,17 @@ class Buckets:
         return not self._missing[ordinal]
 
     def ready(self, ordinal: int) -> list[Tensor]:
-        """The gradients of a complete bucket in the plan's order, as they were added."""
+        """Ready gradients of a complete bucket in the plan's order, as they were added."""
         return [slot.ready.dense for slot in self._slots_of[ordinal] if slot.ready is not None]
 
     def gradients(self, ordinal: int) -> list[Tensor]:
-        """Those of a complete bucket in the plan's order, once it is sure that none changed.
+        """Ready gradients of a complete bucket in the plan's order, checked to be unchanged.
 
-        A loss scaler's `unscale_`, and what is written through `.data`, change no version: after
-        `note_sent` the first elements are compared too, which waits for the device.
+        GradScaler's `unscale_` and writes through `.data` do not change a tensor's version. So the
+        first elements of a sent bucket are compared too, which waits for the device.
 
         Raises:
-            GradientChangedError: one was replaced or written to.
+            GradientChangedError: a gradient was replaced or written to.
         """
         found = []
         for slot in self._slots_of[ordinal]:
@@ -103,7 +104,7 @@ class Buckets:
         return found
 
     def note_exchanged(self, ordinal: int) -> None:
-        """What was ready holds the exchanged gradients now."""
+        """Note that a bucket's ready gradients hold exchanged values now."""
         self.exchanges += 1
         self.sent.pop(ordinal, None)
         slots = self._slots_of[ordinal]
@@ -112,26 +113,27 @@ class Buckets:
         self._missing[ordinal] = len(slots)
 
     def hand_out_rest(self) -> None:
-        """Note gradients into which a host has copied what was exchanged, and write the others.
+        """Note the gradients that DDP has written, and write those of parameters that DDP left out.
 
-        DistributedDataParallel leaves out parameters that no rank has used: residuals have theirs.
+        DistributedDataParallel leaves out parameters that no rank has used in this step; their
+        residuals may still have sent something.
         """
         for slot in self.slots.values():
             slot.hand_out()
 
     def note_handed_out(self) -> None:
-        """`synchronize()` is over: each gradient holds what was exchanged for it."""
+        """Note that `synchronize()` has written the exchanged gradients."""
         for slot in self.slots.values():
             slot.note_handed_out()
 
     def first_changed(self) -> str | None:
-        """The name of a tensor whose exchanged gradient was changed since; None: there is none."""
+        """The first tensor whose exchanged gradient was changed since, by name; None: none was."""
         return next((s.spec.name for s in self.slots.values() if s.is_changed()), None)
 
     def check_late(self, sent: Collection[int]) -> None:
-        """Refuse before `synchronize()` sends anything, as ranks visit late ones in any order.
+        """Check all late gradients before any is sent, as ranks visit them in different orders.
 
-        sent: ordinals of the buckets that have left already.
+        sent: ordinals of the buckets that were sent already.
 
         Raises:
             GradientChangedError, RepeatedSynchronizeError, ShapeChangedError,
@@ -147,21 +149,21 @@ class Buckets:
                     raise changed(slot)
 
     def late_sparse(self) -> list[Slot]:
-        """Those whose gradient is sparse and not ready yet."""
+        """Slots whose gradient is sparse and not ready yet."""
         missing = (slot for slot in self.slots.values() if slot.ready is None)
         return [slot for slot in missing if is_sparse(slot.parameter.grad)]
 
     def are_applied(self) -> bool:
-        """Whether the optimizer has stepped on what was exchanged; see `any_applied`."""
+        """Whether the optimizer has applied the exchanged gradients; see `any_applied`."""
         return any_applied(self.slots.values())
 
     def forget_exchanged(self) -> None:
-        """A step is over."""
+        """Forget the exchanged gradients, once a step is over."""
         for slot in self.slots.values():
             slot.exchanged = None
 
     def forget(self) -> None:
-        """Nothing is ready, and nothing was exchanged."""
+        """Forget all ready and exchanged gradients."""
         for slot in self.slots.values():
             slot.ready, slot.has_fired = None, False
         self._missing = {ordinal: len(slots) for ordinal, slots in self._slots_of.items()}
@@ -170,7 +172,7 @@ class Buckets:
 
 
 def _check_comes(slot: Slot) -> None:
-    """Refuse what a parameter whose gradient is not ready would send."""
+    """Check the late gradient that a parameter would send."""
     slot.check_not_exchanged()
     gradient = slot.parameter.grad
     if gradient is None or not gradient.is_sparse:

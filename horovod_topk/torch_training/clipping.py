@@ -1,4 +1,4 @@
-"""Arithmetic of clipping in PyTorch; `horovod_topk.core.clipping` says to what norm, and why."""
+"""Gradient clipping in PyTorch; `horovod_topk.core.clipping` gives the threshold and the reason."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from torch import Tensor
 
 from horovod_topk.core.clipping import LocalClip, Scope
 
-_STRETCH = 1 << 16  # elements
+_STRETCH = 1 << 16  # elements of a stretch that is summed in float32
 
 
 def clip_alone(
     optimizer: Any, clip_norm: float, gradients: Callable[[], Sequence[Tensor]] | None = None
 ) -> None:
-    """Clip before each step where nothing is exchanged: one rank's gradients are all there are.
+    """Clip gradients before each step where nothing is exchanged, as with one rank.
 
-    gradients: gives those of a step, to be written to; None: the `grad` of every parameter.
+    gradients: returns the gradients of a step, clipped in place; None: the `grad` of every
+        parameter.
     """
     clip = local_clip(clip_norm, "sum")
 
     @torch.no_grad()
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, where the step unscales
+        scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler if the step unscales
         clip.begin(ranks=1, units=1.0 if scale is None else float(scale))
         by_device: dict[torch.device, list[Tensor]] = {}
         for gradient in _gradients_of(optimizer) if gradients is None else gradients():
@@ -42,14 +43,14 @@ def _gradients_of(optimizer: Any) -> list[Tensor]:
 
 
 def local_clip(clip_norm: float, reduction: str) -> LocalClip[Tensor]:
-    """Clips a rank's gradients bucket by bucket, while they become ready."""
+    """Make the clipper of a rank's gradients, bucket by bucket as they become ready."""
     return LocalClip(clip_norm, reduction, Scope.SO_FAR, Norms())
 
 
 class Norms:
-    """`horovod_topk.core.clipping.Norms`: numbers on the host, tensors on accelerators.
+    """`horovod_topk.core.clipping.Norms`: floats for host gradients, tensors on accelerators.
 
-    It waits for no accelerator, so that gradients on each device are clipped by their own norm.
+    To avoid waiting for accelerators, the gradients on each device are clipped by their own norm.
     """
 
     def place(self, gradients: Sequence[Tensor]) -> object:
@@ -77,9 +78,9 @@ class Norms:
 
 
 def _norm_on_host(gradient: Tensor) -> float:
-    """Euclidean norm: of stretches, as one long sum in float32 loses its third digit.
+    """Euclidean norm from stretches, since one long float32 sum loses its third digit.
 
-    Sums in float64 cost many times as much, so that only what overflows otherwise gets them.
+    float64 sums cost many times as much, and are used only where float32 overflows.
     """
     dtype = torch.float64 if gradient.dtype is torch.float64 else torch.float32
     flat: Any = gradient.reshape(-1)

@@ -1,13 +1,13 @@
-"""A warning for SGD whose gradients are clipped after the exchange, though momentum is corrected.
+"""A warning for SGD: gradients were clipped after the exchange, and momentum is corrected.
 
-`optimizer.synchronize()`, `clip_grad_norm_` and a step inside `skip_synchronize()` is how Horovod
-documents clipping; with DistributedDataParallel it is `clip_grad_norm_` after `backward()`. With
+Horovod documents clipping as `optimizer.synchronize()`, `clip_grad_norm_` and a step inside
+`skip_synchronize()`; with DistributedDataParallel, `clip_grad_norm_` follows `backward()`. With
 momentum correction `p.grad` holds velocities by then, which are up to 1 / (1 - m) times larger than
 gradients, so that a threshold for gradients makes steps that much smaller.
 
-Clipping is noticed as any other change of a gradient is (`ReadyGradient.is_still`).
-`GradScaler.unscale_` leaves no trace there, and is no cause for a warning. Adam and the like divide
-by the size of what they are given, so only SGD is watched.
+Clipping is noticed like any other change of a gradient (`Slot.is_still`). `GradScaler.unscale_`
+leaves the version as it is, and causes no warning. Adam and similar optimizers divide by the
+magnitude of their gradients, so only SGD is checked.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from horovod_topk.torch_training.buckets import Buckets
 
 
 class LateClipping:
-    """Warns once where one optimizer's gradients change between exchange and step.
+    """Warns once if an optimizer's gradients change between exchange and step.
 
     Without momentum correction, and after the warning, it does nothing.
 
     Args:
         optimizer: the distributed optimizer.
         momentum: the momentum that is corrected; 0: none.
-        buckets: the optimizer's gradients.
+        buckets: the buckets of the optimizer's gradients.
     """
 
     def __init__(self, optimizer: Any, momentum: float, buckets: Buckets) -> None:
         self._is_watched = bool(momentum) and isinstance(optimizer, SGD)
         self._momentum, self._buckets = momentum, buckets
-        self._is_handed_out = False  # gradients are the user's, and not stepped on yet
-        self.warnings: tuple[str, ...] = ()  # the one that was given
+        self._is_handed_out = False  # exchanged, and not applied by a step yet
+        self.warnings: tuple[str, ...] = ()
 
     def begin(self) -> None:
-        """Note that exchanged gradients were handed out."""
+        """Note that the exchanged gradients were written to the parameters."""
         if self._is_watched:
             self._buckets.note_handed_out()
             self._is_handed_out = True
 
     def check(self) -> None:
-        """Warn if a gradient was changed since; called when the optimizer steps."""
+        """Warn if an exchanged gradient was changed; called when the optimizer steps."""
         if not self._is_handed_out:
             return
         self._is_handed_out = False

@@ -1,4 +1,4 @@
-"""What the compressors of both PyTorch adapters have in common."""
+"""The base class of the compressors of both PyTorch adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from horovod_topk.torch_training.state import TrainingState
 
 
 class TrainingCompressor(BaseCompressor):
-    """A compressor that knows the states of the optimizers that use it, as long as these live."""
+    """A compressor with weak references to the states of the optimizers that use it."""
 
     framework = "torch"
 
@@ -30,7 +30,7 @@ class TrainingCompressor(BaseCompressor):
         reporting.watch(state)
 
     def set_ratio(self, ratio: float | None) -> None:
-        """As the `set_ratio` of the one optimizer's state behind this instance."""
+        """Set the ratio of the only optimizer that uses this instance."""
         if not horovods():
             state = self._only_state()
             assert isinstance(state, TrainingState)

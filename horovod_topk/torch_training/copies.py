@@ -1,4 +1,4 @@
-"""Copies of a state: residuals without an optimizer, as a pickled or copied model holds them."""
+"""Copies of a state: what a copied or pickled DDP model keeps of its residuals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from horovod_topk.torch_training.state import TrainingState
 
 
 class CopiedState(TrainingState):
-    """A state whose copies keep its residuals, and compress nothing: they are not `active`.
+    """A state whose copies keep its residuals but compress nothing: they are not `active`.
 
     Attach a compressor to the copied model, and give `load_state_dict` what the copy's
     `state_dict()` returns.
@@ -18,14 +18,14 @@ class CopiedState(TrainingState):
     is_copy = False
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Attached.state_dict`; of a copy, what its original had."""
+        """As `Attached.state_dict`; a copy returns its original's state dict."""
         return dict(self._saved) if self.is_copy else super().state_dict()
 
     def check_is_no_copy(self) -> None:
-        """Refuse to exchange gradients by a copy.
+        """Refuse to exchange gradients with a copy.
 
         Raises:
-            NotAttachedError: this is one.
+            NotAttachedError: this state is a copy.
         """
         if self.is_copy:
             raise NotAttachedError(

@@ -1,10 +1,10 @@
-"""What the state dict of an optimizer has in the place of a momentum that is taken over: zeros.
+"""Zeros in an optimizer's state dict instead of the momentum that TopKEF has taken over.
 
-The momentum itself is in the velocities of TopKEF's own state. What PyTorch's optimizer has in its
-place is of no use: Adam and AdamW keep the last exchanged gradient there, and an optimizer that
-goes on without compression would apply that again in its next ten steps. With zeros it begins with
-no velocity, as one does that was built anew, and `hvd.broadcast_optimizer_state` finds the same
-tensors on every rank, whichever checkpoint they come from.
+The momentum itself is in the velocities of TopKEF's own state. The optimizer's own buffer is of no
+use: Adam and AdamW keep the last exchanged gradient there, and an optimizer that goes on without
+compression would apply it again in its next ten steps. With zeros the optimizer begins without
+velocity, like a new one, and `hvd.broadcast_optimizer_state` finds the same tensors on every rank,
+whichever checkpoint they come from.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-TAKEN = "topkef_momentum"  # in a parameter group of older checkpoints: what was taken over
-BUFFERS = "momentum_buffer", "exp_avg"  # of SGD, of Adam and AdamW
+TAKEN = "topkef_momentum"  # the taken-over momentum in parameter groups of older checkpoints
+BUFFERS = "momentum_buffer", "exp_avg"  # state keys: SGD's, and that of Adam and AdamW
 
 
 def save_zeros(optimizer: Any, loan: Any) -> None:
-    """Have `optimizer.state_dict()` say what a user knows of, and zeros for the momentum.
+    """Have `optimizer.state_dict()` return the user's settings, and zeros for the momentum.
 
     Args:
         optimizer: SGD, Adam or AdamW.
-        loan: its `horovod_topk.torch_training.momentum.Loan`.
+        loan: the optimizer's `horovod_topk.torch_training.momentum.Loan`.
     """
     held = weakref.ref(optimizer)
 
@@ -49,9 +49,10 @@ def save_zeros(optimizer: Any, loan: Any) -> None:
 def _put_zeros(
     state: dict[Any, Any], group: Mapping[str, Any], parameters: Any, *, over: bool
 ) -> None:
-    """Of one parameter group, in a packed state.
+    """Put zero momenta into the packed state of one parameter group.
 
-    over: what is there as well; it is what was loaded else, and no step has been taken since.
+    over: whether to overwrite a momentum that is there. False where a state was loaded and no step
+        taken since: the momentum there is the loaded one.
     """
     for index, p in zip(group["params"], parameters, strict=True):
         own = state.get(index, {})
@@ -63,10 +64,10 @@ def _put_zeros(
 
 
 def drop_loaded(optimizer: Any, group: Mapping[str, Any]) -> bool:
-    """Drop what an optimizer without compression has gathered, from a checkpoint.
+    """Drop the momentum that an optimizer without compression had saved in a checkpoint.
 
     Returns:
-        Whether that was any.
+        Whether there was a momentum that is not zero.
     """
     found = False
     for p in group["params"]:

@@ -1,19 +1,19 @@
-"""1-bit Adam: Adam whose variance is frozen, and whose momentum then travels as signs.
+"""1-bit Adam: Adam whose variance is frozen, and whose momentum is then exchanged as signs.
 
-With gradient g_i of rank i, for the first `freeze_after` steps it is Adam, on the mean of g_i:
+The first `freeze_after` steps are those of Adam, on the mean g of the ranks' gradients g_i:
 
     m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2          x -= lr m' / (sqrt(v') + eps)
 
-Then v stays as it is, and in each step
+Then v is constant, and each step is
 
     rank i    m_i = b1 m + (1 - b1) g_i      sends C(m_i + e_i),   e_i = m_i + e_i - C(m_i + e_i)
     owner     a = mean of C(m_i + e_i)       sends C(a + d),       d = a + d - C(a + d)
     all       m = C(a + d)                   x -= lr m' / (sqrt(v') + eps)
 
-with C the sign times a mean magnitude. So each rank keeps an error e_i, and each owner of a part of
-a tensor an error d: they are the residuals of `SignSGD` over the sharded exchange, whose dense
-level the first steps take. m' and v' are corrected for their start at 0 as in Adam, v' by the
-step at which it was frozen; the paper leaves that and eps out.
+with C the sign times a mean magnitude. Each rank keeps an error e_i, and each owner of a part of a
+tensor an error d: they are the residuals of `SignSGD` over the sharded exchange. The first steps
+use its dense level. m' and v' are corrected for their start at 0 as in Adam, v' by the step at
+which it was frozen; the paper omits this correction and eps.
 
 Source: Tang et al. 2021 (1-bit Adam: Communication Efficient Large-Scale Training with Adam's
 Convergence Speed), algorithm 1.
@@ -34,13 +34,13 @@ from horovod_topk.config import check_flag, check_whole
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
 from horovod_topk.methods.protocol import Method
 
-MOST = 2**31  # steps before the variance is frozen
+MOST = 2**31  # largest `freeze_after`
 
 
 class OneBitAdam(Optimizer):
     """Adam that sends 1 bit for each element once its variance is frozen.
 
-    Wrap it as any optimizer, and leave `compression=` out:
+    Wrap it like any optimizer, without `compression=`:
 
         >>> optimizer = OneBitAdam(model.parameters(), freeze_after=1000, lr=1e-3)
         >>> optimizer = hvd.DistributedOptimizer(
@@ -51,26 +51,26 @@ class OneBitAdam(Optimizer):
     sends dense float32 gradients for `freeze_after` steps, then 31 times fewer bytes. Another
     compressor with error feedback may be passed, such as `SignSGD(exchange="allgather")` for
     elastic jobs, which have no owners. For torch DistributedDataParallel, attach a compressor:
-    `SignSGD(exchange="sharded").attach(model, optimizer)`. By itself it is Adam whose variance is
-    frozen.
+    `SignSGD(exchange="sharded").attach(model, optimizer)`. Without either, it is Adam whose
+    variance is frozen, and exchanges nothing.
 
     Freeze the variance when it has become steady, often after 15 to 25% of all steps, and after the
-    warm-up of the learning rate. An element whose variance is 0 by then, as it never had a
-    gradient, moves no more.
+    warm-up of the learning rate. Elements whose variance is 0 by then (they never had a gradient)
+    are updated no more.
 
     Args:
         params: parameters, or parameter groups.
         freeze_after: steps of Adam with dense gradients, 1 or more; the same for all groups.
         lr: the learning rate.
         betas: decay of the mean and of the variance, both in [0, 1).
-        eps: what is added to the root of the variance.
-        weight_decay: share of each parameter, times lr, that is subtracted in each step, as in
+        eps: added to the square root of the variance.
+        weight_decay: times lr, the share of each parameter that is subtracted in each step, as in
             AdamW.
         bias_correction: correct mean and variance for their start at 0, as Adam does. False: as
             the paper writes it.
 
     Raises:
-        ConfigError: a value is out of its range; or, where its exchange is set up, the compressor
+        ConfigError: a value is out of its range; or, when the exchange is set up, the compressor
             does not fit.
 
     Source: Tang et al. 2021 (1-bit Adam: Communication Efficient Large-Scale Training with Adam's
@@ -118,13 +118,13 @@ class OneBitAdam(Optimizer):
         super().__setstate__(state)
         self._momenta = set()
 
-    # What an exchange of its gradients asks.
+    # Called by the exchange of gradients.
 
     def exchange_settings(self, config: Method) -> Method:
-        """Return the settings that its momentum is exchanged with: dense ones in the first steps.
+        """Return the settings for exchanging the momentum: dense in the first steps.
 
         Raises:
-            ConfigError: they are not sound for it.
+            ConfigError: the compressor's settings are not sound for a momentum.
         """
         name, freeze_after = type(config).__name__, self.param_groups[0]["freeze_after"]
         if not getattr(config, "error_feedback", True):
@@ -148,11 +148,11 @@ class OneBitAdam(Optimizer):
     def before_exchange(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Turn this rank's gradients into what ranks exchange, in place.
 
-        They stay gradients until the variance is frozen, and are momenta from then on.
+        Ranks exchange gradients until the variance is frozen, and momenta from then on.
 
         Args:
-            parameters: whose gradients are about to be exchanged.
-            gradients: theirs, one each.
+            parameters: those whose gradients are about to be exchanged.
+            gradients: one gradient for each parameter.
         """
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         for p, gradient in zip(parameters, gradients, strict=True):
@@ -163,7 +163,7 @@ class OneBitAdam(Optimizer):
                 gradient.mul_(1 - beta).add_(state["exp_avg"], alpha=beta)
                 self._momenta.add(id(p))
 
-    # Steps.
+    # The optimizer's step.
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

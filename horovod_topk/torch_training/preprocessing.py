@@ -1,7 +1,7 @@
-"""What is done to a bucket's local gradients before they are compressed.
+"""Gradient preprocessing: a bucket's local gradients are unscaled and clipped before compression.
 
-It is done in place, in one more pass over each bucket when it is complete, so that buckets still
-leave while backward goes on. Without settings that ask for it there is no `Preprocessing`.
+Each bucket is preprocessed in place when it is complete, so that buckets are still sent while
+backward goes on. Without settings that need preprocessing there is no `Preprocessing`.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from horovod_topk.torch_training.scaling import ONE, LossScale, Scaler, check_dt
 
 @runtime_checkable
 class ExchangesOwn(Protocol):
-    """An optimizer whose ranks exchange something else than gradients."""
+    """An optimizer whose ranks exchange something other than gradients."""
 
     def exchange_settings(self, config: Method) -> Method:
-        """Return the settings that it is exchanged with.
+        """Return the settings that the optimizer's exchange uses.
 
         Raises:
-            ConfigError: these are not sound for it.
+            ConfigError: the compressor's settings are not sound for this optimizer.
         """
         ...
 
     def before_exchange(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Turn gradients of parameters into what ranks exchange, in place."""
+        """Turn the gradients of parameters into what ranks exchange, in place."""
         ...
 
 
 class Preprocessing:
-    """Of one optimizer's gradients.
+    """Unscales, clips and converts one optimizer's gradients before they are compressed.
 
     Args:
-        scaler: whose units gradients come in, if there is one.
-        clip: what clips them, if something does.
-        own: the optimizer, if it exchanges something else.
+        scaler: the loss scaler that has scaled the gradients, or None.
+        clip: clips the gradients, or None.
+        own: the optimizer, if it exchanges something other than gradients.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Preprocessing:
 
     @classmethod
     def of(cls, scaler: Scaler | None, plan: Plan, optimizer: Any) -> Preprocessing | None:
-        """What settings and optimizer ask for; None: nothing.
+        """The preprocessing that settings and optimizer need; None: none.
 
         Raises:
             UnsupportedDtypeError: a scaler cannot unscale these gradients.
@@ -69,9 +69,9 @@ class Preprocessing:
         return cls(scaler, None if norm is None else local_clip(norm, plan.reduction), own)
 
     def begin(self, optimizer: Any, ranks: int) -> None:
-        """Note what holds for all buckets of a step; the first is about to be preprocessed.
+        """Note a step's loss scale and clipping threshold before its first bucket is preprocessed.
 
-        ranks: how many exchange.
+        ranks: number of ranks that exchange gradients.
 
         Raises:
             GradientChangedError: the scaler has unscaled the gradients already.
@@ -84,7 +84,7 @@ class Preprocessing:
             self._clip.begin(ranks)
 
     def apply(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Take a bucket's gradients out of the scaler's units, then clip them, in place.
+        """Unscale a bucket's gradients and clip them, in place.
 
         Then have the optimizer turn them into what it exchanges.
         """
@@ -95,10 +95,10 @@ class Preprocessing:
             self._own.before_exchange(parameters, gradients)
 
     def gain(self, optimizer: Any) -> float:
-        """What exchanged gradients are to be multiplied by.
+        """The factor that exchanged gradients are multiplied by.
 
         Raises:
-            GradientChangedError: the scaler has unscaled what was sent.
+            GradientChangedError: the scaler has unscaled the gradients that were sent.
         """
         if self._loss_scale is not None:
             self._loss_scale.check_not_unscaled(optimizer)

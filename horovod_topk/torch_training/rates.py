@@ -1,4 +1,4 @@
-"""The learning rates of an optimizer's parameter groups, as residuals follow them."""
+"""Learning rates of an optimizer's parameter groups, for learning-rate rescaling of residuals."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from horovod_topk.torch_training.momentum import Loan
 def followed(
     optimizer: Any, config: Method, names: Mapping[Any, str], loan: Loan | None = None
 ) -> Rates | None:
-    """Those that residuals follow, if they do.
+    """Learning rates that residuals are rescaled by; None if `follow_lr` is off.
 
-    They are read when a step's first bucket is sent, which is before `optimizer.step()`: a
-    scheduler that steps after that, as PyTorch has it, is heard of at once, one that steps before
-    it a step late. A rate that is a tensor on an accelerator is waited for.
+    Rates are read when a step's first bucket is sent, before `optimizer.step()`. If a scheduler
+    steps after the optimizer, as PyTorch recommends, the next step uses the new rate; if it steps
+    before the optimizer, the new rate is used a step late. Reading a rate that is a tensor on an
+    accelerator waits for the device.
 
-    names: of parameters; those without one are left out.
-    loan: the optimizer's own momentum, if it is taken over: SGD has another rate while it steps.
+    names: name of each parameter; parameters without a name are left out.
+    loan: the momentum takeover, if there is one: SGD has another learning rate while it steps.
 
     Raises:
-        ConfigError: a parameter group has none.
+        ConfigError: a parameter group has no learning rate.
     """
     if not config.follow_lr:
         return None
@@ -36,7 +37,7 @@ def followed(
                 f"{type(optimizer).__name__} has no lr",
                 cure="Leave follow_lr= out",
             )
-    held = weakref.ref(optimizer)  # it holds the state, and so this
+    held = weakref.ref(optimizer)  # weak: the optimizer refers to the state, which refers to this
     return Rates(lambda: now(held(), names, loan))
 
 
@@ -46,7 +47,7 @@ def has_rates(optimizer: Any) -> bool:
 
 
 def now(optimizer: Any, names: Mapping[Any, str], loan: Loan | None = None) -> dict[str, float]:
-    """The rate of each parameter, by name."""
+    """The present learning rate of each parameter, by name."""
     rates = dict[str, float]()
     for group in optimizer.param_groups if loan is None else loan.groups(optimizer):
         rate = float(group["lr"])

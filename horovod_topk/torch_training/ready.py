@@ -1,6 +1,6 @@
-"""Gradients as their hooks saw them, and what must still be true of them afterwards.
+"""Ready gradients, and the checks that they are unchanged until they are exchanged and applied.
 
-What is applied has to be what was exchanged: each check raises before anything has changed.
+Each check raises before any state has changed.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from horovod_topk.torch_training.specs import describe, spec_of
 
 @dataclass(slots=True)
 class ReadyGradient:
-    """A gradient as it was when its hook fired, or when it was last written to on our account."""
+    """A gradient as it was when its hook fired, or when this package last wrote to it."""
 
     owner: Tensor  # p.grad
     dense: Tensor  # the same, or its dense copy when sparse_as_dense
     version: int  # counts in-place writes; see torch.Tensor._version
-    address: int  # of `dense`: assigning to `.data` changes no version
+    address: int  # memory address of `dense`: assigning to `.data` changes no version
 
     def note_writing(self) -> None:
-        """Count what has been written to the gradient so far as our own writing."""
+        """Note that all writes to the gradient so far were this package's own."""
         self.version = self.owner._version
 
 
 class Slot:
-    """One parameter's place in its bucket, and how far its gradient has come in this step."""
+    """A parameter's place in its bucket, and the state of its gradient in this step."""
 
     __slots__ = ("exchanged", "has_fired", "kind", "ordinal", "parameter", "ready", "spec")
 
     def __init__(self, parameter: Tensor, spec: TensorSpec, ordinal: int) -> None:
         self.parameter = parameter
         self.spec = spec
-        self.ordinal = ordinal  # of its bucket
+        self.ordinal = ordinal  # the bucket's
         self.kind = spec.shape, DTYPES[spec.dtype], torch.device(spec.device)
-        self.ready: ReadyGradient | None = None  # from its hook until its bucket is finished
-        self.exchanged: ReadyGradient | None = None  # from then until the optimizer's step
+        self.ready: ReadyGradient | None = None  # from the hook until the bucket is finished
+        self.exchanged: ReadyGradient | None = None  # from then on until the optimizer's step
         self.has_fired = False  # whether backward has added to its gradient since the last exchange
 
     def is_still(self, seen: ReadyGradient) -> bool:
-        """Whether the parameter's gradient is one that was seen, not written to since."""
+        """Whether the parameter's gradient is the one that was seen, not written to since."""
         gradient = self.parameter.grad
         return (
             gradient is seen.owner
@@ -60,11 +60,11 @@ class Slot:
         )
 
     def check_matches(self, gradient: Tensor) -> None:
-        """Refuse a gradient that its residual does not fit, or that cannot be written to.
+        """Refuse a gradient that does not fit its residual, or that cannot be written to.
 
         Raises:
-            ShapeChangedError: of another shape, dtype or device.
-            OverlappingGradientError: elements share memory.
+            ShapeChangedError: the gradient has another shape, dtype or device.
+            OverlappingGradientError: elements of the gradient share memory.
         """
         if (gradient.shape, gradient.dtype, gradient.device) != self.kind:
             found = spec_of(self.spec.name, gradient)
@@ -83,17 +83,17 @@ class Slot:
             )
 
     def note_writing(self) -> None:
-        """The ready gradient was written to on our own account."""
+        """Note that this package has written to the ready gradient."""
         if self.ready is not None:
             self.ready.note_writing()
 
     def note_handed_out(self) -> None:
-        """`synchronize()` has written the exchanged gradient to the parameter's `grad`."""
+        """Note that `synchronize()` has written the exchanged gradient to `grad`."""
         if self.exchanged is not None:
             self.exchanged.note_writing()
 
     def hand_out(self) -> None:
-        """Take the parameter's gradient for the exchanged one; write it if it never came to be."""
+        """Note the parameter's gradient as the exchanged one; write it if backward made none."""
         p, seen = self.parameter, self.exchanged
         assert seen is not None
         if not self.has_fired and p.requires_grad and bool(torch.any(seen.dense)):
@@ -103,12 +103,12 @@ class Slot:
             self.exchanged = ReadyGradient(p.grad, p.grad, p.grad._version, p.grad.data_ptr())
 
     def is_changed(self) -> bool:
-        """Whether someone has changed the exchanged gradient since; clearing it does not count."""
+        """Whether the exchanged gradient was changed since; clearing it does not count."""
         exchanged = self.exchanged
         return not (exchanged is None or self.parameter.grad is None or self.is_still(exchanged))
 
     def check_not_exchanged(self) -> None:
-        """Refuse to send what was received: error feedback would count it twice.
+        """Refuse to send an exchanged gradient again: its residual would count it twice.
 
         Raises:
             RepeatedSynchronizeError: the gradient is the exchanged one, and not zero.
@@ -129,7 +129,7 @@ class Slot:
 
 
 def changed(slot: Slot) -> GradientChangedError:
-    """The error for a gradient that is not the one that was ready."""
+    """The error for a gradient that was changed or replaced after it was ready."""
     return GradientChangedError(
         "its gradient was modified or replaced between backward() and synchronize()",
         tensor=slot.spec.name,
@@ -139,7 +139,7 @@ def changed(slot: Slot) -> GradientChangedError:
 
 
 def first_elements(gradients: Sequence[Tensor]) -> Tensor:
-    """The first 16 elements of each gradient in row-major order, one gradient after another.
+    """The first 16 elements of each gradient in row-major order, concatenated.
 
     The result has a dtype that holds all of them exactly.
     """
@@ -152,10 +152,10 @@ def first_elements(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def any_applied(slots: Iterable[Slot]) -> bool:
-    """Whether a step has applied what was exchanged, or what a user made of it.
+    """Whether a step has applied the exchanged gradients, or what a user has made of them.
 
-    Not where gradients were cleared, and not where `hvd.broadcast_optimizer_state` has put zeros in
-    their place to step on.
+    False where gradients were cleared, or replaced by the zeros on which
+    `hvd.broadcast_optimizer_state` steps.
     """
     exchanged = [slot for slot in slots if slot.exchanged is not None]
     if any(s.exchanged and s.parameter.grad is s.exchanged.owner for s in exchanged):
@@ -165,7 +165,7 @@ def any_applied(slots: Iterable[Slot]) -> bool:
 
 
 def is_sparse(gradient: Tensor | None) -> bool:
-    """Whether there is one, and it is sparse."""
+    """Whether there is a gradient, and it is sparse."""
     return gradient is not None and gradient.is_sparse
 
 
@@ -174,8 +174,8 @@ def _is_nonzero(gradient: Tensor) -> bool:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two of its elements may be one: a stride does not step over all smaller ones."""
-    reach = 0  # of the dimensions with smaller strides, in elements
+    """Whether elements of a tensor share memory: a stride is too small for the inner dimensions."""
+    reach = 0  # elements that dimensions with smaller strides span
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
             return True

@@ -1,14 +1,14 @@
-"""Loss scaling: gradients arrive in a scaler's units, residuals are kept in none.
+"""Loss scaling: gradients come multiplied by a scaler's factor, residuals are kept without it.
 
-With `torch.amp.GradScaler` every gradient is S times what it stands for, and S changes. So that a
-change of S does not change residuals (Micikevicius et al. 2018, Mixed Precision Training, for S)
+With `torch.amp.GradScaler` every gradient is multiplied by a scale S that changes (Micikevicius et
+al. 2018, Mixed Precision Training). So that residuals do not depend on S,
 
     compensate   a = e + g / S
     decode       g' = S * scale * sum over ranks of decode(p_r)
 
-and the scaler divides g' by S, as it does without compression. Both are exact to the bit where S
-is a power of two, as it is unless the user says otherwise, and nothing under- or overflows. An
-overflow on any rank is a flag on every rank: all scalers skip, and no residual changes.
+and the scaler divides g' by S, as it does without compression. Both operations are exact where S
+is a power of two, as by default, and nothing under- or overflows. An overflow on any rank sets a
+flag on every rank: all scalers skip the step, and no residual changes.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from horovod_topk.errors import ConfigError, GradientChangedError, UnsupportedDt
 log = logging.getLogger("horovod_topk")
 
 _SCALER_FILE = "grad_scaler.py"  # PyTorch's, in every release
-_DEPTH = 12  # frames between GradScaler.step() and a hook of the optimizer's step, at most
+_DEPTH = 12  # most frames between GradScaler.step() and a hook of the optimizer's step
 
 
 class Scaler(Protocol):
-    """What is asked of a `torch.amp.GradScaler`."""
+    """The methods of `torch.amp.GradScaler` that this package calls."""
 
     def get_scale(self) -> float:
         """The present scale. Waits for the device."""
         ...
 
     def is_enabled(self) -> bool:
-        """Whether it scales at all."""
+        """Whether the scaler scales losses at all."""
         ...
 
 
 def _is_scaler(kind: type) -> bool:
-    """Whether a class is a GradScaler, wherever PyTorch has it."""
+    """Whether a class is a GradScaler, in whatever module PyTorch defines it."""
     return all(hasattr(kind, each) for each in ("get_scale", "is_enabled", "unscale_"))
 
 
 def check_scaler(scaler: object) -> None:
-    """Refuse what is no GradScaler.
+    """Refuse an object that is not a GradScaler.
 
     Raises:
-        ConfigError: the methods of one are missing.
+        ConfigError: methods of a GradScaler are missing.
     """
     if scaler is None or all(hasattr(scaler, each) for each in ("get_scale", "is_enabled")):
         return
@@ -66,13 +66,13 @@ def check_scaler(scaler: object) -> None:
 
 
 def warn_of_scaler(kind: str) -> tuple[str, ...]:
-    """Warn if a GradScaler of PyTorch's that TopKEF was not given has called the step under way.
+    """Warn if PyTorch's GradScaler calls the present step and TopKEF was not given it.
 
-    Only frames of PyTorch's own file are read: reading a frame's locals keeps them alive as long as
-    the frame runs.
+    Only frames of PyTorch's own file are inspected: reading a frame's locals keeps them alive as
+    long as the frame runs.
 
     Args:
-        kind: the optimizer's class.
+        kind: name of the optimizer's class.
 
     Returns:
         The warning, if there is one.
@@ -90,7 +90,7 @@ def warn_of_scaler(kind: str) -> tuple[str, ...]:
 
 
 def _calling_scaler() -> Any:
-    """The GradScaler in whose `step()` this is called; None if there is none."""
+    """The GradScaler whose `step()` calls this function; None if there is none."""
     frame = inspect.currentframe()
     for _ in range(_DEPTH):
         if frame is None:
@@ -104,10 +104,10 @@ def _calling_scaler() -> Any:
 
 
 def check_dtypes(plan: Plan) -> None:
-    """Refuse gradients that a scaler itself cannot unscale.
+    """Refuse gradients that a GradScaler cannot unscale.
 
     Raises:
-        UnsupportedDtypeError: of float16, where what is unscaled may underflow.
+        UnsupportedDtypeError: a gradient is float16, and may underflow when it is unscaled.
     """
     for tensor in plan.tensors():
         if tensor.spec.dtype == "float16":
@@ -120,12 +120,12 @@ def check_dtypes(plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class Scale:
-    """A scale as it was when the first bucket of a step was sent."""
+    """The loss scale at the time when the first bucket of a step was sent."""
 
-    value: float | Tensor  # a tensor is on an accelerator, and not waited for before `number`
+    value: float | Tensor  # a tensor on an accelerator; only `number` waits for it
 
     def divide(self, gradients: Sequence[Tensor]) -> None:
-        """Take gradients out of the scaler's units, in place."""
+        """Divide gradients by the scale, in place."""
         if isinstance(self.value, float):
             if self.value != 1.0:
                 for gradient in gradients:
@@ -136,7 +136,7 @@ class Scale:
 
     @cached_property
     def number(self) -> float:
-        """It, on the host. Waits for the device, as decoding does right after."""
+        """The scale as a float. Waits for the device, as decoding does right after."""
         return self.value if isinstance(self.value, float) else float(self.value)
 
 
@@ -144,7 +144,7 @@ ONE = Scale(1.0)
 
 
 class LossScale:
-    """A scaler, as the exchange of one optimizer's gradients sees it."""
+    """Reads the scale of a GradScaler for the exchange of one optimizer's gradients."""
 
     def __init__(self, scaler: Scaler) -> None:
         self._scaler: Any = scaler
@@ -153,7 +153,7 @@ class LossScale:
         """The present scale, read without waiting for an accelerator.
 
         Raises:
-            ConfigError: it is on the host, and zero or not finite.
+            ConfigError: the scale is on the host, and zero or not finite.
         """
         if not self._scaler.is_enabled():
             return ONE
@@ -171,10 +171,10 @@ class LossScale:
     def check_not_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse gradients that the scaler has unscaled before they were exchanged.
 
-        It does so in a way that leaves no trace in them, also in `step()`.
+        Unscaling, also by `step()`, does not change a tensor's version, so the scaler is asked.
 
         Raises:
-            GradientChangedError: it has.
+            GradientChangedError: the scaler has unscaled them.
         """
         states: Any = getattr(self._scaler, "_per_optimizer_states", {})
         stage = states[id(optimizer)]["stage"] if id(optimizer) in states else None

@@ -1,4 +1,4 @@
-"""Parameters and gradients of PyTorch: as the core names them, and where they lie."""
+"""Names, shapes, dtypes and devices of PyTorch parameters for the core, and their memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def plan_of(
     reduction: str,
     groups: Iterable[Sequence[Tensor]],
 ) -> Plan:
-    """Buckets from the user's groups, and default ones in the order of the backward pass.
+    """Plan the buckets: the user's groups, then default ones in the order of the backward pass.
 
     Args:
-        optimizer: of the parameters.
-        names: of all of them.
-        config: the settings.
+        optimizer: the optimizer of the parameters.
+        names: name of each parameter.
+        config: the method's settings.
         reduction: "average" or "sum".
-        groups: lists of parameters; those that are not trained are left out.
+        groups: lists of parameters; parameters that are not trained are left out.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     specs = {p: spec_of(names[p], p) for p in reversed(parameters) if p.requires_grad}
@@ -36,26 +36,26 @@ def plan_of(
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """A parameter or gradient as the core names it."""
+    """The core's description of a parameter or gradient."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorSpec(name, tuple(tensor.shape), dtype, str(tensor.device))
 
 
 def describe(spec: TensorSpec) -> str:
-    """Shape, dtype and device, for messages."""
+    """Shape, dtype and device of a tensor, for messages."""
     return f"{list(spec.shape)} {spec.dtype} on {spec.device}"
 
 
 def trained_names(module: nn.Module, ignored: Collection[str]) -> dict[Tensor, str]:
-    """Names of the parameters of a module that are trained; `ignored` names are left out."""
+    """Names of a module's trained parameters, without the `ignored` names."""
     parameters = module.named_parameters()
     return {p: name for name, p in parameters if p.requires_grad and name not in ignored}
 
 
 def gradients_in(memory: Tensor, parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parameters, and the views of their gradients, which lie behind each other in flat memory.
+    """Parameters, and the views of their gradients, which are contiguous in flat memory.
 
-    A gradient has its parameter's strides if these are dense, and is row-major else.
+    A gradient has its parameter's strides if these are dense, and is row-major otherwise.
     """
     start = 0
     for p in parameters:
@@ -66,6 +66,6 @@ def gradients_in(memory: Tensor, parameters: Iterable[Tensor]) -> Iterator[tuple
 
 
 def accumulation_of(p: Tensor) -> Any:
-    """Autograd's node that adds to a parameter's gradient; it lives as long as someone holds it."""
+    """Autograd's node that adds to a parameter's gradient; alive while referenced."""
     with torch.enable_grad():
         return p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

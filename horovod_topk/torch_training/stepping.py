@@ -1,4 +1,4 @@
-"""What an optimizer's step has to find, whoever exchanges: all parameters known, one exchange."""
+"""Checks of an optimizer's step: one exchange a step, of all parameters that have gradients."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from horovod_topk.errors import ConfigError, UnsupportedOperationError
 
 
 def check_evaluates_once(optimizer: Any) -> None:
-    """Refuse an optimizer that is known to need several gradients for one step.
+    """Refuse an optimizer that needs several gradients for one step, such as LBFGS.
 
     Raises:
-        UnsupportedOperationError: it does.
+        UnsupportedOperationError: it needs several gradients.
     """
     if not isinstance(optimizer, LBFGS):
         return
@@ -33,19 +33,20 @@ def with_one_exchange(
     failed: Callable[[], None],
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Have a step's closure refuse to be evaluated once more after an exchange in that step.
+    """Wrap a step's closure so that it raises if called again after an exchange.
 
-    A step commits one exchange. Of two, the first would be applied and stay in the residual too.
+    A step commits one exchange. After two, what the first one sent would be applied and stay in the
+    residual too.
 
     Args:
-        args: of a `step` that begins now, itself among them.
-        kwargs: the same.
-        exchanges: how many there have been.
-        failed: called where the closure raises, since the step does not go on then.
-        check: called after the closure, and before the step goes on; may raise too.
+        args: positional arguments of the `step` call, with the optimizer as the first.
+        kwargs: keyword arguments of the `step` call.
+        exchanges: returns how many exchanges there have been.
+        failed: called if the closure raises, since the step then ends.
+        check: called after the closure, before the step goes on; may raise.
 
     Returns:
-        Arguments to go on with.
+        The arguments to call `step` with.
     """
     closure, before = closure_of(args, kwargs), exchanges()
     if closure is None:
@@ -71,7 +72,7 @@ def with_one_exchange(
 
 
 def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """The one given to a step, if one was."""
+    """The closure that was passed to a step, or None."""
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure
 
@@ -88,12 +89,12 @@ def check_all_are_known(optimizer: Any, known: Container[Any], names: Mapping[An
     """Refuse gradients of parameters that were not trained when the exchange was planned.
 
     Args:
-        optimizer: of the parameters.
-        known: the ids of those whose gradients are exchanged.
-        names: of parameters, for the message.
+        optimizer: the optimizer of the parameters.
+        known: ids of the parameters whose gradients are exchanged.
+        names: name of each parameter, for the message.
 
     Raises:
-        UnsupportedOperationError: another one has a gradient.
+        UnsupportedOperationError: another parameter has a gradient.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -109,12 +110,12 @@ def check_all_are_known(optimizer: Any, known: Container[Any], names: Mapping[An
 
 
 def check_optimizer(optimizer: Any, names: Mapping[Any, str]) -> None:
-    """Refuse an optimizer of other parameters than a model's.
+    """Refuse an optimizer whose parameters are not the model's trained parameters.
 
-    names: of the parameters that the model trains.
+    names: name of each parameter that the model trains.
 
     Raises:
-        ConfigError: one is missing here or there.
+        ConfigError: a parameter is missing in the optimizer or in the model.
     """
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     missing = next((name for p, name in names.items() if p not in stepped), None)

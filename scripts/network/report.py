@@ -9,8 +9,8 @@ from horovod_topk.cli.bench.figures import Figures, figures
 from horovod_topk.cli.bench.methods import KINDS, NONE
 from horovod_topk.cli.bench.table import heading, rows_of, times
 from horovod_topk.cost import quantities
-from network.goals import BASELINES, DDP, DENSE, PEER, WAITING, verdicts
-from network.runs import FAST, HOSTS, RATES
+from network.goals import BASELINES, DDP, DENSE, OVER_DDP, PEER, TOPK, WAITING, verdicts
+from network.runs import FAST, HOSTS, RATES, RUNS
 from study.markdown import table
 
 Result = dict[str, Any]
@@ -18,14 +18,15 @@ Results = dict[str, Result]  # key of RUNS -> what `horovod-topk bench --json` w
 
 HEAD = ("", "step", "exchange", "least", "most", "CPU")
 BYTES = ("card", "fewer bytes than dense")
-OURS = "topk-int8"  # the setting that the summary shows, at every rate
 SHOWN = {
     WAITING: "Horovod dense, sleeping",
     DDP: "DDP dense",
+    "ddp-fp16": "DDP fp16",
     DENSE: "Horovod dense",
     "fp16": "Horovod fp16",
     PEER: "DDP PowerSGD rank 4",
-    OURS: "TopKEF int8",
+    TOPK: "TopKEF with Horovod",
+    OVER_DDP: "TopKEF with DDP",
 }
 
 PAGE = """\
@@ -40,11 +41,11 @@ DDP and TopKEF, at three link speeds.
 - **Ranks**: {hosts} hosts with one rank each, on Gloo. No GPU.
 - **Network**: emulated. The hosts are network namespaces of one machine (`scripts/netlab`). They
   share its {cores} CPU cores, which also carry the packets.
-- **TopKEF**: ratio 0.01.
+- **TopKEF**: bare `TopKEF()`, momentum included, unless the name says otherwise.
 
 ## Summary
 
-Seconds that an exchange adds to a step, and how many times less TopKEF with int8 values takes:
+Seconds that an exchange adds to a step, and how many times less TopKEF with Horovod takes:
 
 {summary}
 
@@ -64,15 +65,14 @@ Seconds that an exchange adds to a step, and how many times less TopKEF with int
 
 {kinds}
 
-`topk-plain` and the rows after it are TopKEF with the settings in their names. Values are float32
-unless the name says int8. `plain` indices take 4 bytes each; all other rows pack indices. Idle
-Horovod ranks exchange messages once a cycle ({cycle}), also while DDP's steps are timed. This
-slows DDP a little.
+`topk` is bare `TopKEF()`; other rows have the settings in their names, such as int8 values at ratio
+0.01. `plain` indices take 4 bytes each; all other rows pack indices. Rows with `ddp+` exchange
+with DDP, the other TopKEF rows with Horovod. Idle Horovod ranks exchange messages once a cycle
+({cycle}), also while DDP's steps are timed. This slows DDP a little.
 
 ## Goals
 
-Each goal is about the best of several TopKEF settings. The best one is picked after the
-measurement, which flatters TopKEF; the summary shows one fixed setting.
+Each goal compares two methods of the same run.
 
 {goals}
 
@@ -124,7 +124,7 @@ def page(results: Results) -> str:
         kinds=table(("name", "what"), KINDS.items()),
         cycle=f"{machine['cycle']} ms" if machine["cycle"] else "1 ms by default",
         summary=_summary(results),
-        goals=table(("goal", "best setting", "measured", "met"), _verdicts(results)),
+        goals=table(("goal", "setting", "measured", "met"), _verdicts(results)),
         missing=_missing(results),
         picture=PICTURE,
         tables="\n\n".join(_section(key, result) for key, result in results.items()),
@@ -134,7 +134,7 @@ def page(results: Results) -> str:
 
 
 def _summary(results: Results) -> str:
-    """One fixed setting beside the baselines, a line a link."""
+    """The default beside the baselines, a line a link."""
     header = ["link", *(f"{words} (`{name}`)" for name, words in SHOWN.items())]
     header += [f"TopKEF: times less than `{name}`" for name in BASELINES]
     found = {rate: figures(results[rate]) for rate in RATES if rate in results}
@@ -142,7 +142,7 @@ def _summary(results: Results) -> str:
         [
             quantities.rate(results[rate]["rate"]),
             *(f"{methods[name].exchange:.2f}" for name in SHOWN),
-            *(times(methods[OURS].faster(methods[name])) for name in BASELINES),
+            *(times(methods[TOPK].faster(methods[name])) for name in BASELINES),
         ]
         for rate, methods in found.items()
     )
@@ -183,22 +183,13 @@ def _verdicts(results: Results) -> Iterator[tuple[str, ...]]:
     return verdicts({key: figures(result) for key, result in results.items()})
 
 
-TITLES = {
-    "sleep": "Backward that leaves the cores free",
-    "cpu": "Backward that needs the cores",
-    "idle": "Parameters that never get a gradient",
-}
-
-
 def _section(key: str, result: Result) -> str:
     """One run."""
-    title = TITLES.get(key) or f"{heading(result).rsplit(', ', 1)[-1]}"
-    assert key in TITLES or key in RATES
     rounds = len(result["methods"][0]["seconds"])
     told = f"{heading(result)}; {rounds} rounds. {_delivered(result)}"
     against = _baselines(figures(result))
     header = (*HEAD, *(f"times less than `{name}`" for name in against), *BYTES)
-    return f"### {title}\n\n{told}\n\n{table(header, _rows(result))}"
+    return f"### {RUNS[key].title}\n\n{told}\n\n{table(header, _rows(result))}"
 
 
 def _delivered(result: Result) -> str:

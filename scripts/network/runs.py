@@ -8,53 +8,71 @@ HOSTS = 4
 MODEL = "resnet50"
 RATES = ("100mbit", "300mbit", "1gbit")
 FAST = RATES[-1]
-METHODS = (
-    "dense",
-    "dense-waiting",
-    "fp16",
+BASELINES = ("dense", "dense-waiting", "fp16", "ddp", "ddp-none", "ddp-fp16", "powersgd")
+OURS = (
+    "topk",
+    "topk-sharded",
+    "topk-int8-0.01",
+    "topk-plain-float32-0.01",
+    "ddp+topk",
+    "ddp+topk-sharded",
+    "ddp+topk-int8-0.01",
+)
+METHODS = (*BASELINES, *OURS)
+FEW = ("dense", "fp16", "ddp", "ddp-none", "powersgd", "topk", "ddp+topk")  # not about bandwidth
+WITH_IDLE = ("dense", "fp16", "ddp", "topk")  # torch's PowerSGD may abort there
+# Every compressor as docs/methods.md has it; in two runs, as each keeps gradients of its own.
+SPARSE = (
     "ddp",
     "ddp-fp16",
     "powersgd",
-    "topk-plain",
-    "topk",
-    "topk-int8",
-    "topk-int8-sharded",
-    "topk-int8-sampled",
-    "ddp+topk-int8",
-    "ddp+topk-int8-sharded",
+    "PowerSGD(rank=4)",
+    "ddp+PowerSGD(rank=4)",
+    "TopKEF()",
+    "TopKEF(ratio=0.11)",
+    "Threshold()",
+    "RandomK(ratio=0.056)",
 )
-FEW = (
-    "dense",
-    "fp16",
+QUANTISED = (
     "ddp",
-    "powersgd",
-    "topk-int8",
-)  # for runs about something other than bandwidth
-WITH_IDLE = ("dense", "fp16", "ddp", "topk-int8")  # torch's PowerSGD may abort there
+    "Dense(values='bfloat16')",
+    "SignSGD()",
+    "SignSGD(exchange='sharded')",
+    "OneBit()",
+    "TernGrad(exchange='sharded')",
+    "QSGD(bits=2,exchange='sharded')",
+    "QSGD(bits=4,exchange='sharded')",
+    "ByteGrad(exchange='sharded')",
+)
 
 
 @dataclass(frozen=True)
 class Run:
     """One job of `horovod-topk bench`."""
 
+    title: str
     rate: str  # of each host's link
+    methods: tuple[str, ...] = METHODS
     compute: str | None = None  # simulated backward
     idle: int = 0  # parameters that never get a gradient
 
     @property
     def arguments(self) -> list[str]:
         """Of the command, without the path of its results."""
-        plain = self.compute is None and not self.idle
-        found = ["--model", MODEL, "--rate", self.rate]
-        methods = METHODS if plain else WITH_IDLE if self.idle else FEW
-        found += ["--methods", ",".join(methods)]
+        found = ["--model", MODEL, "--rate", self.rate, "--methods", ",".join(self.methods)]
         found += ["--compute", self.compute] if self.compute else []
         return [*found, "--idle-parameters", str(self.idle)] if self.idle else found
 
 
 RUNS = {
-    **{rate: Run(rate) for rate in RATES},
-    "sleep": Run(FAST, compute="sleep:0.5"),
-    "cpu": Run(FAST, compute="cpu:0.25"),
-    "idle": Run(FAST, idle=8),
+    "100mbit": Run("100 Mbit/s a host", "100mbit"),
+    "300mbit": Run("300 Mbit/s a host", "300mbit"),
+    "1gbit": Run("1 Gbit/s a host", "1gbit"),
+    "sleep": Run("Backward that leaves the cores free", FAST, FEW, compute="sleep:0.5"),
+    "cpu": Run("Backward that needs the cores", FAST, FEW, compute="cpu:0.25"),
+    "idle": Run("Parameters that never get a gradient", FAST, WITH_IDLE, idle=8),
+    "sparse-100mbit": Run("Sparse and low-rank methods, 100 Mbit/s a host", "100mbit", SPARSE),
+    "sparse-1gbit": Run("Sparse and low-rank methods, 1 Gbit/s a host", FAST, SPARSE),
+    "quantised-100mbit": Run("Quantising methods, 100 Mbit/s a host", "100mbit", QUANTISED),
+    "quantised-1gbit": Run("Quantising methods, 1 Gbit/s a host", FAST, QUANTISED),
 }

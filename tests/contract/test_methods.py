@@ -153,7 +153,7 @@ def cases(*exchanges: str, of: Callable[[Method], bool] = lambda method: True) -
         for ranks in REDUCTIONS
         for backend in (NUMPY, TORCH, NATIVE, TENSORFLOW)
     ]
-    slow = [c.backend is TENSORFLOW and i // 4 % 9 != 1 for i, c in enumerate(found)]
+    slow = [c.backend is TENSORFLOW and i // 4 % 23 != 1 for i, c in enumerate(found)]
     marked = [
         pytest.param(case, marks=[pytest.mark.slow] * late, id=str(case))
         for case, late in zip(found, slow, strict=True)

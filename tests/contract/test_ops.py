@@ -1392,3 +1392,7 @@ def test_split_shards_gives_each_shard_every_part_th_block(
     outs = [backend.ops.view(whole, e - len(s), e) for e, s in zip(ends, shards, strict=True)]
     backend.ops.split_shards(backend.array(values, dtype), firsts, outs)
     assert backend.numpy(whole).tolist() == np.concatenate(shards).tolist()
+    for first, shard in zip(firsts, shards, strict=True):
+        found = backend.ops.shard(backend.array(values, dtype), parts, first)
+        assert dtype_name(found) == dtype
+        assert backend.numpy(found).tolist() == shard.tolist()

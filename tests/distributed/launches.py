@@ -27,7 +27,7 @@ run in the fast tier on Gloo with 2, 3 and 4 ranks and on MPI with 3, and Tensor
 collectives are the same, on Gloo with 2 and 3 ranks and on MPI with 2. A line with `ONCE` has no
 case that is left for the rest.
 
-Of a test with parameters and without these marks the fast tier has one case in two in TensorFlow,
+Of a test with parameters and without these marks the fast tier has one case in three in TensorFlow,
 whose graphs take long to build, and one in four under torchrun.
 
 The fast tier has all cases of TensorFlow on Gloo with 2 ranks in one launch (`MERGED`), as each

@@ -46,7 +46,9 @@ def mass(note: dict[str, Any]) -> Any:
     [
         pytest.param("train_torch.py", True, id="torch-commit_dir"),
         pytest.param("train_torch.py", False, id="torch", marks=pytest.mark.slow),
-        pytest.param("train_tensorflow.py", True, id="tensorflow-commit_dir"),
+        pytest.param(
+            "train_tensorflow.py", True, id="tensorflow-commit_dir", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_nothing_owed_is_lost_on_the_way(job: str, kept: bool, tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ class Pair:
         ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("values", ["float32", "float16"])
 def case_steps(values: str) -> None:
     """Dense and sparse tensors, odd starts, all dtypes: with commits and a step rolled back."""
@@ -304,7 +304,7 @@ def specials(n: int) -> Iterator[Tensor]:
     yield torch.where(torch.arange(n) % 450 == 9, -math.nan, normal)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("values", "numel"), [("float16", 600), ("float32", 1200)])
 def case_special_values(values: str, numel: int) -> None:
     gradients = [g.to(DEVICE) for g in specials(numel)]
@@ -337,7 +337,7 @@ def case_large_indices_and_the_default_geometry() -> None:
     pair.decode([payload] * 2, 0.5, gradients)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("slot", [64, 8])
 def case_the_carried_bracket_changes_no_result(slot: int) -> None:
     """Neither a good guess nor nonsense, nor too little room; and a good one is used."""
@@ -460,7 +460,7 @@ def compiled(kernel: Any, warps: int, **constants: Any) -> str:
     return ptx
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", [3, 2])
 def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormals survive, and sums and products are rounded apart: as the verbs have it."""

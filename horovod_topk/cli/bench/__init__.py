@@ -1,6 +1,6 @@
 """`horovod-topk bench`: time the exchange of a model's gradients with several methods.
 
-Every rank runs it, under `horovodrun`; rank 0 prints. Nothing here imports a framework before the
+Every rank runs it, under `horovodrun`; rank 0 prints. This module imports no framework before the
 command runs.
 """
 
@@ -133,16 +133,17 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _usual(args: argparse.Namespace) -> str:
-    """Methods if none are named."""
+    """The default methods."""
     if args.script is not None:
         return DEFAULT_OF_SCRIPT
     return DEFAULT.replace("powersgd,", "") if args.idle_parameters else DEFAULT
 
 
 def _check_idle(args: argparse.Namespace, methods: Sequence[Method]) -> None:
-    """PowerSGD's collectives start in callbacks, and DDP looks for idle parameters by one more.
+    """Refuse PowerSGD with idle parameters, as ranks start its collectives in different orders.
 
-    Which comes first differs from rank to rank, and on Gloo ranks then abort.
+    PowerSGD's collectives start in callbacks, and DDP finds idle parameters by one more collective.
+    Their order differs from rank to rank, and on Gloo ranks then abort.
     """
     if args.idle_parameters and any(method.kind == "powersgd" for method in methods):
         raise ValueError(

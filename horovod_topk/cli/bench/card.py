@@ -1,7 +1,7 @@
-"""What a host's network card has sent, what it says of its link, and where it is reached.
+"""A host's network card: bytes that it has sent, its bandwidth, and its address.
 
-The kernel's packet scheduler counts what a cable would carry, where the card has one. The card's
-own counters are of bundles of up to 64 KiB, whose packets they give one header in all.
+The kernel's packet scheduler counts every packet with its headers, if the card has a scheduler. The
+card's own counters count bundles of up to 64 KiB with one header for all packets of a bundle.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIOCGIFADDR = 0x8915  # netdevice(7): the address of an interface
-HEADERS = 66  # bytes of a packet that are no TCP payload: Ethernet 14, IP 20, TCP 32 (timestamps)
+HEADERS = 66  # header bytes of a packet: Ethernet 14, IP 20, TCP 32 (with timestamps)
 SCHEDULER, CARD = "packet scheduler", "network card"
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Packets that left a card."""
+    """Packets and bytes that left a card."""
 
     packets: int
-    bytes: int  # with all headers; without preamble, checksum and gap: 24 bytes more on a cable
+    bytes: int  # with headers; without the 24 bytes of preamble, checksum and gap per packet
 
     def __sub__(self, earlier: Sent) -> Sent:
         return Sent(self.packets - earlier.packets, self.bytes - earlier.bytes)
@@ -37,7 +37,7 @@ class Sent:
 
 
 def rate_of_card(interface: str) -> int | None:
-    """What a card says of its link; None where it says nothing, or is virtual and makes it up."""
+    """A card's bandwidth in bit/s; None if it is unknown, or the card is virtual."""
     card = Path(f"/sys/class/net/{interface}")
     if not (card / "device").exists():
         return None
@@ -49,17 +49,17 @@ def rate_of_card(interface: str) -> int | None:
 
 
 def sent(interface: str) -> Sent:
-    """So far, by this host."""
+    """Packets and bytes that this host has sent so far."""
     return scheduled(interface) or counted(interface)
 
 
 def counter(interface: str) -> str:
-    """Who counts."""
+    """The source of `sent`: the packet scheduler or the card."""
     return SCHEDULER if scheduled(interface) else CARD
 
 
 def scheduled(interface: str) -> Sent | None:
-    """What the packet scheduler has let out; None where the card has none, or no `tc`."""
+    """Packets that the packet scheduler has sent; None without a scheduler or without `tc`."""
     tc = shutil.which("tc", path="/usr/sbin:/sbin:/usr/bin:/bin")
     if tc is None:
         return None
@@ -74,7 +74,7 @@ def scheduled(interface: str) -> Sent | None:
 
 
 def counted(interface: str) -> Sent:
-    """By the card itself."""
+    """Packets that the card itself has counted."""
     folder = Path(f"/sys/class/net/{interface}/statistics")
     packets, octets = (int((folder / f"tx_{what}").read_text()) for what in ("packets", "bytes"))
     return Sent(packets, octets)
@@ -84,7 +84,7 @@ def address(interface: str) -> str:
     """The card's IPv4 address.
 
     Raises:
-        ValueError: it has none, or there is no such card.
+        ValueError: the card has no address, or does not exist.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("256s", interface.encode()[:15])

@@ -1,4 +1,4 @@
-"""Simulated backward: it sleeps, as a process does whose GPU works, or takes a core's time."""
+"""Simulated backward: it sleeps, like a process whose GPU computes, or uses a core."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import hashlib
 import time
 from dataclasses import dataclass
 
-BLOCK = bytes(1 << 16)  # hashing it leaves the interpreter to other threads, as PyTorch's work does
+BLOCK = bytes(1 << 16)  # hashing it releases the GIL, like PyTorch's computation
 SLEEP, CPU = "sleep", "cpu"
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What a step's backward costs beside its gradients."""
+    """The simulated computation of a step's backward."""
 
     kind: str  # SLEEP or CPU
-    seconds: float  # of a step, spread evenly over its matrices
+    seconds: float  # per step, divided evenly among its matrices
 
     @classmethod
     def of(cls, text: str) -> Compute:
-        """Of "sleep:0.2" or "cpu:0.2".
+        """Parse "sleep:0.2" or "cpu:0.2".
 
         Raises:
             ValueError: it is neither.
@@ -36,7 +36,7 @@ class Compute:
         return found
 
     def work(self, share: float) -> None:
-        """A share of a step's."""
+        """Run a share of a step's computation."""
         if self.kind == SLEEP:
             time.sleep(share * self.seconds)
         else:
@@ -44,7 +44,7 @@ class Compute:
 
 
 def _occupy(seconds: float) -> None:
-    """Works until this thread has had so much of a core, however long that takes."""
+    """Compute until this thread has used so many seconds of a core."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         hashlib.blake2b(BLOCK)

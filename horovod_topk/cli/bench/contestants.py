@@ -1,4 +1,4 @@
-"""A step of training in each of the ways."""
+"""The contestants: one training step with each method of exchange."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod_topk.ddp
@@ -18,10 +22,10 @@ from horovod_topk.cli.bench.gradients import GivenGradients
 from horovod_topk.cli.bench.methods import OTHER, STEADY, TOPK, Method
 from horovod_topk.torch.collective import rest_until_done
 
-LEARNING_RATE = 1e-9  # weights hardly move, whatever the gradients are
+LEARNING_RATE = 1e-9  # weights nearly stay the same with any gradients
 POWERSGD_RANK = 4
-POWERSGD_START = 2  # the least it takes; the steps before are dense
-ONE_BUCKET = 1 << 20  # MiB, more than any model has
+POWERSGD_START = 2  # the smallest value that it accepts; the steps before are dense
+ONE_BUCKET = 1 << 20  # MiB, more than any model's gradients
 
 
 def _nothing() -> None:
@@ -30,12 +34,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way, with a model and an optimizer of its own."""
+    """One method, with its own model and optimizer."""
 
     model: GivenGradients
     forward: nn.Module  # the model, or DDP around it
     optimizer: Any
-    warm_up: int = 2  # steps: names are learnt, DDP's buckets rebuilt
+    warm_up: int = 2  # steps in which names are cached and DDP's buckets rebuilt
     before_step: Callable[[], None] = _nothing
 
     def step(self) -> None:
@@ -45,18 +49,18 @@ class Contestant:
         self.optimizer.step()
 
     def clear(self) -> None:
-        """Give back the gradients' memory and choose the next step's; belongs to no step."""
+        """Free the gradients and draw those of the next step; not part of a timed step."""
         self.optimizer.zero_grad()
         self.model.draw()
 
 
 def build(method: Method, model: GivenGradients, ordinal: int) -> Contestant:
-    """Of a method.
+    """Make the contestant of a method.
 
     Args:
-        method: the way.
-        model: its own.
-        ordinal: among all contestants; collectives of two must not share names.
+        method: the method.
+        model: the contestant's model.
+        ordinal: number of the contestant, for unique names of collectives.
     """
     own = method.own_momentum
     plain = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=own)
@@ -95,7 +99,7 @@ def _fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Con
 
 
 def compressor(method: Method) -> Any:
-    """Make the compressor of a method that is one of ours."""
+    """Make the compressor of a method of this package."""
     adapter = horovod_topk.ddp if method.adapter == "ddp" else horovod_topk.torch
     return getattr(adapter, method.compressor)(**STEADY, **method.settings)
 
@@ -106,16 +110,24 @@ def _ours(method: Method, model: GivenGradients, plain: Plain, name: str) -> Con
         compressor(method).attach(wrapped, plain)
         return Contestant(model, wrapped, plain, warm_up=6)
     optimizer = _distributed(model, plain, name, compressor(method))
-    return Contestant(model, model, optimizer, warm_up=6)  # residuals fill
+    return Contestant(model, model, optimizer, warm_up=6)  # until residuals are filled
 
 
 def _ddp(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
     return Contestant(model, _data_parallel(model), plain)
 
 
+def _ddp_none(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    return _ddp_hooked(model, plain, debugging_hooks.noop_hook)
+
+
 def _ddp_fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+    return _ddp_hooked(model, plain, default_hooks.fp16_compress_hook)
+
+
+def _ddp_hooked(model: GivenGradients, plain: Plain, hook: Callable[..., Any]) -> Contestant:
     wrapped = _data_parallel(model)
-    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    wrapped.register_comm_hook(None, hook)
     return Contestant(model, wrapped, plain)
 
 
@@ -131,7 +143,7 @@ def _powersgd(method: Method, model: GivenGradients, plain: Plain, name: str) ->
 
 
 def _data_parallel(model: GivenGradients, **rest: Any) -> DistributedDataParallel:
-    """As its documentation recommends it: gradients lie in its buckets, and are not copied back."""
+    """Wrap a model in DDP with gradients as bucket views, as its documentation recommends."""
     options = {"find_unused_parameters": model.idle > 0, "gradient_as_bucket_view": True, **rest}
     return DistributedDataParallel(model, **options)
 
@@ -142,6 +154,7 @@ BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Contestant]] 
     "dense-waiting": _dense_waiting,
     "fp16": _fp16,
     "ddp": _ddp,
+    "ddp-none": _ddp_none,
     "ddp-fp16": _ddp_fp16,
     "powersgd": _powersgd,
     TOPK: _ours,

@@ -1,4 +1,4 @@
-"""Statistics of a run: what an exchange takes beyond the step without one."""
+"""Statistics of a run: the time of each exchange beyond a step without one."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from typing import Any
 
 from horovod_topk.cli.bench.methods import DENSE, NONE
 
-Result = dict[str, Any]  # of a run, as --json writes it
-COMPARED = ("model", "ranks", "hosts", "compute", "rate")  # of two runs in one picture
+Result = dict[str, Any]  # the results of a run, as --json writes them
+COMPARED = ("model", "ranks", "hosts", "compute", "rate")  # keys that a picture of runs needs
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one way in one run."""
+    """The figures of one method in one run."""
 
     name: str
     what: str
-    step: float  # seconds, the median
-    exchange: float  # seconds beyond the step without exchange, the median over rounds
-    least: float  # of the rounds' exchange
+    step: float  # seconds, median
+    exchange: float  # seconds beyond the step without exchange, median over rounds
+    least: float  # smallest exchange time of the rounds
     most: float
-    cpu: float | None  # seconds of a core that a rank's exchange takes; None: not measured
-    bytes: float | None  # left a host's card in a step
+    cpu: float | None  # seconds of a core for a rank's exchange; None: not measured
+    bytes: float | None  # bytes that left a host's card in a step
 
     def faster(self, other: Figures | None) -> float | None:
-        """How many times less its exchange takes; None where none is to be seen."""
+        """The other method's exchange time divided by this one's; None if one is not positive."""
         if other is None or self.exchange <= 0 or other.exchange <= 0:
             return None
         return other.exchange / self.exchange
 
     def fewer(self, other: Figures | None) -> float | None:
-        """How many times fewer bytes it sends."""
+        """The other method's bytes divided by this one's; None if not known."""
         if other is None or not self.bytes or other.bytes is None:
             return None
         return other.bytes / self.bytes
 
 
 def read_result(path: Path) -> Result:
-    """Of a file that --json has written.
+    """Read a file that --json has written.
 
     Raises:
-        ValueError: there is none, or it holds something else.
+        ValueError: the file cannot be read, or has no results.
     """
     try:
         found: Result = json.loads(path.read_text())
@@ -71,13 +71,13 @@ def _reason(error: OSError) -> str:
 
 
 def figures(result: Result) -> dict[str, Figures]:
-    """By name, in the order of the run."""
+    """The figures of each method by name, in the order of the run."""
     methods = {each["name"]: each for each in result["methods"]}
     return {name: _figures(each, methods[NONE]) for name, each in methods.items()}
 
 
 def _figures(method: dict[str, Any], none: dict[str, Any]) -> Figures:
-    """Steps of one round are compared: a neighbour on the machine meets them alike."""
+    """A method's figures; steps of the same round are compared, as load varies."""
     beyond = _beyond(method, none, "seconds")
     return Figures(
         method["name"],
@@ -96,5 +96,5 @@ def _beyond(method: dict[str, Any], none: dict[str, Any], what: str) -> list[flo
 
 
 def dense_of(found: dict[str, Figures]) -> Figures | None:
-    """What others are compared with."""
+    """The figures of dense, the baseline; None if it was not measured."""
     return found.get(DENSE)

@@ -1,4 +1,4 @@
-"""A module with a model's parameters; its backward hands out given gradients, last layer first."""
+"""A module with a model's parameters whose backward returns given gradients, last layer first."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from horovod_topk.cli.bench.compute import Compute
 from horovod_topk.core.plan import TensorSpec
 
-POOL = 2  # sets of gradients that steps choose from
+POOL = 2  # number of sets of gradients to draw from
 IDLE_SHAPE = (1024,)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What all contestants share, since memory would not hold it once for each."""
+    """Weights and gradients that all contestants share, to save memory."""
 
-    shapes: list[tuple[int, ...]]  # in the order in which forward uses them
-    weights: list[Tensor]  # zero; steps of a tiny learning rate hardly move them
+    shapes: list[tuple[int, ...]]  # in the order of forward
+    weights: list[Tensor]  # zeros; the learning rate is tiny
     pool: list[list[Tensor]]  # gradients of this rank
 
     @classmethod
     def of(cls, specs: Sequence[TensorSpec], rank: int) -> Weights:
-        """Of tensors in the order in which backward reaches them."""
+        """Make weights and gradients for tensors given in the order of backward."""
         shapes = [spec.shape for spec in reversed(specs)]
         generator = torch.Generator().manual_seed(rank)
         pool = [[_heavy_tailed(shape, generator) for shape in shapes] for _ in range(POOL)]
@@ -35,25 +35,25 @@ class Weights:
 
 
 def _heavy_tailed(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Normal, each with a standard deviation of its own that is log-normal."""
+    """Normal values, each with its own log-normal standard deviation."""
     scale = torch.randn(shape, generator=generator).exp_()
     return scale.mul_(torch.randn(shape, generator=generator))
 
 
 class GivenGradients(nn.Module):
-    """Parameters that share memory with those of other contestants.
+    """A module whose parameters share memory with those of other contestants.
 
     Args:
         shared: weights and gradients.
-        seed: of the choice of gradients; the same for all contestants of a rank.
-        compute: what backward costs beside.
-        idle: so many more parameters never have a gradient; they lie evenly among the others.
+        seed: seed for drawing gradients; the same for all contestants of a rank.
+        compute: the simulated computation of backward.
+        idle: number of additional parameters without a gradient, spread evenly among the others.
     """
 
     def __init__(self, shared: Weights, seed: int, compute: Compute | None, idle: int) -> None:
         super().__init__()
         count = len(shared.shapes)
-        before = [index * count // idle for index in range(idle)]  # where the idle ones come
+        before = [index * count // idle for index in range(idle)]  # positions of idle parameters
         self.weights = nn.ParameterList()
         self._used: list[int] = []
         for index, weight in enumerate(shared.weights):
@@ -68,26 +68,26 @@ class GivenGradients(nn.Module):
         self._gradients, self._factor = shared.pool[0], 1.0
 
     def draw(self) -> None:
-        """The next step's gradients: of either sign, and of a norm that varies by a third."""
+        """Draw the next step's gradients: of either sign, and of a norm that varies by 30%."""
         self._gradients = self._draw.choice(self._pool)
         self._factor = self._draw.choice((-1, 1)) * self._draw.uniform(0.7, 1.3)
 
     def gradient(self, index: int) -> Tensor:
-        """Of one tensor, once its layer's share of backward is over."""
+        """The gradient of one tensor, after its layer's share of the simulated computation."""
         given = self._gradients[index]
         if self.compute is not None and given.dim() > 1:
             self.compute.work(self._share)
         return given * self._factor
 
     def forward(self, token: Tensor) -> Tensor:
-        """A chain of all layers, so that backward goes through it from the last to the first."""
+        """Chain all layers, so that backward runs from the last to the first."""
         for index, place in enumerate(self._used):
             token = _Layer.apply(token, self.weights[place], self, index)  # type: ignore[no-untyped-call]
         return token
 
 
 class _Layer(torch.autograd.Function):
-    """Passes on what it gets; its weight's gradient is given."""
+    """Passes its input on; backward returns the given gradient for its weight."""
 
     @staticmethod
     def forward(

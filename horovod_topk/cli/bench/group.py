@@ -1,4 +1,4 @@
-"""torch's own process group, on Gloo, beside Horovod's."""
+"""torch's own process group over Gloo, beside Horovod's."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import torch.distributed as dist
 from horovod_topk.cli.bench.card import address
 
 LOOPBACK = "lo"
-TCPStore = dist.TCPStore  # type: ignore[attr-defined]  # public, and not declared so
+TCPStore = dist.TCPStore  # type: ignore[attr-defined]  # public, but not declared
 
 
 def interface_named(chosen: str | None) -> str | None:
-    """The card that ranks talk over: chosen, or the launcher's; None where nobody says."""
+    """The network card of the ranks: the user's or the launcher's; None if not known."""
     found = chosen or os.environ.get("HOROVOD_GLOO_IFACE") or _of_nccl()
     return LOOPBACK if found is None and hvd.size() == hvd.local_size() else found
 
 
 def _of_nccl() -> str | None:
-    """The first card that NCCL may use: over MPI, horovodrun names those of all hosts there alone.
+    """The first card in NCCL_SOCKET_IFNAME, which horovodrun sets over MPI.
 
-    A user may have written a prefix of names there, or, behind ^, what not to use.
+    A user may have set it to a prefix of names, or, after ^, to cards to exclude: then None.
     """
     first = os.environ.get("NCCL_SOCKET_IFNAME", "").split(",")[0].removeprefix("=")
     return first if first in {name for _, name in socket.if_nameindex()} else None
 
 
 def require(interface: str | None) -> str:
-    """It is known.
+    """Return the network card, if it is known.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not known.
     """
     if interface is None:
         raise ValueError(
@@ -47,7 +47,7 @@ def require(interface: str | None) -> str:
 
 @contextlib.contextmanager
 def process_group(interface: str) -> Iterator[None]:
-    """Of all of Horovod's ranks, under the same numbers; rank 0 keeps a store on a free port."""
+    """A process group of all Horovod ranks; rank 0 runs a store on a free port."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     first = hvd.rank() == 0
     store, place = None, None
@@ -60,6 +60,6 @@ def process_group(interface: str) -> Iterator[None]:
         store = TCPStore(host, port, hvd.size(), is_master=False)
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
     yield
-    hvd.barrier()  # a rank that left earlier would break connections, and rank 0 the store
+    hvd.barrier()  # a rank that ends earlier would break connections, and rank 0 the store
     dist.destroy_process_group()
     hvd.barrier()

@@ -1,4 +1,4 @@
-"""Contestants take turns; what each of their steps took and sent."""
+"""Measures time, CPU time and bytes of the contestants' steps, in turns."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from horovod_topk.cli.bench.meeting import meet
 
 @dataclass(frozen=True)
 class Taken:
-    """By one contestant."""
+    """The measurements of one contestant."""
 
-    seconds: list[float]  # each round's step, of the rank that took longest
-    cpu: list[float]  # each round's step, in seconds of a core, all threads: the mean over ranks
+    seconds: list[float]  # each round's step, on the slowest rank
+    cpu: list[float]  # each round's step, in seconds of a core, all threads: mean over ranks
     bytes: (
         float | None
-    )  # left a host's card in a step (median of rounds, mean of hosts), if counted
+    )  # bytes that left a host's card in a step (median of rounds, mean of hosts), if counted
 
 
 @dataclass(frozen=True)
 class Cost:
-    """On one rank."""
+    """Wall-clock and CPU time on one rank."""
 
     seconds: float
-    cpu: float  # seconds of a core, of all threads of this process
+    cpu: float  # seconds of a core, for all threads of this process
 
     @classmethod
     def so_far(cls) -> Cost:
-        """Since some moment that stays the same."""
+        """The time of both clocks now, for differences."""
         return cls(time.perf_counter(), time.process_time())
 
     def __sub__(self, earlier: Cost) -> Cost:
@@ -45,12 +45,12 @@ class Cost:
 def race(
     contestants: Mapping[str, Contestant], rounds: int, interface: str | None
 ) -> dict[str, Taken]:
-    """Some rounds of one step each, after each has warmed up.
+    """Run rounds of one step for each contestant, after all have warmed up.
 
     Args:
-        contestants: by name.
-        rounds: how many.
-        interface: whose bytes count; None where ranks share one host.
+        contestants: the contestants by name.
+        rounds: number of rounds.
+        interface: network card whose bytes are counted; None if ranks share one host.
     """
     for contestant in contestants.values():
         for _ in range(contestant.warm_up):
@@ -70,16 +70,16 @@ def race(
 
 
 def counted(contestant: Contestant, interface: str) -> tuple[Cost, int]:
-    """A timed step, and the bytes that left this host's card."""
+    """Time a step, and count the bytes that left this host's card."""
     meet()
     before = sent(interface)
     cost = timed(contestant)
-    meet()  # what this rank has sent may still be on its way
+    meet()  # wait until all ranks have received
     return cost, (sent(interface) - before).bytes
 
 
 def timed(contestant: Contestant) -> Cost:
-    """Of a step that all ranks begin together, on this rank."""
+    """Time a step that all ranks begin together, on this rank."""
     meet()
     before = Cost.so_far()
     contestant.step()
@@ -89,7 +89,7 @@ def timed(contestant: Contestant) -> Cost:
 
 
 def taken(own: Sequence[Cost], octets: float | None) -> Taken:
-    """By all ranks, of what this one found."""
+    """Combine the measurements of all ranks."""
     seconds = torch.tensor([cost.seconds for cost in own], dtype=torch.float64)
     cpu = torch.tensor([cost.cpu for cost in own], dtype=torch.float64)
     slowest = hvd.allreduce(seconds, op=hvd.Max, name="bench.slowest")
@@ -98,7 +98,7 @@ def taken(own: Sequence[Cost], octets: float | None) -> Taken:
 
 
 def _mean_of_hosts(octets: float | None) -> float | None:
-    """Of what each host's first rank has counted."""
+    """The mean of the bytes that each host's first rank has counted."""
     each = hvd.allgather_object(octets if hvd.local_rank() == 0 else None, name="bench.bytes")
     found = [one for one in each if one is not None]
     return statistics.fmean(found) if found else None

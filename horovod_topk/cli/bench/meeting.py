@@ -1,7 +1,7 @@
-"""Where ranks wait for each other, and leave the cores to those who work.
+"""A barrier that sleeps while it waits, so that other ranks can use the cores.
 
-In `hvd.barrier()` a rank that waits takes a whole core with `sched_yield`. Those that have ended
-their step make it longer for the others so, where there are more ranks than cores.
+In `hvd.barrier()` a waiting rank occupies a whole core with `sched_yield`. With more ranks than
+cores, ranks that have ended their step would slow down the others.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from horovod_topk.torch.collective import result_of
 
 
 def meet() -> None:
-    """Return once all ranks have called it."""
+    """Wait until all ranks have called it."""
     most(0.0)
 
 
 def most(value: float) -> float:
-    """The largest of what the ranks give."""
+    """The largest of the ranks' values."""
     mine = torch.tensor([value], dtype=torch.float64)
     return float(result_of(hvd.allreduce_async(mine, op=hvd.Max, name="bench.meeting")))

@@ -1,4 +1,4 @@
-"""What is compared: Horovod's and torch DDP's exchanges, and any compressor in any setting."""
+"""Methods to compare: exchanges of Horovod and torch DDP, and any compressor and settings."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ KINDS = {
     "dense-waiting": "Horovod, dense, sleeping while it waits",
     "fp16": "Horovod, fp16",
     "ddp": "torch DDP, dense",
+    "ddp-none": "torch DDP, no exchange: copies into its buckets alone",
     "ddp-fp16": "torch DDP, fp16",
     "powersgd": "torch DDP, PowerSGD rank 4",
     TOPK: "TopKEF",
-}  # by the names that users write
+}  # by the names on the command line
+DDP_KINDS = ("ddp", "ddp-none", "ddp-fp16", "powersgd")
 DEFAULT = "dense,fp16,ddp,powersgd,topk,topk-int8,topk-int8-sharded"
 DEFAULT_OF_SCRIPT = "dense,fp16,topk,topk-int8,topk-int8-sharded"
-WORDS = {  # in a shorthand such as topk-int8-sharded; `auto` would be two things
+WORDS = {  # words of a shorthand such as topk-int8-sharded; `auto` would be ambiguous
     **dict.fromkeys(VALUES, "values"),
     **{value: "exchange" for value in EXCHANGES if value != "auto"},
     **dict.fromkeys(SELECTIONS, "selection"),
     **{value: "indices" for value in INDICES if value != "auto"},
 }
-# Settings that make no other step to time.
+# Settings that do not change the steps that are timed.
 UNFIT = ("name", "warmup", "schedule", "guard", "probe_every", "follow_lr", *BY_ADAPTERS)
 SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
@@ -42,53 +44,53 @@ NUMBERS: dict[str, Callable[[str], float]] = {
     "momentum": float,
     "velocity_kept": float,
 }
-EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # where the default is off
-OVER_DDP = "ddp+"  # before a compressor: with horovod_topk.ddp
+EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # for settings that are off by default
+OVER_DDP = "ddp+"  # prefix of a compressor that is used with horovod_topk.ddp
 TRUTH = {"True": True, "False": False}
-# Steps are timed as they are after a warm-up, and nothing ends compression.
+# Time the steps that follow a warm-up; no guard ends compression.
 STEADY: Mapping[str, Any] = {"warmup": None, "guard": None}
-OPTIMIZERS_OWN = 0.9  # momentum, where TopKEF takes it over
+OPTIMIZERS_OWN = 0.9  # the optimizer's momentum, for TopKEF to take over
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to exchange gradients."""
+    """A method of exchanging gradients."""
 
     name: str  # as the user wrote it
     kind: str  # one of KINDS, or OTHER
-    settings: Mapping[str, object] = field(default_factory=dict)  # of the compressor
+    settings: Mapping[str, object] = field(default_factory=dict)  # settings of the compressor
     compressor: str = "TopKEF"  # one of METHODS
-    adapter: str = "torch"  # whose compressor: "torch" (Horovod's optimizer) or "ddp"
+    adapter: str = "torch"  # adapter of the compressor: "torch" (Horovod's optimizer) or "ddp"
 
     def __post_init__(self) -> None:
         check_settings(METHODS[self.compressor], self.settings)
 
     @property
     def what(self) -> str:
-        """What it is, in a few words."""
+        """A short description of the method."""
         what = KINDS.get(self.kind, self.compressor)
         return what if self.adapter == "torch" else f"torch DDP, {what}"
 
     @property
     def is_ddp(self) -> bool:
         """Whether DistributedDataParallel exchanges its gradients."""
-        return self.adapter == "ddp" or self.kind in ("ddp", "ddp-fp16", "powersgd")
+        return self.adapter == "ddp" or self.kind in DDP_KINDS
 
     @property
     def own_momentum(self) -> float:
-        """Momentum that the optimizer has to come with, for a compressor to take over; 0: none."""
+        """The momentum to give the optimizer, for a compressor to take over; 0: none."""
         asked = {**METHODS[self.compressor].for_training, **self.settings}.get("momentum")
         return OPTIMIZERS_OWN if asked in DEFERRED["momentum"] else 0.0
 
 
 def parse_methods(text: str) -> list[Method]:
-    """Of a list with commas, `none` and what comes twice left out.
+    """Parse a comma-separated list of methods, without `none` and duplicates.
 
     Raises:
-        ValueError: one of them is unknown; TopKError: a compressor does not take a setting.
+        ValueError: a method is unknown; TopKError: a compressor does not accept a setting.
     """
     methods = {name: method_of(name) for name in _names(text)}
-    methods.pop(NONE, None)  # is always measured
+    methods.pop(NONE, None)  # it is always measured
     if not methods:
         others = ", ".join(kind for kind in KINDS if kind != NONE)
         raise ValueError(
@@ -99,7 +101,7 @@ def parse_methods(text: str) -> list[Method]:
 
 
 def _names(text: str) -> Iterator[str]:
-    """Split at commas but for those between settings.
+    """Split at commas, except those between settings.
 
     a,topk:x=1,y=2,B(z=3,u=4) is a, topk:x=1,y=2 and B(z=3,u=4).
     """
@@ -117,12 +119,12 @@ def _names(text: str) -> Iterator[str]:
 
 
 def method_of(name: str) -> Method:
-    """One of KINDS, topk-WORD-WORD, topk:SETTING=VALUE,..., or a compressor as in Python.
+    """Parse one of KINDS, topk-WORD-WORD, topk:SETTING=VALUE,..., or a compressor in Python.
 
-    With OVER_DDP before it, a compressor is that of DistributedDataParallel.
+    With the prefix OVER_DDP, a compressor is used with DistributedDataParallel.
 
     Raises:
-        ValueError: it is none of these; TopKError: the compressor does not take a setting.
+        ValueError: it is none of these; TopKError: the compressor does not accept a setting.
     """
     inner = name.removeprefix(OVER_DDP)
     if inner != name:
@@ -151,7 +153,7 @@ def method_of(name: str) -> Method:
 
 
 def _once(name: str, pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """Settings; one that comes twice would be measured under the name of both."""
+    """Collect settings; refuse a setting that is there twice."""
     settings: dict[str, object] = {}
     for key, value in pairs:
         if key in settings:

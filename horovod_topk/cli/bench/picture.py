@@ -1,4 +1,4 @@
-"""A picture of time against bandwidth: one run a bandwidth."""
+"""A picture of time against bandwidth: one run for each bandwidth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def draw(path: Path, results: Sequence[Result]) -> None:
-    """Exchange time a step of all ways; a run whose link's rate is not known comes last.
+    """Draw exchange time per step for all methods; runs of unknown bandwidth come last.
 
     Raises:
         ModuleNotFoundError: Matplotlib is not installed.
@@ -44,13 +44,13 @@ def _fill(axes: Axes, runs: Sequence[Result]) -> None:
 
 
 def check_comparable(results: Iterable[Mapping[str, Any]]) -> None:
-    """That one picture can show them.
+    """Check that one picture can show all these runs.
 
     Args:
-        results: of each, what was run; no figures are needed.
+        results: the settings of each run; figures are not needed.
 
     Raises:
-        ValueError: they are not of one model, number of ranks and compute.
+        ValueError: the runs differ in model, number of ranks or compute.
     """
     kinds = {(run["model"], run["ranks"], run["compute"]) for run in results}
     if len(kinds) > 1:
@@ -67,7 +67,7 @@ def _label(run: Result) -> str:
 def _line(
     name: str, runs: Sequence[Result]
 ) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Places, medians, and how far least and most lie from them; where something can be seen."""
+    """Positions, medians, and their distances to least and most, for runs with a positive time."""
     found = [(place, figures(run).get(name)) for place, run in enumerate(runs)]
     seen = [(place, each) for place, each in found if each is not None and each.exchange > 0]
     return (

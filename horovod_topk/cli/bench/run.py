@@ -40,16 +40,16 @@ def main(
     rate: int | None,
     beside: Sequence[Result] = (),
 ) -> int:
-    """Measure, on every rank; the exit status.
+    """Measure, on every rank; return the exit status.
 
     Raises:
         ValueError: no launcher has started it, there are too few ranks, their network card is not
-            known, a script cannot be timed as was asked, a file cannot be written, or results to be
-            drawn beside these are of something else.
+            known, a script cannot be timed with a method, a file cannot be written, or results of
+            --beside cannot be compared.
     """
     if args.script is not None:
         check(methods)
-    if launched_rank() is None:  # MPI would end this process, with a page about its own matters
+    if launched_rank() is None:  # MPI would abort this process with a page of internal errors
         raise ValueError(f"no launcher started this process, so there are no ranks: {CURE}")
     torch.set_num_threads(1)
     hvd.init(process_sets=process_sets(methods))
@@ -58,7 +58,7 @@ def main(
     check_comparable([*beside, _asked(args)])
     everyone = [Method(NONE, NONE), *methods]
     interface = group.interface_named(args.interface)
-    alone = hvd.size() == hvd.local_size()  # on one host, where packets leave no card
+    alone = hvd.size() == hvd.local_size()  # on one host, so that no packets leave a card
     counted = None if alone else interface
     if args.script is None:
         shapes = [spec.shape for spec in specs]
@@ -74,7 +74,7 @@ def main(
 
 
 def process_sets(methods: Sequence[Method]) -> str | None:
-    """What they need of Horovod, where ranks say more to each other with it."""
+    """Horovod's option `process_sets` for these methods: "dynamic" if one of them needs it."""
     kinds = {method.settings.get("exchange") for method in methods}
     return "dynamic" if kinds & {"hierarchical", "auto"} else None
 
@@ -87,7 +87,7 @@ def _of_shapes(
     interface: str | None,
     counted: str | None,
 ) -> dict[str, Taken]:
-    """What steps of given gradients took."""
+    """Measure steps with given gradients."""
     shared = Weights.of(specs, hvd.rank())
     with contextlib.ExitStack() as stack:
         if any(method.is_ddp for method in methods):
@@ -98,14 +98,14 @@ def _of_shapes(
             contestants[method.name] = build(method, model, ordinal)
         taken = race(contestants, args.rounds, counted)
         contestants.clear()
-        gc.collect()  # DDP's objects before their process group
+        gc.collect()  # delete DDP's objects before their process group
     return taken
 
 
 def _of_script(
     args: argparse.Namespace, methods: Sequence[Method], counted: str | None
 ) -> tuple[dict[str, Taken], list[Shape]]:
-    """What steps of a user's script took, and its parameters' shapes."""
+    """Measure steps of a user's script, and return its parameters' shapes."""
     taken: dict[str, Taken] = {}
     shapes: list[Shape] = []
     for method in methods:
@@ -115,7 +115,7 @@ def _of_script(
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
-    """What is known before anything is measured."""
+    """The facts about a run that are known before it."""
     return {
         "model": args.model if args.script is None else args.script.name,
         "ranks": hvd.size(),
@@ -129,12 +129,12 @@ def _result(
     methods: Sequence[Method],
     taken: dict[str, Taken],
 ) -> Result:
-    """As it is written to a file."""
+    """The results as written to a file."""
     return {
         **_asked(args),
         "elements": sum(math.prod(shape) for shape in shapes),
         "tensors": len(shapes),
-        "hosts": hvd.cross_size(),  # with a first rank as this one is; hosts may be uneven
+        "hosts": hvd.cross_size(),  # hosts with a local rank 0, which is all of them
         "idle parameters": args.idle_parameters,
         "methods": [
             {

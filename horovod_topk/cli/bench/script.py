@@ -1,7 +1,7 @@
-"""A user's own script, run once for each method until it has made enough steps.
+"""Times a user's own script, run once for each method until it has made enough steps.
 
-It is run as it is, in this process; the `hvd.DistributedOptimizer` that it calls takes the method's
-compression in place of its own, and is timed from the end of one step to the end of the next.
+The script runs unchanged in this process. Its `hvd.DistributedOptimizer` gets the method's
+compression instead of its own, and is timed from the end of one step to the end of the next.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ COMPRESSIONS: dict[str, Callable[[Method], Any]] = {
 }
 
 
-class _Enough(BaseException):  # no error, and not for a script's `except Exception`
-    """Leaves a script that has made enough steps."""
+class _Enough(BaseException):  # so that a script's `except Exception` does not catch it
+    """Ends a script that has made enough steps."""
 
 
 @dataclass
@@ -47,13 +47,13 @@ class Watch:
 
     rounds: int
     interface: str | None
-    ends: list[Cost] = field(default_factory=list)  # of steps
-    shapes: list[tuple[int, ...]] = field(default_factory=list)  # of what it trains
+    ends: list[Cost] = field(default_factory=list)  # clocks at the end of each step
+    shapes: list[tuple[int, ...]] = field(default_factory=list)  # of its parameters
     before: Sent | None = None
-    octets: float | None = None  # left this host's card in a step
+    octets: float | None = None  # bytes that left this host's card in a step
 
     def follow(self, optimizer: Any) -> None:
-        """Call `end` at the end of each step."""
+        """Call `end` after each step of an optimizer."""
         if self.shapes:
             return
         groups = optimizer.param_groups
@@ -65,10 +65,10 @@ class Watch:
             self.end()
             return result
 
-        optimizer.step = types.MethodType(timed, optimizer)  # schedulers look for its __func__
+        optimizer.step = types.MethodType(timed, optimizer)  # schedulers use its __func__
 
     def end(self) -> None:
-        """Of a step; the last one leaves the script."""
+        """Note the end of a step; end the script after the last one."""
         self.ends.append(Cost.so_far())
         if self.interface is not None and len(self.ends) == WARM_UP:
             self.before = sent(self.interface)
@@ -80,16 +80,16 @@ class Watch:
         raise _Enough
 
     def costs(self) -> list[Cost]:
-        """Of each timed step."""
+        """The times of the timed steps."""
         ends = self.ends[WARM_UP - 1 :]
         return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def check(methods: Sequence[Method]) -> None:
-    """A script that uses Horovod can be timed in these ways.
+    """Refuse methods that cannot be timed with a script that uses Horovod.
 
     Raises:
-        ValueError: it cannot in one of them.
+        ValueError: a method is not a compression of Horovod's optimizer.
     """
     for method in methods:
         if method.is_ddp or method.kind not in COMPRESSIONS:
@@ -102,10 +102,10 @@ def check(methods: Sequence[Method]) -> None:
 def time_script(
     path: Path, arguments: Sequence[str], method: Method, rounds: int, interface: str | None
 ) -> tuple[Taken, list[tuple[int, ...]]]:
-    """What its steps took, and the shapes of its parameters.
+    """Time a script's steps, and return its parameters' shapes too.
 
     Raises:
-        ValueError: it ended too early, or never made a distributed optimizer.
+        ValueError: the script ended too early, or never made a distributed optimizer.
     """
     watch = Watch(rounds, interface)
     with _compressed(method, watch), _called(path, arguments):
@@ -121,12 +121,12 @@ def time_script(
 
 
 def _run(path: Path) -> str:
-    """Until it has made enough steps, or ends; how it ended, where it said so itself."""
+    """Run a script until it has made enough steps or ends; return how it ended, if by sys.exit."""
     try:
         runpy.run_path(str(path), run_name="__main__")
     except _Enough:
         pass
-    except SystemExit as ended:  # would end this process, which has nothing to report yet
+    except SystemExit as ended:  # it must not end this process
         return f" by sys.exit({ended.code!r})"
     return ""
 
@@ -158,7 +158,7 @@ def _nothing() -> None:
 
 @contextlib.contextmanager
 def _called(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """As the interpreter starts a script."""
+    """Set sys.argv and sys.path as the interpreter does for a script."""
     argv = [str(path), *arguments]
     folders = [str(path.resolve().parent), *sys.path]
     with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", folders):

@@ -1,4 +1,4 @@
-"""What a run found, for a terminal."""
+"""A run's results as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HEAD = ("", "step, s", "exchange, s", "from", "to", "CPU, s", "faster", "card, b
 
 
 def table(result: Result) -> str:
-    """With a line about the run above, and one below on what is not there."""
+    """The table, with a line about the run above it and notes below it."""
     rows = [HEAD, *rows_of(result)]
     return "\n".join([heading(result), *aligned(rows), *notes(result)])
 
 
 def heading(result: Result) -> str:
-    """What was run."""
+    """A line that describes the run."""
     tensors = count(result["tensors"], "tensor")
     parts = [
         f"{result['model']}: {result['elements']:,} float32 in {tensors}",
@@ -34,7 +34,7 @@ def heading(result: Result) -> str:
 
 
 def rows_of(result: Result) -> Iterator[tuple[str, ...]]:
-    """Of all that was measured, the step without exchange first."""
+    """The rows of all methods, the step without exchange first."""
     found = figures(result)
     dense = dense_of(found)
     for each in found.values():
@@ -56,12 +56,12 @@ def _bytes(each: Figures, dense: Figures | None) -> tuple[str, str, str]:
 
 
 def times(factor: float | None) -> str:
-    """A factor, or that there is none."""
+    """Format a factor, or a dash for None."""
     return "-" if factor is None else f"{factor:,.1f}x"
 
 
 def notes(result: Result) -> Iterator[str]:
-    """What a reader has to know of the columns."""
+    """Notes that explain the columns."""
     rounds = len(result["methods"][0]["seconds"])
     yield (
         f"Medians of {rounds} rounds, of the slowest rank; exchange: beyond the step without one "
@@ -79,7 +79,7 @@ def notes(result: Result) -> Iterator[str]:
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table, columns under each other; the first column is text."""
+    """The lines of a table with aligned columns; the first column is text."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *numbers in rows:

@@ -1,6 +1,6 @@
-"""`horovod-topk compare`: train a script with several compressors and say which is worth it.
+"""`horovod-topk compare`: train a script with several compressors and say which one pays.
 
-The command runs once, on one host; it starts horovodrun for every run. Nothing here imports a
+The command runs once, on one host; it starts horovodrun for every run. This module imports no
 framework.
 """
 
@@ -97,7 +97,7 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run what has not been run, and report; 2 if the options or this machine do not allow it."""
+    """Run all missing runs, and report; return 2 if the options or this machine do not allow it."""
     try:
         every = settings_of(args)
         for option in ("json", "picture"):
@@ -121,10 +121,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> list[Settings]:
-    """What the command line asks for: one comparison, or several of a TOML file.
+    """The comparisons that the command line describes: one, or several of a TOML file.
 
     Raises:
-        ConfigError, ValueError: it cannot be compared.
+        ConfigError, ValueError: a setting is not valid.
     """
     given: dict[str, Any] = {
         "arguments": tuple(args.arguments),

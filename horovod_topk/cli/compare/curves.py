@@ -1,7 +1,7 @@
-"""Quality along a run: at a step, at a time, and the time to a quality.
+"""Quality along a run: at a step, at a time, and the time to reach a quality.
 
-A curve is a list of (step, seconds, value), in the order of steps. Between two reports it is a
-straight line.
+A curve is a list of (step, seconds, value), in the order of steps. Values between two reports are
+interpolated linearly.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Curve = Sequence[tuple[int, float, float]]
 
 @dataclass(frozen=True)
 class Metric:
-    """What is compared, and in which direction it is better."""
+    """The metric that is compared, and its direction."""
 
     name: str
     higher_is_better: bool
 
     def gain(self, value: float, beside: float) -> float:
-        """How much better one value is than another; negative: worse."""
+        """How much better one value is than another; negative if it is worse."""
         return value - beside if self.higher_is_better else beside - value
 
     def worse(self, *values: float) -> float:
@@ -29,20 +29,20 @@ class Metric:
         return min(values) if self.higher_is_better else max(values)
 
     def reached(self, value: float, target: float) -> bool:
-        """Whether a value is as good as a target."""
+        """Whether a value is at least as good as a target."""
         return self.gain(value, target) >= 0
 
 
 def at_step(curve: Curve, step: float) -> float | None:
-    """The value after a step; None: the curve does not reach so far."""
+    """The value after a step; None: the curve ends before."""
     return _interpolated([(float(s), value) for s, _, value in curve], step)
 
 
 def at_time(curve: Curve, seconds: float) -> float | None:
     """The value after so many seconds; None: the curve is empty.
 
-    After its end that is the last one, and before the first report the first one, which is better
-    than the truth where training improves.
+    After the end it is the last value, and before the first report the first value, which is
+    optimistic if training improves.
     """
     if curve and seconds >= curve[-1][1]:
         return curve[-1][2]

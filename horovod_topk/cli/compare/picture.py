@@ -1,4 +1,4 @@
-"""Quality against steps, time and bytes: one row of three panels a variant of the grid."""
+"""A picture of quality against steps, time and bytes: three panels for each variant."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ COLOURS = ("#444444", "#999999", "#d1495b", "#1f77b4", "#2e933c", "#bb8800", "#8
 
 
 def draw(path: Path, every: Sequence[Found], *, timed: bool = True) -> None:
-    """Write a picture. Each seed is a thin line; the colour is the compressor's.
+    """Write a picture with a thin line for each seed, and a colour for each compressor.
 
-    timed: whether one panel has seconds; never on simulated ranks.
+    timed: whether one panel shows seconds; never for simulated ranks.
 
     Raises:
         ModuleNotFoundError: Matplotlib, of the extra, is not installed.

@@ -1,4 +1,4 @@
-"""What a comparison runs, what it keeps of each run, and where: one JSON file a run."""
+"""Runs of a comparison, their records, and the files that keep them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ DONE, FAILED, LATE, DIVERGED = "done", "failed", "cut off", "diverged"
 
 @dataclass(frozen=True)
 class Cell:
-    """One run, by all that tells it from the others."""
+    """The settings that identify one run."""
 
     compressor: str  # as `horovod_topk.core.substitute` writes it
     seed: int
-    arguments: tuple[str, ...]  # of the script
-    grid: tuple[tuple[str, Any], ...]  # values of the settings' grid; already in `arguments`
+    arguments: tuple[str, ...]  # arguments of the script
+    grid: tuple[tuple[str, Any], ...]  # values from the settings' grid, also in `arguments`
     where: tuple[tuple[str, Any], ...]  # script, ranks, hosts, network: equal for all runs
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits, other ones for each other run."""
+        """Sixteen hexadecimal digits that identify the run."""
         text = json.dumps([self.compressor, self.seed, self.arguments, self.where])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Point:
-    """What a script reported after a step."""
+    """One report of a script after a step."""
 
     step: int
     seconds: float  # since the script built its optimizer
@@ -42,17 +42,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Record:
-    """A finished run: what it was, how it ended, and what it reported."""
+    """A finished run: its settings, its outcome, and its reports."""
 
     cell: Cell
     status: str  # DONE, FAILED or LATE
     problem: str = ""  # why it failed, and the end of its output
     points: tuple[Point, ...] = ()
-    sent_bytes: float | None = None  # a step, by rank 0; None: Horovod's own exchange, not counted
-    dense_bytes: float | None = None  # a step, of a ring allreduce of the same gradients
-    waited: float | None = None  # seconds a step in optimizer.synchronize(); None: not measured
-    peak_memory: float | None = None  # bytes, of rank 0
-    seeded: bool = True  # whether the script asked for its seed
+    sent_bytes: float | None = None  # per step, by rank 0; None: Horovod's own, not counted
+    dense_bytes: float | None = None  # per step, by a ring allreduce of the same gradients
+    waited: float | None = None  # seconds per step in optimizer.synchronize(); None: unknown
+    peak_memory: float | None = None  # bytes, on rank 0
+    seeded: bool = True  # whether the script has used its seed
     machine: Mapping[str, object] = field(default_factory=dict)
 
     def curve(self, metric: str) -> list[tuple[int, float, float]]:
@@ -74,7 +74,7 @@ class Record:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Of the training between the first and the last report; evaluations are in it."""
+        """Seconds per step between the first and the last report, with evaluations."""
         if len(self.points) < 2:
             return None
         first, last = self.points[0], self.points[-1]
@@ -86,20 +86,20 @@ class Store:
     """The records of a comparison: a folder with a file for each, or one file of JSON lines.
 
     Args:
-        path: of the folder, made when it is first needed; or of the file, which ends in .jsonl.
+        path: the folder, created when first needed; or the file, which ends in .jsonl.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_file = path, path.suffix == ".jsonl"
         self.folder = path.parent if self.is_file else path
-        self._lines: dict[str, dict[str, Any]] = {}  # by digest; the last one counts
+        self._lines: dict[str, dict[str, Any]] = {}  # by digest; the last line of a run counts
         if self.is_file and path.exists():
             for line in path.read_text().splitlines():
                 found = json.loads(line)
                 self._lines[_cell(found["cell"]).digest] = found
 
     def find(self, cell: Cell) -> Record | None:
-        """A finished run, if this one is."""
+        """The record of a run; None if it is not finished."""
         if self.is_file:
             found = self._lines.get(cell.digest)
             return None if found is None else _record(found, cell)
@@ -107,7 +107,7 @@ class Store:
         return _record(json.loads(path.read_text()), cell) if path.exists() else None
 
     def keep(self, record: Record) -> None:
-        """Write a record at once or not at all."""
+        """Write a record, completely or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.is_file:
             self._lines[record.cell.digest] = asdict(record)

@@ -1,4 +1,4 @@
-"""What a comparison found: for each variant of the grid, its compressors' figures and verdicts."""
+"""Results of a comparison: for each variant of the grid, figures and verdicts."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from horovod_topk.cli.compare.records import DONE, Record
 from horovod_topk.cli.compare.settings import Settings, metric_of
 from horovod_topk.cli.compare.verdict import Runs, Verdict, judge, overall
 
-HALF = 0.5  # bytes of fp16 over those of float32
+HALF = 0.5  # bytes of fp16 / bytes of float32
 
 
 @dataclass(frozen=True)
 class Row:
-    """A compressor's figures: means over the seeds that ended well."""
+    """A compressor's figures: means over the seeds whose runs are done."""
 
     name: str
     compressor: str
     outcomes: Mapping[int, str]  # by seed
     final: float | None  # quality at the last step
     at_time: float | None  # quality at the common time
-    seconds: float | None  # a step
-    waited: float | None  # of them, in which gradients were waited for
-    bytes: float | None  # a step and rank
-    to_target: float | None  # seconds; None: not all seeds reach it
+    seconds: float | None  # per step
+    waited: float | None  # seconds per step of waiting for gradients
+    bytes: float | None  # per step and rank
+    to_target: float | None  # seconds; None: not all seeds reach the target
     bytes_to_target: float | None
-    memory: float | None  # bytes, of rank 0 at most
+    memory: float | None  # bytes, the largest peak of rank 0
     verdict: Verdict | None  # None: a baseline
 
 
 @dataclass(frozen=True)
 class Found:
-    """One variant of the grid."""
+    """The results of one variant of the grid."""
 
     settings: Settings
     variant: tuple[tuple[str, Any], ...]
     metric: Metric
-    runs: Mapping[str, Runs]  # by row
+    runs: Mapping[str, Runs]  # by name of the row
     rows: tuple[Row, ...]
-    budget: float | None  # seconds at which `at_time` is
+    budget: float | None  # seconds at which `at_time` is taken
     sentence: str
 
 
 def found_in(
     settings: Settings, records: Mapping[str, Runs], variant: tuple[tuple[str, Any], ...] = ()
 ) -> Found:
-    """The figures and verdicts of one variant's runs.
+    """Compute the figures and verdicts of one variant's runs.
 
     Raises:
-        ValueError: it is not known which metric counts.
+        ValueError: the metric to compare is not known.
     """
     every = [run for runs in records.values() for run in runs.values()]
     reported = sorted({name for run in every for point in run.points for name in point.metrics})
@@ -125,7 +125,7 @@ def _reached(
 def _target(
     settings: Settings, baselines: Mapping[str, Runs], seed: int, metric: Metric
 ) -> float | None:
-    """The quality to reach with a seed: given, or the worse final one of the dense runs."""
+    """The target of a seed: the user's, or the worse final quality of the dense runs."""
     if settings.target is not None:
         return settings.target
     runs = [each[seed] for each in baselines.values() if seed in each]
@@ -134,18 +134,18 @@ def _target(
 
 
 def _common_time(runs: Sequence[Record], metric: Metric) -> float | None:
-    """The end of the fastest run."""
+    """The duration of the fastest run."""
     curves = [run.curve(metric.name) for run in runs if run.outcome(metric.name) == DONE]
     return min((curve[-1][1] for curve in curves if curve), default=None)
 
 
 def _dense_bytes(runs: Sequence[Record]) -> float | None:
-    """Of a ring allreduce, as any compressor of this package counts them."""
+    """Bytes of a ring allreduce, as counted by any compressor of this package."""
     return next((run.dense_bytes for run in runs if run.dense_bytes), None)
 
 
 def _bytes(compressor: str, runs: Sequence[Record], dense: float | None) -> float | None:
-    """A step and rank: counted, or for Horovod's own computed from the gradients' size."""
+    """Bytes per step and rank: counted, or for Horovod's compression computed."""
     counted = _mean([run.sent_bytes for run in runs])
     if counted is not None or dense is None:
         return counted

@@ -1,4 +1,4 @@
-"""One run of a training script under horovodrun or torchrun, and the record that it leaves."""
+"""Runs a training script once under horovodrun or torchrun, and makes its record."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from horovod_topk.cli.process import Ended, follow, rank_of, unprefixed
 from horovod_topk.core.substitute import VARIABLE
 
 NETLAB = Path(__file__).resolve().parents[3] / "scripts" / "netlab"
-Event = dict[str, Any]  # a line that `horovod_topk.reporting` has written
+Event = dict[str, Any]  # a line of `horovod_topk.reporting`'s file
 
 
 def command(settings: Settings, cell: Cell) -> list[str]:
-    """What starts a run."""
+    """The command line of a run."""
     if settings.controller == "torchrun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         ranks = f"--nproc-per-node={settings.ranks}"
         return [*torchrun, ranks, str(settings.script), *cell.arguments]
     script = [sys.executable, str(settings.script), *cell.arguments]
-    if settings.network is not None:  # scripts/netlab tells horovodrun of hosts and ranks
+    if settings.network is not None:  # scripts/netlab passes hosts and ranks to horovodrun
         lab = [str(NETLAB), "--hosts", str(settings.ranks), "--rate", settings.network, "--"]
         name = str(Path(sys.executable).with_name("horovodrun"))
         return [*lab, name, f"--{settings.controller}", *script]
     where = [] if settings.hosts is None else ["-H", settings.hosts]
-    program = [sys.executable, "-m", "horovod_topk.cli.horovodrun"]  # seconds faster to start
+    program = [sys.executable, "-m", "horovod_topk.cli.horovodrun"]  # starts seconds faster
     return [*program, "-np", str(settings.ranks), *where, f"--{settings.controller}", *script]
 
 
@@ -43,7 +43,7 @@ def check_network() -> None:
     """Check that links can be emulated.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: they cannot be emulated here.
     """
     if not NETLAB.exists():
         raise ValueError(
@@ -58,9 +58,9 @@ def run(settings: Settings, cell: Cell, folder: Path) -> Record:
     """Run a script once.
 
     Args:
-        settings: how.
-        cell: what.
-        folder: which rank 0 can write to, for the time of the run.
+        settings: the comparison.
+        cell: the run.
+        folder: folder for temporary files, which rank 0 can write to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".events") as file:
@@ -73,7 +73,7 @@ def run(settings: Settings, cell: Cell, folder: Path) -> Record:
                 VARIABLE: cell.compressor,
                 reporting.REPORT: str(events),
                 reporting.SEED: str(cell.seed),
-                "PYTHONUNBUFFERED": "1",  # printed reports have the time at which they arrive
+                "PYTHONUNBUFFERED": "1",  # reports are timed when their lines arrive
             },
         )
         found = [json.loads(line) for line in events.read_text().splitlines()]
@@ -81,7 +81,7 @@ def run(settings: Settings, cell: Cell, folder: Path) -> Record:
 
 
 class Printed:
-    """JSON lines with a step that rank 0 prints: reports of a script without `report()`."""
+    """Collects JSON lines with a step that rank 0 prints, from scripts without `report()`."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -113,8 +113,8 @@ def record_of(
 
     Args:
         settings, cell, ended: the run.
-        written: what rank 0 has written, in time's order.
-        printed: what it has printed; counts where it has reported nothing.
+        written: events that rank 0 has written, in order of time.
+        printed: reports that it has printed; used if it has written none.
     """
     begun = next((e for e in written if e["event"] == "compressor"), None)
     reports = [e for e in written if e["event"] == "report"] or list(printed)

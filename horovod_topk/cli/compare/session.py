@@ -25,7 +25,7 @@ from horovod_topk.cli.compare.table import overview, table
 
 
 def main(every: Sequence[Settings], args: argparse.Namespace) -> int:
-    """Run what has not been run, print, and write; the exit status: 1 if the first run failed."""
+    """Do all missing runs, print and write; return the exit status: 1 if the first run failed."""
     store = Store(args.out or Path(f"compare-{args.script.stem}"))
     if not args.no_runs:
         if any(settings.network for settings in every):
@@ -48,7 +48,7 @@ Wanted = tuple[str, Cell, Settings]
 
 
 def run_all(every: Sequence[Settings], store: Store, *, retry: bool = False) -> bool:
-    """Finish all runs, by turns; False if the very first one fails."""
+    """Do all missing runs, in turns; return False if the very first one fails."""
     wanted: dict[str, Wanted] = {}  # by digest: cases may share runs
     for name, cell, settings in by_turns(every):
         wanted.setdefault(cell.digest, (name, cell, settings))
@@ -59,7 +59,7 @@ def run_all(every: Sequence[Settings], store: Store, *, retry: bool = False) -> 
             store.keep(record)
             bar.update()
             name, cell, settings = wanted[record.cell.digest]
-            if settings.simulated:  # in other processes: the last that has ended
+            if settings.simulated:  # several run at a time: show the last one that ended
                 bar.set_postfix_str(_title(name, cell))
             if record.status == DONE:
                 continue
@@ -71,7 +71,7 @@ def run_all(every: Sequence[Settings], store: Store, *, retry: bool = False) -> 
 
 
 def by_turns(every: Sequence[Settings]) -> Iterator[Wanted]:
-    """All runs: of each comparison in turn, a seed of a variant with every compressor."""
+    """All runs: for each comparison in turn, one seed of a variant with every compressor."""
     turns: list[list[Wanted]] = []
     for settings in every:
         for place, (name, cell) in enumerate(settings.cells()):
@@ -82,7 +82,7 @@ def by_turns(every: Sequence[Settings]) -> Iterator[Wanted]:
 
 
 def _records(missing: Sequence[Wanted], store: Store, bar: tqdm[Any]) -> Iterator[Record]:
-    """Run, one after another; simulated ranks last, in processes that train many cells."""
+    """Do the runs one after another; simulated ranks last, in a pool of processes."""
     tasks = []
     for name, cell, settings in missing:
         if settings.simulated:
@@ -124,7 +124,7 @@ def results(settings: Settings, store: Store) -> list[Found]:
 
 
 def summary(found: Found) -> dict[str, Any]:
-    """A variant's figures as JSON; runs have files of their own."""
+    """A variant's figures as JSON; runs have their own files."""
     rows = [asdict(row) for row in found.rows]
     return {
         "title": found.settings.title,
@@ -139,15 +139,15 @@ def summary(found: Found) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keep a second comparison out of a folder.
+    """Lock a folder, so that a second comparison cannot use it.
 
     Raises:
-        ValueError: one is under way.
+        ValueError: another comparison is running in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the file is closed
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file is closed
         except BlockingIOError:
             raise ValueError(
                 f"another comparison runs in {folder}. Wait for it, or give --out another folder"

@@ -1,4 +1,4 @@
-"""What to compare: read from the command line, or from a TOML file."""
+"""Settings of a comparison, from the command line or from a TOML file."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class Settings:
 
     Args:
         script: the training script.
-        arguments: its own.
-        compressors: by the names that tables show, each as in Python: "TopKEF(ratio=0.01)".
-        baselines: dense ones that every comparison has: "none" and "fp16" are Horovod's own.
-        seeds: how many, from 0 on, or a list of them.
+        arguments: arguments of the script.
+        compressors: by the names in tables, each in Python syntax: "TopKEF(ratio=0.01)".
+        baselines: dense baselines: "none" and "fp16" are Horovod's own.
+        seeds: number of seeds, from 0 on, or a list of seeds.
         seed_argument: the script's option for its seed, "seed" for --seed; None: the script calls
             `horovod_topk.seed()`.
         options: arguments of the script by name, beside `arguments`.
-        grid: lists of values for arguments of the script; each combination is compared alone.
-        ranks: processes.
-        hosts: as horovodrun takes them, "host1:1,host2:1"; None: this host.
-        network: rate of the links of emulated hosts, one a rank, such as "100mbit"; None: none.
-        controller: of horovodrun, "gloo" or "mpi"; or "torchrun", for scripts with DDP.
+        grid: lists of values for arguments of the script; each combination is one variant.
+        ranks: number of processes.
+        hosts: hosts for horovodrun, "host1:1,host2:1"; None: this host.
+        network: bandwidth of emulated links, one host for each rank, such as "100mbit"; None: off.
+        controller: controller of horovodrun, "gloo" or "mpi"; or "torchrun", for scripts with DDP.
         limit_seconds: a run that takes longer is ended.
-        metric: what counts, "accuracy" or "score:higher"; None: the only one that is reported.
-        target: a quality to reach; None: the worse final one of the dense runs of a seed.
+        metric: the metric, "accuracy" or "score:higher"; None: the only one that is reported.
+        target: quality to reach; None: the worse final quality of a seed's dense runs.
         budget: seconds at which quality is compared; None: the end of the faster run of a pair.
-        version: of the script. None: runs are made again when the script has changed.
-        simulated: train on simulated ranks, for quality alone.
-        jobs: processes that train simulated ranks.
-        title: above the tables.
-        text: below the title, on a page.
+        version: version of the script; None: runs are repeated when the script has changed.
+        simulated: train on simulated ranks, for quality only.
+        jobs: number of processes that train simulated ranks.
+        title: title above the tables.
+        text: text below the title, on a page.
     """
 
     script: Path
@@ -80,7 +80,7 @@ class Settings:
 
     @cached_property
     def where(self) -> tuple[tuple[str, Any], ...]:
-        """What all runs have in common."""
+        """The settings that all runs have in common."""
         content = self.version or hashlib.sha256(self.script.read_bytes()).hexdigest()[:16]
         return (
             ("script", self.script.name),
@@ -92,12 +92,12 @@ class Settings:
         )
 
     def variants(self) -> list[tuple[tuple[str, Any], ...]]:
-        """Every combination of the grid's values; one without any where there is no grid."""
+        """Every combination of the grid's values; one empty combination without a grid."""
         axes = [[(name, value) for value in values] for name, values in self.grid.items()]
         return list(itertools.product(*axes))
 
     def cell(self, variant: tuple[tuple[str, Any], ...], name: str, seed: int) -> Cell:
-        """A run."""
+        """The run of a variant, a compressor and a seed."""
         options = [*self.options.items(), *variant]
         words = [word for key, value in options for word in _words(key, value)]
         if self.seed_argument is not None:
@@ -105,7 +105,7 @@ class Settings:
         return Cell(self.rows[name], seed, (*self.arguments, *words), variant, self.where)
 
     def cells(self) -> Iterator[tuple[str, Cell]]:
-        """All runs with their names, by turns: a seed of every compressor, then the next seed."""
+        """All runs with their names, in turns: one seed of every compressor, then the next seed."""
         for seed in self.seeds:
             for variant in self.variants():
                 for name in self.rows:
@@ -113,7 +113,7 @@ class Settings:
 
 
 def _words(key: str, value: object) -> list[str]:
-    """An argument of a script."""
+    """The command-line words of an argument."""
     option = key if key.startswith("-") else f"--{key}"
     if isinstance(value, bool):
         return [option] if value else []
@@ -125,10 +125,10 @@ def metric_of(asked: str | None, reported: Sequence[str]) -> Metric:
 
     Args:
         asked: "accuracy" or "score:higher"; None: the only one that was reported.
-        reported: names of all that were.
+        reported: names of all reported metrics.
 
     Raises:
-        ValueError: it cannot be told which, or in which direction it is better.
+        ValueError: the metric, or its direction, is not known.
     """
     known = ", ".join(reported) or "none"
     if asked is None:
@@ -151,10 +151,10 @@ def metric_of(asked: str | None, reported: Sequence[str]) -> Metric:
 
 
 def named(texts: Sequence[str]) -> dict[str, str]:
-    """Compressors of the command line by name: "NAME=TopKEF(...)", or by themselves.
+    """Parse compressors of the command line: "NAME=TopKEF(...)", or without a name.
 
     Raises:
-        ConfigError, ValueError: one is not valid, or a name stands twice.
+        ConfigError, ValueError: a compressor is not valid, or a name is used twice.
     """
     found: dict[str, str] = {}
     for text in texts:
@@ -171,11 +171,11 @@ def named(texts: Sequence[str]) -> dict[str, str]:
 def of_file(path: Path) -> list[Settings]:
     """Read a TOML file: its comparison, or one for each of its tables `[[cases]]`.
 
-    A case has the keys of a comparison, and what it leaves out from the rest of the file; its
-    `options` are added to those of the file. Paths are relative to the file's folder.
+    A case has the keys of a comparison; missing keys are taken from the top of the file, and its
+    `options` are added to those there. Paths are relative to the file's folder.
 
     Raises:
-        ConfigError, ValueError: it cannot be read, or does not say what to compare.
+        ConfigError, ValueError: the file cannot be read, or a setting is missing or not valid.
     """
     try:
         found = tomllib.loads(path.read_text())
@@ -206,12 +206,12 @@ def _of_table(found: Mapping[str, Any], path: Path) -> Settings:
 
 
 def seeds_of(given: int | Sequence[int]) -> tuple[int, ...]:
-    """Seeds from how many there are, or the seeds themselves."""
+    """Seeds from their number, or the seeds themselves."""
     return tuple(range(given)) if isinstance(given, int) else tuple(given)
 
 
 def _compressors(table: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Compressors by name; one is a text, or a table with `method` and its settings."""
+    """Parse compressors by name; each is a text, or a table with `method` and settings."""
     found = {}
     for name, value in table.items():
         if isinstance(value, Mapping):
@@ -225,10 +225,10 @@ def _compressors(table: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def checked(settings: Settings) -> Settings:
-    """The settings with an absolute script, if they can be run.
+    """The settings with an absolute script path, if they can be run.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: they cannot be run.
     """
     if not settings.script.is_file():
         raise ValueError(f"{settings.script}: no such script")

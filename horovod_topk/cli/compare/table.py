@@ -26,7 +26,7 @@ def table(found: Found) -> str:
 
 
 def overview(every: Sequence[Found]) -> str:
-    """One row for each variant and compressor, where there are several variants."""
+    """A table with one row for each variant and compressor."""
     rows: list[Sequence[str]] = [("", "", "end", "better than dense by", "verdict")]
     for found in every:
         title = found.settings.title or found.settings.script.stem
@@ -47,7 +47,7 @@ def _filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def heading(found: Found) -> str:
-    """What was run."""
+    """A line that describes the comparison."""
     settings = found.settings
     where = f"{settings.ranks} ranks on {settings.hosts or 'this host'}"
     if settings.network:
@@ -98,7 +98,7 @@ def _difference_head(found: Found) -> tuple[str, ...]:
 
 
 def _differences(found: Found) -> Iterator[tuple[str, ...]]:
-    """Paired by seed; positive is better."""
+    """Differences paired by seed; positive is better."""
     for row in found.rows:
         for baseline, beside in row.verdict.beside.items() if row.verdict else ():
             yield (
@@ -120,7 +120,7 @@ def _verdicts(found: Found) -> Iterator[str]:
 
 
 def notes(found: Found) -> Iterator[str]:
-    """What a reader has to know of the figures."""
+    """Notes that explain the figures."""
     for row in found.rows:
         for seed, outcome in row.outcomes.items():
             if outcome != DONE:
@@ -137,7 +137,7 @@ def notes(found: Found) -> Iterator[str]:
 
 
 def interval(found: Difference) -> str:
-    """A mean and the ends of its interval."""
+    """Format a mean and its confidence interval."""
     if not found.values:
         return DASH
     mean = f"{0.0 if abs(found.mean) < ROUNDING else found.mean:+.4g}"
@@ -147,7 +147,7 @@ def interval(found: Difference) -> str:
 
 
 def factor(found: Difference) -> str:
-    """A mean of logs as a factor, with the ends of its interval."""
+    """Format a mean of logarithms as a factor, with its confidence interval."""
     if not found.values:
         return DASH
     mean = f"{math.exp(found.mean):.3g}x"
@@ -161,18 +161,18 @@ def _exp(value: float) -> float:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A figure, or that there is none."""
+    """Format a figure, or a dash for None."""
     return DASH if value is None else f"{value:.{digits}g}"
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that suits it."""
+    """Format a time in a suitable unit."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table for a page; the first row is its head."""
+    """Format a table in Markdown; the first row is its head."""
     head, *rest = rows
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rest))

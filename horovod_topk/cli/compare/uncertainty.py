@@ -1,10 +1,9 @@
-"""How far paired differences can be trusted: an interval for their mean.
+"""Confidence intervals for the mean of paired differences.
 
-With fewer than five seeds it is Student's t, and all seeds have to agree as well. With five or more
-it is the wider one of that and the studentised bootstrap (Efron and Tibshirani 1993, chapter 12):
-with five seeds each alone finds differences that are not there too often, the one where differences
-are skewed, the other where they are not. The plain percentile bootstrap does so in every sixth
-case.
+With fewer than five seeds the interval is Student's t, and all seeds have to agree as well. With
+five or more it is the wider one of Student's t and the studentised bootstrap (Efron and Tibshirani
+1993, chapter 12): with five seeds each alone reports false differences too often, Student's t for
+skewed differences, the bootstrap for others. The percentile bootstrap does so in every sixth case.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any
 
 FEWEST = 5  # seeds for the bootstrap
 RESAMPLES = 9_999
-NO_SPREAD = 6  # seeds that are all alike, as accuracies of few examples can be: a sign test
-ROUNDING = 1e-12  # of differences that should be zero
+NO_SPREAD = 6  # equal differences that are enough, as in a sign test; accuracies may be equal
+ROUNDING = 1e-12  # rounding error of differences that should be zero
 BETTER, WORSE, UNCLEAR = "better", "worse", "cannot tell"
 
 
@@ -27,8 +26,8 @@ class Difference:
     """Differences paired by seed, their mean, and an interval for it."""
 
     values: tuple[float, ...]  # positive: better
-    low: float  # -inf: not known
-    high: float  # inf: not known
+    low: float  # -inf: unknown
+    high: float  # inf: unknown
 
     @property
     def mean(self) -> float:
@@ -47,7 +46,7 @@ class Difference:
 
 
 def difference(values: Sequence[float], level: float = 0.95) -> Difference:
-    """The interval that has the mean of such differences with a probability of `level`.
+    """The confidence interval of the mean of some differences, at a level.
 
     Needs NumPy and SciPy.
     """

@@ -1,14 +1,14 @@
-"""What the runs say of each compressor beside dense: the rule of docs/compare.md.
+"""The verdict on each compressor compared with dense: the rule of docs/compare.md.
 
-Quality is compared at equal steps, with dense float32. Time is compared to the quality that both
-runs of a pair reach, with every dense baseline. A compressor
+Quality at equal steps is compared with dense float32. The time to reach the quality that both runs
+of a pair reach is compared with every dense baseline. A compressor
 
     pays               reaches it sooner than every dense baseline, and ends no worse than float32
     is faster, worse   reaches it sooner than every dense baseline, and ends worse
     does not pay       reaches it later than some dense baseline, or is as slow and ends worse
     cannot tell        otherwise
 
-"Sooner", "later" and "worse" are intervals without zero; see `uncertainty`.
+"Sooner", "later" and "worse" mean that the interval excludes zero; see `uncertainty`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ TRUST = 0.95
 
 NO_DIFFERENCE = Difference((), -math.inf, math.inf)
 
-Runs = Mapping[int, Record]  # of one compressor, by seed
+Runs = Mapping[int, Record]  # runs of one compressor, by seed
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A compressor beside one baseline, seed by seed."""
+    """A compressor compared with one baseline, paired by seed."""
 
     steps: Difference  # quality at equal steps, in units of the metric
     time: Difference | None  # quality at equal wall-clock time; None: no common time
-    sooner: Difference  # log of baseline's seconds to the common quality over the compressor's
+    sooner: Difference  # log(baseline's seconds / compressor's seconds) to the common quality
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs say of one compressor."""
+    """The verdict on one compressor."""
 
-    word: str  # PAYS, FASTER, NOT or UNKNOWN; or how a run ended that did not end well
+    word: str  # PAYS, FASTER, NOT or UNKNOWN; or the outcome of a run that is not done
     because: str
     beside: Mapping[str, Beside]  # by baseline
 
@@ -58,11 +58,11 @@ def judge(
     """The verdict on a compressor.
 
     Args:
-        runs: its own.
-        baselines: those of dense, float32 first.
-        metric: what counts.
-        budget: seconds at which quality is compared; None: the end of the faster one of each pair.
-        timed: whether seconds mean something; if not, the verdict is on quality at equal steps.
+        runs: the compressor's runs.
+        baselines: runs of the dense baselines, float32 first.
+        metric: the metric.
+        budget: seconds at which quality is compared; None: the end of the faster run of each pair.
+        timed: whether times are meaningful; if not, the verdict is on quality at equal steps.
     """
     outcomes = {seed: run.outcome(metric.name) for seed, run in sorted(runs.items())}
     for outcome in (FAILED, LATE, DIVERGED):
@@ -82,7 +82,7 @@ def judge(
 
 
 def _rule(beside: Mapping[str, Beside]) -> tuple[str, str]:
-    """The rule above, and its reason."""
+    """The verdict and its reason, by the rule in the module's docstring."""
     quality = next(iter(beside.values())).steps.word
     later = [name for name, each in beside.items() if each.sooner.word == WORSE]
     unclear = [name for name, each in beside.items() if each.sooner.word == UNCLEAR]
@@ -130,7 +130,7 @@ def _beside(runs: Runs, dense: Runs, metric: Metric, budget: float | None, level
 
 
 def _pairs(runs: Runs, dense: Runs, metric: Metric) -> list[tuple[Record, Record]]:
-    """Runs of the same seed that both trained to the end."""
+    """Runs of the same seed whose dense run is done."""
     return [
         (runs[seed], dense[seed])
         for seed in sorted(runs.keys() & dense.keys())
@@ -157,7 +157,7 @@ def _at_times(run: Record, dense: Record, metric: Metric, budget: float | None) 
 
 
 def _sooner(run: Record, dense: Record, metric: Metric) -> float | None:
-    """How much sooner a run reaches the quality that both of a pair reach, as a log of a ratio."""
+    """Log of the ratio of times in which the runs of a pair reach their common quality."""
     a, b = run.curve(metric.name), dense.curve(metric.name)
     if not a or not b:
         return None

@@ -1,4 +1,4 @@
-"""`horovod-topk doctor`: what is installed, what is wrong, and how to cure it."""
+"""`horovod-topk doctor`: prints what is installed, what is wrong, and the cure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the findings; return 1 if the exchange between two ranks failed."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's errors, not its greetings
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors from TensorFlow
     own = Finding("horovod_topk", __version__)
     build = software.find_build()
     known = () if build is None else build.controllers

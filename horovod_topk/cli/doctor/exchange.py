@@ -1,4 +1,4 @@
-"""One real exchange between two ranks of this machine, within a time limit."""
+"""A real exchange between two ranks of this machine, within a time limit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from horovod_topk.cli.doctor.finding import Finding
 
 NAME = "two ranks exchange"
-MARK = "topkef-doctor:"  # begins the line in which a rank reports
+MARK = "topkef-doctor:"  # prefix of the line in which a rank reports
 LIMIT_SECONDS = 90.0
 GRACE_SECONDS = 10.0  # for horovodrun to end its ranks
-SHOWN = 3  # last lines of what a failed launch printed
+SHOWN = 3  # last lines of a failed launch's output to show
 CURES = {
     "gloo": "horovodrun -np 2 --gloo --verbose python -m horovod_topk.cli.doctor.rank says more; "
     "try --network-interfaces lo",
@@ -28,7 +28,7 @@ CURES = {
 
 
 def meet(controllers: Sequence[str], limit: float = LIMIT_SECONDS) -> Finding:
-    """Through the first controller that Horovod has."""
+    """Exchange through the first controller that Horovod has."""
     program = shutil.which("horovodrun")
     if program is None:
         cure = "put the environment's bin on PATH: source .venv/bin/activate"
@@ -42,7 +42,7 @@ def meet(controllers: Sequence[str], limit: float = LIMIT_SECONDS) -> Finding:
 
 
 def meet_without_horovod(limit: float = LIMIT_SECONDS) -> Finding:
-    """Through torch.distributed, as DistributedDataParallel does."""
+    """Exchange through torch.distributed, as DistributedDataParallel does."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     code = ["-m", "horovod_topk.cli.doctor.torch_rank", str(int(limit))]
     status, printed = run([*torchrun, *code], limit)
@@ -50,7 +50,7 @@ def meet_without_horovod(limit: float = LIMIT_SECONDS) -> Finding:
 
 
 def read(status: int | None, printed: str, controller: str, limit: float) -> Finding:
-    """What a launch's end says. status: None where it was too slow."""
+    """The finding from a launch's exit status and output. status: None if it was too slow."""
     marked = [line.split(MARK, 1)[1].strip() for line in printed.splitlines() if MARK in line]
     if status == 0 and marked:
         return Finding(NAME, f"{marked[0]}, on {controller}")
@@ -62,9 +62,10 @@ def read(status: int | None, printed: str, controller: str, limit: float) -> Fin
 
 
 def run(command: Sequence[str], limit: float) -> tuple[int | None, str]:
-    """Exit status and output; nothing of it is left running. None: it took longer.
+    """Run a command; return its exit status, None if it took too long, and its output.
 
-    Ranks end themselves as well (`horovod_topk.cli.doctor.rank`), wherever they were moved to.
+    All its processes are ended. Ranks also end themselves (`horovod_topk.cli.doctor.rank`), in case
+    they have left the process group.
     """
     process = subprocess.Popen(
         command,

@@ -6,12 +6,12 @@ import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 
-WIDTH = 22  # of the first column
+WIDTH = 22  # columns of the first column
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, and what to do if something is wrong."""
+    """One line of output: a fact, and the cure if something is wrong."""
 
     name: str
     found: str
@@ -31,11 +31,11 @@ def is_installed(module: str) -> bool:
 def version(*distributions: str, module: str = "") -> str | None:
     """The version of the first of these distributions that is installed; imports nothing.
 
-    Names may be spelt with hyphens or underscores.
+    Names may be written with hyphens or underscores.
 
     Args:
         distributions: names to try, in order.
-        module: if none of them is installed, the distribution that this module belongs to counts.
+        module: if none is installed, use the distribution that this module belongs to.
     """
     for name in distributions:
         try:

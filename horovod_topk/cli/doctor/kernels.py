@@ -1,4 +1,4 @@
-"""Which code compresses on this machine: kernels of ours, or operations of the framework."""
+"""Which code compresses on this machine: this package's kernels or framework operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from horovod_topk.methods.topk import VALUES, TopK
 
 NAME = "kernels for the GPU"
 GPU = "cuda"
-NODES = Nodes(((0, 1), (2, 3)))  # any with several owners
+NODES = Nodes(((0, 1), (2, 3)))  # an example with several owners on each node
 NUMEL = 1 << 20  # elements of a tensor that is compressed, not sent dense
 COMPILE = (
     "install a C++17 compiler, then run python -m horovod_topk.kernels.compile (unless you set "
@@ -26,14 +26,14 @@ TRITON = "pip install triton; without it compression works, but it is slower"
 
 
 def findings() -> Iterator[Finding]:
-    """Yield those of the CPU, of TensorFlow's graphs and of the GPU."""
+    """Yield findings about kernels on the CPU, in TensorFlow graphs and on the GPU."""
     yield Finding("kernels for the CPU", *cpu_kernels())
     yield Finding("in TensorFlow graphs", *tensorflow_operations())
     yield from gpu_kernels()
 
 
 def cpu_kernels() -> tuple[str, str]:
-    """Return what encodes and decodes on the CPU, and a cure."""
+    """Return a description of the code that encodes and decodes on the CPU, and a cure."""
     found = native.find()
     if found.library is None:
         return f"none, framework operations do the work: {found.description}", COMPILE
@@ -41,7 +41,7 @@ def cpu_kernels() -> tuple[str, str]:
 
 
 def tensorflow_operations() -> tuple[str, str]:
-    """Return whether TensorFlow's graphs use the kernels, and a cure."""
+    """Return a description of the code in TensorFlow's graphs, and a cure."""
     if not is_installed("tensorflow"):
         return "TensorFlow is not installed", ""
     try:
@@ -54,7 +54,7 @@ def tensorflow_operations() -> tuple[str, str]:
 
 
 def gpu_kernels() -> Iterator[Finding]:
-    """Yield what encodes and decodes on a GPU, and for which settings."""
+    """Yield findings about the code that encodes and decodes on a GPU, and its settings."""
     if not is_installed("torch"):
         yield Finding(NAME, "PyTorch is not installed")
         return
@@ -75,7 +75,7 @@ def gpu_kernels() -> Iterator[Finding]:
 
 
 def gpu_settings() -> Iterator[Finding]:
-    """Yield which settings have Triton kernels, as `TorchOps.fused` chooses for each payload."""
+    """Yield which settings have Triton kernels, as `TorchOps.fused` selects for each payload."""
     found = _by_coverage()
     other = [setting for setting, served in _other_settings().items() if not served]
     yield Finding(NAME, f"Triton, for {'; '.join(found['all']) or 'no setting'}")

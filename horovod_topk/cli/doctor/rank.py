@@ -10,13 +10,13 @@ import time
 from horovod_topk.cli.doctor.exchange import MARK
 from horovod_topk.cli.frameworks import find
 
-SIZE = 1 << 16  # bytes a rank
+SIZE = 1 << 16  # bytes of each rank
 WARM_UP, REPEATS = 3, 9
 
 
 def main(limit: int) -> int:
-    """Exchange; rank 0 prints how it went."""
-    signal.alarm(limit)  # kills this process wherever it waits
+    """Exchange; rank 0 prints the result."""
+    signal.alarm(limit)  # ends this process even while it waits
     framework = find()
     if framework is None:
         print(f"{MARK} Horovod serves neither PyTorch nor TensorFlow")

@@ -1,4 +1,4 @@
-"""Horovod, the frameworks, and whether they work together."""
+"""Findings about Horovod, the frameworks, and whether they work together."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from horovod_topk.cli.doctor.finding import Finding, is_installed, version
 TESTED = "0.28.1"  # Horovod's last release
 REBUILD = "build Horovod again with {flag}=1: `make setup` does it"
 SERVED = ("torch", "tensorflow")
-BACKENDS = ("gloo", "nccl", "mpi")  # of torch.distributed
-TENSORFLOW = ("tensorflow", "tensorflow-cpu")  # names it is published under; there are more
+BACKENDS = ("gloo", "nccl", "mpi")  # backends of torch.distributed
+TENSORFLOW = ("tensorflow", "tensorflow-cpu")  # some of TensorFlow's distribution names
 
 
 @dataclass(frozen=True)
 class Build:
-    """What the installed Horovod was built with."""
+    """The frameworks and controllers that the installed Horovod was built with."""
 
-    frameworks: tuple[str, ...]  # that it was built for
+    frameworks: tuple[str, ...]  # frameworks that it was built for
     controllers: tuple[str, ...] = ()
     nccl: bool = False
     error: str = ""  # why it cannot be imported; empty: it can
 
 
 def findings(build: Build | None) -> Iterator[Finding]:
-    """Horovod and the frameworks."""
+    """Yield findings about Horovod and the frameworks."""
     yield horovod(version("horovod"), build)
     yield controllers(build)
     yield nccl(build, gpu=_sees_gpu())
@@ -45,7 +45,7 @@ def find_build() -> Build | None:
     """Return what the installed Horovod was built with; None if there is no Horovod.
 
     `horovodrun --check-build` starts a process for each framework, which takes a minute on a busy
-    machine; one import of one framework tells as much.
+    machine; importing one framework's part of Horovod gives the same facts.
     """
     spec = importlib.util.find_spec("horovod")
     if spec is None:
@@ -60,7 +60,7 @@ def find_build() -> Build | None:
     except (
         ImportError,
         OSError,
-    ) as error:  # another version of the framework than it was built for
+    ) as error:  # it was built for another version of the framework
         return Build(built, error=str(error).splitlines()[0])
     names = tuple(name for name in ("gloo", "mpi") if getattr(hvd, f"{name}_built")())
     return Build(built, names, bool(hvd.nccl_built()))
@@ -79,7 +79,7 @@ def horovod(found: str | None, build: Build | None) -> Finding:
 
 
 def controllers(build: Build | None) -> Finding:
-    """Report the controllers, by which ranks find each other."""
+    """Report the controllers, through which ranks find each other."""
     known = () if build is None else build.controllers
     if not known:
         cure = REBUILD.format(flag="HOROVOD_WITH_GLOO")
@@ -108,9 +108,9 @@ def framework(name: str, found: str | None, module: str, flag: str, build: Build
 
 
 def data_parallel(backends: Sequence[str] | None) -> Finding:
-    """Report what torch DistributedDataParallel, which needs no Horovod, can exchange with.
+    """Report the backends of torch DistributedDataParallel, which needs no Horovod.
 
-    backends: of torch.distributed; None: there is no PyTorch, or one without it.
+    backends: backends of torch.distributed; None: it is not available.
     """
     if backends is None:
         return Finding("torch DDP", "not available")
@@ -120,7 +120,7 @@ def data_parallel(backends: Sequence[str] | None) -> Finding:
 def keras(found: str | None, legacy_found: str | None, *, legacy: bool) -> Finding:
     """Report Keras's version. Under Horovod's own optimizer Keras 3 exchanges no gradients.
 
-    legacy: whether TF_USE_LEGACY_KERAS asks for tf-keras.
+    legacy: whether TF_USE_LEGACY_KERAS selects tf-keras.
     """
     if legacy:
         if legacy_found is None:

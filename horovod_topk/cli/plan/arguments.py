@@ -30,12 +30,12 @@ from horovod_topk.cost.verdict import TOO_COARSE
 from horovod_topk.methods import Method
 from horovod_topk.methods.topk import SELECTIONS, VALUES, TopK
 
-MOMENTUM = 0.9  # the time does not depend on it
+MOMENTUM = 0.9  # the time does not depend on its value
 
 
 @dataclass(frozen=True)
 class Place:
-    """Nodes that ran a measurement, and the constants it found."""
+    """The nodes that ran a measurement, and the constants that it found."""
 
     machine: Machine
     nodes: Nodes
@@ -43,17 +43,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Asked:
-    """The options, checked."""
+    """The checked options."""
 
     model: str
-    device: str  # where the gradients are: "cpu" or "cuda"
+    device: str  # device of the gradients: "cpu" or "cuda"
     specs: tuple[TensorSpec, ...]
     nodes: Nodes
     config: TopK
     training: Training
-    rank: int  # of PowerSGD
+    rank: int  # PowerSGD's rank
     values: tuple[str, ...]
-    others: Mapping[str, Method]  # further compressors, as they were written
+    others: Mapping[str, Method]  # further compressors, by their text
     overlap: bool
     bandwidth: float | None
     latency: float | None
@@ -63,7 +63,7 @@ class Asked:
     crowd: int | None
 
     def machine(self, found: Machine) -> Machine:
-        """Return a machine with the constants of the command line in place of its own."""
+        """Return a machine with the constants of the command line instead of its own."""
         given = {
             "bandwidth": self.bandwidth,
             "latency": self.latency,
@@ -221,10 +221,10 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> Asked:
-    """Return the options, checked.
+    """Check the options, and return them.
 
     Raises:
-        ValueError, TopKError: an option's value is not possible; names the limit.
+        ValueError, TopKError: an option's value is not valid; names the limit.
     """
     if args.ranks < 2:
         raise ValueError(f"--ranks {args.ranks}: give 2 or more; one rank exchanges nothing")

@@ -1,4 +1,4 @@
-"""What kernels cost here: a bucket of a usual size, encoded and decoded by one rank alone."""
+"""Measures the kernels' time here: one rank encodes and decodes a bucket of usual size."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from horovod_topk.methods import Method
 from horovod_topk.methods.protocol import Rounds
 from horovod_topk.methods.topk import TopK
 
-SETTLE, REPEATS = 40, 60  # steps before the first is timed: a residual has to fill
-FEW, MANY = 1, 8  # payloads decoded
+SETTLE, REPEATS = 40, 60  # steps before the first timed one, to fill the residual; timed ones
+FEW, MANY = 1, 8  # numbers of payloads to decode
 MATRIX = (2304, 512, 4)  # rows, columns and rank of PowerSGD
-SOME, FEW_REPEATS = (2304, 512), 4  # a tensor that any method compresses, often slowly
+SOME, FEW_REPEATS = (2304, 512), 4  # shape for any method; few repeats, as many are slow
 
 
 def measure(framework: Framework, config: TopK) -> Kernels:
-    """Seconds an element, an entry and a multiply-add, on a core that nobody else uses."""
+    """Measure seconds per element, entry and multiply-add, on an idle core."""
     ops, codec = framework.ops, PayloadCodec(framework.ops)
     bucket = make_plan([TensorSpec("all", (BUCKET_ELEMENTS,), "float32")], config).buckets[0]
     numel, entries = bucket.numel, bucket.entries
@@ -64,13 +64,13 @@ def measure(framework: Framework, config: TopK) -> Kernels:
 
 
 def multiples(framework: Framework, config: Method) -> Multiples:
-    """What any method computes here, in multiples of `r += g`, on one core."""
+    """Measure any method's computation in multiples of `r += g`, on one core."""
     ops, codec = framework.ops, PayloadCodec(framework.ops)
     spec = TensorSpec("all", SOME, "float32")
     config = replace(config, warmup=None, ratios=None)
     plan = make_plan([spec], config)
     (bucket,) = plan.buckets
-    triad = seconds(framework.triad(BUCKET_ELEMENTS)) * bucket.numel / BUCKET_ELEMENTS  # of memory
+    triad = seconds(framework.triad(BUCKET_ELEMENTS)) * bucket.numel / BUCKET_ELEMENTS  # uncached
     if isinstance(config, Rounds):
         compressor = Compressor(plan, ops, codec, ReduceExchange(Alone()), "topkef.plan")
 
@@ -96,12 +96,12 @@ def multiples(framework: Framework, config: Method) -> Multiples:
 
 @dataclass(frozen=True)
 class _Done:
-    """A collective of one rank, which is over at once."""
+    """A finished collective of one rank."""
 
     result: Any
 
     def wait(self) -> Any:
-        """What was handed over."""
+        """The array that was sent."""
         return self.result
 
 
@@ -111,27 +111,27 @@ class Alone:
     rank, size, location = 0, 1, Location("", 0, 0)
 
     def allgather(self, payload: Any, name: str, counts: Sequence[int] | None = None) -> _Done:
-        """The payload."""
+        """Return the payload."""
         return _Done(payload)
 
     def alltoall(self, payloads: Any, name: str) -> _Done:
-        """The payloads."""
+        """Return the payloads."""
         return _Done(payloads)
 
     def reduce_scatter(self, array: Any, counts: Sequence[int], name: str) -> _Done:
-        """The array."""
+        """Return the array."""
         return _Done(array)
 
     def allreduce(self, array: Any, name: str) -> _Done:
-        """The array."""
+        """Return the array."""
         return _Done(array)
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether it can: no."""
+        """Return False."""
         return False
 
     def split(self, groups: Sequence[Sequence[int]]) -> Sequence[None]:
-        """Nothing."""
+        """Return no collectives."""
         return [None] * len(groups)
 
 
@@ -144,7 +144,7 @@ def _repeated(framework: Framework, payload: Any, size: int, count: int) -> Any:
 
 
 def seconds(action: Callable[[], object], repeats: int = REPEATS) -> float:
-    """The fastest of some repeats: what others on the same core take is `Machine.slowdown`'s."""
+    """The fastest of some repeats; load by other processes is in `Machine.slowdown` instead."""
     taken = []
     for _ in range(repeats):
         began = time.perf_counter()

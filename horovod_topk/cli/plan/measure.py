@@ -1,8 +1,8 @@
-"""`--measure`: measure the constants of this job's network and of this machine's CPU kernels.
+"""`--measure`: measures the constants of this job's network and this machine's CPU kernels.
 
 Every rank runs it, under horovodrun. Rank 0 first times kernels, while the others wait for it in
-`hvd.init()`. Then all ranks time named allreduces and allgathers of several sizes, of which the
-slowest rank's time counts. Least squares turn these times into constants (`horovod_topk.cost.fit`).
+`hvd.init()`. Then all ranks time named allreduces and allgathers of several sizes; the slowest
+rank's time is used. Least squares fit the constants to these times (`horovod_topk.cost.fit`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from horovod_topk.reporting import launched_rank
 
 FLOAT = 4  # bytes
 ALLREDUCED = (1, 2**14, 2**17, 2**20, 2**22)  # float32: 4 bytes to 16 MiB
-GATHERED = (2**6, 2**14, 2**18, 2**20, 2**22)  # bytes a rank
-WARM_UP, REPEATS = 3, 21  # of each size: the first ones negotiate, later ones are cached
-ENOUGH_SECONDS = 2.0  # larger sizes are left out once one collective took longer
-LARGE = 2**20  # bytes beyond which fewer repeats do
+GATHERED = (2**6, 2**14, 2**18, 2**20, 2**22)  # bytes of each rank
+WARM_UP, REPEATS = 3, 21  # for each size: the first ones negotiate, later ones are cached
+ENOUGH_SECONDS = 2.0  # larger sizes are skipped once a collective took longer
+LARGE = 2**20  # bytes above which fewer repeats are enough
 LARGE_REPEATS = 5
 
 
 class CannotMeasureError(Exception):
-    """Nothing can be measured here; the message says why, and the cure."""
+    """Nothing can be measured here; the message has the reason and the cure."""
 
 
 def measure(asked: Asked) -> Place | None:
-    """What was found, on rank 0; None on other ranks.
+    """Measure on all ranks; return the result on rank 0 and None on other ranks.
 
     Raises:
         CannotMeasureError: no launcher, no framework with Horovod, or no second rank.
@@ -52,7 +52,7 @@ def measure(asked: Asked) -> Place | None:
             "--measure: Horovod works with neither PyTorch nor TensorFlow here; run "
             "`horovod-topk doctor` for the reason"
         )
-    config = replace(asked.config, ratios=None)  # of the model's tensors, which are not those timed
+    config = replace(asked.config, ratios=None)  # they name the model's tensors, not the timed one
     computed = kernels.measure(framework, config) if rank == 0 else None
     framework.hvd.init()
     try:
@@ -62,7 +62,7 @@ def measure(asked: Asked) -> Place | None:
 
 
 def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> Place | None:
-    """computed: on rank 0 alone."""
+    """Time collectives with all ranks; computed: kernel times, on rank 0 only."""
     hvd = framework.hvd
     if hvd.size() < 2:
         raise CannotMeasureError("--measure: there is 1 rank: give horovodrun -np 2 or more")
@@ -81,7 +81,7 @@ def _together(framework: Framework, computed: Kernels | None, asked: Asked) -> P
 def _network(
     samples: Iterable[tuple[CollectiveCost, float]], nodes: Nodes, slowdown: float, asked: Asked
 ) -> Network:
-    """Of what was timed. On one node nothing reaches a card, and what is found is within it."""
+    """Fit the network's constants; on one node, the bandwidth is the one within the node."""
     alone = len(nodes.ranks) == 1
     known = None if alone else asked.bandwidth
     network = fit([Sample(collective, took, slowdown, known) for collective, took in samples])
@@ -90,12 +90,12 @@ def _network(
 
 
 def _unknown() -> Network:
-    """Stands in until it is known."""
+    """A placeholder until the network is measured."""
     return Network(bandwidth=1.0, latency=0.0, overhead=0.0)
 
 
 def timed(framework: Framework, nodes: Nodes) -> Iterator[tuple[CollectiveCost, float]]:
-    """What was sent, and seconds: in each repeat the slowest rank's, and their first quartile.
+    """Time collectives: their cost, and the first quartile of the slowest rank's seconds.
 
     Other programs on a machine make some repeats longer, and none shorter.
     """
@@ -114,7 +114,7 @@ def timed(framework: Framework, nodes: Nodes) -> Iterator[tuple[CollectiveCost, 
 
 
 def gathered(size: int, nodes: Nodes) -> CollectiveCost:
-    """An allgather of so many bytes a rank: a ring, as in `horovod_topk.core.exchange`."""
+    """The cost of an allgather of `size` bytes a rank: a ring, as in `core.exchange`."""
     ranks = sum(nodes.sizes)
     sent = (ranks - 1) * size
     return CollectiveCost(

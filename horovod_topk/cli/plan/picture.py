@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 BANDWIDTHS = [10 ** (7 + i / 20) for i in range(81)]  # bit/s, 10 Mbit/s to 100 Gbit/s
 COLOURS = ("#444444", "#999999", "#c98f00", "#d1495b", "#1f77b4", "#2e933c")
-SHOWN = ("float32", "int8", "int4")  # formats of TopKEF that are drawn; more would be unreadable
+SHOWN = ("float32", "int8", "int4")  # drawn formats of TopKEF; more would be unreadable
 
 
 def draw(path: Path, asked: Asked, machine: Machine, strategies: Sequence[Strategy]) -> None:
-    """Draw step time against bandwidth; the end of the file's name chooses its format.
+    """Draw step time against bandwidth; the file's suffix selects the format.
 
     Raises:
-        ValueError: matplotlib cannot write it.
+        ValueError: matplotlib cannot write the file.
     """
     try:
         with canvas(path, width=8) as axes:

@@ -66,7 +66,7 @@ def lines(asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict)
 
 
 def assumptions(asked: Asked, machine: Machine) -> dict[str, str]:
-    """What the prediction takes for granted, by subject."""
+    """The assumptions of the prediction, by subject."""
     found = {}
     if asked.device != machine.device:
         found["device"] = (
@@ -107,10 +107,10 @@ def _faster(row: Row) -> str:
 def as_json(
     asked: Asked, machine: Machine, rows: Sequence[Row], verdict: Verdict
 ) -> dict[str, Any]:
-    """Return the same in SI units: seconds, bytes, bits a second.
+    """Return the same figures in SI units: seconds, bytes, bit/s.
 
     "faster" is a list of ranges of bandwidth in which an exchange is faster than dense; "below" is
-    null where a range has no upper limit. "faster" is null where all ranks are on one node.
+    null if a range has no upper limit. "faster" is null if all ranks are on one node.
     """
     return {
         "model": asked.model,

@@ -1,6 +1,6 @@
-"""How payloads cross the network: one file an exchange, over the protocol in protocol.py.
+"""Exchanges: how payloads cross the network. One file each, over the protocol in protocol.py.
 
-`horovod_topk.core.exchange.selection` says which one a setting names.
+`horovod_topk.core.exchange.selection` makes the exchange that a setting names.
 """
 
 from horovod_topk.core.exchange.protocol import (

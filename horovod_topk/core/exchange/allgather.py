@@ -1,4 +1,4 @@
-"""The allgather exchange: every rank sends its payload to every other and decodes all of them."""
+"""The allgather exchange: every rank sends its payload to all others and decodes all payloads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = TypeVar("Array")
 
 
 class Allgather(Over[Array]):
-    """Every rank sends its payload to every other; bytes grow with the number of ranks."""
+    """Every rank sends its payload to all others; bytes grow with the number of ranks."""
 
     kind, keeps, parts, part = "allgather", True, 0, None
 
@@ -28,7 +28,7 @@ class Allgather(Over[Array]):
         return (bucket,)
 
     def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """Nothing."""
+        """No plan: there are no owners."""
         return ()
 
     def of(
@@ -40,12 +40,12 @@ class Allgather(Over[Array]):
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> BucketExchange[Array]:
-        """One allgather, of some methods two."""
+        """The exchange of a bucket: an allgather, after an announcement with some methods."""
         (arenas,) = residuals
         return AllgatherBucket(bucket, arenas, ops, codec, self._collective)
 
     def buffer_bytes(self, plan: Plan) -> int:
-        """`Exchange.buffer_bytes`: a payload, and those of all ranks."""
+        """`Exchange.buffer_bytes`: this rank's payload, and those of all ranks."""
         return (1 + self.ranks) * sum(bucket.layout.payload_bytes for bucket in plan.buckets)
 
     def _count(self, plan: Plan) -> Traffic:
@@ -61,7 +61,7 @@ class Allgather(Over[Array]):
 
 
 class AllgatherBucket(Generic[Array]):
-    """One allgather: every rank decodes every other's payload."""
+    """`BucketExchange` of one allgather: every rank decodes every other rank's payload."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class AllgatherBucket(Generic[Array]):
         self._encoder = Encoder([arenas], [self._payload], ops, codec, collective)
         self.stages = self._encoder.stages
         self._pending: Pending[Array] | None = None
-        self._unwanted: Pending[Array] | None = None  # of a step that was forgotten
+        self._unwanted: Pending[Array] | None = None  # a collective of a step that was dropped
 
     def send(
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
@@ -93,19 +93,19 @@ class AllgatherBucket(Generic[Array]):
         self._pending = self._collective.allgather(self._payload, name)
 
     def advance(self) -> None:
-        """`BucketExchange.advance`: send the payload once it is announced."""
+        """`BucketExchange.advance`: send the payload once the announcements have arrived."""
         if not self._encoder.waits:
             return
         try:
             self._encoder.complete()
-        except TopKError:  # the others wait for this rank, and have to hear of it
+        except TopKError:  # other ranks wait for this rank: send flags
             self._codec.flag_all(self._bucket, self._payload)
             self._pending = self._gather()
             raise
         self._pending = self._gather()
 
     def drain(self) -> None:
-        """`BucketExchange.drain`. It may have failed, as where a rank of an elastic job is lost."""
+        """`BucketExchange.drain`; ignores a failed collective, as where a rank is lost."""
         if self._pending is not None:
             with contextlib.suppress(RuntimeError):
                 self._pending.wait()
@@ -118,7 +118,7 @@ class AllgatherBucket(Generic[Array]):
         return self._collective.allgather(self._payload, self._name)
 
     def _settle(self, unwanted: Pending[Array]) -> None:
-        """Wait for what reads the memory that is about to be written."""
+        """Wait for the collective that reads memory which is about to be written."""
         with contextlib.suppress(RuntimeError):
             unwanted.wait()
         self._unwanted = None
@@ -133,7 +133,7 @@ class AllgatherBucket(Generic[Array]):
         gathered = pending.wait()
         received = cast("int | None", self._ops.numel(gathered))
         ranks = self._collective.size
-        if received is None:  # a graph that outlives a number of ranks, as in elastic jobs
+        if received is None:  # in a graph of an elastic job, whose number of ranks may change
             ranks = self._ops.rows(gathered, size)
         elif received != size * ranks:
             raise wire.wrong_length(received, size, ranks, bucket.ordinal)

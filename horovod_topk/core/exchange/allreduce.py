@@ -1,13 +1,13 @@
-"""The allreduce exchange: dense gradients, added up by Horovod's own allreduce.
+"""The allreduce exchange: dense gradients, summed by Horovod's own allreduce.
 
-For those who want Horovod's speed, or its way through NCCL, without any compression. It keeps less
-than the sharded exchange: the order of addition is Horovod's. Gloo gives all ranks equal bits, but
-above two ranks not the same ones in every run; MPI only recommends that much.
+For users who want Horovod's speed, or NCCL, without any compression. It guarantees less than the
+sharded exchange: the order of addition is Horovod's. Gloo gives all ranks equal bits, but above two
+ranks not the same bits in every run; MPI only recommends equal bits.
 
-A bucket is one array: its gradients behind each other in the residual's dtype, and four lanes with
-the digest of its plan, 16 bits each, whose sums over P ranks are P times a rank's own where all
-have the same plan. With measures it ends in P lanes for each of them, one a rank, which all other
-ranks leave at zero. A tensor whose sum is not finite becomes NaN, on every rank.
+A bucket is one array: its gradients one after another in the residual's dtype, and four lanes with
+the digest of its plan, 16 bits each. If all P ranks have the same plan, the lanes' sums are P times
+a rank's own. With measures the array ends in P lanes for each of them, one for each rank; all other
+ranks write zero there. A tensor whose sum is not finite becomes NaN, on every rank.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from horovod_topk.ops.coding import value_bytes
 
 Array = TypeVar("Array")
 
-LANES = 4  # of 16 bits: float32 holds their sums over 256 ranks exactly
+LANES = 4  # with 16 bits each: float32 holds their sums over 256 ranks exactly
 
 
 class AllreduceExchange(Over[Array]):
-    """Dense gradients are added up by Horovod's own allreduce."""
+    """Dense gradients are summed by Horovod's own allreduce."""
 
     kind, keeps, parts, part = "allreduce", False, 0, None
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """None: nothing is left behind."""
+        """No plan: there are no residuals."""
         return ()
 
     def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """Nothing."""
+        """No plan: there are no owners."""
         return ()
 
     def of(
@@ -60,11 +60,11 @@ class AllreduceExchange(Over[Array]):
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> BucketExchange[Array]:
-        """One allreduce."""
+        """The exchange of a bucket: one allreduce."""
         return AllreduceBucket(bucket, ops, codec, self._collective)
 
     def buffer_bytes(self, plan: Plan) -> int:
-        """`Exchange.buffer_bytes`: one array a bucket."""
+        """`Exchange.buffer_bytes`: one array for each bucket."""
         return self.traffic(plan).payload_bytes
 
     def _count(self, plan: Plan) -> Traffic:
@@ -152,11 +152,11 @@ class AllreduceBucket(Generic[Array]):
         return ()
 
     def squares(self, *, committed: bool) -> Squares:
-        """`BucketExchange.squares`: not known, as the gradients' memory has the sums."""
+        """`BucketExchange.squares`: not known, as sums overwrite the gradients' memory."""
         return Squares()
 
     def _examine(self, sums: Sequence[Array]) -> Sequence[bool]:
-        """Compare the lanes; return which sums are not finite."""
+        """Compare the digest lanes; return which sums are not finite."""
         ops, bucket = self._ops, self._bucket
         lanes = ops.view(self._sum, bucket.numel, bucket.numel + self._lanes)
         lane_bytes, count = value_bytes("float32", self._lanes), len(bucket.tensors)

@@ -1,23 +1,22 @@
 """The hierarchical exchange: dense within a node, sparse between nodes.
 
-Of every node the first L ranks own shards, L being the ranks of the smallest node; see
-`horovod_topk.core.shards`. The others take part in the sums alone.
+On every node the first L ranks own shards, L being the number of ranks of the smallest node; see
+`horovod_topk.core.shards`. The other ranks only take part in the sums.
 
     reduce    local reduce-scatter: within a node, each owner gets the sum of its shards
     gather    cross allgather: between nodes, owners of the same shards send the largest of e + sum;
-              before it they announce numbers, of methods that ask for it
+              with some methods they announce numbers before it
     spread    local allgather: within a node, owners send the payloads that they have gathered
 
-Error feedback is the owners': e lies in their memory, 1 / L of the model each, in units of a node's
-sum; no other rank keeps anything. Every rank decodes all payloads, those of each shard in the order
-of their ranks, to the sum or the mean over all ranks.
+Only owners have residuals: e of 1 / L of the model each, in units of a node's sum. Every rank
+decodes all payloads, those of each shard in the order of their ranks, to the sum or the mean over
+all ranks.
 
-What is spread are payloads and not decoded gradients. That moves fewer bytes as long as a payload
-of each node together are shorter than the shard that they are for, and every rank has equal bits
-for the reason that it has them with an allgather: all decode the same.
+Owners spread payloads and not decoded gradients. That moves fewer bytes as long as the payloads of
+all nodes together are shorter than their shard, and all ranks get equal bits as with an allgather:
+all decode the same payloads.
 
-A node of one rank has nothing to reduce or to spread, and one node nothing to gather: these legs
-are left out.
+A node of one rank leaves out `reduce` and `spread`, and a single node leaves out `gather`.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ class Groups(Generic[Array]):
 
     nodes: Nodes
     rank: int
-    local: Collective[Array] | None  # the ranks of this node; None: this one alone
-    cross: Collective[Array] | None  # owners of the same shards; None: none, or this one alone
+    local: Collective[Array] | None  # the ranks of this node; None: only this rank
+    cross: Collective[Array] | None  # owners of the same shards; None: none, or only this rank
 
     @classmethod
     def of(cls, collective: Collective[Array], nodes: Nodes) -> Groups[Array]:
-        """That of this rank among all. A collective."""
+        """Make the groups of this rank. A collective."""
         groups = nodes.groups
         found = dict(zip(groups, collective.split(groups), strict=True))
         rank = collective.rank
@@ -70,22 +69,22 @@ class Groups(Generic[Array]):
 
     @property
     def shard(self) -> int | None:
-        """Which shards this rank owns; None: it owns nothing."""
+        """Which shards this rank owns; None: it owns none."""
         position = self.nodes.position(self.rank)
         return position if position < self.nodes.owners else None
 
     @property
     def size(self) -> int:
-        """Ranks of this node."""
+        """Number of ranks on this node."""
         return len(self.nodes.of(self.rank))
 
 
 class HierarchicalExchange(Over[Array]):
-    """Gradients are summed dense within a node, and travel sparse between nodes.
+    """Gradients are summed dense within a node, and sent sparse between nodes.
 
     Args:
         collective: all ranks.
-        groups: with whom this one exchanges.
+        groups: the groups that this rank exchanges in.
         because: `Exchange.because`.
     """
 
@@ -100,11 +99,11 @@ class HierarchicalExchange(Over[Array]):
 
     @property
     def owner(self) -> Mapping[str, object]:
-        """This rank, and who shares a node."""
+        """This rank, the number of ranks, and the ranks of each node."""
         return {**super().owner, "nodes": [list(node) for node in self.groups.nodes.ranks]}
 
     def sharded(self, bucket: BucketPlan) -> NodePlan:
-        """A bucket, split among owners."""
+        """The plan of a bucket that is split among owners."""
         if bucket.digest not in self._plans:
             split = shard_sums(bucket, self.groups.nodes)
             check_split(bucket, max(each.numel for each in split.sums), "elements")
@@ -112,21 +111,21 @@ class HierarchicalExchange(Over[Array]):
         return self._plans[bucket.digest]
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """None: a rank sends all that it has to the owners on its node."""
+        """No plan: ranks have no residuals of their own gradients."""
         return ()
 
     @property
     def parts(self) -> int:
-        """As many as the smallest node has ranks."""
+        """Owners on each node: as many as the smallest node has ranks."""
         return self.groups.nodes.owners
 
     @property
     def part(self) -> int | None:
-        """This rank's position on its node, if it owns something."""
+        """This rank's position on its node, if it owns shards."""
         return self.groups.shard
 
     def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """The sums of this rank's shards, if it owns any."""
+        """The plan of the node's sums of this rank's shards, if it owns any."""
         shard = self.groups.shard
         return () if shard is None else (self.sharded(bucket).sums[shard],)
 
@@ -139,12 +138,12 @@ class HierarchicalExchange(Over[Array]):
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> BucketExchange[Array]:
-        """A dense sum within the node, an allgather between nodes, one within the node."""
+        """The exchange of a bucket: a local reduce-scatter, a cross and a local allgather."""
         (arenas,) = owned or (None,)
         return HierarchicalBucket(self.sharded(bucket), arenas, ops, codec, self.groups)
 
     def buffer_bytes(self, plan: Plan) -> int:
-        """`Exchange.buffer_bytes`: gradients, those of the node, and payloads of all."""
+        """`Exchange.buffer_bytes`: gradients, the node's parts of owned shards, and payloads."""
         groups, total = self.groups, 0
         owners, nodes = groups.nodes.owners, len(groups.nodes.ranks)
         for each in (self.sharded(bucket) for bucket in plan.buckets):
@@ -183,13 +182,13 @@ class HierarchicalExchange(Over[Array]):
 
 
 def _dense_bytes(plans: Iterable[BucketPlan]) -> int:
-    """Bytes of arenas."""
+    """Bytes of the arenas of some plans."""
     return sum(plan.numel * WIDTH[plan.residual_dtype] for plan in plans)
 
 
 @dataclass(frozen=True)
 class _Done(Generic[Array]):
-    """A collective of one."""
+    """The finished collective of a group of one rank."""
 
     result: Array
 
@@ -202,9 +201,9 @@ class HierarchicalBucket(Generic[Array]):
 
     Args:
         plan: the bucket, split among owners.
-        owned: what this rank keeps of its node's sums, if it owns shards.
-        ops, codec: of the arrays.
-        groups: with whom this rank exchanges.
+        owned: arenas of the owner's residual, if this rank owns shards.
+        ops, codec: operations on the arrays, and their codec.
+        groups: the groups that this rank exchanges in.
     """
 
     def __init__(
@@ -232,7 +231,7 @@ class HierarchicalBucket(Generic[Array]):
         self._reduced: Pending[Array] | None = None
         self._gathered: Pending[Array] | None = None
         self._spread: Pending[Array] | None = None
-        self._unwanted: list[Pending[Array]] = []  # of a step that was forgotten
+        self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
 
     def send(
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
@@ -244,7 +243,7 @@ class HierarchicalBucket(Generic[Array]):
         self._reduced = self._reduce()
 
     def advance(self) -> None:
-        """Send what this rank owns between nodes, and then what has arrived within its node."""
+        """`BucketExchange.advance`: start `gather` once sums arrived, then `spread`."""
         if self._reduced is not None:
             self._compress()
         elif self._encoder is not None and self._encoder.waits:
@@ -253,13 +252,13 @@ class HierarchicalBucket(Generic[Array]):
             self._spread_gathered()
 
     def drain(self) -> None:
-        """`BucketExchange.drain`. Ranks that go on roll the step back: an owner sends them flags.
+        """`BucketExchange.drain`. Owners send flags to ranks that go on, which roll the step back.
 
-        Others are not waited for, as ranks may come here in orders of their own. What has gone out
-        between nodes already is handed on: other nodes have it too.
+        The collectives that send flags are not waited for, as ranks may drain buckets in different
+        orders. Payloads that `gather` has sent already are spread: other nodes have them too.
         """
         if self._reduced is not None:
-            with contextlib.suppress(TopKError):  # nobody reads it
+            with contextlib.suppress(TopKError):  # the sum is not used
                 self._reduced.wait()
             self._reduced = None
             self._unwanted += self._abort()
@@ -297,14 +296,14 @@ class HierarchicalBucket(Generic[Array]):
         return ()
 
     def squares(self, *, committed: bool) -> Squares:
-        """`BucketExchange.squares`: of this rank's gradients, and of what it sends as an owner."""
+        """`BucketExchange.squares`: of this rank's gradients, and of its payload as an owner."""
         gradient = self._ops.norm(self._out) ** 2
         if self._owned is None:
             return Squares(gradient)
         owned = self._codec.squares(self._owned, self._back, committed=committed)
         return replace(owned, gradient=gradient)
 
-    # The legs.
+    # The three collectives.
 
     def _reduce(self) -> Pending[Array]:
         if self._groups.local is None:
@@ -318,13 +317,13 @@ class HierarchicalBucket(Generic[Array]):
         pending, self._reduced = self._reduced, None
         try:
             total = pending.wait()
-        except TopKError:  # the others wait for this rank, and have to hear of it
+        except TopKError:  # other ranks wait for this rank: send flags
             *others, self._spread = self._abort()
             self._unwanted += others
             raise
         self._settle()
         if self._owned is None or self._encoder is None:
-            # Made of nothing, as a graph leaves out what leads to nothing.
+            # An empty array that depends on the sum, so that a graph runs the reduce-scatter.
             self._gathered = _Done(self._ops.pack_values(total, self._plan.bucket.residual_dtype))
             return
         tensors = self._owned.plan.tensors
@@ -334,10 +333,10 @@ class HierarchicalBucket(Generic[Array]):
             self._gathered = self._gather()
 
     def _complete(self, encoder: Encoder[Array]) -> None:
-        """Send what was announced between nodes."""
+        """Encode with the announcements, and start `gather`."""
         try:
             encoder.complete()
-        except TopKError:  # the others wait for this rank, and have to hear of it
+        except TopKError:  # other ranks wait for this rank: send flags
             gathered, self._spread = self._flag_all()
             self._unwanted.append(gathered)
             raise
@@ -361,10 +360,10 @@ class HierarchicalBucket(Generic[Array]):
         counts += [0] * (self._groups.size - len(counts))
         return self._groups.local.allgather(payloads, f"{self._name}.spread", counts)
 
-    # What else it does.
+    # Splitting gradients, flags and the order of payloads.
 
     def _split_gradients(self) -> Iterator[tuple[list[int], list[Array]]]:
-        """For each gradient the first blocks of its shards, and where they go in `_out`."""
+        """For each gradient, the first blocks of its shards, and their views in `_out`."""
         ends = list(itertools.accumulate(each.numel for each in self._plan.sums))
         parts = [
             self._ops.view(self._out, end - each.numel, end)
@@ -380,12 +379,12 @@ class HierarchicalBucket(Generic[Array]):
             )
 
     def _abort(self) -> list[Pending[Array]]:
-        """Start all other legs with what says that every tensor is non-finite."""
+        """Start all remaining collectives with flags for every tensor."""
         told = [] if self._encoder is None else self._encoder.abort(self._name)
         return [*told, *self._flag_all()]
 
     def _flag_all(self) -> tuple[Pending[Array], Pending[Array]]:
-        """Start `gather` and `spread` with payloads that say that every tensor is non-finite."""
+        """Start `gather` and `spread` with payloads that flag every tensor as non-finite."""
         self._settle()
         if self._owned is None:
             return self._gather(), self._spread_payloads(self._back)
@@ -397,13 +396,13 @@ class HierarchicalBucket(Generic[Array]):
         return self._gather(), self._spread_payloads(everyones)
 
     def _settle(self) -> None:
-        """Wait for what reads the memory that is about to be written."""
+        """Wait for collectives that read memory which is about to be written."""
         for pending in self._unwanted:
             pending.wait()
         self._unwanted.clear()
 
     def _in_rows(self) -> Array:
-        """The payloads that arrived, one for each shard and so on; they come shard after shard."""
+        """Reorder received payloads: from shard after shard to node after node."""
         ops, size = self._ops, self._plan.sum_bytes
         owners, nodes = self._groups.nodes.owners, len(self._groups.nodes.ranks)
         if owners == 1 or nodes == 1:

@@ -1,14 +1,14 @@
-"""What an exchange is: how the payloads of all buckets cross the network.
+"""The protocol of an exchange: how the payloads of all buckets cross the network.
 
-An `Exchange` says who keeps residuals of what and how many bytes travel. For each bucket it makes a
-`BucketExchange`, which sends and receives that bucket step after step:
+An `Exchange` defines which rank keeps which residuals, and how many bytes are sent. For each bucket
+it makes a `BucketExchange`, which sends and receives that bucket step after step:
 
     send      encode, and start the first collective
-    advance   start the next collective when the one before is done; as often as the bucket with
-              the most `stages` has, and each time for every bucket, before the first is received
-    receive   wait for the last collective, and decode what it brings
+    advance   start the next collective when the one before is done; called once for every bucket in
+              each of the exchange stages, before the first bucket is received
+    receive   wait for the last collective, and decode its result
 
-What a rank keeps lies in arenas: they take part in the commit (`swap`) or do not.
+Residuals and other state are in arenas, which `swap` commits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Array = TypeVar("Array")
 Given = TypeVar("Given", contravariant=True)
 Received = TypeVar("Received", covariant=True)
 
-LARGEST_SPLIT = 2**31 - 1  # Horovod's splits are of 32 bits
+LARGEST_SPLIT = 2**31 - 1  # Horovod's splits are int32
 
 
 class Pending(Protocol[Received]):
-    """A collective under way."""
+    """A started collective."""
 
     def wait(self) -> Received:
-        """Block until it is done and return its result."""
+        """Block until the collective is done and return its result."""
         ...
 
 
@@ -45,17 +45,17 @@ class Collective(Protocol[Array]):
 
     @property
     def rank(self) -> int:
-        """This process among those that exchange, from 0."""
+        """This process' rank among those that exchange, from 0."""
         ...
 
     @property
     def size(self) -> int:
-        """How many exchange."""
+        """Number of ranks that exchange."""
         ...
 
     @property
     def location(self) -> Location:
-        """Where this process runs."""
+        """The host and local rank of this process."""
         ...
 
     def allgather(
@@ -63,49 +63,52 @@ class Collective(Protocol[Array]):
     ) -> Pending[Array]:
         """Start to gather a uint8 array in rank order.
 
-        Must not block. `name` is equal on all ranks, and unique among collectives under way.
-        counts: bytes of each rank; None: as many as of this one.
+        Must not block. `name` is equal on all ranks, and unique among running collectives.
+        counts: bytes of each rank; None: as many as this rank's.
         """
         ...
 
     def alltoall(self, payloads: Array, name: str) -> Pending[Array]:
-        """Start to send the p-th of `size` equal stretches to rank p; what comes is in rank order.
+        """Start to send the p-th of `size` equal stretches to rank p; receives them in rank order.
 
         As `allgather` otherwise.
         """
         ...
 
     def reduce_scatter(self, array: Array, counts: Sequence[int], name: str) -> Pending[Array]:
-        """Start to add up arrays element by element; rank p gets a stretch of counts[p] elements.
+        """Start to add arrays element by element; rank p gets a stretch of counts[p] elements.
 
-        They are added in rank order, whatever arrives first, and whatever else is under way. As
-        `allgather` otherwise. `wait` of PyTorch's raises PayloadError if a rank has sent another
-        number; other implementations may not notice, as plans are agreed on beforehand.
+        Arrays are added in rank order, in whatever order they arrive. As `allgather` otherwise.
+        PyTorch's `wait` raises PayloadError if a rank has sent another number of elements; other
+        implementations may not notice, as plans are agreed on beforehand.
         """
         ...
 
     def allreduce(self, array: Array, name: str) -> Pending[Array]:
-        """Start to add up arrays element by element, in an order of the library's own.
+        """Start to add arrays element by element, in the library's order.
 
         `array` may be written. As `allgather` otherwise.
         """
         ...
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether `split` will work here, if it does on every rank."""
+        """Whether this rank can make these groups by `split`."""
         ...
 
     def split(self, groups: Sequence[Sequence[int]]) -> Sequence[Collective[Array] | None]:
-        """A collective for each group of ranks, None for those without this one. A collective."""
+        """Make a collective for each group of ranks; None for groups without this rank.
+
+        A collective: all ranks call it with the same groups.
+        """
         ...
 
 
 class BucketExchange(Protocol[Given]):
-    """One bucket, sent and received step after step."""
+    """The exchange of one bucket, sent and received step after step."""
 
     @property
     def stages(self) -> int:
-        """How often it has to advance before it can be received."""
+        """How many times `advance` is called before `receive`."""
         ...
 
     def send(
@@ -113,93 +116,93 @@ class BucketExchange(Protocol[Given]):
     ) -> None:
         """Encode gradients and start the first collective; writes no gradient and no residual.
 
-        velocities: corrects the gradients' momentum, and gets new velocities.
+        velocities: for momentum correction; the new velocities are written to it.
         """
         ...
 
     def advance(self) -> None:
-        """Start the next collective if there is one; waits for what it needs."""
+        """Start the next collective if there is one; waits for the data that it needs."""
         ...
 
     def drain(self) -> None:
-        """Let what is under way come to its end, and forget it.
+        """Wait for running collectives, and drop their results.
 
-        Starts nothing but what ranks that go on with the step wait for: flags that end it.
+        Starts only collectives that ranks which go on with the step wait for; their flags end it.
         """
         ...
 
     def receive(self, targets: Sequence[Given], gain: float = 1.0) -> Sequence[bool]:
-        """Wait for the last collective and write `gain` times what it brings.
+        """Wait for the last collective and write `gain` times its result to `targets`.
 
-        Once for each `send`.
+        Called once after each `send`.
 
         Returns:
             Which tensors any rank flagged.
 
         Raises:
-            PayloadError, PlanMismatchError: it is not payloads of this bucket.
+            PayloadError, PlanMismatchError: the result is not payloads of this bucket.
         """
         ...
 
     def swap(self) -> None:
-        """What was not sent becomes the residual."""
+        """Make the elements that were not sent the residual."""
         ...
 
     def squares(self, *, committed: bool) -> Squares:
-        """Of what was sent last, as far as they are known. Waits for the device.
+        """Sums of squares of the last step that was sent, as far as known. Waits for the device.
 
         committed: whether that step was committed.
         """
         ...
 
     def encoded(self) -> Sequence[tuple[Arenas[Any], Any]]:
-        """Arenas, with the payload of each; (): gradients are not encoded by themselves."""
+        """Arenas with the payload of each; (): this rank's gradients are not encoded alone."""
         ...
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one rank and step."""
+    """Bytes that one rank sends in one step."""
 
-    selected: int  # values handed to collectives
-    payload_bytes: int  # their bytes, and all that travels with them
-    sent_bytes: int  # sent for them
-    dense_bytes: int  # sent by a ring allreduce of the dense gradients instead
-    between_bytes: int | None  # of `sent_bytes`, those to other nodes; None: nodes are not known
-    node_bytes: int | None  # that leave the busiest node, of all its ranks together
+    selected: int  # values passed to collectives
+    payload_bytes: int  # bytes passed to collectives: values, indices, headers
+    sent_bytes: int  # bytes sent over the network
+    dense_bytes: int  # bytes that a ring allreduce of the dense gradients would send
+    between_bytes: int | None  # part of `sent_bytes` to other nodes; None: nodes are not known
+    node_bytes: int | None  # sent to other nodes by all ranks of the busiest node
 
 
 class Exchange(Protocol[Array]):
-    """What the compressor asks of an exchange."""
+    """The exchange of all buckets, as the compressor uses it."""
 
     @property
     def ranks(self) -> int:
-        """How many ranks exchange."""
+        """Number of ranks that exchange."""
         ...
 
     @property
     def rank(self) -> int:
-        """This one among them."""
+        """This process' rank among them."""
         ...
 
     @property
     def kind(self) -> str:
-        """The setting that names it."""
+        """The value of the setting `exchange` that names it."""
         ...
 
     @property
     def because(self) -> str:
-        """Why it was chosen, or what became of it, in one line; empty: it was asked for."""
+        """Why this exchange was selected, in one line; empty: the user named it."""
         ...
 
     @property
     def owner(self) -> Mapping[str, object]:
-        """Whose the residuals of shards are: this rank's, of how many, on which nodes."""
+        """The owner of this rank's shards: rank, number of ranks and nodes, for state dicts."""
         ...
 
     @property
     def nodes(self) -> Nodes | None:
-        """Who shares a node, if that is known."""
+        """The ranks of each node, or None if not known."""
         ...
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
@@ -213,16 +216,16 @@ class Exchange(Protocol[Array]):
 
     @property
     def parts(self) -> int:
-        """Owners that each tensor is split among; 0: there are none."""
+        """Number of owners that each tensor is split among; 0: there are no owners."""
         ...
 
     @property
     def part(self) -> int | None:
-        """Which of the owners this rank is; None: none."""
+        """This rank's number among the owners; None: it is no owner."""
         ...
 
     def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """The plan of what this rank owns of a bucket for all ranks, if it owns something."""
+        """The plan of this rank's shards of a bucket as an owner; empty if it owns none."""
         ...
 
     def of(
@@ -234,29 +237,29 @@ class Exchange(Protocol[Array]):
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> BucketExchange[Array]:
-        """What sends and receives a bucket.
+        """Make the exchange of a bucket.
 
-        residuals: one for each of `holders`.
-        owned: one for each of `owned`.
-        states: the method's own, by name.
+        residuals: arenas for each plan of `holders`.
+        owned: arenas for each plan of `owned`.
+        states: arenas of the method's state, by name.
         """
         ...
 
     def traffic(self, plan: Plan) -> Traffic:
-        """Bytes of a step."""
+        """Bytes that this rank sends in a step."""
         ...
 
     def buffer_bytes(self, plan: Plan) -> int:
-        """Bytes of memory for payloads, those of other ranks too, and for sums."""
+        """Bytes of memory for payloads, also those received, and for sums."""
         ...
 
 
 class Over(abc.ABC, Generic[Array]):
-    """What exchanges over a collective have in common.
+    """Base class of exchanges over one collective.
 
     Args:
         collective: all ranks.
-        nodes: who shares a node, if that is known; for `traffic`.
+        nodes: the ranks of each node, if known; for `traffic`.
         because: `Exchange.because`.
     """
 
@@ -266,7 +269,7 @@ class Over(abc.ABC, Generic[Array]):
         self._collective = collective
         self.nodes = nodes
         self.because = because
-        self._counted: dict[tuple[bytes, int], Traffic] = {}  # by their plan's digest
+        self._counted: dict[tuple[bytes, int], Traffic] = {}  # by plan digest and number of ranks
 
     @property
     def collective(self) -> Collective[Array]:
@@ -275,22 +278,22 @@ class Over(abc.ABC, Generic[Array]):
 
     @property
     def ranks(self) -> int:
-        """How many ranks exchange."""
+        """Number of ranks that exchange."""
         return self._collective.size
 
     @property
     def rank(self) -> int:
-        """This one among them."""
+        """This process' rank among them."""
         return self._collective.rank
 
     @property
     def owner(self) -> Mapping[str, object]:
-        """This rank, of how many."""
+        """This rank, and the number of ranks."""
         return {"ranks": self.ranks, "rank": self.rank}
 
     def traffic(self, plan: Plan) -> Traffic:
-        """Bytes of a step; counted once, as every step asks."""
-        key = plan.digest, self.ranks  # those of an elastic job come and go
+        """Bytes that this rank sends in a step; cached, as every step reads them."""
+        key = plan.digest, self.ranks  # ranks of an elastic job may change
         if key not in self._counted:
             self._counted[key] = self._count(plan)
         return self._counted[key]
@@ -301,10 +304,10 @@ class Over(abc.ABC, Generic[Array]):
 
     @abc.abstractmethod
     def _count(self, plan: Plan) -> Traffic:
-        """Bytes of a step."""
+        """Bytes that this rank sends in a step, computed anew."""
 
     def _is_at_an_edge(self, rank: int) -> bool:
-        """Whether the next rank in a ring of all is on another node."""
+        """Whether the next rank in a ring of all ranks is on another node."""
         assert self.nodes is not None
         return (rank + 1) % self.ranks not in self.nodes.of(rank)
 
@@ -316,7 +319,7 @@ class Over(abc.ABC, Generic[Array]):
         sent_bytes: int,
         between: Callable[[int], int],
     ) -> Traffic:
-        """between: bytes that a rank sends to other nodes."""
+        """Make `Traffic`; between: returns the bytes that a rank sends to other nodes."""
         dense = sum(bucket.dense_bytes for bucket in plan.buckets)
         dense_bytes = ring_allreduce_bytes(dense, self.ranks)
         mine, busiest = None, None
@@ -332,10 +335,10 @@ def ring_allreduce_bytes(dense_bytes: int, ranks: int) -> int:
 
 
 def check_split(bucket: BucketPlan, size: int, unit: str) -> None:
-    """Refuse what an alltoall or a reduce-scatter cannot split.
+    """Refuse a bucket that is too large for an alltoall or a reduce-scatter.
 
     Raises:
-        TensorTooLargeError: it is.
+        TensorTooLargeError: a part has more than 2^31 - 1 elements or bytes.
     """
     if size > LARGEST_SPLIT:
         largest = max(bucket.tensors, key=lambda tensor: tensor.spec.numel).spec

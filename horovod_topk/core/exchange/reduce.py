@@ -1,4 +1,4 @@
-"""The reduce exchange of methods of rounds; `horovod_topk.core.rounds` runs the rounds."""
+"""The reduce exchange, for methods of rounds; `horovod_topk.core.rounds` runs the rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = TypeVar("Array")
 
 
 class ReduceExchange(Over[Array]):
-    """Arrays of a method of rounds are added up at their elements' owners, round after round."""
+    """Arrays of a method of rounds are summed by their elements' owners, round after round."""
 
     kind, keeps, parts, part = "reduce", True, 0, None
 
@@ -27,7 +27,7 @@ class ReduceExchange(Over[Array]):
         return (bucket,)
 
     def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """Nothing."""
+        """No plan: owners keep no residuals."""
         return ()
 
     def of(
@@ -39,12 +39,12 @@ class ReduceExchange(Over[Array]):
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> BucketExchange[Array]:
-        """The rounds of the bucket's method."""
+        """The exchange of a bucket: the rounds of its method."""
         (arenas,) = residuals
         return ReducedBucket(bucket, arenas, states, ops, codec, self._collective)
 
     def buffer_bytes(self, plan: Plan) -> int:
-        """`Exchange.buffer_bytes`: of every round; each has two arrays besides, which stay zero."""
+        """`Exchange.buffer_bytes`: payloads and sums of every round, and arenas that stay zero."""
         total = 0
         for each in (each for bucket in plan.buckets for each in round_plans(bucket)):
             split = shard(each, self.ranks)
@@ -54,7 +54,7 @@ class ReduceExchange(Over[Array]):
         return total
 
     def _count(self, plan: Plan) -> Traffic:
-        """Bytes of a step: of each round to each owner directly, and back in a ring."""
+        """Bytes of a step: in each round to each owner directly, and back in a ring."""
         entries = payload_bytes = sent_bytes = there = back = 0
         others = self.ranks - 1
         for bucket in plan.buckets:

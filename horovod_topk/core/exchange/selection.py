@@ -1,4 +1,4 @@
-"""Which exchange a setting names, and which one `exchange="auto"` takes."""
+"""Exchange selection: the exchange that a setting names, or that `exchange="auto"` selects."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _LOCATION = struct.Struct("<8sqq")  # a digest of `Location.host`, and the rest
 
 
 def exchange_of(plan: Plan, ops: Ops[Array], collective: Collective[Array]) -> Exchange[Array]:
-    """The exchange that a plan's settings name.
+    """Make the exchange that a plan's settings name.
 
-    A collective where nodes count (hierarchical, auto).
+    A collective for "hierarchical" and "auto", which depend on nodes.
 
     Raises:
-        ConfigError: it needs groups of ranks that cannot be made. On every rank.
+        ConfigError: on every rank, if it needs groups of ranks that cannot be made.
     """
     kind, because = plan.config.exchange, ""
-    if kind == "auto" and elastic():  # ranks that join late construct theirs alone
+    if kind == "auto" and elastic():  # ranks that join late construct it alone
         kind, because = "allgather", "the job is elastic, and an allgather has no owners"
     if kind in ("allgather", "sharded", "reduce", "allreduce"):
         return make_exchange(kind, collective, because=because)
@@ -53,13 +53,13 @@ def exchange_of(plan: Plan, ops: Ops[Array], collective: Collective[Array]) -> E
 def make_exchange(
     kind: str, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
 ) -> Exchange[Array]:
-    """An exchange by its name.
+    """Make an exchange by its name.
 
     Args:
-        kind: "allgather", "sharded" or "hierarchical".
+        kind: "allgather", "sharded", "hierarchical", "reduce" or "allreduce".
         collective: all ranks.
-        nodes: who shares a node; hierarchical needs it.
-        because: why it was chosen, if it was not asked for.
+        nodes: the ranks of each node; required for "hierarchical".
+        because: why it was selected, if the user did not name it.
     """
     if kind == "allgather":
         return Allgather(collective, nodes, because)
@@ -89,14 +89,15 @@ def dense_beside(exchange: Exchange[Array]) -> Exchange[Array]:
 def choose(
     plan: Plan, collective: Collective[Array], nodes: Nodes, *, can_split: bool
 ) -> tuple[str, str]:
-    """The exchange that `exchange="auto"` takes, and why, in one line.
+    """The exchange that `exchange="auto"` selects, and the reason in one line.
 
-    That from whose busiest node the fewest bytes leave in a step. In the order allgather, sharded,
-    hierarchical, a later one has to save a tenth of what the one before it sends, since it has
-    more collectives and selects more often, or adds up densely. Hierarchical is there where there
-    are nodes, some node has more than one rank, and Horovod can add process sets; not with momentum
-    correction, which has to know what each rank sent. At the same ratio, whoever selects of what
-    others have selected leaves out more than an allgather does: the reason says so.
+    It is the exchange with the fewest bytes a step that leave the busiest node. In the order
+    allgather, sharded, hierarchical, a later one has to save a tenth of the bytes of the best one
+    before, since it has more collectives, and selects more often or sums dense gradients.
+    Hierarchical is a candidate if there are several nodes, some node has more than one rank, and
+    Horovod can add process sets; not with momentum correction, which needs to know what each rank
+    has sent. At the same ratio, a second selection leaves out more than an allgather does: the
+    reason says so.
     """
     groups: Groups[Array] = Groups(nodes, collective.rank, None, None)
     ways: list[Exchange[Array]] = [Allgather(collective, nodes), ShardedExchange(collective, nodes)]
@@ -115,7 +116,7 @@ def choose(
 
 
 def fewest(cost: Mapping[str, int]) -> str:
-    """The kind of exchange that `choose` takes, given bytes by kind in its order."""
+    """The exchange that `choose` selects, given bytes by kind in its order."""
     best, *others = cost
     for kind in others:
         if 10 * cost[kind] < 9 * cost[best]:
@@ -134,7 +135,7 @@ def _refuse(nodes: Nodes, unable: int) -> NoReturn:
 
 
 def _reduced_to(nodes: Nodes) -> str:
-    """What becomes of the hierarchical exchange where it is not what it is meant to be."""
+    """The reason to log where the hierarchical exchange has a single level."""
     if len(nodes.ranks) == 1:
         return "one node: gradients are added up dense, and nothing travels between nodes"
     if max(nodes.sizes) == 1:
@@ -143,7 +144,7 @@ def _reduced_to(nodes: Nodes) -> str:
 
 
 def find_nodes(ops: Ops[Array], collective: Collective[Array]) -> Nodes:
-    """The nodes of all ranks. A collective."""
+    """Find the nodes of all ranks. A collective."""
     here = collective.location
     host = hashlib.sha256(here.host.encode()).digest()[:8]
     record = _LOCATION.pack(host, here.local_rank, here.first)

@@ -1,4 +1,4 @@
-"""The sharded exchange: entries go to the owner of their elements, and the owners' sums to all."""
+"""The sharded exchange: entries go to the owner of their elements, owners' sums to all ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Array = TypeVar("Array")
 
 
 class ShardedExchange(Over[Array]):
-    """Entries go to the owner of their elements, and the owners' sums back to all.
+    """Entries go to the owner of their elements, and the owners' sums to all ranks.
 
-    About (P - 1) / P of a payload goes in each direction: more where shards become so small that
-    rounding up and headers count.
+    About (P - 1) / P of a payload is sent in each direction: more if shards are so small that
+    rounding up and headers matter.
     """
 
     kind, keeps = "sharded", True
@@ -42,7 +42,7 @@ class ShardedExchange(Over[Array]):
         self._plans: dict[bytes, ShardedPlan] = {}  # by their bucket's digest
 
     def sharded(self, bucket: BucketPlan) -> ShardedPlan:
-        """A bucket, split among owners."""
+        """The plan of a bucket that is split among owners."""
         if bucket.digest not in self._plans:
             split = shard(bucket, self.ranks)
             check_split(bucket, split.scatter[0].layout.payload_bytes, "bytes")
@@ -50,12 +50,12 @@ class ShardedExchange(Over[Array]):
         return self._plans[bucket.digest]
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """A plan for each owner."""
+        """One plan for each owner."""
         return self.sharded(bucket).scatter
 
     @property
     def parts(self) -> int:
-        """As many as ranks."""
+        """Owners: as many as ranks."""
         return self.ranks
 
     @property
@@ -64,7 +64,7 @@ class ShardedExchange(Over[Array]):
         return self.rank
 
     def owned(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
-        """The means of this rank's shards."""
+        """The plan of the means of this rank's shards."""
         return (self.sharded(bucket).gather[self.rank],)
 
     def of(
@@ -76,7 +76,7 @@ class ShardedExchange(Over[Array]):
         ops: Ops[Array],
         codec: PayloadCodec[Array],
     ) -> BucketExchange[Array]:
-        """One alltoall and one allgather, and of some methods an allgather before them."""
+        """The exchange of a bucket: an alltoall and an allgather, after an announcement if any."""
         (mine,) = owned
         return ShardedBucket(self.sharded(bucket), residuals, mine, ops, codec, self._collective)
 
@@ -87,7 +87,7 @@ class ShardedExchange(Over[Array]):
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step: to each owner directly, and back in a ring from rank to rank.
 
-        Announcements travel in a ring too.
+        Announcements are sent in a ring too.
         """
         others, split = self.ranks - 1, [self.sharded(bucket) for bucket in plan.buckets]
         there = sum(each.scatter_bytes for each in split)
@@ -105,10 +105,10 @@ class ShardedExchange(Over[Array]):
 
 
 class ShardedBucket(Generic[Array]):
-    """One alltoall of entries to their owners, and one allgather of the owners' sums or means.
+    """`BucketExchange` of one bucket: an alltoall of entries, then an allgather of sums or means.
 
-    What an owner does not send back stays in its residual, in units of what is applied: of the mean
-    if gradients are averaged.
+    What an owner does not send back stays in its residual, in units of the applied gradient: of the
+    mean if gradients are averaged.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class ShardedBucket(Generic[Array]):
         self.stages = 1 + self._encoder.stages
         self._scattered: Pending[Array] | None = None
         self._pending: Pending[Array] | None = None
-        self._unwanted: list[Pending[Array]] = []  # of a step that was forgotten
-        self._aborted = False  # whether that is also what was sent to owners
+        self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
+        self._aborted = False  # whether flags were also sent to owners in that step
 
     def send(
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
@@ -152,7 +152,7 @@ class ShardedBucket(Generic[Array]):
             self._scattered = self._scatter()
 
     def advance(self) -> None:
-        """Send what was announced to owners; or add up what came, and send the largest to all."""
+        """`BucketExchange.advance`: send entries to owners, or owners' sums to all ranks."""
         if self._encoder.waits:
             self._complete()
             return
@@ -165,19 +165,19 @@ class ShardedBucket(Generic[Array]):
             self._check(arrived, arrive)
             scale = _scale(arrive, self._collective.size)
             flags = self._codec.decode(arrive, arrived, scale, self._totals)
-        except TopKError:  # the others wait for this rank, and have to hear of it
+        except TopKError:  # other ranks wait for this rank: send flags
             self._codec.flag_all(self._owned.plan, self._back)
             self._pending = self._gather()
             raise
         self._codec.encode(self._owned, self._totals, self._back)
-        if not isinstance(flags, list):  # a graph goes on where a host raises: tell the others
+        if not isinstance(flags, list):  # a graph cannot raise: pass the flags on to all ranks
             self._ops.store_flags(self._back, self._owned.plan.layout.flags_at, flags)
         self._pending = self._gather()
 
     def drain(self) -> None:
-        """`BucketExchange.drain`. Ranks that go on are sent flags, and roll the step back.
+        """`BucketExchange.drain`. Sends flags to ranks that go on, which roll the step back.
 
-        That is not waited for, as ranks may come here in orders of their own.
+        These collectives are not waited for, as ranks may drain buckets in different orders.
         """
         if self._pending is not None:
             self._pending.wait()
@@ -185,15 +185,15 @@ class ShardedBucket(Generic[Array]):
             self.abort(self._name)
         if self._scattered is not None:
             self._scattered.wait()
-            self._settle()  # all ranks sent it before what has just arrived
+            self._settle()  # does not block: all ranks started these before what just arrived
             self._codec.flag_all(self._owned.plan, self._back)
             self._unwanted.append(self._gather())
         self._scattered = self._pending = None
 
     def abort(self, name: str) -> None:
-        """Take part in a step that this rank does not go on with: say that all is flagged.
+        """Send flags for all tensors in a step that this rank does not go on with.
 
-        Nothing is waited for here.
+        Does not wait for these collectives.
         """
         self._settle()
         self._name, self._aborted = name, True
@@ -228,10 +228,10 @@ class ShardedBucket(Generic[Array]):
         return sum((squares(*pair, committed=committed) for pair in self.encoded()), Squares())
 
     def _complete(self) -> None:
-        """Send what was announced to owners."""
+        """Encode with the announcements, and send entries to owners."""
         try:
             self._encoder.complete()
-        except TopKError:  # the others wait for this rank, and have to hear of it
+        except TopKError:  # other ranks wait for this rank: send flags
             self.abort(self._name)
             raise
         self._scattered = self._scatter()
@@ -243,7 +243,7 @@ class ShardedBucket(Generic[Array]):
         return self._collective.allgather(self._back, f"{self._name}.gather")
 
     def _settle(self) -> None:
-        """Wait for what reads the memory that is about to be written."""
+        """Wait for collectives that read memory which is about to be written."""
         for pending in self._unwanted:
             pending.wait()
         self._unwanted.clear()

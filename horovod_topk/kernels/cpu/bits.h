@@ -1,5 +1,5 @@
-/* Whole numbers of 1 to 8 bits without gaps, the lowest bit of the first in bit 0 of the first byte.
- * Local to the file that includes it. */
+/* Packs numbers of 1 to 8 bits without gaps, the lowest bit of the first in bit 0 of the first byte.
+ * Everything is local to the file that includes it. */
 #ifndef TOPKEF_BITS_H
 #define TOPKEF_BITS_H
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-/* The lower bits of eight bytes, one after the other: bytes join to pairs, pairs to fours. */
+/* Pack the lower bits of eight bytes: bytes are joined to pairs, pairs to fours. */
 template <int bits>
 inline uint64_t joined_bits(uint64_t bytes) {
   constexpr uint64_t low = (1u << bits) - 1, pair = (1u << 2 * bits) - 1;
@@ -18,7 +18,7 @@ inline uint64_t joined_bits(uint64_t bytes) {
   return (bytes & four) | (bytes >> (32 - 4 * bits) & four << 4 * bits);
 }
 
-/* The other way round. */
+/* Unpack them. */
 template <int bits>
 inline uint64_t parted_bits(uint64_t word) {
   constexpr uint64_t low = (1u << bits) - 1, pair = (1u << 2 * bits) - 1;
@@ -28,7 +28,7 @@ inline uint64_t parted_bits(uint64_t word) {
   return (word & low * 0x0001000100010001u) | (word & (low << bits) * 0x0001000100010001u) << (8 - bits);
 }
 
-/* Eights of numbers, to or from `bits` bytes each. */
+/* Pack or unpack groups of eight numbers, `bits` bytes each. */
 template <int bits>
 inline void pack_eights(const uint8_t *codes, int64_t eights, uint8_t *to) {
   for (int64_t i = 0; i < eights; ++i) {
@@ -56,7 +56,7 @@ inline void unpack_eights(const uint8_t *from, int64_t eights, uint8_t *codes) {
   }
 }
 
-/* The same of 4 bits, which compilers do faster. */
+/* The same for 4 bits, in a form that compilers make faster. */
 template <>
 inline void pack_eights<4>(const uint8_t *codes, int64_t eights, uint8_t *to) {
   for (int64_t i = 0; i < 4 * eights; ++i) {
@@ -85,14 +85,14 @@ inline uint32_t get_bits(const uint8_t *from, int64_t bit, int64_t bits) {
   return code;
 }
 
-/* How many of `count` numbers, of which the first is number `at`, come before a whole byte. */
+/* How many of `count` numbers, the first of which is number `at`, are before a byte boundary. */
 inline int64_t before_byte(int64_t at, int64_t count) {
   const int64_t head = -at & 7;
   return head < count ? head : count;
 }
 
-/* Write `count` numbers below 2^bits, of which the first is number `at`. What follows the last in its
- * byte becomes 0. */
+/* Write `count` numbers below 2^bits, the first of which is number `at`. The bits after the last number
+ * in its byte become 0. */
 inline void pack_bits(const uint8_t *codes, int64_t at, int64_t count, int64_t bits, uint8_t *to) {
   const int64_t head = before_byte(at, count), eights = (count - head) / 8;
   for (int64_t i = 0; i < head; ++i) put_bits(to, (at + i) * bits, bits, codes[i]);
@@ -130,7 +130,7 @@ inline void unpack_bits(const uint8_t *from, int64_t at, int64_t count, int64_t 
     codes[i] = (uint8_t)get_bits(from, (at + i) * bits, bits);
 }
 
-/* Whether one of them has all its bits; they begin at a whole byte. */
+/* Whether a number has all bits set; numbers begin at a byte boundary. */
 inline bool has_largest(const uint8_t *from, int64_t total, int64_t bits) {
   constexpr int64_t SOME = 1024;
   uint8_t codes[SOME];
@@ -145,7 +145,7 @@ inline bool has_largest(const uint8_t *from, int64_t total, int64_t bits) {
 }
 
 #ifndef TOPKEF_SIGNS
-/* Bits of eights of values that say which are below 0. */
+/* A bit for each value, in groups of eight: set if it is below 0. */
 inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
   for (int64_t i = 0; i < eights; ++i) {
     uint32_t byte = 0;
@@ -154,13 +154,13 @@ inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
   }
 }
 
-/* `minus` where a bit is set, else `plus`. */
+/* Write `minus` where a bit is set, else `plus`. */
 inline void choose_by(const uint8_t *from, int64_t eights, float plus, float minus, float *to) {
   for (int64_t i = 0; i < 8 * eights; ++i) to[i] = from[i / 8] >> i % 8 & 1 ? minus : plus;
 }
 #endif
 
-/* A bit for each of `count` values, of which the first is number `at`: set where it is below 0. */
+/* Write a bit for each of `count` values, the first of which is number `at`: set if it is below 0. */
 inline void pack_signs(const float *values, int64_t at, int64_t count, uint8_t *to) {
   const int64_t head = before_byte(at, count), eights = (count - head) / 8, end = at + count;
   for (int64_t i = 0; i < head; ++i) put_bits(to, at + i, 1, values[i] < 0);
@@ -169,7 +169,7 @@ inline void pack_signs(const float *values, int64_t at, int64_t count, uint8_t *
   if (end % 8) to[end / 8] &= (uint8_t)((1u << end % 8) - 1);
 }
 
-/* The values that bits from number `at` on stand for. */
+/* Read the values of bits from number `at` on. */
 inline void unpack_signs(const uint8_t *from, int64_t at, int64_t count, float plus, float minus,
                          float *to) {
   const int64_t head = before_byte(at, count), eights = (count - head) / 8;

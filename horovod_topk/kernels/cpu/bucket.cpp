@@ -1,4 +1,4 @@
-/* The C interface: a bucket's tensors, shared out to threads. */
+/* The C interface: divides a bucket's tensors among threads. */
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -26,15 +26,15 @@ namespace {
 #ifndef TOPKEF_SPLIT
 #define TOPKEF_SPLIT (1 << 19)
 #endif
-constexpr int64_t SPLIT = TOPKEF_SPLIT;  // elements a thread should have at least
+constexpr int64_t SPLIT = TOPKEF_SPLIT;  // least elements of a thread
 #ifndef TOPKEF_TOGETHER
 #define TOPKEF_TOGETHER (8 * SHARD_BLOCK)
 #endif
-constexpr int64_t TOGETHER = TOPKEF_TOGETHER;  // elements of shards that go together
+constexpr int64_t TOGETHER = TOPKEF_TOGETHER;  // elements of shards encoded in one pass
 constexpr int64_t TILE = 4096;           // elements summed at a time, within the first-level cache
 constexpr int64_t CHUNK = 64 * TILE;     // elements decoded by one task
-constexpr int64_t CACHED = 1 << 18;      // elements that may still be cached when they are read next
-constexpr int64_t HEAD = 9, EACH = 10;    // numbers of a recipe: for the bucket, for a tensor
+constexpr int64_t CACHED = 1 << 18;      // elements that stay cached until they are read next
+constexpr int64_t HEAD = 9, EACH = 10;    // numbers in a recipe for the bucket, and for each tensor
 
 const Passes *fastest_passes() {
   const char *asked = std::getenv("HOROVOD_TOPK_ISA");
@@ -53,7 +53,7 @@ const Passes *fastest_passes() {
   return portable_passes();
 }
 
-/* Denormals are kept while this lives, whatever a framework has set for its thread. */
+/* While it exists, denormals are not flushed, whatever a framework has set for its thread. */
 class KeepDenormals {
 #if defined(__x86_64__)
  public:
@@ -96,7 +96,7 @@ struct topkef_bucket {
   std::vector<TensorRecipe> tensors;
   std::vector<std::unique_ptr<Encoder>> encoders;
   const Passes *passes;
-  std::vector<uint8_t> finite;  // one a tensor
+  std::vector<uint8_t> finite;  // one for each tensor
 
   int64_t parts(int64_t tensor, int threads) const {
     return std::clamp<int64_t>(tensors[(size_t)tensor].numel / SPLIT, 1, threads);
@@ -148,7 +148,7 @@ void write_flags(const topkef_bucket &bucket, uint8_t *payload) {
     if (!bucket.finite[t]) flags[t / 8] |= (uint8_t)(1u << t % 8);
 }
 
-/* The indices of all ranks, 4 bytes each: where they lie in the payloads, or unpacked. */
+/* The indices of all ranks, 4 bytes each: in the payloads, or unpacked. */
 class Indices {
  public:
   Indices(const topkef_bucket &bucket, const uint8_t *gathered, int64_t ranks)
@@ -158,12 +158,12 @@ class Indices {
       offset_.push_back(room);
       if (is_unpacked(tensor)) room += tensor.k * ranks;
     }
-    static thread_local std::vector<uint32_t> memory;  // grows and is kept
+    static thread_local std::vector<uint32_t> memory;  // reused, and grown if needed
     if ((int64_t)memory.size() < room) memory.resize((size_t)room);
     memory_ = memory.data();
   }
 
-  /* Returns -1, or the first rank * tensors + tensor whose indices or scales no writer writes. */
+  /* Returns -1, or the first rank * tensors + tensor whose indices or scales are not valid. */
   int64_t unpack(const uint8_t *flags, int threads) {
     const int64_t tensors = bucket_.recipe.tensors;
     std::vector<uint8_t> wrong((size_t)(tensors * ranks_));
@@ -237,7 +237,7 @@ struct Group {
     return source;
   }
 
-  /* How many threads work on it. */
+  /* Number of threads that work on it. */
   int64_t parts(int threads) const {
     int64_t most = 1;
     for (int64_t s = 0; s < count; ++s) most = std::max(most, shards[s]->parts(tensor, threads));
@@ -268,7 +268,7 @@ struct Group {
     for (int64_t s = 0; s < count; ++s) finish(s);
   }
 
-  /* All of it, by one thread. */
+  /* Encode all of it in one thread. */
   void encode() const {
     if (go_together()) {
       begin(1);
@@ -302,7 +302,7 @@ struct Group {
   }
 };
 
-/* How many of one rank's indices lie before `from`. */
+/* How many of one rank's indices are below `from`. */
 int64_t entries_before(const Rows &rows, int64_t rank, int64_t from) {
   auto index = reinterpret_cast<const uint32_t *>(rows.indices + rank * rows.indices_stride);
   int64_t low = 0, high = rows.entries;
@@ -343,7 +343,7 @@ void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const Indices
   bucket.passes->fence();
 }
 
-constexpr int64_t ASKED = 16;  // elements that memory is asked for before it is their turn
+constexpr int64_t ASKED = 16;  // distance of prefetches, in elements
 
 template <class R>
 void take(const R *values, const int64_t *index, R *out, int64_t count) {

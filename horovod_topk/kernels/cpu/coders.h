@@ -1,8 +1,8 @@
-/* How all elements of a tensor are sent in few bits: one coder a method, as its docstring has it.
+/* Coders that send all elements of a tensor in few bits: one for each method, as its docstring defines.
  *
- * A coder measures a block of elements, and writes its scales and codes from that. Long blocks are
- * measured and written in tiles. Elements come as float32, finite and within `LIMIT`. Local to the
- * file that includes it. */
+  * A coder measures a block of elements, and then writes its scales and codes. Long blocks are measured
+  * and written in tiles. Elements are float32, finite and within `LIMIT`. Everything is local to the
+  * file that includes it. */
 #ifndef TOPKEF_CODERS_H
 #define TOPKEF_CODERS_H
 
@@ -24,7 +24,7 @@ using topkef::Measured;
 using topkef::CODED;
 using topkef::FOLDED;
 
-/* Stretches of `count` elements from `at` on that lie in one block each. */
+/* Divides `count` elements from `at` on into stretches within one block. */
 struct Reading {
   int64_t at, count, size, block = 0, from = 0, to = 0;
 
@@ -59,8 +59,8 @@ inline bool are_scales(const uint8_t *data, int64_t count) {
   return all;
 }
 
-/* The sum of a tile, which it overwrites: its second half is added to its first, until one is left.
- * Sizes are known to the compiler: few elements make loops that are mostly overhead. */
+/* The sum of a tile, which is overwritten: its second half is added to its first, until one is left.
+ * Sizes are known at compile time, as short loops would be mostly overhead. */
 template <int size>
 inline double folded(double *tile) {
   if constexpr (size == 1) {
@@ -86,14 +86,14 @@ inline double folded(double *tile, int64_t size) {
 
 static_assert(FOLDED == 512, "halves of full tiles have 256 elements");
 
-/* Half of the power of two that a tile of at most FOLDED elements is filled up to. */
+/* Half of the power of two to which a tile of at most FOLDED elements is padded. */
 inline int64_t half_of(int64_t count) {
   int64_t half = 1;
   while (2 * half < count) half *= 2;
   return half;
 }
 
-/* x where it is not negative, and -x where it is; else 0. Without a comparison, which would be a branch. */
+/* max(x, 0), and below it max(-x, 0), without comparisons, which would be branches. */
 inline double plus_of(float x) {
   const auto bits = bit_cast<int32_t>(x);
   return (double)bit_cast<float>(bits & ~(bits >> 31));
@@ -106,7 +106,7 @@ inline double minus_of(float x) {
 
 inline double square_of(float x) { return (double)x * (double)x; }
 
-/* Float bits in an order of integers. */
+/* The bits of a float as an integer with the same order. */
 inline int32_t ordered(float x) {
   const auto bits = bit_cast<int32_t>(x);
   return bits ^ (bits >> 31 & 0x7fffffff);
@@ -114,7 +114,7 @@ inline int32_t ordered(float x) {
 
 inline float from_ordered(int32_t bits) { return bit_cast<float>(bits ^ (bits >> 31 & 0x7fffffff)); }
 
-/* ByteGrad: 8 bits between the least and the largest of a block, both halved. */
+/* ByteGrad: 8 bits between the smallest and the largest element of a block, both halved. */
 struct MinMax {
   static constexpr float ABOVE = (float)((1 + 0x1p-20) / 255);
   uint8_t *lows, *steps, *codes;
@@ -174,7 +174,7 @@ struct MinMax {
   }
 };
 
-/* OneBit: the sign, for the mean of a column's elements of that sign. */
+/* OneBit: the sign, which is read as the mean of the column's elements of that sign. */
 struct Means {
   uint8_t *above, *below, *codes;
   int64_t block;
@@ -234,7 +234,7 @@ struct Means {
   }
 };
 
-/* SignSGD: the sign, for the mean magnitude of a block, which is a sum of whole numbers. */
+/* SignSGD: the sign, times the mean magnitude of the block, which is computed from integers. */
 struct Signs {
   static constexpr int64_t block = 1024;
   uint8_t *scales, *codes;
@@ -248,7 +248,7 @@ struct Signs {
 
   static Measured measure(const float *values, int64_t count, const Format &) {
     const double unit = (double)widen(scale_above(largest_of(values, count)));
-    // Of a float and a bfloat16, the quotient is a whole number of parts or at least 2^-24 away from it.
+    // The quotient of a float and a bfloat16 is an integer number of parts, or at least 2^-24 from one.
     const double parts = unit > 0 ? SCALED_UNITS / unit * (1 + 0x1p-40) : 0;
     int32_t total = 0;
     for (int64_t i = 0; i < count; ++i)
@@ -277,7 +277,7 @@ struct Signs {
   bool is_sound(int64_t total) const { return are_scales(scales, blocks_of(total, block)); }
 };
 
-/* QSGD: one of the levels of a block's norm, drawn so that its mean is the element. */
+/* QSGD: a level of the block's norm, drawn so that its mean is the element. */
 template <bool is_l2>
 struct Dithered {
   static constexpr double ABOVE = 1 + 0x1p-20;
@@ -340,7 +340,7 @@ struct Dithered {
   }
 };
 
-/* TernGrad: -1, 0 or 1 times one scale of the tensor, drawn so that the mean is the element. Blocks are
+/* TernGrad: -1, 0 or 1 times the scale of the tensor, drawn so that the mean is the element. Blocks are
  * whole tensors. Five codes share a byte, so spans are written in ascending order by one thread, or
  * begin at multiples of five. */
 struct Ternary {
@@ -416,7 +416,7 @@ struct Ternary {
   }
 
  private:
-  /* The multiples in each byte; what follows the fifth is overwritten. */
+  /* The five multiples in each byte; later writes overwrite the padding after the fifth. */
   struct Multiples {
     int8_t of[256][8] = {};
 
@@ -429,7 +429,7 @@ struct Ternary {
   };
   static const Multiples MULTIPLES;
 
-  /* Five codes in a byte, in base 3: a column of the product, and no other one overflows. */
+  /* Packs five codes into a byte, in base 3, by one multiplication; no other column overflows. */
   static uint8_t packed(const uint8_t *code) {
     uint64_t five;
     memcpy(&five, code, sizeof five);  // of which the product's column has the first five
@@ -439,7 +439,7 @@ struct Ternary {
 
 constexpr Ternary::Multiples Ternary::MULTIPLES{};
 
-/* What `values` are to a coder: themselves, or in `room`. Returns whether all are finite. */
+/* Convert `values` for a coder: in place, or into `room`. Returns whether all are finite. */
 template <class R>
 inline bool as_coded(const R *values, int64_t count, float *room, const float **coded) {
   typename Real<R>::Bits largest = 0;

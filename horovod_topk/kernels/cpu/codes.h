@@ -1,5 +1,5 @@
-/* Values as they are sent: how each kind is written, and read again. Kinds and rules are those of
- * `horovod_topk.ops.protocol.Ops.pack_values`. Local to the file that includes it. */
+/* Encodes and decodes values of each kind. Kinds and rules are those of
+ * `horovod_topk.ops.protocol.Ops.pack_values`. Everything is local to the file that includes it. */
 #ifndef TOPKEF_CODES_H
 #define TOPKEF_CODES_H
 
@@ -13,14 +13,14 @@ namespace {
 
 using topkef::Span;
 
-constexpr float LIMIT = 0x1p127f;     // where values with a scale saturate
-constexpr int SCALED_UNITS = 65536;   // magnitudes are whole multiples of a part of the largest
+constexpr float LIMIT = 0x1p127f;     // values with a scale saturate here
+constexpr int SCALED_UNITS = 65536;   // for exact sums, magnitudes are multiples of largest / 65536
 
 inline int64_t block_of(int64_t kind) {
   return kind == topkef::INT8 || kind == topkef::INT4 ? 128 : kind == topkef::SIGN ? 1024 : 0;
 }
 
-/* Bytes of the scales that come before `count` values. */
+/* Bytes of the scales before `count` values. */
 inline int64_t scale_bytes(int64_t kind, int64_t count) {
   int64_t block = block_of(kind);
   return block ? 2 * ((count + block - 1) / block) : 0;
@@ -36,7 +36,7 @@ inline float scale_at(const uint8_t *scales, int64_t block) {
   return widen(load(reinterpret_cast<const Brain *>(scales), block));
 }
 
-/* Readers: value i of `count` that begin at `data`. */
+/* Readers return value i of the `count` values that begin at `data`. */
 template <class R, class V>
 struct Plain {
   const V *values;
@@ -69,8 +69,8 @@ struct Sign {
   }
 };
 
-/* Writers: values [first, first + count) of `total`; `first` is a multiple of 1024. What sending
- * them leaves goes to `left`, which may be where they are. Return whether all are finite. */
+/* Writers encode values [first, first + count) of `total`; `first` is a multiple of 1024. They write the
+ * rounding errors to `left`, which may be the values' memory, and return whether all are finite. */
 template <class R>
 inline bool all_finite(const R *values, int64_t count) {
   typename Real<R>::Bits largest = 0;
@@ -104,7 +104,7 @@ bool pack_short(const void *from, Span span, uint8_t *data, void *left, const to
   return finite;
 }
 
-/* A value as blocks take it: finite, and within what a scale can say. */
+/* Make a value finite, and limit it to `LIMIT`. */
 template <class R>
 inline float limited(R x) {
   R magnitude = x < 0 ? -x : x;
@@ -125,15 +125,15 @@ inline float largest_of(const float *values, int64_t count) {
   return bit_cast<float>(largest);
 }
 
-/* Integer multiples of a block's scale; `left` becomes what they leave. */
+/* Encode values as integer multiples of a block's scale; `left` gets the rounding errors. */
 template <class R>
 inline void multiples(const float *block, const R *values, int64_t count, float most, Brain bits,
                       int8_t *multiple, R *left) {
   const float scale = widen(bits), divisor = scale > 0 ? scale : 1.0f;
-  volatile float opaque = 12582912.0f;  // 1.5 * 2**23: a compiler that knew it could cancel it
+  volatile float opaque = 12582912.0f;  // 1.5 * 2**23; volatile, so that compilers do not cancel it
   const float magic = opaque;
   for (int64_t i = 0; i < count; ++i) {
-    float near = (block[i] / divisor + magic) - magic;  // to the nearest whole number, ties to even
+    float near = (block[i] / divisor + magic) - magic;  // the nearest integer, ties to even
     near = near < -most ? -most : near > most ? most : near;
     multiple[i] = (int8_t)near;
     store(left, i, values[i] - (R)(scale * near));

@@ -1,5 +1,5 @@
-/* Numbers as bits. Everything is local to the file that includes it: files compiled for different
- * instruction sets must not share code that the linker could take for the same. */
+/* Float formats and their bits. Everything is local to the file that includes it: files compiled for
+ * different instruction sets must not share functions that the linker would merge. */
 #ifndef TOPKEF_FLOAT_FORMATS_H
 #define TOPKEF_FLOAT_FORMATS_H
 
@@ -45,7 +45,7 @@ inline To bit_cast(From from) {
   return to;
 }
 
-/* An element of any alignment. */
+/* Load or store an element at any alignment. */
 template <class T>
 inline T load(const T *from, int64_t at = 0) {
   T value;
@@ -58,7 +58,7 @@ inline void store(T *to, int64_t at, T value) {
   memcpy(reinterpret_cast<char *>(to) + at * (int64_t)sizeof(T), &value, sizeof value);
 }
 
-/* |x| as an integer that orders as |x| does; NaN lies above infinity. */
+/* |x| as an integer with the same order; NaN is above infinity. */
 template <class R>
 inline typename Real<R>::Bits magnitude_bits(R x) {
   return bit_cast<typename Real<R>::Bits>(x) & Real<R>::magnitude;
@@ -88,7 +88,7 @@ inline Half narrow_half(float x) {
   uint16_t sign = (uint16_t)(bits >> 16 & 0x8000u);
   if (rest > 0x7f800000u) return {(uint16_t)(sign | 0x7e00u)};
   if (rest >= 0x477ff000u) return {(uint16_t)(sign | 0x7c00u)};
-  if (rest < 0x38800000u) {  // a denormal half: the float addition rounds as wanted
+  if (rest < 0x38800000u) {  // a denormal half: a float addition rounds it correctly
     float shifted = bit_cast<float>(rest) + 0.5f;
     return {(uint16_t)(sign | (bit_cast<uint32_t>(shifted) - 0x3f000000u))};
   }
@@ -122,7 +122,7 @@ inline Brain narrow<Brain>(double x) {
   return narrow_brain((float)x);
 }
 
-/* A value as it is sent: it saturates at the largest finite magnitude. */
+/* Round a value to the format in which it is sent, saturated at the largest finite magnitude. */
 template <class V, class R>
 struct Sent;
 

@@ -1,5 +1,5 @@
-/* Indices as they are sent: plain, or packed as `horovod_topk.core.payload` has it (Elias 1974,
- * Fano 1971). Local to the file that includes it. */
+/* Encodes and decodes indices: plain, or packed (Elias 1974, Fano 1971; the format is in
+ * horovod_topk/methods/topk.py). Everything is local to the file that includes it. */
 #ifndef TOPKEF_INDEX_CODING_H
 #define TOPKEF_INDEX_CODING_H
 
@@ -39,13 +39,13 @@ inline uint64_t word_at(const uint8_t *data, int64_t at, int64_t size) {
 
 inline void put_bit(uint8_t *map, int64_t bit) { map[bit >> 3] |= (uint8_t)(1u << (bit & 7)); }
 
-/* Eight numbers at a time; compilers make of them what an instruction set has. */
+/* Eight numbers at a time; compilers use the vectors of the instruction set. */
 typedef uint32_t Eight32 __attribute__((vector_size(32)));
 typedef uint64_t Eight64 __attribute__((vector_size(64)));
 typedef uint64_t Four64 __attribute__((vector_size(32)));
 typedef uint64_t Two64 __attribute__((vector_size(16)));
 
-/* The first four of eight numbers put together, and the last four. */
+/* The first four of eight numbers in one word, and the last four in another. */
 struct Folded {
   uint64_t half[2];
 
@@ -61,9 +61,9 @@ struct Folded {
   }
 };
 
-constexpr int64_t EIGHTS_LOW = 14;  // four numbers of so many bits, and half a byte, are a word
+constexpr int64_t EIGHTS_LOW = 14;  // most bits of a number: four and half a byte fit a word
 
-/* Ascending bits of a map, which was zero. What has been set last is kept in a register. */
+/* Sets ascending bits of a zeroed bitmap. The last word is kept in a register. */
 class BitWriter {
  public:
   BitWriter(uint8_t *map, int64_t bytes) : map_(map), bytes_(bytes) {}
@@ -92,10 +92,10 @@ class BitWriter {
  private:
   uint8_t *const map_;
   const int64_t bytes_;
-  uint64_t word_ = 0, base_ = 0;  // of eight bytes: their bits, and the first one's number
+  uint64_t word_ = 0, base_ = 0;  // the bits of eight bytes, and the number of the first bit
 };
 
-/* Eight indices after the other, as long as whole words may be written; returns how many. */
+/* Pack groups of eight indices, as long as whole words may be written; returns how many. */
 inline int64_t pack_eights(const uint32_t *index, int64_t k, const Packing &size, uint8_t *data) {
   const Eight64 each = {0, 1, 2, 3, 4, 5, 6, 7};
   const auto low = (uint64_t)size.low, mask = ((uint64_t)1 << low) - 1;
@@ -116,7 +116,7 @@ inline int64_t pack_eights(const uint32_t *index, int64_t k, const Packing &size
   return i;
 }
 
-/* Lower bits of entries from `first` on, a multiple of eight. */
+/* Pack the lower bits of entries from `first` on, a multiple of eight. */
 inline void pack_low(const uint32_t *index, int64_t first, int64_t k, const Packing &size,
                      uint8_t *to) {
   const uint64_t mask = ((uint64_t)1 << size.low) - 1;
@@ -145,21 +145,21 @@ inline void pack_plain(const uint32_t *index, int64_t k, int64_t, uint8_t *data)
   for (int64_t i = 0; i < k; ++i) store(reinterpret_cast<I *>(data), i, (I)index[i]);
 }
 
-/* Write where a word's bits are, from `base` on; up to 64 numbers may be written. */
+/* Write the positions of a word's set bits, plus `base`; up to 64 numbers may be written. */
 #ifndef TOPKEF_POSITIONS
 inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
   for (; word; word &= word - 1) *to++ = base + (uint32_t)__builtin_ctzll(word);
 }
 #endif
 
-/* Where the bits of a map are, word after word. */
+/* Finds the set bits of a bitmap, word after word. */
 class BitReader {
  public:
   BitReader(const uint8_t *map, const Packing &size) : map_(map), size_(size) {}
 
   bool is_at_end() const { return at_ >= size_.map_bytes; }
 
-  /* Write where the next word's bits are; 64 numbers may be written. Returns how many there are. */
+  /* Write the positions of the next word's set bits; 64 numbers may be written. Returns their number. */
   int64_t next(uint32_t *to) {
     uint64_t word = word_at(map_, at_, size_.map_bytes);
     const int64_t rest = size_.map_bits - 8 * at_;
@@ -175,8 +175,8 @@ class BitReader {
   int64_t at_ = 0;
 };
 
-/* Indices [first, first + count), given their places in a map; `first` is a multiple of eight. Returns
- * whether they are below 2**32. */
+/* Decode indices [first, first + count), given their positions in the bitmap; `first` is a multiple of
+ * eight. Returns whether they are below 2**32. */
 inline bool join_low(const uint8_t *data, const Packing &size, int64_t first, int64_t count,
                      const uint32_t *place, uint32_t *to) {
   const Eight64 each = {0, 1, 2, 3, 4, 5, 6, 7};
@@ -216,7 +216,7 @@ inline bool ascends(const uint32_t *index, int64_t from, int64_t to) {
   return !wrong;
 }
 
-/* Returns whether there are k that ascend below n; `to` has room for k. */
+/* Decode packed indices. Returns whether there are k that ascend below n; `to` has room for k. */
 inline bool unpack_packed(const uint8_t *data, int64_t k, int64_t n, uint32_t *to) {
   constexpr int64_t PART = 1024;
   uint32_t place[PART + 128];
@@ -238,7 +238,7 @@ inline bool unpack_packed(const uint8_t *data, int64_t k, int64_t n, uint32_t *t
   return sound && held == 0 && (int64_t)to[k - 1] < n;
 }
 
-/* The same of plain ones; they are looked at where they are if `to` is null. */
+/* The same for plain indices, which are only checked if `to` is null. */
 template <class I>
 inline bool unpack_plain(const uint8_t *data, int64_t k, int64_t n, uint32_t *to) {
   auto index = reinterpret_cast<const I *>(data);

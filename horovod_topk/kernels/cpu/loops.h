@@ -1,5 +1,5 @@
-/* The passes themselves, once for all instruction sets. A file that includes this one says before
- * how 64 elements are done (`lanes`), how a sum leaves (`Lines`), and what `fence` is. */
+/* The passes, written once for all instruction sets. A file that includes this one first defines how 64
+ * elements are computed (`lanes`), how sums are stored (`Lines`), and `fence`. */
 #ifndef TOPKEF_LOOPS_H
 #define TOPKEF_LOOPS_H
 
@@ -26,7 +26,7 @@ using topkef::Rows;
 using topkef::STREAMS;
 using topkef::Stretch;
 
-/* Up to 64 elements, one by one; bit i of the result: element i is a candidate. */
+/* Compute up to 64 elements one by one; bit i of the result is set if element i is a candidate. */
 template <class R, class G>
 inline uint64_t lanes_slowly(const R *e, const G *g, R *out, typename Real<R>::Bits least,
                              int count) {
@@ -48,8 +48,8 @@ inline uint64_t lanes(const R *e, const G *g, R *out, typename Real<R>::Bits lea
 inline void fence() {}
 #endif
 
-constexpr int64_t AHEAD = 16;  // entries whose places are asked of memory before it is their turn
-constexpr int64_t TURN = 512;  // elements of one stretch before it is another's turn
+constexpr int64_t AHEAD = 16;  // distance of prefetches, in entries
+constexpr int64_t TURN = 512;  // elements of one stretch before the next stretch continues
 static_assert(BLOCK % TURN == 0 && SHARD_BLOCK % TURN == 0 && TURN % TILE == 0,
               "turns part neither blocks nor shard blocks");
 
@@ -61,7 +61,7 @@ inline int trailing_zeros(uint64_t bits) {
 #endif
 }
 
-/* Entries of a list that are being written. */
+/* Appends entries to a list. */
 template <class R>
 struct End {
   uint32_t *index;
@@ -79,8 +79,8 @@ struct End {
   }
 };
 
-/* Append the elements of set bits; the first of e and g is element `at` of the tensor. Two are written at once, whether or not
- * they are there: whether there are any is what no processor could foresee. */
+/* Append the elements of set bits; the first of e and g is element `at` of the tensor. Two entries are
+ * always written, even if there are fewer, since a branch on their number could not be predicted. */
 template <class R, class G>
 inline void append(uint64_t found, int64_t at, const R *e, const G *g, End<R> *end) {
   int count = __builtin_popcountll(found);
@@ -92,7 +92,7 @@ inline void append(uint64_t found, int64_t at, const R *e, const G *g, End<R> *e
   end->size = size + count;
 }
 
-/* One element after the other where lanes do not fit: before a cache line, or at the end. */
+/* Compute elements one by one where lanes do not fit: before a cache line, or at the end. */
 template <class R, class G>
 inline void gather_few(Tile<R, G> *tile, R *out, Stretch *stretch, int64_t count) {
   End<R> end(stretch->list);
@@ -106,8 +106,8 @@ inline void gather_few(Tile<R, G> *tile, R *out, Stretch *stretch, int64_t count
   stretch->list.size = end.size;
 }
 
-/* `count` elements of `streams` stretches, a turn of so many of one after the other: several streams
- * keep memory busier than one, and longer turns than a cache line's keep what fetches ahead. */
+/* Compute `count` elements of each of `streams` stretches, in turns of TURN elements: several streams use
+ * memory better than one, and turns longer than a cache line let the hardware prefetch. */
 template <class R, class G, int streams>
 inline void gather_turns(Tile<R, G> *tile, R *out, Stretch *stretches, int64_t count) {
   for (int64_t done = 0; done < count; done += TURN)
@@ -130,13 +130,13 @@ inline bool can_go_on(const Stretch &stretch) {
   return stretch.at < stretch.to && stretch.list.capacity - stretch.list.size >= BLOCK;
 }
 
-/* Elements before a cache line begins. Blocks of a shard stay whole, wherever they lie. */
+/* Elements before the next cache line. Blocks of a shard are not cut, at any alignment. */
 template <class R>
 inline int64_t before_lines(const R *out, const Stretch &stretch, ShardLayout layout) {
   return layout.parts > 1 ? 0 : unaligned(out + stretch.at, stretch.to - stretch.at);
 }
 
-/* The next block of one stretch, or what comes before a cache line, or what is left. */
+/* Compute the next block of one stretch, or the elements before a cache line, or the rest. */
 template <class R, class G>
 inline void gather_next(Tile<R, G> *tile, R *out, Stretch *stretch, ShardLayout layout) {
   int64_t left = stretch->to - stretch->at, head = before_lines(out, *stretch, layout);
@@ -146,7 +146,7 @@ inline void gather_next(Tile<R, G> *tile, R *out, Stretch *stretch, ShardLayout 
     gather_turns<R, G, 1>(tile, out, stretch, (left < BLOCK ? left : BLOCK) / 64 * 64);
 }
 
-/* Whether all streams can take another block, from cache lines on. */
+/* Whether all streams are at a cache line and can take another block. */
 template <class R>
 inline bool go_together(const R *out, const Stretch *stretches, int64_t count, ShardLayout layout) {
   bool all = count == STREAMS;
@@ -170,12 +170,12 @@ void gather(const Source &source, Stretch *stretches, int64_t count, ShardLayout
   fence();
 }
 
-/* Whether the stretch can take another block of what is layout. */
+/* Whether the stretch has another block, and its list has room for one. */
 inline bool takes_block(const Stretch &stretch) {
   return stretch.to - stretch.at >= SHARD_BLOCK && stretch.list.capacity - stretch.list.size >= SHARD_BLOCK;
 }
 
-/* The next block of one shard. `next`: what the processor should fetch meanwhile. */
+/* Compute the next block of one shard. `next`: memory to prefetch meanwhile. */
 template <class R, class G>
 inline void gather_block(const topkef::Shard &shard, int64_t parts, const R *next) {
   Stretch &stretch = *shard.stretch;
@@ -192,7 +192,7 @@ inline void gather_block(const topkef::Shard &shard, int64_t parts, const R *nex
   stretch.list.size = end.size;
 }
 
-/* A processor follows a few streams by itself, and has to be told of more. */
+/* A processor prefetches a few streams by itself; more streams need prefetch instructions. */
 constexpr int64_t FOLLOWED = 4;
 
 template <class R, class G>

@@ -1,4 +1,4 @@
-/* Products of thin factors, and Gram-Schmidt. Local to the file that includes it. */
+/* Products of thin factors, and Gram-Schmidt. Everything is local to the file that includes it. */
 #ifndef TOPKEF_MATRICES_H
 #define TOPKEF_MATRICES_H
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t COLUMNS = 64;      // of a product that are computed at once
+constexpr int64_t COLUMNS = 64;      // columns of a product that are computed at once
 constexpr double DEPENDENT = 1e-5;  // as in horovod_topk/ops/orthonormal.py
 
 template <class R>
@@ -37,7 +37,7 @@ void product(const void *left, const void *right, int64_t rows, int64_t inner, i
   }
 }
 
-/* The sum of a[i] * b[i], in the order of `Ops.sums`; `tiles` is a power of two that holds all. */
+/* The sum of a[i] * b[i], in the order of `Ops.sums`; `tiles` is a power of two, enough for all. */
 template <class R>
 double dot(const R *a, const R *b, int64_t n, int64_t tiles) {
   if (tiles > 1) {

@@ -1,4 +1,4 @@
-/* The passes over memory that a bucket is made of, as a table that each instruction set fills. */
+/* The passes over memory that encode and decode a bucket, as a table of each instruction set. */
 #ifndef TOPKEF_PASSES_H
 #define TOPKEF_PASSES_H
 
@@ -9,8 +9,8 @@ namespace topkef {
 
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT64 = 3, DTYPES = 4 };
 
-/* How values are sent: as the residual has them, shorter, as multiples of a block's scale, or, from
- * MINMAX on, as a coder has it that sends all elements of a tensor (coders.h). */
+/* Kinds of values: in the residual's dtype, as shorter floats, as multiples of a block's scale, or, from
+ * MINMAX on, of a coder that sends all elements of a tensor (coders.h). */
 enum Kind {
   FULL = 0,
   HALF = 1,
@@ -22,39 +22,39 @@ enum Kind {
   MEANS = 7,        // OneBit
   DITHERED = 8,     // QSGD, by the largest magnitude of a block
   DITHERED_L2 = 9,  // QSGD, by its norm
-  TERNARY = 10,     // TernGrad, unclipped and with a scale of its own
+  TERNARY = 10,     // TernGrad, unclipped and with its own scale
   KINDS = 11
 };
 
-/* How indices are sent: none for all elements, which are rounded as the bucket's values are or, if
- * AS_IS, not at all; packed; or as so many bytes. */
+/* Kinds of indices: none, as all elements are sent, in the bucket's kind of values or, if AS_IS, in the
+ * residual's dtype; packed; or 2 or 4 bytes each. */
 enum Index { NONE = 0, PACKED = 1, SHORT = 2, AS_IS = 3, LONG = 4 };
 
-constexpr int64_t BLOCK = 4096;  // elements gathered from between two looks at a list's room
-constexpr int64_t STREAMS = 2;   // stretches gathered from at once: memory answers sooner to several
+constexpr int64_t BLOCK = 4096;  // elements of a block, before which a list's room is checked
+constexpr int64_t STREAMS = 2;   // stretches that are read at once, as several use memory better
 constexpr int64_t SLACK = 64;    // entries that may be written past a list's size
 
-/* What a tensor's random numbers of one step follow from; see horovod_topk/ops/philox.py. */
+/* The key of a tensor's random numbers in one step; see horovod_topk/ops/philox.py. */
 struct Key {
   uint32_t words[2];
-  int64_t committed;  // steps before this one
+  int64_t committed;  // number of committed steps
 };
 
-/* What a coder has to know of a tensor. */
+/* The facts about a tensor that a coder needs. */
 struct Format {
   int64_t block = 0, bits = 0;  // elements of a block, bits of a code
-  bool keeps = true;   // whether what is not sent is left; else zeros are
+  bool keeps = true;   // whether `left` gets the rounding errors; else zeros
   bool draws = false;  // whether it draws random numbers
   Key key = {};
 };
 
-/* What a coder measures of a block, or of a tile of it: each coder fills in what it needs. */
+/* Measures of a block or a tile of it; each coder sets those that it needs. */
 struct Measured {
   float low = INFINITY, high = -INFINITY;  // extremes
   double above = 0, below = 0;             // sums
   int64_t negative = 0, count = 0;         // elements
 
-  /* Of this and of what follows. */
+  /* The measures of this tile and the next one together. */
   Measured with(const Measured &next) const {
     return {low < next.low ? low : next.low,     high > next.high ? high : next.high,
             above + next.above,                  below + next.below,
@@ -62,7 +62,7 @@ struct Measured {
   }
 };
 
-/* What is measured of tiles, as they come: added in pairs, the sums of these in pairs, and so on. */
+/* Adds up the measures of tiles in pairs, their sums in pairs, and so on. */
 class Pairs {
  public:
   void add(Measured sum) {
@@ -84,10 +84,10 @@ class Pairs {
   Measured levels_[48];
 };
 
-constexpr int64_t CODED = 2048;  // elements that a coder is given at once, at most
-constexpr int64_t FOLDED = 512;  // elements of a tile; sums of longer blocks are those of their tiles
+constexpr int64_t CODED = 2048;  // most elements that a coder gets at once
+constexpr int64_t FOLDED = 512;  // elements of a tile; longer blocks are summed from their tiles
 
-/* Candidates for being sent, in ascending order of index. */
+/* Candidates to send, in ascending order of index. */
 struct List {
   uint32_t *index;
   void *value;    // of the residual's dtype
@@ -96,15 +96,15 @@ struct List {
   int64_t capacity;  // SLACK more are allocated
 };
 
-/* A stretch of a tensor: where it is, where it ends, and what it has found. */
+/* A stretch of a tensor: its position, its end, and its list of candidates. */
 struct Stretch {
   int64_t at, to;
-  uint64_t least;  // magnitude from which on an element is a candidate, as bits
+  uint64_t least;  // smallest magnitude of a candidate, as bits
   List list;
 };
 
-/* What tells the k best from the rest: the least magnitude among them, as bits, and how many of
- * exactly that one are. NaN is as large as infinity, of equals the lower index comes first. */
+/* Separates the k best from the rest: the smallest magnitude among them, as bits, and how many have
+ * exactly that one. NaN is as large as infinity; of equals the lower index comes first. */
 struct Cut {
   uint64_t least;
   int64_t ties;
@@ -115,18 +115,18 @@ struct Span {
   int64_t first, count, total;
 };
 
-/* Rows of one tensor's entries, one a rank, and how far each has been read. */
+/* Rows of one tensor's entries, one for each rank, and how far each has been read. */
 struct Rows {
-  const uint8_t *values, *indices;          // of the first rank; indices have 4 bytes
-  int64_t values_stride, indices_stride;    // bytes from one rank's to the next
+  const uint8_t *values, *indices;          // those of the first rank; indices have 4 bytes
+  int64_t values_stride, indices_stride;    // bytes from one rank's data to the next
   int64_t ranks;
   int64_t entries;
-  int64_t *read;  // one a rank
-  Format format;  // of a coder
+  int64_t *read;  // entries that were read, one number for each rank
+  Format format;  // for a coder
 };
 
-/* Where elements of a shard lie in a gradient that is split into blocks of SHARD_BLOCK: the shard has
- * every `parts`-th block, from `first` on. Arenas have the shard's elements one after the other. */
+/* The positions of a shard's elements in a gradient that is split into blocks of SHARD_BLOCK: the shard
+ * has every `parts`-th block, from `first` on. In arenas the shard's elements are consecutive. */
 constexpr int64_t SHARD_BLOCK = 512;
 struct ShardLayout {
   int64_t parts, first;
@@ -136,52 +136,52 @@ struct ShardLayout {
   }
 };
 
-/* Where a tensor's elements are, and what they are added up to: a = scale * e + g, or, with velocities,
+/* The memory of a tensor's elements, and their sum: a = scale * e + g, or, with velocities,
  *
  *     u' = momentum * u + g
  *     a  = scale * e + u'        with `nesterov`: scale * e + (momentum * u' + g)
  *
- * Each product and sum is rounded. Velocities lie as the gradient does, and have the residual's dtype. */
+  * Each product and sum is rounded. Velocities have the gradient's layout and the residual's dtype. */
 struct Source {
   const void *residual, *gradient;
   void *candidate;
   double scale = 1;                // of the residual
-  const void *velocity = nullptr;  // u; null: there is none, and what follows is not read
-  void *following = nullptr;       // becomes u'; null: nobody wants it
-  double momentum = 0, loss = 0;   // where a was sent, u' loses so much of itself,
-  bool graded = false;             // or, if graded, the less the larger a is beside u'
+  const void *velocity = nullptr;  // u; null: none, and the next members are not read
+  void *following = nullptr;       // memory for u'; null: it is not stored
+  double momentum = 0, loss = 0;   // loss: share of u' that is subtracted where a was sent,
+  bool graded = false;             // or, if graded, a smaller share, the larger a is relative to u'
   bool nesterov = false;
-  const int64_t *key = nullptr;    // two words and the committed steps; null: nothing is drawn
+  const int64_t *key = nullptr;    // two words and the committed steps; null: no random numbers
 };
 
-/* out = a, but where |a| >= least: there the entry joins the list, and out is 0. Every stretch goes on to
- * its end, or until its list has no room for a block. */
+/* out = a, except where |a| >= least: these entries are appended to the list, and out is 0. Every stretch
+ * is processed to its end, or until its list has no room for a block. */
 using Gather = void (*)(const Source &source, Stretch *stretches, int64_t count, ShardLayout layout);
 
-/* A stretch of a shard, and where that lies. */
+/* A stretch of a shard, and the shard's layout. */
 struct Shard {
   Source source;
   Stretch *stretch;
   int64_t first;
 };
 
-/* The same of several shards of one gradient, block by block as the gradient has them: one pass over
- * it. Each stretch goes on to its end, or until its list has no room. */
+/* The same for several shards of one gradient, in one pass in the order of the gradient's blocks. Each
+ * stretch is processed to its end, or until its list has no room. */
 using GatherShards = void (*)(const Shard *shards, int64_t count, int64_t parts);
 
 /* sums[0..count) = a, from element `at` on. */
 using Sum = void (*)(const Source &source, int64_t at, int64_t count, void *sums, ShardLayout layout);
 
-/* Where the k best of several lists end, 1 <= k <= their sizes. Their scratch is one stretch of
- * memory, which the first begins. */
+/* The cut of the k best of several lists, 1 <= k <= their sizes. Their scratch memory is contiguous, from
+ * that of the first list on. */
 using Choose = Cut (*)(const Stretch *stretches, int64_t count, int64_t k);
 
-/* Drop from lists what a cut drops: it goes back into `out`. The rest moves into the first list; they
- * lie one after the other in memory. */
+/* Drop entries below a cut from lists, and write them back to `out`. The other entries move into the
+ * first list; lists are contiguous in memory. */
 using Drop = void (*)(Stretch *stretches, int64_t count, Cut cut, void *out);
 
-/* Write a span of values to `data`, where a tensor's values begin; `left` becomes what that leaves,
- * and may be `values`. Spans begin at multiples of PACE, or for coders at a block and a multiple of 8.
+/* Write a span of values to `data`, where a tensor's values begin; `left` gets the rounding errors, and
+ * may be `values`. Spans begin at multiples of PACE, or for coders at a block and a multiple of 8.
  * Returns whether all are finite. */
 using Pack = bool (*)(const void *values, Span span, uint8_t *data, void *left, const Format &format);
 constexpr int64_t PACE = 1024;
@@ -189,14 +189,14 @@ constexpr int64_t PACE = 1024;
 /* Measure a tile of a block that is longer than FOLDED. Returns whether all are finite. */
 using Measure = bool (*)(const void *values, int64_t count, const Format &format, Measured *found);
 
-/* Write a span of values, within one block that was measured; `left` as in `Pack`, or null. */
+/* Write a span of values within one measured block; `left` as in `Pack`, or null. */
 using WriteTile = void (*)(const void *values, Span span, const Measured &found, uint8_t *data,
                            void *left, const Format &format);
 
-/* Whether scales and codes of a tensor of `total` elements can have been written by a coder. */
+/* Whether scales and codes of a tensor of `total` elements are valid. */
 using IsSound = bool (*)(const uint8_t *data, int64_t total, const Format &format);
 
-/* out[0..n) = values, past the caches from a cache line on. */
+/* out[0..n) = values, with non-temporal stores from the first cache line on. */
 using Stream = void (*)(const void *values, void *out, int64_t n);
 
 /* out[index[i]] = left[i]. */
@@ -205,24 +205,24 @@ using Spread = void (*)(void *out, const uint32_t *index, const void *left, int6
 /* Write k ascending indices below n. */
 using PackIndex = void (*)(const uint32_t *index, int64_t k, int64_t n, uint8_t *data);
 
-/* Read them; returns whether they are k that ascend below n. Plain ones are only looked at where
- * `to` is null. */
+/* Read k indices; returns whether they ascend and are below n. Plain ones are only checked if `to` is
+ * null. */
 using UnpackIndex = bool (*)(const uint8_t *data, int64_t k, int64_t n, uint32_t *to);
 
 /* total[0..count) += the entries with indices in [base, base + count), rank after rank. */
 using Scatter = void (*)(void *total, int64_t base, int64_t count, const Rows *rows);
 
-/* gradient[0..n) = total * scale, and total = 0; other threads see the gradient after a fence. */
+/* gradient[0..n) = total * scale, and total = 0; the gradient is visible to others after a fence. */
 using Deliver = void (*)(void *total, double scale, void *gradient, int64_t n);
 
-/* out[0..n) = factor * velocity + gradient, all of the residual's dtype; past the caches if asked:
- * other threads see it after a fence. */
+/* out[0..n) = factor * velocity + gradient, all of the residual's dtype; optionally with non-temporal
+ * stores, which are visible to other threads after a fence. */
 using Accelerate = void (*)(const void *velocity, double factor, const void *gradient, void *out,
                             int64_t n, bool past_caches);
 
-/* out[row, at] = scale * the sum of left[row, i] * right[i, at], or less that sum if `subtracts`: for
- * `rows` rows of n columns, of which a matrix has `width`; i below `inner`, added in this order, each
- * product and sum rounded. */
+/* out[row, at] = scale * sum of left[row, i] * right[i, at], or out -= that sum if `subtracts`: for
+ * `rows` rows and n of a matrix' `width` columns; i below `inner`, added in this order, each product and
+ * sum rounded. */
 using Product = void (*)(const void *left, const void *right, int64_t rows, int64_t inner, int64_t n,
                          int64_t width, double scale, bool subtracts, void *out);
 
@@ -234,7 +234,7 @@ using Orthonormalise = void (*)(void *rows, int64_t count, int64_t length);
 using Damp = void (*)(const Source &source, const uint32_t *index, const void *sums, int64_t count,
                       ShardLayout layout);
 
-/* After it, what was streamed past the caches is seen by all. */
+/* Makes non-temporal stores visible to other threads. */
 using Fence = void (*)();
 
 /* Whether all of some values are finite. */
@@ -251,9 +251,9 @@ struct Passes {
   Choose choose;
   Drop drop;
   Pack pack[KINDS];
-  Measure measure[KINDS];      // null where blocks have a size of their own
+  Measure measure[KINDS];      // null for kinds with fixed blocks
   WriteTile write_tile[KINDS]; // the same
-  IsSound is_sound[KINDS];     // null where any values are
+  IsSound is_sound[KINDS];     // null for kinds whose values are always valid
   Stream stream;
   IsFinite is_finite;
   Random random;
@@ -272,7 +272,7 @@ struct Passes {
 
 /* Residuals of 4 bytes and gradients of up to 4. */
 const Passes *portable_passes();
-const Passes *avx2_passes();    // nullptr where it was not compiled
+const Passes *avx2_passes();    // nullptr if it was not compiled
 const Passes *avx512_passes();  // the same
 
 /* Residuals and gradients of 8 bytes. */

@@ -65,7 +65,7 @@ inline void put8(Brain *to, __m256 x) {
   _mm_stream_si128(reinterpret_cast<__m128i *>(to), _mm256_castsi256_si128(packed));
 }
 
-/* Whole cache lines of a gradient; returns how many elements were moved there. */
+/* Store whole cache lines of a gradient; returns how many elements were stored. */
 template <class R, class G>
 struct Lines {
   static int64_t stream(float *total, float scale, G *to, int64_t n) {
@@ -80,7 +80,7 @@ struct Lines {
   }
 };
 
-/* Copies whole lines past the caches; returns how many elements were copied. */
+/* Copy whole cache lines with non-temporal stores; returns how many elements were copied. */
 inline int64_t stream(const float *from, float *to, int64_t n) {
   if (!is_aligned(to)) return 0;
   int64_t i = 0;
@@ -88,7 +88,7 @@ inline int64_t stream(const float *from, float *to, int64_t n) {
   return i;
 }
 
-/* Bits of eights of values that say which are below 0. */
+/* A bit for each value, in groups of eight: set if it is below 0. */
 inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
   for (int64_t i = 0; i < eights; ++i) {
     const __m256 is = _mm256_cmp_ps(_mm256_loadu_ps(values + 8 * i), _mm256_setzero_ps(), _CMP_LT_OQ);
@@ -96,7 +96,7 @@ inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
   }
 }
 
-/* `minus` where a bit is set, else `plus`. */
+/* Write `minus` where a bit is set, else `plus`. */
 inline void choose_by(const uint8_t *from, int64_t eights, float plus, float minus, float *to) {
   const __m256 above = _mm256_set1_ps(plus), below = _mm256_set1_ps(minus);
   const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -106,9 +106,9 @@ inline void choose_by(const uint8_t *from, int64_t eights, float plus, float min
   }
 }
 
-constexpr int64_t PHILOX = 4;  // blocks of random numbers at once
+constexpr int64_t PHILOX = 4;  // blocks of random numbers computed at once
 
-/* A word of each block in the lower half of a lane; no product looks at the upper half. */
+/* Lanes have a word of each block in their lower half; products ignore the upper half. */
 inline void philox(uint32_t block, const topkef::Key &key, uint32_t *words) {
   const __m256i order = _mm256_setr_epi64x(0, 2, 1, 3);  // what unpacking puts in order
   const __m256i one = _mm256_set1_epi64x(0xD2511F53u), other = _mm256_set1_epi64x(0xCD9E8D57u);

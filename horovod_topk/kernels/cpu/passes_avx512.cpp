@@ -16,7 +16,7 @@ namespace {
 
 inline void fence() { _mm_sfence(); }
 
-/* In two halves: a processor that fetches ahead does so sooner than for whole cache lines. */
+/* Load in two halves, which makes hardware prefetching start earlier than whole cache lines. */
 inline __m512 load16(const float *from) {
   __m512 low = _mm512_castps256_ps512(_mm256_loadu_ps(from));
   return _mm512_insertf32x8(low, _mm256_loadu_ps(from + 8), 1);
@@ -68,7 +68,7 @@ inline void put16(Brain *to, __m512 x) {
   _mm256_stream_si256(reinterpret_cast<__m256i *>(to), brains);
 }
 
-/* Whole cache lines of a gradient; returns how many elements were moved there. */
+/* Store whole cache lines of a gradient; returns how many elements were stored. */
 template <class R, class G>
 struct Lines {
   static int64_t stream(float *total, float scale, G *to, int64_t n) {
@@ -83,7 +83,7 @@ struct Lines {
   }
 };
 
-/* Copies whole cache lines past the caches; returns how many elements were copied. */
+/* Copy whole cache lines with non-temporal stores; returns how many elements were copied. */
 inline int64_t stream(const float *from, float *to, int64_t n) {
   if (!is_aligned(to)) return 0;
   int64_t i = 0;
@@ -91,7 +91,7 @@ inline int64_t stream(const float *from, float *to, int64_t n) {
   return i;
 }
 
-/* Sixteen bits of a word at a time; what is written past the last is overwritten, or not read. */
+/* Sixteen bits of a word at a time; numbers written after the last are overwritten, or not read. */
 inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
   const __m512i sixteen = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (uint32_t at = 0; at < 64; at += 16) {
@@ -102,22 +102,22 @@ inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
   }
 }
 
-/* Bits of eights of values that say which are below 0. */
+/* A bit for each value, in groups of eight: set if it is below 0. */
 inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
   for (int64_t i = 0; i < eights; ++i)
     to[i] = _mm256_cmp_ps_mask(_mm256_loadu_ps(values + 8 * i), _mm256_setzero_ps(), _CMP_LT_OQ);
 }
 
-/* `minus` where a bit is set, else `plus`. */
+/* Write `minus` where a bit is set, else `plus`. */
 inline void choose_by(const uint8_t *from, int64_t eights, float plus, float minus, float *to) {
   const __m256 above = _mm256_set1_ps(plus), below = _mm256_set1_ps(minus);
   for (int64_t i = 0; i < eights; ++i)
     _mm256_storeu_ps(to + 8 * i, _mm256_mask_mov_ps(above, from[i], below));
 }
 
-constexpr int64_t PHILOX = 8;  // blocks of random numbers at once
+constexpr int64_t PHILOX = 8;  // blocks of random numbers computed at once
 
-/* A word of each block in the lower half of a lane; no product looks at the upper half. */
+/* Lanes have a word of each block in their lower half; products ignore the upper half. */
 inline void philox(uint32_t block, const topkef::Key &key, uint32_t *words) {
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // what unpacking puts in order
   const __m512i one = _mm512_set1_epi64(0xD2511F53u), other = _mm512_set1_epi64(0xCD9E8D57u);
@@ -141,7 +141,7 @@ inline void philox(uint32_t block, const topkef::Key &key, uint32_t *words) {
 template <class R>
 struct Parting;
 
-/* Sixteen entries at a time, as far as there are so many; returns where it stopped. */
+/* Sixteen entries at a time, as long as there are sixteen; returns the next position. */
 template <class R>
 inline int64_t part(Parting<R> *, int64_t from, int64_t, typename Real<R>::Bits) {
   return from;

@@ -1,4 +1,4 @@
-/* For any processor, and for residuals of 8 bytes on all of them. */
+/* Passes for any processor, and for residuals of 8 bytes on every processor. */
 #include "loops.h"
 
 namespace topkef {

@@ -1,5 +1,5 @@
-/* Random numbers by Philox4x32-10, as horovod_topk/ops/philox.py has them: 16 bits each, eight a
- * block. Local to the file that includes it. */
+/* Random numbers from Philox4x32-10, as in horovod_topk/ops/philox.py: 16 bits each, eight per block.
+ * Everything is local to the file that includes it. */
 #ifndef TOPKEF_RANDOM_H
 #define TOPKEF_RANDOM_H
 
@@ -29,16 +29,16 @@ inline void philox_block(uint32_t block, const topkef::Key &key, uint32_t *words
 }
 
 #ifndef TOPKEF_PHILOX
-constexpr int64_t PHILOX = 1;  // blocks at once
+constexpr int64_t PHILOX = 1;  // blocks computed at once
 
 inline void philox(uint32_t block, const topkef::Key &key, uint32_t *words) {
   philox_block(block, key, words);
 }
 #endif
 
-constexpr int64_t DRAWN = 8 * (PHILOX + 1);  // numbers that may be drawn beyond those wanted
+constexpr int64_t DRAWN = 8 * (PHILOX + 1);  // most numbers that are drawn in excess
 
-/* Numbers `first` to `first + count` of a tensor, which are in `room` from where this points. */
+/* Draw numbers `first` to `first + count` of a tensor into `room`; returns a pointer to the first. */
 inline const uint16_t *draw(const topkef::Format &format, int64_t first, int64_t count, uint16_t *room) {
   if (!format.draws) return room;
   const int64_t from = first / 8, to = (first + count + 7) / 8;

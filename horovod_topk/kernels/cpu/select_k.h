@@ -1,7 +1,7 @@
-/* Choosing among candidates: the k largest magnitudes, of equals those with the lower index.
+/* Selects the k largest magnitudes among candidates; of equals those with the lower index.
  *
- * A histogram narrows the range, and again, until it is one magnitude: two or three rounds, of which
- * only the first sees all candidates. Local to the file that includes it. */
+  * Repeated histograms narrow the range down to one magnitude: two or three rounds, of which only the
+  * first reads all candidates. Everything is local to the file that includes it. */
 #ifndef TOPKEF_SELECT_K_H
 #define TOPKEF_SELECT_K_H
 
@@ -13,9 +13,9 @@
 namespace {
 
 constexpr int64_t MOST_BINS = 2048;
-constexpr int64_t BATCH = 64;  // entries between two rounds of putting back
+constexpr int64_t BATCH = 64;  // dropped entries that are written back at a time
 
-/* Magnitude as selection sees it: NaN is as large as infinity. */
+/* Magnitude for selection: NaN is as large as infinity. */
 template <class R>
 inline typename Real<R>::Bits rank_bits(R x) {
   typename Real<R>::Bits bits = magnitude_bits(x);
@@ -37,7 +37,7 @@ inline Range<Bits> range_of(const Bits *bits, int64_t size) {
   return range;
 }
 
-/* Keep only what lies in the bin with the k-th largest; k then counts within it. */
+/* Keep only the bin with the k-th largest; k then counts within it. */
 template <class Bits>
 inline int64_t narrow_down(Bits *bits, int64_t size, int64_t *k, Range<Bits> range) {
   int64_t bins = MOST_BINS;
@@ -58,8 +58,8 @@ inline int64_t narrow_down(Bits *bits, int64_t size, int64_t *k, Range<Bits> ran
   return kept;
 }
 
-/* Of candidates most lie far above the least, and the k-th near it: keep only those as near as an
- * eighth of a power of two, if it is among them. Returns how many are kept. */
+/* Most candidates are far above the least, but the k-th is near it: keep only those within an eighth of a
+ * power of two, if the k-th is among them. Returns how many are kept. */
 template <class R>
 inline int64_t keep_near(typename Real<R>::Bits *bits, int64_t size, int64_t *k) {
   using Bits = typename Real<R>::Bits;
@@ -79,7 +79,7 @@ inline int64_t keep_near(typename Real<R>::Bits *bits, int64_t size, int64_t *k)
   return kept;
 }
 
-/* Copy the magnitudes of all lists into the scratch memory that the first begins. */
+/* Copy the magnitudes of all lists to the scratch memory, from that of the first list on. */
 template <class R>
 inline int64_t magnitudes(const topkef::Stretch *stretches, int64_t count) {
   auto bits = static_cast<typename Real<R>::Bits *>(stretches[0].list.scratch);
@@ -105,7 +105,7 @@ topkef::Cut choose(const topkef::Stretch *stretches, int64_t count, int64_t k) {
   }
 }
 
-/* What a batch drops. */
+/* The entries that a batch drops. */
 template <class R>
 struct Dropped {
   uint32_t index[BATCH + 16];
@@ -113,12 +113,12 @@ struct Dropped {
   int size = 0;
 };
 
-/* Entries that a cut parts. What is dropped is put back a batch later, when its cache lines are there. */
+/* Separates entries by a cut. Dropped ones are written back a batch later, after a prefetch. */
 template <class R>
 struct Parting {
   const uint32_t *index;
   const R *value;
-  uint32_t *kept_index;  // not after `index`, nor is what follows after `value`
+  uint32_t *kept_index;  // at or before `index`, as `kept_value` is at or before `value`
   R *kept_value, *out;
   int64_t kept = 0, ties;
   Dropped<R> batch[2], *dropped = batch;
@@ -131,7 +131,7 @@ struct Parting {
         out(put_back_to),
         ties(ties_kept) {}
 
-  /* Without a branch on which it is, which is anyone's guess. */
+  /* Without a branch, which could not be predicted. */
   void take(bool keep, uint32_t j, R a) {
     kept_index[kept] = dropped->index[dropped->size] = j;
     kept_value[kept] = dropped->value[dropped->size] = a;
@@ -167,7 +167,7 @@ inline int64_t part(Parting<R> *, int64_t from, int64_t, typename Real<R>::Bits)
 }
 #endif
 
-/* What is kept is appended to `to`. Returns how many ties are still to be kept. */
+/* Append kept entries to `to`. Returns how many ties are still to be kept. */
 template <class R>
 inline int64_t drop_from(const topkef::List &list, topkef::List *to, topkef::Cut cut, R *out) {
   auto least = (typename Real<R>::Bits)cut.least;

@@ -15,12 +15,12 @@ namespace topkef {
 
 namespace {
 
-constexpr int64_t STREAMED = 1 << 16;   // elements from which on several streams pay
-constexpr int64_t GOING_OUT = 2 * PACE; // entries whose places second-level caches hold with ease
-constexpr int64_t AHEAD = 24;           // rows of a sample that are asked for before their turn
-constexpr int64_t SAMPLED_RANK = 32;  // below, a sample says too little to select by it
+constexpr int64_t STREAMED = 1 << 16;   // elements above which several streams pay
+constexpr int64_t GOING_OUT = 2 * PACE; // entries whose memory fits in second-level caches
+constexpr int64_t AHEAD = 24;           // distance of prefetches, in rows of a sample
+constexpr int64_t SAMPLED_RANK = 32;  // below this rank, a sample is too small to select by it
 
-/* Elements that stand for a tensor: the first sixteen of every row, at most one in 128. */
+/* A sample of a tensor: the first sixteen elements of every row, at most one in 128. */
 struct Sample {
   static constexpr int64_t run = 16;
   int64_t stride, rows;
@@ -31,8 +31,8 @@ struct Sample {
   int64_t size() const { return rows * run; }
 };
 
-/* Where a step starts to look: a little below the threshold of the one before, as long as that
- * serves. A threshold that was too high costs a pass; where it often is, samples are asked. */
+/* The threshold from which a step starts: a little below that of the step before. A threshold that was
+ * too high costs a pass; if this happens often, samples are used instead. */
 class Carried {
  public:
   bool is_of_use() {
@@ -47,7 +47,7 @@ class Carried {
     has_last_ = is_finite;
   }
 
-  /* It was used, and found `excess` times as many as wanted; less than one time: too few. */
+  /* Note that a threshold gave `excess` times k candidates; below 1: too few. */
   void learn(double excess, int64_t k) {
     const double good = 1.15 + 2 / std::sqrt((double)k);
     slack_ *= excess < 1 ? 2 : excess > 2 * good ? 0.7 : excess > good ? 0.9 : 1.1;
@@ -74,13 +74,13 @@ R widened(const void *gradient, int64_t dtype, int64_t at) {
   }
 }
 
-/* Where the stretches of a tensor begin that is cut into `count`, at multiples of `unit`. */
+/* The begin of a stretch, in a tensor that is divided into `count` at multiples of `unit`. */
 int64_t beginning(int64_t numel, int64_t stretch, int64_t count, int64_t unit = PACE) {
   return stretch == count ? numel : numel / count * stretch / unit * unit;
 }
 
-/* All elements are sent: tile by tile they are added up, coded, and what is left goes out. A block
- * that is longer than a tile is gone through twice. */
+/* Encodes a tensor whose elements are all sent: adds, encodes and stores the errors tile by tile. A
+ * block that is longer than a tile is read twice. */
 class WholeTensor final : public Encoder {
  public:
   WholeTensor(const BucketRecipe &bucket, const TensorRecipe &tensor, const Passes *passes)
@@ -141,7 +141,7 @@ class WholeTensor final : public Encoder {
 
   bool encode_block(Source source, int64_t at, int64_t count, uint8_t *data, const Format &format) {
     Source glance = source;
-    glance.following = nullptr;  // new velocities are the second pass's
+    glance.following = nullptr;  // the second pass stores new velocities
     Pairs pairs;
     bool finite = true;
     for (int64_t i = 0; i < count; i += FOLDED) {
@@ -164,16 +164,16 @@ class WholeTensor final : public Encoder {
   const BucketRecipe bucket_;
   const TensorRecipe tensor_;
   const int64_t kind_, unit_;  // parts begin at multiples of the unit
-  const int64_t step_;         // elements of a tile, or of a block that is longer than one
+  const int64_t step_;         // elements of a tile, or of a longer block
   const bool is_long_;
   const Passes *const passes_;
-  std::vector<uint8_t> finite_;  // one a part
+  std::vector<uint8_t> finite_;  // one for each part
   static thread_local double tile_[PACE];
 };
 
 alignas(64) thread_local double WholeTensor::tile_[PACE];
 
-/* Memory of one list; it grows and is kept. */
+/* Memory of one list, which is reused, and grown if needed. */
 template <class R>
 class ListMemory {
  public:
@@ -194,7 +194,7 @@ class ListMemory {
   int64_t allocated_ = 0;
 };
 
-/* What a thread uses for one tensor after the other: it stays in the thread's cache. */
+/* Memory that a thread reuses for every tensor, so that it stays cached. */
 template <class R>
 struct Workspace {
   std::vector<std::unique_ptr<ListMemory<R>>> candidates;
@@ -212,7 +212,7 @@ struct Workspace {
   }
 };
 
-/* The k largest are sent. */
+/* Encodes a tensor of which the k largest are sent. */
 template <class R>
 class TopK final : public Encoder {
  public:
@@ -246,7 +246,7 @@ class TopK final : public Encoder {
     for (Stretch *each = stretch(part); each < stretch(part) + streams_; ++each) {
       if (each->at == each->to) continue;
       Bits worst = keep_best(each, 1, source);
-      each->least = std::min<Bits>(worst + 1, Real<R>::infinity);  // what follows loses a tie
+      each->least = std::min<Bits>(worst + 1, Real<R>::infinity);  // later elements lose ties
       done = false;
     }
     return done;
@@ -274,7 +274,7 @@ class TopK final : public Encoder {
     return all;
   }
 
-  /* Where to start: near the last step's threshold, or below a sample's. */
+  /* The first threshold: near the last step's, or below a sample's. */
   Bits first_threshold(const Source &source) {
     double expected = expected_in(Sample(tensor_.numel));
     auto cautious = (int64_t)std::floor(expected - 2 * std::sqrt(expected));
@@ -285,7 +285,7 @@ class TopK final : public Encoder {
     return generous_threshold(source);
   }
 
-  /* Most likely a little below the k-th magnitude. */
+  /* A threshold that is most likely a little below the k-th magnitude. */
   Bits generous_threshold(const Source &source) const {
     Sample sample(tensor_.numel);
     if (!sample.rows) return 0;
@@ -294,7 +294,7 @@ class TopK final : public Encoder {
     return sampled_threshold(source, std::min(generous, sample.size()));
   }
 
-  /* How many of the k largest a sample should hold. */
+  /* The expected number of the k largest in a sample. */
   double expected_in(const Sample &sample) const {
     return (double)tensor_.k * (double)sample.size() / (double)tensor_.numel;
   }
@@ -323,13 +323,13 @@ class TopK final : public Encoder {
     if (source.velocity) __builtin_prefetch(static_cast<const R *>(source.velocity) + natural);
   }
 
-  /* Sums alone: new velocities are another pass's. */
+  /* Only add: another pass stores the new velocities. */
   static Source without_following(Source source) {
     source.following = nullptr;
     return source;
   }
 
-  /* Set out from the beginning of all stretches, with empty lists one after the other. */
+  /* Go to the beginning of all stretches, with empty lists, contiguous in memory. */
   void start(Bits least) {
     int64_t room = 0;
     for (int64_t s = 0; s < cuts(); ++s) room += room_of(s);
@@ -345,21 +345,21 @@ class TopK final : public Encoder {
     }
   }
 
-  /* The k best may all lie in one stretch; half as many more let a full list be seldom. */
+  /* The k best may all be in one stretch; with half as many more, lists are rarely full. */
   int64_t room_of(int64_t stretch) const {
     int64_t length = beginning(tensor_.numel, stretch + 1, cuts()) -
                      beginning(tensor_.numel, stretch, cuts());
     return std::min(length, tensor_.k + tensor_.k / 2) + 2 * BLOCK;
   }
 
-  /* Returns the least magnitude that is left. */
+  /* Keep the best of full lists. Returns the smallest magnitude that is left. */
   Bits keep_best(Stretch *stretches, int64_t count, const Source &source) const {
     Cut cut = passes_->choose(stretches, count, tensor_.k);
     passes_->drop(stretches, count, cut, source.candidate);
     return (Bits)cut.least;
   }
 
-  /* The threshold was too high: one more pass with a sample's, or, if that fails too, with none. */
+  /* Repeat the pass after a threshold that was too high: with a sample's, then with none. */
   void look_again(const Source &source) {
     by_sample_ = false;
     for (Bits least : {generous_threshold(source), Bits{0}}) {
@@ -369,13 +369,13 @@ class TopK final : public Encoder {
     }
   }
 
-  /* Exactly k, in the first list. */
+  /* Select exactly k, into the first list. */
   void choose(const Source &source) {
     Bits least = keep_best(stretches_.data(), cuts(), source);
     carried_.remember((double)bit_cast<R>(least), least < Real<R>::infinity);
   }
 
-  /* By sample, and fewer than k: the lowest indices that are not among them join. */
+  /* If a sampled threshold gave fewer than k, add the lowest other indices. */
   void fill(const Source &source) {
     int64_t missing = tensor_.k - found();
     if (missing > stretches_[0].to - stretches_[0].list.size) join();
@@ -398,7 +398,7 @@ class TopK final : public Encoder {
     list.size = size;
   }
 
-  /* Put all lists into the first, in order; they lie one after the other in memory. */
+  /* Append all lists to the first, in order; they are contiguous in memory. */
   void join() {
     List &all = stretches_[0].list;
     auto to = static_cast<R *>(all.value);
@@ -412,7 +412,7 @@ class TopK final : public Encoder {
     }
   }
 
-  /* All entries are in the first list: they go out, and what that leaves goes back. */
+  /* Write all entries, which are in the first list, and store their rounding errors. */
   bool send(const Source &source, uint8_t *payload) const {
     const List &list = stretches_[0].list;
     passes_->pack_index[tensor_.index](list.index, tensor_.k, tensor_.numel,
@@ -428,7 +428,7 @@ class TopK final : public Encoder {
     return finite;
   }
 
-  /* Memory brings what values will leave their rounding in, while they are packed. */
+  /* Prefetches the memory of rounding errors while values are packed. */
   bool send_some(const Source &source, uint8_t *payload, Span span) const {
     const List &list = stretches_[0].list;
     const uint32_t *index = list.index + span.first;
@@ -447,7 +447,7 @@ class TopK final : public Encoder {
 
   static bool is_damped(const Source &source) { return source.velocity && source.loss > 0; }
 
-  /* Take from the new velocities of what is sent, `sums`, what they lose. */
+  /* Subtract from the new velocities their loss where elements are sent, `sums`. */
   void damp(const Source &source, const uint32_t *index, const void *sums, int64_t count) const {
     if (is_damped(source)) passes_->damp(source, index, sums, count, layout_);
   }

@@ -26,25 +26,25 @@ struct BucketRecipe {
   ShardLayout shard_layout(const TensorRecipe &tensor) const { return {parts, tensor.first}; }
 };
 
-/* How a tensor is gone through. */
+/* How a tensor is divided for encoding. */
 struct Division {
-  int64_t parts = 1;    // that may run at the same time
-  bool together = false;  // with other shards of the same gradient
-  int64_t slot = 0;     // which of a thread's lists it takes; others that are at work have others
+  int64_t parts = 1;    // parts that may run at the same time
+  bool together = false;  // in one pass with other shards of the same gradient
+  int64_t slot = 0;     // which of a thread's lists it uses; unique among concurrent tensors
 };
 
 /* Encodes one tensor, in parts that may run at the same time:
  *
  *     begin(source, division); gather(source, payload, 0 ... parts - 1); finish(source, payload)
  *
- * With one part, all three are called by the same thread, one after the other. Shards that go
- * together have `Passes::gather_shards` in place of `gather`, and then `relieve`, until it is true. */
+  * With one part, the same thread calls all three, one after the other. Shards in one pass use
+  * `Passes::gather_shards` instead of `gather`, and then `relieve`, until it returns true. */
 class Encoder {
  public:
   virtual ~Encoder() = default;
   virtual void begin(const Source &source, const Division &division) = 0;
   virtual void gather(const Source &source, uint8_t *payload, int64_t part) = 0;
-  /* What a part goes through; null if it looks for nothing. */
+  /* The stretch of a part; null if it selects no elements. */
   virtual Stretch *stretch(int64_t) { return nullptr; }
   /* Make room in a part's full lists; returns whether the part is done. */
   virtual bool relieve(const Source &, int64_t) { return true; }

@@ -1,13 +1,13 @@
 /* The kernels as TensorFlow operations, through TensorFlow's C interface (tensorflow/c/ops.h and
- * kernels.h), whose functions are looked up when this library is loaded: none of TensorFlow is
- * needed to compile it, and one build serves all versions that have them.
+ * kernels.h), whose functions are looked up when this library is loaded: it is compiled without
+ * TensorFlow, and one build works with all versions that have these functions.
  *
  *     TopkefEncode(residuals: N * R, gradients: G, template: uint8, keys: int64) -> candidates: N * R,
  *                                                                                 payload
  *     TopkefDecode(gathered: uint8, flags: bool, scale: double) -> gradients: G, flat
  *
- * Both with the attributes `recipe`, as in topkef.h, and `threads`. `template` is an empty payload,
- * `keys` are as in topkef.h, or empty.
+  * Both have the attributes `recipe`, as in topkef.h, and `threads`. `template` is an empty payload,
+  * `keys` are as in topkef.h, or empty.
  */
 #include <dlfcn.h>
 
@@ -37,9 +37,9 @@ namespace {
 enum Type { FLOAT = 1, DOUBLE = 2, UINT8 = 4, BFLOAT16 = 14, HALF = 19 };
 enum Code { OK = 0, INVALID_ARGUMENT = 3, RESOURCE_EXHAUSTED = 8, DATA_LOSS = 15 };
 
-constexpr int64_t HEAD = 9, EACH = 10;  // numbers of a recipe, as in bucket.cpp
+constexpr int64_t HEAD = 9, EACH = 10;  // numbers in a recipe, as in bucket.cpp
 constexpr int64_t SHARD_BLOCK = 512;         // as in passes.h
-constexpr size_t LINE = 64;            // bytes; what TensorFlow wants aligned
+constexpr size_t LINE = 64;            // bytes; the alignment that TensorFlow needs
 
 using Create = void *(*)(TF_Construction *);
 using Compute = void (*)(void *, TF_Context *);
@@ -47,7 +47,7 @@ using Delete = void (*)(void *);
 using Infer = void (*)(TF_ShapeContext *, TF_Status *);
 using Free = void (*)(void *, size_t, void *);
 
-/* What is used of TensorFlow. */
+/* The functions of TensorFlow that are used. */
 struct Api {
   TF_Status *(*TF_NewStatus)();
   void (*TF_DeleteStatus)(TF_Status *);
@@ -146,8 +146,8 @@ class Input {
   TF_Tensor *tensor_ = nullptr;
 };
 
-/* Memory of outputs that nobody holds any more, for the next step: fresh pages cost more to touch
- * than the kernels take. Tensors may outlive the kernel that made them, so each keeps the store. */
+/* Memory of released outputs, for reuse in the next step: touching fresh pages takes longer than the
+ * kernels. Tensors may outlive the kernel that made them, so each refers to the store. */
 class Store : public std::enable_shared_from_this<Store> {
  public:
   ~Store() {
@@ -183,7 +183,7 @@ class Store : public std::enable_shared_from_this<Store> {
   std::multimap<size_t, void *> free_;
 };
 
-/* What both operations keep for a bucket. */
+/* The state that both operations keep for a bucket. */
 class Kernel {
  public:
   std::vector<int64_t> recipe;
@@ -209,14 +209,14 @@ class Kernel {
     return most;
   }
 
-  /* Elements of a gradient whose shards are all here. */
+  /* Number of elements of a gradient, from all its shards. */
   int64_t gradient_numel(int64_t position) const {
     int64_t sum = 0;
     for (int64_t t = 0; t < tensors(); ++t) sum += gradient(t) == position ? numel(t) : 0;
     return sum;
   }
 
-  /* Elements that a gradient has at least. */
+  /* Smallest possible number of elements of a gradient, from one shard. */
   int64_t reach(int64_t t) const {
     int64_t last = numel(t) - 1;
     return last < 0 ? 0 : (last / SHARD_BLOCK * recipe[6] + number(t, 7)) * SHARD_BLOCK + last % SHARD_BLOCK + 1;
@@ -248,7 +248,7 @@ void *create(TF_Construction *construction) {
 
 void destroy(void *kernel) { delete static_cast<Kernel *>(kernel); }
 
-/* Fails the operation unless a tensor has the size that the recipe gives it. */
+/* Fail the operation unless a tensor has the size in the recipe. */
 bool check_size(TF_Context *context, const char *what, int64_t position, int64_t bytes,
                 int64_t expected) {
   if (bytes == expected) return true;
@@ -262,7 +262,7 @@ bool check_size(TF_Context *context, const char *what, int64_t position, int64_t
 
 int64_t gradient_bytes(int64_t dtype) { return dtype == 3 ? 8 : dtype == 2 ? 4 : 2; }
 
-/* An output's memory, nullptr after a failure; the context takes the tensor over. */
+/* An output's memory, nullptr after a failure; the context takes ownership of the tensor. */
 void *output(Kernel *kernel, TF_Context *context, int64_t position, int type, int64_t count,
              int64_t bytes) {
   Status status;
@@ -366,7 +366,7 @@ void define(const char *name, std::vector<const char *> attributes,
                                 status);
 }
 
-/* Runs while the library is loaded, when TensorFlow notes the operations it brings. */
+/* Runs while the library is loaded, and registers its operations with TensorFlow. */
 __attribute__((constructor)) void define_operations() {
   if (!find_tensorflow()) return;
   const char *gradients = "G: list({half, bfloat16, float, double}) >= 1";

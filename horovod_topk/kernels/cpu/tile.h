@@ -1,6 +1,7 @@
-/* A few elements as they are added up: where they lie, or scaled and corrected on the stack. They are
- * few so that memory's streams advance together: what fetches ahead loses sight of one that rests.
- * Local to the file that includes it, which says before how whole cache lines leave (`stream`). */
+/* Tiles of a few elements before they are added: in place, or scaled and corrected on the stack. Tiles
+ * are small so that all memory streams advance together: hardware prefetching stops for idle streams.
+ * Everything is local to the file that includes it, which first defines how cache lines are stored
+ * (`stream`). */
 #ifndef TOPKEF_TILE_H
 #define TOPKEF_TILE_H
 
@@ -14,7 +15,7 @@
 
 namespace {
 
-constexpr int64_t TILE = 64;  // elements that are done at once
+constexpr int64_t TILE = 64;  // elements of a tile
 
 /* Elements before `out` reaches a cache line, at most n. */
 template <class R>
@@ -31,30 +32,29 @@ inline int64_t stream(const R *, R *, int64_t) {
 }
 #endif
 
-/* to[0..n) = from[0..n), past the caches from a cache line on. */
+/* to[0..n) = from[0..n), with non-temporal stores from the first cache line on. */
 template <class R>
 inline void put_past_caches(const R *from, R *to, int64_t n) {
   const int64_t done = stream(from, to, n);
   if (done < n) memcpy(to + done, from + done, (size_t)(n - done) * sizeof(R));
 }
 
-/* out = m u + g, each product and sum rounded; `out` is nothing's else, and aligned. */
+/* out = m u + g, each product and sum rounded; `out` overlaps nothing else, and is aligned. */
 template <class R>
 inline void accelerate(const R *u, R m, const R *g, R *__restrict out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = m * load(u, i) + load(g, i);
 }
 
-/* What residual and gradient are before they are added; see `topkef::Source`. */
+/* Residuals and gradients, scaled and corrected before they are added; see `topkef::Source`. */
 template <class R, class G>
 class Tile {
  public:
-  const R *e = nullptr;  // as they are added: the first of those that were taken
+  const R *e = nullptr;  // the first loaded elements, ready to be added
   const G *g = nullptr;
 
   Tile(const topkef::Source &source, topkef::ShardLayout layout) : source_(source), layout_(layout) {}
 
-  /* Take TILE elements or fewer, of one block where there are several shards; new velocities are
-   * written. */
+  /* Load TILE elements or fewer, of one block if there are several shards; stores new velocities. */
   inline void take(int64_t at, int64_t count) {
     const int64_t natural = layout_.natural(at);
     e = static_cast<const R *>(source_.residual) + at;

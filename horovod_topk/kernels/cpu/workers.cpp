@@ -12,7 +12,7 @@
 namespace topkef {
 namespace {
 
-/* Its threads are detached, and it is never destroyed: a process may end while they sleep. */
+/* The thread pool. Threads are detached and it is never destroyed: a process may end while they sleep. */
 class Pool {
  public:
   void run(int64_t count, int threads, const std::function<void(int64_t)> &task) {
@@ -27,12 +27,12 @@ class Pool {
     start_.notify_all();
     work(task, count);
     lock.lock();
-    seats_ = 0;  // who has not woken up by now is not needed
+    seats_ = 0;  // threads that have not woken up yet are not needed
     done_.wait(lock, [this] { return busy_ == 0; });
   }
 
  private:
-  /* As far as the system lets it: with fewer threads the work takes longer, no more. */
+  /* Start threads, as many as the system allows: with fewer threads the work only takes longer. */
   void grow(int size) {
     try {
       for (; size_ < size; ++size_)
@@ -74,7 +74,7 @@ class Pool {
 std::atomic<Pool *> shared{nullptr};
 std::atomic<bool> taken{false};
 
-/* Threads do not survive fork(): the child starts with a pool of its own. */
+/* Threads do not survive fork(): the child gets a new pool. */
 void forget_after_fork() {
   shared.store(nullptr);
   taken.store(false);

@@ -1,7 +1,7 @@
 """Kernels for GPUs in Triton: a bucket is encoded in three launches and decoded in two.
 
-Importing this package imports neither Triton nor torch; `TritonBucket` lives in `.bucket`.
-Results are those of the verbs of `horovod_topk.ops`, to the bit, NaNs' bits excepted.
+Importing this package imports neither Triton nor torch; `TritonBucket` is in `.bucket`. Results
+have the same bits as those of `horovod_topk.ops`, except the bits of NaNs.
 
 Reference: Triton, https://triton-lang.org. TRITON_INTERPRET=1, set before Triton is imported, runs
 the same kernels on the CPU, slowly: for tests.
@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from horovod_topk.kernels.triton.tables import FLOAT16, FLOAT32, HEAD, PACKED, SHARE
 
 _FLOAT64 = 8  # bytes
-_MOST = 2**31 - 2**20  # elements of a bucket, bytes of a payload: places are 32-bit numbers
+_MOST = 2**31 - 2**20  # elements of a bucket, bytes of a payload: indices are 32-bit
 
 
 def unsupported(recipe: Sequence[int], device: str) -> str | None:
-    """Why a bucket of this recipe has no kernel on this device; None where it has one."""
+    """Why a bucket of this recipe has no kernel on this device; None if it has one."""
     return unavailable(device) or _unfit(recipe)
 
 
 def unavailable(device: str) -> str | None:
-    """Why no bucket has a kernel on this device; None where Triton is installed and runs."""
+    """Why no Triton kernels can run on this device; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     kind = device.partition(":")[0]

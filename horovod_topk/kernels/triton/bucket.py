@@ -1,4 +1,4 @@
-"""`TritonBucket`: the launches that encode and decode one bucket."""
+"""`TritonBucket`: launches the kernels that encode and decode one bucket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from horovod_topk.kernels.triton.tables import Geometry, Tables, power_of_two
 
 _LOCATE_LANES = 128
 _ENTRY_LANES = 128  # entries of one rank added at once
-# Sums and products stay apart, as in the verbs: a fused multiply-add rounds once, not twice.
+# Sums and products are rounded separately, as in `Ops`: a fused multiply-add rounds once.
 _FEW = {"num_warps": 4, "enable_fp_fusion": False}
 _SOME = {"num_warps": 8, "enable_fp_fusion": False}
 _MANY = {"num_warps": 16, "enable_fp_fusion": False}
@@ -29,15 +29,15 @@ _MANY = {"num_warps": 16, "enable_fp_fusion": False}
 class TritonBucket:
     """`horovod_topk.ops.protocol.Fused` for torch.Tensor on one GPU.
 
-    Launches use the current stream and wait for nothing. Once they have run,
-    `encode` and `decode` can be captured in a CUDA graph. A bucket is used on one stream at a time,
-    as its arenas are. What is kept from step to step, on the device, is a guess of each tensor's
-    threshold: it changes how fast the next is found, never which it is.
+    Launches use the current stream and do not wait. After a first run, `encode` and `decode` can be
+    captured in a CUDA graph. A bucket is used on one stream at a time, like its arenas. An estimate
+    of each tensor's threshold is kept on the device from step to step: it makes the next search
+    faster, and never changes its result.
 
     Args:
-        recipe: see `Fused`; one that `unsupported` gives no reason against.
+        recipe: see `Fused`; a recipe for which `unsupported` returns None.
         device: "cuda", "cuda:1", or "cpu" under Triton's interpreter.
-        geometry: how work is cut; the default suits the device.
+        geometry: how work is divided; the default suits the device.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TritonBucket:
     ) -> None:
         """Fill flags, values and indices of a payload; leave in `candidate` what is not sent.
 
-        streams: of random numbers; the kinds of values that are served draw none.
+        streams: random numbers; unused, as the supported kinds of values draw none.
         """
         flat = [gradient.resolve_neg().contiguous() for gradient in gradients]
         with _on(self._device):
@@ -80,8 +80,8 @@ class TritonBucket:
     ) -> tuple[int, int] | None:
         """gradient[...] = scale times the sum over payloads in their order; all NaN if flagged.
 
-        The flags are read on the device: `flags` is ignored. Indices that lie outside a tensor are
-        dropped and not noticed, which would mean to wait: this returns None.
+        The flags are read on the device: `flags` is ignored. Indices outside a tensor are dropped
+        without an error, which would need a wait: this always returns None.
         """
         written = [
             g
@@ -107,7 +107,7 @@ class TritonBucket:
         return scratch(name, numel, dtype, self._device)
 
     def _chunk_scratch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """stats, slots and histograms, as the first two passes have them."""
+        """Scratch memory of the first two passes: stats, slots and histograms."""
         chunks = len(self._tables.chunk_owners)
         return (
             self._take("stats", chunks * int(STATS)),
@@ -116,7 +116,7 @@ class TritonBucket:
         )
 
     def _run_scratch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """brackets, counts and asides, as the last two passes have them."""
+        """Scratch memory of the last two passes: brackets, counts and asides."""
         runs = len(self._tables.run_owners)
         return (
             self._take("brackets", self._head.tensors * 2),
@@ -185,7 +185,7 @@ def _launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants
 
 
 def suited(device: torch.device) -> Geometry:
-    """The default sizes, with as many programs as the device runs at once."""
+    """The default sizes, with one program for each multiprocessor of the device."""
     if device.type != "cuda":
         return Geometry()
     properties = torch.cuda.get_device_properties(device)
@@ -200,5 +200,5 @@ def _resolved(device: str) -> torch.device:
 
 
 def _on(device: torch.device) -> AbstractContextManager[None]:
-    """Makes `device` the current one, which Triton launches on."""
+    """A context in which `device` is the current CUDA device, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -2,13 +2,13 @@
 # ruff: noqa: N803
 """Decode: scaled sums over payloads, a tile of a gradient at a time.
 
-Indices ascend within a tensor, so a tile's entries are neighbours in every payload: a first launch
-finds where they begin, by binary search. A program of the second adds them, rank after rank, into
-a row of scratch memory that is its own, then scales, casts and writes the tile.
+Indices ascend within a tensor, so a tile's entries are consecutive in every payload: a first launch
+finds the first of them by binary search. A program of the second launch adds them, rank after rank,
+to its own row of scratch memory, then scales, casts and writes the tile.
 
 The row is global memory that some threads of a program write and others read. No other program
-touches it, and within one program `debug_barrier` (bar.sync) orders the accesses; entries of one
-rank have distinct indices, so that none depends on another between two barriers.
+accesses it, and within a program `debug_barrier` (bar.sync) orders the accesses; entries of one
+rank have distinct indices, so that they are independent between two barriers.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from horovod_topk.kernels.triton.numbers import (
 
 @triton.jit
 def halves_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Indices `at` of 16 bits, int32."""
+    """Load the 16-bit indices at positions `at`, as int32."""
     pointers = section.to(tl.pointer_type(tl.int16)) + at
     return tl.load(pointers, mask=mask, other=0).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
 def words_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Indices `at` of 32 bits; those of 2**31 and more, which no tensor has here, are negative."""
+    """Load the 32-bit indices at positions `at`; invalid ones of 2**31 and more are negative."""
     return tl.load(section.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
 
 
 @triton.jit
 def index_at(sections: tl.tensor, at: tl.tensor, widths: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Indices, where each lane has a section and a width of its own."""
+    """Load indices at positions `at`; each lane has its own section and index width."""
     halves = halves_at(sections, at, mask & (widths == 2))
     words = words_at(sections, at, mask & (widths == 4))
     return tl.where(widths == 2, halves, words)
@@ -52,7 +52,7 @@ def index_at(sections: tl.tensor, at: tl.tensor, widths: tl.tensor, mask: tl.ten
 
 @triton.jit
 def value_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor, HALVES: tl.constexpr) -> tl.tensor:
-    """Values `at` of a payload as float32; zero where not `mask`."""
+    """Load the values of a payload at positions `at` as float32; zero where not `mask`."""
     if HALVES:
         pointers = section.to(tl.pointer_type(tl.float16)) + at
     else:
@@ -72,7 +72,7 @@ def locate(
     OUTPUT: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """begins[rank, tile]: the first entry of the rank that is not before the tile."""
+    """begins[rank, tile] = the first entry of the rank that is not before the tile."""
     rank = tl.program_id(1)
     tile = tl.program_id(0) * LANES + tl.arange(0, LANES)
     real = tile < tiles
@@ -154,7 +154,7 @@ def add_ranks(
     indices = gathered + field(table, t, INDEX_AT)
     wide = payload_bytes.to(tl.int64)
     size = number(table, t, NUMEL) - first
-    more = size > OUTPUT  # tiles of this tensor
+    more = size > OUTPUT  # whether this tensor has another tile
     size = tl.minimum(size, OUTPUT)
     for rank in range(ranks):
         here = begins + rank * tiles + tile
@@ -177,7 +177,7 @@ def add_dense(
     BLOCK: tl.constexpr,
     HALVES: tl.constexpr,
 ) -> tl.tensor:
-    """The sums of elements `lanes` of a tensor that is sent whole."""
+    """The sums over ranks of elements `lanes` of a tensor that is sent whole."""
     total = tl.zeros([BLOCK], tl.float32)
     wide = payload_bytes.to(tl.int64)
     for rank in range(ranks):
@@ -187,7 +187,7 @@ def add_dense(
 
 @triton.jit
 def take_sums(row: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """A block of a row, which is zeros again afterwards."""
+    """Load a block of a row, and set it to zero."""
     lanes = tl.arange(0, BLOCK)
     total = tl.load(row + lanes)
     tl.debug_barrier()
@@ -197,7 +197,7 @@ def take_sums(row: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def bfloat16_bits(values: tl.tensor) -> tl.tensor:
-    """Rounded to nearest, ties to even, as int16; a cast would truncate in the interpreter."""
+    """Round to bfloat16, ties to even, as int16; a cast would truncate in the interpreter."""
     bits = values.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(values == values, rounded, 0x7FC0).to(tl.int16)
@@ -233,7 +233,7 @@ def write_block(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write the block from element `at`: by wide accesses, where it is whole and aligned."""
+    """Write the block from element `at`: by wide accesses if it is whole and aligned."""
     lanes = at + tl.arange(0, BLOCK)
     if (address % 16 == 0) & (at + BLOCK <= numel):
         lanes = tl.multiple_of(at, BLOCK) + tl.arange(0, BLOCK)
@@ -262,7 +262,7 @@ def gather_tile(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """One tile of a gradient, `bad` where it has to be NaN. The row is zeros before and after."""
+    """Decode one tile of a gradient, to NaN if `bad`. The row is zeros before and after."""
     width, numel, dtype = number(table, t, WIDTH), number(table, t, NUMEL), number(table, t, DTYPE)
     first = (tile - number(table, t, TILE0)) * OUTPUT
     values = gathered + field(table, t, VALUE_AT)
@@ -303,7 +303,7 @@ def gather(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Every so-many-th tile. rows: [programs, OUTPUT]."""
+    """The kernel of the second launch: one program decodes many tiles. rows: [programs, OUTPUT]."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     row = rows + program.to(tl.int64) * OUTPUT
     for at in range(0, OUTPUT, BLOCK):

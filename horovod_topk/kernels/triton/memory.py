@@ -1,4 +1,4 @@
-"""Device memory that kernels need beside the arenas: addresses of gradients, and scratch."""
+"""Device memory for kernels beside the arenas: addresses of gradients, and scratch memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _scratch: dict[tuple[str, torch.device, int], Tensor] = {}
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """At least `numel` elements of any content, which all buckets on a stream share.
+    """At least `numel` elements with any content, shared by all buckets on a stream.
 
-    They may: kernels on one stream run one after another, and none leaves anything in it for a
-    later call. While a graph is captured the memory is the graph's own.
+    Kernels on one stream run one after another, and none keeps data in it for a later call. While a
+    CUDA graph is captured, new memory is allocated for the graph.
     """
     if capturing(device):
         return torch.empty(max(1, numel), dtype=dtype, device=device)
@@ -27,33 +27,33 @@ def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what is launched now is recorded in a graph instead of run."""
+    """Whether launches are being recorded in a CUDA graph instead of run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Addresses:
-    """Addresses of gradients as an array on their device, copied only where they changed.
+    """Addresses of gradients in an array on their device, copied only if they have changed.
 
-    The copy leaves from pinned memory without waiting. That memory is new for each copy and goes
-    back to torch, which does not hand it out again before the copy is over. An array that a graph
-    reads is kept as it is: other addresses go to a new one.
+    The copy from pinned memory is asynchronous. The pinned memory is new for each copy and is freed
+    to torch, which does not reuse it before the copy is done. An array that a CUDA graph reads is
+    never changed: other addresses are copied to a new array.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._array = torch.zeros(max(1, count), dtype=torch.int64, device=device)
         self._latest: list[int] = []
         self._in_graph = False
-        self._kept: list[Tensor] = []  # what graphs read
+        self._kept: list[Tensor] = []  # arrays that graphs read
 
     def point_to(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The array, for contiguous gradients on its device."""
+        """The array of addresses, for contiguous gradients on its device."""
         addresses = [gradient.data_ptr() for gradient in gradients]
         recorded = capturing(self._array.device)
         if addresses == self._latest:
             self._in_graph |= recorded
             return self._array
         host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self._array.is_cuda)
-        if recorded:  # copied at each replay, and not before
+        if recorded:  # the copy runs at each replay, and not now
             array = torch.empty_like(self._array).copy_(host, non_blocking=True)
             self._kept += [host, array]
             return array

@@ -1,12 +1,13 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
 # ruff: noqa: N803
-"""Second pass of an encode: a bracket of keys around each threshold, a program a run.
+"""Second pass of an encode: a bracket of keys around each threshold, one program for each run.
 
-All programs of a tensor find the same bracket [bottom, top], each for itself: from what the first
-pass counted where the threshold of the step before was near, else from a sample of the tensor.
-Then each counts the keys of its run above, at and below the bracket's ends, and puts aside those
-that lie strictly between. Keys at an end are only counted, so that many equal magnitudes, such as
-zeros, cost no room. A bracket that misses costs time in the third pass, and nothing else.
+Every program of a tensor computes the same bracket [bottom, top]: from the counts of the first
+pass if the threshold is near that of the step before, else from a sample of the tensor. Then each
+program counts the keys of its run above, at and between the bracket's ends, and stores the keys
+strictly between them. Keys at an end are only counted, so that many equal magnitudes, such as
+zeros, take no memory. A bracket without the threshold costs time in the third pass, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from horovod_topk.kernels.triton.numbers import (
     number,
 )
 
-TOP, BETWEEN, BOTTOM = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # of a run, after ABOVE
-COUNTS = tl.constexpr(4)  # numbers a run
-FEW = tl.constexpr(4096)  # elements of a sample that need fewer registers
+TOP, BETWEEN, BOTTOM = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # counts after ABOVE
+COUNTS = tl.constexpr(4)  # counts for each run
+FEW = tl.constexpr(4096)  # elements of a small sample, which needs fewer registers
 BLOCK = tl.constexpr(256)  # chunks whose histograms are added at once
 
 
 @triton.jit
 def ranked(keys: tl.tensor, rank: tl.tensor) -> tl.tensor:
-    """The rank-th largest of some keys, the first being 1."""
+    """The rank-th largest key; rank 1 is the largest."""
     found = 0
     for step in range(31):
         trial = found | (1 << (30 - step))
@@ -69,7 +70,7 @@ def from_sample(
     rank_high: tl.tensor,
     LANES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The bracket by two ranks among the first `taken` of every `stride` elements."""
+    """The bracket from two ranks in a sample: the first `taken` of every `stride` elements."""
     lanes = tl.arange(0, LANES)
     places = lanes // taken * stride + lanes % taken
     a = tl.load(elements + places, mask=lanes < count, other=0.0)
@@ -93,7 +94,7 @@ def from_counts(
     k: tl.tensor,
     crowd: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(whether one bin of the carried bracket holds the threshold, its lowest, its highest key)."""
+    """(whether one bin of the carried bracket has the threshold, its lowest, its highest key)."""
     rows, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
     counts, above = tl.zeros([BINS], tl.int32), tl.zeros([BLOCK], tl.int32)
     for at in range(0, chunks, BLOCK):
@@ -122,7 +123,7 @@ def tally(
     at_bottom: tl.tensor,
     ROOM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Add some keys of a run (-1: none) to its four counts; put aside those between."""
+    """Add some keys of a run (-1: none) to its four counts; store those between the ends."""
     ends = (key > top).to(tl.int32) + ((key == top).to(tl.int32) << 16)
     mine = (key > bottom) & (key < top)
     rest = mine.to(tl.int32) + (((key == bottom) & (bottom < top)).to(tl.int32) << 16)
@@ -141,7 +142,7 @@ def tally(
 def kept(
     stats: tl.tensor, chunk0: tl.tensor, chunks: tl.tensor, CHUNKS_ROOM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(keys above the carried bracket in a run's chunks, most keys that one of them put aside)."""
+    """(keys above the carried bracket in a run's chunks, most keys that one chunk stored)."""
     lanes = tl.arange(0, CHUNKS_ROOM)
     rows = stats + (chunk0 + lanes) * STATS
     above = tl.load(rows + ABOVE, mask=lanes < chunks, other=0)
@@ -160,7 +161,7 @@ def bracket(
     crowd: tl.tensor,
     SAMPLE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(whether the bracket is part of the carried one, bottom, top) of tensor `t`."""
+    """(whether the bracket is part of the carried one, bottom, top) for tensor `t`."""
     hit, bottom, top = 0, 0, 0
     if number(table, t, RULE) == CARRIED:
         low = tl.load(carried + t)
@@ -201,7 +202,7 @@ def narrow_run(
     ROOM: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """The counts of one run, and the keys between, from what was put aside if all was."""
+    """The counts of one run and the keys between, from the stored keys if all were stored."""
     place = run - number(table, t, RUN0)
     chunk0 = number(table, t, CHUNK0) + place * RUN_CHUNKS
     chunks = tl.minimum(RUN_CHUNKS, number(table, t, CHUNKS) - place * RUN_CHUNKS)
@@ -230,7 +231,7 @@ def narrow_run(
             above, at_top, between, at_bottom = tally(
                 key, bottom, top, aside, above, at_top, between, at_bottom, ROOM
             )
-    for at in range(0, ROOM, LANES):  # zeros in the rest: the third pass reads whole rows
+    for at in range(0, ROOM, LANES):  # fill up with zeros: the third pass reads whole rows
         empty = (at + lanes >= between) & (at + lanes < ROOM)
         tl.store(aside + at + lanes, tl.zeros([LANES], tl.int32), mask=empty)
     mine = counts + run * COUNTS
@@ -250,7 +251,7 @@ def flag(
     tensors: tl.tensor,
     LANES: tl.constexpr,
 ) -> None:
-    """One byte of the non-finite flags: those of eight tensors, whose chunks are neighbours."""
+    """Write one byte of the non-finite flags: for eight tensors, whose chunks are consecutive."""
     final = tl.minimum(byte * 8 + 7, tensors - 1)
     first = number(table, byte * 8, CHUNK0)
     last = number(table, final, CHUNK0) + number(table, final, CHUNKS)
@@ -291,7 +292,7 @@ def narrow(
     LANES: tl.constexpr,
     SAMPLE: tl.constexpr,
 ) -> None:
-    """One run; after the runs, a byte of flags. brackets: [T, 2]; asides: [runs, ROOM]."""
+    """The kernel of the second pass. brackets: [T, 2]; asides: [runs, ROOM]."""
     run = tl.program_id(0)
     if run < runs:
         t = tl.load(run_owners + run)

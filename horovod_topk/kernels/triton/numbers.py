@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
 # ruff: noqa: N803
-"""What all kernels share: constants, table look-ups and arithmetic on elements.
+"""Constants, table look-ups and arithmetic that all kernels share.
 
-A key is a magnitude as an integer: the bits of |a|, which order as |a| does, NaN as infinity.
+A key is a magnitude as an integer: the bits of |a|, which have the order of |a|; NaN is infinity.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ CARRIED = tl.constexpr(tables.CARRIED)
 SAMPLED = tl.constexpr(tables.SAMPLED)
 
 INFINITY = tl.constexpr(0x7F800000)  # the largest key
-NOWHERE = tl.constexpr(0x7F800001)  # a carried bracket that no key reaches: there was no step yet
-BINS = tl.constexpr(64)  # of a carried bracket
+NOWHERE = tl.constexpr(0x7F800001)  # a carried bracket above all keys: there was no step yet
+BINS = tl.constexpr(64)  # bins of a carried bracket
 BIN_BITS = tl.constexpr(15)
 BIN = tl.constexpr(1 << 15)  # keys in a bin
 BRACKET = tl.constexpr(64 << 15)  # keys in all bins: a quarter of an octave
 FLOAT16_MAX = tl.constexpr(65504.0)
-HALF = tl.constexpr(0xFFFF)  # two counts below 2**15 travel in one int32
+HALF = tl.constexpr(0xFFFF)  # two counts below 2**15 are stored in one int32
 
-ABOVE, INSIDE, NONFINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of a chunk
-STATS = tl.constexpr(4)  # numbers a chunk
+ABOVE, INSIDE, NONFINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # chunk stats
+STATS = tl.constexpr(4)  # numbers for each chunk
 
 
 @triton.jit
 def field(table: tl.tensor, t: tl.tensor, COLUMN: tl.constexpr) -> tl.tensor:
-    """One number of tensor `t`, int64."""
+    """Load one column of tensor `t` from the table, int64."""
     return tl.load(table + t * COLUMNS + COLUMN)
 
 
 @triton.jit
 def number(table: tl.tensor, t: tl.tensor, COLUMN: tl.constexpr) -> tl.tensor:
-    """One number of tensor `t` that is below 2**31."""
+    """Load one column of tensor `t` that is below 2**31, int32."""
     return tl.load(table + t * COLUMNS + COLUMN).to(tl.int32)
 
 
 @triton.jit
 def magnitude(a: tl.tensor) -> tl.tensor:
-    """Keys of float32 elements."""
+    """The keys of float32 elements."""
     return tl.minimum(a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, INFINITY)
 
 
 @triton.jit
 def widened(address: tl.tensor, at: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Elements `at` of a gradient as float32; zero where not `mask`, if there is one."""
+    """Load elements `at` of a gradient as float32; zero where not `mask`, if there is one."""
     if DTYPE == 0:
         pointers = address.to(tl.pointer_type(tl.float16)) + at
     elif DTYPE == 1:
@@ -85,7 +85,7 @@ def widened(address: tl.tensor, at: tl.tensor, mask: tl.tensor, DTYPE: tl.conste
 def gradient(
     address: tl.tensor, dtype: tl.tensor, at: tl.tensor, mask: tl.tensor, KIND: tl.constexpr
 ) -> tl.tensor:
-    """The same, where the dtype may be known only now (KIND 3)."""
+    """As `widened`, for a dtype that may be known only at run time (KIND 3)."""
     if KIND < 3:
         g = widened(address, at, mask, KIND)
     else:
@@ -100,7 +100,7 @@ def gradient(
 
 @triton.jit
 def quantise16(values: tl.tensor) -> tl.tensor:
-    """float16, to nearest, saturated; NaN stays NaN."""
+    """Round to nearest float16, saturated; NaN stays NaN."""
     least = tl.where(values < -FLOAT16_MAX, -FLOAT16_MAX, values)
     return tl.where(least > FLOAT16_MAX, FLOAT16_MAX, least).to(tl.float16)
 
@@ -109,7 +109,7 @@ def quantise16(values: tl.tensor) -> tl.tensor:
 def send(
     section: tl.tensor, at: tl.tensor, values: tl.tensor, mask: tl.tensor, HALVES: tl.constexpr
 ) -> tl.tensor:
-    """Write entries `at` of a tensor's values; return what is left of them in float32."""
+    """Write entries `at` of a tensor's values; return their rounding errors in float32."""
     if HALVES:
         sent = quantise16(values)
         tl.store(section.to(tl.pointer_type(tl.float16)) + at, sent, mask=mask)

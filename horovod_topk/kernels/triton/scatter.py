@@ -1,11 +1,11 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
 # ruff: noqa: N803
-"""Third pass of an encode: the threshold, exactly, and then the payload, a program a run.
+"""Third pass of an encode: the exact threshold, and the payload, one program for each run.
 
-All programs of a tensor find the same threshold, each for itself, and how many entries the runs
-before its own send; so none waits for another. Where the bracket missed, or more keys lay in it
-than could be put aside, they search the whole tensor. They do so in residual + gradient, since
-another program may have begun to write what is left to the candidate arena.
+Every program of a tensor computes the same threshold, and how many entries earlier runs send; so no
+program waits for another. If the bracket does not have the threshold, or more keys were in it than
+could be stored, programs search the whole tensor. They compute residual + gradient anew, since
+another program may already write the candidate arena.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from horovod_topk.kernels.triton.numbers import (
     send,
 )
 
-ROWS = tl.constexpr(256)  # runs looked at at once
+ROWS = tl.constexpr(256)  # runs whose counts are added at once
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def keys_at(
     KIND: tl.constexpr,
     ROOM: tl.constexpr,
 ) -> tl.tensor:
-    """Keys to search: of rows put aside, 2**shift of each, or of all elements where shift < 0."""
+    """Keys to search: stored keys, 2**shift for each run, or those of all elements if shift < 0."""
     if shift >= 0:
         width = tl.maximum(shift, 0)
         place = (lanes >> width).to(tl.int64) * ROOM + (lanes & ((1 << width) - 1))
@@ -99,10 +99,10 @@ def search(
     ROOM: tl.constexpr,
     LANES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The rank-th largest key, known to be in [low, high): two bits of it a round.
+    """The rank-th largest key, known to be in [low, high): two bits of it in each iteration.
 
-    Returns it, how many keys exceed it, how many of these lie before lane `limit`, and how many
-    equal ones do.
+    Returns the key, how many keys exceed it, how many of these are before lane `limit`, and how
+    many equal keys are.
     """
     while high - low > 1:
         step = tl.maximum((high - low) >> 2, 1)
@@ -149,11 +149,11 @@ def decide(
     ROOM: tl.constexpr,
     LANES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Who is sent: keys above a threshold, and the first others until they are k.
+    """Which elements are sent: keys above a threshold, and the first other candidates up to k.
 
-    Returns the threshold, the least of the others (the threshold itself where the selection is
-    exact), how many keys exceed it, and how many of these and of the others lie in the runs before
-    `place`.
+    Returns the threshold, the least key of other candidates (the threshold itself for exact
+    selection), how many keys exceed the threshold, and how many of these and of the other
+    candidates are in the runs before `place`.
     """
     k, numel, run0 = number(table, t, K), number(table, t, NUMEL), number(table, t, RUN0)
     runs, dtype = number(table, t, RUNS), number(table, t, DTYPE)
@@ -218,9 +218,9 @@ def send_tile(
     HALVES: tl.constexpr,
     LANES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Send what a tile has to send, behind `more` keys above the threshold and `same` others.
+    """Send a tile's entries, after `more` keys above the threshold and `same` other candidates.
 
-    Returns both counts with the tile's own.
+    Returns both counts with the tile's own added.
     """
     lanes = at + tl.arange(0, LANES)
     key = tl.where(lanes < last, magnitude(a), -2)
@@ -258,7 +258,7 @@ def send_run(
     HALVES: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Elements [first, last) of a tensor: whole tiles by wide accesses, the next one under way."""
+    """Send elements [first, last) of a tensor: whole tiles by wide, prefetched loads."""
     lanes, whole, mine = tl.arange(0, LANES), first, candidate + start
     if start % 4 == 0:
         whole = first + (last - first) // LANES * LANES
@@ -299,7 +299,7 @@ def scatter(
     ROOM: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """One run. The first of a tensor leaves a bracket for the next step."""
+    """The kernel of the third pass: one run. The first run of a tensor stores the next bracket."""
     run = tl.program_id(0)
     t = tl.load(run_owners + run)
     start, place = number(table, t, START), run - number(table, t, RUN0)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
 # ruff: noqa: N803
-"""First pass of an encode: candidate = residual + gradient, a program a chunk.
+"""First pass of an encode: candidate = residual + gradient, one program for each chunk.
 
-Tensors without an index are sent here. Of the others, keys near the threshold of the step before
-are counted and put aside, so that the next pass need not read everything again.
+Tensors without an index are sent in this pass. For other tensors, keys near the threshold of the
+step before are counted and stored, so that the next pass need not read all elements again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def compensated(
 ) -> tl.tensor:
     """e + g of the tile from element `at`, written to the candidate arena; zeros past the end.
 
-    WHOLE: all of it lies in the tensor, at addresses that are multiples of 16: wide accesses.
+    WHOLE: the tile is within the tensor, at addresses that are multiples of 16: wide accesses.
     """
     lanes = tl.multiple_of(at, TILE) + tl.arange(0, TILE)
     if WHOLE:
@@ -76,7 +76,7 @@ def put_aside(
     inside: tl.tensor,
     SLOT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Append the keys within the carried bracket to a slot; returns both counts."""
+    """Append the keys within the carried bracket to a slot; return both counts."""
     high = low + BRACKET
     mine = (key >= low) & (key < high)
     at = inside + tl.cumsum(mine.to(tl.int32), 0) - 1
@@ -102,7 +102,7 @@ def tile_of_many(
     SLOT: tl.constexpr,
     WHOLE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A tile of a tensor with an index: both counts, and its largest key."""
+    """Add a tile of a tensor with an index: return both counts, and its largest key."""
     a = compensated(residual, candidate, address, dtype, at, numel, KIND, TILE, WHOLE)
     key = magnitude(a)
     if not WHOLE:
@@ -125,7 +125,7 @@ def tile_of_all(
     HALVES: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """A tile of a tensor that is sent whole: its largest key."""
+    """Send a tile of a tensor that is sent whole: return its largest key."""
     lanes = at + tl.arange(0, TILE)
     inside = lanes < numel
     e = tl.load(residual + lanes, mask=inside, other=0.0)
@@ -146,10 +146,10 @@ def histogram(
     TILE: tl.constexpr,
     SLOT: tl.constexpr,
 ) -> tl.tensor:
-    """How many of a chunk's keys lie in each bin of the carried bracket.
+    """The number of a chunk's keys in each bin of the carried bracket.
 
-    What other threads of this program stored is read here: the caller has put a barrier between.
-    Lanes that do not count are counted in bin 0 and taken off again.
+    This reads what other threads of this program stored: the caller has placed a barrier before it.
+    Invalid lanes are counted in bin 0 and subtracted again.
     """
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)

@@ -1,9 +1,9 @@
-"""How a bucket is cut into pieces, as integers: what the kernels look up instead of computing it.
+"""How a bucket is divided among programs, as integer tables that kernels look up.
 
-Four ways to cut, none of which changes a result:
+A bucket is divided in four ways, none of which changes a result:
 
 - chunks of a tensor, for the first pass of an encode;
-- runs of several chunks, for its other passes, about as many as programs fit on the device;
+- runs of several chunks, for its other passes, about as many as programs run on the device;
 - tiles of a tensor, for a decode;
 - the tensors themselves, a row each with the numbers in `COLUMNS`.
 """
@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-HEAD, SHARE = 9, 10  # numbers of a recipe about the bucket, and about each tensor
-FLOAT32, FLOAT16 = 0, 1  # kinds of values that the kernels have
-_USED = 7  # numbers about a tensor that matter here: gradients are not split into shards
-PACKED = 1  # a kind of indices that they do not have
+HEAD, SHARE = 9, 10  # numbers in a recipe for the bucket, and for each tensor
+FLOAT32, FLOAT16 = 0, 1  # kinds of values that the kernels support
+_USED = 7  # numbers of a tensor that are used: gradients are not split into shards
+PACKED = 1  # a kind of indices that the kernels do not support
 SEARCHED, CARRIED, SAMPLED = 0, 1, 2  # how a tensor's threshold is found: see `_rule`
-_SAMPLED_ROWS, _SHORTEST_ROW = 1024, 2048  # these and the next two as `Ops.sample` has them
+_SAMPLED_ROWS, _SHORTEST_ROW = 1024, 2048  # these and the next two as in `Ops.sample`
 _TAKEN = 16
 _LEAST_RANK = 32
-_DEVIATIONS = 4  # between the rank that is looked for in a sample and either end of the bracket
+_DEVIATIONS = 4  # from the expected rank in a sample to either end of the bracket
 
 COLUMNS = (
     "numel",
@@ -32,41 +32,41 @@ COLUMNS = (
     "width",
     "value_at",
     "index_at",
-    "dtype",  # seven as the recipe has them
+    "dtype",  # the first seven are those of the recipe
     "chunk0",
     "chunks",
     "run0",
-    "runs",  # 0 where all elements are sent
+    "runs",  # 0 if all elements are sent
     "tile0",
     "rule",
     "stride",  # the sample is the first `taken` of every `stride` elements,
     "taken",
-    "count",  # in all so many
-    "rank_low",  # in the sample: the bracket's lower end is this largest; 0: zero
-    "rank_high",  # likewise the upper end; 0: infinity
+    "count",  # elements of the sample
+    "rank_low",  # rank in the sample of the bracket's lower end; 0: zero
+    "rank_high",  # rank in the sample of the bracket's upper end; 0: infinity
 )
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes in elements, powers of two where not said otherwise. They change speed only."""
+    """Sizes in elements, powers of two if not said otherwise. They only affect speed."""
 
-    tile: int = 2048  # held at once by a program of the first pass
+    tile: int = 2048  # loaded at once by a program of the first pass
     chunk: int = 16384  # compensated by one program; a multiple of `tile`, at most 2**14
-    slot: int = 1024  # keys near the threshold that a chunk can put aside
-    lanes: int = 8192  # held at once by a program of the other passes; at most 2**14
-    run_share: int = 16  # elements of a run for each key that it can put aside
-    sample: int = 1 << 14  # elements looked at, about, where no earlier threshold helps
-    crowd: int = 1 << 16  # keys in a bracket that are too many to search; any number
-    programs: int = 132  # of the later passes: multiprocessors of the device; any number
+    slot: int = 1024  # keys near the threshold that a chunk can store
+    lanes: int = 8192  # loaded at once by a program of the other passes; at most 2**14
+    run_share: int = 16  # elements of a run for each key that it can store
+    sample: int = 1 << 14  # approximate sample size, without a usable earlier threshold
+    crowd: int = 1 << 16  # most keys in a bracket that are searched; any number
+    programs: int = 132  # programs of the later passes: multiprocessors; any number
     output: int = 8192  # summed at once by one decoding program
-    block: int = 2048  # of these, held at once when they are written
+    block: int = 2048  # written at once by one decoding program
     writers: int = 8  # decoding programs for each multiprocessor; any number
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a recipe says of its bucket."""
+    """The facts about a bucket in a recipe."""
 
     tensors: int
     residual_bytes: int
@@ -78,47 +78,47 @@ class Head:
 
 @dataclass(frozen=True)
 class Tables:
-    """The integers for one recipe and geometry."""
+    """The integer tables for one recipe and geometry."""
 
     recipe: tuple[int, ...]
     geometry: Geometry
 
     @cached_property
     def head(self) -> Head:
-        """The recipe's first numbers."""
+        """The first numbers of the recipe."""
         tensors, residual, kind, flags_at, payload, sampled = self.recipe[:6]
         return Head(tensors, residual, kind == FLOAT16, flags_at, payload, bool(sampled))
 
     @cached_property
     def shares(self) -> list[tuple[int, ...]]:
-        """A recipe's numbers for each tensor."""
+        """The recipe's numbers for each tensor."""
         body = self.recipe[HEAD:]
         return [body[at : at + _USED] for at in range(0, len(body), SHARE)]
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the arenas."""
+        """Number of elements of the arenas."""
         return sum(share[0] for share in self.shares)
 
     @cached_property
     def run_chunks(self) -> int:
-        """Chunks of a run."""
+        """Number of chunks in a run."""
         even = -(-self.numel // (self.geometry.programs * self.geometry.chunk))
         return max(2, even)
 
     @property
     def run(self) -> int:
-        """Elements of a run."""
+        """Number of elements in a run."""
         return self.run_chunks * self.geometry.chunk
 
     @property
     def run_slot(self) -> int:
-        """Keys that a run can put aside: a power of two."""
+        """Number of keys that a run can store: a power of two."""
         return power_of_two(-(-self.run // self.geometry.run_share))
 
     @cached_property
     def rows(self) -> list[list[int]]:
-        """`COLUMNS` of each tensor."""
+        """The `COLUMNS` of each tensor."""
         geometry, rows = self.geometry, []
         chunk0 = run0 = tile0 = 0
         for share in self.shares:
@@ -147,7 +147,7 @@ class Tables:
 
     @property
     def kind(self) -> int:
-        """The dtype of all gradients, as in the recipe, or 3 where they differ."""
+        """The dtype code of all gradients, as in the recipe, or 3 if they differ."""
         kinds = {share[6] for share in self.shares}
         return kinds.pop() if len(kinds) == 1 else 3
 
@@ -161,7 +161,7 @@ class Tables:
 
 
 def power_of_two(least: int) -> int:
-    """The least power of two that is not below."""
+    """The smallest power of two that is not below `least`."""
     return 1 << max(0, least - 1).bit_length()
 
 
@@ -170,11 +170,11 @@ def _owners(counts: Sequence[int]) -> list[int]:
 
 
 def _rule(numel: int, k: int, sampled: bool, size: int) -> tuple[int, ...]:
-    """The columns from "rule" on.
+    """The columns from "rule" on: how a tensor's threshold is found.
 
-    SAMPLED is `Ops.sample`: the lower end of the bracket is its threshold. SEARCHED looks at all
-    elements. CARRIED looks near the last step's threshold first, and then at a sample; the bracket
-    between its two ranks holds the k-th magnitude but for one sample in ten thousand.
+    SAMPLED is `Ops.sample`: the lower end of the bracket is its threshold. SEARCHED uses all
+    elements. CARRIED searches near the last step's threshold first, and then uses a sample; the
+    bracket between its two ranks has the k-th magnitude except for one sample in ten thousand.
     """
     if sampled:
         stride, taken, count = _rows(numel, _SAMPLED_ROWS, _SHORTEST_ROW)
@@ -191,12 +191,12 @@ def _rule(numel: int, k: int, sampled: bool, size: int) -> tuple[int, ...]:
 
 
 def _rows(numel: int, rows: int, shortest: int = 1) -> tuple[int, int, int]:
-    """(stride, taken, count) of a sample of at most about so many rows, as `Ops.sample` has it."""
+    """(stride, taken, count) of a sample of at most `rows` rows, as in `Ops.sample`."""
     stride = max(numel // rows, shortest) | 1
     taken = min(_TAKEN, stride)
     return stride, taken, numel // stride * taken
 
 
 def _above(expected: float) -> int:
-    """The rank that is surely above one which is expected."""
+    """Rank, in a sample, of a magnitude almost surely above the threshold; 0: infinity."""
     return max(0, math.floor(expected - _DEVIATIONS * math.sqrt(expected)))

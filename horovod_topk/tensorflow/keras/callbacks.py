@@ -1,4 +1,4 @@
-"""Horovod's callbacks for Keras 3, under the names Horovod gives them."""
+"""Horovod's callbacks for Keras 3, under Horovod's names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Logs = dict[str, Any] | None
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Broadcast the model's weights and the optimizer's state from one rank to all others.
 
-    It does so before the first step, or right after it if the model is built in that step. Metrics
-    and the seeds of random layers are not broadcast.
+    The broadcast takes place before the first step, or right after it if that step builds the
+    model. Metrics and the seeds of random layers are not broadcast.
 
     Args:
         root_rank: the rank whose values are broadcast.
@@ -50,7 +50,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Broadcast, if that has not been done yet."""
+        """Broadcast, if that was not done before the first step."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -198,7 +198,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         def multiplier(epoch: float) -> float:
             assert self._steps is not None
             ranks: int = hvd.size()
-            done = min(1.0, (epoch + 1 / self._steps) / warmup_epochs)  # 1 with the last batch
+            done = min(1.0, (epoch + 1 / self._steps) / warmup_epochs)  # 1 in the last batch
             return (1 + done * (ranks - 1)) / ranks
 
         super().__init__(

@@ -1,4 +1,4 @@
-"""Copies of Keras 3 optimizers, with all that makes them what they are.
+"""Copies of Keras 3 optimizers with their settings, slots and counters.
 
 `from_config(get_config())` alone loses slots and counters, exclusions from weight decay, and
 learning-rate schedules that Keras cannot find by name.
@@ -18,9 +18,9 @@ log = logging.getLogger("horovod_topk")
 
 
 def copied(optimizer: Any, cls: Any, inner: Any = None) -> Any:
-    """A copy of the given class, which shares nothing with the original.
+    """Copy an optimizer to a given class, sharing nothing with the original.
 
-    inner: the class of what a loss scale is around, if it is to have another.
+    inner: the class for the optimizer inside a loss scale, if it changes.
 
     Raises:
         UnsupportedOperationError: the copy has other variables than the original.
@@ -31,7 +31,7 @@ def copied(optimizer: Any, cls: Any, inner: Any = None) -> Any:
 
 
 def with_loss_scale(optimizer: Any) -> Any:
-    """The optimizer, or a copy within a loss scale where Keras would put one around it."""
+    """Return the optimizer, or a copy within a loss scale where Keras would add one."""
     scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if scales or keras.config.dtype_policy().name != "mixed_float16":
         return optimizer
@@ -40,7 +40,7 @@ def with_loss_scale(optimizer: Any) -> Any:
 
 
 def _blank(optimizer: Any, cls: Any, inner: Any = None) -> Any:
-    """A copy before it is built."""
+    """Copy an optimizer without building the copy."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         config, original = optimizer.get_config(), optimizer.inner_optimizer
         del config["inner_optimizer"]
@@ -55,7 +55,7 @@ def _blank(optimizer: Any, cls: Any, inner: Any = None) -> Any:
 
 
 def _config_of(optimizer: Any) -> dict[str, Any]:
-    """`get_config()`, with a schedule or function for the learning rate as it is."""
+    """`get_config()`, with a schedule or function as the learning rate kept as it is."""
     rate = optimizer._learning_rate
     if isinstance(rate, keras.Variable):
         config: dict[str, Any] = optimizer.get_config()
@@ -68,7 +68,7 @@ def _config_of(optimizer: Any) -> dict[str, Any]:
 
 
 def _build_and_assign(copy: Any, optimizer: Any) -> None:
-    """Slots, counters and the learning rate."""
+    """Build the copy, and copy slots, counters and the learning rate."""
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None and inner.built:
         copy.build(inner._trainable_variables)
@@ -80,7 +80,7 @@ def _build_and_assign(copy: Any, optimizer: Any) -> None:
 
 
 def _assign(copy: Any, optimizer: Any) -> None:
-    dropped = [] if slots_of(copy) else [id(slot) for slot in slots_of(optimizer)]  # taken over
+    dropped = [] if slots_of(copy) else [id(slot) for slot in slots_of(optimizer)]  # takeover
     mine, theirs = copy._variables, [v for v in optimizer._variables if id(v) not in dropped]
     if len(mine) != len(theirs):
         raise UnsupportedOperationError(

@@ -1,8 +1,7 @@
-"""Keras 3 optimizers whose momentum is taken over: they apply none, and are saved with it.
+"""Momentum takeover of Keras 3 optimizers: they apply no momentum, but are saved with it.
 
-A saved model says what the user asked for, and has zeros where Keras would keep that momentum. So
-it can be loaded without Horovod, where Keras applies the momentum, and wrapped again, where it is
-taken over again.
+A saved model has the user's momentum setting, and zeros as its slots. Loaded without Horovod, Keras
+applies the momentum; wrapped again, the momentum is taken over again.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from horovod_topk.tensorflow.momentum import Taken, has_gathered, slots_of
 
 
 def taking(optimizer: Any, taken: Taken) -> Any:
-    """The class for a copy of an optimizer that applies no momentum, of the same name.
+    """Make the class, of the same name, for a copy of an optimizer that applies no momentum.
 
-    If its momentum has gathered something, that is dropped with a warning: one rank may have loaded
-    a checkpoint, and all have to do the same.
+    If the optimizer's momentum slots are not zero, they are dropped with a warning: one rank may
+    have loaded a checkpoint, and all ranks have to do the same.
 
     Raises:
-        ConfigError: it has, and momentum is "optimizer".
+        ConfigError: the slots are not zero, and momentum is "optimizer".
     """
     base = type(optimizer)
     _check_fresh(optimizer, taken)
@@ -41,7 +40,7 @@ def _check_fresh(optimizer: Any, taken: Taken) -> None:
 
 
 def drop_gathered(optimizer: Any, taken: Taken) -> None:
-    """Have a copy of an optimizer start without a momentum, if that is taken over."""
+    """Set the momentum slots of an optimizer's copy to zero, if momentum is taken over."""
     for slot in slots_of(_holder(optimizer)) if taken.is_over else ():
         slot.assign(keras.ops.zeros_like(slot))
 
@@ -55,10 +54,10 @@ def _would_be_lost(kind: str, taken: Taken) -> ConfigError:
 
 
 class SavesSlots:
-    """Mixed in before an optimizer, or a loss scale around one, whose momentum was taken over."""
+    """Mixin for an optimizer, or a loss scale around one, whose momentum is taken over."""
 
     def save_own_variables(self, store: Any) -> None:
-        """As the base class, with zeros for the momentum."""
+        """As the base class, with zeros as the momentum."""
         this: Any = self
         if not _holder(self)._topkef_taken.is_over:
             super().save_own_variables(store)  # type: ignore[misc]
@@ -70,10 +69,10 @@ class SavesSlots:
     def load_own_variables(self, store: Any) -> None:
         """As the base class, without the momentum.
 
-        Where momentum="auto" has taken it over, one that has gathered something is warned of.
+        With momentum="auto", dropping a momentum that is not zero causes a warning.
 
         Raises:
-            ConfigError: it would be lost, and momentum is "optimizer"; nothing has changed.
+            ConfigError: a momentum would be lost, and momentum is "optimizer"; nothing has changed.
         """
         this: Any = self
         holder, known = _holder(self), len(this.variables)
@@ -91,7 +90,7 @@ class SavesSlots:
 
 
 class _Blanking:
-    """What is written to a store, with zeros in some places."""
+    """A store wrapper that writes zeros in some places."""
 
     def __init__(self, store: Any, places: set[str]) -> None:
         self._store, self._places = store, places
@@ -101,7 +100,7 @@ class _Blanking:
 
 
 class _AppliesNone(SavesSlots):
-    """Mixed in before a Keras 3 optimizer."""
+    """Mixin for a Keras 3 optimizer that applies no momentum."""
 
     _topkef_taken: Taken
 
@@ -110,45 +109,45 @@ class _AppliesNone(SavesSlots):
         setattr(self, self._topkef_taken.setting, 0.0)
 
     def build(self, variables: Any) -> None:
-        """As the base class; it gets its momentum back for variables that no velocity fits."""
+        """As the base class; the optimizer gets its momentum back if a velocity would not fit."""
         this: Any = self
         if not this.built:
             self._topkef_taken.leave_narrow(self, variables)
         super().build(variables)  # type: ignore[misc]
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """As the base class, in whose units gradients are (1 - m) times velocities."""
+        """As the base class, at the learning rate for gradients that are velocities."""
         this: Any = self
         rate = learning_rate * self._topkef_taken.step
         super().update_step(gradient, variable, rate)  # type: ignore[misc]
         if self._topkef_taken.is_over and (slots := slots_of(self)):
             slot = slots[this._get_variable_index(variable)]
-            this.assign(slot, keras.ops.zeros_like(slot))  # else it is saved, and applied again
+            this.assign(slot, keras.ops.zeros_like(slot))  # else saved, and applied again
 
     def get_config(self) -> dict[str, Any]:
-        """As the user made it."""
+        """As the base class, with the user's momentum."""
         config: dict[str, Any] = super().get_config()  # type: ignore[misc]
         return config | {self._topkef_taken.setting: self._topkef_taken.value}
 
 
 def _places(optimizer: Any) -> set[str]:
-    """Where an optimizer saves the variables that it keeps its momentum in."""
+    """The keys under which an optimizer saves its momentum slots."""
     slots = {id(slot) for slot in slots_of(_holder(optimizer))}
     return {str(i) for i, variable in enumerate(optimizer.variables) if id(variable) in slots}
 
 
 def _zeros(like: Any) -> Any:
-    """An array to be saved."""
+    """NumPy zeros of a variable's shape, to be saved."""
     return keras.ops.convert_to_numpy(keras.ops.zeros_like(like))
 
 
 def _holder(optimizer: Any) -> Any:
-    """What has the momentum, within a loss scale or not."""
+    """The optimizer that has the momentum: the one inside a loss scale, or itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _without_slots(optimizer: Any) -> list[Any]:
-    """The model's variables that momentum would be kept for, if none is."""
+    """The model's variables that have no momentum slot, as momentum is taken over."""
     if slots_of(optimizer) or not optimizer.built:
         return []
     everything = optimizer._trainable_variables

@@ -1,8 +1,8 @@
-"""A Keras 3 optimizer that exchanges gradients before it uses them.
+"""A Keras 3 optimizer that exchanges gradients before it applies them.
 
-The wrapped optimizer gets a class of its own with the name and module of its base, so that a saved
-model can be loaded without Horovod. Gradients are exchanged where the base class first reads them:
-after a fixed loss scale is taken out, before clipping and weight decay, and, with
+The wrapped optimizer gets its own class with the name and module of its base, so that a saved model
+can be loaded without Horovod. Gradients are exchanged where the base class first reads them: after
+it divides by a fixed loss scale, before clipping and weight decay, and, with
 `gradient_accumulation_steps`, only in the steps that apply them.
 """
 
@@ -101,7 +101,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
 def _classes(
     optimizer: Any, exchange: Callable[..., list[Any]], taken: Taken | None
 ) -> tuple[Any, Any]:
-    """That of the copy, and of what is within its loss scale if that is to have another."""
+    """The class of the copy, and that of the optimizer inside its loss scale if it changes."""
     base, inner = type(optimizer), None
     bases: tuple[type, ...] = (_Exchanges, base)
     if issubclass(base, keras.optimizers.LossScaleOptimizer):
@@ -125,7 +125,7 @@ def load_model(
     safe_mode: bool = True,
     **distributed: Any,
 ) -> Any:
-    """Load a compiled model, and wrap its optimizer and the optimizer's state.
+    """Load a compiled model, and wrap its optimizer together with the optimizer's state.
 
     Args:
         filepath: a file that `model.save` wrote, readable on every rank.
@@ -146,22 +146,22 @@ def load_model(
 
 
 class _Exchanger:
-    """Horovod's function with the variables it needs, outside of what Keras tracks."""
+    """Holds Horovod's function and the variables it needs, hidden from Keras' tracking."""
 
     def __init__(self, function: Callable[..., list[Any]]) -> None:
         self.function = function
-        self.variables: list[Any] = []  # of the step that is being built
-        self.reached = False  # in this step, whether or not gradients are only accumulated
+        self.variables: list[Any] = []  # those of the step that is being built
+        self.reached = False  # whether this step applied or accumulated gradients
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Exchanged gradients; ours takes names from Keras's variables, Horovod wants tf's."""
+        """Exchange gradients; Horovod's function gets tf.Variables, `Exchange` Keras variables."""
         if not isinstance(self.function, Exchange):
             variables = [unwrap(v) for v in variables]
         return list(self.function(list(gradients), list(variables)))
 
 
 class _Exchanges:
-    """Mixed in before a Keras optimizer; overrides what it calls on its way to an update."""
+    """Mixin for a Keras optimizer that exchanges gradients where it clips them."""
 
     _exchanger: _Exchanger
 
@@ -170,10 +170,10 @@ class _Exchanges:
         return self._exchanger.function
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """As the base class, if it comes to the exchange.
+        """As the base class; raises if the base class did not reach the exchange.
 
         Raises:
-            UnsupportedOperationError: it did not: the base class has another way to update.
+            UnsupportedOperationError: the base class updates variables without the exchange.
         """
         self._exchanger.reached = False
         super().apply(grads, trainable_variables)  # type: ignore[misc]
@@ -191,7 +191,7 @@ class _Exchanges:
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
-        """Exchange first, over all variables: those without a gradient keep their place."""
+        """Exchange, then clip; variables without a gradient keep their place in the exchange."""
         this: Any = self
         everything = list(this._trainable_variables)
         places = [this._get_variable_index(v) for v in self._exchanger.variables]
@@ -202,7 +202,7 @@ class _Exchanges:
         return super()._clip_gradients([exchanged[i] for i in places])  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse what only the constructor of LossScaleOptimizer does to a finished optimizer."""
+        """Refuse to put a finished optimizer into a LossScaleOptimizer."""
         if name == "loss_scale_factor" and value is None and "built" in self.__dict__:
             raise UnsupportedOperationError(
                 "a LossScaleOptimizer was put around a distributed optimizer: one rank that "
@@ -214,10 +214,10 @@ class _Exchanges:
 
 
 class _ExchangesScaled:
-    """Mixed in before LossScaleOptimizer: what it looks at is the same on every rank.
+    """Mixin for LossScaleOptimizer that exchanges first, so that all ranks skip the same steps.
 
-    Gradients are exchanged without the scale, which may differ from step to step, so that residuals
-    are in the gradients' own unit.
+    Gradients are divided by the scale before the exchange, as the scale may change from step to
+    step, and residuals must not depend on it.
     """
 
     _exchanger: _Exchanger

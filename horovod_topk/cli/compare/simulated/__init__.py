@@ -1,6 +1,6 @@
-"""Simulated ranks: a comparison of quality alone, with all ranks in one process and no launcher.
+"""Simulated ranks: a comparison of quality, with all ranks in one process and no launcher.
 
-Ranks hold the same weights, bit for bit, so one model stands for all of them: what each rank has of
-its own is its batch, its gradients, its compressor and its residuals. The script is no training
-script then; it has a function `workload(**options)` that returns a `Workload`.
+Ranks have the same weights, bit for bit, so one model serves all of them. Each rank has its own
+batch, gradients, compressor and residuals. Instead of a training loop, the script has a function
+`workload(**options)` that returns a `Workload`.
 """

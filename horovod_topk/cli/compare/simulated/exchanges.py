@@ -1,4 +1,4 @@
-"""What P ranks do with their gradients between backward and step, dense and compressed."""
+"""Exchanges of simulated ranks, dense and compressed."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.momentum import Loan, settle_momentum
 from horovod_topk.torch_training.specs import spec_of
 
-Gradients = list[Tensor]  # of one rank, in the order of the model's parameters
+Gradients = list[Tensor]  # gradients of one rank, in the order of the model's parameters
 
 
 class Exchange(Protocol):
-    """Both of the below."""
+    """The exchange of all ranks' gradients: `Dense` or `Compressed`."""
 
     def mean(self, gradients: list[Gradients]) -> Gradients:
-        """What every rank applies, given each one's gradients, which are overwritten."""
+        """The gradients that every rank applies, from each rank's, which are overwritten."""
         ...
 
     def traffic(self) -> Traffic:
-        """Bytes a rank sends in a step."""
+        """Bytes that a rank sends in a step."""
         ...
 
     def report(self, losses: Sequence[float]) -> None:
@@ -46,12 +46,12 @@ class Exchange(Protocol):
 
 
 class Dense:
-    """Horovod's own allreduce: the mean of the ranks' gradients, added up in rank order.
+    """Horovod's own allreduce: the mean of the ranks' gradients, added in rank order.
 
     Args:
-        model: whose gradients.
-        ranks: how many.
-        dtype: in which gradients travel and are added up; None: their own.
+        model: the model.
+        ranks: number of ranks.
+        dtype: dtype in which gradients are sent and added; None: their own.
     """
 
     def __init__(self, model: nn.Module, ranks: int, dtype: torch.dtype | None = None) -> None:
@@ -86,14 +86,14 @@ class Dense:
 
 
 def plain(model: nn.Module, ranks: int, name: str) -> Dense:
-    """Horovod's own compression of a name, "none" or "fp16"."""
+    """Make the exchange of Horovod's own compression, "none" or "fp16"."""
     return Dense(model, ranks, torch.float16 if name == "fp16" else None)
 
 
 def compressed(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int, asked: Substitute
 ) -> Compressed:
-    """A compressor of this package, as it would be beside an optimizer."""
+    """Make the exchange of a compressor of this package for an optimizer."""
     method = METHODS[asked.name]
     settings, deferred = split_deferred({**method.for_training, **asked.settings})
     config = method(**settings)
@@ -115,7 +115,7 @@ def compressed(
 
 
 class Compressed:
-    """A compressor a rank, over one loopback network."""
+    """One compressor for each rank, over one loopback network."""
 
     def __init__(
         self, model: nn.Module, ranks: int, config: Method, momenta: Momenta | None = None
@@ -130,13 +130,13 @@ class Compressed:
         ]
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have residuals follow the learning rate of the optimizer's first parameter group."""
+        """Rescale residuals by the learning rate of the optimizer's first parameter group."""
         group = optimizer.param_groups[0]
         for each in self.compressors:
             each.rates = Rates(lambda: dict.fromkeys(self._positions, float(group["lr"])))
 
     def mean(self, gradients: list[Gradients]) -> Gradients:
-        """`Exchange.mean`: as Horovod's optimizer with a compressor exchanges and commits."""
+        """`Exchange.mean`: exchange and commit as Horovod's optimizer with a compressor does."""
         pairs = list(zip(self.compressors, map(self._in_buckets, gradients), strict=True))
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
@@ -167,7 +167,7 @@ class Compressed:
 
 
 def exchange_of(plan: Plan, wire: Loopback, rank: int) -> Route[Tensor]:
-    """A rank's exchange, as the plan names it; nodes have two ranks where nodes count."""
+    """Make a rank's exchange from the plan; nodes have two ranks where nodes matter."""
     kind, because, collective = plan.config.exchange, "", Collective(wire, rank)
     pairs = Nodes(tuple(tuple(range(p, min(p + 2, wire.size))) for p in range(0, wire.size, 2)))
     if kind == "auto":
@@ -179,11 +179,11 @@ def exchange_of(plan: Plan, wire: Loopback, rank: int) -> Route[Tensor]:
 def counted_bytes(traffic: Traffic) -> int:
     """Bytes that a rank sends, or, where nodes are known, that leave a node.
 
-    Compared with a ring allreduce's: where it runs from node to node, these are as many.
+    Both are comparable with a ring allreduce's bytes: in a ring from node to node they are equal.
     """
     return traffic.sent_bytes if traffic.node_bytes is None else traffic.node_bytes
 
 
 def plan_of(model: nn.Module, config: Method) -> Plan:
-    """The plan that a compressor makes for an optimizer of the model, gradients averaged."""
+    """The plan that a compressor makes for the model's optimizer, with averaged gradients."""
     return make_plan([spec_of(*each) for each in reversed(list(model.named_parameters()))], config)

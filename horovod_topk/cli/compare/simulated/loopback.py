@@ -1,6 +1,6 @@
 """Collectives between the simulated ranks of one process, for `horovod_topk.core.exchange`.
 
-Ranks take turns in lock-step: all start a collective before the first waits for it.
+Ranks run in lock-step: all start a collective before the first waits for it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from horovod_topk.core.nodes import Location
 
-Joined = Callable[[list[Tensor]], list[Tensor]]  # what every rank hands over -> what each receives
+Joined = Callable[[list[Tensor]], list[Tensor]]  # every rank's input -> every rank's output
 
 
 @dataclass
 class Loopback:
-    """The wire between `size` ranks."""
+    """The network between `size` ranks."""
 
     size: int
-    posted: dict[str, list[Tensor]] = field(default_factory=dict)  # in rank order, by collective
+    posted: dict[str, list[Tensor]] = field(default_factory=dict)  # by collective, in rank order
     arrived: dict[str, list[Tensor]] = field(default_factory=dict)
-    groups: dict[tuple[int, ...], Loopback] = field(default_factory=dict)  # wires of some ranks
+    groups: dict[tuple[int, ...], Loopback] = field(default_factory=dict)  # networks of groups
 
     def receive(self, name: str, rank: int, joined: Joined) -> Tensor:
-        """What comes to a rank; the last one to ask ends the collective.
+        """The data that a rank receives; the last rank to receive ends the collective.
 
         Raises:
             RuntimeError: a rank has not started the collective.
@@ -45,7 +45,7 @@ class Loopback:
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way."""
+    """A started collective."""
 
     wire: Loopback
     name: str
@@ -53,50 +53,50 @@ class Pending:
     joined: Joined
 
     def wait(self) -> Tensor:
-        """What comes to this rank, in rank order."""
+        """The data that this rank receives, in rank order."""
         return self.wire.receive(self.name, self.rank, self.joined)
 
 
 @dataclass(frozen=True)
 class Collective:
-    """`horovod_topk.core.exchange.Collective` of one rank."""
+    """`horovod_topk.core.exchange.Collective` of one simulated rank."""
 
     wire: Loopback
     rank: int
 
     @property
     def size(self) -> int:
-        """How many exchange."""
+        """Number of ranks."""
         return self.wire.size
 
     @property
     def location(self) -> Location:
-        """Where this rank runs: two ranks are a node."""
+        """The location of this rank: two ranks share a node."""
         node, local = divmod(self.rank, 2)
         return Location(f"node{node}", local, 2 * node)
 
     def can_split(self, groups: Sequence[Sequence[int]]) -> bool:
-        """It always can."""
+        """Return True."""
         return True
 
     def allgather(self, payload: Tensor, name: str, counts: Sequence[int] | None = None) -> Pending:
-        """All payloads, to every rank."""
+        """Start to gather all payloads on every rank."""
         return self._start(payload, name, _to_all)
 
     def alltoall(self, payloads: Tensor, name: str) -> Pending:
-        """The p-th stretch of each, to rank p."""
+        """Start to send the p-th stretch of each array to rank p."""
         return self._start(payloads, name, _to_each)
 
     def reduce_scatter(self, array: Tensor, counts: Sequence[int], name: str) -> Pending:
-        """A stretch of the sum, of so many elements, to each rank."""
+        """Start to sum arrays, and to send a stretch of counts[p] elements to rank p."""
         return self._start(array, name, partial(_sum_to_each, counts))
 
     def allreduce(self, array: Tensor, name: str) -> Pending:
-        """The sum, to every rank."""
+        """Start to sum arrays on every rank."""
         return self._start(array, name, _sum_to_all)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Sequence[Collective | None]:
-        """The same among some of the ranks; None where this one is not of them."""
+        """Collectives among groups of ranks; None for groups without this rank."""
         wires = [self.wire.groups.setdefault(tuple(g), Loopback(len(g))) for g in groups]
         return [
             Collective(wire, group.index(self.rank)) if self.rank in group else None

@@ -20,7 +20,7 @@ from horovod_topk.cli.compare.simulated.training import Task, train
 def results(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[Record]:
     """Yield the record of each task, in the order in which they end.
 
-    tasks: arguments of `Task`.
+    tasks: the arguments of each `Task`.
     """
     folders = sys.path[:]
     context = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
@@ -29,7 +29,7 @@ def results(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[Record]:
         try:
             for future in as_completed(futures):
                 yield future.result()
-        except BaseException:  # Ctrl-C, or nobody wants more: a cell may take hours
+        except BaseException:  # on Ctrl-C or early exit do not wait: a cell may take hours
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():
                 worker.terminate()
@@ -43,11 +43,11 @@ def _prepare(folders: list[str]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    torch.set_num_threads(1)  # sums keep their order from run to run
+    torch.set_num_threads(1)  # so that the order of sums is the same in every run
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent has ended, in whatever way."""
+    """End this worker after its parent has ended in any way."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
@@ -55,7 +55,7 @@ def _end_with_parent() -> None:
 
 
 def _safely(task: Task) -> Record:
-    """A record of whatever becomes of a task."""
+    """Train a task; return a failed record if it raises."""
     try:
         return train(task)
     except Exception:

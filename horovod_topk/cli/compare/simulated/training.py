@@ -22,17 +22,17 @@ from horovod_topk.core.substitute import Substitute, parse
 
 @dataclass(frozen=True)
 class Task:
-    """A cell with what it takes to train it."""
+    """A cell, and everything that is needed to train it."""
 
     cell: Cell
     script: Path
     ranks: int
-    options: tuple[tuple[str, Any], ...]  # of `workload()`
+    options: tuple[tuple[str, Any], ...]  # arguments of `workload()`
     limit_seconds: float
 
 
 class Job:
-    """P ranks that train one model, in lock-step."""
+    """P simulated ranks that train one model, in lock-step."""
 
     def __init__(self, workload: Workload, compressor: Substitute, ranks: int, seed: int) -> None:
         torch.manual_seed(seed)
@@ -43,13 +43,13 @@ class Job:
         self._schedule = workload.schedule(self._optimizer)
         self._parameters = list(self.model.parameters())
         self._clip_norm: float | None = getattr(workload, "clip_norm", None)
-        self.traffic = Counter[str]()  # bytes so far: sent, and of a dense ring allreduce
+        self.traffic = Counter[str]()  # bytes so far: sent, and those of a dense ring allreduce
         self._batches: list[Iterator[Any]] = [
             workload.batches(rank, ranks, seed) for rank in range(ranks)
         ]
 
     def step(self) -> None:
-        """A batch on every rank, an exchange, and a step that is the same on all."""
+        """Make a step: a batch on every rank, an exchange, and the same update on all ranks."""
         found = [self._gradients(next(source)) for source in self._batches]
         with torch.no_grad():
             mean = self.exchange.mean([gradients for _, gradients in found])
@@ -66,7 +66,7 @@ class Job:
 
     @torch.no_grad()
     def score(self) -> dict[str, float | None]:
-        """Metrics by name; all None where one of them, or a weight, is not finite."""
+        """Metrics by name; all None if a metric or a weight is not finite."""
         found = self.workload.score(self.model)
         finite = all(bool(p.isfinite().all()) for p in self._parameters)
         finite = finite and all(map(math.isfinite, found.values()))
@@ -81,7 +81,7 @@ class Job:
 def exchange(
     model: nn.Module, optimizer: torch.optim.Optimizer, compressor: Substitute, ranks: int
 ) -> Exchange:
-    """What exchanges the gradients of a model; takes the optimizer's momentum over if asked to."""
+    """Make the exchange of a model's gradients; it may take over the optimizer's momentum."""
     if compressor.is_horovods:
         return plain(model, ranks, compressor.name)
     return compressed(model, optimizer, ranks, compressor)
@@ -99,7 +99,7 @@ def train(task: Task) -> Record:
         seconds = time.perf_counter() - began
         if step % workload.every == 0 or step == workload.steps:
             points.append(Point(step, round(seconds, 3), job.score()))
-            if None in points[-1].metrics.values():  # what is not finite stays so
+            if None in points[-1].metrics.values():  # diverged: more steps cannot help
                 break
         if seconds > task.limit_seconds:
             status = LATE

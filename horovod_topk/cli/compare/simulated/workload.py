@@ -1,4 +1,4 @@
-"""What a script for simulated ranks provides: a model, its data, its loss and its score."""
+"""The workload of a script for simulated ranks: a model, its data, its loss and its score."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SPARE = "workload"  # the name of the function
 
 
 class Workload(Protocol):
-    """A training run, less its loop. `workload(**options)` of the script returns one.
+    """A training run without its loop. `workload(**options)` of the script returns one.
 
-    With an attribute `clip_norm` that is a number, exchanged gradients are clipped to it.
+    If it has a number as the attribute `clip_norm`, exchanged gradients are clipped to it.
     """
 
-    steps: int  # of a run
+    steps: int  # steps of a run
     every: int  # steps between two scores
 
     def model(self) -> nn.Module:
-        """Return a new model, initialised by PyTorch's generator, which is seeded."""
+        """Return a new model, initialised by PyTorch's global generator, which is seeded."""
         ...
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -33,11 +33,11 @@ class Workload(Protocol):
         ...
 
     def schedule(self, optimizer: Optimizer) -> Any:
-        """Return what has its `step()` called after every step, as a learning-rate scheduler."""
+        """Return an object whose `step()` is called after every step, or None."""
         ...
 
     def batches(self, rank: int, ranks: int, seed: int) -> Iterator[Any]:
-        """Yield a rank's batches for ever; their order depends on the arguments alone."""
+        """Yield a rank's batches for ever; their order depends only on the arguments."""
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -53,14 +53,14 @@ def load(script: Path) -> Callable[..., Workload]:
     """Return the function `workload` of a script.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the script has none.
     """
     known = sys.modules.get(_name(script))
     if known is None:
         spec = importlib.util.spec_from_file_location(_name(script), script)
         assert spec is not None and spec.loader is not None
         known = importlib.util.module_from_spec(spec)
-        sys.path.insert(0, str(script.parent))  # as where the interpreter starts a script
+        sys.path.insert(0, str(script.parent))  # as the interpreter does for a script
         spec.loader.exec_module(known)
         sys.modules[_name(script)] = known
     found = getattr(known, SPARE, None)
