@@ -30,7 +30,7 @@ class Guard:
             twice as much counts at once. Lower values have to be better. The first 10 reports are
             learnt from; without `horovod_topk.report` the rule never fires.
         residual: the norm of a rank's residual over that of its gradient, at the learning rate of
-            both, is so many times its usual value, in 3 samples in a row. One step in 64 is
+            both, is so many times its usual value, in 3 samples in a row. One step in 128 is
             sampled.
         slower: encoding, decoding and waiting take so many times the seconds of a dense step, on
             more than half of the ranks, in two trials in a row. It follows the clock: a run does

@@ -3,11 +3,11 @@
     horovodrun -np 2 --gloo python scripts/bench_metrics.py [--repeats 60] [--pair guard]
 
 One optimizer has the default settings and computes nothing. In one step of each pair it has writers
-for JSON lines and Prometheus, and for TensorBoard, which writes one step of ten, and in one of 64
+for JSON lines and Prometheus, and for TensorBoard, which writes one step of ten, and in one of 128
 it sums up squares. In the other step it has neither. The clock is read in both, a few times a
 bucket, which cannot be switched off. Each step begins with a barrier; rank 0 prints medians in ms,
 the median of the differences of pairs, and the difference of the means. With `--pair guard` one
-step of each pair has the default guard, which sums up squares in one of 64, and the other has none;
+step of each pair has the default guard, which sums up squares in one of 128, and the other has none;
 neither has a writer.
 
 Where others use the machine, pairs differ by more than metrics cost. So `spent` is also counted:

@@ -34,7 +34,7 @@ from horovod_topk.ops import Ops
 Array = TypeVar("Array")
 
 SAMPLED = 256  # steps, of one of which squares are summed up: that takes passes over memory
-WATCHED = 64  # the same, where the guard looks at residuals
+WATCHED = 128  # the same, where the guard looks at residuals
 
 
 class Compressor(State[Array]):
