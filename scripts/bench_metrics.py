@@ -7,8 +7,8 @@ for JSON lines and Prometheus, and for TensorBoard, which writes one step of ten
 it sums up squares. In the other step it has neither. The clock is read in both, a few times a
 bucket, which cannot be switched off. Each step begins with a barrier; rank 0 prints medians in ms,
 the median of the differences of pairs, and the difference of the means. With `--pair guard` one
-step of each pair has the default guard, which sums up squares in one of 128, and the other has none;
-neither has a writer.
+step of each pair has the default guard, which sums up squares in one of 128, and the other has
+none; neither has a writer.
 
 Where others use the machine, pairs differ by more than metrics cost. So `spent` is also counted:
 ms a step of this thread's processor time in the functions that sum up squares, read them, and call
