@@ -31,7 +31,8 @@ class Guard:
             learnt from; without `horovod_topk.report` the rule never fires.
         residual: the norm of a rank's residual over that of its gradient, at the learning rate of
             both, is so many times its usual value, in 3 samples in a row. One step in 128 is
-            sampled.
+            sampled (TensorFlow: 16). None: off, the default, as a healthy run whose gradients
+            became small reached 38 times its usual value.
         slower: encoding, decoding and waiting take so many times the seconds of a dense step, on
             more than half of the ranks, in two trials in a row. It follows the clock: a run does
             not repeat to the bit. None: off, the default.
@@ -44,7 +45,7 @@ class Guard:
 
     nonfinite: int | None = 16  # steps in a row
     trend: float | None = 3.0  # times the usual distance of a report from the one before
-    residual: float | None = 10.0  # times the usual ratio of residual and gradient norm
+    residual: float | None = None  # times the usual ratio of residual and gradient norm
     slower: float | None = None  # times the seconds of a dense step
     trial_every: int = 500  # steps
     cool_down: int | None = None  # dense steps

@@ -3,12 +3,12 @@
     horovodrun -np 2 --gloo python scripts/bench_metrics.py [--repeats 60] [--pair guard]
 
 One optimizer has the default settings and computes nothing. In one step of each pair it has writers
-for JSON lines and Prometheus, and for TensorBoard, which writes one step of ten, and in one of 128
+for JSON lines and Prometheus, and for TensorBoard, which writes one step of ten, and in one of 256
 it sums up squares. In the other step it has neither. The clock is read in both, a few times a
 bucket, which cannot be switched off. Each step begins with a barrier; rank 0 prints medians in ms,
 the median of the differences of pairs, and the difference of the means. With `--pair guard` one
-step of each pair has the default guard, which sums up squares in one of 128, and the other has
-none; neither has a writer.
+step of each pair has a guard with the rule `residual`, which sums up squares in one of 128, and the
+other has none; neither has a writer.
 
 Where others use the machine, pairs differ by more than metrics cost. So `spent` is also counted:
 ms a step of this thread's processor time in the functions that sum up squares, read them, and call
@@ -32,6 +32,7 @@ from bench_exchange import training_step
 from horovod_topk.core import compressor
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.core.step import Step
+from horovod_topk.guard import Guard
 from horovod_topk.metrics import JsonLines
 from horovod_topk.metrics.prometheus import Prometheus
 from horovod_topk.metrics.tensorboard import TensorBoard
@@ -86,7 +87,8 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
     with tempfile.TemporaryDirectory() as folder:
-        made = [training_step(TopKEF(warmup=None))] * 2
+        guard = Guard(residual=10.0) if args.pair == "guard" else Guard()
+        made = [training_step(TopKEF(warmup=None, guard=guard))] * 2
         writers = writers_of(folder, args.writers if args.pair == "metrics" else "")
         if args.pair == "guard":
             made[1] = training_step(TopKEF(warmup=None, guard=None))

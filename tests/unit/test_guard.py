@@ -101,7 +101,7 @@ def test_a_residual_that_leaves_its_range() -> None:
 
 
 def test_a_residual_that_is_not_known_counts_for_nothing() -> None:
-    watch = Watch(Guard())
+    watch = Watch(Guard(residual=10.0))
     for ratio in (0.0, math.nan):
         watch.sample(ratio)
     assert watch.memory == Memory()
