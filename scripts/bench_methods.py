@@ -112,6 +112,7 @@ def step_of(method: Method, gradient: Tensor, ops: TorchOps) -> tuple[Step, Step
         payload = codec.new_payload(bucket)
 
         def encode() -> None:
+            codec.tell(bucket, ())
             codec.encode(arenas, [gradient], payload)
             arenas.swap()
             committed[0] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -123,7 +123,7 @@ class BucketPlan:
     @cached_property
     def fingerprint(self) -> bytes:
         """Identifies buckets that can use the same kernel."""
-        pieces = [asdict(tensor) for tensor in self.tensors]
+        pieces = [[piece.spec.name, *_facts(piece)] for piece in self.tensors]
         return digest([self.device, self.parts, self.layout.payload_bytes, *self._own, pieces])
 
     @property
@@ -363,6 +363,6 @@ def lay_out(
 
 def _facts(piece: Piece) -> list[object]:
     """What two ranks must have in common to read a piece, apart from its name."""
-    facts = asdict(piece)
-    del facts["spec"]
-    return [list(piece.spec.shape), piece.spec.dtype, *facts.values()]
+    # `asdict` copies every value, which took half of the time of a plan.
+    names = [each.name for each in fields(piece) if each.name != "spec"]
+    return [list(piece.spec.shape), piece.spec.dtype, *(getattr(piece, name) for name in names)]

@@ -127,8 +127,7 @@ def launch_ranks(
     horovodrun = [*HOROVODRUN, "-np", str(size), f"--{controller}"]
     horovodrun += [] if hosts is None else ["-H", hosts]
     command = [*horovodrun, sys.executable, *_pytest(cases, arguments)]
-    if size > 2:
-        own["HOROVOD_CYCLE_TIME"] = "3"  # ms: more ranks than cores, which all wake up each time
+    own["HOROVOD_CYCLE_TIME"] = "3"  # ms; ranks wake up each time, most often for nothing
     return run(command, folder, limit, {**own, **(settings or {})})
 
 

@@ -82,7 +82,7 @@ def test_a_method_of_two_rounds(library: Any, eager: bool) -> None:
     assert_ranks_equal(kept)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @BOTH
 @pytest.mark.parametrize("kind", [name for name in OPTIMIZERS if name != "momentum"])
 def test_everything_sent_equals_dense_with(library: Any, kind: str) -> None:
@@ -135,7 +135,7 @@ def custom_loop(library: Any, compression: Any) -> list[Any]:
     return list(model.get_weights())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @BOTH
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_embeddings(library: Any, sparse_as_dense: bool) -> None:
@@ -185,6 +185,7 @@ def test_horovods_compressors_keep_ranks_equal(compression: str) -> None:
     assert_ranks_equal(fit(keras, keras.optimizers.Adam(1e-3), chosen).get_weights())
 
 
+@pytest.mark.slow
 def test_gradients_accumulate_before_they_are_exchanged() -> None:
     def make() -> Any:
         return keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=4)

@@ -32,6 +32,7 @@ def test_everything_sent_equals_dense(graph: bool, model: dict[str, Any]) -> Non
     assert_same_history(train(TopKEF(**EVERYTHING), graph=graph, **model), dense)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     "options",
     [
@@ -188,7 +189,7 @@ def test_none_and_sparse_gradients_keep_their_places() -> None:
     assert "sparse" in compression.stats().skipped["v6"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @WAYS
 def test_a_compressor_made_anew_for_every_step_forgets_nothing(graph: bool) -> None:
     """As in `DistributedGradientTape(tape, compression=TopKEF(ratio=0.05))` within the step."""

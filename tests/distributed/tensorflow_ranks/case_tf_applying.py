@@ -70,7 +70,7 @@ def assert_refused(model: Any) -> None:
     assert all(map(np.array_equal, model.get_weights(), before))
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("kind", "eager"), [*((kind, False) for kind in KINDS), ("plain", True)])
 def test_local_gradients_are_refused_before_and_after_fit(kind: str, eager: bool) -> None:
     model = compiled(tf_keras, KINDS[kind](), eager=eager)

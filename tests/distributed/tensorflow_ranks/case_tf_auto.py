@@ -37,7 +37,7 @@ def set_policy(library: Any, name: str) -> None:
     getattr(policy, "set_global_policy" if library is tf_keras else "set_dtype_policy")(name)
 
 
-@pytest.mark.one_in(4, first=2)
+@pytest.mark.one_in(9, first=2)
 @BOTH
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
@@ -62,6 +62,7 @@ def test_momentum_of_narrow_variables_is_left_to_the_optimizer(
     assert_ranks_equal(left.get_weights())
 
 
+@pytest.mark.slow
 def test_older_optimizers_of_narrow_variables_keep_their_momentum() -> None:
     set_policy(tf_keras, "bfloat16")
     try:
@@ -117,7 +118,7 @@ WAYS = [(keras, "SGD"), (keras, "Adam"), (tf_keras, "SGD"), (tf_keras, "Adam")]
 WAYS += [(tf_keras, "legacy Adam")]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("library", "kind"), WAYS)
 @pytest.mark.parametrize("late", [False, True], ids=["at first", "after some steps"])
 def test_a_dense_checkpoint_is_loaded_without_its_velocity_and_that_is_said(
@@ -181,6 +182,7 @@ def test_one_rank_alone_may_load_a_dense_model(
     assert len(stats.warnings) == (hvd.rank() == 0)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.one_in(3, first=1)
 @pytest.mark.parametrize(("library", "kind"), WAYS)
 def test_a_compressed_checkpoint_has_zeros_for_what_was_taken_over(

@@ -54,7 +54,7 @@ def equal(one: Any, other: Any) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @BOTH
 def test_residuals_end_with_their_optimizer(library: Any) -> None:
     compression, before = TopKEF(**SPARSE), kept()
@@ -66,6 +66,7 @@ def test_residuals_end_with_their_optimizer(library: Any) -> None:
         assert kept() - before == TENSORS
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, first=1)
 @BOTH
 def test_the_one_that_lives_answers(library: Any) -> None:
@@ -79,7 +80,7 @@ def test_the_one_that_lives_answers(library: Any) -> None:
     assert first.steps == 16
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @BOTH
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
 def test_what_is_loaded_waits_for_the_optimizer_to_come(library: Any, way: str) -> None:

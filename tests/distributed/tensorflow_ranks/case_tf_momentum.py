@@ -95,7 +95,7 @@ def test_at_ratio_one_it_is_the_momentum_of_sgd(library: Any, exchange: str) -> 
     assert_ranks_equal(ours.get_weights())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
 def test_what_is_saved_has_velocities(exchange: str, way: str, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_step_with_an_infinity_leaves_velocities_as_they_were(exchange: str) -
     assert_ranks_equal(take(model, compression, 2))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @BOTH
 def test_fit_under_warm_up(library: Any) -> None:
     compression = TopKEF(**SPARSE, warmup=[(5, 0.5)])

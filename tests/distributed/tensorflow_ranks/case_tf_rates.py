@@ -85,7 +85,7 @@ def gap(run: Run) -> float:
     return max(float(np.linalg.norm(m + e - d) / np.linalg.norm(d)) for m, e, d in missed)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @BOTH
 @pytest.mark.parametrize("graph", [False, True], ids=["at once", "in a graph"])
 def test_updates_and_what_is_owed_are_all_gradients_at_their_rates(
@@ -153,7 +153,7 @@ def test_an_update_of_the_default_is_that_of_its_formulas(library: Any, graph: b
             np.testing.assert_allclose(variable.numpy().ravel(), each.value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(9)
 @BOTH
 def test_within_a_loss_scale(library: Any) -> None:
     """A scale that is a power of two changes no bit."""
@@ -165,7 +165,7 @@ def test_within_a_loss_scale(library: Any) -> None:
     assert_ranks_equal(scaled.get_weights())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("exchange", ["allgather", "sharded"])
 @pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
 def test_a_checkpoint_carries_the_rates(exchange: str, stepped: bool, tmp_path: Path) -> None:

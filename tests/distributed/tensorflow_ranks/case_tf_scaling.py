@@ -62,7 +62,7 @@ def plain(eager: bool = False) -> tuple[list[Array], list[Array]]:
     return model.get_weights(), residuals(compression)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @WAYS
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_a_scale_that_changes_changes_nothing(wrap: Wrap, eager: bool) -> None:
@@ -190,7 +190,7 @@ def scaler_of(library: Any) -> Any:
     return kind(sgd, **settings)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 def test_a_tape_is_told_of_the_scale(library: Any, graph: bool) -> None:

@@ -67,6 +67,7 @@ def test_a_tapes_momentum_as_dense() -> None:
         assert np.allclose(each, factor * expected)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.one_in(5, first=2)
 @BOTH
 @pytest.mark.parametrize("momentum", [0.9, "optimizer"])

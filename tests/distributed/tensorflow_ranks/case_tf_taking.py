@@ -54,6 +54,7 @@ def test_the_optimizers_momentum_is_taken_over(library: Any, kind: str) -> None:
     assert (stats.momentum, stats.steps) == (0.9, 8)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.one_in(2, first=1)
 @BOTH
 def test_within_a_loss_scale(library: Any) -> None:
@@ -71,6 +72,7 @@ def test_at_once_without_a_graph() -> None:
     assert_ranks_equal(taken.get_weights())
 
 
+@pytest.mark.slow
 def test_older_optimizers_of_tfkeras_and_horovods_other_name() -> None:
     of_its_own, without = pair("SGD", tf_keras.optimizers.legacy)
     named = fit(tf_keras, without, TopKEF(**NAMED), epochs=1)
@@ -81,7 +83,7 @@ def test_older_optimizers_of_tfkeras_and_horovods_other_name() -> None:
     assert_ranks_equal(model.get_weights())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("library", "kind"), [(keras, "Adam"), (tf_keras, "SGD")])
 def test_compact_learns(library: Any, kind: str) -> None:
     of_its_own, _ = pair(kind, library.optimizers)
@@ -94,7 +96,7 @@ def test_compact_learns(library: Any, kind: str) -> None:
     assert model.evaluate(*data(), verbose=0)[0] < 0.9 * before
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @BOTH
 def test_clipping_velocities_is_warned_of_once(
     library: Any, caplog: pytest.LogCaptureFixture
@@ -124,7 +126,7 @@ def test_keras_clips_gradients_of_a_momentum_that_was_taken_over(library: Any) -
     assert not alike(clipped, free)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @KINDS
 def test_a_saved_model_goes_on_with_what_was_taken_over(kind: str, tmp_path: Path) -> None:
     """Model, optimizer, residuals and velocities: as if it had not stopped."""

@@ -103,7 +103,7 @@ def test_skipped_steps_do_not_count(graph: bool) -> None:
     assert state.ratio == 0.2
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @WAYS
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
 def test_what_is_saved_has_the_count(graph: bool, way: str, tmp_path: Path) -> None:
