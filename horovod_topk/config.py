@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any, Self
 
 from horovod_topk.errors import ConfigError, UnknownSettingError
+from horovod_topk.guard import Guard
 from horovod_topk.ratios import Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
 from horovod_topk.schedules import Schedule
 
@@ -19,6 +20,7 @@ OPTIONAL: dict[str, object] = {
     "clip_norm": None,
     "warmup": None,
     "schedule": None,
+    "guard": None,
     "probe_every": None,
     "momentum": 0.0,
     "nesterov": False,
@@ -33,6 +35,7 @@ DEFERRED: Mapping[str, tuple[str, ...]] = {
     "momentum": (TAKE_OVER, AUTO),
     "follow_lr": (AUTO,),
     "warmup": (AUTO,),
+    "guard": (AUTO,),
 }  # setting -> values that wait for the optimizer and the job to be known
 BY_ADAPTERS = {"taken_over"}  # what an adapter knows, and no user passes
 
@@ -61,6 +64,9 @@ class Settings:
             and in elastic jobs. None: off.
         schedule: decides the ratio of each step from what all ranks have measured, after the steps
             of `warmup`: one of `horovod_topk.schedules`. None: each step has `ratio`.
+        guard: when to end compression and go on with dense gradients: a `horovod_topk.guard.Guard`.
+            "auto": `Guard()` in PyTorch, where something is compressed; none in TensorFlow, where
+            every ratio level takes graphs longer to build, and in elastic jobs. None: never.
         probe_every: in PyTorch, a number of steps, of which one exchanges a bucket dense beside
             compressed, the buckets in turn; `stats()` and `on_step` say how far they are apart
             (`horovod_topk.core.probe`). None: off.
@@ -96,6 +102,7 @@ class Settings:
     clip_norm: float | None = None  # norm of the applied gradient, at most; None: off
     warmup: int | Stretches | str | None = None  # steps with larger ratios; None: off
     schedule: Schedule | None = None  # decides the ratio of each step; None: off
+    guard: Guard | None = None  # when to fall back to dense gradients; None: never
     probe_every: int | None = None  # steps, of which one compares a bucket with dense; None: off
     momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether `momentum` is Nesterov's
@@ -111,6 +118,7 @@ class Settings:
         object.__setattr__(self, "clip_norm", _checked_norm(self.clip_norm))
         object.__setattr__(self, "warmup", _checked_warmup(self.warmup))
         _check_schedule(self.schedule)
+        _check_guard(self.guard)
         if self.probe_every is not None:
             check_whole("probe_every", self.probe_every, 1, 2**31, 100)
         object.__setattr__(self, "momentum", _checked_momentum(self.momentum, self.exchange))
@@ -144,8 +152,9 @@ class Settings:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """What ranks tell each other in each step, for the schedule."""
-        return () if self.schedule is None else self.schedule.measures
+        """What ranks tell each other in each step, for the schedule and the guard."""
+        of_schedule = () if self.schedule is None else self.schedule.measures
+        return of_schedule if self.guard is None else (*of_schedule, *self.guard.measures)
 
     @cached_property
     def own(self) -> Mapping[str, float]:
@@ -317,6 +326,14 @@ def _check_schedule(schedule: object) -> None:
         raise ConfigError(
             f"schedule={schedule!r} is not a schedule",
             cure="Pass one of horovod_topk.schedules, such as schedule=Accordion(), or None",
+        )
+
+
+def _check_guard(guard: object) -> None:
+    if guard is not None and not isinstance(guard, Guard):
+        raise ConfigError(
+            f"guard={guard!r} is not a Guard",
+            cure="Pass guard=horovod_topk.guard.Guard(), or None for none",
         )
 
 

@@ -1,4 +1,4 @@
-"""`report` and `seed`: how a training script communicates with `horovod-topk compare`.
+"""`report` and `seed`: how a training script talks to guards and to `horovod-topk compare`.
 
     import horovod_topk
 
@@ -6,8 +6,8 @@
     ...
     horovod_topk.report(step=step, loss=loss)
 
-Outside of a comparison `report` does nothing and `seed` returns its default. A comparison sets two
-environment variables on every rank:
+Outside of a comparison `report` tells guards alone, and `seed` returns its default. A comparison
+sets two environment variables on every rank:
 
     HOROVOD_TOPK_REPORT   the file that rank 0 appends JSON lines to
     HOROVOD_TOPK_SEED     the run's seed
@@ -23,6 +23,7 @@ import json
 import os
 import resource
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat, TextIO
@@ -49,28 +50,47 @@ class Counters(Protocol):
 class State(Protocol):
     """The methods of an optimizer's state that are called here."""
 
+    def report(self, value: SupportsFloat) -> None:
+        """Report how training goes."""
+        ...
+
     def on_step(self, callback: Any) -> None:
         """Call `callback` at the end of every step."""
         ...
 
 
-def report(*, step: int, **metrics: SupportsFloat) -> None:
-    """Report metrics of a training run after a step, such as `report(step=100, loss=0.3)`.
+def report(
+    value: SupportsFloat | None = None,
+    /,
+    *,
+    step: int | None = None,
+    **metrics: SupportsFloat,
+) -> None:
+    """Report how training goes: `report(loss)`, or metrics, such as `report(step=9, loss=0.3)`.
 
-    Call it on every rank, or on rank 0 alone: only rank 0 writes. A metric that ranks compute on
-    different data has to be averaged over ranks before. Outside of `horovod-topk compare` nothing
-    happens.
+    The guard of every optimizer in this process watches `value`, or else the metric `loss`
+    (`horovod_topk.guard`). Each rank judges what it reports itself; rank 0 alone is enough.
+
+    `horovod-topk compare` records the metrics. There, only rank 0 writes, and a metric that ranks
+    compute on different data has to be averaged over ranks before.
 
     Args:
-        step: training steps that are done.
+        value: the smaller, the better.
+        step: training steps that are done; comes with metrics.
         metrics: numbers by name, for example `loss=` or `accuracy=`.
 
     Raises:
-        ValueError: no metric was given.
+        ValueError: no metric was given, or no step for it.
     """
+    watched = metrics.get("loss") if value is None else value
+    if watched is not None:
+        for state in _watched:
+            state.report(watched)
     file = _file()
-    if file is None:
+    if file is None or (value is not None and not metrics):
         return
+    if step is None:
+        raise ValueError("report() has no step. Pass the steps that are done, such as step=100")
     if not metrics:
         raise ValueError(f"report(step={step}) has no metric. Pass one, such as loss=0.3")
     found = {name: float(value) for name, value in metrics.items()}
@@ -101,7 +121,8 @@ def note(event: str, **details: str) -> None:
 
 
 def watch(state: State) -> None:
-    """Count the steps and bytes of an optimizer."""
+    """Count the steps and bytes of an optimizer, and hand on to it what is reported."""
+    _watched.add(state)
     if _file() is not None:
         state.on_step(_count)
 
@@ -119,6 +140,7 @@ def waiting() -> Iterator[None]:
         _totals["waited"] += time.perf_counter() - began
 
 
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()  # states of optimizers
 _totals: dict[str, float] = {"sent_bytes": 0, "dense_bytes": 0, "exchanges": 0, "waited": 0.0}
 
 

@@ -99,8 +99,8 @@ class Accordion(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "critical", checked_ratio(self.critical, "critical"))
-        _check_above("threshold", self.threshold, 0.0)
-        _check_steps("window", self.window)
+        check_above("threshold", self.threshold, 0.0)
+        check_steps("window", self.window)
 
     def ratios(self, usual: float) -> tuple[float, ...]:
         """`Schedule.ratios`."""
@@ -155,9 +155,9 @@ class ByNetwork(Schedule):
         levels = tuple(checked_ratio(each, "a ratio of levels") for each in self.levels)
         object.__setattr__(self, "levels", levels)
         if self.budget is not None:
-            _check_above("budget", self.budget, 0.0)
-        _check_above("share", self.share, 0.0)
-        _check_steps("settle", self.settle)
+            check_above("budget", self.budget, 0.0)
+        check_above("share", self.share, 0.0)
+        check_steps("settle", self.settle)
 
     def ratios(self, usual: float) -> tuple[float, ...]:
         """`Schedule.ratios`."""
@@ -204,7 +204,8 @@ def _pairs(settings: object) -> tuple[tuple[str, Any], ...]:
         ) from error
 
 
-def _check_above(setting: str, value: object, least: float) -> None:
+def check_above(setting: str, value: object, least: float) -> None:
+    """Raise ConfigError if the value of a setting is not a number above `least`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_number and least < float(value) < math.inf):  # type: ignore[arg-type]
         raise ConfigError(
@@ -213,7 +214,8 @@ def _check_above(setting: str, value: object, least: float) -> None:
         )
 
 
-def _check_steps(setting: str, value: object) -> None:
+def check_steps(setting: str, value: object) -> None:
+    """Raise ConfigError if the value of a setting is not a number of steps, 1 or more."""
     if type(value) is not int or value < 1:
         raise ConfigError(
             f"{setting}={value!r} is not a number of steps", cure="Pass a whole number from 1 on"

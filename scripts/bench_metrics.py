@@ -1,12 +1,14 @@
 """Times a step of a ResNet-50's exchange with all metrics and without any, in turns.
 
-    horovodrun -np 2 --gloo python scripts/bench_metrics.py [--repeats 60]
+    horovodrun -np 2 --gloo python scripts/bench_metrics.py [--repeats 60] [--pair guard]
 
 One optimizer has the default settings and computes nothing. In one step of each pair it has writers
 for JSON lines and Prometheus, and for TensorBoard, which writes one step of ten, and in one of 256
 it sums up squares. In the other step it has neither. The clock is read in both, a few times a
 bucket, which cannot be switched off. Each step begins with a barrier; rank 0 prints medians in ms,
-the median of the differences of pairs, and the difference of the means.
+the median of the differences of pairs, and the difference of the means. With `--pair guard` one
+step of each pair has a guard with the rule `residual`, which sums up squares in one of 128, and the
+other has none; neither has a writer.
 
 Where others use the machine, pairs differ by more than metrics cost. So `spent` is also counted:
 ms a step of this thread's processor time in the functions that sum up squares, read them, and call
@@ -30,6 +32,7 @@ from bench_exchange import training_step
 from horovod_topk.core import compressor
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.core.step import Step
+from horovod_topk.guard import Guard
 from horovod_topk.metrics import JsonLines
 from horovod_topk.metrics.prometheus import Prometheus
 from horovod_topk.metrics.tensorboard import TensorBoard
@@ -41,6 +44,7 @@ SPENDING = (
     (Step, "sample"),
     (compressor.Compressor, "_take_sample"),
     (compressor.Compressor, "_end"),
+    (Step, "turn"),
 )
 spent = {"seconds": 0.0, "depth": 0.0}
 
@@ -77,26 +81,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=256, help="pairs of steps")
     parser.add_argument("--writers", default="json,tensorboard,prometheus", help="as a list")
+    parser.add_argument("--pair", choices=["metrics", "guard"], default="metrics")
     args = parser.parse_args()
     repeats = args.repeats
     torch.set_num_threads(1)
     hvd.init()
     with tempfile.TemporaryDirectory() as folder:
-        step, optimizer = training_step(TopKEF(warmup=None))
-        writers = writers_of(folder, args.writers)
-        state = TopKEF.of(optimizer)._compressor
+        guard = Guard(residual=10.0) if args.pair == "guard" else Guard()
+        made = [training_step(TopKEF(warmup=None, guard=guard))] * 2
+        writers = writers_of(folder, args.writers if args.pair == "metrics" else "")
+        if args.pair == "guard":
+            made[1] = training_step(TopKEF(warmup=None, guard=None))
+        steps, states = zip(*((step, TopKEF.of(o)._compressor) for step, o in made), strict=True)
+        every = states[0]._sampled
         seconds, costs = ([], []), [0.0, 0.0, 0.0]
         for kind, name in SPENDING:
             count(kind, name)
         for repeat in range(-20, repeats):
             for which in (0, 1) if repeat % 2 else (1, 0):
+                state, is_sampled = states[which], not which and repeat % every == 1
                 state._callbacks[:] = [] if which else writers
-                is_sampled = not which and repeat % compressor.SAMPLED == 1
                 state.steps, state.rolled_back = int(not is_sampled), state.rolled_back + 1
                 hvd.barrier()
                 before = spent["seconds"]
                 began = time.perf_counter()
-                step()
+                steps[which]()
                 if repeat >= 0:
                     seconds[which].append(time.perf_counter() - began)
                     costs[2 if is_sampled else which] += spent["seconds"] - before
@@ -105,8 +114,8 @@ def main() -> None:
     found = {"on": statistics.median(on), "off": statistics.median(off), "difference": difference}
     found |= {"mean difference": statistics.fmean(on) - statistics.fmean(off)}
     writing, without = (1e3 * each / repeats for each in costs[:2])
-    sampling = 1e3 * costs[2] / len(range(1, repeats, compressor.SAMPLED))
-    total = writing + sampling / compressor.SAMPLED
+    sampling = 1e3 * costs[2] / len(range(1, repeats, every))
+    total = writing + sampling / every
     found |= {"spent": total, "writers": writing, "a sampled step": sampling, "without": without}
     if hvd.rank() == 0:
         print(json.dumps(found))

@@ -15,6 +15,7 @@ from horovod_topk.core.state_dict import (
     STATE_VERSION,
     asked_of,
     decision_of,
+    guard_of,
     parts_of,
     released_of,
 )
@@ -46,6 +47,7 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
             rates_of(facts, key)
         asked_of(facts)
         decision_of(facts)
+        guard_of(facts)
         for state in _states(facts).values():
             released_of(state)
     except StateDictError as error:

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
 
 from horovod_topk.core.base_compressor import check_all_exchange, check_kept, why_inactive
 from horovod_topk.core.plan import Plan
@@ -70,6 +70,10 @@ class Attached(Generic[Kept]):
         stats = self._state.stats() if self.active else Stats()
         skipped, late = dict(self._skipped), dict(self._late)
         stats = replace(stats, skipped=skipped, late=late, warnings=tuple(self.warnings))
+        if self.active:
+            guard = self._state.guard
+            warnings = *stats.warnings, *guard.warnings
+            stats = replace(stats, warnings=warnings, fallbacks=guard.fallbacks)
         return stats if self.manager is None else self.manager.counted(stats)
 
     @property
@@ -119,6 +123,18 @@ class Attached(Generic[Kept]):
         if self.active:
             check_kept(self.manager, f"set_ratio({ratio!r}) was called, of which")
             self._state.set_ratio(ratio)
+
+    def report(self, value: SupportsFloat) -> None:
+        """Report how training goes, such as this rank's loss, for the guard's rule `trend`.
+
+        A tensor on an accelerator is waited for. `horovod_topk.report` does this for all optimizers
+        of the process.
+
+        Args:
+            value: the smaller, the better.
+        """
+        if self.active:
+            self._state.guard.report(float(value))
 
     @property
     def clock(self) -> Clock:

@@ -12,8 +12,9 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, SupportsFloat
 
 from horovod_topk.config import (
     BY_ADAPTERS,
@@ -30,6 +31,7 @@ from horovod_topk.core.substitute import (
     substitute,
 )
 from horovod_topk.errors import ConfigError, NotAttachedError
+from horovod_topk.guard import Guard
 from horovod_topk.methods import METHODS, Method
 
 ALONE = "world size 1: there is nobody to exchange with"  # why nothing is compressed
@@ -84,6 +86,10 @@ class State(Protocol):
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
         """Call `callback` at the end of every step."""
+        ...
+
+    def report(self, value: SupportsFloat) -> None:
+        """Report how training goes, the smaller the better."""
         ...
 
 
@@ -235,6 +241,10 @@ class BaseCompressor(abc.ABC):
         """Call `callback` at the end of every step of the one optimizer that uses this."""
         self._only_state().on_step(callback)
 
+    def report(self, value: SupportsFloat) -> None:
+        """Report how training goes to the guard of the one optimizer that uses this."""
+        self._only_state().report(value)
+
     def _begin(self) -> None:  # noqa: B027  # there may be nothing to begin with
         """Have no optimizer, and nothing asked for."""
 
@@ -345,6 +355,19 @@ def check_elastic(config: Settings) -> None:
         )
 
 
+def guarded(config: Method, deferred: Mapping[str, str]) -> Method:
+    """The settings, with a guard where it is left to the compressor and has something to end.
+
+    In elastic jobs there is none, as ranks that join may not know of it.
+
+    Args:
+        config: the settings.
+        deferred: which of them are left to the compressor.
+    """
+    is_left = "guard" in deferred and config.ratio < 1.0 and not elastic()
+    return replace(config, guard=Guard()) if is_left else config
+
+
 def check_kept(manager: object | None, what: str) -> None:
     """Refuse what ranks that join an elastic job would not know, where its state does not tell.
 
@@ -364,7 +387,7 @@ def check_steps_kept(config: Settings, manager: object | None) -> None:
     Raises:
         ConfigError: as `check_kept`.
     """
-    for setting in ("warmup", "schedule"):
+    for setting in ("warmup", "schedule", "guard"):
         if getattr(config, setting) is not None:
             check_kept(manager, f"{setting}= counts steps, of which")
 

@@ -61,6 +61,7 @@ class PayloadCodec(Generic[Array]):
         self._ops = ops
         self.heard: dict[int, Rows] = {} if heard is None else heard
         self._told: dict[int, Sequence[Any]] = {}  # by the bucket's ordinal
+        self._sealed: dict[bytes, Sequence[Any]] = {}  # what payloads have of it, by fingerprint
         self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's own, of each piece
         self._kernels: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
         self._encoders: dict[bytes, Fused[Array] | None] = {}  # those that encode too
@@ -98,14 +99,17 @@ class PayloadCodec(Generic[Array]):
     def tell(self, bucket: BucketPlan, numbers: Sequence[Any]) -> None:
         """Note what this rank tells the others with a bucket that it is about to encode.
 
+        It tells the same in later steps, until it is called again.
+
         numbers: one for each of the bucket's measures that are not the method's own.
         """
         self._told[bucket.ordinal], self._measured[bucket.ordinal] = numbers, []
 
     def measures(self, bucket: BucketPlan) -> Array:
         """What this rank tells with a bucket that it has encoded: uint8, as payloads have it."""
-        ops, told = self._ops, [*self._told[bucket.ordinal]]
-        own = self._measured[bucket.ordinal]  # nothing, if a kernel has written them
+        count = len(bucket.measures) - len(bucket.config.measured)
+        ops, told = self._ops, [*self._told.get(bucket.ordinal, [0.0] * count)]
+        own = self._measured.get(bucket.ordinal, [])  # nothing, if a kernel has written them
         told += [total_of(each) for each in zip(*own, strict=True)]
         data = ops.zeros(wire.MEASURE * len(told), "uint8", bucket.device)
         numbers = [each if isinstance(each, float) else 0.0 for each in told]
@@ -207,14 +211,16 @@ class PayloadCodec(Generic[Array]):
                 self._encode_alone(each, gradients, payload)
                 if velocities is not None:
                     self.damp(each, payload, gradients, velocities)
-        if arenas[0].plan.measures:
+        plan = arenas[0].plan
+        if self._told.get(plan.ordinal) is not self._sealed.get(plan.fingerprint):
             self.seal([each.plan for each in arenas], payloads)
 
     def seal(self, buckets: Sequence[BucketPlan], payloads: Sequence[Array]) -> None:
         """Write what this rank tells the others into the payloads that it has encoded."""
         for bucket, payload in zip(buckets, payloads, strict=True):
-            if bucket.measures:
+            if bucket.measures and bucket.ordinal in self._told:
                 self._ops.store(payload, HEADER_BYTES, self.measures(bucket))
+                self._sealed[bucket.fingerprint] = self._told[bucket.ordinal]
 
     def rows(
         self, bucket: BucketPlan, gathered: Array
@@ -432,6 +438,9 @@ class PayloadCodec(Generic[Array]):
             if not all(answer) and not flags[bucket.tensors[position].gradient]:
                 raise PayloadCodec._damaged(bucket, position, answer.index(False))
         if count := len(bucket.measures):
+            if not any(any(head[HEADER_BYTES:begin]) for head in heads):  # as of a quiet guard
+                heard[bucket.ordinal] = [(0.0,) * count] * len(heads)
+                return flags
             ranks = sorted(range(len(heads)), key=bucket.sender)
             heard[bucket.ordinal] = [wire.measures_of(heads[rank], count) for rank in ranks]
         return flags

@@ -15,14 +15,15 @@ from typing import TypeVar, cast
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
-from horovod_topk.core.measures import EXPOSED, STEP, Rows
+from horovod_topk.core.exchange.selection import dense_beside
+from horovod_topk.core.measures import EXPOSED, STEP, VERDICT, Rows
 from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probed
 from horovod_topk.core.rates import Rates
 from horovod_topk.core.reshard import rescaling
 from horovod_topk.core.residual import ResidualRegistry, Squares
-from horovod_topk.core.rounds import is_shared, state_names, state_plan
+from horovod_topk.core.rounds import Whole, is_shared, state_names, state_plan
 from horovod_topk.core.state import State
 from horovod_topk.core.state_dict import METHOD_STATE, OWNED, RESIDUALS, SHARED, VELOCITY
 from horovod_topk.core.stats import Sample
@@ -33,6 +34,7 @@ from horovod_topk.ops import Ops
 Array = TypeVar("Array")
 
 SAMPLED = 256  # steps, of one of which squares are summed up: that takes passes over memory
+WATCHED = 128  # the same, where the guard looks at residuals
 
 
 class Compressor(State[Array]):
@@ -66,6 +68,9 @@ class Compressor(State[Array]):
     ) -> None:
         super().__init__(plan.config, plan.reduction, ops)
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
+        self._usual = exchange  # where gradients are compressed
+        self._dense: Exchange[Array] | None = None  # where the guard has ended that
+        self._has_momentum = False  # whether the optimizer has its momentum back
         self._agreed, self._momenta = plan, momenta or Momenta(plan.config)
         self.timer, self._sums = timer or StepTimer(), cast("Array | None", None)
         codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
@@ -82,6 +87,9 @@ class Compressor(State[Array]):
         self.parts = {**self._registries}
         self._numbers: dict[str, float] = {}  # measures of this rank, of the step before
         self._ended: float | None = None  # when that ended, by `time.perf_counter`
+        guard = plan.config.guard
+        self._sampled = WATCHED if guard is not None and guard.residual is not None else SAMPLED
+        self._level = plan.config.ratio, self.velocity is not None, exchange
         self.step = self._new_step()
 
     @property
@@ -135,15 +143,14 @@ class Compressor(State[Array]):
         self._take_sample()
         self._sums = self._ops.joined(sums) if sums else None
         self.counter.committed += 1
-        self.decide(self.plan, self.heard)
         self._end((), committed=True)
         return True
 
     def rollback(self) -> None:
         """End the step: residuals stay as they were before it, bit for bit."""
-        flagged = self.step.flagged
+        flagged, whole = self.step.flagged, len(self.step.received) == len(self.plan.buckets)
         if self.step.roll_back():
-            self._end(flagged, committed=False)
+            self._end(flagged, committed=False, whole=whole)
 
     def abandon(self) -> None:
         """Forget a step in any phase; collectives under way are waited for."""
@@ -157,6 +164,7 @@ class Compressor(State[Array]):
     def has_changed(self) -> None:
         """`State.has_changed`."""
         self.step.forget_gradients()
+        self._has_momentum = False  # velocities are those that were loaded
 
     def replan(self, plan: Plan) -> None:
         """Take on a plan with fewer tensors, and keep their residuals; the others have to be 0."""
@@ -190,11 +198,20 @@ class Compressor(State[Array]):
         """`State.squares`."""
         return self.step.squares()
 
-    def _end(self, flagged: Sequence[str], *, committed: bool) -> None:
+    def _end(self, flagged: Sequence[str], *, committed: bool, whole: bool = True) -> None:
+        """Count a step; one that was cut off on this rank is no number that ranks have in common.
+
+        whole: whether all buckets were received.
+        """
         seconds, now = self.timer.seconds, time.perf_counter()
         self._numbers = {EXPOSED: seconds.exposed_seconds, STEP: now - (self._ended or now)}
         self._ended = now
-        self.end_step(self.traffic(), flagged, committed=committed, seconds=seconds)
+        if committed:
+            self.guard.time(seconds.cost, self.counter.committed)
+        known = flagged if whole else ()
+        fell_back = self.decide(self.plan, self.heard, known, committed=committed)
+        ended = self.traffic(), flagged
+        self.end_step(*ended, committed=committed, seconds=seconds, fell_back=fell_back)
 
     def _take_sample(self) -> None:
         """Read what was summed up in the step before, which no device has to be waited for now."""
@@ -204,6 +221,11 @@ class Compressor(State[Array]):
         gradient, left, *rest = struct.unpack(f"<{len(data) // 4}f", data)
         whole = rest[0] if rest else 0.0
         self.sample, self._sums = Sample.of(Squares(gradient, whole, left)), None
+        self.guard.sample((self.sample.residual_norm_ratio or 0.0) * self._largest_decay())
+
+    def _largest_decay(self) -> float:
+        """Learning rates as a share of their largest ones: residuals grow by its inverse."""
+        return max(map(self._decay, self.registry.pieces), default=1.0)
 
     def _sent(self) -> list[ResidualRegistry[Array]]:
         """What later steps send: this rank's residuals, and the owner's."""
@@ -214,16 +236,19 @@ class Compressor(State[Array]):
 
         Ranks may have come, whose residuals are zero, or gone.
         """
-        ranks, ratio = self.exchange.ranks, self.ratio
+        ranks = self.exchange.ranks
         before, self.ranks_before = self.ranks_before, ranks
         if before is not None and before != ranks:
             self.registry.scale(rescaling(self.plan.reduction, before, ranks))
-        self._momenta.turn()
+        self._momenta.turn(plain=self.guard.is_handing_over)
         if self.rates is not None:
             self._follow(self.rates.turn())
-        if ratio != self.plan.config.ratio:
-            self._turn_to(ratio)
-        self.step.samples = self.steps % SAMPLED == 0
+        level = self.ratio, self.velocity is not None and self.guard.corrects, self._next_exchange
+        if level != self._level:
+            self._turn_to(*level)
+        self.step.samples = self.steps % self._sampled == 0
+        self._numbers[VERDICT] = self.guard.verdict
+        self.step.turn()
         if self.step.probe is not None:
             self.step.probe.turn(self.plan, self.counter.committed)
         self.timer.begin()
@@ -235,12 +260,34 @@ class Compressor(State[Array]):
                 registry.rescale(factors)
             self.step.forget_gradients()
 
-    def _turn_to(self, ratio: float) -> None:
+    @property
+    def _next_exchange(self) -> Exchange[Array]:
+        """That of a step that begins now; the guard has dense gradients travel as they should."""
+        if not (self.guard.is_over or self.guard.tries_dense(self.counter.committed)):
+            return self._usual
+        if self._dense is None:
+            self._dense = dense_beside(self._usual)
+        return self._dense
+
+    def _turn_to(self, ratio: float, corrects: bool, exchange: Exchange[Array]) -> None:
         """Switch to another ratio level; no bucket may be under way.
 
         A method's state keeps the layout that it has at the ratio of the settings.
+
+        Args:
+            ratio: of the level.
+            corrects: whether momentum is corrected there.
+            exchange: how gradients travel there.
         """
-        self.plan = self.plan.under(self.schedule.settings(ratio))
+        if self.velocity is not None and corrects and self._has_momentum:
+            for name, velocity in self._momenta.velocities().items():
+                self.velocity.assign(name, velocity)
+        self._has_momentum = not corrects
+        settings = self.schedule.settings(ratio, corrects=corrects or self.velocity is None)
+        if exchange is not self._usual:
+            settings = Whole.beside(settings)
+        self._level, self.exchange = (ratio, corrects, exchange), exchange
+        self.plan = self.plan.under(settings)
         for registry in self._registries.values():
             if registry not in self.states.values():
                 registry.turn_to(self.plan)
@@ -267,7 +314,7 @@ class Compressor(State[Array]):
         return Storage(
             self.registry.shards(i),
             () if self.owned is None else self.owned.shards(i),
-            None if self.velocity is None else self.velocity.arenas(i),
+            self.velocity.arenas(i) if self.velocity and self.plan.config.momentum else None,
             {name: registry.arenas(i) for name, registry in self.states.items()},
         )
 

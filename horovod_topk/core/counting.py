@@ -64,8 +64,12 @@ class Counting(Generic[Array]):
         *,
         committed: bool,
         seconds: Seconds = Seconds(),  # noqa: B008  # it is frozen
+        fell_back: str = "",
     ) -> None:
-        """Note the end of a step, and tell the callbacks."""
+        """Note the end of a step, and tell the callbacks.
+
+        fell_back: the guard's rule by which compression ends with it.
+        """
         self.steps += committed
         self.rolled_back += not committed
         self.seconds += seconds
@@ -82,6 +86,7 @@ class Counting(Generic[Array]):
             **vars(self.sample),
             **vars(self.probed),
             memory_bytes=self.memory_bytes,
+            fell_back=fell_back,
         )
         for callback in self._callbacks:
             callback(counters)

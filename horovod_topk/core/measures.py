@@ -12,6 +12,7 @@ bit, and `horovod_topk.core.schedule` can decide from them alike on all ranks.
                 "hierarchical"
     exposed     seconds that it waited in collectives in the step before
     step        seconds from the end of the step before that one to its end
+    verdict     what its guard says of its own numbers: `horovod_topk.core.guard`
 
 A codec may have measures of its own, which follow these (`Method.measured`): numbers of what it has
 encoded, added up over tensors. All others are numbers of the whole rank, such as seconds of the
@@ -33,8 +34,8 @@ from horovod_topk.ops import Ops
 Array = TypeVar("Array")
 
 GRADIENT, RESIDUAL = "gradient", "residual"
-EXPOSED, STEP = "exposed", "step"
-HOST = (EXPOSED, STEP)  # which the host measures, after the step
+EXPOSED, STEP, VERDICT = "exposed", "step", "verdict"
+HOST = (EXPOSED, STEP, VERDICT)  # which the host knows before the step
 Rows = Sequence[tuple[float, ...]]  # the measures of each rank, in rank order
 Heard = Mapping[str, Sequence[float]]  # by name, one number a rank
 

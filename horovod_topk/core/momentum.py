@@ -33,8 +33,8 @@ Velocities are kept, committed and rolled back as residuals are, in two arenas a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 from horovod_topk.config import AUTO
 from horovod_topk.core.plan import BucketPlan, Plan
@@ -62,22 +62,34 @@ class Momenta:
     Args:
         config: `momentum` and `nesterov` for all tensors and steps.
         now: gives those of a step that begins now, by tensor name, if an optimizer has them.
+        velocities: gives what a momentum has gathered that the optimizer has had for a while, flat,
+            by tensor name.
     """
 
     def __init__(
-        self, config: Method, now: Callable[[], Mapping[str, Momentum]] | None = None
+        self,
+        config: Method,
+        now: Callable[[], Mapping[str, Momentum]] | None = None,
+        velocities: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._common, self._now = Momentum(config.momentum, config.nesterov), now
+        self.velocities = velocities
         self._own: Mapping[str, Momentum] = {}
+        self._plain = False  # whether velocities are sent as they are
 
-    def turn(self) -> None:
-        """Take on the present values, before a step's first bucket is sent."""
+    def turn(self, *, plain: bool = False) -> None:
+        """Take on the present values, before a step's first bucket is sent.
+
+        plain: whether velocities are sent as they are in this step, Nesterov's too.
+        """
+        self._plain = plain
         if self._now is not None:
             self._own = self._now()
 
     def of(self, name: str) -> Momentum:
         """One tensor's."""
-        return self._own.get(name, self._common)
+        own = self._own.get(name, self._common)
+        return replace(own, nesterov=False) if self._plain else own
 
 
 class Correction(Generic[Array]):

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, TypeVar
 
+from horovod_topk.config import Settings
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.sharded import ShardedBucket
@@ -27,10 +29,35 @@ from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.core.shards import shard
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.dense import Dense
-from horovod_topk.methods.protocol import Piece, Placed, Product, Rounds, TensorSpec, Work
+from horovod_topk.methods.protocol import (
+    EVERYTHING,
+    Method,
+    Piece,
+    Placed,
+    Product,
+    Rounds,
+    TensorSpec,
+    Work,
+)
 from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Rounds):
+    """Gradients that are added up as they are, in one round."""
+
+    id: ClassVar[int] = 0
+    rounds: ClassVar[int] = 1
+    min_numel: int = EVERYTHING
+
+    @classmethod
+    def beside(cls, config: Method) -> Whole:
+        """What another method's settings say of the tensors and the optimizer."""
+        own = {each.name: getattr(config, each.name) for each in fields(Settings)}
+        own |= {"exchange": "reduce", "min_numel": EVERYTHING}
+        return cls(**own | dict.fromkeys(("warmup", "ratios", "schedule")))  # of levels
 
 
 def round_plan(bucket: BucketPlan, i: int) -> BucketPlan:

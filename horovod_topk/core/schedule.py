@@ -1,7 +1,8 @@
 """Which ratio each step has: one of a few ratio levels, fixed when the optimizer is built.
 
-In this order: the ratio that a user asked for on all ranks; that of `warmup` in the first steps;
-what `schedule` has decided; the ratio of the settings.
+In this order: dense, where the guard has fallen back (`horovod_topk.core.guard`); the ratio that a
+user asked for on all ranks; that of `warmup` in the first steps; what `schedule` has decided; the
+ratio of the settings.
 
 Deep Gradient Compression (Lin et al. 2018, section 3.3) begins with large ratios, as early
 gradients change fast and are badly served by delay: `warmup` lists them. There a step's level
@@ -44,6 +45,7 @@ class Clock(NamedTuple):
     committed: int  # steps
     asked: float | None = None  # the ratio a user asked for, if one did
     decision: Decision = ()  # what the schedule decided last, and remembers
+    guard: Sequence[float] = ()  # what the guard remembers
 
 
 class Counter(Protocol):
@@ -81,6 +83,12 @@ class Schedule:
             )
         if self._schedule is not None:
             self._check_profiles(self._schedule)
+        if config.guard is not None and config.ratio == DENSE:
+            raise ConfigError(
+                f"guard= was given, and {type(config).__name__} sends all elements as it is set: "
+                "there is nothing denser to fall back to",
+                cure="Leave guard= out, or pass a ratio below 1",
+            )
 
     @property
     def decides(self) -> bool:
@@ -160,10 +168,15 @@ class Schedule:
         log.warning("TopKEF: the checkpoint's set_ratio(%s) is no ratio of this optimizer's", saved)
         return otherwise
 
-    def settings(self, ratio: float) -> Method:
-        """The settings at a ratio level."""
+    def settings(self, ratio: float, *, corrects: bool = True) -> Method:
+        """The settings at a ratio level.
+
+        corrects: whether a momentum that is corrected still is.
+        """
         settings = self._config.at(ratio)
         profile = {} if self._schedule is None else self._schedule.profile(ratio)
+        if not corrects:
+            profile |= {"momentum": 0.0, "nesterov": False, "taken_over": False}
         return replace(settings, **profile) if profile else settings
 
     def _check_profiles(self, schedule: schedules.Schedule) -> None:

@@ -14,14 +14,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from horovod_topk.core.counting import Counting
-from horovod_topk.core.measures import Rows, heard
+from horovod_topk.core.guard import Watch
+from horovod_topk.core.measures import VERDICT, Rows, heard
 from horovod_topk.core.plan import Plan, TensorSpec
 from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
-from horovod_topk.core.schedule import Clock, Counter, HostCounter, Schedule
+from horovod_topk.core.schedule import DENSE, Clock, Counter, HostCounter, Schedule
 from horovod_topk.core.state_dict import (
     ASKED,
     COMMITTED,
     DECISION,
+    GUARD,
     OWNED,
     RELEASED,
     RESIDUALS,
@@ -31,6 +33,7 @@ from horovod_topk.core.state_dict import (
     check_velocity,
     committed_of,
     decision_of,
+    guard_of,
     has_residuals,
     joined,
     pack_state,
@@ -40,7 +43,6 @@ from horovod_topk.core.state_dict import (
 )
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
-from horovod_topk.schedules import Decision
 
 Array = TypeVar("Array")
 _OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # in a state dict, by tensor name
@@ -62,6 +64,7 @@ class State(Counting[Array]):
         later: tensors that may still become known.
         rates: the learning rates that residuals follow, where they do.
         ranks_before: how many ranks these residuals were of in the last step, if there was one.
+        guard: falls back to dense gradients, if it is to.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class State(Counting[Array]):
     ) -> None:
         super().__init__()
         self.config, self.reduction, self._ops = config, reduction, ops
-        self.schedule = Schedule(config)
+        self.schedule, self.guard = Schedule(config), Watch(config.guard)
         self.counter: Counter = HostCounter() if counter is None else counter
         self.later: set[str] = set()
         self.rates: Followed | None = None
@@ -109,22 +112,40 @@ class State(Counting[Array]):
     def ratio(self) -> float:
         """Ratio of a step that begins now."""
         asked, committed = self.counter.asked, self.counter.committed
+        if self.guard.is_over:
+            return DENSE
         if asked is not None:
             return asked
+        if self.guard.tries_dense(committed):
+            return DENSE
         return self.schedule.ratio_at(committed, self.counter.decision)
 
-    def decide(self, plan: Plan, by_bucket: Mapping[int, Rows]) -> Decision:
-        """Let the schedule decide at the end of a committed step; return what it has.
+    def decide(
+        self,
+        plan: Plan,
+        by_bucket: Mapping[int, Rows],
+        flagged: Sequence[str] = (),
+        *,
+        committed: bool = True,
+    ) -> str:
+        """Let the schedule and the guard decide at the end of a step, before it is counted.
 
         Args:
             plan: of the step.
             by_bucket: what ranks told each other with each bucket.
+            flagged: names of tensors with a NaN or an infinity on some rank.
+            committed: whether the step was.
+
+        Returns:
+            The guard's rule by which compression ends with this step; empty: it does not.
         """
-        if self.schedule.decides:
-            level, before = plan.config.ratio, self.counter.decision
-            told = heard(plan, by_bucket)
-            self.counter.decision = self.schedule.decide(before, level, told)
-        return self.counter.decision
+        told = heard(plan, by_bucket) if committed and plan.config.measures else None
+        if committed and plan.config.schedule is not None:  # else it is no level of the schedule
+            before = self.counter.decision
+            self.counter.decision = self.schedule.decide(before, plan.config.ratio, told)
+        ending = {"committed": committed, "flagged": bool(flagged), "logs": self.place[0] == 0}
+        verdicts = () if told is None else told.get(VERDICT, ())
+        return self.guard.end(self.ended + 1, verdicts=verdicts, **ending)
 
     def set_ratio(self, ratio: float | None) -> None:
         """Take a ratio level from the next step on, or go back to the schedule (None).
@@ -142,7 +163,13 @@ class State(Counting[Array]):
     @property
     def clock(self) -> Clock:
         """What the ratio of the next step follows from: committed steps, and what a user asked."""
-        return Clock(self.counter.committed, self.counter.asked, self.counter.decision)
+        counter = self.counter
+        return Clock(counter.committed, counter.asked, counter.decision, self._remembered)
+
+    @property
+    def _remembered(self) -> Sequence[float]:
+        """What the guard remembers; nothing, if there is none."""
+        return () if self.config.guard is None else tuple(map(float, self.guard.memory))
 
     def resume(self, clock: Clock, ranks: int | None = None) -> None:
         """Go on at a clock; the residuals are of so many ranks, if that is known."""
@@ -150,7 +177,13 @@ class State(Counting[Array]):
         self.counter.committed = clock.committed
         self._ask(clock.asked)
         self._take_decision(clock.decision)
+        self._watch_on(clock.guard, own=False)
         self.ranks_before = ranks or None
+
+    def _watch_on(self, saved: Sequence[float], *, own: bool) -> None:
+        """Have the guard go on where it was; see `Watch.resume`."""
+        if self.config.guard is not None:
+            self.guard.resume(saved, own=own)
 
     def _ask(self, ratio: float | None) -> None:
         if ratio != self.counter.asked:
@@ -184,6 +217,9 @@ class State(Counting[Array]):
         state.pop(DECISION, None)
         if self.counter.decision:
             state[DECISION] = list(self.counter.decision)
+        state.pop(GUARD, None)
+        if self._remembered:
+            state[GUARD] = list(self._remembered)
         if self.rates is not None:
             for key, rates in self.rates.saved().items():
                 state[key] = {**rates_of(self._waiting, key), **rates}
@@ -198,6 +234,7 @@ class State(Counting[Array]):
         committed_of(state, 0)
         asked_of(state)
         decision_of(state)
+        guard_of(state)
         for key in (RATES, LARGEST):
             rates_of(state, key)
         check_velocity(bool(self.config.momentum), state)
@@ -213,6 +250,7 @@ class State(Counting[Array]):
         self.check_state_dict(state)
         self._ask(self.schedule.level(asked_of(state), self.counter.asked))
         self._take_decision(decision_of(state))
+        self._watch_on(guard_of(state), own=True)
         self.about_to_change()
         self.counter.committed = committed_of(state, self.counter.committed)
         self._begun += steps_of(state, self.ended) - self.ended

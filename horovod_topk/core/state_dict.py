@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from horovod_topk.core.guard import Memory
 from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
 from horovod_topk.errors import StateDictError
 from horovod_topk.ops import Ops
@@ -21,6 +22,7 @@ RESIDUALS = "residuals"  # key in a state dict: flat arrays by tensor name
 COMMITTED = "committed"  # key in a state dict: committed steps, also those before a checkpoint
 ASKED = "asked"  # key in a state dict: the ratio of the last `set_ratio`, if there was one
 DECISION = "decision"  # key in a state dict: the schedule's last decision and its memory
+GUARD = "guard"  # key in a state dict: what the guard remembers
 RELEASED = "released"  # key in a state dict: tensors that left the plan, without a residual
 STEPS = "steps"  # key in a saved shard: how many steps had ended
 OWNED, VELOCITY = "owned", "velocity"  # keys of state dicts within a state dict
@@ -285,6 +287,26 @@ def decision_of(state: Mapping[str, Any]) -> Sequence[float]:
             cure="Pass what state_dict() of a TopKEF compressor returned",
         )
     return decision
+
+
+def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
+    """What a guard remembered when a state dict was made; (): nothing.
+
+    Raises:
+        StateDictError: it is not a list of as many finite numbers.
+    """
+    memory = state.get(GUARD, [])
+    if not (
+        isinstance(memory, list)
+        and all(type(each) is float and math.isfinite(each) for each in memory)
+        and len(memory) in (0, len(Memory._fields))
+    ):
+        raise StateDictError(
+            f"the state dict says that a guard remembers {memory!r}, which is not a list of "
+            f"{len(Memory._fields)} finite numbers",
+            cure="Pass what state_dict() of a TopKEF compressor returned",
+        )
+    return memory
 
 
 def steps_of(state: Mapping[str, Any], otherwise: int) -> int:

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
-from horovod_topk.core.measures import told, total_of
+from horovod_topk.core.measures import HOST, told, total_of
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probe
@@ -60,6 +60,7 @@ class Bucket(Generic[Array]):
     units: Sequence[float] = (1.0,)  # of what users are given, one a tensor or one for all
     committed_last: bool = False  # whether the last step that began was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
+    measures: bool = False  # whether it tells of its own arrays, in each step
     gradient: Any = None  # sum of squares of its gradients, in a step that is sampled
 
 
@@ -102,6 +103,7 @@ class Step(Generic[Array]):
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._correction = Correction(plan.config, momenta or Momenta(plan.config), decay, ops)
         self._number, self.samples, self._timer = number, False, timer or StepTimer()
+        self._told: list[Any] = []  # what the host has told; new payloads have nothing of it
         self.probe: Probe[Array] | None = None
         self.sent: set[int] = set()
         self.received: set[int] = set()
@@ -119,6 +121,18 @@ class Step(Generic[Array]):
             for name in self._buckets[ordinal].plan.names(self._buckets[ordinal].flags)
         )
 
+    def turn(self) -> None:
+        """Before a step's first bucket: note what the host tells other ranks, if it has changed."""
+        first = min(self._buckets, default=-1)
+        if first < 0 or self._buckets[first].measures:
+            return
+        numbers = [self._number(name) for name in self._buckets[first].plan.measures]
+        if numbers != self._told:
+            self._told = numbers
+            for ordinal, bucket in self._buckets.items():
+                told = numbers if ordinal == first else [0.0] * len(numbers)
+                self._codec.tell(bucket.plan, told)
+
     def begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Compress a bucket and start its first collective. Writes no gradient and no residual.
 
@@ -133,7 +147,7 @@ class Step(Generic[Array]):
         if ordinal in self.sent:
             bucket.exchange.drain()
         bucket.committed_last, bucket.measurable = False, True
-        if bucket.plan.measures:
+        if bucket.measures:
             self._tell(bucket, gradients)
         if self.samples:
             bucket.gradient = total_of([self._ops.square(gradient) for gradient in gradients])
@@ -286,13 +300,16 @@ class Step(Generic[Array]):
     def _hold(self, buckets: Sequence[Bucket[Array]]) -> None:
         """Have these buckets from here on."""
         self._buckets = {each.plan.ordinal: each for each in buckets}
+        self._told = []
         self.stages = max((each.exchange.stages for each in buckets), default=0)
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
         storage, ops = self._storage(plan), self._ops
         memory = storage.residuals, storage.owned, storage.states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
-        return Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
+        bucket = Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
+        bucket.measures = not set(plan.measures) <= set(HOST)
+        return bucket
 
     def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
         """Measure what this rank tells the others with a bucket."""

@@ -1,11 +1,11 @@
 """A compressor from an environment variable, which replaces the compressor of a script.
 
 `HOROVOD_TOPK_COMPRESSION` is a compressor in Python syntax, with keywords whose values are
-literals: `TopKEF(ratio=0.01)`, `Dense(values="bfloat16")`; a schedule is written in the same way,
-`TopKEF(schedule=Accordion(critical=0.1))`. `none` and `fp16` are Horovod's own compression of these
-names. The text is parsed and never evaluated. While the variable is set, it replaces every
-compressor of this package, with a line in the log. Other compressors that a script passes to
-Horovod are not replaced.
+literals: `TopKEF(ratio=0.01)`, `Dense(values="bfloat16")`; a schedule or guard is written in the
+same way, `TopKEF(schedule=Accordion(critical=0.1))`. `none` and `fp16` are Horovod's own
+compression of these names. The text is parsed and never evaluated. While the variable is set, it
+replaces every compressor of this package, with a line in the log. Other compressors that a script
+passes to Horovod are not replaced.
 
 The script's `grad_scaler=` and `commit_dir=` are kept. All other settings of the script's
 compressor are replaced; `momentum=0.9` and `clip_norm=` are refused, since the script's optimizer
@@ -26,6 +26,7 @@ from typing import Any
 from horovod_topk import reporting
 from horovod_topk.config import AUTO, BY_ADAPTERS, TAKE_OVER, check_settings, reject_unknown
 from horovod_topk.errors import ConfigError
+from horovod_topk.guard import Guard
 from horovod_topk.methods import METHODS
 from horovod_topk.schedules import SCHEDULES
 
@@ -98,16 +99,17 @@ def _call(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-    """Evaluate a literal, or a schedule with literals as settings.
+    """Evaluate a literal, or a schedule or guard with literals as settings.
 
     Raises:
         ValueError: it is neither.
     """
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
-    kind = SCHEDULES.get(node.func.id) if isinstance(node.func, ast.Name) else None
+    kinds = {**SCHEDULES, "Guard": Guard}
+    kind = kinds.get(node.func.id) if isinstance(node.func, ast.Name) else None
     if kind is None or node.args:
-        raise ValueError(f"{ast.unparse(node)} is no schedule")
+        raise ValueError(f"{ast.unparse(node)} is no schedule or guard")
     return kind(**{str(each.arg): ast.literal_eval(each.value) for each in node.keywords})
 
 

@@ -22,6 +22,11 @@ class Seconds:
     exposed_seconds: float = 0.0  # waiting in collectives: what backward did not hide of them
     decompress_seconds: float = 0.0  # decoding, and what owners do between two collectives
 
+    @property
+    def cost(self) -> float:
+        """What the step would save without an exchange: all but what backward hides."""
+        return self.compress_seconds + self.exposed_seconds + self.decompress_seconds
+
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(
             self.compress_seconds + other.compress_seconds,

@@ -17,9 +17,10 @@ from typing import Any
 
 from horovod_topk.ddp.compressor import Compressor, TopKEF, exchange
 from horovod_topk.ddp.state import DDPState
+from horovod_topk.guard import Guard
 from horovod_topk.torch_training.onebit_adam import OneBitAdam
 
-__all__ = ["DDPState", "OneBitAdam", "TopKEF", "exchange"]
+__all__ = ["DDPState", "Guard", "OneBitAdam", "TopKEF", "exchange"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from horovod_topk.config import Settings
+from horovod_topk.config import AUTO, Settings
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.keys import Key
 from horovod_topk.ops import Fused, Ops
@@ -182,7 +182,8 @@ class Method(Settings):
     """Base class of both kinds of methods: its fields are the settings."""
 
     id: ClassVar[int]  # in the payload's header: unique, and never reused by another method
-    for_training: ClassVar[Mapping[str, str]] = {}  # defaults of compressor classes, not of fields
+    # Defaults of compressor classes, not of fields.
+    for_training: ClassVar[Mapping[str, str]] = {"guard": AUTO}
     measured: ClassVar[tuple[str, ...]] = ()  # names of a codec's own measures: `Sent.measured`
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ Array = Any  # an array of the framework that `ops` is for
 
 ABOVE, COUNTED = "above", "counted"  # measures: elements above the threshold, and all elements
 HALVINGS = 4  # levels below `max_ratio`, each half of the one before
-OF_STEPS = {"schedule", "warmup"}  # settings that select levels; Top-K gets the level instead
+OF_STEPS = {"schedule", "warmup", "guard"}  # settings that select levels; Top-K gets the level
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from prometheus_client import (
 
 from horovod_topk import __version__
 from horovod_topk.core.stats import StepCounters
+from horovod_topk.guard import REASONS
 
 SECONDS = tuple(2.0**power for power in range(-12, 6))  # bounds of histograms: 0.24 ms to 32 s
 
@@ -59,6 +60,8 @@ class Prometheus:
         }
         self._steps = self._metric(Counter, "steps", "Steps by outcome", ["outcome"])
         self._fallbacks = self._metric(Counter, "fallback", "Fall-backs to dense", ["reason"])
+        for reason in REASONS:  # 0 until then: a counter that is new has not increased
+            self._fallbacks.labels(self._rank, reason)
         self._metric(Info, "build", "Version of horovod_topk").info({"version": __version__})
         self.port: int | None = None  # that is served
         if port is not None:

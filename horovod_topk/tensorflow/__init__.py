@@ -25,13 +25,14 @@ No registry of Horovod is changed: elastic jobs use the state of `horovod_topk.t
 
 from typing import Any
 
+from horovod_topk.guard import Guard
 from horovod_topk.tensorflow import seam
 from horovod_topk.tensorflow.compressor import Compressor, TopKEF
 from horovod_topk.tensorflow.state import OptimizerState
 
 seam.install()
 
-__all__ = ["OptimizerState", "TopKEF"]
+__all__ = ["Guard", "OptimizerState", "TopKEF"]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,8 +31,9 @@ def step(
 
     Returns:
         The exchanged gradients; one flag for each tensor, bucket by bucket, True where a rank had a
-        NaN or an infinity (the state is then unchanged, bit for bit); `Squares`, [3] float64,
-        below zero where they were not measured; and `Seconds`, [4] float64.
+        NaN or an infinity (the state is then unchanged, bit for bit); `Squares` and the largest
+        present learning rate as a share of its maximum, [4] float64, below zero where they were not
+        measured; and `Seconds`, [4] float64.
     """
     plan = cached.plan
     arrays: dict[str, Array] = {
@@ -44,6 +45,7 @@ def step(
     of = {b.ordinal: [arrays[t.spec.name] for t in b.tensors] for b in plan.buckets}
     run, timer = state.step(plan, cached.name, rate), state.timer
     timer.begin()
+    run.turn()
     for ordinal, own in of.items():
         timer.note_ready([array.value for array in own])
         run.begin(ordinal, own)
@@ -55,12 +57,12 @@ def step(
 
     def measure() -> Any:
         squares = run.squares()
-        each = squares.gradient, squares.compensated, squares.left
+        each = squares.gradient, squares.compensated, squares.left, state.largest_decay(plan, rate)
         return tf.stack([tf.convert_to_tensor(square, tf.float64) for square in each])
 
     sound = tf.logical_not(tf.reduce_any(flagged))
     tf.cond(sound, commit, lambda: None)
-    unknown = tf.fill([3], tf.constant(-1.0, tf.float64))
+    unknown = tf.fill([4], tf.constant(-1.0, tf.float64))
     squares = tf.cond(tf.logical_and(due, sound), measure, lambda: unknown)
     exchanged = [arrays[spec.name].value for spec in cached.specs]
     return exchanged, flagged, squares, timer.seconds(exchanged)

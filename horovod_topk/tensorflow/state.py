@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from horovod_topk.core.attached import Attached
 from horovod_topk.core.base_compressor import check_elastic, check_steps_kept, elastic
+from horovod_topk.core.measures import HOST
 from horovod_topk.core.residual import Squares
 from horovod_topk.core.stats import Sample
 from horovod_topk.core.timing import Seconds
@@ -165,28 +166,30 @@ class OptimizerState(Attached[VariableState]):
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
             this, name = weakref.ref(self), cached.name
 
-            def count(flags: Any, squares: Any, seconds: Any) -> tuple[int, list[float]]:
+            def count(flags: Any, squares: Any, seconds: Any) -> tuple[int, bool, list[float]]:
                 state = this()
                 if state is None:
-                    return -1, [0.0, 0.0]
+                    return -1, False, [0.0] * len(HOST)
                 cached, times = state._traced[name], seconds_of(seconds.numpy())
                 return state._count(cached, flags, squares.numpy(), times)
 
             arguments = [flags, squares, seconds]
-            level, numbers = tf.py_function(count, arguments, [tf.int32, tf.float32])
+            kinds = [tf.int32, tf.bool, tf.float32]
+            level, is_over, numbers = tf.py_function(count, arguments, kinds)
             self._state.schedule_in_graphs.take(level)
+            self._state.schedule_in_graphs.fall_back(tf.ensure_shape(is_over, []))
             self._state.take_numbers(numbers)
             with tf.control_dependencies([level]):  # which raises what was found on the way
                 return [tf.identity(each) for each in exchanged]
 
     def _count(
         self, cached: CachedPlan, flags: Any, squares: Any, seconds: Seconds
-    ) -> tuple[int, list[float]]:
+    ) -> tuple[int, bool, list[float]]:
         """Note the end of a step, on the host; raise what `TensorFlowOps` has deferred.
 
         Returns:
-            The position of the level that the schedule has decided on, -1: on none; and the
-            measures of this rank that the next step tells.
+            The position of the level that the schedule has decided on, -1: on none; whether the
+            guard has ended compression; and the measures of this rank that the next step tells.
         """
         state, plan = self._state, cached.plan
         self._raised, state.ops.raised = state.ops.raised, None
@@ -195,18 +198,21 @@ class OptimizerState(Attached[VariableState]):
         assert state.exchange is not None  # it has exchanged these gradients
         state.plan = plan
         if squares[0] >= 0.0:
-            state.last_squares = Squares(*map(float, squares))
+            *sums, decay = map(float, squares)
+            state.last_squares = Squares(*sums)
             state.sample = Sample.of(state.last_squares)
+            state.guard.sample((state.sample.residual_norm_ratio or 0.0) * decay)
         names = [tensor.spec.name for tensor in plan.tensors()]
         pairs = zip(names, flags.numpy(), strict=True)
         flagged = [name for name, flag in pairs if flag]
-        if not flagged:
-            state.decide(plan, state.heard)
+        fell_back = state.decide(plan, state.heard, flagged, committed=not flagged)
         traffic = state.exchange.traffic(plan)
-        state.end_step(traffic, flagged, committed=not flagged, seconds=seconds)
+        state.end_step(
+            traffic, flagged, committed=not flagged, seconds=seconds, fell_back=fell_back
+        )
         now, before, self._ended = time.perf_counter(), self._ended, time.perf_counter()
-        numbers = [seconds.exposed_seconds, now - (before or now)]
-        return state.schedule_in_graphs.decided, numbers
+        numbers = [seconds.exposed_seconds, now - (before or now), state.guard.verdict]
+        return state.schedule_in_graphs.decided, state.guard.is_over, numbers
 
     def _note_skipped(self, gradients: Sequence[Any]) -> None:
         for name, gradient in zip(self._names, gradients, strict=True):

@@ -13,7 +13,7 @@ from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
-from horovod_topk.core.measures import HOST, Rows
+from horovod_topk.core.measures import HOST, VERDICT, Rows
 from horovod_topk.core.momentum import check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
@@ -96,13 +96,18 @@ class VariableState(State[Array]):
                 f"probe_every={config.probe_every} was given, and TensorFlow has no probe",
                 cure="Leave probe_every= out, or probe in PyTorch",
             )
+        if config.guard is not None and config.guard.slower is not None:
+            raise ConfigError(
+                f"guard= has slower={config.guard.slower}, and TensorFlow's graphs take no trials",
+                cure="Leave slower= out, or compare with dense: horovod-topk bench",
+            )
         self.schedule_in_graphs = TracedSchedule(config)
         self.ops, self.collective, self._stores = TensorFlowOps(defers=True), collective, stores
         super().__init__(config, reduction, self.ops, self.schedule_in_graphs)
         self._names, self.later = names, set(names)
         self.rates = VariableRates() if config.follow_lr else None
         self.last_squares = Squares()
-        self._numbers = apart(_two) if set(HOST) & set(config.told) else None
+        self._numbers = apart(_of_host) if set(HOST) & set(config.told) else None
         self.heard: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
@@ -200,15 +205,31 @@ class VariableState(State[Array]):
         return timer
 
     def take_numbers(self, numbers: Any) -> None:
-        """Assign in a graph the measures that this rank sends in the next step: [2] float32."""
+        """Assign in a graph the measures that this rank sends in the next step: [3] float32."""
         if self._numbers is not None:
-            self._numbers.assign(tf.ensure_shape(numbers, [2]))
+            self._numbers.assign(tf.ensure_shape(numbers, [len(HOST)]))
 
     def _number(self, name: str) -> Array:
         """A measure of this rank from the step before, in a graph."""
         assert self._numbers is not None
         at = HOST.index(name)
         return Buffer(self._numbers.read_value()[at : at + 1])
+
+    def largest_decay(self, plan: Plan, rate: Any) -> Any:
+        """Learning rates as a share of their largest ones, the largest share, [] float64."""
+        if rate is None or self.rates is None or self.config.guard is None:
+            return tf.constant(1.0, tf.float64)
+        decays = [self.rates.decay(tensor.spec.name, rate) for tensor in plan.tensors()]
+        return tf.reduce_max(tf.stack(decays))
+
+    def _watch_on(self, saved: Sequence[float], *, own: bool) -> None:
+        """`State._watch_on`, for graphs too."""
+        super()._watch_on(saved, own=own)
+        self.schedule_in_graphs.fall_back(self.guard.is_over)
+        if self._numbers is not None:
+            told = [0.0] * len(HOST)
+            told[HOST.index(VERDICT)] = self.guard.verdict
+            self._numbers.assign(told)
 
     def count(self, plan: Plan, rate: Any = None) -> None:
         """Count a committed step in a graph, and note its learning rate."""
@@ -300,6 +321,6 @@ class _Layout:
             ]
 
 
-def _two() -> Any:
+def _of_host() -> Any:
     with tf.device("cpu"):
-        return tf.Variable(tf.zeros([2]), trainable=False)
+        return tf.Variable(tf.zeros([len(HOST)]), trainable=False)

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.base_compressor import elastic
-from horovod_topk.core.schedule import Decision, Schedule
+from horovod_topk.core.schedule import DENSE, Decision, Schedule
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.variables import apart
@@ -29,10 +29,11 @@ class TracedSchedule:
 
     def __init__(self, config: Method) -> None:
         self._config, self._schedule = config, Schedule(config)
-        dynamic = config.warmup is not None or self._schedule.decides
+        may_change = config.warmup is not None or config.guard is not None
+        dynamic = may_change or self._schedule.decides
         self._in_traces = dynamic  # whether traces have all levels
         self._one_traced = False  # whether a trace has one level alone
-        self._committed, self._asked, self._decided = apart(_variables)
+        self._committed, self._asked, self._decided, self._dense = apart(_variables)
         self._decision: Decision = ()
 
     @property
@@ -90,6 +91,11 @@ class TracedSchedule:
         """The position of the level that was decided on; -1: of none."""
         return self._schedule.levels.index(self._decision[0]) if self._decision else -1
 
+    def fall_back(self, is_over: Any) -> None:
+        """Have steps at the dense level alone, or as decided: a bool, or [] bool in a graph."""
+        if self._config.guard is not None:
+            self._dense.assign(is_over)
+
     def take(self, level: Any) -> None:
         """Note in a graph what was decided while it runs: the position of a level, [] int32."""
         if self._schedule.decides:
@@ -121,11 +127,14 @@ class TracedSchedule:
         for until, ratio in reversed(self._config.stretches):
             usual = tf.where(committed < until, levels.index(ratio), usual)
         asked = self._asked.read_value()
-        return tf.where(asked < 0, usual, asked)
+        chosen = tf.where(asked < 0, usual, asked)
+        if self._config.guard is None:
+            return chosen
+        return tf.where(self._dense.read_value(), levels.index(DENSE), chosen)
 
 
-def _variables() -> tuple[Any, Any, Any]:
-    """Committed steps; and the levels that a user and the schedule asked for, if not -1."""
+def _variables() -> tuple[Any, Any, Any, Any]:
+    """Committed steps; what a user and the schedule asked for, if not -1; and the guard's end."""
     with tf.device("cpu"):
         asked, decided = (tf.Variable(-1, False, dtype=tf.int32) for _ in range(2))
-        return tf.Variable(0, False, dtype=tf.int64), asked, decided
+        return tf.Variable(0, False, dtype=tf.int64), asked, decided, tf.Variable(False, False)

@@ -23,6 +23,7 @@ and `horovod_topk.torch.elastic` adds `TopKEF` to one registry:
 
 from typing import Any
 
+from horovod_topk.guard import Guard
 from horovod_topk.torch import elastic, seam
 from horovod_topk.torch.compressor import Compressor, TopKEF
 from horovod_topk.torch.state import OptimizerState
@@ -31,7 +32,7 @@ from horovod_topk.torch_training.onebit_adam import OneBitAdam
 seam.install()
 elastic.install()
 
-__all__ = ["OneBitAdam", "OptimizerState", "TopKEF"]
+__all__ = ["Guard", "OneBitAdam", "OptimizerState", "TopKEF"]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,9 +21,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
 from horovod_topk.config import AUTO
+from horovod_topk.core.guard import Watch
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.momentum_takeover import (
     Own,
@@ -64,7 +66,20 @@ class Loan:
         self._factors: list[float] = []  # by parameter group, of gradients exchanged last
         self._lent: list[dict[str, Any]] | None = None  # by parameter group, while it steps
         self.warnings: tuple[str, ...] = ()
+        self._guard = Watch(None)
+        # Of the step that is under way, or was last: whether it was exchanged without a momentum,
+        # as in training without compression; and whether the mean velocities were exchanged.
+        self._is_over, self._hands_over = False, False
         save_zeros(optimizer, self)
+
+    def lends_for(self, guard: Watch) -> None:
+        """Hand the momentum back when a guard ends compression."""
+        self._guard, guard.hands_over = guard, True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the optimizer has its momentum back."""
+        return not self._guard.corrects
 
     def groups(self, optimizer: Any) -> list[Any]:
         """The parameter groups as the user knows them, also while the optimizer steps."""
@@ -78,12 +93,18 @@ class Loan:
         return any(group is each for each in self._met)
 
     def now(self) -> dict[str, Momentum]:
-        """The momentum of each parameter, by name, of a step that begins now.
+        """The momentum of each parameter, by name, of a step that begins now; none if it is over.
 
         Raises:
             ConfigError: a parameter group has none that can be corrected any more.
         """
         optimizer: Any = self._optimizer()
+        was_over, self._is_over = self._is_over, self.is_over
+        self._hands_over = self._guard.is_handing_over
+        if self._is_over:
+            return {}
+        if was_over:  # what the optimizer has gathered goes on as our velocities
+            self._met = list(optimizer.param_groups)
         self._meet(optimizer)
         found, factors, names = dict[str, Momentum](), list[float](), self._names
         for number, group in enumerate(self.groups(optimizer)):
@@ -101,10 +122,12 @@ class Loan:
 
         They were exchanged with the momentum of that time, which may have been moved since.
         """
-        if self._lent is not None:
+        if self._lent is not None or self._is_over:
             return
         self._meet(optimizer)
         self._lent, factors = [], self._factors
+        if self._hands_over:
+            _drop_buffers(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             if "betas" in group:
                 self._lent.append({"betas": group["betas"]})
@@ -112,13 +135,38 @@ class Loan:
             else:
                 factor = factors[number] if number < len(factors) else _now(group)
                 self._lent.append({key: group[key] for key in ("momentum", "nesterov", "lr")})
-                group.update(momentum=0.0, nesterov=False, lr=group["lr"] / (1.0 - factor))
+                # With a momentum, and nothing gathered, SGD keeps what it applies in a buffer.
+                momentum = factor if self._hands_over else 0.0
+                group.update(momentum=momentum, nesterov=False, lr=group["lr"] / (1.0 - factor))
 
     def take_back(self, optimizer: Any) -> None:
-        """Give the parameter groups what they had."""
+        """Give the parameter groups what they had.
+
+        If the mean velocities have been exchanged, the optimizer has them now: Adam keeps 1 - m
+        times a velocity, which is what it was given, and SGD the velocity.
+        """
+        if self._lent is not None and self._hands_over:
+            for group, factor in zip(optimizer.param_groups, self._factors, strict=False):
+                for buffer in () if "betas" in group else _buffers(optimizer, group):
+                    buffer.div_(1.0 - factor)
         for group, lent in zip(optimizer.param_groups, self._lent or (), strict=False):
             group.update(lent)
         self._lent = None
+
+    def velocities(self) -> dict[str, Tensor]:
+        """What the optimizer has gathered since it has its momentum back, flat, by name."""
+        optimizer: Any = self._optimizer()
+        found = dict[str, Tensor]()
+        for group in optimizer.param_groups:
+            is_adam = "betas" in group
+            factor = 1.0 / (1.0 - group["betas"][0]) if is_adam else 1.0
+            if group.get("maximize") and not is_adam:
+                factor = -factor
+            for p in group["params"]:
+                buffer = optimizer.state.get(p, {}).get("exp_avg" if is_adam else "momentum_buffer")
+                if p in self._names and buffer is not None:
+                    found[self._names[p]] = (factor * buffer).reshape(-1)
+        return found
 
     def _meet(self, optimizer: Any) -> None:
         """Look at parameter groups that are new: a checkpoint may have brought them."""
@@ -133,6 +181,21 @@ class Loan:
         self._met = list(optimizer.param_groups)
         if gathered:
             self.warnings = (warn_of_loaded(type(optimizer).__name__),)
+
+
+def _buffers(optimizer: Any, group: Any) -> list[Tensor]:
+    """Where SGD keeps the momentum of a parameter group."""
+    states = (optimizer.state.get(p, {}) for p in group["params"])
+    found = (own.get("momentum_buffer") for own in states)
+    return [buffer for buffer in found if buffer is not None]
+
+
+def _drop_buffers(optimizer: Any) -> None:
+    """Have SGD begin with no momentum."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p in optimizer.state:
+                optimizer.state[p].pop("momentum_buffer", None)
 
 
 def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) -> None:

@@ -38,6 +38,8 @@ def save_zeros(optimizer: Any, loan: Any) -> None:
         for group, present, shown in pairs:
             group.update({key: shown[key] for key in group if key != "params"})
             group.pop(TAKEN, None)
+            if loan.is_over:
+                continue
             _put_zeros(packed["state"], group, present["params"], over=loan.is_met(present))
         return packed
 

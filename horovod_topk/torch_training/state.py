@@ -18,7 +18,7 @@ from torch import Tensor
 
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.attached import Attached
-from horovod_topk.core.base_compressor import check_elastic, elastic
+from horovod_topk.core.base_compressor import check_elastic, elastic, guarded
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange.selection import exchange_of
@@ -76,7 +76,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         """
         check_elastic(config)
         check_evaluates_once(optimizer)
-        config = settle_momentum(optimizer, config, deferred)
+        config = guarded(settle_momentum(optimizer, config, deferred), deferred)
         if "follow_lr" in deferred:
             config = replace(config, follow_lr=has_rates(optimizer))
         if isinstance(optimizer, ExchangesOwn):
@@ -108,10 +108,14 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             self._ordinal = agree(plan, self._ordinal, ops, collective)
         exchange = exchange_of(plan, ops, collective)
         name = f"{self._prefix}.{self._ordinal}"
-        momenta = Momenta(config, None if self._loan is None else self._loan.now)
+        momenta, loan = Momenta(config), self._loan
+        if loan is not None:
+            momenta = Momenta(config, loan.now, loan.velocities)
         self._compressor = self._state = Compressor(
             plan, ops, PayloadCodec(ops), exchange, name, momenta, collective.timer
         )
+        if loan is not None:
+            loan.lends_for(self._compressor.guard)
         if config.probe_every is not None:
             self._compressor.step.probe = Probe(config.probe_every, collective, ops, name)
         self._compressor.rates = followed(optimizer, config, self._names, self._loan)

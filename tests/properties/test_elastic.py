@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from horovod_topk.core.guard import Memory
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.core.stats import Stats
 from horovod_topk.elastic import Manager
@@ -36,6 +37,9 @@ class Room:
         heard = list(self.said)
         self._barrier.wait()
         return heard
+
+
+GUARD = tuple(map(float, Memory(stage=3, since=5, trend=1)))
 
 
 class Rank:
@@ -92,8 +96,9 @@ class Rank:
     def step(self, noise: np.random.Generator) -> None:
         for e in self.residuals.values():
             e += noise.normal(size=e.shape).astype("f4")
-        asked, decision = (0.25, (0.5, 1.0)) if self.clock[0] > 4 else (None, ())
-        self.clock = Clock(self.clock[0] + 1, asked, decision)
+        late = self.clock[0] > 4
+        asked, decision, guard = (0.25, (0.5, 1.0), GUARD) if late else (None, (), ())
+        self.clock = Clock(self.clock[0] + 1, asked, decision, guard)
 
 
 def sum_of(ranks: Sequence[Rank]) -> np.ndarray[Any, Any]:
@@ -325,7 +330,7 @@ def test_who_joins_learns_the_clock() -> None:
     for _ in range(6):
         job.step()
     job.join(2)
-    assert {rank.clock for rank in job.ranks} == {(6, 0.25, (0.5, 1.0))}
+    assert {rank.clock for rank in job.ranks} == {(6, 0.25, (0.5, 1.0), GUARD)}
 
 
 def test_going_back_before_the_first_commit_with_others() -> None:

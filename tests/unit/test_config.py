@@ -11,6 +11,7 @@ from oracle.schedules import ByGradient
 
 from horovod_topk.config import OPTIONAL, reject_unknown
 from horovod_topk.errors import ConfigError, TopKError, UnknownSettingError
+from horovod_topk.guard import Guard
 from horovod_topk.methods.topk import TopK
 
 
@@ -34,6 +35,7 @@ def test_the_defaults() -> None:
         "clip_norm": None,
         "warmup": None,
         "schedule": None,
+        "guard": None,
         "probe_every": None,
         "momentum": 0.0,
         "nesterov": False,
@@ -71,7 +73,8 @@ def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopK)]
     optional = {"momentum": 0.5, "nesterov": True, "velocity_kept": 0.5, "taken_over": True}
     optional |= {"follow_lr": True, "ratios": (("w", 1.0),)}
-    everything = TopK(clip_norm=1.0, warmup=100, schedule=ByGradient(), probe_every=9, **optional)
+    optional |= {"guard": Guard(), "schedule": ByGradient(), "probe_every": 9}
+    everything = TopK(clip_norm=1.0, warmup=100, **optional)
     own = {"momentum", "nesterov"}  # of the optimizer: a broadcast makes them equal
     assert list(everything.agreed()) == [name for name in names if name not in own]
     given = dataclasses.replace(everything, taken_over=False)

@@ -25,7 +25,13 @@ ROOMS = {
     "errors.py": set[str](),
     "ratios.py": {"horovod_topk.errors"},
     "schedules.py": {"horovod_topk.ratios", "horovod_topk.errors"},
-    "config.py": {"horovod_topk.ratios", "horovod_topk.schedules", "horovod_topk.errors"},
+    "guard.py": {"horovod_topk.schedules", "horovod_topk.errors"},
+    "config.py": {
+        "horovod_topk.ratios",
+        "horovod_topk.schedules",
+        "horovod_topk.guard",
+        "horovod_topk.errors",
+    },
     "__init__.py": {"horovod_topk.errors", "horovod_topk.methods", "horovod_topk.reporting"},
     "reporting.py": set[str](),
     "methods": {
@@ -42,6 +48,7 @@ ROOMS = {
         "horovod_topk.config",
         "horovod_topk.ratios",
         "horovod_topk.schedules",
+        "horovod_topk.guard",
         "horovod_topk.errors",
     },
     "ops/__init__.py": {"horovod_topk.ops.protocol"},
@@ -93,6 +100,7 @@ ROOMS = {
     "metrics/prometheus.py": {
         "prometheus_client",
         "horovod_topk.core.stats",
+        "horovod_topk.guard",
         "horovod_topk.__version__",
     },
     "mpi.py": {"numpy", "mpi4py", "horovod_topk.core.nodes"},
@@ -180,6 +188,7 @@ ROOMS = {
         "horovod_topk.core",
         "horovod_topk.ops.torch",
         "horovod_topk.config",
+        "horovod_topk.guard",
         "horovod_topk.errors",
     },
     "torch": {
@@ -194,6 +203,7 @@ ROOMS = {
         "horovod_topk.core",
         "horovod_topk.ops.torch",
         "horovod_topk.config",
+        "horovod_topk.guard",
         "horovod_topk.errors",
     },
     "tensorflow": {
@@ -211,6 +221,7 @@ ROOMS = {
         "horovod_topk.ops.tensorflow",
         "horovod_topk.ratios",
         "horovod_topk.config",
+        "horovod_topk.guard",
         "horovod_topk.errors",
     },
 }

@@ -170,6 +170,8 @@ def test_the_published_names() -> None:
     """Dashboards depend on them."""
     assert {"comm/sent_bytes", "comm/compress_seconds", "comm/exchange_seconds"} <= set(FIELDS)
     writer = prometheus.Prometheus(rank=3)
+    value = writer.registry.get_sample_value
+    assert value("hvdtopk_fallback_total", {"rank": "3", "reason": "trend"}) == 0.0
     writer(replace(STEP, fell_back="non-finite"))
     names = {family.name for family in writer.registry.collect()}
     assert names == {
@@ -189,7 +191,6 @@ def test_the_published_names() -> None:
         "hvdtopk_fallback",
         "hvdtopk_build",
     }
-    value = writer.registry.get_sample_value
     assert value("hvdtopk_sent_bytes_total", {"rank": "3"}) == 100.0
     assert value("hvdtopk_fallback_total", {"rank": "3", "reason": "non-finite"}) == 1.0
     assert value("hvdtopk_exchange_seconds_sum", {"rank": "3"}) == 0.2

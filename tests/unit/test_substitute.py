@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from horovod_topk import checkpoint, errors
+from horovod_topk.config import DEFERRED
 from horovod_topk.core import substitute
 from horovod_topk.core.substitute import VARIABLE, parse
 
@@ -88,7 +89,7 @@ def test_settings_of_the_script_are_replaced_as_a_whole(
     monkeypatch.setenv(VARIABLE, "TopKEF(ratio=0.2)")
     made = adapter.TopKEF(values="int8", momentum="optimizer", commit_dir="somewhere")
     assert (made.config.ratio, made.config.values) == (0.2, "int4")
-    assert made.deferred == dict.fromkeys(("momentum", "follow_lr", "warmup"), "auto")
+    assert made.deferred == dict.fromkeys(DEFERRED, "auto")
     assert made.commit_dir == "somewhere"
 
 

@@ -34,7 +34,7 @@ WORDS = {  # words of a shorthand such as topk-int8-sharded; `auto` would be amb
     **{value: "indices" for value in INDICES if value != "auto"},
 }
 # Settings that do not change the steps that are timed.
-UNFIT = ("name", "warmup", "schedule", "probe_every", "follow_lr", *BY_ADAPTERS)
+UNFIT = ("name", "warmup", "schedule", "guard", "probe_every", "follow_lr", *BY_ADAPTERS)
 SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,
@@ -47,7 +47,8 @@ NUMBERS: dict[str, Callable[[str], float]] = {
 EXAMPLES = {"clip_norm": 1.0, "momentum": 0.9}  # for settings that are off by default
 OVER_DDP = "ddp+"  # prefix of a compressor that is used with horovod_topk.ddp
 TRUTH = {"True": True, "False": False}
-STEADY: Mapping[str, Any] = {"warmup": None}  # time the steps that follow a warm-up
+# Time the steps that follow a warm-up; no guard ends compression.
+STEADY: Mapping[str, Any] = {"warmup": None, "guard": None}
 OPTIMIZERS_OWN = 0.9  # the optimizer's momentum, for TopKEF to take over
 
 

@@ -272,6 +272,11 @@ class Over(abc.ABC, Generic[Array]):
         self._counted: dict[tuple[bytes, int], Traffic] = {}  # by plan digest and number of ranks
 
     @property
+    def collective(self) -> Collective[Array]:
+        """All ranks."""
+        return self._collective
+
+    @property
     def ranks(self) -> int:
         """Number of ranks that exchange."""
         return self._collective.size

@@ -74,6 +74,18 @@ def make_exchange(
     return HierarchicalExchange(collective, groups, because or _reduced_to(nodes))
 
 
+def dense_beside(exchange: Exchange[Array]) -> Exchange[Array]:
+    """The exchange of dense gradients where another one carries payloads.
+
+    An allgather of dense gradients sends P / 2 times the bytes of an allreduce, and holds those of
+    all ranks. Beyond two ranks owners add them up instead, in rank order; residuals stay where they
+    are. Elastic jobs have no owners.
+    """
+    if not isinstance(exchange, Allgather) or exchange.ranks < 3 or elastic():
+        return exchange
+    return ReduceExchange(exchange.collective, exchange.nodes, "gradients are dense")
+
+
 def choose(
     plan: Plan, collective: Collective[Array], nodes: Nodes, *, can_split: bool
 ) -> tuple[str, str]:

@@ -15,11 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from horovod_topk.guard import Guard
+
 SHAPES = {"v0": (300, 40), "v1": (70, 3), "v2": (9,), "v3": ()}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"ratio": 0.05, "min_numel": 16, "values": "float16", "momentum": 0, "warmup": None},
     "corrected": {"ratio": 0.05, "min_numel": 16, "momentum": 0.9, "warmup": [(2, 0.5)]},
 }
+# The default is one in PyTorch, and none in TensorFlow.
+SETTINGS["plain"]["guard"], SETTINGS["corrected"]["guard"] = Guard(), None
 STEPS = 6
 RANK = int(os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 

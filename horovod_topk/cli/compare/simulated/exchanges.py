@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -37,6 +38,10 @@ class Exchange(Protocol):
 
     def traffic(self) -> Traffic:
         """Bytes that a rank sends in a step."""
+        ...
+
+    def report(self, losses: Sequence[float]) -> None:
+        """Tell each rank's guard its loss, if it has one."""
         ...
 
 
@@ -76,6 +81,9 @@ class Dense:
         dense = ring_allreduce_bytes(self._full, self._ranks)
         return Traffic(self._values, self._bytes, sent, dense, between_bytes=None, node_bytes=None)
 
+    def report(self, losses: Sequence[float]) -> None:
+        """`Exchange.report`: nobody watches."""
+
 
 def plain(model: nn.Module, ranks: int, name: str) -> Dense:
     """Make the exchange of Horovod's own compression, "none" or "fp16"."""
@@ -92,13 +100,15 @@ def compressed(
     config = settle_momentum(optimizer, config, deferred)
     if "follow_lr" in deferred:
         config = replace(config, follow_lr=True)
-    momenta = Momenta(config)
-    if config.taken_over:
+    if not config.taken_over:
+        made = Compressed(model, ranks, config)
+    else:
         loan = Loan(optimizer, {p: name for name, p in model.named_parameters()})
-        momenta = Momenta(config, loan.now)
         optimizer.register_step_pre_hook(lambda it, *_: loan.lend(it))
         optimizer.register_step_post_hook(lambda it, *_: loan.take_back(it))
-    made = Compressed(model, ranks, config, momenta)
+        made = Compressed(model, ranks, config, Momenta(config, loan.now, loan.velocities))
+        for each in made.compressors:  # whose guards are at the same stage
+            loan.lends_for(each.guard)
     if config.follow_lr:
         made.follow(optimizer)
     return made
@@ -143,6 +153,11 @@ class Compressed:
     def traffic(self) -> Traffic:
         """`Exchange.traffic`."""
         return self.compressors[0].traffic()
+
+    def report(self, losses: Sequence[float]) -> None:
+        """`Exchange.report`."""
+        for compressor, loss in zip(self.compressors, losses, strict=True):
+            compressor.guard.report(loss)
 
     def _in_buckets(self, gradients: Gradients) -> dict[int, list[Tensor]]:
         return {

@@ -50,9 +50,10 @@ class Job:
 
     def step(self) -> None:
         """Make a step: a batch on every rank, an exchange, and the same update on all ranks."""
-        gradients = [self._gradients(next(source)) for source in self._batches]
+        found = [self._gradients(next(source)) for source in self._batches]
         with torch.no_grad():
-            mean = self.exchange.mean(gradients)
+            mean = self.exchange.mean([gradients for _, gradients in found])
+        self.exchange.report([loss for loss, _ in found])
         for parameter, gradient in zip(self._parameters, mean, strict=True):
             parameter.grad = gradient
         if self._clip_norm is not None:
@@ -71,9 +72,10 @@ class Job:
         finite = finite and all(map(math.isfinite, found.values()))
         return {name: round(value, 6) if finite else None for name, value in found.items()}
 
-    def _gradients(self, batch: Any) -> list[Tensor]:
+    def _gradients(self, batch: Any) -> tuple[float, list[Tensor]]:
+        """One rank's loss, and its gradients."""
         loss = self.workload.loss(self.model, batch)
-        return list(torch.autograd.grad(loss, self._parameters))
+        return loss.item(), list(torch.autograd.grad(loss, self._parameters))
 
 
 def exchange(

@@ -1,0 +1,264 @@
+"""Injects faults into training on simulated ranks: how soon the guard ends compression.
+
+    python scripts/guard_faults.py faults [--output docs/results/guard.jsonl]
+    python scripts/guard_faults.py healthy [--runs 25]
+    python scripts/guard_faults.py table
+
+Four simulated ranks train a model of scripts/study, in this process, on one core. Each fault is
+trained dense, compressed without a guard, and compressed with `Guard()`; each rank reports its loss
+after every step. Where a gradient is not finite, the step is left out, as a loss scaler does.
+
+    rate        a learning rate that dense training stands, and plain error feedback at 0.5% does
+                not
+    ratio       the same at dense's best learning rate, where 0.5% are too few for 300 steps
+    rank        from a third of the steps on, rank 1's gradients are 5 or 30 times too large
+    storm       from a third of the steps on, rank 1 has a NaN in each of 40 steps
+    link        seconds of a step by a formula, on a link that becomes 100 times faster
+
+`faults` and `healthy` append a line for each run to the output, and leave out what it has already.
+`table` prints the tables of docs/monitoring.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horovod_topk.cli.compare.simulated.exchanges import Compressed
+from horovod_topk.cli.compare.simulated.training import Job
+from horovod_topk.core.guard import FLUSHING
+from horovod_topk.core.substitute import parse
+from study import loops, workloads
+
+RANKS = 4
+OUTPUT = Path(__file__).parents[1] / "docs" / "results" / "guard.jsonl"
+GUARDS = {"dense": None, "no guard": "None", "Guard()": "Guard()"}
+PLAIN = "ratio=0.005, values='float32', momentum=0, follow_lr=False, warmup=None"
+Spoil = Callable[[int, int, list[Tensor]], None]  # step, rank and its gradients
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A run in which something is wrong."""
+
+    model: str
+    optimizer: str
+    lr: float
+    steps: int
+    settings: str = ""  # of TopKEF
+    spoil: Spoil | None = None  # changes gradients in place
+
+
+def too_large(factor: float, begin: int, step: int, rank: int, gradients: list[Tensor]) -> None:
+    """One rank's gradients are too large."""
+    if rank == 1 and step >= begin:
+        torch._foreach_mul_(gradients, factor)
+
+
+def not_a_number(begin: int, step: int, rank: int, gradients: list[Tensor]) -> None:
+    """One rank has a NaN in 40 steps."""
+    if rank == 1 and begin <= step < begin + 40:
+        gradients[0].view(-1)[0] = math.nan
+
+
+FAULTS = {
+    "rate, recurrent": Fault("recurrent", "momentum", 2.0, 300, PLAIN),
+    "ratio, recurrent": Fault("recurrent", "momentum", 1.0, 300, PLAIN),
+    "rank, recurrent": Fault("recurrent", "momentum", 1.0, 300, spoil=partial(too_large, 5, 100)),
+    "rank, digits": Fault("digits", "sgd", 0.1, 300, spoil=partial(too_large, 5, 100)),
+    "rank 30, recurrent": Fault(
+        "recurrent", "momentum", 1.0, 300, spoil=partial(too_large, 30, 100)
+    ),
+    "storm, recurrent": Fault("recurrent", "momentum", 1.0, 300, spoil=partial(not_a_number, 100)),
+    "storm, digits": Fault("digits", "sgd", 0.1, 300, spoil=partial(not_a_number, 100)),
+}
+HEALTHY = {
+    "recurrent": Fault("recurrent", "momentum", 1.0, 150),
+    "digits": Fault("digits", "sgd", 0.1, 150),
+}
+
+
+class Run(Job):
+    """A training run on simulated ranks, with what is to go wrong."""
+
+    def __init__(self, fault: Fault, guard: str | None, seed: int) -> None:
+        options: dict[str, Any] = {"optimizer": fault.optimizer, "lr": fault.lr}
+        options |= {"steps": fault.steps, "shards": "equal"}
+        study: Any = workloads.workload(task="digits", **options)
+        if fault.model != "digits":
+            study = loops.LOOPS[fault.model](**options)
+        settings = ", ".join(filter(None, (fault.settings, f"guard={guard}")))
+        asked = "none" if guard is None else f"TopKEF({settings})"
+        super().__init__(study, parse(asked), RANKS, seed)
+        self._spoil, self._calls = fault.spoil, 0
+        self.fell: tuple[int, str] | None = None
+        self.warned: int | None = None
+        self.losses: list[float] = []
+        if isinstance(self.exchange, Compressed):
+            self.exchange.compressors[0].on_step(self._note)
+        step, parameters = self._optimizer.step, list(self.model.parameters())
+
+        def step_if_finite() -> None:
+            if all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
+                step()
+
+        self._optimizer.step = step_if_finite  # type: ignore[method-assign,assignment]
+
+    def _gradients(self, batch: Any) -> tuple[float, list[Tensor]]:
+        loss, gradients = super()._gradients(batch)
+        step, rank = divmod(self._calls, RANKS)
+        self._calls += 1
+        if self._spoil is not None:
+            self._spoil(step, rank, gradients)
+        self.losses.append(loss)
+        return loss, gradients
+
+    def _note(self, counters: Any) -> None:
+        assert isinstance(self.exchange, Compressed)
+        if counters.fell_back and self.fell is None:
+            self.fell = counters.step, counters.fell_back
+        if self.exchange.compressors[0].guard.warnings and self.warned is None:
+            self.warned = counters.step
+
+
+def train(fault: Fault, guard: str | None, seed: int) -> dict[str, Any]:
+    """One run, and what came of it."""
+    began, run = time.perf_counter(), Run(fault, guard, seed)
+    at_fall: dict[str, float | None] = {}
+    for _ in range(fault.steps):
+        run.step()
+        if run.fell is not None and not at_fall:
+            at_fall = run.score()
+    found = {"fell": run.fell, "warned": run.warned, "score": run.score(), "at_fall": at_fall}
+    last = run.losses[-20 * RANKS :]
+    found["train"] = sum(last) / len(last)
+    return found | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def link(seed: int) -> dict[str, Any]:
+    """A link that becomes faster, by a formula: when compression ends.
+
+    Compression takes 12 ms of computing a step, and a collective 2 ms and the time of its bytes:
+    10 MB dense, at 100 Mbit/s, and 100 times that from step 1,000 on. Times vary by 10%.
+    """
+    fault = Fault("recurrent", "momentum", 0.3, 10**6)
+    run = Run(fault, "Guard(slower=1.2, trend=None)", seed)
+    assert isinstance(run.exchange, Compressed)
+    noise = torch.Generator().manual_seed(seed)
+    for compressor in run.exchange.compressors:
+        compressor.guard.time = partial(_timed, compressor, compressor.guard.time, noise)
+    small = [[0.0 * p.detach() + 1e-3 for p in run.model.parameters()] for _ in range(RANKS)]
+    for step in range(1, 4000):
+        run.exchange.mean([[g.clone() for g in each] for each in small])
+        if run.exchange.compressors[0].guard.memory.stage == FLUSHING:
+            return {"fell": (step, "slower")}
+    return {"fell": None}
+
+
+def _timed(
+    compressor: Any, observe: Callable[..., None], noise: Any, _: float, committed: int
+) -> None:
+    """Tell a guard what a step would have taken."""
+    is_dense = compressor.plan.config.ratio == 1.0
+    rate = 12.5e6 if committed < 1000 else 1.25e9  # bytes a second
+    seconds = 2e-3 + (10e6 if is_dense else 0.1e6) / rate + (0.0 if is_dense else 12e-3)
+    observe(seconds * (1 + 0.1 * float(torch.randn(1, generator=noise))), committed)
+
+
+def cells(what: str, runs: int) -> Iterator[tuple[tuple[str, str, int], Callable[[], Any]]]:
+    """What is to be run, by name, guard and seed."""
+    if what == "healthy":
+        for name, fault in HEALTHY.items():
+            for seed in range(runs):
+                yield ("healthy, " + name, "Guard()", seed), partial(train, fault, "Guard()", seed)
+        return
+    for name, fault in FAULTS.items():
+        for seed in range(2):
+            for shown, guard in GUARDS.items():
+                yield (name, shown, seed), partial(train, fault, guard, seed)
+    for seed in range(2):
+        yield ("link", "Guard(slower=1.2)", seed), partial(link, seed)
+
+
+def run_all(what: str, runs: int, output: Path) -> None:
+    """Run what the output has not got yet."""
+    known = {(each["name"], each["guard"], each["seed"]) for each in read(output)}
+    for key, run in cells(what, runs):
+        if key not in known:
+            line = dict(zip(("name", "guard", "seed"), key, strict=True)) | run()
+            print(line, flush=True)
+            with output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def read(output: Path) -> list[dict[str, Any]]:
+    """Runs so far."""
+    if not output.exists():
+        return []
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def metric(found: dict[str, Any]) -> float | None:
+    """What a run is judged by: bits a byte, or the share of digits recognised."""
+    score = found["score"]
+    return score.get("bits_per_byte", score.get("accuracy"))  # type: ignore[no-any-return]
+
+
+def table(runs: Iterable[dict[str, Any]]) -> None:
+    """Print what was found, in Markdown."""
+    by_name: dict[tuple[str, int], dict[str, Any]] = {}
+    healthy = []
+    for each in runs:
+        if each["name"].startswith("healthy"):
+            healthy.append(each)
+        else:
+            by_name.setdefault((each["name"], each["seed"]), {})[each["guard"]] = each
+    print("| fault | seed | dense | no guard | guard | warned | fell back, rule |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for (name, seed), found in by_name.items():
+        shown = [
+            number(metric(found[g])) if g in found and "score" in found[g] else "" for g in GUARDS
+        ]
+        with_guard = found.get("Guard()", found.get("Guard(slower=1.2)", {}))
+        fell = with_guard.get("fell")
+        end = "no" if fell is None else f"{fell[0]}, {fell[1]}"
+        cells = [name, str(seed), *shown, str(with_guard.get("warned") or ""), end]
+        print(f"| {' | '.join(cells)} |")
+    fell = [each for each in healthy if each["fell"]]
+    warned = [each for each in healthy if each["warned"]]
+    print(f"\n{len(healthy)} healthy runs: {len(fell)} fell back, {len(warned)} warned")
+
+
+def number(value: float | None) -> str:
+    """As the table has it."""
+    return "not finite" if value is None else f"{value:.3f}"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=["faults", "healthy", "table"])
+    parser.add_argument("--runs", type=int, default=25, help="healthy runs of each model")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # it is left out on purpose
+    if asked.what == "table":
+        table(read(asked.output))
+    else:
+        run_all(asked.what, asked.runs, asked.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""The four rules of the guard, each by itself: when it warns, and when it fires."""
+
+from __future__ import annotations
+
+import math
+import random
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+import horovod_topk
+from horovod_topk import reporting
+from horovod_topk.core.guard import DENSE, FLUSHING, HANDING_OVER, Memory, Watch
+from horovod_topk.core.substitute import parse
+from horovod_topk.errors import ConfigError
+from horovod_topk.guard import Guard
+from horovod_topk.methods.topk import TopK
+
+WARNS, FIRES = 0.5, 1.0  # of the strikes of a rule
+
+
+def verdicts(watch: Watch, values: Iterable[float]) -> list[float]:
+    """What a rank tells after each report."""
+    found = []
+    for value in values:
+        watch.report(value)
+        found.append(watch.verdict)
+    return found
+
+
+def end(watch: Watch, step: int = 1, *, told: Iterable[float] = (), **how: Any) -> str:
+    how = {"committed": True, "flagged": False, "logs": True, **how}
+    return watch.end(step, verdicts=tuple(told), **how)
+
+
+def falling(count: int, noise: float = 0.05, seed: int = 0) -> list[float]:
+    """A loss that goes down with noise."""
+    drawn = random.Random(seed)
+    return [0.5 + 2.0 / (1 + step / 30) + noise * drawn.gauss(0, 1) for step in range(count)]
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.5])
+def test_a_loss_that_falls_is_in_its_trend(noise: float) -> None:
+    for seed in range(10):
+        assert not any(verdicts(Watch(Guard()), falling(1000, noise, seed)))
+
+
+def test_a_loss_that_rises_warns_and_then_fires() -> None:
+    watch = Watch(Guard())
+    verdicts(watch, falling(200))
+    assert verdicts(watch, [4.0] * 4) == [0, 1, 1, 9]
+
+
+def test_a_loss_that_rises_slowly_is_noticed_once_it_is_smoothed() -> None:
+    watch = Watch(Guard())
+    verdicts(watch, [1.0 + 0.05 * (-1) ** step for step in range(100)])
+    told = verdicts(watch, [1.0 + 0.04 * step + 0.05 * (-1) ** step for step in range(60)])
+    assert told.index(1.0) < told.index(9.0) < 40
+
+
+def test_a_loss_that_rises_at_once_is_noticed_at_the_start() -> None:
+    """Where a learning rate is too large, that is in its warm-up."""
+    told = verdicts(Watch(Guard()), [3.0, *falling(12, 0.2), *[6.0, 8.0, 7.5, 8.5, 9.0, 8.0]])
+    assert told[-1] == 9.0
+
+
+def test_one_outlier_does_nothing() -> None:
+    watch = Watch(Guard())
+    verdicts(watch, falling(200))
+    usual = falling(220)[200:]
+    assert not any(verdicts(watch, [*usual[:5], 80.0, *usual[5:]]))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e35])
+def test_a_loss_that_is_no_number_has_left_every_trend(value: float) -> None:
+    assert verdicts(Watch(Guard()), [1.0, *[value] * 4]) == [0, 0, 1, 1, 9]
+
+
+def test_a_constant_loss_may_stay_or_fall() -> None:
+    assert not any(verdicts(Watch(Guard()), [*[1.0] * 100, *[0.5] * 100]))
+
+
+@pytest.mark.parametrize("guard", [None, Guard(trend=None)])
+def test_without_the_rule_nobody_looks_at_reports(guard: Guard | None) -> None:
+    assert not any(verdicts(Watch(guard), [1.0, *[math.nan] * 20]))
+
+
+def test_a_residual_that_leaves_its_range() -> None:
+    watch = Watch(Guard(residual=10.0))
+    for ratio in [0.5, 1, 2, 4, 8, 8, 9, 7, 8, 20, 8]:
+        watch.sample(ratio)
+        assert watch.verdict == 0.0
+    told = []
+    for _ in range(3):
+        watch.sample(200.0)
+        told.append(watch.verdict)
+    assert told == [0.0, 2.0, 10.0]
+    assert watch.memory.grown == 3
+
+
+def test_a_residual_that_is_not_known_counts_for_nothing() -> None:
+    watch = Watch(Guard(residual=10.0))
+    for ratio in (0.0, math.nan):
+        watch.sample(ratio)
+    assert watch.memory == Memory()
+
+
+@pytest.mark.parametrize(("dense", "strikes"), [(0.1, 2), (0.3, 0)])
+def test_an_exchange_that_takes_longer_than_dense(dense: float, strikes: int) -> None:
+    guard = Guard(slower=1.5, trial_every=20)
+    watch = Watch(guard)
+    for step in range(1, 41):
+        is_dense = watch.tries_dense(step - 1)
+        assert is_dense == (step in (18, 19, 20, 38, 39, 40))
+        first = step in (18, 38)  # which sends all residuals, and makes new buffers
+        watch.time(5.0 if first else dense if is_dense else 0.2, step)
+    assert watch.memory.slow == strikes
+    assert watch.verdict == (11.0 if strikes else 0.0)
+
+
+def test_one_slow_rank_is_not_enough() -> None:
+    watch = Watch(Guard(slower=1.5))
+    assert end(watch, told=[11.0, 11.0, 0.0, 0.0]) == ""
+    assert end(watch, told=[11.0, 11.0, 3.0, 0.0]) == "slower"
+
+
+def test_steps_with_a_nan_have_to_be_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    watch, bad = Watch(Guard(nonfinite=4)), {"committed": False, "flagged": True}
+    for _ in range(3):
+        assert [end(watch, **bad) for _ in range(3)] == [""] * 3
+        assert end(watch) == ""
+    assert len(caplog.records) == 3  # each time that two were in a row
+    assert [end(watch, **bad) for _ in range(4)] == ["", "", "", "non-finite"]
+    assert watch.fallbacks == {"non-finite": 1}
+    assert end(Watch(Guard(nonfinite=None)), **bad) == ""
+
+
+def test_a_step_that_was_thrown_away_counts_for_nothing() -> None:
+    watch = Watch(Guard(nonfinite=1))
+    assert end(watch, committed=False) == ""
+    assert watch.memory == Memory()
+
+
+@pytest.mark.parametrize("hands_over", [True, False])
+def test_the_stages_of_a_fall_back(hands_over: bool, caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch(Guard(cool_down=2))
+    watch.hands_over = hands_over
+    assert not watch.is_over
+    assert end(watch, 5, told=[9.0, 0.0]) == "trend"
+    seen = []
+    for step in range(6, 12):
+        assert end(watch, step, committed=False, flagged=True) == ""  # waits for one that commits
+        if not watch.is_over:
+            break
+        seen.append((watch.memory.stage, watch.corrects, watch.is_handing_over))
+        assert end(watch, step, told=[9.0]) == ""
+    handing = [(HANDING_OVER, True, True)] if hands_over else []
+    assert seen == [(FLUSHING, True, False), *handing, *[(DENSE, not hands_over, False)] * 2]
+    assert watch.memory == Memory(flagged=1, trend=1)
+    assert "step 5: on rank 0 the reported value has left its trend" in caplog.text
+    assert "gradients are compressed again" in caplog.text
+
+
+def test_ranks_log_on_rank_0_alone(caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch(Guard())
+    assert end(watch, told=[1.0], logs=False) == ""
+    assert not caplog.records
+    assert "If that goes on, compression ends" in watch.warnings[0]
+
+
+def test_a_warning_is_given_once_while_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch(Guard())
+    for told in ([1.0], [1.0], [0.0], [1.0], [2.0]):
+        end(watch, told=told)
+    assert len(caplog.records) == 3
+
+
+def test_a_rank_keeps_its_own_numbers_when_others_join() -> None:
+    mine, theirs = Watch(Guard()), Watch(Guard())
+    verdicts(mine, falling(40))
+    verdicts(theirs, falling(30, seed=1))
+    end(theirs, told=[9.0])
+    own = mine.memory
+    mine.resume(theirs.memory, own=False)
+    assert mine.is_over
+    assert mine.memory.level == own.level
+    mine.resume((), own=True)
+    assert mine.memory == Memory()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"nonfinite": 0},
+        {"trend": -1.0},
+        {"residual": 1.0},
+        {"slower": math.inf},
+        {"cool_down": 0.5},
+        {"trial_every": 3},
+        {"nonfinite": None, "trend": None, "residual": None},
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Guard(**wrong)
+
+
+def test_what_is_no_guard_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is not a Guard"):
+        TopK(guard=True)  # type: ignore[arg-type]
+
+
+def test_the_environment_can_ask_for_one() -> None:
+    assert parse("TopKEF(guard=Guard(trend=3.0))").settings["guard"] == Guard(trend=3.0)
+
+
+class Listener:
+    """A state that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told = list[Any]()
+
+    def report(self, value: Any) -> None:
+        self.told.append(value)
+
+    def on_step(self, callback: Any) -> None:
+        pass
+
+
+def test_reports_reach_every_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "_watched", weakref.WeakSet())
+    state = Listener()
+    reporting.watch(state)
+    horovod_topk.report(0.5)
+    horovod_topk.report(step=3, loss=0.25, accuracy=0.9)
+    horovod_topk.report(step=4, accuracy=0.9)
+    assert state.told == [0.5, 0.25]
