@@ -109,7 +109,7 @@ class PayloadCodec(Generic[Array]):
         """What this rank tells with a bucket that it has encoded: uint8, as payloads have it."""
         count = len(bucket.measures) - len(bucket.config.measured)
         ops, told = self._ops, [*self._told.get(bucket.ordinal, [0.0] * count)]
-        own = self._measured.get(bucket.ordinal, [])  # nothing, if a kernel has written them
+        own = self._measured.get(bucket.ordinal, [])
         told += [total_of(each) for each in zip(*own, strict=True)]
         data = ops.zeros(wire.MEASURE * len(told), "uint8", bucket.device)
         numbers = [each if isinstance(each, float) else 0.0 for each in told]
@@ -155,15 +155,26 @@ class PayloadCodec(Generic[Array]):
         bucket = arenas.plan
         kernel = self._encoders.get(bucket.fingerprint) or self._encoder(bucket)
         if kernel is not None:
+            if bucket.config.measured:
+                for position in range(len(bucket.tensors)):
+                    self._measure(bucket, position, self.compensate(arenas, gradients, position)[0])
             streams = self._streams(bucket)
             kernel.encode(arenas.residual, arenas.candidate, gradients, payload, streams)
             return
         sent = []
         for position in range(len(bucket.tensors)):
             values, checked = self.compensate(arenas, gradients, position)
+            self._measure(bucket, position, values)
             one = self.encode_piece(bucket, position, values)
             sent.append(replace(one, checked=checked) if one.index is None else one)
         self.write(arenas, payload, sent)
+
+    def _measure(self, bucket: BucketPlan, position: int, values: Array) -> None:
+        """Note the method's own measures of one piece of e + g, but for those of owners."""
+        piece = bucket.tensors[position]
+        if piece.numel and bucket.leg != "gather" and bucket.ordinal in self._measured:
+            found = _method(bucket).measure(self._ops, bucket, piece, values)
+            self._measured[bucket.ordinal] += [found] if found else []
 
     def write(self, arenas: Arenas[Array], payload: Array, sent: Sequence[Sent[Array]]) -> None:
         """Write what each piece sends to a payload; leave in the candidate arena what it does not.
@@ -171,8 +182,6 @@ class PayloadCodec(Generic[Array]):
         The candidate is e + g before.
         """
         bucket = arenas.plan
-        if bucket.leg != "gather" and bucket.ordinal in self._measured:
-            self._measured[bucket.ordinal] += [each.measured for each in sent if each.measured]
         checked = [each.checked for each in sent]
         self._ops.store_nonfinite(payload, bucket.layout.flags_at, checked)
         for piece, each in zip(bucket.tensors, sent, strict=True):
@@ -197,7 +206,7 @@ class PayloadCodec(Generic[Array]):
             known.get(each.plan.fingerprint) or self._encoder(each.plan) for each in arenas
         ]
         first: object = kernels[0]
-        if isinstance(first, SupportsOnePass):
+        if isinstance(first, SupportsOnePass) and not arenas[0].plan.config.measured:
             residuals, candidates, factors = zip(*(each.unscaled() for each in arenas), strict=True)
             streams = list[Stream]()
             if isinstance(arenas[0].plan.config, Seeded):

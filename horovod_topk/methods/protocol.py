@@ -165,7 +165,6 @@ class Sent(Generic[Array]):
     values: Array  # [k], residual dtype: values that receivers read, for error feedback
     index: Array | None  # ascending int64 [k]; None: all elements
     checked: Array  # has a NaN or an infinity if and only if the piece has one
-    measured: Sequence[Array] = ()  # [1] float32 for each of `Method.measured`; summed over pieces
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class Method(Settings):
     id: ClassVar[int]  # in the payload's header: unique, and never reused by another method
     # Defaults of compressor classes, not of fields.
     for_training: ClassVar[Mapping[str, str]] = {"guard": AUTO}
-    measured: ClassVar[tuple[str, ...]] = ()  # names of a codec's own measures: `Sent.measured`
+    measured: ClassVar[tuple[str, ...]] = ()  # names of a codec's own measures: `Codec.measure`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -299,6 +298,15 @@ class Codec(Method):
     def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
         """Decode one piece, n > 0, from payloads one after another."""
         return _decoded(ops, bucket, piece, gathered, self, self.unpack)
+
+    def measure(
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array
+    ) -> Sequence[Array]:
+        """Measure a piece of e + g before it is encoded: [1] float32 for each of `measured`.
+
+        Other ranks are told the sums over all pieces. Empty: the piece counts for nothing.
+        """
+        return ()
 
     def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
         """A kernel that encodes and decodes a whole bucket; None: use `encode` and `decode`."""

@@ -26,7 +26,7 @@ from horovod_topk.config import AUTO, Settings, check_flag
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Bucket, Codec, Piece, Read, Sent
 from horovod_topk.methods.topk import TopK
-from horovod_topk.ops import Ops
+from horovod_topk.ops import Fused, Ops
 from horovod_topk.ratios import checked_ratio
 from horovod_topk.schedules import Decision, Schedule
 
@@ -138,26 +138,33 @@ class Threshold(Codec):
         return self._top.why_whole(piece)
 
     def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
-        """`Codec.encode`: as Top-K, with counts for tensors of at least `min_numel` elements."""
-        sent = self._top.encode(ops, bucket, piece, values)
+        """`Codec.encode`: that of Top-K."""
+        return self._top.encode(ops, bucket, piece, values)
+
+    def measure(
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array
+    ) -> Sequence[Array]:
+        """`Codec.measure`: counts of tensors that are not sent whole."""
         if piece.spec.numel < self.min_numel:
-            return sent
-        is_above = ops.cast(abs(values) > self._limits(ops, piece.numel, values), "int64")
-        above = ops.cast(ops.sums(is_above, piece.numel), "float32")
-        counted = ops.zeros(1, "float32", bucket.device) + piece.numel
-        return replace(sent, measured=(above, counted))
+            return ()
+        above = ops.count_above(values, self._limit(ops, piece.numel, values))
+        return above, ops.zeros(1, "float32", bucket.device) + piece.numel
 
     def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
         """`Codec.decode`: as Top-K."""
         return self._top.decode(ops, bucket, piece, gathered)
 
-    def _limits(self, ops: Ops[Array], count: int, values: Array) -> Array:
-        """Return the threshold of a tensor's magnitudes, repeated for each element."""
+    def kernel(self, ops: Ops[Array], bucket: Bucket) -> Fused[Array] | None:
+        """`Codec.kernel`: that of Top-K."""
+        return self._top.kernel(ops, bucket)
+
+    def _limit(self, ops: Ops[Array], count: int, values: Array) -> Array:
+        """Return the threshold of a tensor's magnitudes: [1], of their dtype."""
         limit = ops.zeros(1, "float64", ops.device(values)) + self.threshold
         if self.relative:
             mean_square = ops.cast(ops.square(values), "float64") * (1 / count)
             limit = ops.root(mean_square) * self.threshold
-        return ops.spread(ops.cast(limit, ops.dtype(values)), count, count)
+        return ops.cast(limit, ops.dtype(values))
 
 
 def _checked(threshold: object) -> float:

@@ -243,6 +243,9 @@ class NumpyOps:
         sums: Array = coding.added_up(padded.reshape(blocks, count, tile))
         return sums
 
+    def count_above(self, array: Array, limit: Array) -> Array:
+        return np.array([np.count_nonzero(abs(array) > limit)], np.float32)
+
     def spread(self, array: Array, size: int, count: int) -> Array:
         return np.repeat(array, size, -1)[..., :count]
 

@@ -423,6 +423,13 @@ class Ops(Protocol[Array]):
         """
         ...
 
+    def count_above(self, array: Array, limit: Array) -> Array:
+        """Count elements of a magnitude above `limit`, [1] of their dtype: [1] float32.
+
+        Counts above 2^24 are rounded.
+        """
+        ...
+
     def spread(self, array: Array, size: int, count: int) -> Array:
         """Repeat each number `size` times along the last dimension, cut off at `count`."""
         ...

@@ -367,6 +367,11 @@ class TensorFlowOps:
         padded = tf.pad(blocks, [[0, 0], [0, count * tile - size]])
         return Buffer(coding.added_up(tf.reshape(padded, [-1, count, tile])))
 
+    def count_above(self, array: Array, limit: Array) -> Array:
+        is_above = tf.abs(array.value) > limit.value
+        count = tf.math.count_nonzero(is_above, dtype=tf.int64, keepdims=True)
+        return Buffer(tf.cast(tf.reshape(count, [1]), tf.float32))
+
     def spread(self, array: Array, size: int, count: int) -> Array:
         return Buffer(tf.repeat(array.value, size, -1)[..., :count])
 

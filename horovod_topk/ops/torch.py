@@ -293,6 +293,12 @@ class TorchOps:
         sums: Tensor = coding.added_up(padded.view(-1, count, tile))
         return sums
 
+    def count_above(self, array: Tensor, limit: Tensor) -> Tensor:
+        # On a CPU, in stretches that stay in the cache.
+        stretches = torch.split(array, 1 << 16) if array.device.type == "cpu" else (array,)
+        counts = [torch.count_nonzero(each.abs() > limit) for each in stretches]
+        return torch.stack(counts).sum().to(torch.float32).view(1)
+
     def spread(self, array: Tensor, size: int, count: int) -> Tensor:
         return array.repeat_interleave(size, -1)[..., :count]
 

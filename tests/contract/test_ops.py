@@ -1374,6 +1374,19 @@ def test_global_index_finds_the_elements_of_every_part_th_block(
 
 
 @each_way
+@given(numel=st.integers(1, 200_000), dtype=st.sampled_from(["float32", "float64"]))
+def test_count_above_counts_magnitudes_above_a_limit(
+    backend: Backend, numel: int, dtype: str
+) -> None:
+    values = np.random.default_rng(numel).integers(-4, 5, numel).astype(dtype)
+    values[::7] = np.nan
+    limit = backend.array(np.array([2.0], dtype), dtype)
+    count = backend.ops.count_above(backend.array(values, dtype), limit)
+    assert dtype_name(count) == "float32"
+    assert backend.numpy(count).tolist() == [float(np.count_nonzero(abs(values) > 2))]
+
+
+@each_way
 @given(numel=st.integers(0, 5000), parts=st.integers(1, 5), data=st.data())
 def test_split_shards_gives_each_shard_every_part_th_block(
     backend: Backend, numel: int, parts: int, data: st.DataObject
