@@ -74,6 +74,7 @@ def not_a_number(begin: int, step: int, rank: int, gradients: list[Tensor]) -> N
 
 FAULTS = {
     "rate, recurrent": Fault("recurrent", "momentum", 2.0, 300, PLAIN),
+    "rate, digits": Fault("digits", "sgd", 0.3, 300, PLAIN),
     "ratio, recurrent": Fault("recurrent", "momentum", 1.0, 300, PLAIN),
     "rank, recurrent": Fault("recurrent", "momentum", 1.0, 300, spoil=partial(too_large, 5, 100)),
     "rank, digits": Fault("digits", "sgd", 0.1, 300, spoil=partial(too_large, 5, 100)),

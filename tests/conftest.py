@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the tier."""
+    """Keep the tests of the tier; those marked `long` begin first, and others run beside them."""
     tier, seen = config.getoption("--tier"), Counter[str]()
     chosen, others = list[pytest.Item](), list[pytest.Item]()
     for item in items:
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (chosen if tier in tiers_of(item, seen[function]) else others).append(item)
         seen[function] += 1
     config.hook.pytest_deselected(items=others)
-    items[:] = chosen
+    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
 
 
 def tiers_of(item: pytest.Item, ordinal: int) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher import launch_alone, launch_ranks
-from launches import JOBS, Job
+from launches import JOBS, MERGED, Job
 
 pytestmark = pytest.mark.distributed
 
@@ -26,9 +26,14 @@ def as_name(job: Job) -> str:
     return "-".join(parts)
 
 
+def marks_of(job: Job) -> list[pytest.MarkDecorator]:
+    """The tiers of a launch, and whether it takes minutes."""
+    return [pytest.mark.tiers(*job.tiers), *[pytest.mark.long] * (job.tiers == MERGED)]
+
+
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize(
-    "job", [pytest.param(job, marks=pytest.mark.tiers(*job.tiers), id=as_name(job)) for job in JOBS]
+    "job", [pytest.param(job, marks=marks_of(job), id=as_name(job)) for job in JOBS]
 )
 def test_cases_pass_on_every_rank(job: Job, tier: str, tmp_path: Path) -> None:
     part = job.part(tier)

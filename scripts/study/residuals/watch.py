@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +58,10 @@ class Watched:
     def traffic(self) -> Traffic:
         """`Exchange.traffic`."""
         return self._inner.traffic()
+
+    def report(self, losses: Sequence[float]) -> None:
+        """`Exchange.report`."""
+        self._inner.report(losses)
 
     def _note(self, rank: int, gradients: Gradients) -> float:
         """The norm of e + g."""

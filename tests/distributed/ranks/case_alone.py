@@ -164,4 +164,4 @@ def test_what_is_not_kept_is_not_asked_for() -> None:
     state = TopKEF.of(optimizer)
     with pytest.raises(KeyError, match=r"no\.such"):
         state.residual("no.such")
-    assert state.clock == (0, None, ())
+    assert state.clock == (0, None, (), ())
