@@ -9,7 +9,7 @@ training equals dense, nothing is lost, a step commits or rolls back, and what a
 
 | tier   | cases marked `everywhere`     | other cases                                         |
 | ------ | ----------------------------- | --------------------------------------------------- |
-| `fast` | in all launches of their file | in one: on Gloo, with the fewest ranks they are for |
+| `fast` | in all launches of their file | in one: with the fewest ranks they are for        |
 | `rest` | in none                       | in all launches but that one                        |
 | `all`  | in all launches of their file | in all launches of their file                       |
 
@@ -23,8 +23,8 @@ marked `one_in(4)` it has one case in four.
 
 A line with `AFTERWARDS` is not in the fast tier; the rest has all of its cases, or those that no
 like line has run. PyTorch's laws thus
-run in the fast tier on Gloo with 2, 3 and 4 ranks and on MPI with 3, and TensorFlow's, whose
-collectives are the same, on Gloo with 2 and 3 ranks and on MPI with 2. A line with `ONCE` has no
+run in the fast tier on Gloo with 2 and 4 ranks and on MPI with 3, and TensorFlow's, whose
+collectives are the same, on Gloo with 2 ranks and on MPI with 3. A line with `ONCE` has no
 case that is left for the rest.
 
 Of a test with parameters and without these marks the fast tier has one case in three in TensorFlow,
@@ -105,7 +105,7 @@ class Job:
         """
         paths = [FOLDERS[self.framework] / f"case_{name}.py" for name in self.cases]
         words = [f"world_size\\([^)]*{self.ranks}"] * (self.ranks > 2)
-        laws_alone = self.part(tier) == "fast" and self.controller in ("mpi", "torchrun")
+        laws_alone = self.part(tier) == "fast" and self.controller == "torchrun"
         words += ["mark.everywhere"] * laws_alone
         return [path for path in paths if all(_has(path, word) for word in words)]
 
@@ -136,7 +136,7 @@ def runs(
     """
     if ranks not in sizes:
         return False
-    once = controller in ("gloo", "alone") and ranks == min(sizes)
+    once = controller != "torchrun" and ranks == min(sizes)
     fast = (everywhere or once) and not slow
     return {"all": True, "fast": fast, "rest": not fast}[tier]
 
@@ -160,7 +160,7 @@ JOBS = (
     # framework, controller, ranks, case files
     Job("torch", "alone", 1, ("alone",), ONCE),
     Job("torch", "gloo", 2, TORCH),
-    Job("torch", "gloo", 3, TORCH, settings=DYNAMIC),
+    Job("torch", "gloo", 3, TORCH, AFTERWARDS, settings=DYNAMIC),
     Job("torch", "gloo", 4, TORCH, settings=DYNAMIC),
     Job("torch", "gloo", 4, ("nodes",), ONCE, settings=DYNAMIC, hosts=TWO_HOSTS),
     Job("torch", "gloo", 4, ("nodes",), AFTERWARDS, hosts=TWO_HOSTS),
@@ -175,10 +175,10 @@ JOBS = (
     Job("tensorflow", "gloo", 2, LAWS, AFTERWARDS, settings=SLOW_CYCLES),
     Job("tensorflow", "gloo", 2, KERAS, AFTERWARDS, settings=SLOW_CYCLES),
     Job("tensorflow", "gloo", 2, STATES + STEPS, AFTERWARDS, settings=SLOW_CYCLES),
-    Job("tensorflow", "gloo", 3, LAWS, settings=DYNAMIC),
+    Job("tensorflow", "gloo", 3, LAWS, AFTERWARDS, settings=DYNAMIC),
     Job("tensorflow", "gloo", 4, (*LAWS, "keras", "checkpoint"), AFTERWARDS, settings=DYNAMIC),
-    Job("tensorflow", "mpi", 2, LAWS, settings=SLOW_CYCLES),
-    Job("tensorflow", "mpi", 3, LAWS, AFTERWARDS, settings=DYNAMIC),
+    Job("tensorflow", "mpi", 2, LAWS, AFTERWARDS, settings=SLOW_CYCLES),
+    Job("tensorflow", "mpi", 3, LAWS, settings=DYNAMIC),
     Job("tensorflow", "mpi", 4, LAWS, AFTERWARDS, settings=DYNAMIC),
     Job("tensorflow", "mpi", 4, ("keras",), AFTERWARDS, settings=DYNAMIC),
 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from horovod_topk.methods.protocol import Bucket, Codec, Piece, Sent
+from horovod_topk.methods.protocol import Bucket, Codec, Piece
 from horovod_topk.ops import Ops, coding
 from horovod_topk.schedules import Decision, Schedule
 
@@ -50,7 +50,5 @@ class Counting(Codec):
     def unpack(self, ops: Ops[Any], piece: Piece, rows: Any, dtype: str) -> Any:
         return ops.unpack_values(rows, piece.numel, "sign", dtype)
 
-    def encode(self, ops: Ops[Any], bucket: Bucket, piece: Any, values: Any) -> Sent[Any]:
-        sent = super().encode(ops, bucket, piece, values)
-        above = ops.cast(ops.sums(ops.cast(abs(values) > 1.0, "int64"), piece.numel), "float32")
-        return replace(sent, measured=(above,))
+    def measure(self, ops: Ops[Any], bucket: Bucket, piece: Any, values: Any) -> Sequence[Any]:
+        return (ops.cast(ops.sums(ops.cast(abs(values) > 1.0, "int64"), piece.numel), "float32"),)

@@ -73,7 +73,7 @@ def test_a_process_set_exchanges_among_its_members(pair: Any) -> None:
 @pytest.mark.one_in(5)
 @pytest.mark.everywhere
 @WAYS
-@pytest.mark.world_size(2, 4)
+@pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("settings", [{}, {"values": "float16"}, {"ratio": 0.3}], ids=str)
 def test_ranks_are_equal_at_any_ratio(graph: bool, settings: dict[str, Any]) -> None:
     history = train(TopKEF(**{"ratio": 0.02, "min_numel": 0} | settings), graph=graph)
@@ -82,7 +82,7 @@ def test_ranks_are_equal_at_any_ratio(graph: bool, settings: dict[str, Any]) -> 
 
 @pytest.mark.everywhere
 @WAYS
-@pytest.mark.world_size(2, 4)
+@pytest.mark.world_size(2, 3, 4)
 def test_ten_steps_equal_the_formulas(graph: bool) -> None:
     model, compression = Linear(SHAPES), TopKEF(ratio=0.05, min_numel=8)
     formulas = ErrorFeedback(hvd.size(), 0.05, min_numel=8)
