@@ -145,8 +145,8 @@ def cases(
 ) -> Any:
     """A test for each row, exchange, number of ranks and framework.
 
-    The fast tier has one of TensorFlow's for each law, as each builds several graphs; none of it
-    without `graphs`, where a law takes many steps.
+    The fast tier has one of TensorFlow's, as each builds several graphs; none without `graphs`,
+    where a law takes many steps.
     """
     found = [
         Case(name, method, ranks, backend)
@@ -386,7 +386,7 @@ def test_all_ranks_have_the_same_bits(case: Case) -> None:
 
 
 @pytest.mark.one_in(7)
-@cases()
+@cases(graphs=False)
 def test_two_runs_have_the_same_bits(case: Case) -> None:
     first, second = case.world(), case.world()
     for one, other in zip(*(run(w, gradients_of(case), 3) for w in (first, second)), strict=True):
@@ -398,7 +398,7 @@ def test_two_runs_have_the_same_bits(case: Case) -> None:
 
 
 @pytest.mark.one_in(7)
-@cases()
+@cases(graphs=False)
 def test_sizes_follow_from_the_plan(case: Case) -> None:
     worlds = [case.world() for _ in range(2)]
     for world, texture in zip(worlds, ("normal", "spikes"), strict=True):

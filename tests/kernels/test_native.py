@@ -202,7 +202,7 @@ def test_velocities_have_the_bits_of_two_roundings(isa: str, dtype: str, threads
         np.testing.assert_array_equal(out, u * u.dtype.type(0.9) + g)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("threads", [2, 3, 8])
 @pytest.mark.parametrize("values", ["float32", "float16", "int8", "int4", "sign"])
 def test_threads_change_nothing(values: str, threads: int) -> None:

@@ -62,7 +62,7 @@ needs_triton = pytest.mark.skipif(triton_version() == (0,), reason="Triton is no
 
 
 @needs_triton
-@pytest.mark.tiers("fast", "rest", "all")
+@pytest.mark.tiers("rest", "all")
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(
     (0,) < triton_version() < (3, 9), reason="Triton 3.6 does not interpret under NumPy 2.4"

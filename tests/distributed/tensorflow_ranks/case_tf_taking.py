@@ -114,7 +114,7 @@ def test_clipping_velocities_is_warned_of_once(
         assert not TopKEF.of(found.optimizer).stats().warnings
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @BOTH
 def test_keras_clips_gradients_of_a_momentum_that_was_taken_over(library: Any) -> None:
     """To a tenth of what clips the velocities of a momentum that is named."""
