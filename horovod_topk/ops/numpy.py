@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from horovod_topk.ops import coding
 from horovod_topk.ops.coding import SHARD_BLOCK
-from horovod_topk.ops.orthonormal import orthonormal
+from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
 
 Array = NDArray[Any]
@@ -24,7 +24,7 @@ _LARGEST_BFLOAT16 = float.fromhex("0x1.fep127")
 _UNSIGNED = {"int16": "uint16", "int32": "uint32"}
 
 
-class NumpyOps:
+class NumpyOps(FactorVerbs):
     """`horovod_topk.ops.Ops` for numpy.ndarray (float16, float32 and float64 gradients)."""
 
     def zeros(self, numel: int, dtype: str, device: str = "cpu") -> Array:
@@ -188,26 +188,6 @@ class NumpyOps:
         m, k, n = shape
         product: Array = (left.reshape(m, k) @ right.reshape(k, n)).reshape(-1)
         return product
-
-    def write_product(
-        self,
-        left: Array,
-        right: Array,
-        shape: tuple[int, int, int],
-        scale: float,
-        gradient: Array,
-        poisoned: bool,
-    ) -> None:
-        self.write_scaled(self.matmul(left, right, shape), scale, gradient, poisoned)
-
-    def subtract_product(
-        self, candidate: Array, left: Array, right: Array, shape: tuple[int, int, int]
-    ) -> None:
-        self.subtract_at(candidate, None, self.matmul(left, right, shape))
-
-    def orthonormal(self, rows: Array, count: int) -> Array:
-        basis: Array = orthonormal(self, rows, count)
-        return basis
 
     def transposed(self, array: Array, rows: int) -> Array:
         return array.reshape(rows, -1).T.reshape(-1).copy()

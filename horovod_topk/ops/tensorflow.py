@@ -28,7 +28,7 @@ from horovod_topk.kernels import native
 from horovod_topk.ops import coding
 from horovod_topk.ops import tensorflow_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
-from horovod_topk.ops.orthonormal import orthonormal
+from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import EACH, HEAD, Fused
 
@@ -156,7 +156,7 @@ class View(Arithmetic):
 Array = Buffer | View
 
 
-class TensorFlowOps:
+class TensorFlowOps(FactorVerbs):
     """`horovod_topk.ops.Ops` for buffers of tf.Tensor.
 
     Args:
@@ -316,26 +316,6 @@ class TensorFlowOps:
         m, k, n = shape
         product = tf.matmul(tf.reshape(left.value, [m, k]), tf.reshape(right.value, [k, n]))
         return Buffer(tf.reshape(product, [-1]))
-
-    def write_product(
-        self,
-        left: Array,
-        right: Array,
-        shape: tuple[int, int, int],
-        scale: float,
-        gradient: Array,
-        poisoned: bool,
-    ) -> None:
-        self.write_scaled(self.matmul(left, right, shape), scale, gradient, poisoned)
-
-    def subtract_product(
-        self, candidate: Array, left: Array, right: Array, shape: tuple[int, int, int]
-    ) -> None:
-        self.subtract_at(candidate, None, self.matmul(left, right, shape))
-
-    def orthonormal(self, rows: Array, count: int) -> Array:
-        basis: Array = orthonormal(self, rows, count)
-        return basis
 
     def transposed(self, array: Array, rows: int) -> Array:
         matrix = tf.reshape(array.value, [rows, array.numel // rows])

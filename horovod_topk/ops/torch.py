@@ -21,7 +21,7 @@ from horovod_topk.kernels import native, triton
 from horovod_topk.ops import coding
 from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
-from horovod_topk.ops.orthonormal import orthonormal
+from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import EACH, HEAD, Fused, Velocities
 
@@ -43,7 +43,7 @@ WIDE = (torch.float32, torch.float64)
 _SAMPLE = 1 << 14  # elements sampled to estimate a threshold; smaller tensors need none
 
 
-class TorchOps:
+class TorchOps(FactorVerbs):
     """`horovod_topk.ops.Ops` for torch.Tensor.
 
     Args:
@@ -238,7 +238,7 @@ class TorchOps:
         library = self._library(gradient.device.type)
         is_plain = gradient.dtype == left.dtype and _packed(gradient) is gradient
         if poisoned or library is None or not is_plain:
-            self.write_scaled(self.matmul(left, right, shape), scale, gradient, poisoned)
+            super().write_product(left, right, shape, scale, gradient, poisoned)
             return
         _product(library, left, right, shape, scale, False, gradient)
         _note_writing(gradient)
@@ -256,7 +256,7 @@ class TorchOps:
     def orthonormal(self, rows: Tensor, count: int) -> Tensor:
         library = self._library(rows.device.type)
         if library is None:
-            verbs: Tensor = orthonormal(self, rows, count)
+            verbs: Tensor = super().orthonormal(rows, count)
             return verbs
         basis = rows.clone()
         length = basis.numel() // count
