@@ -1,7 +1,7 @@
 """Verbs for low-rank factors by other verbs: products, and Gram-Schmidt orthonormalisation.
 
-Orthonormalisation has the same bits in every framework: scalar products are summed in float64 in the
-order of `Ops.sums`, and other operations are elementwise.
+Orthonormalisation has the same bits in every framework: scalar products are summed in float64 in
+the order of `Ops.sums`, and other operations are elementwise.
 """
 
 from __future__ import annotations
