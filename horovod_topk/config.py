@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any, Self
@@ -155,6 +155,11 @@ class Settings:
         """What ranks tell each other in each step, for the schedule and the guard."""
         of_schedule = () if self.schedule is None else self.schedule.measures
         return of_schedule if self.guard is None else (*of_schedule, *self.guard.measures)
+
+    def common(self, *, without: Collection[str] = ()) -> dict[str, Any]:
+        """Return the settings that all methods share, by name, without some of them."""
+        names = {each.name for each in fields(Settings)} - {*without}
+        return {name: getattr(self, name) for name in names}
 
     @cached_property
     def own(self) -> Mapping[str, float]:

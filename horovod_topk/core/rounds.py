@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from horovod_topk.config import Settings
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.sharded import ShardedBucket
@@ -55,9 +54,8 @@ class Whole(Rounds):
     @classmethod
     def beside(cls, config: Method) -> Whole:
         """What another method's settings say of the tensors and the optimizer."""
-        own = {each.name: getattr(config, each.name) for each in fields(Settings)}
-        own |= {"exchange": "reduce", "min_numel": EVERYTHING}
-        return cls(**own | dict.fromkeys(("warmup", "ratios", "schedule")))  # of levels
+        own = config.common(without=("warmup", "ratios", "schedule"))  # of levels
+        return cls(**own | {"exchange": "reduce", "min_numel": EVERYTHING})
 
 
 def round_plan(bucket: BucketPlan, i: int) -> BucketPlan:

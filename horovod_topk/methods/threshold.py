@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any, ClassVar, Self
 
-from horovod_topk.config import AUTO, Settings, check_flag
+from horovod_topk.config import AUTO, check_flag
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Bucket, Codec, Piece, Read, Sent
 from horovod_topk.methods.topk import TopK
@@ -100,8 +100,7 @@ class Threshold(Codec):
     @cached_property
     def _top(self) -> TopK:
         """The `TopK` method at this ratio level."""
-        own = {each.name: getattr(self, each.name) for each in fields(Settings)}
-        shared = {name: value for name, value in own.items() if name not in OF_STEPS}
+        shared = self.common(without=OF_STEPS)
         return TopK(self.max_ratio, values=self.values, indices=self.indices, **shared)
 
     @property
