@@ -50,7 +50,7 @@ Spoil = Callable[[int, int, list[Tensor]], None]  # step, rank and its gradients
 
 @dataclass(frozen=True)
 class Fault:
-    """A run in which something is wrong."""
+    """A training run, and the fault that is injected into it."""
 
     model: str
     optimizer: str

@@ -150,7 +150,7 @@ class Correction(ctypes.Structure):
         losses: Sequence[float],
         graded: bool,
     ) -> Correction:
-        """Add velocities: addresses and numbers, one for each gradient."""
+        """Set the addresses of velocities and their numbers, one for each gradient."""
         self.velocities, self.following = _addresses(velocities), _addresses(following)
         self.momenta, self.nesterov = _numbers(momenta), bytes(nesterov)
         self.losses, self.graded = _numbers(losses), graded

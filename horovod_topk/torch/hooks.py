@@ -31,6 +31,6 @@ class Hooks(hooks.Hooks):
         return bool(optimizer._should_synchronize and was_called)
 
     def _check_clipping(self, optimizer: Any) -> None:
-        """Check for late clipping only where the step does not exchange gradients itself."""
+        """Check for late clipping, unless `step()` itself exchanges the gradients."""
         if not optimizer._should_synchronize:
             super()._check_clipping(optimizer)

@@ -116,7 +116,7 @@ class _AppliesNone(SavesSlots):
         super().build(variables)  # type: ignore[misc]
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """As the base class, at the learning rate for gradients that are velocities."""
+        """Update a variable at the learning rate that fits an exchanged velocity."""
         this: Any = self
         rate = learning_rate * self._topkef_taken.step
         super().update_step(gradient, variable, rate)  # type: ignore[misc]
