@@ -8,8 +8,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 from kerasses import LIBRARIES, fit
-from proof import Array, assert_ranks_equal
-from tapes import Linear, noise
+from proof import assert_ranks_equal
+from tapes import Run, equal, noise
 
 from horovod_topk import report
 from horovod_topk.core.stats import StepCounters
@@ -17,35 +17,16 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
 from plain import PlainTopKEF as TopKEF
 
-SHAPES = [(30, 20), (7,)]
 SPARSE = {"ratio": 0.05, "min_numel": 0}
 STORM = Guard(nonfinite=2, trend=None, residual=None)
 WAYS = pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 
 
-class Run:
-    """A model under one compressor, in one tf.function or in eager mode."""
-
-    def __init__(self, compression: Any, graph: bool) -> None:
-        self.compression, self.seen = compression, list[StepCounters]()
-        self._model, self._graph = Linear(SHAPES), graph
-        if isinstance(compression, TopKEF):
-            compression.on_step(self.seen.append)
-
-    def take(self, step: int, factor: float = 1.0) -> list[Array]:
-        """What this rank gets in a step."""
-        mine = [factor * noise(hvd.rank(), 10 * step + i, s) for i, s in enumerate(SHAPES)]
-        return self._model.exchange(self.compression, mine, graph=self._graph)
-
-    def storm(self) -> None:
-        """Three steps, and two with a NaN on the last rank."""
-        for step in range(5):
-            spoiled = step > 2 and hvd.rank() == hvd.size() - 1
-            self.take(step, np.nan if spoiled else 1.0)
-
-
-def equal(ours: list[Array], theirs: list[Array]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def storm(run: Run) -> None:
+    """Three steps, and two with a NaN on the last rank."""
+    for step in range(5):
+        spoiled = step > 2 and hvd.rank() == hvd.size() - 1
+        run.take(step, np.nan if spoiled else 1.0)
 
 
 @pytest.mark.one_in(4)
@@ -54,7 +35,7 @@ def equal(ours: list[Array], theirs: list[Array]) -> bool:
 def test_from_there_on_it_is_dense_training_to_the_bit(graph: bool, exchange: str) -> None:
     run = Run(TopKEF(**SPARSE, exchange=exchange, guard=STORM), graph)
     dense, again = Run(hvd.Compression.none, graph), None
-    run.storm()
+    storm(run)
     run.take(5)
     assert [each.fell_back for each in run.seen] == [*[""] * 4, "non-finite", ""]
     assert [each.level for each in run.seen] == [*[0.05] * 5, 1.0]
@@ -83,14 +64,14 @@ def test_one_rank_whose_loss_rises_takes_all_with_it(graph: bool) -> None:
 
 def test_momentum_stays_corrected_and_is_that_of_what_is_sent() -> None:
     run = Run(TopKEF(**SPARSE, momentum=0.5, guard=STORM), graph=True)
-    run.storm()
+    storm(run)
     run.take(5)
     before = {
         n: u.numpy() for n, u in run.compression.state_dict()["velocity"]["residuals"].items()
     }
     exchanged = run.take(6)
     for i, (name, velocity) in enumerate(before.items()):
-        mine = 0.5 * velocity + np.ravel(noise(hvd.rank(), 60 + i, SHAPES[i]))
+        mine = 0.5 * velocity + np.ravel(noise(hvd.rank(), 60 + i, Run.shapes[i]))
         mean = hvd.allreduce(mine, name=f"guard.{name.replace('#', '.')}").numpy()
         np.testing.assert_allclose(np.ravel(exchanged[i]), mean, rtol=1e-4, atol=1e-5)
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from kerasses import LIBRARIES, fit
 from oracle.schedules import ByGradient
 from proof import Array, assert_ranks_equal
-from tapes import Linear, noise
+from tapes import Run, equal
 
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.errors import ConfigError, StateDictError
@@ -22,30 +22,11 @@ from plain import PlainTopKEF as TopKEF
 SPARSE = {"ratio": 0.05, "min_numel": 0}
 WARM = SPARSE | {"warmup": [(2, 0.5), (4, 0.2)]}
 RATIOS = [0.5, 0.5, 0.2, 0.2, 0.05, 0.05]
-SHAPES = [(30, 20), (7,)]
 WAYS = pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-
-
-class Run:
-    """A model under one compressor, in one tf.function or in eager mode."""
-
-    def __init__(self, compression: TopKEF, graph: bool) -> None:
-        self.compression, self.seen = compression, list[StepCounters]()
-        self._model, self._graph = Linear(SHAPES), graph
-        compression.on_step(self.seen.append)
-
-    def take(self, step: int, factor: float = 1.0) -> list[Array]:
-        """What this rank gets in a step."""
-        mine = [factor * noise(hvd.rank(), 10 * step + i, s) for i, s in enumerate(SHAPES)]
-        return self._model.exchange(self.compression, mine, graph=self._graph)
 
 
 def owed(compression: TopKEF) -> list[Array]:
     return [e.numpy() for e in compression.state_dict()["residuals"].values()]
-
-
-def equal(ours: list[Array], theirs: list[Array]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.one_in(3)

@@ -13,6 +13,9 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from horovod_topk.core.stats import StepCounters
+from horovod_topk.tensorflow import TopKEF
+
 Array = np.ndarray[Any, Any]
 STEPS = 15
 FEW = 4  # all with batches of one size, so that a graph is traced once
@@ -129,3 +132,26 @@ class Linear:
             self._traced, self._graph = compression, tf.function(step, autograph=False)
         exchanged = (self._graph if graph else step)(*map(tf.convert_to_tensor, gradients))
         return [each.numpy() for each in exchanged]
+
+
+class Run:
+    """Steps of a model under one compressor, in one tf.function or in eager mode."""
+
+    shapes = (30, 20), (7,)
+
+    def __init__(self, compression: Any, graph: bool) -> None:
+        self.compression, self.seen = compression, list[StepCounters]()
+        self._model, self._graph = Linear(self.shapes), graph
+        if isinstance(compression, TopKEF):
+            compression.on_step(self.seen.append)
+
+    def take(self, step: int, factor: float = 1.0) -> list[Array]:
+        """Exchange this rank's gradients of a step; returns what it applies."""
+        shapes = enumerate(self.shapes)
+        mine = [factor * noise(hvd.rank(), 10 * step + i, shape) for i, shape in shapes]
+        return self._model.exchange(self.compression, mine, graph=self._graph)
+
+
+def equal(ours: Sequence[Array], theirs: Sequence[Array]) -> bool:
+    """Whether all arrays are equal to the bit, the sign of zero aside."""
+    return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
