@@ -13,13 +13,26 @@ from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange.selection import choose, make_exchange
 from horovod_topk.core.nodes import Nodes
-from horovod_topk.core.plan import BucketPlan, Plan
+from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.residual import ResidualRegistry
 from oracle import wire
 from oracle.backends import Backend
 from oracle.loopback import Loopback
 
 Gradients = dict[str, NDArray[Any]]  # name -> gradient, of one rank
+SPECS = [TensorSpec("a", (40, 32), "float32"), TensorSpec("b", (30,), "float64")]  # two buckets
+
+
+def gradients(ranks: int, seed: int = 0, factor: float = 1.0) -> list[Gradients]:
+    """Every rank's gradients of `SPECS`: `factor` times standard normal numbers."""
+    random = np.random.default_rng(seed)
+    return [
+        {
+            "a": (factor * random.standard_normal((40, 32))).astype(np.float32),
+            "b": factor * random.standard_normal(30),
+        }
+        for _ in range(ranks)
+    ]
 
 
 class World:

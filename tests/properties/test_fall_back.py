@@ -11,7 +11,7 @@ import pytest
 from oracle.backends import NUMPY, Backend, each_backend
 from oracle.schedules import ByGradient
 from oracle.two_rounds import TwoRounds
-from oracle.world import Gradients, World, same_bits
+from oracle.world import SPECS, Gradients, World, gradients, same_bits
 
 from horovod_topk.core.guard import COMPRESSING, DENSE, FLUSHING, HANDING_OVER
 from horovod_topk.core.plan import TensorSpec, make_plan
@@ -27,7 +27,6 @@ from horovod_topk.methods.terngrad import TernGrad
 from horovod_topk.methods.threshold import Threshold
 from horovod_topk.methods.topk import TopK
 
-SPECS = [TensorSpec("a", (40, 32), "float32"), TensorSpec("b", (30,), "float64")]
 STORM = Guard(nonfinite=2)
 TOPK = TopK(0.05, min_numel=0, guard=STORM)
 METHODS: dict[str, Method] = {
@@ -48,17 +47,6 @@ METHODS: dict[str, Method] = {
 def world(method: Method, ranks: int = 4, backend: Backend = NUMPY) -> World:
     """Two buckets."""
     return World(make_plan(SPECS, method), ranks, backend)
-
-
-def gradients(ranks: int, seed: int = 0, factor: float = 1.0) -> list[Gradients]:
-    random = np.random.default_rng(seed)
-    return [
-        {
-            "a": (factor * random.standard_normal((40, 32))).astype(np.float32),
-            "b": factor * random.standard_normal(30),
-        }
-        for _ in range(ranks)
-    ]
 
 
 def with_a_nan(ranks: int) -> list[Gradients]:

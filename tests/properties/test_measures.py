@@ -11,9 +11,9 @@ import pytest
 from oracle.backends import NUMPY, Backend, each_backend
 from oracle.schedules import ByGradient, Counting
 from oracle.two_rounds import TwoRounds
-from oracle.world import Gradients, World, same_bits
+from oracle.world import SPECS, Gradients, World, gradients, same_bits
 
-from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.plan import make_plan
 from horovod_topk.core.schedule import Schedule as Levels
 from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.methods.dense import Dense
@@ -21,7 +21,6 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.methods.topk import TopK
 from horovod_topk.schedules import Decision, Schedule
 
-SPECS = [TensorSpec("a", (40, 32), "float32"), TensorSpec("b", (30,), "float64")]
 METHODS: dict[str, Method] = {
     "allgather": TopK(0.05, min_numel=0),
     "sharded": TopK(0.05, min_numel=0, exchange="sharded"),
@@ -34,17 +33,6 @@ METHODS: dict[str, Method] = {
 def world(method: Method, ranks: int = 4, backend: Backend = NUMPY) -> World:
     """Two buckets."""
     return World(make_plan(SPECS, replace(method, schedule=ByGradient())), ranks, backend)
-
-
-def gradients(ranks: int, factor: float = 1.0, seed: int = 0) -> list[Gradients]:
-    random = np.random.default_rng(seed)
-    return [
-        {
-            "a": (factor * random.standard_normal((40, 32))).astype(np.float32),
-            "b": factor * random.standard_normal(30),
-        }
-        for _ in range(ranks)
-    ]
 
 
 def squares(one: Gradients, name: str) -> float:
@@ -119,7 +107,7 @@ def test_levels_follow_from_what_was_told(kind: str) -> None:
     job, ratios = world(METHODS[kind]), []
     for factor in (0.01, 1.0, np.nan, 0.01, 0.01):
         ratios.append({rank.ratio for rank in job.ranks})
-        job.exchange(gradients(4, factor))
+        job.exchange(gradients(4, factor=factor))
         job.commit()
     assert ratios == [{0.05}, {0.05}, {0.25}, {0.25}, {0.05}]
     decisions = {rank.counter.decision for rank in job.ranks}
@@ -158,7 +146,7 @@ def test_a_decision_goes_on_where_a_state_dict_left_it() -> None:
             for old, new in zip(unbroken.ranks, resumed.ranks, strict=True):
                 new.load_state_dict(old.state_dict())
                 assert new.clock == old.clock
-        given = gradients(4, factor, step)
+        given = gradients(4, step, factor)
         exchanged = unbroken.step(given)
         if step >= 3:
             assert same_bits(resumed.step(given), exchanged)
