@@ -69,11 +69,8 @@ class Attached(Generic[Kept]):
         """Totals and norms so far. Waits for the device; call it on any rank, it is local."""
         stats = self._state.stats() if self.active else Stats()
         skipped, late = dict(self._skipped), dict(self._late)
-        stats = replace(stats, skipped=skipped, late=late, warnings=tuple(self.warnings))
-        if self.active:
-            guard = self._state.guard
-            warnings = *stats.warnings, *guard.warnings
-            stats = replace(stats, warnings=warnings, fallbacks=guard.fallbacks)
+        warnings = *self.warnings, *stats.warnings
+        stats = replace(stats, skipped=skipped, late=late, warnings=warnings)
         return stats if self.manager is None else self.manager.counted(stats)
 
     @property

@@ -11,6 +11,7 @@ tensors that are not known yet waits for them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from horovod_topk.core.counting import Counting
@@ -41,6 +42,7 @@ from horovod_topk.core.state_dict import (
     steps_of,
     without,
 )
+from horovod_topk.core.stats import Stats
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
 
@@ -146,6 +148,11 @@ class State(Counting[Array]):
         ending = {"committed": committed, "flagged": bool(flagged), "logs": self.place[0] == 0}
         verdicts = () if told is None else told.get(VERDICT, ())
         return self.guard.end(self.ended + 1, verdicts=verdicts, **ending)
+
+    def stats(self) -> Stats:
+        """Totals and norms so far, and what the guard did. Waits for the device."""
+        guard = self.guard
+        return replace(super().stats(), warnings=guard.warnings, fallbacks=guard.fallbacks)
 
     def set_ratio(self, ratio: float | None) -> None:
         """Take a ratio level from the next step on, or go back to the schedule (None).
