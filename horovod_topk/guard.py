@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from horovod_topk.errors import ConfigError
 from horovod_topk.schedules import check_above, check_steps
 
-TOLD = ("verdict",)  # measures that these rules need; see `core.measures`
+TOLD = ("verdict",)  # measures that the rules of one rank need; see `core.measures`
 OF_ONE_RANK = ("trend", "residual", "slower")  # rules that a rank judges by its own numbers
 BY_CLOCK = "slower"
 REASONS = ("non-finite", *OF_ONE_RANK)  # names of the rules in metrics and `stats()`

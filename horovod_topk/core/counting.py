@@ -37,7 +37,7 @@ class Counting(Generic[Array]):
         self.steps = self.rolled_back = 0
         self.seconds, self.sample = Seconds(), Sample()
         self._counted: tuple[Plan, int] | None = None  # a plan, and the bytes of memory it takes
-        self._begun = 0  # steps before this run, as the loaded checkpoint says
+        self._begun = 0  # what a loaded checkpoint adds to the number of ended steps
         self._callbacks: list[Callable[[StepCounters], None]] = []
 
     def squares(self) -> Squares:

@@ -94,7 +94,7 @@ class Watch:
     def __init__(self, guard: Guard | None) -> None:
         self._guard, self.memory, self.hands_over = guard, Memory(), False
         self.warnings: tuple[str, ...] = ()
-        self._warned = ""  # the rule that warned in the last committed step; empty: none did
+        self._warned = ""  # the rule that warned in the last step; empty: none did
 
     # Questions of a step.
 
