@@ -15,7 +15,7 @@ from horovod_topk.guard import Guard
 from horovod_topk.ratios import Exactly, Rules, Shape, checked_ratio, checked_rules, resolve
 from horovod_topk.schedules import Schedule
 
-EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")  # of payloads
+EXCHANGES = ("allgather", "sharded", "hierarchical", "auto")  # values of `exchange`
 OPTIONAL: dict[str, object] = {
     "clip_norm": None,
     "warmup": None,
@@ -29,15 +29,15 @@ OPTIONAL: dict[str, object] = {
     "follow_lr": False,
     "ratios": None,
 }  # setting -> the value that switches it off
-TAKE_OVER = "optimizer"  # as `momentum`: the optimizer's own, from there on corrected
-AUTO = "auto"  # as `momentum` or another setting: as it suits the optimizer and the job
+TAKE_OVER = "optimizer"  # value of `momentum`: take over the optimizer's own momentum
+AUTO = "auto"  # value of a setting that the optimizer and the job decide
 DEFERRED: Mapping[str, tuple[str, ...]] = {
     "momentum": (TAKE_OVER, AUTO),
     "follow_lr": (AUTO,),
     "warmup": (AUTO,),
     "guard": (AUTO,),
-}  # setting -> values that wait for the optimizer and the job to be known
-BY_ADAPTERS = {"taken_over"}  # what an adapter knows, and no user passes
+}  # setting -> values that are decided once the optimizer and the job are known
+BY_ADAPTERS = {"taken_over"}  # settings that adapters set, not users
 
 
 Stretches = tuple[tuple[int, float], ...]
@@ -49,7 +49,7 @@ class Settings:
 
     Args:
         exchange: how payloads travel between ranks: "allgather"; "sharded", in which each rank
-            adds up one shard, so that its bytes hardly grow with the number of ranks;
+            sums one shard, so that its bytes hardly grow with the number of ranks;
             "hierarchical", dense within a node and compressed between nodes, which needs
             `hvd.init(process_sets="dynamic")`; or "auto": the one of these that sends the fewest
             bytes from the busiest node.
@@ -57,18 +57,19 @@ class Settings:
         clip_norm: clip each rank's gradients before they are added to the residual, so that the
             norm of the applied gradient is at most about this (`horovod_topk.core.clipping`).
             None: off.
-        warmup: larger ratios for the first steps. A number of steps: the ratio goes down through
+        warmup: larger ratios for the first steps. A number of steps: the ratio falls through
             0.25, 0.0625 and so on until it reaches `ratio` after that many steps. Pairs
-            (until, ratio): that ratio until so many steps are committed. "auto": ten times as many
-            elements in the first 60 steps with SGD, at most a quarter; none with other optimizers
-            and in elastic jobs. None: off.
-        schedule: decides the ratio of each step from what all ranks have measured, after the steps
-            of `warmup`: one of `horovod_topk.schedules`. None: each step has `ratio`.
-        guard: when to end compression and go on with dense gradients: a `horovod_topk.guard.Guard`.
-            "auto": `Guard()` in PyTorch, where something is compressed; none in TensorFlow, where
-            every ratio level takes graphs longer to build, and in elastic jobs. None: never.
-        probe_every: in PyTorch, a number of steps, of which one exchanges a bucket dense beside
-            compressed, the buckets in turn; `stats()` and `on_step` say how far they are apart
+            (until, ratio): this ratio as long as fewer than `until` steps are committed. "auto":
+            with SGD ten times `ratio`, at most 0.25, in the first 60 steps; none with other
+            optimizers and in elastic jobs. None: off.
+        schedule: decides the ratio of each step after `warmup` from measures of all ranks: one of
+            `horovod_topk.schedules`. None: each step has `ratio`.
+        guard: rules for ending compression and going on with dense gradients: a
+            `horovod_topk.guard.Guard`. "auto": `Guard()` in PyTorch, unless nothing is compressed;
+            none in TensorFlow, where graphs take longer to build with each ratio level, and in
+            elastic jobs. None: compression never ends.
+        probe_every: in PyTorch, one step in so many also exchanges a bucket dense, each bucket in
+            turn; `stats()` and `on_step` report the difference of the two results
             (`horovod_topk.core.probe`). None: off.
         momentum: the momentum for momentum correction (`horovod_topk.core.momentum`), which
             replaces the optimizer's own. "optimizer": take over the momentum of SGD, Adam or AdamW;
@@ -80,11 +81,11 @@ class Settings:
         nesterov: whether that momentum is Nesterov's.
         velocity_kept: share of the velocity of a sent element that stays, in [0, 1]
             (`horovod_topk.core.momentum`). 0: masking, as in the paper. "auto": 0 for Adam and
-            AdamW; for SGD from 0.5 to 1, the more, the longer an element has waited and the
-            further the learning rate has fallen.
+            AdamW; for SGD from 0.5 to 1, larger for elements with a large residual, and after the
+            learning rate has fallen.
         follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
             that each gradient counts at the rate at which it was computed
-            (`horovod_topk.core.rates`). "auto": where the learning rate is known.
+            (`horovod_topk.core.rates`). "auto": on if the learning rate is known.
         ratios: a ratio for some tensors, instead of the method's. A mapping or a sequence of pairs.
             A key is a pattern of tensor names as in `fnmatch` ("head.*"), or a function of a
             tensor's name and shape that returns a bool. A value is a ratio or "dense". The first
@@ -103,7 +104,7 @@ class Settings:
     warmup: int | Stretches | str | None = None  # steps with larger ratios; None: off
     schedule: Schedule | None = None  # decides the ratio of each step; None: off
     guard: Guard | None = None  # when to fall back to dense gradients; None: never
-    probe_every: int | None = None  # steps, of which one compares a bucket with dense; None: off
+    probe_every: int | None = None  # one step in so many compares a bucket with dense; None: off
     momentum: float = 0.0  # for momentum correction, in [0, 1); 0: off
     nesterov: bool = False  # whether `momentum` is Nesterov's
     velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
@@ -130,7 +131,7 @@ class Settings:
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """What `exchange` may be."""
+        """Valid values of `exchange`."""
         return EXCHANGES
 
     @property
@@ -145,14 +146,14 @@ class Settings:
 
     @property
     def stretches(self) -> Stretches:
-        """The warm-up as pairs (until, ratio): that ratio until so many steps are committed."""
+        """The warm-up as pairs (until, ratio): the ratio as long as fewer steps are committed."""
         if isinstance(self.warmup, int):
             return _exponential(self.warmup, self.ratio)
         return self.warmup if isinstance(self.warmup, tuple) else ()
 
     @property
     def told(self) -> tuple[str, ...]:
-        """What ranks tell each other in each step, for the schedule and the guard."""
+        """Names of the measures that the schedule and the guard need."""
         of_schedule = () if self.schedule is None else self.schedule.measures
         return of_schedule if self.guard is None else (*of_schedule, *self.guard.measures)
 
@@ -204,7 +205,7 @@ class Settings:
         if name == "velocity_kept" and not self.momentum:
             return True
         if name in ("momentum", "nesterov") and self.taken_over:
-            return True  # the optimizer's, which may move, and be another before a broadcast
+            return True  # the optimizer's: may change, or differ before a broadcast
         return name in OPTIONAL and getattr(self, name) == OPTIONAL[name]
 
 
@@ -225,10 +226,10 @@ def reject_unknown(unknown: Iterable[str], known: Iterable[str], of: str = "TopK
 
 
 def split_deferred(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Settings of a method, and those that wait for the optimizer to be known.
+    """Split settings into those of the method, and those that are decided by the optimizer.
 
     Raises:
-        ConfigError: another one does not fit a momentum that is taken over.
+        ConfigError: `nesterov` is set although the optimizer's momentum is taken over.
     """
     deferred = {name: settings[name] for name in DEFERRED if _waits(settings, name)}
     if deferred.get("momentum") == AUTO:
@@ -246,7 +247,7 @@ def split_deferred(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def check_settings(method: Callable[..., Settings], settings: Mapping[str, Any]) -> None:
-    """Refuse settings that are valid beside no optimizer.
+    """Refuse settings that are invalid with every optimizer.
 
     Raises:
         ConfigError: as the method, and `split_deferred`.
@@ -343,7 +344,7 @@ def _check_guard(guard: object) -> None:
 
 
 def _exponential(steps: int, ratio: float) -> Stretches:
-    """Return 0.25, 0.25 ** 2 and so on, while above `ratio`, each for the same number of steps."""
+    """Return warm-up pairs with the ratios 0.25, 0.25 ** 2 and so on, evenly over `steps` steps."""
     count = 0
     while 0.25 ** (count + 1) > ratio:
         count += 1

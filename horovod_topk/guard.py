@@ -7,35 +7,37 @@ from dataclasses import dataclass, fields
 from horovod_topk.errors import ConfigError
 from horovod_topk.schedules import check_above, check_steps
 
-TOLD = ("verdict",)  # what ranks tell each other for the rules of one rank; `core.measures`
+TOLD = ("verdict",)  # measures that the rules of one rank need; see `core.measures`
 OF_ONE_RANK = ("trend", "residual", "slower")  # rules that a rank judges by its own numbers
 BY_CLOCK = "slower"
-REASONS = ("non-finite", *OF_ONE_RANK)  # in metrics and `stats()`
+REASONS = ("non-finite", *OF_ONE_RANK)  # names of the rules in metrics and `stats()`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """Ends compression where it does harm: pass one as `guard=`, on every rank the same.
+    """Rules that end compression where it does harm: pass one as `guard=`, the same on all ranks.
 
     Each rule warns in the log first. When it fires, all ranks fall back in the same step: the next
     step sends all residuals, a momentum that was taken over goes back to the optimizer, and from
-    there on gradients are dense (`horovod_topk.core.guard`). A rule that is None is off.
+    then on gradients are dense (`horovod_topk.core.guard`). A rule that is None is off.
 
     Args:
-        nonfinite: so many steps in a row had a NaN or an infinity on some rank, and were rolled
-            back. A loss scaler that starts too high takes a few.
-        trend: the value that a rank reports, such as its loss, smoothed over 8 reports, is above
-            the smallest smoothed one lately by so many times the usual distance of a report from
-            the one before, or 4% of the value if that is more, in 4 reports in a row. A report by
-            twice as much counts at once. Lower values have to be better. The first 10 reports are
-            learnt from; without `horovod_topk.report` the rule never fires.
-        residual: the norm of a rank's residual over that of its gradient, at the learning rate of
-            both, is so many times its usual value, in 3 samples in a row. One step in 128 is
+        nonfinite: fires after this many steps in a row that had a NaN or an infinity on some rank,
+            and were rolled back. A loss scaler that starts too high causes a few such steps.
+        trend: fires when a rank's reported value, such as its loss, rises. A running mean over 8
+            reports is compared with its smallest recent value. The limit of the difference is
+            `trend` times the usual distance between a report and the one before, which is taken
+            as at least 4% of the value. It fires after 4 reports in a row above the limit. A
+            single report above twice the limit counts as one of the 4. Lower values have to be
+            better. The first 10 reports only set the usual values; without `horovod_topk.report`
+            the rule never fires.
+        residual: fires when (residual norm / gradient norm) of a rank, both at the same learning
+            rate, is this many times its usual value in 3 samples in a row. One step in 128 is
             sampled (TensorFlow: 16). None: off, the default, as a healthy run whose gradients
             became small reached 38 times its usual value.
-        slower: encoding, decoding and waiting take so many times the seconds of a dense step, on
-            more than half of the ranks, in two trials in a row. It follows the clock: a run does
-            not repeat to the bit. None: off, the default.
+        slower: fires when encoding, decoding and waiting take this many times the seconds of a
+            dense step, on more than half of the ranks, in two trials in a row. As the decision
+            depends on measured time, a run cannot be repeated bitwise. None: off, the default.
         trial_every: with `slower`, steps between two trials. A trial is three dense steps.
         cool_down: dense steps after which compression comes back. None: training stays dense.
 
@@ -69,5 +71,5 @@ class Guard:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """What ranks tell each other in each step: nothing for the rule that flags decide."""
+        """Names of the measures that its rules need; `nonfinite` needs none."""
         return TOLD if any(getattr(self, name) is not None for name in OF_ONE_RANK) else ()

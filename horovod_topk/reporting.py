@@ -1,4 +1,4 @@
-"""`report` and `seed`: how a training script talks to guards and to `horovod-topk compare`.
+"""`report` and `seed`: a training script reports metrics to guards and `horovod-topk compare`.
 
     import horovod_topk
 
@@ -6,13 +6,13 @@
     ...
     horovod_topk.report(step=step, loss=loss)
 
-Outside of a comparison `report` tells guards alone, and `seed` returns its default. A comparison
+Outside of a comparison `report` only calls guards, and `seed` returns its default. A comparison
 sets two environment variables on every rank:
 
     HOROVOD_TOPK_REPORT   the file that rank 0 appends JSON lines to
     HOROVOD_TOPK_SEED     the run's seed
 
-Each line has the seconds of a monotonic clock. This module imports no framework.
+Each line has the time in seconds of a monotonic clock. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any, Protocol, SupportsFloat, TextIO
 
 REPORT = "HOROVOD_TOPK_REPORT"
 SEED = "HOROVOD_TOPK_SEED"
-RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK")  # by launchers
+RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK")  # of launchers
 
 
 class Counters(Protocol):
-    """The counters of `horovod_topk.core.stats.StepCounters` that are read here."""
+    """The counters of `horovod_topk.core.stats.StepCounters` that this module reads."""
 
     @property
     def sent_bytes(self) -> int:
@@ -43,15 +43,15 @@ class Counters(Protocol):
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of a ring allreduce of dense gradients."""
+        """Bytes that this rank would send in a ring allreduce of dense gradients."""
         ...
 
 
 class State(Protocol):
-    """The methods of an optimizer's state that are called here."""
+    """The methods of an optimizer's state that this module calls."""
 
     def report(self, value: SupportsFloat) -> None:
-        """Report how training goes."""
+        """Report a value such as the loss to the guard; lower is better."""
         ...
 
     def on_step(self, callback: Any) -> None:
@@ -66,21 +66,22 @@ def report(
     step: int | None = None,
     **metrics: SupportsFloat,
 ) -> None:
-    """Report how training goes: `report(loss)`, or metrics, such as `report(step=9, loss=0.3)`.
+    """Report training metrics: `report(loss)`, or by name, such as `report(step=9, loss=0.3)`.
 
     The guard of every optimizer in this process watches `value`, or else the metric `loss`
-    (`horovod_topk.guard`). Each rank judges what it reports itself; rank 0 alone is enough.
+    (`horovod_topk.guard`). Each rank's guard uses only values reported on that rank; it is enough
+    to report on rank 0.
 
-    `horovod-topk compare` records the metrics. There, only rank 0 writes, and a metric that ranks
-    compute on different data has to be averaged over ranks before.
+    `horovod-topk compare` records the metrics of rank 0. If ranks compute a metric on different
+    data, average it over ranks before.
 
     Args:
-        value: the smaller, the better.
-        step: training steps that are done; comes with metrics.
+        value: a value such as the loss; lower is better.
+        step: number of finished training steps; required with metrics.
         metrics: numbers by name, for example `loss=` or `accuracy=`.
 
     Raises:
-        ValueError: no metric was given, or no step for it.
+        ValueError: in a comparison, no metric was given, or metrics without a step.
     """
     watched = metrics.get("loss") if value is None else value
     if watched is not None:
@@ -98,14 +99,14 @@ def report(
 
 
 def seed(default: int = 0) -> int:
-    """Return the seed of this run: that of `horovod-topk compare`, or `default` outside of it."""
+    """Return the seed that `horovod-topk compare` sets for this run; outside of it, `default`."""
     asked = os.environ.get(SEED)
     note("seed")
     return default if asked is None else int(asked)
 
 
 def launched_rank() -> int | None:
-    """This process's rank, before its library is initialised; None: no launcher started it."""
+    """This process's rank, read from the launcher's environment variables; None: no launcher."""
     return next((int(os.environ[name]) for name in RANKS if name in os.environ), None)
 
 
@@ -114,14 +115,14 @@ def launched_rank() -> int | None:
 
 @functools.cache
 def note(event: str, **details: str) -> None:
-    """Write that something happened, once; the training clock starts with the "compressor"."""
+    """Write an event to the report, once; the event "compressor" starts the training clock."""
     file = _file()
     if file is not None:
         _write(file, event, **details)
 
 
 def watch(state: State) -> None:
-    """Count the steps and bytes of an optimizer, and hand on to it what is reported."""
+    """Count the steps and bytes of an optimizer, and pass reported values to it."""
     _watched.add(state)
     if _file() is not None:
         state.on_step(_count)
@@ -151,7 +152,7 @@ def _count(counters: Counters) -> None:
 
 
 def _costs() -> dict[str, float]:
-    """Totals so far, and the most memory that this process has had, in bytes."""
+    """Totals so far, and the peak memory of this process in bytes."""
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
     return _totals | {"peak_memory": peak}
 

@@ -1,4 +1,4 @@
-"""Schedules: what decides the ratio level of each step from what all ranks have measured."""
+"""Schedules decide the ratio level of each step from measures of all ranks."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.ratios import checked_ratio
 
 Profiles = tuple[tuple[float, tuple[tuple[str, Any], ...]], ...]
-Decision = tuple[float, ...]  # a ratio level, and then what the schedule remembers; (): nothing yet
-MEMORY = 31  # numbers that a schedule may remember
-UNSETTLED = 2  # steps after a change of level, whose times tell nothing of it
+Decision = tuple[float, ...]  # a ratio level, then the schedule's memory; (): no decision yet
+MEMORY = 31  # most numbers in a schedule's memory
+UNSETTLED = 2  # steps after a change of level whose times are ignored
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Base of schedules that decide the ratio level of each step: pass one as `schedule=`.
 
-    Every rank decides alike, without a collective: `decide` is given the same numbers everywhere,
-    and has to return the same for the same. Subclasses are frozen dataclasses, whose fields are the
-    settings that ranks agree on.
+    All ranks make the same decision without a collective: `decide` gets equal numbers on all ranks,
+    and has to be deterministic. Subclasses are frozen dataclasses. Their fields are settings, which
+    have to be equal on all ranks.
 
     Args:
         profiles: further settings of a level, by its ratio: settings of the method, or
-            `min_numel`, such as {0.1: {"values": "int8"}}. The level of the settings' own ratio,
-            and 1.0, have none.
+            `min_numel`, such as {0.1: {"values": "int8"}}. The levels 1.0 and `ratio` of the
+            settings cannot have any.
     """
 
     measures: ClassVar[tuple[str, ...]] = ()  # see `horovod_topk.core.measures`
 
-    profiles: Profiles | Mapping[float, Mapping[str, Any]] = ()  # of levels; none
+    profiles: Profiles | Mapping[float, Mapping[str, Any]] = ()  # further settings of levels
 
     def __post_init__(self) -> None:
         pairs = self.profiles.items() if isinstance(self.profiles, Mapping) else self.profiles
@@ -40,7 +40,7 @@ class Schedule:
         object.__setattr__(self, "profiles", checked)
 
     def profile(self, level: float) -> dict[str, Any]:
-        """Settings of a level beside its ratio."""
+        """Further settings of a level, without its ratio."""
         assert not isinstance(self.profiles, Mapping)
         return dict(next((settings for ratio, settings in self.profiles if ratio == level), ()))
 
@@ -55,36 +55,37 @@ class Schedule:
     def decide(
         self, before: Decision, level: float, usual: float, told: Mapping[str, Sequence[float]]
     ) -> Decision:
-        """Return the level of the next step, and what to remember until then, `MEMORY` at most.
+        """Return the level of the next step, followed by numbers for `before` in the next call.
 
-        It is called once for each committed step.
+        It is called once for each committed step, and may return `MEMORY` such numbers at most.
 
         Args:
-            before: what it returned last; (): it is called for the first time.
+            before: the last return value; (): this is the first call.
             level: the ratio of the step that has ended.
             usual: the ratio of the settings.
-            told: what each rank measured, by the names of `measures`: finite numbers in rank order.
+            told: measures of all ranks, by the names in `measures`: finite numbers in rank order.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decide")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accordion(Schedule):
-    """A larger ratio while gradients change fast: at the start, and wherever their norm moves.
+    """Uses a larger ratio while gradients change fast: at the start, or when their norm changes.
 
-    Steps are looked at in windows. The norm of a window is the root of the sum of squares of its
-    gradients, in the mean of ranks. If it differs from that of the window before by `threshold` of
-    it or more, the phase is critical, and the next window has the ratio `critical`; else it has the
-    `ratio` of the settings. The first two windows are critical, as there is nothing to compare.
+    Steps are grouped in windows. The norm of a window is the root of the sum of squares of its
+    gradients, averaged over ranks. If its relative change from the previous window is `threshold`
+    or more, training is in a critical phase, and the next window has the ratio `critical`;
+    otherwise it has the `ratio` of the settings. The first two windows are critical, as there is no
+    change to compute yet.
 
-    The paper compares norms of summed gradients, for each layer, and takes a falling learning rate
-    for critical, too. Here one level is that of all tensors, and the norm is that of ranks' own
-    gradients, as it can be told without an exchange of its own.
+    The paper compares norms of summed gradients, for each layer, and treats a falling learning rate
+    as critical, too. Here all tensors have the same level, and norms are those of ranks' own
+    gradients, as this needs no collective of its own.
 
     Args:
         critical: ratio of critical windows, in (0, 1].
-        threshold: relative change of the norm from which a window is critical; above 0.
-        window: steps; a tenth to a whole epoch.
+        threshold: smallest relative change of the norm that is critical; above 0.
+        window: steps in a window; a tenth of an epoch to one epoch.
 
     Source: Agarwal et al. 2021 (Adaptive Gradient Communication via Critical Learning Regime
     Identification).
@@ -93,7 +94,7 @@ class Accordion(Schedule):
     measures: ClassVar[tuple[str, ...]] = ("gradient",)
 
     critical: float = 0.1  # ratio of critical windows
-    threshold: float = 0.5  # relative change of the norm, from which on a window is critical
+    threshold: float = 0.5  # smallest relative change of the norm that is critical
     window: int = 100  # steps
 
     def __post_init__(self) -> None:
@@ -125,29 +126,30 @@ class Accordion(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class ByNetwork(Schedule):
-    """The largest ratio whose exchange stays hidden behind backward, or within a budget.
+    """Uses the largest ratio whose exchange is hidden behind backward or fits a time budget.
 
     In each step every rank measures how long it waits in collectives, and how long the step takes.
-    The shortest waiting of all ranks counts: what others wait beyond that is for a slow rank, and
-    no level helps there. After `settle` steps at a level, the mean is compared with what is
-    allowed: above it, the next smaller level is taken; below half of it, the next larger one, after
-    a while that doubles whenever that has been too much, up to 256 steps.
+    The schedule uses the shortest waiting time of all ranks: other ranks additionally wait for a
+    slow rank, which no level can change. After `settle` steps at a level, it compares the mean with
+    the limit. Above the limit, the next smaller level is used. Below half of the limit, the next
+    larger level is used, but only after a number of steps that doubles, up to 256, whenever a
+    larger level has exceeded the limit.
 
-    Levels are the `ratio` of the settings and `levels`. Decisions follow the clock: a run does not
-    repeat to the bit, and does not resume to it.
+    Levels are the `ratio` of the settings and `levels`. As decisions depend on measured time, a run
+    cannot be repeated or resumed bitwise.
 
     Args:
         levels: larger ratios, in (0, 1]; 1.0 is dense.
-        budget: seconds of waiting that a step may have. None: `share` of the step.
-        share: of a step that may be spent on waiting, where there is no budget, in (0, 1).
-        settle: steps that are measured at a level; the first two after a change do not count.
+        budget: limit of waiting, in seconds a step. None: `share` of the step.
+        share: limit of waiting as a share of the step, if there is no budget; above 0.
+        settle: steps that are measured at a level, after the first two, which are ignored.
     """
 
     measures: ClassVar[tuple[str, ...]] = ("exposed", "step")
 
     levels: tuple[float, ...] = (0.05, 0.1, 0.25)
-    budget: float | None = None  # seconds of a step
-    share: float = 0.05  # of a step
+    budget: float | None = None  # seconds of waiting a step
+    share: float = 0.05  # share of a step's seconds
     settle: int = 4  # steps
 
     def __post_init__(self) -> None:
@@ -166,10 +168,10 @@ class ByNetwork(Schedule):
     def decide(
         self, before: Decision, level: float, usual: float, told: Mapping[str, Sequence[float]]
     ) -> Decision:
-        """`Schedule.decide`: what was told is of the step before, which had the same level."""
+        """`Schedule.decide`; the measures are those of the step before, at the same level."""
         levels = sorted({usual, *self.levels})
         now, steps, exposed, taken, patience, quiet = before or (usual, 0.0, 0.0, 0.0, 8.0, 0.0)
-        if level != now:  # a user's, or one of warm-up
+        if level != now:  # a level of `set_ratio` or of warm-up
             return (now, 0.0, 0.0, 0.0, patience, 0.0)
         steps, quiet = steps + 1, quiet + 1
         if steps <= UNSETTLED:
@@ -181,7 +183,7 @@ class ByNetwork(Schedule):
         allowed = self.share * taken / count if self.budget is None else self.budget
         at, waited = levels.index(now), exposed / count
         if waited > allowed and at > 0:
-            tried = quiet <= UNSETTLED + self.settle  # a larger level, which has just been taken
+            tried = quiet <= UNSETTLED + self.settle  # the level has just been raised
             patience = min(2 * patience, 256.0) if tried else 8.0
             return (levels[at - 1], 0.0, 0.0, 0.0, patience, quiet)
         if waited < allowed / 2 and at + 1 < len(levels) and quiet >= patience:

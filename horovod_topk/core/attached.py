@@ -1,6 +1,7 @@
-"""What `TopKEF.of(...)` returns in every framework: questions to the state behind one optimizer.
+"""`Attached`: base of the objects that `TopKEF.of(...)` returns in every framework.
 
-An optimizer that exchanges nothing, as in one process, has no state: it is not `active`.
+Its methods forward to the state of one optimizer. An optimizer that exchanges nothing, as in one
+process, has no state: it is not `active`.
 """
 
 from __future__ import annotations
@@ -23,45 +24,45 @@ Kept = TypeVar("Kept", bound=State[Any])
 
 
 class Manager(Protocol):
-    """What keeps the state through an elastic job: `horovod_topk.elastic.Manager`."""
+    """Interface of `horovod_topk.elastic.Manager`, which keeps residuals in an elastic job."""
 
-    units: int  # ranks that residuals are of; 0: not known yet
+    units: int  # number of ranks for which residuals are scaled; 0: not known yet
     clock: Clock
 
     def settle(self) -> None:
-        """Meet the other ranks after ranks have come or gone. A collective."""
+        """Agree with the other ranks after the set of ranks has changed. A collective."""
         ...
 
     def counted(self, stats: Stats) -> Stats:
-        """Statistics with what was lost."""
+        """Add lost ranks and the norm of their residuals to statistics."""
         ...
 
 
 class Attached(Generic[Kept]):
-    """Error feedback behind one optimizer, or behind the tapes of one list of variables.
+    """Error feedback of one optimizer, or of the gradient tapes of one list of variables.
 
     Args:
-        process_set: Horovod's, of the ranks that exchange.
+        process_set: Horovod's process set of the ranks that exchange gradients.
         reduction: "average" or "sum" over ranks.
-        label: what to call it in messages.
+        label: name of the optimizer in messages.
     """
 
     framework: str
-    _state: Kept  # where it is active
-    warnings: Sequence[str] = ()  # what was warned of for this optimizer, as in the log
+    _state: Kept  # set if it is active
+    warnings: Sequence[str] = ()  # warnings for this optimizer, as in the log
 
     def __init__(self, process_set: Any, reduction: str, label: str) -> None:
         self._process_set, self._reduction, self.label = process_set, reduction, label
         self._skipped: dict[str, str] = {}
-        self._late: Counter[str] = Counter()  # steps that tensors have held their bucket back
-        self.manager: Manager | None = None  # in an elastic job whose state has this
+        self._late: Counter[str] = Counter()  # tensor -> steps in which it delayed its bucket
+        self.manager: Manager | None = None  # set if an elastic job's state keeps residuals
         reason = why_inactive(process_set)
         self.active = reason is None
         if reason is not None:
             self._skip("*", reason)
 
     def _stand_for_nothing(self, label: str, reason: str) -> None:
-        """Be inactive from the beginning, for a reason; in the place of `__init__`."""
+        """Initialise as inactive for a reason, instead of `__init__`."""
         self.label, self.active, self._skipped = label, False, {"*": reason}
         self._late, self.manager, self._reduction = Counter(), None, "average"
 
@@ -75,36 +76,36 @@ class Attached(Generic[Kept]):
 
     @property
     def reduction(self) -> str:
-        """What is applied: the "average" or the "sum" over ranks."""
+        """Whether ranks' gradients are combined by "average" or "sum"."""
         return self._reduction
 
     @property
     def tensors(self) -> dict[str, list[int]]:
-        """Shapes of the gradients that are compressed, by name, as far as they are known."""
+        """Shapes of the compressed gradients that are known so far, by name."""
         if not self.active:
             return {}
         return {name: list(spec.shape) for name, spec in self._state.specs().items()}
 
     @property
     def agreed(self) -> Plan | None:
-        """The plan that all ranks have to have in common; None: no tensor is known yet."""
+        """The plan that has to be equal on all ranks; None: no tensor is known yet."""
         return self._state.agreed if self.active else None
 
     @property
     def steps(self) -> int:
-        """How many steps have ended, committed or rolled back, with those before a checkpoint.
+        """Number of ended steps, committed or rolled back, including those before a checkpoint.
 
-        As many on every rank.
+        It is equal on all ranks.
         """
         return self._state.ended if self.active else 0
 
     @property
     def ratio(self) -> float:
-        """Share of each tensor's elements that a step sends that begins now; see `set_ratio`."""
+        """Share of each tensor's elements that the next step sends; see `set_ratio`."""
         return self._state.ratio if self.active else 1.0
 
     def set_ratio(self, ratio: float | None) -> None:
-        """Send another share of elements from the next step on; None: what the settings say.
+        """Send another share of elements from the next step on; None: the share of the settings.
 
         Call it on every rank, between the same two steps. A step at 1.0 sends all residuals, at
         full precision, and leaves zeros.
@@ -113,38 +114,38 @@ class Attached(Generic[Kept]):
             ratio: 1.0, `ratio` of the settings, or a ratio that `warmup` names.
 
         Raises:
-            ConfigError: it is none of these, or ranks that join later would not hear of it. In
-                TensorFlow also where a tf.function was traced for one ratio alone: without
-                `warmup`, `set_ratio(None)` has to come before it.
+            ConfigError: `ratio` is none of these, or ranks that join later would not know it. In
+                TensorFlow also if a tf.function was traced for one ratio only: without `warmup`,
+                call `set_ratio(None)` before it is traced.
         """
         if self.active:
             check_kept(self.manager, f"set_ratio({ratio!r}) was called, of which")
             self._state.set_ratio(ratio)
 
     def report(self, value: SupportsFloat) -> None:
-        """Report how training goes, such as this rank's loss, for the guard's rule `trend`.
+        """Report a value such as this rank's loss to the guard's rule `trend`.
 
-        A tensor on an accelerator is waited for. `horovod_topk.report` does this for all optimizers
+        It waits for a tensor on an accelerator. `horovod_topk.report` does this for all optimizers
         of the process.
 
         Args:
-            value: the smaller, the better.
+            value: lower values have to be better.
         """
         if self.active:
             self._state.guard.report(float(value))
 
     @property
     def clock(self) -> Clock:
-        """What the ratio of the next step follows from: committed steps, and what was asked for."""
+        """Committed steps, requested ratio, decision and guard: they give the next step's ratio."""
         return self._state.clock if self.active else Clock(0)
 
     def resume(self, clock: Clock, ranks: int) -> None:
-        """Go on where an elastic job is, whose ranks are so many; called by its manager."""
+        """Load the clock of an elastic job with `ranks` ranks; called by its manager."""
         if self.active:
             self._state.resume(clock, ranks)
 
     def keep_with(self, manager: Manager) -> None:
-        """Take part in an elastic job; called by `TopKEF`.
+        """Have a manager keep residuals through an elastic job; called by `TopKEF`.
 
         Raises:
             ConfigError: not all ranks exchange these gradients.
@@ -156,7 +157,7 @@ class Attached(Generic[Kept]):
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank, and of how many that exchange."""
+        """This rank, and the number of ranks that exchange gradients."""
         return self._state.place if self.active else (0, 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,10 +168,11 @@ class Attached(Generic[Kept]):
         return self._state.state_dict() if self.active else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on residuals that this rank saved; a step under way is dropped.
+        """Load residuals that this rank saved; a step under way is dropped.
 
-        In PyTorch, gradients have to be made again after `backward()`: call `zero_grad()` before
-        the next. In TensorFlow, residuals wait for the first step where there was none.
+        In PyTorch, gradients have to be computed again if `backward()` was called: call
+        `zero_grad()` before the next one. In TensorFlow, a state dict that is loaded before the
+        first step takes effect in that step.
 
         Raises:
             StateDictError: a tensor is missing, unknown or of another shape; nothing has changed.
@@ -184,7 +186,7 @@ class Attached(Generic[Kept]):
             self._state.reset()
 
     def residual(self, name: str) -> Any:
-        """A copy of one tensor's committed residual, flat, float32 (float64 for a float64 one).
+        """A copy of one tensor's committed residual, flat, float32 (float64 for float64 gradients).
 
         Raises:
             KeyError: no such tensor is compressed.
@@ -194,7 +196,7 @@ class Attached(Generic[Kept]):
         return self._state.residual(name)
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """Call `callback` at the end of every step with counters, in the thread that runs it.
+        """Call `callback` with counters at the end of every step, in the thread that runs the step.
 
         No device is waited for.
         """

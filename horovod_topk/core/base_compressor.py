@@ -1,6 +1,7 @@
-"""What the `TopKEF` of every framework has in common.
+"""Base class of the compressors of every framework, such as `TopKEF`.
 
-Its settings, the questions it passes on to the state behind it, and when there is none.
+It holds the settings and forwards calls such as `stats()` to the state of the optimizer that uses
+it. Functions of this file say when nothing is compressed.
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ _SETTINGS = ("config", "deferred", "grad_scaler", "commit_dir")
 
 
 class State(Protocol):
-    """Error feedback behind one optimizer, or behind a `BaseCompressor` with one optimizer."""
+    """Interface of one optimizer's error-feedback state."""
 
     framework: str  # "torch" or "tensorflow"
 
     @property
     def active(self) -> bool:
-        """Whether anything is compressed here."""
+        """Whether this optimizer's gradients are compressed."""
         ...
 
     @property
     def steps(self) -> int:
-        """How many steps have ended, committed or rolled back: as many on every rank."""
+        """Number of ended steps, committed or rolled back; equal on all ranks."""
         ...
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank, and of how many that exchange."""
+        """This rank, and the number of ranks that exchange gradients."""
         ...
 
     @property
     def reduction(self) -> str:
-        """What is applied: the "average" or the "sum" over ranks."""
+        """Whether ranks' gradients are combined by "average" or "sum"."""
         ...
 
     def stats(self) -> Stats:
@@ -69,7 +70,7 @@ class State(Protocol):
 
     @property
     def tensors(self) -> dict[str, list[int]]:
-        """Shapes of the gradients that are compressed, by name, as far as they are known."""
+        """Shapes of the compressed gradients that are known so far, by name."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,11 +78,11 @@ class State(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on residuals that this rank saved."""
+        """Load residuals that this rank saved."""
         ...
 
     def reset(self) -> None:
-        """Forget all residuals."""
+        """Set all residuals to zero."""
         ...
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
@@ -89,23 +90,23 @@ class State(Protocol):
         ...
 
     def report(self, value: SupportsFloat) -> None:
-        """Report how training goes, the smaller the better."""
+        """Report a value such as the loss to the guard; lower is better."""
         ...
 
 
 class BaseCompressor(abc.ABC):
-    """What a user passes as `compression=`: the base of every framework's compressors.
+    """Base class of the objects that users pass as `compression=`, in every framework.
 
     A subclass names its method: `class TopKEF(Compressor, method=TopK)`. Its keyword arguments are
-    the method's settings, and `grad_scaler` and `commit_dir`; its documentation is put together
-    from theirs.
+    the method's settings, `grad_scaler` and `commit_dir`; its docstring is built from the
+    docstrings of the method, of `Settings` and of the framework's base class.
     """
 
     framework: ClassVar[str]  # "torch" or "tensorflow"
-    adapter: ClassVar[str]  # the package's part that has it, such as "ddp"
+    adapter: ClassVar[str]  # subpackage of horovod_topk, such as "ddp"
     method: ClassVar[type[Method]]
     config: Method
-    deferred: Mapping[str, str]  # settings that wait for the optimizer to be known
+    deferred: Mapping[str, str]  # settings that are decided once the optimizer is known
 
     def __init_subclass__(cls, method: type[Method] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -139,7 +140,7 @@ class BaseCompressor(abc.ABC):
         self.config = self.method(*positional, **settings)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings: a copy, or what is unpickled elsewhere, has no optimizer yet."""
+        """The settings alone: a copied or unpickled compressor has no optimizer yet."""
         return {setting: getattr(self, setting) for setting in _SETTINGS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,11 +149,11 @@ class BaseCompressor(abc.ABC):
 
     @classmethod
     def named(cls, name: str, module: str) -> type[Self]:
-        """The compressor of a method of `horovod_topk.methods.METHODS`, which has no class yet.
+        """Create the compressor class of a method in `horovod_topk.methods.METHODS`.
 
         Args:
-            name: of the method's compressor, such as "Dense".
-            module: where users import it from, `horovod_topk.torch` for example.
+            name: name of the compressor, such as "Dense".
+            module: module that users import it from, such as `horovod_topk.torch`.
 
         Raises:
             AttributeError: there is no such method.
@@ -166,9 +167,10 @@ class BaseCompressor(abc.ABC):
 
     @classmethod
     def asked(cls, compression: object) -> Self | None:
-        """Return our compressor that was passed as `compression=`; None: it is another's.
+        """Return the compressor of this package that was passed as `compression=`, if it is one.
 
-        Also None where the environment has Horovod serve the optimizer, which is another's then.
+        Returns None for any other object, and if an environment variable has Horovod's own
+        compression serve the optimizer instead.
         """
         kind: type[Self]
         made: Self | None = None
@@ -242,20 +244,20 @@ class BaseCompressor(abc.ABC):
         self._only_state().on_step(callback)
 
     def report(self, value: SupportsFloat) -> None:
-        """Report how training goes to the guard of the one optimizer that uses this."""
+        """Report a value such as the loss to the guard of the one optimizer that uses this."""
         self._only_state().report(value)
 
-    def _begin(self) -> None:  # noqa: B027  # there may be nothing to begin with
-        """Have no optimizer, and nothing asked for."""
+    def _begin(self) -> None:  # noqa: B027  # a subclass may have nothing to set
+        """Set the attributes of a compressor that no optimizer uses yet."""
 
     @staticmethod
     @abc.abstractmethod
     def _check_scaler(scaler: object) -> None:
-        """Refuse what cannot be used as `grad_scaler=`; raises ConfigError."""
+        """Raise ConfigError if `scaler` cannot be used as `grad_scaler=`."""
 
     @abc.abstractmethod
     def _living_states(self) -> Sequence[State]:
-        """The states behind this instance, oldest first."""
+        """States of the optimizers that use this instance, oldest first."""
 
     def _only_state(self) -> State:
         if name := horovods():
@@ -273,22 +275,22 @@ class BaseCompressor(abc.ABC):
 
 
 class ProcessSet(Protocol):
-    """What Horovod's process sets of every framework answer."""
+    """Interface that Horovod's process sets of every framework have in common."""
 
     def included(self) -> bool:
-        """Whether this rank is one of them."""
+        """Whether this rank is in the process set."""
         ...
 
     def size(self) -> int:
-        """How many ranks they are."""
+        """Number of ranks in the process set."""
         ...
 
 
 def documentation(method: type[Method], compressor: type) -> str:
-    """A compressor's docstring: the method's, its settings, those of all methods, and its own."""
+    """A compressor's docstring, built from its method's, `Settings`' and its base class's."""
     described = [inspect.getdoc(each) or "" for each in (method, Settings, compressor.__mro__[1])]
     (text, own, source), (_, shared, _), (usage, more, raises) = map(_sections, described)
-    usage = usage.partition("\n\n")[2]  # its first line is of the base class
+    usage = usage.partition("\n\n")[2]  # its first line describes the base class
     arguments = "\n".join(part for part in (own, shared, more) if part)
     return "\n\n".join(
         part for part in (text, usage, f"Args:\n{arguments}", raises, source) if part
@@ -296,7 +298,7 @@ def documentation(method: type[Method], compressor: type) -> str:
 
 
 def _sections(text: str) -> tuple[str, str, str]:
-    """A docstring before its arguments, its arguments, and what follows them."""
+    """Split a docstring into the text before its arguments, the arguments, and the rest."""
     before, _, rest = text.partition("\nArgs:\n")
     arguments, _, after = rest.partition("\n\n")
     return before.strip(), arguments.rstrip(), after.strip()
@@ -318,21 +320,21 @@ def _signature(method: type[Method]) -> inspect.Signature:
 
 
 def by_horovod(name: str, framework: str) -> Any:
-    """The state where Horovod's own compression of this name serves the optimizer."""
-    module = importlib.import_module("horovod_topk.core.by_horovod")  # which imports this one
+    """State of an optimizer that uses Horovod's own compression of this name."""
+    module = importlib.import_module("horovod_topk.core.by_horovod")  # it imports this module
     return module.ByHorovod(name, framework)
 
 
 def elastic() -> bool:
-    """Whether ranks may come and go (`horovodrun --min-np`)."""
+    """Whether the number of ranks may change during the job (`horovodrun --min-np`)."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def check_elastic(config: Settings) -> None:
-    """Refuse an exchange with owners where ranks may come and go.
+    """Refuse exchanges that need a fixed number of ranks, in an elastic job.
 
     Raises:
-        ConfigError: they may.
+        ConfigError: the job is elastic, and the exchange needs a fixed number of ranks.
     """
     exchange = config.exchange
     if exchange == "reduce" and elastic():
@@ -356,23 +358,24 @@ def check_elastic(config: Settings) -> None:
 
 
 def guarded(config: Method, deferred: Mapping[str, str]) -> Method:
-    """The settings, with a guard where it is left to the compressor and has something to end.
+    """Use a guard by default, unless nothing is compressed.
 
-    In elastic jobs there is none, as ranks that join may not know of it.
+    Elastic jobs have no guard by default, as ranks that join may not know its state.
 
     Args:
         config: the settings.
-        deferred: which of them are left to the compressor.
+        deferred: names of the settings that the user has left to the compressor.
     """
     is_left = "guard" in deferred and config.ratio < 1.0 and not elastic()
     return replace(config, guard=Guard()) if is_left else config
 
 
 def check_kept(manager: object | None, what: str) -> None:
-    """Refuse what ranks that join an elastic job would not know, where its state does not tell.
+    """Refuse a setting that ranks which join an elastic job would not know.
 
     Raises:
-        ConfigError: nobody keeps it.
+        ConfigError: the job is elastic, and `manager` is None: no elastic state sends the setting
+            to ranks that join.
     """
     if elastic() and manager is None:
         raise ConfigError(
@@ -382,7 +385,7 @@ def check_kept(manager: object | None, what: str) -> None:
 
 
 def check_steps_kept(config: Settings, manager: object | None) -> None:
-    """Refuse settings whose levels follow from steps that ranks which join would not know.
+    """Refuse settings that depend on past steps, which joining ranks would not know.
 
     Raises:
         ConfigError: as `check_kept`.
@@ -393,10 +396,10 @@ def check_steps_kept(config: Settings, manager: object | None) -> None:
 
 
 def check_all_exchange(process_set: Any) -> None:
-    """Refuse an optimizer of some of the ranks, where all of them come and go together.
+    """Refuse an optimizer of only some of the ranks, in an elastic state, which is of all ranks.
 
     Raises:
-        ConfigError: it has a process set of its own.
+        ConfigError: the optimizer's process set is not the global one.
     """
     if process_set.process_set_id != 0:
         raise ConfigError(
@@ -407,7 +410,7 @@ def check_all_exchange(process_set: Any) -> None:
 
 
 def why_inactive(process_set: ProcessSet) -> str | None:
-    """Why nothing will be compressed, if so."""
+    """Reason why nothing will be compressed; None: gradients will be compressed."""
     if not process_set.included():
         return "this rank is not in the optimizer's process set"
     if process_set.size() == 1 and not elastic():

@@ -1,15 +1,14 @@
-"""Turns a bucket of gradients into a payload, and payloads into gradients, for any method.
+"""`PayloadCodec` turns a bucket of gradients into a payload, and payloads into gradients.
 
     compensate   a  = e + g
-    encode       p  = what the bucket's method sends of a
-    update       e' = a - (what receivers read in p), a candidate until the step commits;
-                 0 without error feedback
-    decode       g' = scale * the sum over ranks, in rank order, of what they sent
+    encode       p  = encode(a), by the bucket's method
+    update       e' = a - decode(p), a candidate until the step commits; 0 without error feedback
+    decode       g' = scale * the sum over ranks, in rank order, of decode(p_r)
 
-`horovod_topk.core.announcing` encodes for methods whose ranks tell each other numbers first.
+`horovod_topk.core.announcing` encodes for methods whose ranks exchange a few numbers first.
 
 This is the definition, in the verbs of `horovod_topk.ops`. A method may offer a kernel that does
-all of it for a bucket at once, to the same bits.
+all of it for a bucket at once, with bitwise the same result.
 """
 
 from __future__ import annotations
@@ -45,46 +44,46 @@ Array = TypeVar("Array")
 
 
 class PayloadCodec(Generic[Array]):
-    """Encodes and decodes buckets by the method that each of them has.
+    """Encodes and decodes buckets, each by its own method.
 
-    `encode` writes the candidate arena and the payload, `decode` writes gradients; nothing else.
+    `encode` writes only the candidate arena and the payload, `decode` only gradients.
 
     Args:
-        ops: of the arrays.
-        heard: where to note what ranks tell each other; None: a new dictionary.
+        ops: operations on the arrays.
+        heard: dictionary for received measures; None: a new one.
 
     Attributes:
-        heard: the measures that arrived last with each bucket, by its ordinal.
+        heard: the measures of all ranks that arrived last with each bucket, by its ordinal.
     """
 
     def __init__(self, ops: Ops[Array], heard: dict[int, Rows] | None = None) -> None:
         self._ops = ops
         self.heard: dict[int, Rows] = {} if heard is None else heard
-        self._told: dict[int, Sequence[Any]] = {}  # by the bucket's ordinal
-        self._sealed: dict[bytes, Sequence[Any]] = {}  # what payloads have of it, by fingerprint
-        self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's own, of each piece
+        self._told: dict[int, Sequence[Any]] = {}  # measures to send, by the bucket's ordinal
+        self._sealed: dict[bytes, Sequence[Any]] = {}  # measures in payloads, by fingerprint
+        self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's, for each piece
         self._kernels: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
-        self._encoders: dict[bytes, Fused[Array] | None] = {}  # those that encode too
+        self._encoders: dict[bytes, Fused[Array] | None] = {}  # kernels that encode, too
         self._committed: Callable[[], Any] = lambda: 0
         self._rank: Callable[[], int] = lambda: 0
 
     def draw_from(self, committed: Callable[[], Any], rank: Callable[[], int]) -> None:
-        """Have methods draw their random numbers for a step of this rank.
+        """Set the step and rank from which methods derive their random numbers.
 
         Args:
-            committed: gives the steps that were committed before this one; a tensor in a graph.
-            rank: gives this rank.
+            committed: returns the number of committed steps before this one; a tensor in a graph.
+            rank: returns this rank.
         """
         self._committed, self._rank = committed, rank
 
     def key(self, bucket: BucketPlan, position: int, rows: bool, ago: int = 0) -> Key | None:
-        """What a piece's random numbers follow from, for a method that draws some.
+        """Key of a piece's random numbers; None: the method draws none.
 
         Args:
-            bucket: with the piece.
-            position: of the piece.
-            rows: whether what is read was written by all ranks; else by this one.
-            ago: steps committed since it was written.
+            bucket: the piece's bucket.
+            position: position of the piece in the bucket.
+            rows: whether the payloads to read are those of all ranks; else this rank's own.
+            ago: steps committed since the payload was written.
         """
         method: object = bucket.config
         if not isinstance(method, Seeded):
@@ -97,16 +96,14 @@ class PayloadCodec(Generic[Array]):
         return Key(method.seed, bucket.place(position), self._committed() - ago, rank, writer)
 
     def tell(self, bucket: BucketPlan, numbers: Sequence[Any]) -> None:
-        """Note what this rank tells the others with a bucket that it is about to encode.
-
-        It tells the same in later steps, until it is called again.
+        """Set the measures that this rank sends with a bucket, in this step and later ones.
 
         numbers: one for each of the bucket's measures that are not the method's own.
         """
         self._told[bucket.ordinal], self._measured[bucket.ordinal] = numbers, []
 
     def measures(self, bucket: BucketPlan) -> Array:
-        """What this rank tells with a bucket that it has encoded: uint8, as payloads have it."""
+        """This rank's measures of an encoded bucket, as the uint8 bytes of a payload."""
         count = len(bucket.measures) - len(bucket.config.measured)
         ops, told = self._ops, [*self._told.get(bucket.ordinal, [0.0] * count)]
         own = self._measured.get(bucket.ordinal, [])
@@ -120,7 +117,7 @@ class PayloadCodec(Generic[Array]):
         return data
 
     def new_payload(self, bucket: BucketPlan) -> Array:
-        """A zeroed buffer that opens with the bucket's header."""
+        """Allocate a payload that has the bucket's header and is zero otherwise."""
         payload = self._ops.zeros(bucket.layout.payload_bytes, "uint8", bucket.device)
         self.open_payload(bucket, payload)
         return payload
@@ -130,7 +127,7 @@ class PayloadCodec(Generic[Array]):
         self._ops.store_bytes(payload, 0, bucket.header)
 
     def flag_all(self, bucket: BucketPlan, payload: Array) -> None:
-        """Say in a payload that every tensor is non-finite, so that all ranks roll back."""
+        """Flag every tensor of a payload as non-finite, so that all ranks roll back."""
         layout, flags = bucket.layout, (1 << len(bucket.gradients)) - 1
         data = flags.to_bytes(layout.flags_bytes, "little")
         self._ops.store_bytes(payload, layout.flags_at, data)
@@ -142,9 +139,9 @@ class PayloadCodec(Generic[Array]):
         payload: Array,
         velocities: Velocities[Array] | None = None,
     ) -> None:
-        """Fill a payload; leave in the candidate arena what was not sent.
+        """Fill a payload; the candidate arena gets the new residual, which was not sent.
 
-        velocities: corrects the gradients' momentum, and gets new velocities.
+        velocities: for momentum correction; they are updated.
         """
         self.encode_shards([arenas], gradients, [payload], velocities)
 
@@ -170,16 +167,16 @@ class PayloadCodec(Generic[Array]):
         self.write(arenas, payload, sent)
 
     def _measure(self, bucket: BucketPlan, position: int, values: Array) -> None:
-        """Note the method's own measures of one piece of e + g, but for those of owners."""
+        """Compute the method's own measures of one piece of e + g, except in an owner's bucket."""
         piece = bucket.tensors[position]
         if piece.numel and bucket.leg != "gather" and bucket.ordinal in self._measured:
             found = _method(bucket).measure(self._ops, bucket, piece, values)
             self._measured[bucket.ordinal] += [found] if found else []
 
     def write(self, arenas: Arenas[Array], payload: Array, sent: Sequence[Sent[Array]]) -> None:
-        """Write what each piece sends to a payload; leave in the candidate arena what it does not.
+        """Write encoded pieces to a payload, and subtract them from the candidate arena.
 
-        The candidate is e + g before.
+        The candidate arena has e + g before, and the new residual after.
         """
         bucket = arenas.plan
         checked = [each.checked for each in sent]
@@ -200,7 +197,7 @@ class PayloadCodec(Generic[Array]):
         payloads: Sequence[Array],
         velocities: Velocities[Array] | None = None,
     ) -> None:
-        """Fill a payload for each shard; in one pass over the gradients where a kernel can."""
+        """Fill a payload for each shard; in one pass over the gradients if the kernel can."""
         known = self._encoders
         kernels: list[Any] = [
             known.get(each.plan.fingerprint) or self._encoder(each.plan) for each in arenas
@@ -225,7 +222,7 @@ class PayloadCodec(Generic[Array]):
             self.seal([each.plan for each in arenas], payloads)
 
     def seal(self, buckets: Sequence[BucketPlan], payloads: Sequence[Array]) -> None:
-        """Write what this rank tells the others into the payloads that it has encoded."""
+        """Write this rank's measures into the payloads that it has encoded."""
         for bucket, payload in zip(buckets, payloads, strict=True):
             if bucket.measures and bucket.ordinal in self._told:
                 self._ops.store(payload, HEADER_BYTES, self.measures(bucket))
@@ -234,13 +231,13 @@ class PayloadCodec(Generic[Array]):
     def rows(
         self, bucket: BucketPlan, gathered: Array
     ) -> tuple[list[Array | None], Sequence[bool]]:
-        """What each payload has of every tensor, [P, n], of a bucket that travels whole.
+        """Values of every tensor in each payload, [P, n], of a bucket that is sent whole.
 
         Returns:
             The rows, None for a tensor without elements; and which tensors any rank flagged.
 
         Raises:
-            PayloadError, PlanMismatchError: what a rank sent is no payload of this bucket.
+            PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         width, body_at = bucket.layout.payload_bytes, bucket.layout.body_at
         read, check = self._read(bucket, gathered), partial(self._check, self.heard, bucket, ())
@@ -261,7 +258,7 @@ class PayloadCodec(Generic[Array]):
             Which gradients any rank flagged as non-finite; these are NaN now.
 
         Raises:
-            PayloadError, PlanMismatchError: what a rank sent is no payload of this bucket.
+            PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         writers, validate = bucket.writers, self._ops.validate
         width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers
@@ -303,7 +300,7 @@ class PayloadCodec(Generic[Array]):
     ) -> None:
         """Damp the velocities of the elements that a payload sends; see `core.momentum`.
 
-        corrected: what was added to residuals in place of the gradients.
+        corrected: the velocities that were added to residuals in place of gradients.
         """
         ops, bucket = self._ops, arenas.plan
         if not own.graded and not any(own.losses):
@@ -321,9 +318,9 @@ class PayloadCodec(Generic[Array]):
             ops.damp(own.after[piece.gradient], at, sums, own.losses[piece.gradient])
 
     def squares(self, arenas: Arenas[Array], payload: Array, *, committed: bool) -> Squares:
-        """Of a = e' + (what receivers read), of g = a - e, and of e'.
+        """Sums of squares of a payload's g, a = e + g and new residual e' = a - decode(p).
 
-        committed: whether e' has become the residual since.
+        committed: whether the step was committed, so that e' is the residual now.
         """
         ops, bucket = self._ops, arenas.plan
         before, after = arenas.residual, arenas.candidate
@@ -339,10 +336,10 @@ class PayloadCodec(Generic[Array]):
         return Squares(ops.norm(whole) ** 2, compensated, ops.norm(after) ** 2)
 
     def regained(self, arenas: Arenas[Array], payload: Array) -> list[Array]:
-        """How much larger than that of e' the sum of squares of a = e' + (what receivers read) is.
+        """Sum of squares of a = e' + decode(p) less that of e', for each piece: [1] float32.
 
-        In a step that is not committed yet; [1] float32 for each piece, in time of what was sent
-        alone. It waits for no device.
+        The step must not be committed yet. It reads only the elements that were sent, and waits for
+        no device.
         """
         ops, differences = self._ops, list[Array]()
         for position, each in self._read(arenas.plan, payload, rows=False).items():
@@ -360,7 +357,7 @@ class PayloadCodec(Generic[Array]):
         """Write e + g of one piece to the candidate arena.
 
         Returns:
-            It, and an array that has a NaN or an infinity if and only if it has one.
+            e + g, and an array that has a NaN or an infinity if and only if e + g has one.
         """
         ops, bucket = self._ops, arenas.plan
         piece = bucket.tensors[position]
@@ -372,7 +369,7 @@ class PayloadCodec(Generic[Array]):
         return candidate, checked
 
     def numbers(self, bucket: BucketPlan, position: int, values: Array) -> Array:
-        """What this rank announces of one piece's e + g: float32, maybe of no element."""
+        """Numbers that this rank announces for one piece's e + g: float32, possibly empty."""
         method: object = bucket.config
         piece = bucket.tensors[position]
         if isinstance(method, AnnouncingCodec) and numbers_of(method, piece):
@@ -388,7 +385,8 @@ class PayloadCodec(Generic[Array]):
     ) -> Sent[Array]:
         """Encode one piece's e + g.
 
-        announced: for an `AnnouncingCodec`; None: this rank alone sends the piece.
+        announced: all ranks' numbers, for an `AnnouncingCodec`; None: only this rank sends the
+            piece.
         """
         ops, piece, method = self._ops, bucket.tensors[position], _method(bucket)
         if not piece.numel:
@@ -406,7 +404,7 @@ class PayloadCodec(Generic[Array]):
     def _read(
         self, bucket: BucketPlan, gathered: Array, *, rows: bool = True, ago: int = 0
     ) -> dict[int, Read[Array]]:
-        """What payloads have of each piece that has elements, by its position; see `key`."""
+        """Decode each non-empty piece of gathered payloads, by its position; see `key`."""
         ops, method, read = self._ops, _method(bucket), {}
         for position, piece in enumerate(bucket.tensors):
             if not piece.numel:
@@ -430,10 +428,10 @@ class PayloadCodec(Generic[Array]):
 
         Args:
             heard: gets the bucket's measures.
-            bucket: whose payloads they are.
-            sound: positions of pieces, and whether what each rank sent of them can be.
+            bucket: the bucket of the payloads.
+            sound: positions of pieces, and whether each rank's data of the piece is valid.
             heads: header and flags of each payload.
-            answers: `sound`, on the host.
+            answers: values of `sound`, on the host.
         """
         headers, layout = bucket.headers, bucket.layout
         begin, end, bits = layout.flags_at, layout.flags_at + layout.flags_bytes, 0
@@ -447,7 +445,7 @@ class PayloadCodec(Generic[Array]):
             if not all(answer) and not flags[bucket.tensors[position].gradient]:
                 raise PayloadCodec._damaged(bucket, position, answer.index(False))
         if count := len(bucket.measures):
-            if not any(any(head[HEADER_BYTES:begin]) for head in heads):  # as of a quiet guard
+            if not any(any(head[HEADER_BYTES:begin]) for head in heads):  # often so
                 heard[bucket.ordinal] = [(0.0,) * count] * len(heads)
                 return flags
             ranks = sorted(range(len(heads)), key=bucket.sender)
@@ -456,13 +454,13 @@ class PayloadCodec(Generic[Array]):
 
     @staticmethod
     def _damaged(bucket: BucketPlan, position: int, row: int) -> PayloadError:
-        """The error for what a row of payloads has of one piece."""
+        """The error for a damaged piece in a row of payloads."""
         rank = bucket.sender(row * bucket.writers + position // len(bucket.gradients))
         name = bucket.tensors[position].spec.name
         return wire.damaged(bucket.ordinal, rank, name)
 
     def _in_gradient(self, bucket: BucketPlan, piece: Any, index: Array) -> Array:
-        """Indices into the gradient, of indices into a piece of it."""
+        """Convert indices into a piece to indices into the whole gradient."""
         if bucket.parts == 1:
             return index
         return self._ops.global_index(index, bucket.parts, piece.first)
@@ -470,7 +468,7 @@ class PayloadCodec(Generic[Array]):
     def _rows_in_gradient(
         self, bucket: BucketPlan, piece: Any, index: Array | None, gathered: Array
     ) -> Array | None:
-        """The same of rows of indices, or of all of them in each row."""
+        """Convert rows of indices as `_in_gradient`; None stands for all indices in each row."""
         if bucket.parts == 1:
             return index
         if index is None:
@@ -479,7 +477,7 @@ class PayloadCodec(Generic[Array]):
         return self._in_gradient(bucket, piece, index)
 
     def _everything(self, numel: int, rows: int, device: str) -> Array:
-        """[rows, n] indices, 0 to n - 1 in each row."""
+        """Indices 0 to n - 1 in each row: [rows, n]."""
         ops = self._ops
         index, own = ops.zeros(rows * numel, "int64", device), ops.arange(numel, device)
         for at in range(0, rows * numel, numel):
@@ -493,13 +491,13 @@ class PayloadCodec(Generic[Array]):
         return self._kernels[key]
 
     def _encoder(self, bucket: BucketPlan) -> Fused[Array] | None:
-        """The kernel, if it encodes too: none waits for announcements."""
+        """The method's kernel for encoding; None if there is none, or the method announces."""
         announces = isinstance(_method(bucket), AnnouncingCodec)
         kernel = self._encoders[bucket.fingerprint] = None if announces else self._kernel(bucket)
         return kernel
 
     def _streams(self, bucket: BucketPlan) -> list[Stream]:
-        """What a kernel's random numbers follow from, one a piece; none for other methods."""
+        """Streams of a kernel's random numbers, one a piece; empty if the method draws none."""
         keys = (self.key(bucket, position, rows=False) for position in range(len(bucket.tensors)))
         return [key.own for key in keys if key is not None]
 

@@ -1,8 +1,9 @@
-"""One optimizer's steps and state in memory that is written in place, decided on the host.
+"""`Compressor` runs one optimizer's steps and keeps its state in arenas, for PyTorch.
 
-PyTorch and the simulated ranks use it. It keeps residuals, owner's residuals and velocities in
-arenas that swap, runs `horovod_topk.core.step.Step` over them, and commits a step unless a tensor
-was flagged. A launch after a finish begins a new step, and rolls back one that nobody committed.
+The simulated ranks use it, too. It keeps residuals, owner's residuals and velocities in pairs of
+arenas, which a committed step swaps. It runs `horovod_topk.core.step.Step` over them, and commits a
+step on the host unless a tensor was flagged. A launch after a finish begins a new step, and rolls
+back a step that was not committed.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
 
-SAMPLED = 256  # steps, of one of which squares are summed up: that takes passes over memory
-WATCHED = 128  # the same, where the guard looks at residuals
+SAMPLED = 256  # one step in so many sums up squares, which takes passes over memory
+WATCHED = 128  # the same, if the guard has the rule `residual`
 
 
 class Compressor(State[Array]):
-    """Error feedback behind one optimizer, in arenas.
+    """Error feedback of one optimizer, in arenas.
 
     Args:
         plan: the tensors, at the ratio of the settings.
-        ops, codec, exchange: what arrays are computed, encoded and exchanged with.
+        ops, codec, exchange: compute, encode and exchange arrays.
         name: prefix of the collectives' names, equal on all ranks.
         momenta: momentum by tensor; None: as the settings say.
-        timer: measures the seconds of each step; None: one that knows of no collective.
+        timer: measures the seconds of each step; None: a timer that measures no collective.
 
     Raises:
         UnsupportedDtypeError: momentum is corrected, and no velocity can be kept for a gradient.
@@ -53,7 +54,7 @@ class Compressor(State[Array]):
 
     plan: Plan
     exchange: Exchange[Array]
-    step: Step[Array]  # of this ratio level; after `launch` it advances and finishes buckets
+    step: Step[Array]  # step at the present ratio level; advances and finishes launched buckets
     rates: Rates | None
 
     def __init__(
@@ -68,8 +69,8 @@ class Compressor(State[Array]):
     ) -> None:
         super().__init__(plan.config, plan.reduction, ops)
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
-        self._usual = exchange  # where gradients are compressed
-        self._dense: Exchange[Array] | None = None  # where the guard has ended that
+        self._usual = exchange  # while gradients are compressed
+        self._dense: Exchange[Array] | None = None  # after the guard has ended compression
         self._has_momentum = False  # whether the optimizer has its momentum back
         self._agreed, self._momenta = plan, momenta or Momenta(plan.config)
         self.timer, self._sums = timer or StepTimer(), cast("Array | None", None)
@@ -85,8 +86,8 @@ class Compressor(State[Array]):
         parts |= {METHOD_STATE + name: part for name, part in self.states.items()}
         self._registries = {key: part for key, part in parts.items() if part is not None}
         self.parts = {**self._registries}
-        self._numbers: dict[str, float] = {}  # measures of this rank, of the step before
-        self._ended: float | None = None  # when that ended, by `time.perf_counter`
+        self._numbers: dict[str, float] = {}  # this rank's measures of the previous step
+        self._ended: float | None = None  # end of the previous step, by `time.perf_counter`
         guard = plan.config.guard
         self._sampled = WATCHED if guard is not None and guard.residual is not None else SAMPLED
         self._level = plan.config.ratio, self.velocity is not None, exchange
@@ -94,26 +95,26 @@ class Compressor(State[Array]):
 
     @property
     def agreed(self) -> Plan:
-        """`State.agreed`: at the ratio of the settings, with the tensors that have left since."""
+        """`State.agreed`: the plan at the ratio of the settings, before any tensor was dropped."""
         return self._agreed
 
     @property
     def ranks(self) -> int:
-        """How many ranks exchange."""
+        """Number of ranks that exchange gradients."""
         return self.exchange.ranks
 
     @property
     def rank(self) -> int:
-        """This one among them."""
+        """This rank's number among the ranks that exchange gradients."""
         return self.exchange.rank
 
     @property
     def heard(self) -> Mapping[int, Rows]:
-        """What ranks told each other last, by bucket; see `horovod_topk.core.measures`."""
+        """Latest measures of all ranks, by bucket ordinal; see `horovod_topk.core.measures`."""
         return self._codec.heard
 
     def launch(self, ordinal: int, gradients: Sequence[Array]) -> None:
-        """Compress a bucket and start its exchange, as `Step.begin`; maybe begin a new step."""
+        """Compress a bucket and start its exchange; the first bucket begins a new step."""
         if self.step.received:
             self.rollback()
         if not self.step.sent:
@@ -126,7 +127,7 @@ class Compressor(State[Array]):
         return Probed() if self.step.probe is None else self.step.probe.result
 
     def commit(self) -> bool:
-        """End the step: what was not sent becomes the residual, unless a tensor was flagged.
+        """End the step: elements not sent become the residual, unless a tensor was flagged.
 
         Returns:
             Whether the residuals changed. A call without a finished bucket does nothing.
@@ -147,13 +148,13 @@ class Compressor(State[Array]):
         return True
 
     def rollback(self) -> None:
-        """End the step: residuals stay as they were before it, bit for bit."""
+        """End the step and leave residuals bitwise as they were before it."""
         flagged, whole = self.step.flagged, len(self.step.received) == len(self.plan.buckets)
         if self.step.roll_back():
             self._end(flagged, committed=False, whole=whole)
 
     def abandon(self) -> None:
-        """Forget a step in any phase; collectives under way are waited for."""
+        """Roll back a step in any phase, after waiting for collectives under way."""
         self.step.drain()
         self.rollback()
 
@@ -164,10 +165,10 @@ class Compressor(State[Array]):
     def has_changed(self) -> None:
         """`State.has_changed`."""
         self.step.forget_gradients()
-        self._has_momentum = False  # velocities are those that were loaded
+        self._has_momentum = False  # the loaded velocities are used
 
     def replan(self, plan: Plan) -> None:
-        """Take on a plan with fewer tensors, and keep their residuals; the others have to be 0."""
+        """Switch to a plan with fewer tensors; residuals of dropped tensors have to be 0."""
         self.step.drain_others(plan)
         for registry in self._registries.values():
             registry.replan(plan)
@@ -175,7 +176,7 @@ class Compressor(State[Array]):
         self.step.replan(plan)
 
     def traffic(self) -> Traffic:
-        """Bytes of this rank, each step."""
+        """Bytes that this rank sends in each step."""
         return self.exchange.traffic(self.plan)
 
     def residual_norm(self) -> float:
@@ -199,9 +200,10 @@ class Compressor(State[Array]):
         return self.step.squares()
 
     def _end(self, flagged: Sequence[str], *, committed: bool, whole: bool = True) -> None:
-        """Count a step; one that was cut off on this rank is no number that ranks have in common.
+        """Count a step that has ended, and let the schedule and the guard decide.
 
-        whole: whether all buckets were received.
+        whole: whether all buckets were received; else other ranks may have seen other flags, and
+            the guard ignores them.
         """
         seconds, now = self.timer.seconds, time.perf_counter()
         self._numbers = {EXPOSED: seconds.exposed_seconds, STEP: now - (self._ended or now)}
@@ -214,7 +216,7 @@ class Compressor(State[Array]):
         self.end_step(*ended, committed=committed, seconds=seconds, fell_back=fell_back)
 
     def _take_sample(self) -> None:
-        """Read what was summed up in the step before, which no device has to be waited for now."""
+        """Read the sums of squares of the last sampled step; by now the device has them ready."""
         if self._sums is None:
             return
         data = self._ops.to_host(self._ops.pack_values(self._sums, "float32"))
@@ -224,17 +226,17 @@ class Compressor(State[Array]):
         self.guard.sample((self.sample.residual_norm_ratio or 0.0) * self._largest_decay())
 
     def _largest_decay(self) -> float:
-        """Learning rates as a share of their largest ones: residuals grow by its inverse."""
+        """Largest ratio over tensors of the learning rate to its largest value so far."""
         return max(map(self._decay, self.registry.pieces), default=1.0)
 
     def _sent(self) -> list[ResidualRegistry[Array]]:
-        """What later steps send: this rank's residuals, and the owner's."""
+        """This rank's residuals and, if there are any, the owner's residuals."""
         return [self.registry] if self.owned is None else [self.registry, self.owned]
 
     def _begin_step(self) -> None:
-        """Rescale residuals whose units have changed, and take the step's ratio level.
+        """Rescale residuals whose units have changed, and switch to the step's ratio level.
 
-        Ranks may have come, whose residuals are zero, or gone.
+        The number of ranks may have changed; ranks that have joined have zero residuals.
         """
         ranks = self.exchange.ranks
         before, self.ranks_before = self.ranks_before, ranks
@@ -254,7 +256,7 @@ class Compressor(State[Array]):
         self.timer.begin()
 
     def _follow(self, factors: Mapping[str, float]) -> None:
-        """Rescale residuals where learning rates have changed."""
+        """Rescale residuals of the tensors whose learning rates have changed."""
         if factors:
             for registry in self._sent():
                 registry.rescale(factors)
@@ -262,7 +264,7 @@ class Compressor(State[Array]):
 
     @property
     def _next_exchange(self) -> Exchange[Array]:
-        """That of a step that begins now; the guard has dense gradients travel as they should."""
+        """Exchange of the next step: the usual one, or a dense one if the guard asks for it."""
         if not (self.guard.is_over or self.guard.tries_dense(self.counter.committed)):
             return self._usual
         if self._dense is None:
@@ -270,14 +272,14 @@ class Compressor(State[Array]):
         return self._dense
 
     def _turn_to(self, ratio: float, corrects: bool, exchange: Exchange[Array]) -> None:
-        """Switch to another ratio level; no bucket may be under way.
+        """Switch to another ratio level, while no bucket is under way.
 
         A method's state keeps the layout that it has at the ratio of the settings.
 
         Args:
-            ratio: of the level.
-            corrects: whether momentum is corrected there.
-            exchange: how gradients travel there.
+            ratio: ratio of the level.
+            corrects: whether the level applies momentum correction.
+            exchange: how gradients travel at this level.
         """
         if self.velocity is not None and corrects and self._has_momentum:
             for name, velocity in self._momenta.velocities().items():
@@ -302,11 +304,11 @@ class Compressor(State[Array]):
         return Step(self.plan, self._storage, *arguments)
 
     def _number(self, name: str) -> float:
-        """A measure of this rank, of the step before; see `horovod_topk.core.measures`."""
+        """This rank's measure of the previous step; see `horovod_topk.core.measures`."""
         return self._numbers.get(name, 0.0)
 
     def _decay(self, name: str) -> float:
-        """A tensor's learning rate as a share of its largest one; 1 where it is not known."""
+        """A tensor's learning rate divided by its largest value so far; 1 if it is not known."""
         return 1.0 if self.rates is None else self.rates.decay(name)
 
     def _storage(self, bucket: BucketPlan) -> Storage[Array]:
@@ -319,7 +321,7 @@ class Compressor(State[Array]):
         )
 
     def _state(self, name: str) -> ResidualRegistry[Array]:
-        """New memory of a method's state."""
+        """Allocate memory for one state variable of the method."""
         state = ResidualRegistry(self.plan, self._ops, lambda bucket: (state_plan(bucket, name),))
         state.facts = {SHARED: is_shared(self.plan, name)}
         return state

@@ -1,4 +1,4 @@
-"""What one optimizer's steps are counted by, and what users are told of them."""
+"""`Counting` counts one optimizer's steps, bytes and seconds, and reports them to users."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Array = TypeVar("Array")
 
 
 class Counting(Generic[Array]):
-    """Counts the steps of one optimizer; the part of `State` that adapters tell of their ends.
+    """Counts the steps of one optimizer: the part of `State` that adapters call after each step.
 
     Attributes:
-        plan: that of the last step; None: no tensor is known yet.
-        exchange: how payloads travel; None: it is not chosen yet.
-        parts: of the state, by name.
-        steps, rolled_back: how many steps have been committed, and how many have not.
-        seconds: of all these steps.
-        sample: shares of the last step that was sampled.
+        plan: the plan of the last step; None: no tensor is known yet.
+        exchange: how payloads travel; None: the exchange is not selected yet.
+        parts: parts of the state, by name.
+        steps, rolled_back: number of committed steps, and of steps that were rolled back.
+        seconds: total of all these steps.
+        sample: shares of the last sampled step.
     """
 
     def __init__(self) -> None:
@@ -36,21 +36,21 @@ class Counting(Generic[Array]):
         self.parts: dict[str, Part[Array]] = {}
         self.steps = self.rolled_back = 0
         self.seconds, self.sample = Seconds(), Sample()
-        self._counted: tuple[Plan, int] | None = None  # bytes of memory, with their plan
-        self._begun = 0  # steps of the run that a checkpoint was of, less those of this one
+        self._counted: tuple[Plan, int] | None = None  # a plan, and the bytes of memory it takes
+        self._begun = 0  # what a loaded checkpoint adds to the number of ended steps
         self._callbacks: list[Callable[[StepCounters], None]] = []
 
     def squares(self) -> Squares:
-        """Sums of squares of what this rank compressed last. Waits for the device."""
+        """Sums of squares of the gradients and residuals of the last step. Waits for the device."""
         raise NotImplementedError
 
     def norm(self, key: str) -> float:
-        """Euclidean norm of one part of the state; 0 without it. Waits for the device."""
+        """Euclidean norm of one part of the state; 0 if there is none. Waits for the device."""
         return self.parts[key].norm() if key in self.parts else 0.0
 
     @property
     def ended(self) -> int:
-        """Steps that have ended, committed or rolled back, with those before a checkpoint."""
+        """Steps that have ended, committed or rolled back, including those before a checkpoint."""
         return self._begun + self.steps + self.rolled_back
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
@@ -66,9 +66,9 @@ class Counting(Generic[Array]):
         seconds: Seconds = Seconds(),  # noqa: B008  # it is frozen
         fell_back: str = "",
     ) -> None:
-        """Note the end of a step, and tell the callbacks.
+        """Count a step that has ended, and call the callbacks.
 
-        fell_back: the guard's rule by which compression ends with it.
+        fell_back: the guard's rule that ends compression with this step; empty: none does.
         """
         self.steps += committed
         self.rolled_back += not committed
@@ -93,12 +93,12 @@ class Counting(Generic[Array]):
 
     @property
     def probed(self) -> Probed:
-        """What the last probe found."""
+        """Result of the last probe."""
         return Probed()
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that this rank holds for compression, counted once for each plan."""
+        """Bytes of memory that compression takes on this rank; computed once for each plan."""
         plan, exchange = self.plan, self.exchange
         assert plan is not None
         assert exchange is not None

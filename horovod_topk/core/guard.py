@@ -1,19 +1,19 @@
-"""The guard: it watches training by four rules, and falls back from compression to dense gradients.
+"""The guard watches training by four rules and switches to dense gradients when one fires.
 
-All ranks go through these stages alike, each from one committed step to the next:
+All ranks go through the same stages in the same steps. Only a committed step ends a stage:
 
-    compressing    a rule fires at the end of a step
-    flushing       one dense step, which sends gradients and all residuals
-    handing over   one dense step more, where the optimizer's momentum was taken over: the residuals
-                   are zero, and what is exchanged is the mean of the ranks' velocities. The
-                   optimizer takes it as its momentum
+    compressing    until a rule fires at the end of a step
+    flushing       one dense step, which sends the gradients and all residuals
+    handing over   one more dense step, only if the optimizer's momentum was taken over: residuals
+                   are zero, and ranks exchange the mean of their velocities. The optimizer takes
+                   it as its momentum
     dense          the dense level, without momentum correction: no residual, no velocity
-    compressing    again, after `cool_down` steps, if that is asked for
+    compressing    again, after `cool_down` steps, if `cool_down` is set
 
-Each rank has the flags of all, and counts steps with a NaN or an infinity. By the other rules a
-rank judges its own numbers: what it reports, its residual, its clock. It tells the others its
-verdict in the next step, in one number of a payload's header (the measure "verdict"), so that no
-decision takes a collective, and none depends on a number that ranks do not have in common.
+Each rank has the non-finite flags of all ranks, and counts steps with a NaN or an infinity. The
+other rules judge a rank's own numbers: its reports, its residual, its seconds. The rank sends its
+verdict with the next step, as one number in a payload's header (the measure "verdict"). So a
+decision takes no collective of its own, and depends only on numbers that all ranks have.
 
 A rule counts strikes: how often in a row its number was out of range. It warns at half of the
 strikes at which it fires, so that a single outlier does nothing.
@@ -30,45 +30,45 @@ from horovod_topk.guard import BY_CLOCK, OF_ONE_RANK, REASONS, Guard
 
 log = logging.getLogger("horovod_topk")
 
-# A verdict is 0, or the position in `OF_ONE_RANK`, from 1 on, of a rule that warns; and so much
-# more of one that fires.
+# A verdict is 0 if no rule warns, the rule's position in `OF_ONE_RANK` (from 1 on) if it warns, and
+# FIRES plus that position if the rule fires.
 FIRES = 8.0
 COMPRESSING, FLUSHING, HANDING_OVER, DENSE = range(4)
 
-STRIKES = {"trend": 4, "residual": 3, "slower": 2}  # in a row, at which a rule fires
-SMOOTH = 8  # reports or samples, over which a usual value is smoothed
-REPORTS, SAMPLES = 10, 8  # from which a usual value is learnt first
-LEARNT = 20  # reports, over which their noise is averaged
-QUIET = 0.04  # of a smoothed value, as the least noise that is believed
-FORGET = 500  # reports, over which the smallest smoothed value is forgotten
-TRIAL = 3  # dense steps of a trial, of which the first does not count
-FAR = 2  # times the margin, above which a report counts before the smoothed value does
-HUGE = 1e30  # a report above it has left every trend
-KEPT = 16  # warnings
+STRIKES = {"trend": 4, "residual": 3, "slower": 2}  # strikes in a row at which a rule fires
+SMOOTH = 8  # a usual value is a running mean over about so many reports or samples
+REPORTS, SAMPLES = 10, 8  # the first ones only set the usual value, and count no strike
+LEARNT = 20  # the noise is a running mean over about so many reports
+QUIET = 0.04  # least noise, as a share of the smoothed value
+FORGET = 500  # reports after which the smallest smoothed value has mostly been forgotten
+TRIAL = 3  # dense steps in a trial; the first is not timed
+FAR = 2  # a single report above the margin times this is a strike
+HUGE = 1e30  # a report above it is a strike, whatever the trend
+KEPT = 16  # newest warnings that are kept
 
 
 class Memory(NamedTuple):
-    """What a guard remembers: numbers, in state dicts and for ranks that join."""
+    """A guard's counters and running means, as saved in state dicts and sent to joining ranks."""
 
-    stage: float = COMPRESSING  # equal on all ranks, as are the next six
-    since: float = 0  # committed steps of this stage
+    stage: float = COMPRESSING  # equal on all ranks, as are the next six fields
+    since: float = 0  # committed steps in this stage
     flagged: float = 0  # steps in a row with a NaN or an infinity
-    nonfinite: float = 0  # how often each rule has fired
+    nonfinite: float = 0  # how often this rule has fired, as in the next three fields
     trend: float = 0
     residual: float = 0
     slower: float = 0
-    reports: float = 0  # of this rank, as is all that follows
-    level: float = 0.0  # of reports, smoothed
-    noise: float = 0.0  # the usual distance of a report from the one before
-    last: float = 0.0  # the last one
-    least: float = 0.0  # the smallest level lately
-    strayed: float = 0  # strikes
-    samples: float = 0
-    usual: float = 0.0  # logarithm of the residual's norm over the gradient's
-    grown: float = 0  # strikes
-    compressed: float = 0.0  # seconds of encoding, decoding and waiting
-    dense: float = 0.0  # the same of a dense step
-    slow: float = 0  # strikes
+    reports: float = 0  # number of reports; this field and all that follow are this rank's own
+    level: float = 0.0  # running mean of the reports
+    noise: float = 0.0  # running mean of the distance between a report and the one before
+    last: float = 0.0  # the last report
+    least: float = 0.0  # the smallest recent level
+    strayed: float = 0  # strikes of `trend`
+    samples: float = 0  # number of samples of the residual
+    usual: float = 0.0  # running mean of log(residual norm / gradient norm)
+    grown: float = 0  # strikes of `residual`
+    compressed: float = 0.0  # seconds of encoding, decoding and waiting in a compressed step
+    dense: float = 0.0  # the same seconds in a dense step
+    slow: float = 0  # strikes of `slower`
 
 
 COMMON = Memory._fields[: Memory._fields.index("reports")]
@@ -83,38 +83,38 @@ class Watch:
     """The guard of one optimizer.
 
     Args:
-        guard: its settings; None: it never falls back.
+        guard: its settings; None: the guard never falls back.
 
     Attributes:
-        memory: what it remembers from step to step.
-        warnings: what it has warned of, as in the log.
+        memory: counters and running means.
+        warnings: texts of the newest warnings, as in the log.
         hands_over: whether the optimizer takes its momentum back in a fall-back.
     """
 
     def __init__(self, guard: Guard | None) -> None:
         self._guard, self.memory, self.hands_over = guard, Memory(), False
         self.warnings: tuple[str, ...] = ()
-        self._warned = ""  # the rule that was warned of last, while that goes on
+        self._warned = ""  # the rule that warned in the last step; empty: none did
 
-    # What a step asks.
+    # Questions of a step.
 
     @property
     def is_over(self) -> bool:
-        """Whether compression has ended: a step that begins now is dense."""
+        """Whether the guard has ended compression, so that the next step is dense."""
         return self.memory.stage != COMPRESSING
 
     @property
     def corrects(self) -> bool:
-        """Whether a momentum that is corrected is corrected in a step that begins now."""
+        """Whether the next step applies momentum correction, if the settings ask for it."""
         return not (self.hands_over and self.memory.stage == DENSE)
 
     @property
     def is_handing_over(self) -> bool:
-        """Whether the step that begins now, or is under way, exchanges the mean velocities."""
+        """Whether the present step exchanges the mean of the ranks' velocities."""
         return self.memory.stage == HANDING_OVER
 
     def tries_dense(self, committed: int) -> bool:
-        """Whether a step is dense in order to time it, after so many committed ones."""
+        """Whether the step after `committed` committed ones is dense, to time a dense step."""
         guard = self._guard
         if guard is None or guard.slower is None:
             return False
@@ -122,7 +122,7 @@ class Watch:
 
     @property
     def verdict(self) -> float:
-        """What this rank tells the others of its own numbers: `VERDICT`."""
+        """This rank's verdict, which it sends to the others as the measure `VERDICT`."""
         memory, found = self.memory, 0.0
         if self._guard is None or self.is_over:
             return found
@@ -135,10 +135,10 @@ class Watch:
                 found = max(found, float(position))
         return found
 
-    # What a rank observes.
+    # Observations of this rank.
 
     def report(self, value: float) -> None:
-        """Look at a value that the user reports, lower being better: the rule `trend`."""
+        """Apply the rule `trend` to a value that the user reports; lower values are better."""
         if self._guard is None or self._guard.trend is None or self.is_over:
             return
         m = self.memory
@@ -155,7 +155,7 @@ class Watch:
             self.memory = m._replace(level=level, last=value, strayed=m.strayed + 1)
             return
         if m.reports:
-            distance = abs(value - m.last)  # a slope adds little to it
+            distance = abs(value - m.last)  # of neighbours: a falling loss adds little to it
             distance = min(distance, 2 * usual) if is_learnt else distance
             noise += max(1 / LEARNT, 1 / m.reports) * (distance - noise)
         least = min(level, m.least + (level - m.least) / FORGET) if m.reports else level
@@ -163,7 +163,7 @@ class Watch:
         self.memory = m._replace(**learnt, last=value, strayed=0)
 
     def sample(self, ratio: float) -> None:
-        """Look at the residual's norm over the gradient's in one step: the rule `residual`."""
+        """Apply the rule `residual` to one step's residual norm divided by its gradient norm."""
         if self._guard is None or self._guard.residual is None or self.is_over or not ratio > 0.0:
             return
         m, now = self.memory, math.log(ratio)
@@ -174,16 +174,16 @@ class Watch:
         self.memory = m._replace(samples=m.samples + 1, usual=usual, grown=0)
 
     def time(self, seconds: float, committed: int) -> None:
-        """Look at what the exchange of a committed step has cost this rank: the rule `slower`.
+        """Apply the rule `slower` to the seconds that a committed step's exchange took.
 
-        committed: steps, this one included.
+        committed: number of committed steps, this one included.
         """
         guard, m = self._guard, self.memory
         if guard is None or guard.slower is None or self.is_over:
             return
-        place = (committed - 1) % guard.trial_every  # of the step
+        place = (committed - 1) % guard.trial_every  # position of the step between trials
         first = guard.trial_every - TRIAL
-        if place == first or place < TRIAL:  # a change of level takes its time, too
+        if place == first or place < TRIAL:  # the first steps at a new level are slower
             return
         if place < first:
             share = 1 / SMOOTH if m.compressed else 1.0
@@ -196,22 +196,22 @@ class Watch:
             slow = slow + 1 if m.compressed > guard.slower * dense else 0
         self.memory = m._replace(dense=dense, slow=slow)
 
-    # What all ranks decide.
+    # Decisions of all ranks.
 
     def end(
         self, step: int, *, committed: bool, flagged: bool, verdicts: Sequence[float], logs: bool
     ) -> str:
-        """Go on to the next stage at the end of a step, if it is time.
+        """Decide at the end of a step whether the guard enters its next stage.
 
         Args:
             step: its number.
-            committed: whether it was; else it was rolled back.
+            committed: whether the step was committed; else it was rolled back.
             flagged: whether some rank had a NaN or an infinity.
-            verdicts: what ranks told in it, in rank order; (): nothing that can be used.
+            verdicts: verdicts that ranks sent in this step, in rank order; (): none are usable.
             logs: whether this rank writes to the log.
 
         Returns:
-            The rule by which compression ends with this step; empty: it does not.
+            The rule that ends compression with this step; empty: compression goes on.
         """
         if self._guard is None or not (committed or flagged):
             return ""
@@ -235,15 +235,15 @@ class Watch:
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """How often each rule has ended compression."""
+        """Number of fall-backs by reason."""
         m = self.memory
         counts = zip(REASONS, (m.nonfinite, m.trend, m.residual, m.slower), strict=True)
         return {reason: int(count) for reason, count in counts if count}
 
     def resume(self, saved: Sequence[float], *, own: bool) -> None:
-        """Go on where a state dict or another rank is.
+        """Load the memory that a state dict or another rank has.
 
-        own: whether these are this rank's numbers; else it keeps its own, if it has seen any.
+        own: whether this rank saved it; else the rank keeps its own running means, if it has any.
         """
         known = Memory(*saved) if saved else Memory()
         if own or not (self.memory.reports or self.memory.samples or self.memory.compressed):
@@ -254,7 +254,7 @@ class Watch:
 
     @property
     def _then(self) -> str:
-        """What follows a fall-back, in words."""
+        """Sentence for the log on the steps that follow a fall-back."""
         assert self._guard is not None
         then = "The next step sends all residuals"
         if self.hands_over:
@@ -264,7 +264,7 @@ class Watch:
         return f"{then}; compression comes back after {self._guard.cool_down} dense steps"
 
     def _judge(self, verdicts: Sequence[float]) -> tuple[str, str, bool]:
-        """A rule that warns or fires, in words, and whether it fires; empty: none does."""
+        """Find a rule that warns or fires: its name, a text, and whether it fires; empty: none."""
         assert self._guard is not None
         count, limit = int(self.memory.flagged), self._guard.nonfinite
         if limit is not None and count and 2 * count >= limit:
@@ -283,7 +283,7 @@ class Watch:
         return rule, where + _SHOWN[rule], worst >= FIRES
 
     def _go_on(self, step: int, logs: bool) -> None:
-        """Take the next stage after a committed step that was dense."""
+        """Enter the next stage after a committed dense step, if it is time."""
         assert self._guard is not None
         memory = self.memory
         if memory.stage == FLUSHING:

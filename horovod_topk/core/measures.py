@@ -1,25 +1,25 @@
-"""Measures: numbers that ranks tell each other with payloads and sums that travel anyway.
+"""Measures: a few float32 numbers that each rank sends to all others with its payloads.
 
-A plan names its measures, 16 at most (`Method.measures`). A rank fills them in when it encodes a
-bucket, as float32. Whoever decodes the bucket has those of all ranks, in rank order, on the host:
-there they arrive with the flags, which are waited for in any case. Over the buckets of a step they
-are added up, in float64 and in the plan's order, so that every rank has the same numbers to the
-bit, and `horovod_topk.core.schedule` can decide from them alike on all ranks.
+A plan names its measures, 16 at most (`Method.measures`). A rank writes them into a payload when it
+encodes a bucket, and reads those of all ranks, in rank order, when it decodes the bucket. They
+arrive on the host together with the non-finite flags, so that nothing else has to be waited for.
+The measures of a step are summed over its buckets, in float64 and in the plan's order. So every
+rank has bitwise the same numbers, and `horovod_topk.core.schedule` decides the same on all ranks.
 
-    name        what a rank tells
+    name        number that a rank sends
     gradient    sum of squares of its gradients in this step
-    residual    sum of squares of its residuals before this step; of an owner's with the exchange
-                "hierarchical"
-    exposed     seconds that it waited in collectives in the step before
-    step        seconds from the end of the step before that one to its end
-    verdict     what its guard says of its own numbers: `horovod_topk.core.guard`
+    residual    sum of squares of its residuals before this step; of the owner's residuals with the
+                exchange "hierarchical"
+    exposed     seconds that it waited in collectives in the previous step
+    step        seconds that the previous step took, from the end of the step before it
+    verdict     verdict of its guard on its own numbers: `horovod_topk.core.guard`
 
-A codec may have measures of its own, which follow these (`Method.measured`): numbers of what it has
-encoded, added up over tensors. All others are numbers of the whole rank, such as seconds of the
-step before (the argument `number` of `Step`). They are told once, with the first of the plan's
-buckets; the others have zeros there.
+A codec may have measures of its own, which follow these (`Method.measured`): numbers computed from
+what it encodes, summed over tensors. All others are numbers of the whole rank, such as seconds of
+the previous step (the argument `number` of `Step`). A rank sends them with the first of the plan's
+buckets; the other buckets have zeros in their place.
 
-With the exchange "hierarchical" the ranks that own a shard tell theirs alone.
+With the exchange "hierarchical" only the ranks that own a shard send measures.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Array = TypeVar("Array")
 
 GRADIENT, RESIDUAL = "gradient", "residual"
 EXPOSED, STEP, VERDICT = "exposed", "step", "verdict"
-HOST = (EXPOSED, STEP, VERDICT)  # which the host knows before the step
+HOST = (EXPOSED, STEP, VERDICT)  # measures that the host knows before the step
 Rows = Sequence[tuple[float, ...]]  # the measures of each rank, in rank order
-Heard = Mapping[str, Sequence[float]]  # by name, one number a rank
+Heard = Mapping[str, Sequence[float]]  # measure name -> one number for each rank
 
 
 def told(
@@ -47,14 +47,14 @@ def told(
     number: Callable[[str], Any] | None,
     ops: Ops[Array],
 ) -> list[Any]:
-    """What a rank tells with one bucket: a number, or an array of one float32, for each name.
+    """Measures that a rank sends with one bucket: for each name a number, or a float32 array [1].
 
     Args:
-        names: of the measures.
-        gradients: of the bucket.
+        names: names of the measures.
+        gradients: gradients of the bucket.
         residuals: the arrays that hold the bucket's residuals.
-        number: gives those of the whole rank; None: they are told with another bucket.
-        ops: of the arrays.
+        number: returns a measure of the whole rank; None: another bucket sends these.
+        ops: operations on the arrays.
     """
     arrays = {GRADIENT: gradients, RESIDUAL: residuals}
     numbers: list[Any] = []
@@ -67,11 +67,11 @@ def told(
 
 
 def heard(plan: Plan, by_bucket: Mapping[int, Rows]) -> Heard | None:
-    """What all ranks told in a step that has ended; None: not all of it can be used.
+    """Measures of all ranks in a finished step; None: some are missing or not finite.
 
     Args:
-        plan: of the step.
-        by_bucket: the measures of each bucket that was decoded, by its ordinal.
+        plan: the plan of the step.
+        by_bucket: the measures of each decoded bucket, by its ordinal.
     """
     names, sums = plan.config.measures, list[list[float]]()
     for bucket in plan.buckets:
@@ -87,7 +87,7 @@ def heard(plan: Plan, by_bucket: Mapping[int, Rows]) -> Heard | None:
 
 
 def total_of(arrays: Sequence[Any]) -> Any:
-    """The sum of arrays of one number each; 0.0 of none."""
+    """Sum of arrays that hold one number each; 0.0 if there are none."""
     if not arrays:
         return 0.0
     total = arrays[0]

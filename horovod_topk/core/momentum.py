@@ -1,31 +1,30 @@
 """Momentum correction: Lin et al. 2018 (Deep Gradient Compression), sections 3.1, 3.2.
 
-An optimizer's momentum sees what is applied: an element that is sent once in a hundred steps
-arrives with a hundred steps' gradients at once, and its velocity then carries it on, long after the
-gradients that it came from. So each rank keeps a velocity u of its own gradients, and sparsifies
-that:
+An optimizer's momentum works on the gradients that are applied. An element that is sent once in a
+hundred steps arrives as the sum of a hundred gradients, and momentum repeats this large value over
+many later steps. So each rank keeps a velocity u of its own gradients, and compresses u:
 
     correct      u' = m u + g
     compensate   a  = e + u'         with `nesterov`: e + m u' + g
-    damp         u' = (1 - d) u'     where a was sent
+    damp         u' = (1 - d) u'     for the elements of a that were sent
 
-A velocity that loses nothing (d = 0) is heavy-ball momentum of what is sent late: near the largest
-learning rate that dense training stands it diverges. The paper's masking, d = 1, makes all steps
-smaller, as a lower learning rate does. `velocity_kept` gives 1 - d. With SGD, "auto" is
+Without damping (d = 0) this is heavy-ball momentum with delayed gradients, which diverges near the
+largest learning rate at which dense training is stable. The paper's masking, d = 1, makes all steps
+smaller, as a lower learning rate does. The setting `velocity_kept` is 1 - d. With SGD, "auto" is
 
     d = 1/2 min(1, |u'| / |a|) (lr / largest lr so far)^2
 
 Elements that are sent in nearly every step have a small residual, and lose half of their velocity.
-They are where gradients are largest, and so where a large learning rate makes training unstable
-first. Elements that have waited lose little. Where the learning rate falls, stability is no longer
-at stake, and velocities keep all. With Adam and AdamW, which divide by the size of what they are
-given, "auto" is masking. Tensors that are sent whole are not damped, so that at ratio 1 the sum
-over steps is that of heavy-ball momentum.
+They have the largest gradients, where a large learning rate makes training unstable first. Elements
+that were sent rarely lose little. When the learning rate falls, training is more stable, and
+velocities are hardly damped. With Adam and AdamW, which divide by the size of the gradients they
+get, "auto" is masking. Tensors that are sent whole are not damped, so that at ratio 1 the sum over
+steps is that of heavy-ball momentum.
 
-The optimizer itself has no momentum then: p -= lr * (what is applied). A momentum that was taken
-over from it (`taken_over`) leaves users what they know: they are given 1 - m times what is applied,
-which has the size of a gradient, and the optimizer's step multiplies by 1 / (1 - m), weight decay
-included. Its value may differ from tensor to tensor and from step to step.
+The optimizer itself then has no momentum: p -= lr * (exchanged velocity). A momentum that was taken
+over from it (`taken_over`) keeps gradients in their usual size: users get (1 - m) * (exchanged
+velocity), and the optimizer's step multiplies by 1 / (1 - m), weight decay included. The momentum m
+may differ from tensor to tensor and from step to step.
 
 Velocities are kept, committed and rolled back as residuals are, in two arenas a bucket.
 """
@@ -45,25 +44,25 @@ from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
 
-LOSS = 0.5  # of the velocity of an element that is sent in every step, at the largest learning rate
+LOSS = 0.5  # d of an element that is sent in every step, at the largest learning rate
 
 
 @dataclass(frozen=True)
 class Momentum:
-    """What one tensor's velocity is multiplied by in a step."""
+    """Momentum factor of one tensor in a step, and whether it is Nesterov's."""
 
     factor: float  # m, in [0, 1)
     nesterov: bool
 
 
 class Momenta:
-    """The momentum of every tensor in the step under way.
+    """The momentum of every tensor in the present step.
 
     Args:
         config: `momentum` and `nesterov` for all tensors and steps.
-        now: gives those of a step that begins now, by tensor name, if an optimizer has them.
-        velocities: gives what a momentum has gathered that the optimizer has had for a while, flat,
-            by tensor name.
+        now: returns the next step's momentum by tensor name, if an optimizer has it.
+        velocities: returns the optimizer's momentum buffers, flat, by tensor name, for when
+            momentum correction begins again.
     """
 
     def __init__(
@@ -75,32 +74,32 @@ class Momenta:
         self._common, self._now = Momentum(config.momentum, config.nesterov), now
         self.velocities = velocities
         self._own: Mapping[str, Momentum] = {}
-        self._plain = False  # whether velocities are sent as they are
+        self._plain = False  # whether velocities are sent without Nesterov's term
 
     def turn(self, *, plain: bool = False) -> None:
-        """Take on the present values, before a step's first bucket is sent.
+        """Read the present values, before a step's first bucket is sent.
 
-        plain: whether velocities are sent as they are in this step, Nesterov's too.
+        plain: whether this step sends velocities without Nesterov's term.
         """
         self._plain = plain
         if self._now is not None:
             self._own = self._now()
 
     def of(self, name: str) -> Momentum:
-        """One tensor's."""
+        """Momentum of the tensor `name`."""
         own = self._own.get(name, self._common)
         return replace(own, nesterov=False) if self._plain else own
 
 
 class Correction(Generic[Array]):
-    """What is done to one bucket's gradients and velocities.
+    """Computes factors of momentum correction and damping for the tensors of a bucket.
 
     Args:
-        config: of the plan.
-        momenta: of the tensors.
-        decay: gives a tensor's learning rate as a share of its largest one so far; in a graph as a
-            scalar.
-        ops: of the arrays.
+        config: the plan's settings.
+        momenta: momentum of each tensor.
+        decay: returns a tensor's learning rate divided by its largest value so far; in a graph a
+            scalar tensor.
+        ops: operations on the arrays.
     """
 
     def __init__(
@@ -109,15 +108,15 @@ class Correction(Generic[Array]):
         self._config, self._momenta, self._decay, self._ops = config, momenta, decay, ops
 
     def units(self, bucket: BucketPlan) -> list[float]:
-        """What users are given of what is applied, for each tensor."""
+        """Factor of the gradients that users get, for each tensor: 1 - m if it was taken over."""
         if not self._config.taken_over:
             return [1.0] * len(bucket.tensors)
         return [1.0 - self._momenta.of(tensor.spec.name).factor for tensor in bucket.tensors]
 
     def of(self, arenas: Arenas[Array]) -> Velocities[Array]:
-        """The velocities of a bucket in the step that begins; the candidate is to become theirs.
+        """Velocities of a bucket in the step that begins.
 
-        arenas: as residual, the velocities of the step before.
+        arenas: `residual` has the velocities of the previous step, `candidate` gets the new ones.
         """
         before, after = (self._views(arenas.plan, u) for u in (arenas.residual, arenas.candidate))
         names = [tensor.spec.name for tensor in arenas.plan.tensors]
@@ -125,7 +124,7 @@ class Correction(Generic[Array]):
         return velocities(momenta, before, after, self._losses(names), is_graded(self._config))
 
     def _losses(self, names: Sequence[str]) -> list[float]:
-        """Largest share of its velocity that a sent element loses, for each tensor."""
+        """Largest share of its velocity that a sent element loses, for each tensor: largest d."""
         if is_graded(self._config):
             return [LOSS * self._decay(name) ** 2 for name in names]
         return [1.0 - float(self._config.velocity_kept)] * len(names)
@@ -141,7 +140,7 @@ def velocities(
     losses: Sequence[float],
     graded: bool,
 ) -> Velocities[Array]:
-    """Velocities of tensors with these momenta."""
+    """Combine velocities before and after a step with the momentum of each tensor."""
     factors, nesterov = [m.factor for m in momenta], [m.nesterov for m in momenta]
     return Velocities(before, after, factors, nesterov, losses, graded)
 
@@ -149,9 +148,9 @@ def velocities(
 def correct(
     gradients: Sequence[Array], own: Velocities[Array] | None, ops: Ops[Array]
 ) -> Sequence[Array]:
-    """What is sent in place of the gradients, flat; `own.after` becomes the new velocities.
+    """Velocities to send in place of gradients, flat; writes the new velocities to `own.after`.
 
-    None is no correction. This is the definition that kernels follow to the bit.
+    Without velocities (None) the gradients are returned. Kernels give bitwise the same result.
     """
     if own is None:
         return gradients
@@ -166,12 +165,12 @@ def correct(
 
 
 def is_graded(config: Method) -> bool:
-    """Whether elements that waited longer lose a smaller share of their velocity when sent."""
+    """Whether damping differs by element ("auto"): elements with a large residual lose less."""
     return config.velocity_kept == AUTO
 
 
 def check_dtypes(plan: Plan) -> None:
-    """Refuse gradients that no velocity can be kept for.
+    """Refuse gradients whose dtype differs from their residual's: velocities have that dtype.
 
     Raises:
         UnsupportedDtypeError: a gradient has another dtype than its residual.

@@ -1,7 +1,6 @@
-"""An optimizer's own momentum, beside one that is corrected: never applied twice, or not at all.
+"""Momentum takeover: checks and messages so that momentum is applied exactly once.
 
-What is decided, and said, alike in every framework; each has a `momentum.py` that asks its own
-optimizers.
+All frameworks share this file; each has a `momentum.py` that reads its own optimizers.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ log = logging.getLogger("horovod_topk")
 
 @dataclass(frozen=True)
 class Words:
-    """What a framework's users are told."""
+    """Words for error messages that differ between frameworks."""
 
     known: str  # the optimizers whose momentum can be taken over
-    example: str  # of a momentum to give them
+    example: str  # how a user passes a momentum to such an optimizer
 
 
 @dataclass(frozen=True)
 class Own:
-    """What an optimizer applies by itself."""
+    """The momentum that an optimizer applies itself."""
 
-    kind: str  # its class
+    kind: str  # class name of the optimizer
     where: str  # "the optimizer", or which part of it
-    setting: str  # the argument that has it
-    shown: object  # what that is
-    applies: bool  # whether that is any
-    off: str  # what to pass for none
+    setting: str  # name of the momentum argument
+    shown: object  # value of that argument
+    applies: bool  # whether that value means any momentum
+    off: str  # argument that turns momentum off
     normalises: bool  # whether it divides by the root of a mean square, as Adam
-    besides: str = ""  # more of a cure
+    besides: str = ""  # added to the cure of an error
 
 
 def why_not_corrected(config: Method) -> str:
-    """Why a momentum is left to the optimizer whatever that is; empty: it need not be."""
+    """Reason why these settings leave momentum to the optimizer; empty: there is none."""
     if config.exchange == "hierarchical":
         return "exchange='hierarchical' adds gradients up within a node"
     if config.ratio == 1.0 and not config.withheld():
@@ -51,15 +50,15 @@ def why_not_corrected(config: Method) -> str:
 
 
 def fitted(config: Method, deferred: Mapping[str, str], *, normalises: bool | None) -> Method:
-    """The settings, with what depends on the kind of optimizer.
+    """Fill in the defaults that depend on the optimizer: `velocity_kept` and `warmup`.
 
-    Without SGD there are no larger ratios at first: where the size of a step follows from the
-    squares of gradients, as with Adam, training near the largest stable rate did not recover from
-    them. In elastic jobs there are none, as ranks that join may not know of steps.
+    Only SGD gets a warm-up with larger ratios. With Adam, whose step depends on the squares of
+    gradients, training near the largest stable learning rate did not recover from a warm-up.
+    Elastic jobs have none, as ranks that join may not know the number of steps.
 
     Args:
         config: the settings.
-        deferred: which of them are left to the compressor.
+        deferred: names of the settings that the user has left to the compressor.
         normalises: whether the optimizer divides by the root of a mean square, as Adam, or not, as
             SGD; None: not known.
     """
@@ -71,10 +70,11 @@ def fitted(config: Method, deferred: Mapping[str, str], *, normalises: bool | No
 
 
 def check_once(momentum: float, nesterov: bool, own: Own) -> None:
-    """Refuse a momentum of the optimizer's own beside one that is corrected.
+    """Refuse momentum correction for an optimizer that applies a momentum itself.
 
     Raises:
-        ConfigError: it has one, or `nesterov` is no form of it.
+        ConfigError: the optimizer applies a momentum, or it has no Nesterov form and `nesterov` is
+            set.
     """
     if own.normalises and nesterov:
         raise ConfigError(
@@ -90,7 +90,7 @@ def check_once(momentum: float, nesterov: bool, own: Own) -> None:
 
 
 def none_to_correct(momentum: float, kind: str, known: str) -> ConfigError:
-    """What to raise where an optimizer has nothing that momentum correction stands for."""
+    """The error for an optimizer whose momentum momentum correction cannot replace."""
     return ConfigError(
         f"momentum={momentum} was given, and {kind} has no momentum that it is known to stand for",
         cure=f"Use momentum correction with {known}, or leave momentum= out",
@@ -98,15 +98,15 @@ def none_to_correct(momentum: float, kind: str, known: str) -> ConfigError:
 
 
 def settings_of(kind: str, own: tuple[float, bool] | None, words: Words) -> dict[str, Any]:
-    """The settings of momentum correction that stand for an optimizer's momentum.
+    """Settings `momentum` and `nesterov` that replace an optimizer's own momentum.
 
     Args:
-        kind: its class.
-        own: its momentum, and whether that is Nesterov's; None: none that could be corrected.
-        words: of the framework.
+        kind: class name of the optimizer.
+        own: its momentum, and whether that is Nesterov's; None: correction cannot replace it.
+        words: words of the framework for messages.
 
     Raises:
-        ConfigError: it has none, or none that could be corrected.
+        ConfigError: the optimizer has no momentum, or none that correction can replace.
     """
     if own is None:
         raise ConfigError(
@@ -123,7 +123,7 @@ def settings_of(kind: str, own: tuple[float, bool] | None, words: Words) -> dict
 
 
 def not_a_momentum(where: str, shown: str) -> ConfigError:
-    """What to raise where a momentum that is taken over has become something else."""
+    """The error for a taken-over momentum whose value has become invalid during training."""
     return ConfigError(
         f"{where} has {shown}, and its momentum is taken over",
         cure="Keep momentum, or the first of betas, in [0, 1), and dampening at 0",
@@ -131,12 +131,12 @@ def not_a_momentum(where: str, shown: str) -> ConfigError:
 
 
 def note_taken(kind: str, momentum: float) -> None:
-    """Say that an optimizer's momentum is taken over from here on."""
+    """Log that TopKEF takes over an optimizer's momentum."""
     log.info("TopKEF takes over the momentum of %s: %g", kind, momentum)
 
 
 def warn_of_loaded(kind: str) -> str:
-    """Warn that a momentum was loaded which has no place any more.
+    """Warn that loaded momentum buffers are ignored, as their momentum is taken over.
 
     Returns:
         The warning.
@@ -151,7 +151,7 @@ def warn_of_loaded(kind: str) -> str:
 
 
 def warn_of_clipping(momentum: float, seen: str) -> str:
-    """Warn that clipping after the exchange sees velocities, and makes SGD's steps smaller.
+    """Warn that clipping after the exchange clips velocities, and makes SGD's steps smaller.
 
     Args:
         momentum: the momentum that is corrected.
@@ -173,7 +173,7 @@ def warn_of_clipping(momentum: float, seen: str) -> str:
 
 
 def advise(kind: str) -> None:
-    """Warn where plain error feedback is known to cost much (docs/frontier.md)."""
+    """Warn that error feedback alone trains much worse with this optimizer (docs/frontier.md)."""
     log.warning(
         "TopKEF: %s divides by the mean square of what arrives late and all at once, and "
         "trains language models much worse than without compression; where TopKEF corrects its "

@@ -25,9 +25,9 @@ A reader MUST compare bytes 0 to 23 with those of its own plan and refuse the pa
 differ: two ranks with different plans would otherwise read noise. A tensor that any rank flags MUST
 decode to NaN on every rank, and what the body has of it MUST be ignored.
 
-There is no checksum: transports have theirs. What a reader refuses is what could take it out of
-bounds, make ranks differ in what they read, or what no writer can have written; values that were
-damaged on the way are values.
+There is no checksum: transports have theirs. A reader refuses a payload that could take it out of
+bounds, that ranks could decode differently, or that no writer can have written. It does not notice
+values that were damaged on the way.
 """
 
 from __future__ import annotations
@@ -59,28 +59,28 @@ class Layout:
 
 
 def body_at(tensors: int, measures: int = 0) -> int:
-    """Where the body of a payload with `tensors` tensors and `measures` numbers begins."""
+    """Byte at which the body of a payload with `tensors` tensors and `measures` numbers begins."""
     return _aligned(HEADER_BYTES + MEASURE * measures + -(-tensors // 8), BODY)
 
 
 def layout(tensors: int, end: int, measures: int = 0) -> Layout:
-    """Positions for a bucket of `tensors` tensors whose body ends at byte `end`."""
+    """Byte positions for a bucket of `tensors` tensors whose body ends at byte `end`."""
     flags_at = HEADER_BYTES + MEASURE * measures
     return Layout(flags_at, -(-tensors // 8), body_at(tensors, measures), _aligned(end, END))
 
 
 def header(method: int, tensors: int, digest: bytes, measures: int = 0) -> bytes:
-    """The 24 bytes before measures and flags."""
+    """Header of a payload: the 24 bytes before measures and flags."""
     return _HEADER.pack(MAGIC, VERSION, method, MEASURE * measures, tensors, digest, 0)
 
 
 def measures_of(head: bytes, count: int) -> tuple[float, ...]:
-    """The measures of a payload, given its first bytes and how many measures it has."""
+    """Read the `count` measures of a payload from its first bytes."""
     return struct.unpack_from(f"<{count}f", head, HEADER_BYTES)
 
 
 def wrong_length(received: int, payload_bytes: int, ranks: int, bucket: int) -> PayloadError:
-    """The error for a gathered buffer of `received` bytes that is not one payload a rank."""
+    """The error for a gathered buffer whose `received` bytes are not one payload from each rank."""
     return PayloadError(
         f"bucket {bucket}: {received} bytes arrived from {ranks} ranks, the plan says "
         f"{payload_bytes} from each",
@@ -89,12 +89,12 @@ def wrong_length(received: int, payload_bytes: int, ranks: int, bucket: int) -> 
 
 
 def check_counts(received: Sequence[int], planned: int, name: str) -> None:
-    """Refuse gradients of other lengths than the plan's.
+    """Refuse gradients whose numbers of elements differ from the plan's.
 
-    received: elements from each rank that takes part in the collective `name`.
+    received: number of elements from each rank in the collective `name`.
 
     Raises:
-        PayloadError: one sent another number.
+        PayloadError: a rank sent another number of elements.
     """
     for position, count in enumerate(received):
         if count != planned:
@@ -106,10 +106,10 @@ def check_counts(received: Sequence[int], planned: int, name: str) -> None:
 
 
 def foreign(received: bytes, expected: bytes, rank: int, bucket: int) -> TopKError:
-    """The error for a payload whose header is not that of the own plan.
+    """The error for a payload whose header differs from that of this rank's plan.
 
-    It is a PlanMismatchError for a payload of another plan, and a PayloadError for one of another
-    method or format, or for no payload at all.
+    It is a PlanMismatchError for a payload of another plan, and a PayloadError for a payload of
+    another method or format, and for bytes that are no payload.
     """
     where = f"bucket {bucket}, rank {rank}"
     magic, version, method, measures, tensors, digest, reserved = _HEADER.unpack(

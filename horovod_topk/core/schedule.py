@@ -1,17 +1,17 @@
-"""Which ratio each step has: one of a few ratio levels, fixed when the optimizer is built.
+"""Ratio levels: each step has one of a few ratios, which are fixed when the optimizer is built.
 
-In this order: dense, where the guard has fallen back (`horovod_topk.core.guard`); the ratio that a
-user asked for on all ranks; that of `warmup` in the first steps; what `schedule` has decided; the
-ratio of the settings.
+The first of these that applies is the ratio of a step: 1.0 (dense), if the guard has ended
+compression (`horovod_topk.core.guard`); the ratio that a user asked for on all ranks; the ratio of
+`warmup` in the first steps; the decision of `schedule`; the ratio of the settings.
 
 Deep Gradient Compression (Lin et al. 2018, section 3.3) begins with large ratios, as early
-gradients change fast and are badly served by delay: `warmup` lists them. There a step's level
-follows from how many steps were committed, which every rank knows alike. `schedule` decides from
-what ranks have told each other in the steps before (`horovod_topk.core.measures`), which every rank
-has alike. Residuals stay where they are from level to level.
+gradients change fast, so that delayed ones do harm: `warmup` lists these ratios. Its level depends
+on the number of committed steps. `schedule` decides from the measures of earlier steps
+(`horovod_topk.core.measures`). Both are equal on all ranks. A change of level leaves residuals as
+they are.
 
-Dense (1.0) is always a level, at full precision and back from owners too: a step of it sends
-all residuals and leaves zeros.
+Dense (1.0) is always a level, at full precision in all collectives: a step at this level sends all
+residuals and leaves zeros.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ DENSE = 1.0
 
 
 PROFILED = {"min_numel"}  # settings of all methods that a level may change
-LEVELS = 8  # at most, where a schedule decides: graphs have a branch for each
+LEVELS = 8  # largest number of levels with a schedule: graphs have a branch for each
 
 
 class Clock(NamedTuple):
-    """What the ratio of the next step follows from."""
+    """All that determines the ratio of the next step, as sent to ranks that join."""
 
-    committed: int  # steps
+    committed: int  # number of committed steps
     asked: float | None = None  # the ratio a user asked for, if one did
-    decision: Decision = ()  # what the schedule decided last, and remembers
-    guard: Sequence[float] = ()  # what the guard remembers
+    decision: Decision = ()  # the schedule's last decision
+    guard: Sequence[float] = ()  # the guard's memory
 
 
 class Counter(Protocol):
-    """What the ratio of the next step follows from."""
+    """Stores the counters that determine the ratio of the next step."""
 
-    committed: int  # steps, with those of a loaded state
+    committed: int  # number of committed steps, including those of a loaded state
     asked: float | None  # the ratio that a user asked for instead of the schedule's
-    decision: Decision  # what the schedule decided last, and remembers
+    decision: Decision  # the schedule's last decision
 
 
 @dataclass
@@ -66,7 +66,7 @@ class HostCounter:
 
 
 class Schedule:
-    """The ratio levels of one optimizer's settings, and when each is taken.
+    """The ratio levels of one optimizer's settings, and the level of each step.
 
     Raises:
         ConfigError: `schedule` has too many levels.
@@ -92,7 +92,7 @@ class Schedule:
 
     @property
     def decides(self) -> bool:
-        """Whether levels follow from what ranks measure."""
+        """Whether a schedule decides levels from measures."""
         return self._schedule is not None
 
     @property
@@ -106,22 +106,22 @@ class Schedule:
 
     @property
     def ratio_after_warmup(self) -> float:
-        """The ratio where nothing is decided yet."""
+        """The ratio after warm-up as long as the schedule has made no decision."""
         usual = self._config.ratio
         return usual if self._schedule is None else self._schedule.first(usual)
 
     def ratio_at(self, committed: int, decision: Decision = ()) -> float:
-        """That of the step after so many committed ones."""
+        """Ratio of the step after `committed` committed ones."""
         after = decision[0] if decision else self.ratio_after_warmup
         return next((r for until, r in self._stretches if committed < until), after)
 
     def decide(self, before: Decision, level: float, heard: Heard | None) -> Decision:
-        """What is decided at the end of a committed step.
+        """Return the schedule's decision at the end of a committed step.
 
         Args:
-            before: what was decided last.
+            before: the decision before.
             level: the ratio of the step.
-            heard: what ranks told each other in it; None: not known, which changes nothing.
+            heard: measures of all ranks in the step; None: not known, `before` is returned.
         """
         if self._schedule is None or heard is None:
             return before
@@ -131,7 +131,7 @@ class Schedule:
         return decision
 
     def usable(self, saved: Sequence[float]) -> Decision:
-        """What a checkpoint or another rank has decided, if its level is one here."""
+        """A decision of a checkpoint or another rank, if its level is a level here; else ()."""
         if not saved or not self.decides:
             return ()
         if saved[0] in self.levels:
@@ -140,10 +140,10 @@ class Schedule:
         return ()
 
     def check(self, ratio: float) -> None:
-        """Refuse a ratio that is no level, and 1.0 where it would not send all.
+        """Refuse a ratio that is no level, and a ratio of 1.0 that would not send all elements.
 
         Raises:
-            ConfigError: it is none, or does not.
+            ConfigError: `ratio` is no level, or is 1.0 with a method that does not send all.
         """
         if ratio not in self.levels:
             raise ConfigError(
@@ -160,7 +160,7 @@ class Schedule:
             )
 
     def level(self, saved: float | None, otherwise: float | None) -> float | None:
-        """The ratio that a checkpoint says was asked for, if it is a level here."""
+        """The ratio that a user asked for, as saved in a checkpoint, if it is a level here."""
         if saved is None:
             return otherwise
         if saved in self.levels:
@@ -171,7 +171,7 @@ class Schedule:
     def settings(self, ratio: float, *, corrects: bool = True) -> Method:
         """The settings at a ratio level.
 
-        corrects: whether a momentum that is corrected still is.
+        corrects: whether momentum correction stays on, if the settings have it.
         """
         settings = self._config.at(ratio)
         profile = {} if self._schedule is None else self._schedule.profile(ratio)
@@ -180,7 +180,7 @@ class Schedule:
         return replace(settings, **profile) if profile else settings
 
     def _check_profiles(self, schedule: schedules.Schedule) -> None:
-        """Refuse profiles of ratios that have none, and settings that no level can change."""
+        """Refuse profiles for ratios that cannot have one, or of settings that cannot change."""
         common = {each.name for each in fields(Settings)} - PROFILED
         allowed = {each.name for each in fields(self._config)} - common - {"ratio"}
         assert not isinstance(schedule.profiles, Mapping)
@@ -198,11 +198,11 @@ class Schedule:
                     "levels",
                     cure=f"Set some of {', '.join(sorted(allowed))}",
                 )
-            self.settings(ratio)  # whose values are checked
+            self.settings(ratio)  # checks the values
 
     def label(self, ratio: float) -> str:
-        """What a level adds to the names of collectives; nothing for the usual one.
+        """Suffix of the names of collectives at a level; empty for the ratio of the settings.
 
-        Made of what TensorFlow takes in a name, so that ranks of both frameworks meet.
+        TensorFlow allows its characters in a name, so that names are equal in all frameworks.
         """
         return "" if ratio == self._config.ratio else f"-{ratio!r}"

@@ -1,11 +1,10 @@
-"""State of error feedback behind one optimizer, by tensor name: saved, loaded, counted, rescaled.
+"""Error-feedback state of one optimizer, by tensor name: it is saved, loaded and reset here.
 
 A `State` has up to three parts: this rank's residuals, the owner's residuals and the velocities of
-momentum correction. It also has the count of committed steps and the ratio that a user asked for,
-from which the ratio level of each step follows, and the learning rates in whose units residuals
-are. Where all that lies is the adapter's affair: PyTorch keeps arenas and numbers, TensorFlow keeps
-variables. Some adapters learn of their tensors only when gradients come: what was loaded for the
-tensors that are not known yet waits for them.
+momentum correction. It also has the number of committed steps and the ratio that a user asked for,
+which give the ratio level of each step, and the learning rates in whose units residuals are.
+Adapters store the arrays: PyTorch in arenas, TensorFlow in variables. Some adapters learn of their
+tensors only when gradients come. Until then the state keeps what was loaded for these tensors.
 """
 
 from __future__ import annotations
@@ -47,26 +46,26 @@ from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
-_OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # in a state dict, by tensor name
+_OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # entries of a state dict, by tensor name
 
 
 class State(Counting[Array]):
-    """What one optimizer keeps from step to step.
+    """Error-feedback state of one optimizer, which lasts from step to step.
 
     Args:
         config: the settings.
         reduction: "average" or "sum" over ranks.
-        ops: of the arrays.
-        counter: where the counts lie.
+        ops: operations on the arrays.
+        counter: stores the number of committed steps, the ratio asked for and the decision.
 
     Attributes:
-        plan: that of the last step; None: no tensor is known yet.
-        exchange: how payloads travel; None: it is not chosen yet.
-        parts: "residuals", "owned" where this exchange has owners, "velocity" with momentum.
-        later: tensors that may still become known.
-        rates: the learning rates that residuals follow, where they do.
-        ranks_before: how many ranks these residuals were of in the last step, if there was one.
-        guard: falls back to dense gradients, if it is to.
+        plan: the plan of the last step; None: no tensor is known yet.
+        exchange: how payloads travel; None: the exchange is not selected yet.
+        parts: "residuals", "owned" if this exchange has owners, "velocity" with momentum.
+        later: names of tensors that may still become known.
+        rates: learning rates for rescaling residuals; None: residuals are not rescaled.
+        ranks_before: number of ranks in the last step; None: there was no step.
+        guard: the guard, which may end compression.
     """
 
     def __init__(
@@ -79,40 +78,40 @@ class State(Counting[Array]):
         self.later: set[str] = set()
         self.rates: Followed | None = None
         self.ranks_before: int | None = None
-        self._waiting: dict[str, Any] = {}  # what was loaded for tensors that are not known yet
+        self._waiting: dict[str, Any] = {}  # state dict of tensors that are not known yet
 
     def specs(self) -> dict[str, TensorSpec]:
-        """The tensors that are known, whole, by name."""
+        """Specs of the known tensors, as whole tensors, by name."""
         return {} if self.plan is None else {t.spec.name: t.spec for t in self.plan.tensors()}
 
     def wrapped(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A state dict with the user's arrays as those of `ops`."""
+        """Convert a state dict's arrays from the user's type to that of `ops`."""
         return state
 
     def unwrapped(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with arrays of `ops` as the user's."""
+        """Convert a state dict's arrays from the type of `ops` to the user's."""
         return state
 
     @property
     def agreed(self) -> Plan | None:
-        """The plan that all ranks have to have in common; None: no tensor is known yet."""
+        """The plan that has to be equal on all ranks; None: no tensor is known yet."""
         return self.plan
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank, and of how many that exchange."""
+        """This rank, and the number of ranks that exchange gradients."""
         assert self.exchange is not None
         return self.exchange.rank, self.exchange.ranks
 
     def about_to_change(self) -> None:
-        """Residuals are about to be replaced: a step under way has to be abandoned."""
+        """Called before residuals are replaced: a step under way has to be abandoned."""
 
     def has_changed(self) -> None:
-        """Residuals were replaced."""
+        """Called after residuals were replaced."""
 
     @property
     def ratio(self) -> float:
-        """Ratio of a step that begins now."""
+        """Ratio of the next step."""
         asked, committed = self.counter.asked, self.counter.committed
         if self.guard.is_over:
             return DENSE
@@ -133,16 +132,16 @@ class State(Counting[Array]):
         """Let the schedule and the guard decide at the end of a step, before it is counted.
 
         Args:
-            plan: of the step.
-            by_bucket: what ranks told each other with each bucket.
+            plan: the plan of the step.
+            by_bucket: measures of all ranks, for each bucket ordinal.
             flagged: names of tensors with a NaN or an infinity on some rank.
-            committed: whether the step was.
+            committed: whether the step was committed.
 
         Returns:
-            The guard's rule by which compression ends with this step; empty: it does not.
+            The guard's rule that ends compression with this step; empty: none does.
         """
         told = heard(plan, by_bucket) if committed and plan.config.measures else None
-        if committed and plan.config.schedule is not None:  # else it is no level of the schedule
+        if committed and plan.config.schedule is not None:  # else the step had none of its levels
             before = self.counter.decision
             self.counter.decision = self.schedule.decide(before, plan.config.ratio, told)
         ending = {"committed": committed, "flagged": bool(flagged), "logs": self.place[0] == 0}
@@ -155,13 +154,13 @@ class State(Counting[Array]):
         return replace(super().stats(), warnings=guard.warnings, fallbacks=guard.fallbacks)
 
     def set_ratio(self, ratio: float | None) -> None:
-        """Take a ratio level from the next step on, or go back to the schedule (None).
+        """Use a ratio level from the next step on, or go back to the schedule (None).
 
         Call it on every rank, between the same two steps. Residuals stay as they are; a step at 1.0
         sends all of them.
 
         Raises:
-            ConfigError: it is no level; see `horovod_topk.core.schedule`.
+            ConfigError: `ratio` is not a ratio level; see `horovod_topk.core.schedule`.
         """
         if ratio is not None:
             self.schedule.check(ratio)
@@ -169,17 +168,17 @@ class State(Counting[Array]):
 
     @property
     def clock(self) -> Clock:
-        """What the ratio of the next step follows from: committed steps, and what a user asked."""
+        """Committed steps, requested ratio, decision and guard: they give the next step's ratio."""
         counter = self.counter
         return Clock(counter.committed, counter.asked, counter.decision, self._remembered)
 
     @property
     def _remembered(self) -> Sequence[float]:
-        """What the guard remembers; nothing, if there is none."""
+        """The guard's memory; empty if there is no guard."""
         return () if self.config.guard is None else tuple(map(float, self.guard.memory))
 
     def resume(self, clock: Clock, ranks: int | None = None) -> None:
-        """Go on at a clock; the residuals are of so many ranks, if that is known."""
+        """Load a clock; `ranks` is the number of ranks the residuals are of, if it is known."""
         clock = Clock(*clock)
         self.counter.committed = clock.committed
         self._ask(clock.asked)
@@ -188,7 +187,7 @@ class State(Counting[Array]):
         self.ranks_before = ranks or None
 
     def _watch_on(self, saved: Sequence[float], *, own: bool) -> None:
-        """Have the guard go on where it was; see `Watch.resume`."""
+        """Load the guard's memory, if there is a guard; see `Watch.resume`."""
         if self.config.guard is not None:
             self.guard.resume(saved, own=own)
 
@@ -202,17 +201,18 @@ class State(Counting[Array]):
             self.counter.decision = decision
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of this rank's residuals, owner's residuals and velocities, with the counts.
+        """Copies of this rank's residuals, owner's residuals and velocities, with counters.
 
-        With `follow_lr` also the learning rates in whose units residuals are; the ratio that was
-        asked for, if one was; and the tensors that have left the plan, whose residuals are zero.
+        It also has the learning rates in whose units residuals are (with `follow_lr`), the ratio
+        that a user asked for, if any, and the tensors that were dropped from the plan, whose
+        residuals are zero.
         """
         state = self._packed(RESIDUALS)
         for key in self.parts:
             if key != RESIDUALS:
                 state[key] = self._packed(key)
         waiting = self._waiting
-        if self.exchange is not None:  # while nothing is known, all that was loaded is handed on
+        if self.exchange is not None:  # else return all that was loaded
             waiting = {k: v for k, v in waiting.items() if k in (*_OF_TENSORS, *parts_of(waiting))}
             if OWNED in state:
                 state[OWNED] = dict(self.exchange.owner) | state[OWNED]
@@ -233,10 +233,10 @@ class State(Counting[Array]):
         return state
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state dict that does not fit the tensors that are known.
+        """Refuse a state dict that does not fit the tensors known so far.
 
         Raises:
-            StateDictError: it does not; nothing has changed.
+            StateDictError: it does not fit; nothing has changed.
         """
         committed_of(state, 0)
         asked_of(state)
@@ -249,7 +249,7 @@ class State(Counting[Array]):
             self._check(self.wrapped(without(state, self.later)), self.specs())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take on residuals; a step under way is abandoned.
+        """Load a state dict; a step under way is abandoned.
 
         Raises:
             StateDictError: a residual does not fit; nothing has changed.
@@ -270,10 +270,10 @@ class State(Counting[Array]):
         self.has_changed()
 
     def meet(self, names: Collection[str]) -> None:
-        """Give tensors that have just become known what was loaded for them.
+        """Copy loaded state to tensors that have just become known.
 
         Raises:
-            StateDictError: it does not fit.
+            StateDictError: the loaded state does not fit.
         """
         if self._waiting:
             others = {*self.later, *self.specs()} - set(names)
@@ -306,7 +306,7 @@ class State(Counting[Array]):
         return self.parts[key].state_dict(ratio) if key in self.parts else pack_state(ratio, [], {})
 
     def _check(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Refuse a state dict that does not fit these tensors, which are known."""
+        """Refuse a state dict that does not fit the known tensors `names`."""
         check_origin(state, [s for n, s in self.specs().items() if n in names], self.reduction)
         assert self.exchange is not None
         check_owner(self.exchange.owner if self.exchange.parts else None, state.get(OWNED))
@@ -314,7 +314,7 @@ class State(Counting[Array]):
             part.check(_within(state, key), names)
 
     def _take_on(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Copy in what was checked, for these tensors."""
+        """Copy a checked state dict into the state of the tensors `names`."""
         for key, part in self.parts.items():
             part.take_on(_within(state, key), [name for name in part.pieces if name in names])
         if self.rates is not None:

@@ -1,4 +1,4 @@
-"""Counters and norms of compression, for users: `StepCounters` and `Stats`."""
+"""`StepCounters` and `Stats`: counters and norms of compression that users read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from horovod_topk.core.residual import Squares
 
 @dataclass(frozen=True)
 class StepCounters:
-    """Counters of one step, which `on_step` hands to its callbacks. No device is waited for."""
+    """Counters of one step, which `on_step` passes to callbacks without waiting for a device."""
 
     step: int  # steps that have ended so far, this one included
     committed: bool  # False: rolled back, residuals are as they were before the step
     selected: int  # gradient elements that this rank sent
     payload_bytes: int  # bytes that this rank handed to collectives
     sent_bytes: int  # bytes that this rank sent for them
-    dense_bytes: int  # bytes that it would have sent in a ring allreduce of dense gradients
+    dense_bytes: int  # bytes it would have sent in a ring allreduce of dense gradients
     between_bytes: int | None  # the part of `sent_bytes` sent to other nodes; None: not known
     node_bytes: int | None  # bytes that left the busiest node, from all its ranks; None: not known
     flagged: tuple[str, ...]  # names of tensors with a NaN or an infinity on some rank
@@ -41,7 +41,7 @@ class StepCounters:
 
 @dataclass(frozen=True)
 class Stats:
-    """Totals, sizes and norms of one rank's compression: what `stats()` returns.
+    """Totals, sizes and norms of one rank's compression, as `stats()` returns them.
 
     Sizes "a step" are for one step at `ratio`. Norms are Euclidean, over all compressed tensors, in
     the units of the gradients.
@@ -54,7 +54,7 @@ class Stats:
     nodes: tuple[int, ...] = ()  # number of ranks on each node, if the exchange uses nodes
     buckets: int = 0  # payloads a step
     steps: int = 0  # steps that were committed
-    rolled_back: int = 0  # steps that were exchanged and not applied, such as after an overflow
+    rolled_back: int = 0  # steps that were exchanged but not applied, such as after an overflow
     elements: int = 0  # gradient elements of all compressed tensors
     selected: int = 0  # elements that this rank sends a step
     payload_bytes: int = 0  # bytes that this rank hands to collectives a step
@@ -62,14 +62,14 @@ class Stats:
     dense_bytes: int = 0  # bytes that it would send a step in a ring allreduce of dense gradients
     between_bytes: int | None = None  # the part of `sent_bytes` sent to other nodes; None: unknown
     node_bytes: int | None = None  # bytes a step that leave the busiest node, from all its ranks
-    momentum: float = 0.0  # the momentum that is corrected, taken over or given; 0: off
-    residual_norm: float = 0.0  # of this rank's residuals: what it has not sent yet
-    owned_norm: float = 0.0  # of the owner's residuals ("sharded" and "hierarchical")
+    momentum: float = 0.0  # momentum of momentum correction; 0: off
+    residual_norm: float = 0.0  # norm of this rank's residuals, which it has not sent yet
+    owned_norm: float = 0.0  # norm of the owner's residuals ("sharded" and "hierarchical")
     gradient_norm: float = 0.0  # of this rank's gradients in the last step; TensorFlow: last 16
-    sent_share: float | None = None  # of the squares of gradient plus residual, what was sent then
+    sent_share: float | None = None  # share of |gradient + residual|^2 that the last step sent
     residual_norm_ratio: float | None = None  # residual norm / gradient norm, in a sampled step
-    probe_cosine: float | None = None  # with probe_every=: of the applied and the dense gradient
-    probe_error: float | None = None  # norm of their difference over that of the dense gradient
+    probe_cosine: float | None = None  # with probe_every=: cosine of applied and dense gradient
+    probe_error: float | None = None  # norm of their difference / norm of the dense gradient
     level: float = 1.0  # the ratio level of the last step
     compress_seconds: float = 0.0  # of all steps so far; see `core.timing.Seconds`
     exchange_seconds: float = 0.0  # from a step's first collective to its last, of all steps
@@ -92,14 +92,14 @@ class Stats:
 
 @dataclass(frozen=True)
 class Sample:
-    """Shares of one step that was sampled."""
+    """Sent share and residual norm ratio of one sampled step."""
 
     sent_share: float | None = None  # see `Stats`
     residual_norm_ratio: float | None = None
 
     @classmethod
     def of(cls, squares: Squares) -> Sample:
-        """From sums of squares, as far as they are known."""
+        """Compute both shares from sums of squares; None where a sum is zero or not finite."""
         gradient, compensated, left = squares.gradient, squares.compensated, squares.left
         if not all(map(math.isfinite, (gradient, compensated, left))):
             return cls()
@@ -108,7 +108,7 @@ class Sample:
 
 
 def memory_of(parts: Iterable[Part[Any]], exchange: Exchange[Any], plan: Plan) -> int:
-    """Bytes that a rank holds: two arrays for each part of its state, and payloads (law 7)."""
+    """Bytes of memory for a rank's state and payloads: each part of the state has two arrays."""
     elements = (
         sum(piece.numel for piece in pieces) * WIDTH[RESIDUAL_DTYPE[part.specs[name].dtype]]
         for part in parts
@@ -118,7 +118,7 @@ def memory_of(parts: Iterable[Part[Any]], exchange: Exchange[Any], plan: Plan) -
 
 
 def measured(squares: Squares) -> dict[str, Any]:
-    """What `Stats` says of the last step."""
+    """Fields of `Stats` on the last step, computed from its sums of squares."""
     known = squares.compensated > 0.0
     return {
         "gradient_norm": math.sqrt(squares.gradient),
@@ -127,14 +127,14 @@ def measured(squares: Squares) -> dict[str, Any]:
 
 
 def describe(exchange: Exchange[Any]) -> str:
-    """One line for the log."""
+    """Describe an exchange in one line, for the log."""
     because = f", {exchange.because}" if exchange.because else ""
     on = f" on nodes of {', '.join(map(str, exchange.nodes.sizes))}" if exchange.nodes else ""
     return f"exchange {exchange.kind} among {exchange.ranks} ranks{on}{because}"
 
 
 def planned(plan: Plan, exchange: Exchange[Any]) -> Stats:
-    """What is known of a step from its plan and exchange alone."""
+    """Statistics of a step that follow from its plan and exchange alone."""
     return Stats(
         active=True,
         ranks=exchange.ranks,

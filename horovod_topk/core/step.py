@@ -1,4 +1,4 @@
-"""One training step over one plan: compress every bucket, exchange it, decode it, commit or not.
+"""`Step` compresses, exchanges and decodes every bucket of a plan, then commits or rolls back.
 
 For each tensor on each rank, with residual e and gradient g (Stich 2018, Karimireddy 2019):
 
@@ -9,7 +9,7 @@ For each tensor on each rank, with residual e and gradient g (Stich 2018, Karimi
     decode       g' = sum over ranks, in rank order, of decode(p_r), scaled
     update       e = a - decode(p), pending until the step commits
 
-With momentum correction g is a velocity instead; see `horovod_topk.core.momentum`.
+With momentum correction g is a velocity instead of a gradient; see `horovod_topk.core.momentum`.
 
 A step begins every bucket (in any order), finishes every bucket, then commits or rolls back. The
 caller owns the memory that a step reads and writes (`Storage`), and decides from the flags that
@@ -40,7 +40,7 @@ Array = TypeVar("Array")
 
 @dataclass(frozen=True)
 class Storage(Generic[Array]):
-    """Memory of one bucket that lasts from step to step, owned by the caller."""
+    """Memory of one bucket that lasts from step to step; the caller owns it."""
 
     residuals: Sequence[Arenas[Array]]  # one for each plan of `Exchange.holders`
     owned: Sequence[Arenas[Array]] = ()  # owner's residuals, one for each plan of `Exchange.owned`
@@ -50,40 +50,40 @@ class Storage(Generic[Array]):
 
 @dataclass
 class Bucket(Generic[Array]):
-    """One bucket's exchange, and what its last step has left."""
+    """One bucket's exchange and memory, and results of its last step."""
 
     plan: BucketPlan
     exchange: BucketExchange[Array]
     velocity: Arenas[Array] | None
-    residuals: Sequence[Arenas[Array]]  # or the owner's, where only owners keep some
+    residuals: Sequence[Arenas[Array]]  # the owner's residuals, if only owners have residuals
     flags: Sequence[bool] = ()
-    units: Sequence[float] = (1.0,)  # of what users are given, one a tensor or one for all
+    units: Sequence[float] = (1.0,)  # factors of the gradients users get, one a tensor or for all
     committed_last: bool = False  # whether the last step that began was committed
     measurable: bool = False  # whether arenas and payload still belong to one step
-    measures: bool = False  # whether it tells of its own arrays, in each step
-    gradient: Any = None  # sum of squares of its gradients, in a step that is sampled
+    measures: bool = False  # whether it has measures of its own arrays, computed in each step
+    gradient: Any = None  # sum of squares of its gradients, in a sampled step
 
 
 class Step(Generic[Array]):
-    """The step of one optimizer under one plan, again and again.
+    """Runs the steps of one optimizer, one after another, under one plan.
 
     Args:
         plan: the buckets.
-        storage: gives each bucket's memory.
-        ops, codec, exchange: what arrays are computed, encoded and exchanged with.
+        storage: returns each bucket's memory.
+        ops, codec, exchange: compute, encode and exchange arrays.
         name: prefix of the collectives' names, equal on all ranks.
         momenta: momentum by tensor; None: as the settings say.
-        decay: gives a tensor's learning rate as a share of its largest one so far.
-        number: gives a measure of the whole rank; see `horovod_topk.core.measures`.
-        timer: gets the seconds of encoding and decoding, where steps run on the host.
+        decay: returns a tensor's learning rate divided by its largest value so far.
+        number: returns a measure of the whole rank; see `horovod_topk.core.measures`.
+        timer: gets the seconds of encoding and decoding, if steps run on the host.
 
     Attributes:
-        sent: ordinals of the buckets that have begun, whose gradients are not replaced yet.
-        received: of those whose gradients are replaced, and whose candidates are neither committed
-            nor rolled back.
-        stages: how often buckets have to advance before they can be finished.
-        samples: whether squares of the step that begins are summed up, for `sample`.
-        probe: exchanges a bucket dense beside this step now and then, if there is one.
+        sent: ordinals of the buckets that have begun, and whose gradients are not replaced yet.
+        received: ordinals of the buckets whose gradients are replaced, and whose candidates are
+            neither committed nor rolled back.
+        stages: number of times that buckets have to advance before they can be finished.
+        samples: whether the step that begins sums up squares, for `sample`.
+        probe: exchanges one bucket dense beside this step now and then; None: there is no probe.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Step(Generic[Array]):
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._correction = Correction(plan.config, momenta or Momenta(plan.config), decay, ops)
         self._number, self.samples, self._timer = number, False, timer or StepTimer()
-        self._told: list[Any] = []  # what the host has told; new payloads have nothing of it
+        self._told: list[Any] = []  # the host's measures in the payloads; at first none
         self.probe: Probe[Array] | None = None
         self.sent: set[int] = set()
         self.received: set[int] = set()
@@ -111,9 +111,9 @@ class Step(Generic[Array]):
 
     @property
     def flagged(self) -> tuple[str, ...]:
-        """Tensors of finished buckets that had a non-finite gradient on some rank.
+        """Names of tensors in finished buckets that had a non-finite gradient on some rank.
 
-        Only where flags are on the host.
+        Flags have to be on the host.
         """
         return tuple(
             name
@@ -122,7 +122,7 @@ class Step(Generic[Array]):
         )
 
     def turn(self) -> None:
-        """Before a step's first bucket: note what the host tells other ranks, if it has changed."""
+        """Update the host's measures in the payloads, before a step's first bucket begins."""
         first = min(self._buckets, default=-1)
         if first < 0 or self._buckets[first].measures:
             return
@@ -160,7 +160,7 @@ class Step(Generic[Array]):
         timer.compressing += time.perf_counter() - timer.exposed - began
 
     def advance(self) -> None:
-        """Start the next collective of every bucket under way; `finish` does so for all `stages`.
+        """Start the next collective of every begun bucket; `finish` does so for all `stages`.
 
         Raises:
             PayloadError, PlanMismatchError: a rank sent something else than a bucket.
@@ -185,11 +185,11 @@ class Step(Generic[Array]):
         Args:
             ordinal: the bucket.
             targets: where to write, such as the gradients that it began with.
-            gain: what to multiply the result by; residuals stay in the units that they have.
+            gain: factor of the result; residuals are not multiplied.
 
         Returns:
-            One flag a tensor: whether any rank had a NaN or an infinity there. A graph gives a
-            tensor.
+            One flag a tensor: whether any rank had a NaN or an infinity there. In a graph this is
+            a tensor.
 
         Raises:
             NotLaunchedError: the bucket has not begun.
@@ -223,8 +223,8 @@ class Step(Generic[Array]):
     def sample(self) -> list[Array]:
         """Sums of squares of a step with `samples` that is about to be committed, one number each.
 
-        Of gradients and of what is left of them and the residuals; and of the two added up, where
-        this rank encodes its gradients alone. No device is waited for.
+        They are those of the gradients g and of the new residuals e'; if this rank encodes its
+        gradients alone, also that of a = e + g. No device is waited for.
         """
         ops, gradient, left, regained = self._ops, list[Any](), list[Any](), list[Any]()
         for bucket in self._buckets.values():
@@ -240,7 +240,7 @@ class Step(Generic[Array]):
     def commit(self) -> bool:
         """Make the candidates of all finished buckets the state.
 
-        The caller has seen to it that no bucket is under way and no tensor is flagged.
+        The caller makes sure that no bucket is under way and no tensor is flagged.
 
         Returns:
             Whether there was a finished bucket.
@@ -248,7 +248,7 @@ class Step(Generic[Array]):
         return self._end(committed=True)
 
     def roll_back(self) -> bool:
-        """Forget all candidates: the state stays as it was before the step, bit for bit.
+        """Discard all candidates: the state stays bitwise as it was before the step.
 
         Returns:
             Whether there was a finished bucket.
@@ -256,7 +256,7 @@ class Step(Generic[Array]):
         return self._end(committed=False)
 
     def drain(self) -> None:
-        """Wait for collectives under way, and forget what they bring."""
+        """Wait for collectives under way, and discard their results."""
         for bucket in self._buckets.values():
             bucket.exchange.drain()
         if self.probe is not None:
@@ -264,14 +264,14 @@ class Step(Generic[Array]):
         self.sent.clear()
 
     def drain_others(self, plan: Plan) -> None:
-        """Drain the buckets that another plan has not."""
+        """Drain the buckets that another plan does not have."""
         for ordinal, bucket in self._buckets.items():
             if bucket.plan not in plan.buckets:
                 bucket.exchange.drain()
                 self.sent.discard(ordinal)
 
     def replan(self, plan: Plan) -> None:
-        """Take on a plan with fewer tensors; what is under way for unchanged buckets goes on."""
+        """Switch to a plan with fewer tensors; exchanges of unchanged buckets go on."""
         same = {i: b for i, b in self._buckets.items() if b.plan in plan.buckets}
         self._hold([same.get(each.ordinal) or self._make_bucket(each) for each in plan.buckets])
 
@@ -284,21 +284,21 @@ class Step(Generic[Array]):
         )
 
     def forget_gradients(self) -> None:
-        """Have no sums of squares until the next step: the residuals have changed."""
+        """Make `squares` return nothing until the next step, as the residuals have changed."""
         for bucket in self._buckets.values():
             bucket.measurable = False
 
     def _receive_each(
         self, bucket: Bucket[Array], targets: Sequence[Array], gain: float
     ) -> Sequence[bool]:
-        """`BucketExchange.receive`, where each tensor has units of its own."""
+        """`BucketExchange.receive`, with a factor of its own for each tensor."""
         flags = bucket.exchange.receive(targets, gain)
         for target, unit in zip(targets, bucket.units, strict=True):
             self._ops.write_scaled(self._ops.clone(target), unit, target, False)
         return flags
 
     def _hold(self, buckets: Sequence[Bucket[Array]]) -> None:
-        """Have these buckets from here on."""
+        """Replace the buckets of this step."""
         self._buckets = {each.plan.ordinal: each for each in buckets}
         self._told = []
         self.stages = max((each.exchange.stages for each in buckets), default=0)
@@ -312,7 +312,7 @@ class Step(Generic[Array]):
         return bucket
 
     def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
-        """Measure what this rank tells the others with a bucket."""
+        """Compute the measures that this rank sends with a bucket."""
         is_first = bucket.plan.ordinal == min(self._buckets)
         number = self._number if is_first else None
         residuals, count = (

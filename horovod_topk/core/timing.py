@@ -14,7 +14,7 @@ Array = TypeVar("Array")
 class Seconds:
     """Seconds of one step, or of several added up; 0 where they are not known.
 
-    On an accelerator, work that is only started counts with what waits for it.
+    On an accelerator, the host starts work and goes on: its seconds count where the host waits.
     """
 
     compress_seconds: float = 0.0  # encoding
@@ -24,7 +24,7 @@ class Seconds:
 
     @property
     def cost(self) -> float:
-        """What the step would save without an exchange: all but what backward hides."""
+        """Seconds that compression and exchange add to a step: all that backward does not hide."""
         return self.compress_seconds + self.exposed_seconds + self.decompress_seconds
 
     def __add__(self, other: Seconds) -> Seconds:
@@ -38,32 +38,32 @@ class Seconds:
 
 @dataclass
 class StepTimer:
-    """The parts of the step under way, in seconds of `time.perf_counter`.
+    """Measures the parts of the present step, in seconds of `time.perf_counter`.
 
-    Whoever calls a step's functions adds to it, and the collectives that were made with it.
+    `Step` adds the seconds of encoding and decoding, its collectives add the rest.
     """
 
     compressing: float = 0.0
     decompressing: float = 0.0
-    exposed: float = 0.0  # while it waits, a rank neither compresses nor decompresses
-    first: float = 0.0  # when its first collective was started; 0: none was
-    last: float = 0.0  # when the last one ended that was waited for
+    exposed: float = 0.0  # waiting in collectives; not part of the two above
+    first: float = 0.0  # when the step's first collective was started; 0: none was
+    last: float = 0.0  # when the last collective ended that the rank waited for
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Start timing a new step."""
         self.compressing = self.decompressing = self.exposed = self.first = 0.0
 
     @property
     def seconds(self) -> Seconds:
-        """Those of the step so far."""
+        """Seconds of the step so far."""
         exchange = max(0.0, self.last - self.first) if self.first else 0.0
         return Seconds(self.compressing, exchange, self.exposed, self.decompressing)
 
 
 class Timed(Collective[Array], Protocol):
-    """A collective that notes when it is started, and how long it is waited for."""
+    """A collective that adds its start and its waiting time to a `StepTimer`."""
 
     @property
     def timer(self) -> StepTimer:
-        """What it adds to."""
+        """The timer it adds to."""
         ...

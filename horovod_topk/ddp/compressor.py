@@ -1,6 +1,6 @@
-"""Compressors, and the function that DistributedDataParallel calls for each of its buckets.
+"""Compressors for DistributedDataParallel, and the communication hook that it calls.
 
-PyTorch compares the annotations of such a function with types: in this file they must not be
+PyTorch compares the annotations of a communication hook with types: in this file they must not be
 strings (`from __future__ import annotations`).
 """
 
@@ -33,11 +33,11 @@ def exchange(
     """Compress and exchange a bucket of gradients: a hook for `register_comm_hook`.
 
     Args:
-        state: what `TopKEF().hook(model, optimizer)` returned beside this function.
+        state: the state that `TopKEF().hook(model, optimizer)` returned with this function.
         bucket: gradients of this rank, not divided by the number of ranks.
 
     Returns:
-        A future of the bucket's memory with the mean of all ranks' gradients, as they were sent.
+        A future of the bucket's memory, with the mean of all ranks' compressed gradients.
     """
     return state.take(bucket)
 
@@ -45,7 +45,7 @@ def exchange(
 class Compressor(TrainingCompressor):
     """A compression method for torch DistributedDataParallel; each of its subclasses has one.
 
-    `attach(model, optimizer)` has a model's gradients compressed; `.of(model)` returns its state.
+    `attach(model, optimizer)` compresses a model's gradients; `.of(model)` returns its state.
 
     Gradients may be float16, bfloat16, float32 or float64, of any shape. Residuals are float32, and
     float64 for float64 gradients.
@@ -55,7 +55,8 @@ class Compressor(TrainingCompressor):
             then kept without the scale, so that they stay right when the scale changes.
 
     Raises:
-        ConfigError, UnknownSettingError: a setting is out of range, fits no other, or is unknown.
+        ConfigError, UnknownSettingError: a setting is out of its range, does not fit another one,
+            or does not exist.
 
     Example:
         >>> model = DistributedDataParallel(model)
@@ -75,28 +76,29 @@ class Compressor(TrainingCompressor):
     def attach(
         self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None
     ) -> None:
-        """Have a model's gradients compressed. Call it on every rank, before the first backward.
+        """Compress a model's gradients. Call it on every rank, before the first backward.
 
         Args:
             model: the wrapped model, without a communication hook.
-            optimizer: of all parameters that the model trains, and of no others.
+            optimizer: the optimizer of all parameters that the model trains, and of no others.
             groups: lists of parameters that are compressed and sent together. Others fill buckets
                 of 25 MiB, from the last parameter to the first.
 
         Raises:
-            ConfigError, UnsupportedOperationError: model, optimizer and settings do not go
-                together.
+            ConfigError, UnsupportedOperationError: model, optimizer and settings cannot be
+                combined.
             PlanMismatchError: ranks have different models or settings.
         """
-        arguments = self.hook(model, optimizer, groups)  # which refuses what is no DDP
+        arguments = self.hook(model, optimizer, groups)  # it refuses other models than DDP
         model.register_comm_hook(*arguments)
 
     def hook(
         self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None
     ) -> tuple[Any, Callable[..., Any]]:
-        """The two arguments of `model.register_comm_hook`; see `attach`.
+        """Return the two arguments of `model.register_comm_hook`; see `attach`.
 
-        Register them at once: from here on, the optimizer refuses gradients that do not come so.
+        Register them at once: from now on, the optimizer refuses gradients that the hook has not
+        exchanged.
         """
         check_model(model)
         if self.asked(self) is None and (name := horovods()):

@@ -1,15 +1,15 @@
-"""Error feedback behind one DistributedDataParallel: from ready gradients to exchanged ones.
+"""Error feedback of one DistributedDataParallel model: it exchanges the gradients of DDP's buckets.
 
-During backward DDP hands over buckets of its own, in an order that is equal on all ranks, and waits
-for a future of each at the end. The plan's buckets follow from parameters alone, so that residuals
-stay where they are when DDP rebuilds its buckets. The last gradient of a bucket launches it, inside
-DDP's hook; nothing in a hook waits.
+During backward DDP calls a hook with each of its own buckets, in an order that is equal on all
+ranks, and waits for a future of each at the end. The plan's buckets depend only on the parameters,
+so that residuals keep their layout when DDP rebuilds its buckets. The last gradient of a bucket
+launches it, inside DDP's hook; no hook waits.
 
-Exchanges are finished by a callback at the end of backward, in the thread that called it, before
+A callback finishes exchanges at the end of backward, in the thread that called backward, before
 DDP's own callback waits for the futures. A callback of the collective's own future (`then`) would
-run in a thread of the backend. There an exchange of several collectives would start the next ones
-in an order of each rank's own, and block the thread that has to complete them (pytorch/pytorch
-issue 48478).
+run in a thread of the backend. If an exchange has several collectives, ranks would start the later
+ones in different orders, and block the thread that has to complete them (pytorch/pytorch issue
+48478).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from horovod_topk.torch_training.stepping import check_optimizer
 
 
 class DDPState(CopiedState):
-    """What `TopKEF.of(model)` returns, and the state of the model's communication hook.
+    """State of one model's communication hook, as `TopKEF.of(model)` returns it.
 
-    A copy of it, as in a pickled model, exchanges nothing: PyTorch does not register hooks anew.
+    A copy of it, as in a pickled model, exchanges nothing: PyTorch does not register hooks again.
 
     Args:
-        model: without a hook.
-        optimizer: of its parameters.
-        compressor: has the settings.
+        model: the model, without a communication hook.
+        optimizer: the optimizer of its parameters.
+        compressor: the compressor with the settings.
         groups: lists of parameters that are sent together.
     """
 
@@ -65,8 +65,8 @@ class DDPState(CopiedState):
         super().__init__(optimizer, names, ranks, label)
         check_optimizer(optimizer, names)
         self._model = weakref.ref(model)
-        self._futures: list[tuple[Future[Tensor], Tensor]] = []  # that DDP waits for
-        self._failed: BaseException | None = None  # what is raised when backward is over
+        self._futures: list[tuple[Future[Tensor], Tensor]] = []  # DDP waits for them
+        self._failed: BaseException | None = None  # to be raised at the end of backward
         config = compressor.config
         if not self.active:
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
@@ -79,9 +79,10 @@ class DDPState(CopiedState):
         model.join_hook = refuse_join  # type: ignore[method-assign]
 
     def take(self, bucket: Any) -> Future[Tensor]:
-        """Note gradients that DDP has ready; launch the buckets of which they are the last.
+        """Note the ready gradients of DDP's bucket; launch buckets that are complete with them.
 
-        An error is raised when backward is over, and DDP with it: it would not survive one here.
+        An error is kept and raised at the end of backward: DDP cannot go on after an error in a
+        hook.
         """
         self.check_is_no_copy()
         buffer = bucket.buffer()
@@ -89,7 +90,7 @@ class DDPState(CopiedState):
         if not self.active:
             future.set_result(buffer)
             return future
-        if bucket.index() == 0 and self._futures:  # of a backward that was cut off
+        if bucket.index() == 0 and self._futures:  # of a backward that did not end
             self._drop_step()
             self._failed = None
         self._futures.append((future, buffer))
@@ -104,7 +105,7 @@ class DDPState(CopiedState):
 
     @contextmanager
     def _failing_later(self) -> Iterator[None]:
-        """Keep the first error for the end of backward."""
+        """Catch the first error, to raise it at the end of backward."""
         try:
             yield
         except BaseException as error:
@@ -117,9 +118,9 @@ class DDPState(CopiedState):
         self._compressor.launch(ordinal, gradients)
 
     def _end_backward(self) -> None:
-        """Have exchanges finished when backward is over.
+        """Finish exchanges at the end of backward.
 
-        That is now in the first backward of a static graph: DDP hands over its buckets at the end.
+        In the first backward of a static graph this is at once: DDP calls its hooks at the end.
         """
         model: Any = self._model()
         if model.static_graph and not self._buckets.exchanges:
@@ -129,7 +130,7 @@ class DDPState(CopiedState):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Decode every bucket into DDP's memory, and let DDP hand that out."""
+        """Decode every bucket into DDP's buckets, and complete the futures that DDP waits for."""
         with self._failing_later(), reporting.waiting():
             if self._failed is None:
                 self._decode()
@@ -153,7 +154,7 @@ class DDPState(CopiedState):
 
     @torch.no_grad()
     def _handed_out(self) -> None:
-        """DDP has handed out what was exchanged: raise what has failed, or note gradients."""
+        """Raise a kept error, or note exchanged gradients, once DDP has copied its buckets back."""
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed

@@ -4,8 +4,8 @@ Each writer takes the counters of a step, so that it can be given to `on_step`:
 
     TopKEF.of(optimizer).on_step(JsonLines("rank0.jsonl"))
 
-A writer takes what one step measured, waits for no device and starts no collective. Each needs its
-library alone, which an extra of the same name installs: `tensorboard`, `prometheus`.
+A writer only reads the counters: it waits for no device and starts no collective. Each writer needs
+only its own library, which an extra of the same name installs: `tensorboard`, `prometheus`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def as_dictionary(counters: StepCounters) -> dict[str, float]:
     """Metrics of one step by name; metrics that are not known are left out.
 
     Args:
-        counters: what `on_step` hands to its callbacks.
+        counters: the argument that `on_step` passes to its callbacks.
 
     Returns:
         Bytes, seconds and shares. `comm/reduction` is how many times fewer bytes this rank sent
@@ -54,10 +54,10 @@ def as_dictionary(counters: StepCounters) -> dict[str, float]:
 
 
 class JsonLines:
-    """Writes a line of JSON for each step: its number, and what `as_dictionary` gives.
+    """Writes a line of JSON for each step: its number, and the metrics of `as_dictionary`.
 
     Args:
-        path: of the file, one for each rank; lines are appended.
+        path: path of the file, one for each rank; lines are appended.
     """
 
     def __init__(self, path: str | Path) -> None:

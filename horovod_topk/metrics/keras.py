@@ -1,4 +1,4 @@
-"""Metrics in the logs of Keras 3 and tf-keras."""
+"""Keras callback that adds metrics to the logs of Keras 3 and tf-keras."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from horovod_topk.metrics import as_dictionary
 
 
 def callback(compression: Any, library: Any) -> Any:
-    """Return a callback that adds the numbers of the last step to the logs of batches and epochs.
+    """Return a callback that adds the last step's metrics to the logs of batches and epochs.
 
-    `model.fit(...).history` has them, and every callback behind this one.
+    `model.fit(...).history` has them, and every later callback sees them.
 
     Args:
         compression: the instance that the optimizer was built with, such as `TopKEF()`.
@@ -20,7 +20,7 @@ def callback(compression: Any, library: Any) -> Any:
     """
 
     class Metrics(library.callbacks.Callback):  # type: ignore[misc]
-        """Adds numbers to logs."""
+        """Adds metrics to Keras' logs."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -30,12 +30,12 @@ def callback(compression: Any, library: Any) -> Any:
         def on_train_batch_end(
             self, batch: int, logs: MutableMapping[str, float] | None = None
         ) -> None:
-            """Add those of the last step."""
+            """Add the metrics of the last step."""
             if logs is not None:
                 logs.update(self._last)
 
         def on_epoch_end(self, epoch: int, logs: MutableMapping[str, float] | None = None) -> None:
-            """Add those of the epoch's last step."""
+            """Add the metrics of the epoch's last step."""
             if logs is not None:
                 logs.update(self._last)
 

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: one endpoint a rank. `pip install horovod_topk[prometheus]`."""
+"""Metrics for Prometheus, one endpoint a rank. `pip install horovod_topk[prometheus]`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ SECONDS = tuple(2.0**power for power in range(-12, 6))  # bounds of histograms: 
 
 
 class Prometheus:
-    """Counts steps in a registry of its own, and serves them over HTTP.
+    """Counts steps in a registry of its own, and serves its metrics over HTTP.
 
-    Counters only grow, and ratios belong in queries; docs/monitoring.md has some, with alerts.
+    Counters are totals; queries compute rates and quotients. docs/monitoring.md has some queries,
+    with alerts.
 
     Args:
         rank: this rank, the label of all metrics.
-        port: of the endpoint, one for each rank of a host, such as 9400 + hvd.local_rank(). None:
-            no endpoint; `registry` may be served by other means.
-        address: on which it listens.
+        port: port of the endpoint, one for each rank of a host, such as 9400 + hvd.local_rank().
+            None: no endpoint; `registry` may be served by other means.
+        address: address on which the endpoint listens.
     """
 
     def __init__(self, rank: int, port: int | None = None, address: str = "0.0.0.0") -> None:
@@ -60,10 +61,10 @@ class Prometheus:
         }
         self._steps = self._metric(Counter, "steps", "Steps by outcome", ["outcome"])
         self._fallbacks = self._metric(Counter, "fallback", "Fall-backs to dense", ["reason"])
-        for reason in REASONS:  # 0 until then: a counter that is new has not increased
+        for reason in REASONS:  # start at 0, or Prometheus would miss the first increase
             self._fallbacks.labels(self._rank, reason)
         self._metric(Info, "build", "Version of horovod_topk").info({"version": __version__})
-        self.port: int | None = None  # that is served
+        self.port: int | None = None  # port of the endpoint
         if port is not None:
             self._server, self._thread = start_http_server(port, address, self.registry)
             self.port = self._server.server_port
@@ -83,7 +84,7 @@ class Prometheus:
             self._fallbacks.labels(self._rank, counters.fell_back).inc()
 
     def close(self) -> None:
-        """End the endpoint."""
+        """Stop the endpoint."""
         if self.port is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -91,7 +92,7 @@ class Prometheus:
             self.port = None
 
     def _metric(self, kind: Any, name: str, text: str, labels: Any = (), **more: Any) -> Any:
-        """A metric of this rank; with further labels, of which values are given each time."""
+        """Create a metric with this rank as a label, and further labels to be set at each use."""
         names = ["rank", *labels]
         made = kind(f"hvdtopk_{name}", text, names, registry=self.registry, **more)
         return made if labels else made.labels(self._rank)

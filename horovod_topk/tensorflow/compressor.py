@@ -1,4 +1,4 @@
-"""Compressors: what a user passes as `compression=`."""
+"""Compressors for Horovod's TensorFlow optimizers and tapes, passed as `compression=`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
     `hvd.DistributedGradientTape`, of `hvd.DistributedOptimizer` (tf-keras) or of
     `horovod_topk.tensorflow.keras.DistributedOptimizer` (Keras 3).
 
-    The residuals of an optimizer end with it. The residuals of tapes belong to the variables and
-    the settings: a tape may be made anew in every step, and a tf.function may be traced again. To
-    save them: `tf.train.Checkpoint(model=model, compression=compression)`, one a rank.
+    The residuals of an optimizer are deleted with it. The residuals of tapes belong to the
+    variables and the settings: a new tape may be made in every step, and a tf.function may be
+    traced again. To save them: `tf.train.Checkpoint(model=model, compression=compression)`, one a
+    rank.
 
     Gradients may be float16, bfloat16, float32 or float64, of static shape. Residuals are float32,
     and float64 for float64 gradients. Sparse gradients (tf.IndexedSlices) are exchanged by Horovod,
     uncompressed, unless `sparse_as_dense=True` is given beside `compression=`; with `momentum` or
     `clip_norm` they are an error without it. A tf.function has a branch for each ratio of `warmup`.
-    A tape knows no optimizer: around one, `momentum` is a number, and `follow_lr` is off.
+    With a tape, the optimizer is not known: `momentum` has to be a number, and `follow_lr` is off.
 
     Args:
         commit_dir: for elastic jobs, a folder that all ranks can read. Each commit writes this
@@ -69,28 +70,29 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         self._begin()
 
     def _begin(self) -> None:
-        # With what holds each: an optimizer's memory, which ends with it, or that of tapes.
+        # Each state with the memory that holds it: that of an optimizer, deleted with it, or of
+        # tapes.
         self._states: weakref.WeakKeyDictionary[OptimizerState, weakref.ref[Memory]]
         self._states = weakref.WeakKeyDictionary()
         self._callbacks: list[Callable[[StepCounters], None]] = []
         self._manager: Manager | None = None
-        self._asked: list[float | None] = []  # by set_ratio, before there was a state to ask
-        self._waiting: list[Mapping[str, Any]] = []  # loaded before there was a state to take them
+        self._asked: list[float | None] = []  # by set_ratio, before there was a state
+        self._waiting: list[Mapping[str, Any]] = []  # state dicts loaded before there was a state
 
     @staticmethod
     def of(optimizer: Any) -> OptimizerState:
         """Return the error-feedback state of a distributed optimizer or gradient tape.
 
-        Before the first step there is none: an instance of `TopKEF` itself takes
-        `load_state_dict`, `on_step` and `set_ratio` then.
+        Before the first step there is none: call `load_state_dict`, `on_step` and `set_ratio` of
+        the `TopKEF` instance then.
 
         Args:
-            optimizer: what `DistributedOptimizer(..., compression=TopKEF)` or
-                `DistributedGradientTape(..., compression=TopKEF)` returned.
+            optimizer: the result of `DistributedOptimizer(..., compression=TopKEF)` or
+                `DistributedGradientTape(..., compression=TopKEF)`.
 
         Raises:
-            NotAttachedError: it was not built with `compression=TopKEF`, or has exchanged nothing
-                yet.
+            NotAttachedError: the optimizer was not built with `compression=TopKEF`, or has
+                exchanged nothing yet.
         """
         if name := horovods():
             return by_horovod(name, "tensorflow")  # type: ignore[no-any-return]
@@ -140,7 +142,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
     @property
     def active(self) -> bool:
-        """Whether anything is compressed; before the first step, whether there are other ranks."""
+        """Whether gradients are compressed; before the first step: whether other ranks exist."""
         return super().active if self._living_states() else bool(hvd.size() > 1)
 
     @property
@@ -189,16 +191,18 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         settings: Settings,
         memory: Memory | None,
     ) -> OptimizerState:
-        """The state for a list of variables, made when first asked for; called by the seam.
+        """Return the state for a list of variables; the first call creates it.
+
+        Patched optimizers and tapes call it.
 
         Args:
             variables: all of them, in order.
-            config: ours, maybe with the momentum of an optimizer.
-            settings: what was asked of Horovod.
-            memory: the optimizer's own, or None for a tape: these share one for equal settings.
+            config: this compressor's settings, maybe with the momentum of an optimizer.
+            settings: arguments that were passed to Horovod.
+            memory: the optimizer's memory; None: for a tape. Tapes with equal settings share one.
 
         Raises:
-            ConfigError: it cannot be told whether settings of a tape are those of the step before.
+            ConfigError: settings of a tape cannot be compared with those of the previous step.
         """
         if memory is None:
             memory = memory_of_tapes(config, variables, settings)
@@ -222,10 +226,10 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         return state
 
     def keep(self, name: str) -> Manager:
-        """Keep what is owed through an elastic job; called by `horovod_topk.tensorflow.elastic`.
+        """Keep residuals through an elastic job; called by `horovod_topk.tensorflow.elastic`.
 
         Args:
-            name: of the manager's collectives, the same on all ranks.
+            name: name of the manager's collectives, the same on all ranks.
         """
         self._manager = Manager(
             self._living_states,
@@ -262,16 +266,16 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
         check_scaler(scaler)
 
     def _living_states(self) -> list[OptimizerState]:
-        """Those whose optimizer lives, or for tapes whose variables do.
+        """States whose optimizer, or for tapes whose variables, still exist, oldest first.
 
-        One whose optimizer has gone may be held by a user who asked for it.
+        A user may hold the state of an optimizer that was deleted.
         """
         pairs = [(state, memory()) for state, memory in self._states.items()]
         living = [state for state, memory in pairs if memory is not None and state in memory]
         return sorted(living, key=lambda state: state.created)
 
     def _found_states(self) -> list[OptimizerState]:
-        """Those alone that live in truth: optimizers are reference cycles, and may linger."""
+        """`_living_states` after garbage collection: optimizers are reference cycles."""
         if self._states:
             gc.collect()
         return self._living_states()

@@ -1,4 +1,4 @@
-"""Momentum correction beside Keras' optimizers: never applied twice, and never not at all."""
+"""Momentum correction for Keras' optimizers: momentum is applied exactly once."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ log = logging.getLogger("horovod_topk")
 
 WORDS = Words("SGD, Adam or AdamW of Keras", "momentum=0.9 or beta_1=0.9")
 CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")  # settings of every optimizer of Keras
-SETTINGS = {"SGD": "momentum", "Adam": "beta_1", "AdamW": "beta_1"}  # by class, of Keras' own
+SETTINGS = {"SGD": "momentum", "Adam": "beta_1", "AdamW": "beta_1"}  # Keras class -> its momentum
 
 
 @dataclass
 class Taken:
-    """An optimizer's momentum that was taken over: it applies none, and is saved with it."""
+    """A momentum that was taken over: the optimizer applies none, but is saved with it."""
 
-    setting: str  # of the optimizer: "momentum" or "beta_1"
+    setting: str  # the optimizer's argument: "momentum" or "beta_1"
     value: float
-    may_leave: bool = field(default=False, compare=False)  # momentum="auto": it may be given back
+    may_leave: bool = field(default=False, compare=False)  # momentum="auto": may be given back
     is_over: bool = field(default=True, compare=False)  # False: it was given back
     warnings: list[str] = field(default_factory=list, compare=False)
 
     @property
     def step(self) -> float:
-        """What SGD multiplies its learning rate by: exchanged gradients are 1 - m velocities."""
+        """Factor of SGD's updates, 1 / (1 - m): exchanged gradients are 1 - m times velocities."""
         return 1.0 / (1.0 - self.value) if self.setting == "momentum" and self.is_over else 1.0
 
     def leave_narrow(self, optimizer: Any, variables: Iterable[Any]) -> None:
-        """Give the momentum back, where the settings allow it, and a velocity would not fit.
+        """Give the momentum back if settings allow it and a variable is narrower than float32.
 
         Args:
-            optimizer: what it was taken from, before it has made its own variables.
-            variables: of the model.
+            optimizer: the optimizer of the momentum, before it has made its own variables.
+            variables: the model's variables.
         """
         if not (self.may_leave and self.is_over):
             return
@@ -71,29 +71,29 @@ class Taken:
                 return
 
     def warn_of_loaded(self, optimizer: Any) -> None:
-        """Say that a momentum was loaded which goes no further."""
+        """Warn that loaded momentum variables are ignored."""
         self.warnings.append(warn_of_loaded(type(optimizer).__name__))
 
 
 @dataclass(frozen=True)
 class Told:
-    """What goes to Horovod as `compression=` where the optimizer is known."""
+    """A compressor with its settings for one optimizer, passed to Horovod as `compression=`."""
 
     compressor: Compressor
-    config: Method  # the compressor's, with the momentum that was taken over
+    config: Method  # the compressor's settings, with the momentum that was taken over
     taken: Taken | None
 
 
 def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
-    """Settings for an optimizer, and what it has to leave to them. Nothing is changed.
+    """Settings for an optimizer, and the momentum to take over from it. Nothing is changed.
 
     Args:
-        optimizer: of Keras 3 or tf-keras, within a loss scale or not.
-        compressor: what the user passed.
-        process_set: the ranks that exchange.
+        optimizer: an optimizer of Keras 3 or tf-keras, within a loss scale or not.
+        compressor: the compressor that the user passed.
+        process_set: the ranks that exchange gradients.
 
     Raises:
-        ConfigError: its momentum would be applied twice, or cannot be taken over.
+        ConfigError: the optimizer's momentum would be applied twice, or cannot be taken over.
     """
     optimizer, config = getattr(optimizer, "inner_optimizer", optimizer), compressor.config
     if "follow_lr" in compressor.deferred:
@@ -121,7 +121,7 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
 
 
 def _why_left(optimizer: Any, config: Method) -> str:
-    """Why a momentum is not taken over although it may be; empty: it is."""
+    """Reason why momentum="auto" does not take the momentum over; empty: it does."""
     setting = _setting_of(optimizer)
     if setting is None:
         return f"it is none of {WORDS.known}"
@@ -131,14 +131,14 @@ def _why_left(optimizer: Any, config: Method) -> str:
 
 
 def has_gathered(optimizer: Any) -> bool:
-    """Whether an optimizer has a momentum of gradients that it was given."""
+    """Whether any of an optimizer's momentum variables has a value other than zero."""
     return any(bool(tf.math.count_nonzero(unwrap(slot))) for slot in slots_of(optimizer))
 
 
 def slots_of(optimizer: Any) -> list[Any]:
-    """The variables that an optimizer keeps its momentum in."""
+    """An optimizer's momentum variables."""
     slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
-    if hasattr(optimizer, "_hyper"):  # of tf-keras' older ones
+    if hasattr(optimizer, "_hyper"):  # a legacy optimizer of tf-keras
         slots = [own.get("m", own.get("momentum")) for own in optimizer._slots.values()]
     return [slot for slot in slots if slot is not None]
 
@@ -147,11 +147,11 @@ def check_not_twice(optimizer: Any, config: Method) -> None:
     """Refuse an optimizer that would apply a momentum of its own to corrected gradients.
 
     Args:
-        optimizer: of Keras 3 or tf-keras, within a loss scale or not; None: not known.
-        config: with the momentum that is corrected; 0: off.
+        optimizer: an optimizer of Keras 3 or tf-keras, within a loss scale or not; None: not known.
+        config: settings with the momentum that is corrected; 0: off.
 
     Raises:
-        ConfigError: it has one, or is not one whose momentum can be corrected.
+        ConfigError: the optimizer has a momentum, or is of a kind that cannot be corrected.
     """
     if optimizer is None or not config.momentum:
         return
@@ -182,13 +182,13 @@ def check_not_twice(optimizer: Any, config: Method) -> None:
 
 
 def warn_of_late_clipping(optimizer: Any, momentum: float) -> tuple[str, ...]:
-    """Warn of an SGD that clips what it is given, which is velocities.
+    """Warn that an SGD clips velocities instead of gradients, which makes its steps smaller.
 
-    Adam and AdamW divide by the size of what they are given, so that clipping takes nothing off
-    their steps.
+    Adam and AdamW divide by the size of the gradients they get, so that clipping does not make
+    their steps smaller.
 
     Args:
-        optimizer: a distributed one of Keras 3 or tf-keras, within a loss scale or not.
+        optimizer: a distributed optimizer of Keras 3 or tf-keras, within a loss scale or not.
         momentum: the momentum that is corrected; 0: none.
 
     Returns:
@@ -203,10 +203,10 @@ def warn_of_late_clipping(optimizer: Any, momentum: float) -> tuple[str, ...]:
 
 
 def apply_none(optimizer: Any, taken: Taken) -> None:
-    """Have a new optimizer of tf-keras leave its momentum to us, but say that it has it.
+    """Set a new tf-keras optimizer's momentum to 0, but leave its configuration unchanged.
 
-    Its configuration, and so what is saved, is as the user made it: whoever loads that takes the
-    momentum over again, or has Keras apply it. Where Keras would keep a momentum there are zeros.
+    A saved model has the user's configuration: after loading, TopKEF takes the momentum over again,
+    or Keras applies it. The optimizer's momentum variables are zeros.
     """
     note_taken(type(optimizer).__name__, taken.value)
     _set(optimizer, taken.setting, 0.0)
@@ -217,8 +217,8 @@ def apply_none(optimizer: Any, taken: Taken) -> None:
 
 
 def _set(optimizer: Any, setting: str, value: float) -> None:
-    """Have an optimizer of Keras apply another momentum, before it has variables for it."""
-    if hasattr(optimizer, "_hyper"):  # of tf-keras' older ones, whose SGD would keep velocities
+    """Set a Keras optimizer's momentum, before it has made variables for it."""
+    if hasattr(optimizer, "_hyper"):  # a legacy optimizer, whose SGD would make velocities
         optimizer._set_hyper(setting, value)
         optimizer._momentum = setting == "momentum" and value > 0.0
     else:
@@ -226,7 +226,7 @@ def _set(optimizer: Any, setting: str, value: float) -> None:
 
 
 def _scale_updates(optimizer: Any, taken: Taken) -> None:
-    """Have an optimizer of tf-keras multiply what it applies, after clipping."""
+    """Multiply a tf-keras optimizer's clipped gradients by `taken.step`, in each update."""
     name = "_resource_apply_dense" if hasattr(optimizer, "_hyper") else "update_step"
     update = getattr(optimizer, name)
 
@@ -236,20 +236,20 @@ def _scale_updates(optimizer: Any, taken: Taken) -> None:
         if slot is None:
             return result
         with tf.control_dependencies([] if result is None else [result]):
-            return slot.assign(tf.zeros_like(slot))  # else what was applied now, to be saved
+            return slot.assign(tf.zeros_like(slot))  # so that zeros are saved
 
     setattr(optimizer, name, scaled)
 
 
 def _slot_of(optimizer: Any, variable: Any) -> Any:
-    """Where an optimizer of tf-keras keeps one variable's momentum; None: nowhere."""
+    """A tf-keras optimizer's momentum of one variable; None: it keeps none."""
     if hasattr(optimizer, "_hyper"):
         return None if _is_a(optimizer, "SGD") else optimizer.get_slot(variable, "m")
     return slots_of(optimizer)[optimizer._index_dict[optimizer._var_key(variable)]]
 
 
 def _drop_loaded(optimizer: Any, taken: Taken) -> None:
-    """Have an optimizer of tf-keras warn of a momentum that is loaded, and go on without."""
+    """Make a tf-keras optimizer warn when a momentum is loaded, and set the momentum to zero."""
 
     def watched(load: Any) -> Any:
         @functools.wraps(load)
@@ -268,9 +268,9 @@ def _drop_loaded(optimizer: Any, taken: Taken) -> None:
 
 
 def _setting_of(optimizer: Any) -> str | None:
-    """The argument that is the momentum of an optimizer of Keras' own; None: of another kind.
+    """Name of the momentum argument of Keras' own SGD, Adam or AdamW; None: another optimizer.
 
-    A subclass may have a way of its own to update.
+    Subclasses by others are excluded, as they may update variables differently.
     """
     cls = type(optimizer)
     return SETTINGS.get(cls.__name__) if _is_kerass(cls) else None
@@ -281,7 +281,7 @@ def _is_adam(optimizer: Any) -> bool:
 
 
 def _is_a(optimizer: Any, *names: str) -> bool:
-    """Whether it is one of these optimizers of Keras, or derives from one."""
+    """Whether an optimizer is one of the named Keras classes, or a subclass."""
     return any(cls.__name__ in names for cls in type(optimizer).__mro__ if _is_kerass(cls))
 
 
@@ -290,19 +290,19 @@ def _is_kerass(cls: type) -> bool:
 
 
 def _present(optimizer: Any, setting: str) -> Any:
-    """What it is now: a number, a variable or a function; None if it has no such setting."""
-    older = getattr(optimizer, "_hyper", {})  # of tf-keras, which would make variables if asked
+    """Value of an optimizer's setting: a number, variable or function; None: no such setting."""
+    older = getattr(optimizer, "_hyper", {})  # reading attributes of tf-keras makes variables
     return older[setting] if setting in older else getattr(optimizer, setting, None)
 
 
 def _number(value: Any) -> float | None:
-    """None for what is no number, but changes by itself."""
+    """Convert a setting's value to a number; None for a function, such as a schedule."""
     with tf.init_scope():
         return None if callable(value) else float(value)
 
 
 def _advise(optimizer: Any, config: Method) -> None:
-    """Warn of an Adam whose own momentum is not corrected, and could be."""
+    """Warn about an Adam or AdamW whose own momentum could be corrected, but is not."""
     if config.momentum or not _is_adam(optimizer) or why_not_corrected(config):
         return
     if _number(_present(optimizer, "beta_1")) != 0.0:

@@ -1,4 +1,4 @@
-"""Error feedback behind one list of variables: its gradients are exchanged in graphs or at once."""
+"""Error feedback of one list of variables: exchanges their gradients in graphs or eagerly."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from horovod_topk.tensorflow.variables import Stores
 
 log = logging.getLogger("horovod_topk")
 
-MEASURED = 16  # steps, of one of which norms are measured: they take passes over memory
+MEASURED = 16  # one step in so many measures norms, which takes passes over memory
 
 _COUNT = itertools.count()
 _LIVE: weakref.WeakSet[OptimizerState] = weakref.WeakSet()
 
 
 def live_states() -> list[OptimizerState]:
-    """The states in this process that have exchanged something."""
+    """States in this process that have exchanged gradients."""
     return list(_LIVE)
 
 
@@ -65,9 +65,9 @@ class OptimizerState(Attached[VariableState]):
         self._config, self._stores = config, stores
         self._names = names = names_of(variables)
         self._functions: dict[tuple[str, float], Callable[..., list[Any]]] = {}
-        self._traced: dict[str, CachedPlan] = {}  # those that graphs have, by name
-        self._raised: Exception | None = None  # in the last step
-        self._ended: float | None = None  # when the last step did, by `time.perf_counter`
+        self._traced: dict[str, CachedPlan] = {}  # plans of the traced graphs, by name
+        self._raised: Exception | None = None  # error of the last step
+        self._ended: float | None = None  # end of the last step, by `time.perf_counter`
         self.created = next(_COUNT)
         check_elastic(config)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
@@ -75,7 +75,7 @@ class OptimizerState(Attached[VariableState]):
         self._plans = PlanCache(config, settings, names, self._state)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state dict that does not fit, as far as tensors are known; StateDictError."""
+        """Raise StateDictError if a state dict does not fit the tensors known so far."""
         if self.active:
             self._state.check_state_dict(state)
 
@@ -83,24 +83,24 @@ class OptimizerState(Attached[VariableState]):
         """As `Attached.residual`."""
         return super().residual(name).value
 
-    # What the seam calls.
+    # Methods that the patched optimizers and tapes call.
 
     def exchange(
         self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any = None
     ) -> list[Any]:
-        """Exchanged gradients, in a graph or at once; None where there is none or a sparse one.
+        """Return exchanged gradients, in a graph or eagerly; None for a missing or sparse gradient.
 
         Args:
             gradients: one a variable.
-            variables: in the order of all calls.
+            variables: the variables, in the same order in all calls.
             rate: the learning rate, [] float64, if residuals follow it.
 
         Raises:
             ShapeChangedError, UnsupportedDtypeError: the gradients cannot be compressed.
             PlanMismatchError: ranks disagree on what they exchange.
             PayloadError: another rank's bytes are no payload. While a tf.function runs, TensorFlow
-                hands on the text of this one alone, in an error of its own. This rank takes part in
-                the step to its end, with flags for every tensor, so that no other rank waits.
+                raises an error of its own with the text of this one. This rank finishes the step,
+                with flags for every tensor, so that no other rank waits for it.
         """
         mine = [i for i, gradient in enumerate(gradients) if is_dense(gradient)]
         self._note_skipped(gradients)
@@ -113,7 +113,7 @@ class OptimizerState(Attached[VariableState]):
         return result
 
     def alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Gradients as the optimizer is to have them where nothing is compressed."""
+        """Gradients for the optimizer if nothing is compressed: clipped, and with momentum."""
         if self._config.clip_norm is not None:
             gradients = clipped_alone(gradients, self._config.clip_norm)
         if not self._config.momentum:
@@ -140,14 +140,14 @@ class OptimizerState(Attached[VariableState]):
             raise
 
     def _plan(self, names: list[str], gradients: list[Any], variables: list[Any]) -> CachedPlan:
-        """The plan for these gradients; all ranks agree on it when they first come."""
+        """Return the plan for these gradients; all ranks agree on it when it is first needed."""
         triples = zip(names, gradients, variables, strict=True)
         specs = tuple(spec_of(name, gradient, variable) for name, gradient, variable in triples)
         cached = self._plans.get(specs)
         if cached is None:
             check_steps_kept(self._config, self.manager)
             if elastic():
-                gc.collect()  # a rank that joins has no dead optimizers to tell its names from
+                gc.collect()  # joining ranks have no dead optimizers, which names count
             live = [each for state in live_states() for each in state._plans]
             cached = self._plans.make(specs, variables, live)
             log.info("TopKEF %s: %s", cached.name, cached.plan.summary())
@@ -157,7 +157,7 @@ class OptimizerState(Attached[VariableState]):
         return cached
 
     def _build(self, cached: CachedPlan, ratio: float, gradients: list[Any], rate: Any) -> Any:
-        """One step as a graph, and its end on the host."""
+        """Build the graph of one step, with the function that ends it on the host."""
         cached = cached.at(ratio)
         with tf.name_scope("topkef"):
             due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
@@ -179,17 +179,17 @@ class OptimizerState(Attached[VariableState]):
             self._state.schedule_in_graphs.take(level)
             self._state.schedule_in_graphs.fall_back(tf.ensure_shape(is_over, []))
             self._state.take_numbers(numbers)
-            with tf.control_dependencies([level]):  # which raises what was found on the way
+            with tf.control_dependencies([level]):  # it raises errors of the step
                 return [tf.identity(each) for each in exchanged]
 
     def _count(
         self, cached: CachedPlan, flags: Any, squares: Any, seconds: Seconds
     ) -> tuple[int, bool, list[float]]:
-        """Note the end of a step, on the host; raise what `TensorFlowOps` has deferred.
+        """Count the end of a step, on the host; raise an error that `TensorFlowOps` has deferred.
 
         Returns:
-            The position of the level that the schedule has decided on, -1: on none; whether the
-            guard has ended compression; and the measures of this rank that the next step tells.
+            Position of the level that the schedule has decided on, -1: no decision; whether the
+            guard has ended compression; and this rank's measures for the next step.
         """
         state, plan = self._state, cached.plan
         self._raised, state.ops.raised = state.ops.raised, None

@@ -1,9 +1,9 @@
-"""Ratios that change from step to step, in graphs that do not.
+"""Ratios that change from step to step inside traced graphs, which have a branch for each.
 
-`horovod_topk.core.schedule` says which ratio each step has. In eager mode a step looks it up. A
-tf.function is traced before its steps are taken: it gets a branch for every ratio level, and a
-variable that counts the steps chooses one when it runs. Branches share the residuals, which lie
-where they lie whatever the ratio.
+`horovod_topk.core.schedule` determines the ratio of each step. In eager mode a step looks it up. A
+tf.function is traced before its steps run: it gets a branch for every ratio level, and variables
+such as the number of committed steps choose the branch when it runs. All branches share the same
+residuals, whose layout does not depend on the ratio.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from horovod_topk.tensorflow.variables import apart
 
 
 class TracedSchedule:
-    """`horovod_topk.core.schedule.Counter` in variables, and the branch that a graph takes by it.
+    """`horovod_topk.core.schedule.Counter` in variables, which choose the branch of a graph.
 
     Args:
-        config: of every rank.
+        config: the settings, equal on all ranks.
     """
 
     def __init__(self, config: Method) -> None:
@@ -32,13 +32,13 @@ class TracedSchedule:
         may_change = config.warmup is not None or config.guard is not None
         dynamic = may_change or self._schedule.decides
         self._in_traces = dynamic  # whether traces have all levels
-        self._one_traced = False  # whether a trace has one level alone
+        self._one_traced = False  # whether a trace has only one level
         self._committed, self._asked, self._decided, self._dense = apart(_variables)
         self._decision: Decision = ()
 
     @property
     def committed(self) -> int:
-        """How many steps were committed, with those of a loaded state."""
+        """Number of committed steps, including those of a loaded state."""
         return int(self._committed)
 
     @committed.setter
@@ -47,16 +47,16 @@ class TracedSchedule:
 
     @property
     def asked(self) -> float | None:
-        """The ratio that was asked for, if one was."""
+        """The ratio that a user asked for; None: no ratio was asked for."""
         asked = int(self._asked) if self._in_traces else -1
         return None if asked < 0 else self._schedule.levels[asked]
 
     @asked.setter
     def asked(self, ratio: float | None) -> None:
-        """Take a level from the next step on, or go back to the schedule (None).
+        """Use a level from the next step on, or go back to the schedule (None).
 
         Raises:
-            ConfigError: the job is elastic, or a tf.function was traced before anyone asked.
+            ConfigError: the job is elastic, or a tf.function was traced for one level only.
         """
         if elastic():
             raise ConfigError(
@@ -77,7 +77,7 @@ class TracedSchedule:
 
     @property
     def decision(self) -> Decision:
-        """What the schedule decided last, and remembers."""
+        """The schedule's last decision, with its memory."""
         return self._decision
 
     @decision.setter
@@ -88,21 +88,21 @@ class TracedSchedule:
 
     @property
     def decided(self) -> int:
-        """The position of the level that was decided on; -1: of none."""
+        """Position of the level that the schedule has decided on; -1: no decision."""
         return self._schedule.levels.index(self._decision[0]) if self._decision else -1
 
     def fall_back(self, is_over: Any) -> None:
-        """Have steps at the dense level alone, or as decided: a bool, or [] bool in a graph."""
+        """Use only the dense level from now on, if `is_over`: a bool, or [] bool in a graph."""
         if self._config.guard is not None:
             self._dense.assign(is_over)
 
     def take(self, level: Any) -> None:
-        """Note in a graph what was decided while it runs: the position of a level, [] int32."""
+        """Store in a graph the position of the level that was decided on, [] int32."""
         if self._schedule.decides:
             self._decided.assign(level)
 
     def traced(self, build: Callable[[float], Any]) -> Any:
-        """What `build` adds to a graph for the ratio that a run of it has; the same for each."""
+        """Build a graph with a branch for every ratio level; return the chosen branch's result."""
         if not self._in_traces:
             self._one_traced = True
             return build(self._config.ratio)
@@ -110,7 +110,7 @@ class TracedSchedule:
         return tf.switch_case(self._position(), [lambda r=r: build(r) for r in levels])
 
     def read(self) -> Any:
-        """How many steps were committed before this one, in a graph: [] int64."""
+        """Number of committed steps before this one, in a graph: [] int64."""
         return self._committed.read_value()
 
     def count(self) -> None:
@@ -118,7 +118,7 @@ class TracedSchedule:
         self._committed.assign_add(1)
 
     def _position(self) -> Any:
-        """Index of the level of a step that begins now, in a graph."""
+        """Index of the next step's level, in a graph."""
         levels, committed = self._schedule.levels, self._committed.read_value()
         usual: Any = tf.constant(levels.index(self._schedule.ratio_after_warmup))
         if self._schedule.decides:
@@ -134,7 +134,7 @@ class TracedSchedule:
 
 
 def _variables() -> tuple[Any, Any, Any, Any]:
-    """Committed steps; what a user and the schedule asked for, if not -1; and the guard's end."""
+    """Create variables: committed steps; the user's and the schedule's level or -1; is dense."""
     with tf.device("cpu"):
         asked, decided = (tf.Variable(-1, False, dtype=tf.int32) for _ in range(2))
         return tf.Variable(0, False, dtype=tf.int64), asked, decided, tf.Variable(False, False)

@@ -1,4 +1,4 @@
-"""Compressors: what a user passes as `compression=`."""
+"""Compressors for Horovod's PyTorch optimizers, which users pass as `compression=`."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         """As `TrainingCompressor.attached`; called by the seam.
 
         Raises:
-            ConfigError: an elastic job's state keeps residuals, and not all ranks exchange.
+            ConfigError: an elastic job's state keeps residuals, but not all ranks exchange.
         """
         if self._manager is not None:
             state.keep_with(self._manager)
@@ -115,7 +115,7 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         """Keep residuals through an elastic job; called by `horovod_topk.torch.elastic`.
 
         Args:
-            name: of the manager's collectives, the same on all ranks.
+            name: name of the manager's collectives, the same on all ranks.
         """
         self._manager = Manager(self._living_states, HorovodTalk(), name, self.commit_dir)
         for state in self._living_states():

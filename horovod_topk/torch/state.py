@@ -1,8 +1,8 @@
-"""Error feedback behind one Horovod optimizer: which gradients are ready, and what they become.
+"""Error feedback of one Horovod optimizer: it takes ready gradients and returns exchanged ones.
 
-Horovod calls `ready` from a parameter's hook, or from `synchronize()` where the hook did not
-fire, and what it returns once a parameter in `synchronize()`. The last gradient of a bucket
-launches it; the first collection waits for it. Nothing in a hook blocks.
+Horovod calls `ready` from a parameter's hook, or from `synchronize()` if the hook did not fire. In
+`synchronize()` it calls the function that `ready` has returned, once for each parameter. The last
+gradient of a bucket launches the bucket; the first of these functions waits for it. No hook blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("horovod_topk")
 
 
 class OptimizerState(TrainingState):
-    """What `TopKEF.of(optimizer)` returns. One for each distributed optimizer."""
+    """State of one distributed optimizer, as `TopKEF.of(optimizer)` returns it."""
 
     hooks = Hooks
 
@@ -44,7 +44,7 @@ class OptimizerState(TrainingState):
         names = optimizer._parameter_names
         label = f"{type(optimizer).__name__} with {len(names)} parameters"
         super().__init__(optimizer, names, optimizer.process_set, label)
-        self._late_are_checked = False  # in the present synchronize()
+        self._late_are_checked = False  # whether `synchronize()` has checked late gradients
         self._handles = optimizer._handles
         self._is_elastic = elastic()
         if not self.active:
@@ -53,18 +53,18 @@ class OptimizerState(TrainingState):
             return
         config = self._settle(optimizer, config, deferred or {})
         if config.taken_over:
-            optimizer.sparse_as_dense = True  # else Horovod would exchange them, without momentum
+            optimizer.sparse_as_dense = True  # Horovod would exchange sparse ones without momentum
         collective = HorovodCollective(optimizer.process_set)
         self._attach(optimizer, plan_of(optimizer, config), collective, grad_scaler)
 
     def begin(self, register_hooks: Callable[[], None] | None) -> None:
-        """Take part in the optimizer's steps, now that nothing can be refused any more.
+        """Register hooks on the optimizer, after all checks have passed.
 
-        register_hooks: Horovod's own way to put its hooks on parameters, where it exchanges.
+        register_hooks: registers Horovod's own hooks on parameters; None: it exchanges nothing.
         """
         optimizer: Any = self._optimizer()
         if self.active:
-            optimizer._groups = None  # from here on a bucket is the unit, one hook a parameter
+            optimizer._groups = None  # buckets replace groups, with one hook a parameter
         if register_hooks is not None:
             register_hooks()
         if self.active:
@@ -76,7 +76,7 @@ class OptimizerState(TrainingState):
         gradients = None if norm is None else partial(values_alone, optimizer, norm)
         self._leave(optimizer, self._config, gradients)
 
-    # What Horovod's own path asks of a compressor, for gradients that are not ours.
+    # Methods that Horovod calls on a compressor, for gradients that are not compressed here.
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, None]:
@@ -88,14 +88,14 @@ class OptimizerState(TrainingState):
         """Return the tensor as it is."""
         return tensor
 
-    # What the seam and the optimizer's hooks call.
+    # Methods that the patched optimizer and its hooks call.
 
     def ready(self, p: Tensor) -> Callable[[], Tensor] | None:
         """Note that a parameter's gradient is ready; launch its bucket if it was the last.
 
         Returns:
-            A function that waits and returns the exchanged gradient, or None where Horovod's own
-            path has to take this gradient.
+            A function that waits and returns the exchanged gradient; None: Horovod itself has to
+            exchange this gradient.
 
         Raises:
             ShapeChangedError, GradientChangedError, RepeatedSynchronizeError, ConfigError.
@@ -126,7 +126,7 @@ class OptimizerState(TrainingState):
         return partial(self._collect, slot)
 
     def _collect(self, slot: Slot) -> Tensor:
-        """The exchanged gradient of a parameter; the first of a bucket waits for all of it."""
+        """Return the exchanged gradient of a parameter; the first call waits for its bucket."""
         ordinal, step, gain = slot.ordinal, self._compressor.step, 1.0
         if slot.exchanged is None or ordinal in step.sent:
             with torch.no_grad():
@@ -139,7 +139,7 @@ class OptimizerState(TrainingState):
         return slot.exchanged.dense
 
     def synchronized(self) -> None:
-        """Note that `synchronize()` is over: from here on a user may change gradients."""
+        """Note that `synchronize()` has ended, so that a user may change gradients from now on."""
         self._hooks.exchanged()
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ class OptimizerState(TrainingState):
         self._compressor.launch(ordinal, gradients)
 
     def _meet(self) -> None:
-        """Rescale residuals before a step, where ranks have come or gone unannounced."""
+        """Rescale residuals before a step if the number of ranks has changed."""
         units, ranks = self._compressor.ranks_before, self._compressor.ranks
         check_steps_kept(self._compressor.plan.config, self.manager)
         if self.manager is not None and self.manager.units != ranks:
@@ -174,7 +174,7 @@ class OptimizerState(TrainingState):
         self._forget_step(optimizer)
 
     def _drop_step(self) -> None:
-        """Have nothing under way, as Horovod does in `optimizer.load_state_dict()`."""
+        """Discard a step that has begun, as Horovod does in `optimizer.load_state_dict()`."""
         optimizer: Any = self._optimizer()
         if not self.active:
             return
@@ -185,7 +185,7 @@ class OptimizerState(TrainingState):
         self._forget_step(optimizer)
 
     def _forget_step(self, optimizer: Any) -> None:
-        """Let go of what a step that never will be over has left behind."""
+        """Forget the gradients and handles of a step that will not be finished."""
         self._handles = optimizer._handles
         self._buckets.forget()
         self._late_are_checked = False
@@ -204,7 +204,7 @@ class OptimizerState(TrainingState):
             self._launch(slot.ordinal)
 
     def _check_late_sparse(self, optimizer: Any) -> None:
-        """Refuse before `synchronize()` sends anything; see `Buckets.check_late`."""
+        """Refuse late sparse gradients before `synchronize()` sends; see `Buckets.check_late`."""
         if not optimizer.sparse_as_dense:
             for slot in self._buckets.late_sparse():
                 check_may_leave(slot.spec.name, self._compressor)

@@ -1,4 +1,4 @@
-"""Hooks of PyTorch on one optimizer: before gradients are added to, and around its steps."""
+"""PyTorch hooks of one optimizer: before gradients are accumulated, and around its steps."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from horovod_topk.torch_training.clipping_late import LateClipping
 from horovod_topk.torch_training.scaling import warn_of_scaler
 from horovod_topk.torch_training.stepping import with_one_exchange
 
-LOOKS = 8  # calls of the hook before a step; Horovod's steps make two
+LOOKS = 8  # calls of the hook that look for a loss scaler; each Horovod step makes two calls
 
 
 class Hooks(abc.ABC):
-    """Checks each step of one optimizer, and commits or rolls back what it has applied.
+    """Checks each step of one optimizer, and commits or rolls back its compression.
 
-    An adapter says what a step has to find (`_check_before` and others), and where its host
-    wraps the optimizer's own step in another one (`_is_around`).
+    An adapter's subclass checks that a step has exchanged gradients (`_check_before` and others),
+    and says whether a step wraps the optimizer's own step (`_is_around`).
 
     Args:
-        compressor: of its gradients.
+        compressor: the compressor of the optimizer's gradients.
         buckets: the same gradients, as they become ready.
-        loan: the optimizer's own momentum, if it is corrected instead of it.
+        loan: the optimizer's own momentum, if it was taken over.
         has_scaler: whether the loss's scaler is known.
     """
 
-    late_clipping: LateClipping  # once an optimizer is watched
+    late_clipping: LateClipping  # set by `watch`
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class Hooks(abc.ABC):
         self._compressor, self._buckets, self._loan = compressor, buckets, loan
         config = compressor.plan.config
         keeps = config.momentum or config.ratio < 1.0 or config.withheld()
-        self._looks = LOOKS if keeps and not has_scaler else 0  # for a scaler, still to be taken
+        self._looks = LOOKS if keeps and not has_scaler else 0  # calls left that look for a scaler
         self._of_scaler: tuple[str, ...] = ()
 
     def watch(self, optimizer: Any, accumulations: Iterable[tuple[Tensor, Any]]) -> None:
-        """Be told of steps and of what gradients are added to.
+        """Register the hooks on an optimizer and on the accumulation of its gradients.
 
-        accumulations: parameters, and autograd's nodes that add to their gradients.
+        accumulations: parameters, and autograd's nodes that accumulate their gradients.
         """
         factor = self._compressor.plan.config.momentum
         given = 0.0 if self._loan is not None else factor  # users see velocities
@@ -67,12 +67,12 @@ class Hooks(abc.ABC):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What was warned of."""
+        """Texts of the warnings given."""
         of_loan = () if self._loan is None else self._loan.warnings
         return (*of_loan, *self._of_scaler, *self.late_clipping.warnings)
 
     def exchanged(self) -> None:
-        """Note that all gradients are exchanged: from here on a user may change them."""
+        """Note that all gradients are exchanged, so that a user may change them from now on."""
         self.late_clipping.begin()
 
     @abc.abstractmethod
@@ -80,21 +80,21 @@ class Hooks(abc.ABC):
         """Refuse a step on gradients that are not exchanged.
 
         Raises:
-            TopKError: it is one; nothing has changed.
+            TopKError: the gradients are not exchanged; nothing has changed.
         """
 
     def _check_closure(self, optimizer: Any) -> None:  # noqa: B027  # not all adapters can
-        """As `_check_before`, of gradients that a closure has made, before they are applied."""
+        """As `_check_before`, for gradients computed by a closure, before they are applied."""
 
     def _check_after(self, optimizer: Any) -> None:  # noqa: B027  # not all adapters have to
-        """As `_check_before`, where only the end of a step shows what it has applied."""
+        """As `_check_before`, for checks that are only possible at the end of a step."""
 
     def _is_around(self, optimizer: Any) -> bool:
-        """Whether the step that begins exchanges gradients, and then calls the optimizer's own."""
+        """Whether this `step` exchanges gradients and then calls the optimizer's own `step`."""
         return False
 
     def _before_accumulation(self, parameter: int, _: Any) -> None:
-        """Refuse to add to an exchanged gradient; one cleared in place is exchanged no more."""
+        """Refuse to add to an exchanged gradient, unless it was zeroed in place."""
         slot = self._buckets.slots.get(parameter)
         if slot is not None:
             slot.has_fired = True
@@ -103,15 +103,15 @@ class Hooks(abc.ABC):
                 slot.exchanged = None
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns what the step is given instead."""
+        """Check a step before it runs; returns the arguments that the step gets instead."""
         self._check_before(optimizer, args, kwargs)
         if self._looks:
             self._of_scaler = warn_of_scaler(type(optimizer).__name__)
             self._looks = 0 if self._of_scaler else self._looks - 1
         factor = self._compressor.plan.config.momentum
         if self._loan is not None:
-            if self._is_around(optimizer):  # the optimizer's own step comes here once more
-                self._loan.take_back(optimizer)  # from a step that has failed
+            if self._is_around(optimizer):  # this hook runs again for the optimizer's own step
+                self._loan.take_back(optimizer)  # if an earlier step has failed
             else:
                 self._loan.lend(optimizer)
         elif factor:
@@ -124,21 +124,21 @@ class Hooks(abc.ABC):
         return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges, failed, check)
 
     def _take_back(self, optimizer: Any) -> None:
-        """End what the optimizer did without while it stepped."""
+        """Restore the optimizer's momentum after its step."""
         if self._loan is not None:
             self._loan.take_back(optimizer)
 
     def _check_clipping(self, optimizer: Any) -> None:
-        """Warn of gradients that were changed since they were exchanged."""
+        """Warn of gradients that were changed after their exchange."""
         self.late_clipping.check()
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._take_back(optimizer)
         self._check_after(optimizer)
-        self._check_clipping(optimizer)  # of a closure that has exchanged within the step
+        self._check_clipping(optimizer)  # if a closure has exchanged within the step
         if self._buckets.are_applied():
             self._compressor.commit()
-        else:  # what was exchanged has been thrown away: the step applied something else
+        else:  # the step applied other gradients than the exchanged ones
             self._compressor.rollback()
         self._buckets.forget_exchanged()

@@ -1,13 +1,13 @@
-"""Momentum correction beside PyTorch's optimizers: never applied twice, and never not at all.
+"""Momentum correction for PyTorch's optimizers: momentum is applied exactly once.
 
-SGD has no momentum of its own while it steps, and takes p -= lr * v with the corrected velocity v.
-Adam and AdamW divide what arrives by the root of its mean square, so that its scale is of no
-matter: with betas=(0, b) they take the velocity in the place of their first moment, and its square
-in the place of the gradient's.
+SGD has no momentum of its own during its step, and computes p -= lr * v with the corrected velocity
+v. Adam and AdamW divide by the root of a mean square, so that the scale of v does not matter: with
+betas=(0, b) they use v instead of their first moment, and the square of v instead of that of the
+gradient.
 
-A momentum that is taken over is lent for the step alone: parameter groups are as the user, or a
-scheduler, has set them whenever anybody else looks. Gradients hold (1 - m) v between exchange and
-step, and SGD's learning rate is divided by 1 - m during the step.
+A momentum that is taken over is set to 0 only during the step: at all other times parameter groups
+are as the user, or a scheduler, has set them. Gradients hold (1 - m) v between exchange and step,
+and SGD's learning rate is divided by 1 - m during the step.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ KNOWN = SGD, Adam, AdamW
 
 
 class Loan:
-    """An optimizer's own momentum, which it does without while it steps.
+    """Sets an optimizer's own momentum to 0 during each step, and restores it afterwards.
 
     Args:
         optimizer: SGD, Adam or AdamW.
-        names: of parameters; those without one are not compressed.
+        names: names of parameters; parameters without one are not compressed.
 
     Attributes:
-        warnings: what was warned of.
+        warnings: texts of the warnings given.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[Any, str]) -> None:
-        self._optimizer = weakref.ref(optimizer)  # which holds the hooks, and so this
+        self._optimizer = weakref.ref(optimizer)  # it holds the hooks, and so this object
         self._names = names
-        self._met: list[Any] = []  # parameter groups; another one has been loaded, or added
-        self._factors: list[float] = []  # by parameter group, of gradients exchanged last
-        self._lent: list[dict[str, Any]] | None = None  # by parameter group, while it steps
+        self._met: list[Any] = []  # known parameter groups; any other was loaded or added
+        self._factors: list[float] = []  # momentum of the last exchange, by parameter group
+        self._lent: list[dict[str, Any]] | None = None  # saved settings by group, during a step
         self.warnings: tuple[str, ...] = ()
         self._guard = Watch(None)
-        # Of the step that is under way, or was last: whether it was exchanged without a momentum,
-        # as in training without compression; and whether the mean velocities were exchanged.
+        # About the present or last step: whether it was exchanged without momentum correction, and
+        # whether the mean of the ranks' velocities was exchanged.
         self._is_over, self._hands_over = False, False
         save_zeros(optimizer, self)
 
     def lends_for(self, guard: Watch) -> None:
-        """Hand the momentum back when a guard ends compression."""
+        """Return the momentum to the optimizer when this guard ends compression."""
         self._guard, guard.hands_over = guard, True
 
     @property
@@ -82,28 +82,28 @@ class Loan:
         return not self._guard.corrects
 
     def groups(self, optimizer: Any) -> list[Any]:
-        """The parameter groups as the user knows them, also while the optimizer steps."""
+        """The parameter groups as the user has set them, also during a step of the optimizer."""
         lent = self._lent or []
         added: list[dict[str, Any]] = [{}] * (len(optimizer.param_groups) - len(lent))
         pairs = zip(optimizer.param_groups, lent + added, strict=False)
         return [{**group, **own} for group, own in pairs]
 
     def is_met(self, group: Any) -> bool:
-        """Whether a parameter group has been stepped on, or exchanged for."""
+        """Whether a parameter group was there in an earlier exchange or step."""
         return any(group is each for each in self._met)
 
     def now(self) -> dict[str, Momentum]:
-        """The momentum of each parameter, by name, of a step that begins now; none if it is over.
+        """Momentum of each parameter in the next step, by name; empty if the optimizer applies it.
 
         Raises:
-            ConfigError: a parameter group has none that can be corrected any more.
+            ConfigError: a parameter group has a momentum that can no longer be corrected.
         """
         optimizer: Any = self._optimizer()
         was_over, self._is_over = self._is_over, self.is_over
         self._hands_over = self._guard.is_handing_over
         if self._is_over:
             return {}
-        if was_over:  # what the optimizer has gathered goes on as our velocities
+        if was_over:  # the optimizer's buffers become our velocities
             self._met = list(optimizer.param_groups)
         self._meet(optimizer)
         found, factors, names = dict[str, Momentum](), list[float](), self._names
@@ -118,9 +118,9 @@ class Loan:
         return found
 
     def lend(self, optimizer: Any) -> None:
-        """Take the momentum off the optimizer, which applies gradients next.
+        """Set the optimizer's momentum to 0, before it applies gradients.
 
-        They were exchanged with the momentum of that time, which may have been moved since.
+        The factor is the momentum at the exchange: a scheduler may have changed it since.
         """
         if self._lent is not None or self._is_over:
             return
@@ -135,15 +135,15 @@ class Loan:
             else:
                 factor = factors[number] if number < len(factors) else _now(group)
                 self._lent.append({key: group[key] for key in ("momentum", "nesterov", "lr")})
-                # With a momentum, and nothing gathered, SGD keeps what it applies in a buffer.
+                # With a momentum and no buffer yet, SGD copies the gradient to its buffer.
                 momentum = factor if self._hands_over else 0.0
                 group.update(momentum=momentum, nesterov=False, lr=group["lr"] / (1.0 - factor))
 
     def take_back(self, optimizer: Any) -> None:
-        """Give the parameter groups what they had.
+        """Restore the momentum of the parameter groups, after a step.
 
-        If the mean velocities have been exchanged, the optimizer has them now: Adam keeps 1 - m
-        times a velocity, which is what it was given, and SGD the velocity.
+        If the mean velocities were exchanged, the optimizer's buffers have them now: Adam's buffer
+        has 1 - m times the velocity, as the gradients had, and SGD's has the velocity.
         """
         if self._lent is not None and self._hands_over:
             for group, factor in zip(optimizer.param_groups, self._factors, strict=False):
@@ -154,7 +154,7 @@ class Loan:
         self._lent = None
 
     def velocities(self) -> dict[str, Tensor]:
-        """What the optimizer has gathered since it has its momentum back, flat, by name."""
+        """The optimizer's momentum buffers as velocities, flat, by name."""
         optimizer: Any = self._optimizer()
         found = dict[str, Tensor]()
         for group in optimizer.param_groups:
@@ -169,7 +169,7 @@ class Loan:
         return found
 
     def _meet(self, optimizer: Any) -> None:
-        """Look at parameter groups that are new: a checkpoint may have brought them."""
+        """Restore parameter groups that a checkpoint has loaded, and drop their loaded buffers."""
         if all(map(self.is_met, optimizer.param_groups)):
             return
         gathered = False
@@ -184,14 +184,14 @@ class Loan:
 
 
 def _buffers(optimizer: Any, group: Any) -> list[Tensor]:
-    """Where SGD keeps the momentum of a parameter group."""
+    """SGD's momentum buffers of a parameter group."""
     states = (optimizer.state.get(p, {}) for p in group["params"])
     found = (own.get("momentum_buffer") for own in states)
     return [buffer for buffer in found if buffer is not None]
 
 
 def _drop_buffers(optimizer: Any) -> None:
-    """Have SGD begin with no momentum."""
+    """Remove SGD's momentum buffers."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p in optimizer.state:
@@ -202,7 +202,7 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
     """Refuse an optimizer that would apply a momentum of its own to corrected gradients.
 
     Raises:
-        ConfigError: it has one, or is not one whose momentum can be corrected.
+        ConfigError: the optimizer has a momentum, or is of a kind that cannot be corrected.
     """
     if not momentum:
         return
@@ -225,15 +225,15 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
 
 
 def settle_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
-    """The settings that fit an optimizer, with its own momentum if it is taken over.
+    """Fill in the settings that depend on the optimizer, such as a momentum that is taken over.
 
     Args:
-        optimizer: of the gradients.
+        optimizer: the optimizer of the gradients.
         config: the settings.
-        deferred: which of them are left to the compressor; "momentum": TAKE_OVER or AUTO.
+        deferred: settings that are left to the compressor; "momentum": TAKE_OVER or AUTO.
 
     Raises:
-        ConfigError: it would be applied twice, or cannot be taken over.
+        ConfigError: momentum would be applied twice, or cannot be taken over.
     """
     normalises = isinstance(optimizer, (Adam, AdamW))
     is_known = normalises or isinstance(optimizer, SGD)
@@ -249,7 +249,7 @@ def settle_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str])
 
 
 def _why_left(optimizer: Any, config: Method) -> str:
-    """Why a momentum is not taken over although it may be; empty: it is."""
+    """Reason why momentum="auto" does not take the momentum over; empty: it does."""
     if not isinstance(optimizer, KNOWN):
         return f"it is none of {WORDS.known}"
     if not _steps_as_known(optimizer):
@@ -268,7 +268,7 @@ def _why_left(optimizer: Any, config: Method) -> str:
 
 
 def _steps_as_known(optimizer: Any) -> bool:
-    """Whether a class that derives from a known one leaves its `step` alone; Horovod's is none."""
+    """Whether an optimizer has the `step` of SGD, Adam or AdamW, below Horovod's own `step`."""
     found = (vars(cls)["step"] for cls in type(optimizer).__mro__ if "step" in vars(cls))
     steps = (inspect.unwrap(step) for step in found)
     own = next(step for step in steps if not step.__module__.startswith("horovod."))
@@ -277,10 +277,10 @@ def _steps_as_known(optimizer: Any) -> bool:
 
 
 def own_momentum(optimizer: Any) -> dict[str, Any]:
-    """The settings that stand for the optimizer's momentum, the largest of its parameter groups.
+    """Settings that replace the optimizer's momentum, the largest of its parameter groups.
 
     Raises:
-        ConfigError: it has none that could be corrected.
+        ConfigError: the optimizer has no momentum that could be corrected.
     """
     kind, is_known = type(optimizer).__name__, isinstance(optimizer, (SGD, Adam, AdamW))
     found = [_own(group) for group in optimizer.param_groups] if is_known else [None]
@@ -289,11 +289,12 @@ def own_momentum(optimizer: Any) -> dict[str, Any]:
 
 
 def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) -> None:
-    """Let the optimizer have what was set off, or taken over by a version that set it to 0.
+    """Give the optimizer its momentum, if it is 0 as momentum correction has replaced it.
 
     Args:
-        optimizer: maybe with the parameter groups of a checkpoint of a run that was compressed.
-        momentum: of the settings, if it is a number; nesterov: of these.
+        optimizer: its parameter groups may come from a checkpoint of a compressed run.
+        momentum: the momentum of the settings, if it is a number.
+        nesterov: whether that momentum is Nesterov's.
     """
     for group in optimizer.param_groups:
         before = _now(group)
@@ -305,17 +306,17 @@ def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) 
 
 
 def _restore(group: Any) -> None:
-    """Undo what older versions did to a parameter group that is in a checkpoint: momentum 0."""
+    """Restore a parameter group's momentum, which checkpoints of older versions have set to 0."""
     factor, nesterov = group.pop(TAKEN, (0.0, False))
     if factor and not _now(group):
         _set(group, float(factor), nesterov=bool(nesterov))
 
 
 def _own(group: Any) -> tuple[float, bool] | None:
-    """A parameter group's momentum, or what was taken over; whether it is Nesterov's.
+    """A parameter group's momentum, its own or the one taken over, and whether it is Nesterov's.
 
     Returns:
-        None, if it is of another kind.
+        None, if the momentum is dampened, or the group has none to correct.
     """
     if "betas" not in group and ("momentum" not in group or group.get("dampening")):
         return None
@@ -326,7 +327,7 @@ def _own(group: Any) -> tuple[float, bool] | None:
 
 
 def _now(group: Any) -> float:
-    """What the optimizer itself applies."""
+    """The momentum that the optimizer itself applies."""
     return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
 
@@ -343,10 +344,10 @@ def _set(group: Any, momentum: float, *, nesterov: bool) -> None:
 
 
 def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
-    """Let the optimizer apply it where nothing is compressed.
+    """Let the optimizer apply the momentum itself, if nothing is compressed.
 
-    For SGD that is the same without sparsity. Adam averages gradients before it squares them and
-    not after: it is what a user of one process has.
+    For SGD the result is the same. Adam's second moment then has squares of gradients, not of
+    velocities: this is what Adam does in a single process.
 
     Raises:
         ConfigError: as `check_not_twice`.
@@ -354,14 +355,14 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
     check_not_twice(optimizer, momentum, nesterov=nesterov)
     give = partial(give_back, momentum=momentum, nesterov=nesterov)
     give(optimizer)
-    optimizer.register_step_pre_hook(lambda it, *_: give(it))  # it may load what it was with us
+    optimizer.register_step_pre_hook(lambda it, *_: give(it))  # a checkpoint may set it to 0
     if momentum:
         name = type(optimizer).__name__
         log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
 
 
 def advise(optimizer: Any, config: Method) -> None:
-    """Warn of an Adam whose own momentum is not corrected, and could be."""
+    """Warn about an Adam or AdamW whose own momentum could be corrected, but is not."""
     if config.momentum or not isinstance(optimizer, (Adam, AdamW)) or why_not_corrected(config):
         return
     if any(group["betas"][0] for group in optimizer.param_groups):

@@ -1,7 +1,7 @@
-"""Error feedback behind one PyTorch optimizer, for the adapters of Horovod and of torch DDP.
+"""Error feedback of one PyTorch optimizer, as the adapters of Horovod and torch DDP share it.
 
-An adapter says which gradients are planned, over which collective they travel, and when each is
-ready; it collects and hands out what was exchanged. What lies between is here.
+An adapter chooses the gradients and the collective, notes when each gradient is ready, and writes
+the exchanged gradients back. All other parts of a step are here.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ _LIVE: weakref.WeakSet[TrainingState] = weakref.WeakSet()
 
 
 def live_states() -> list[TrainingState]:
-    """The states of all optimizers that exist in this process and are compressed."""
+    """States of all optimizers in this process whose gradients are compressed."""
     return list(_LIVE)
 
 
 class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
-    """Error feedback behind one optimizer; `Attached` says what users may ask.
+    """Error feedback of one optimizer; `Attached` has the methods for users.
 
     Args:
-        optimizer: of the gradients.
-        names: of parameters; those without one are not compressed.
-        ranks: who exchanges: Horovod's process set, or what answers as it does.
-        label: what to call it in messages.
+        optimizer: the optimizer of the gradients.
+        names: names of parameters; parameters without one are not compressed.
+        ranks: Horovod's process set, or an object with its methods.
+        label: name of the optimizer in messages.
     """
 
     framework = "torch"
-    hooks: ClassVar[type[Hooks]]  # on the optimizer
+    hooks: ClassVar[type[Hooks]]  # the adapter's hooks on the optimizer
 
     def __init__(self, optimizer: Any, names: Mapping[Tensor, str], ranks: Any, label: str) -> None:
         super().__init__(ranks, "average", label)
@@ -69,10 +69,10 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         self._loan: Loan | None = None
 
     def _settle(self, optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
-        """The settings that fit the optimizer, which may lose its momentum to them.
+        """Fill in the settings that depend on the optimizer; its momentum may be taken over.
 
         Raises:
-            ConfigError, UnsupportedOperationError: they fit it not.
+            ConfigError, UnsupportedOperationError: the settings do not fit the optimizer.
         """
         check_elastic(config)
         check_evaluates_once(optimizer)
@@ -93,10 +93,11 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         collective: Timed[Tensor],
         grad_scaler: Scaler | None,
     ) -> None:
-        """Agree on the plan of an optimizer's gradients with all ranks, and make their memory.
+        """Agree with all ranks on the plan of an optimizer's gradients, and allocate memory.
 
         Raises:
-            PlanMismatchError, ConfigError: ranks differ, or the exchange cannot be had.
+            PlanMismatchError, ConfigError: ranks have different plans, or the exchange cannot be
+                used here.
         """
         config = plan.config
         self._preprocessing = Preprocessing.of(grad_scaler, plan, optimizer)
@@ -104,7 +105,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         ops = TorchOps()
         self._prefix = config.name or f"topkef.{plan.digest.hex()}"
         self._ordinal = _free_ordinal(self._prefix)
-        if not elastic():  # there, ranks that join late construct theirs alone
+        if not elastic():  # a rank that joins late constructs its optimizer alone
             self._ordinal = agree(plan, self._ordinal, ops, collective)
         exchange = exchange_of(plan, ops, collective)
         name = f"{self._prefix}.{self._ordinal}"
@@ -125,7 +126,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         log.info("TopKEF %s: %s, %s", name, plan.summary(), describe(exchange))
 
     def _watch(self, optimizer: Any, accumulations: Any) -> None:
-        """Take part in the optimizer's steps; `accumulations` as `Hooks.watch` has them."""
+        """Register hooks on the optimizer's steps; for `accumulations` see `Hooks.watch`."""
         shared = self._compressor, self._buckets, self._loan
         self._hooks = type(self).hooks(*shared, has_scaler=self._has_scaler)
         self._hooks.watch(optimizer, accumulations)
@@ -137,15 +138,15 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         config: Method,
         gradients: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
-        """Have an optimizer that exchanges nothing do by itself what is asked for all the same.
+        """Apply momentum and clipping to an optimizer that exchanges nothing.
 
-        gradients: as `clip_alone` takes them.
+        gradients: passed to `clip_alone`.
         """
         hand_over(optimizer, config.momentum, nesterov=config.nesterov)
         if config.clip_norm is not None:
             clip_alone(optimizer, config.clip_norm, gradients)
 
-    # What a user may ask.
+    # Methods for users.
 
     @torch.no_grad()
     def stats(self) -> Stats:
@@ -165,7 +166,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         super().reset()
         self._drop_step()
 
-    # What an adapter calls when gradients are ready.
+    # Methods that an adapter calls when gradients are ready.
 
     def _preprocess(self, by: Preprocessing, ordinal: int, gradients: list[Tensor]) -> None:
         """Unscale and clip a bucket's gradients, in place."""
@@ -178,10 +179,10 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
 
     @abc.abstractmethod
     def _drop_step(self) -> None:
-        """Have nothing under way."""
+        """Discard a step that has begun, with its exchanged gradients."""
 
 
 def _free_ordinal(prefix: str) -> int:
-    """One above all live optimizers of the same prefix."""
+    """Smallest ordinal above those of all live optimizers with the same prefix."""
     taken = (state._ordinal for state in live_states() if state._prefix == prefix)
     return max(taken, default=-1) + 1
