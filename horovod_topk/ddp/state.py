@@ -8,8 +8,7 @@ launches it, inside DDP's hook; no hook waits.
 A callback finishes exchanges at the end of backward, in the thread that called backward, before
 DDP's own callback waits for the futures. A callback of the collective's own future (`then`) would
 run in a thread of the backend. If an exchange has several collectives, ranks would start the later
-ones in different orders, and block the thread that has to complete them (pytorch/pytorch issue
-48478).
+ones in different orders, and block the thread that has to complete them (pytorch issue 48478).
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ class DDPState(CopiedState):
     def take(self, bucket: Any) -> Future[Tensor]:
         """Note the ready gradients of DDP's bucket; launch buckets that are complete with them.
 
-        An error is kept and raised at the end of backward: DDP cannot go on after an error in a
-        hook.
+        An error is raised at the end of backward: DDP cannot go on after an error in a hook.
         """
         self.check_is_no_copy()
         buffer = bucket.buffer()
