@@ -139,7 +139,7 @@ class PayloadCodec(Generic[Array]):
         payload: Array,
         velocities: Velocities[Array] | None = None,
     ) -> None:
-        """Fill a payload; the candidate arena gets the new residual, which was not sent.
+        """Fill a payload, and write the new residual to the candidate arena.
 
         velocities: for momentum correction; they are updated.
         """

@@ -1,4 +1,4 @@
-"""The wire format, version 2.
+"""Wire format of payloads, version 2.
 
 One payload carries one bucket of one rank for one step. Integers are little-endian. Its length
 and the position of every section follow from the plan alone, never from the data.

@@ -65,5 +65,5 @@ class Timed(Collective[Array], Protocol):
 
     @property
     def timer(self) -> StepTimer:
-        """The timer it adds to."""
+        """The timer that gets this collective's start and waiting time."""
         ...

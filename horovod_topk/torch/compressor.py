@@ -102,7 +102,7 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         return tensor
 
     def attached(self, state: TrainingState) -> None:
-        """As `TrainingCompressor.attached`; called by the seam.
+        """As `TrainingCompressor.attached`; called by `horovod_topk.torch.seam`.
 
         Raises:
             ConfigError: an elastic job's state keeps residuals, but not all ranks exchange.

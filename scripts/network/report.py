@@ -115,7 +115,7 @@ PICTURE = "![Exchange time a step against the bandwidth of a host's link](result
 
 
 def page(results: Results) -> str:
-    """The whole page."""
+    """Return the text of docs/network.md."""
     machine = next(reversed(results.values()))["machine"]
     dates = sorted({result["machine"]["date"] for result in results.values()})
     return PAGE.format(

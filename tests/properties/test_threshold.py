@@ -45,7 +45,7 @@ def gradients(step: int, heavy: float = 0.0) -> list[Gradients]:
 
 
 def above(values: Array, threshold: float, *, relative: bool) -> Array:
-    """Positions of elements whose magnitude is above a threshold, in root mean squares or not."""
+    """Positions of elements above `threshold` in magnitude, in root mean squares if `relative`."""
     scale = np.sqrt(np.mean(np.square(values.astype(np.float64)))) if relative else 1.0
     return np.flatnonzero(np.abs(values) > threshold * scale)
 
