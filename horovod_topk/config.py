@@ -100,7 +100,7 @@ class Settings:
 
     exchange: str = "allgather"  # how payloads travel; "auto": with the fewest bytes
     min_numel: int = 1024  # elements; smaller tensors are sent whole, in the same payload
-    clip_norm: float | None = None  # norm of the applied gradient, at most; None: off
+    clip_norm: float | None = None  # largest norm of the applied gradient; None: off
     warmup: int | Stretches | str | None = None  # steps with larger ratios; None: off
     schedule: Schedule | None = None  # decides the ratio of each step; None: off
     guard: Guard | None = None  # when to fall back to dense gradients; None: never

@@ -2,7 +2,7 @@
 
     horovodrun -np 2 --gloo python scripts/bench_metrics.py [--repeats 60] [--pair guard]
 
-The optimizer has the default settings; there is no forward or backward pass. One step of each pair
+The optimizer has the default settings, without warm-up; gradients are random. One step of each pair
 has writers for JSON lines, Prometheus and TensorBoard, and sums up squares in one step of 256. The
 other step has no writers and sums up nothing. Both read the clock a few times a bucket, which
 cannot be switched off. Each step begins with a barrier; rank 0 prints medians in ms, the median of

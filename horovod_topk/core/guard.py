@@ -44,7 +44,7 @@ QUIET = 0.04  # least noise, as a share of the smoothed value
 FORGET = 500  # reports after which the smallest smoothed value has mostly been forgotten
 TRIAL = 3  # dense steps in a trial; the first is not timed
 FAR = 2  # a single report above the margin times this is a strike
-HUGE = 1e30  # a report above it is a strike, whatever the trend
+HUGE = 1e30  # a report of this magnitude, or a NaN, is a strike in any case
 KEPT = 16  # newest warnings that are kept
 
 

@@ -19,7 +19,7 @@ OURS = (
     "ddp+topk-int8-0.01",
 )
 METHODS = (*BASELINES, *OURS)
-FEW = ("dense", "fp16", "ddp", "ddp-none", "powersgd", "topk", "ddp+topk")  # one bandwidth only
+FEW = ("dense", "fp16", "ddp", "ddp-none", "powersgd", "topk", "ddp+topk")  # at one bandwidth
 WITH_IDLE = ("dense", "fp16", "ddp", "topk")  # torch's PowerSGD may abort with idle parameters
 # Every compressor of docs/methods.md; in two runs, as each compressor needs memory for gradients.
 SPARSE = (
