@@ -45,7 +45,7 @@ Stretches = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings that all compression methods share. All ranks need equal settings.
+    """The settings that all compression methods share. They have to be equal on all ranks.
 
     Args:
         exchange: how payloads travel between ranks: "allgather"; "sharded", in which each rank
@@ -281,7 +281,7 @@ def check_whole(setting: str, value: object, least: int, most: int, example: int
 
 
 def check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the choices, and suggest the nearest; ConfigError."""
+    """Raise ConfigError for a value that is not a choice, and suggest the nearest choice."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""

@@ -155,7 +155,7 @@ def warn_of_clipping(momentum: float, seen: str) -> str:
 
     Args:
         momentum: the momentum that is corrected.
-        seen: what shows that gradients are clipped there, as a clause.
+        seen: clause of the sentence that says how gradients are clipped.
 
     Returns:
         The warning.

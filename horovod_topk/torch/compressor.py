@@ -59,7 +59,7 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         """Return the error-feedback state of a distributed optimizer.
 
         Args:
-            optimizer: what `hvd.DistributedOptimizer(..., compression=TopKEF)` returned, with the
+            optimizer: the result of `hvd.DistributedOptimizer(..., compression=TopKEF)`, with the
                 class or an instance.
 
         Raises:

@@ -347,7 +347,7 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
     """Let the optimizer apply the momentum itself, if nothing is compressed.
 
     For SGD the result is the same. Adam's second moment then has squares of gradients, not of
-    velocities: this is what Adam does in a single process.
+    velocities, as in training with a single process.
 
     Raises:
         ConfigError: as `check_not_twice`.
