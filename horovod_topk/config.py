@@ -45,7 +45,7 @@ Stretches = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings that all compression methods share. All ranks need equal settings.
+    """The settings that all compression methods share. They have to be equal on all ranks.
 
     Args:
         exchange: how payloads travel between ranks: "allgather"; "sharded", in which each rank
@@ -100,7 +100,7 @@ class Settings:
 
     exchange: str = "allgather"  # how payloads travel; "auto": with the fewest bytes
     min_numel: int = 1024  # elements; smaller tensors are sent whole, in the same payload
-    clip_norm: float | None = None  # norm of the applied gradient, at most; None: off
+    clip_norm: float | None = None  # largest norm of the applied gradient; None: off
     warmup: int | Stretches | str | None = None  # steps with larger ratios; None: off
     schedule: Schedule | None = None  # decides the ratio of each step; None: off
     guard: Guard | None = None  # when to fall back to dense gradients; None: never
@@ -281,7 +281,7 @@ def check_whole(setting: str, value: object, least: int, most: int, example: int
 
 
 def check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the choices, and suggest the nearest; ConfigError."""
+    """Raise ConfigError for a value that is not a choice, and suggest the nearest choice."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""

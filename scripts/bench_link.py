@@ -1,12 +1,12 @@
-"""Trains two hosts over an emulated link whose rate changes, with `ByNetwork` and at fixed ratios.
+"""Trains on two hosts over an emulated link whose rate changes, with `ByNetwork` and fixed ratios.
 
     sudo .venv/bin/python scripts/bench_link.py
 
 Hosts are network namespaces of this machine (`scripts/cluster`) with one rank each. The model has
 ten layers of 100 thousand parameters in ten buckets; its backward pass sleeps for 10 ms in each
-layer, as if an accelerator computed. The fixed ratios are timed at each rate by themselves. Then
-the schedule trains 100 steps at each rate in turn. Prints the median step of each fixed ratio in
-ms, and for the schedule those of the steps 50 to 100 after a change, with the ratios it took.
+layer, as if an accelerator computed. Each fixed ratio is timed at each rate. Then the schedule
+trains 100 steps at each rate in turn. Prints the median step of each fixed ratio in ms. For the
+schedule, prints the median of the last 50 steps at each rate, and their ratios.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = 100  # at each rate
 
 
 def train(out: Path, marks: Path | None, fixed: int) -> None:
-    """One rank: at fixed ratios one after another, or with the schedule."""
+    """Train on this rank: at fixed ratios one after another, or with the schedule."""
     import horovod.torch as hvd
     import torch
 
@@ -39,7 +39,7 @@ def train(out: Path, marks: Path | None, fixed: int) -> None:
     from horovod_topk.torch import TopKEF
 
     class Slow(torch.autograd.Function):
-        """Sleeps in its backward pass."""
+        """Identity that sleeps in its backward pass."""
 
         @staticmethod
         def forward(ctx: Any, values: Any) -> Any:
@@ -91,7 +91,7 @@ def train(out: Path, marks: Path | None, fixed: int) -> None:
 
 
 def change(cluster: Cluster, rate: str) -> None:
-    """Give both ends of every link another rate."""
+    """Change the rate of every link, at both ends."""
     shaping = Link.of(rate).shaping()
     for host in cluster.hosts:
         host.check(["tc", "qdisc", "change", "dev", CARD, "root", *shaping])
@@ -114,7 +114,7 @@ def measure(folder: Path, arguments: list[str], cluster: Cluster, rates: tuple[s
 
 
 def main() -> None:
-    """Measure and print; with --out, be a rank."""
+    """Measure and print; with --out, train as one rank."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--schedule", action="store_true", help="time the schedule alone")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

@@ -1,12 +1,12 @@
-"""Measure what compression methods cost in multiples of `r += g`.
+"""Measure the processor time of compression methods in multiples of that of `r += g`.
 
-One thread, no network; processor time. A step of a codec encodes one float32 matrix with error
-feedback and makes what is left the residual. A step of a method of rounds runs its rounds with
-itself as the only rank, and writes the gradient too. All rows take turns with `r += g`. Decoding is
-that of two payloads into a gradient. `--verbs` times the framework's operations instead of kernels.
+There is one thread and no network. A step of a codec encodes one float32 matrix with error feedback
+and updates the residual. A step of a method with several rounds runs its rounds on a single rank,
+and also writes the gradient. All methods take turns with `r += g`. Decoding means decoding two
+payloads into a gradient. `--verbs` times the framework's operations instead of kernels.
 
     python scripts/bench_methods.py [--rows 5000] [--columns 5000] [--repeats 15] [--only ByteGrad]
-    python scripts/bench_methods.py --json docs/results/encode.json    # what docs/methods.md shows
+    python scripts/bench_methods.py --json docs/results/encode.json    # results of docs/methods.md
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from horovod_topk.ops.torch import TorchOps
 
 Step = Callable[[], Any]
 FLOOR = "r += g"
-SETTLE = 4  # steps before the first that is timed
+SETTLE = 4  # steps before the first timed step
 CALLS = (
     "TopKEF()",
     "TopKEF(ratio=0.11)",
@@ -61,24 +61,24 @@ CALLS = (
 
 
 def method_of(call: str) -> Method:
-    """The method that a compressor runs, momentum left to the optimizer."""
+    """The method of a compressor's call, without momentum correction."""
     asked = parse(call)
     return METHODS[asked.name](**asked.settings)
 
 
 @dataclass(frozen=True)
 class Done:
-    """A collective of one rank."""
+    """A finished collective of a single rank."""
 
     result: Tensor
 
     def wait(self) -> Tensor:
-        """Return what was sent."""
+        """Return the array that was sent."""
         return self.result
 
 
 class Alone:
-    """`Collective` of the only rank."""
+    """`Collective` of a single rank."""
 
     rank, size, location = 0, 1, Location("host", 0, 0)
 
@@ -92,7 +92,7 @@ class Alone:
 
 
 def step_of(method: Method, gradient: Tensor, ops: TorchOps) -> tuple[Step, Step | None]:
-    """Encode and commit, and decode two payloads where there are payloads."""
+    """Return a function that encodes and commits, and one that decodes two payloads, if any."""
     spec = TensorSpec("w", tuple(gradient.shape), "float32")
     plan = make_plan([spec], method)
     (bucket,) = plan.buckets
@@ -136,7 +136,7 @@ def step_of(method: Method, gradient: Tensor, ops: TorchOps) -> tuple[Step, Step
 
 
 def medians(ways: dict[str, Step], before: Step, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds: [median of the way, median of its multiple of the floor in the same turn]."""
+    """Median milliseconds of each step, and median multiple of `r += g` in the same turn."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
         for name, step in ways.items():
@@ -157,7 +157,7 @@ def medians(ways: dict[str, Step], before: Step, repeats: int) -> dict[str, list
 def measure(
     shape: tuple[int, int], names: Sequence[str], repeats: int, ops: TorchOps
 ) -> dict[str, dict[str, list[float]]]:
-    """Encoding and decoding of the named methods."""
+    """Measure encoding and decoding of the named methods."""
     gradient, residual = torch.randn(shape), torch.zeros(shape)
     floor: dict[str, Step] = {FLOOR: lambda: residual.add_(gradient)}
     pool = [torch.randn(shape) for _ in range(3)]
@@ -181,7 +181,7 @@ def measure(
 
 
 def main() -> None:
-    """Measures and prints a table and JSON."""
+    """Measure; print a table, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=5000, help="of the matrix")
     parser.add_argument("--columns", type=int, default=5000)

@@ -1,18 +1,18 @@
-"""Times a step of a ResNet-50's exchange with all metrics and without any, in turns.
+"""Times a step of a ResNet-50's gradient exchange with all metrics and without any, in turns.
 
     horovodrun -np 2 --gloo python scripts/bench_metrics.py [--repeats 60] [--pair guard]
 
-One optimizer has the default settings and computes nothing. In one step of each pair it has writers
-for JSON lines and Prometheus, and for TensorBoard, which writes one step of ten, and in one of 256
-it sums up squares. In the other step it has neither. The clock is read in both, a few times a
-bucket, which cannot be switched off. Each step begins with a barrier; rank 0 prints medians in ms,
-the median of the differences of pairs, and the difference of the means. With `--pair guard` one
-step of each pair has a guard with the rule `residual`, which sums up squares in one of 128, and the
-other has none; neither has a writer.
+The optimizer has the default settings, without warm-up; gradients are random. One step of each pair
+has writers for JSON lines, Prometheus and TensorBoard, and sums up squares in one step of 256. The
+other step has no writers and sums up nothing. Both read the clock a few times a bucket, which
+cannot be switched off. Each step begins with a barrier; rank 0 prints medians in ms, the median of
+the differences of pairs, and the difference of the means. With `--pair guard` one step of each pair
+has a guard with the rule `residual`, which sums up squares in one step of 128, and the other step
+has no guard; neither has a writer.
 
-Where others use the machine, pairs differ by more than metrics cost. So `spent` is also counted:
-ms a step of this thread's processor time in the functions that sum up squares, read them, and call
-the writers.
+On a busy machine, the noise between the steps of a pair is larger than the cost of metrics. So the
+script also prints `spent`: ms a step of this thread's processor time in the functions that sum up
+squares, read them, and call the writers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ spent = {"seconds": 0.0, "depth": 0.0}
 
 
 def count(kind: type, name: str) -> None:
-    """Count the seconds of a method, unless it is called by another one that is counted."""
+    """Count the seconds of a method, unless another counted method has called it."""
     function = getattr(kind, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def count(kind: type, name: str) -> None:
 
 
 def writers_of(folder: str, names: str) -> list[Callable[[StepCounters], None]]:
-    """Writers by their names."""
+    """Create writers from a comma-separated list of names."""
     made: dict[str, Callable[[], Any]] = {
         "json": lambda: JsonLines(f"{folder}/rank{hvd.rank()}.jsonl"),
         "tensorboard": lambda: TensorBoard(f"{folder}/rank{hvd.rank()}"),
@@ -77,7 +77,7 @@ def writers_of(folder: str, names: str) -> list[Callable[[StepCounters], None]]:
 
 
 def main() -> None:
-    """Measures; rank 0 prints."""
+    """Measure on all ranks, and print on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=256, help="pairs of steps")
     parser.add_argument("--writers", default="json,tensorboard,prometheus", help="as a list")

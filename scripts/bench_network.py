@@ -1,4 +1,4 @@
-"""`make bench-network`: time a step against bandwidth, TopKEF beside Horovod and torch DDP.
+"""`make bench-network`: step times of TopKEF, Horovod and torch DDP at several bandwidths.
 
 Hosts are network namespaces of this machine (`scripts/cluster`) with one rank each. They run
 `horovod-topk bench` once for each bandwidth, and at the fastest bandwidth once for each kind of
@@ -34,10 +34,10 @@ PAGE = launch.ROOT / "docs" / "network.md"
 
 
 def measure(run: Run, rounds: int) -> dict[str, Any]:
-    """The results of `horovod-topk bench` on a cluster.
+    """Run `horovod-topk bench` on a cluster, and return its results.
 
     Raises:
-        ClusterError: it failed.
+        ClusterError: the command failed.
     """
     with tempfile.TemporaryDirectory() as folder, Cluster(HOSTS, Link.of(run.rate)) as cluster:
         found = Path(folder) / "found.json"
@@ -58,7 +58,7 @@ def publish(results: Results) -> str:
 
 
 def main() -> int:
-    """Measure and write; the exit status."""
+    """Measure, and write page and picture; return the exit status."""
     parser = KEPT.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each method")
     args = KEPT.parse(parser)

@@ -1,21 +1,23 @@
-"""Injects faults into training on simulated ranks: how soon the guard ends compression.
+"""Injects faults into training on simulated ranks, to see how soon the guard ends compression.
 
     python scripts/guard_faults.py faults [--output docs/results/guard.jsonl]
     python scripts/guard_faults.py healthy [--runs 25]
     python scripts/guard_faults.py table
 
-Four simulated ranks train a model of scripts/study, in this process, on one core. Each fault is
-trained dense, compressed without a guard, and compressed with `Guard()`; each rank reports its loss
-after every step. Where a gradient is not finite, the step is left out, as a loss scaler does.
+Four simulated ranks train a model of scripts/study, in this process, on one core. Each fault runs
+with dense training, with compression without a guard, and with compression and `Guard()`; each rank
+reports its loss after every step. Steps with a gradient that is not finite are skipped, as with a
+loss scaler.
 
-    rate        a learning rate that dense training stands, and plain error feedback at 0.5% does
-                not
-    ratio       the same at dense's best learning rate, where 0.5% are too few for 300 steps
-    rank        from a third of the steps on, rank 1's gradients are 5 or 30 times too large
-    storm       from a third of the steps on, rank 1 has a NaN in each of 40 steps
-    link        seconds of a step by a formula, on a link that becomes 100 times faster
+    rate        a learning rate at which dense training is stable, but plain error feedback at
+                ratio 0.005 is not
+    ratio       the best learning rate of dense training, and ratio 0.005, which is too small for
+                300 steps
+    rank        after a third of the steps, rank 1's gradients are 5 or 30 times too large
+    storm       after a third of the steps, rank 1 has a NaN in each of 40 steps
+    link        the seconds of a step follow a formula, for a link that becomes 100 times faster
 
-`faults` and `healthy` append a line for each run to the output, and leave out what it has already.
+`faults` and `healthy` append a line for each run to the output, and skip runs that it already has.
 `table` prints the tables of docs/monitoring.md.
 """
 
@@ -56,18 +58,18 @@ class Fault:
     optimizer: str
     lr: float
     steps: int
-    settings: str = ""  # of TopKEF
+    settings: str = ""  # arguments of TopKEF
     spoil: Spoil | None = None  # changes gradients in place
 
 
 def too_large(factor: float, begin: int, step: int, rank: int, gradients: list[Tensor]) -> None:
-    """One rank's gradients are too large."""
+    """Multiply rank 1's gradients by a factor, in place."""
     if rank == 1 and step >= begin:
         torch._foreach_mul_(gradients, factor)
 
 
 def not_a_number(begin: int, step: int, rank: int, gradients: list[Tensor]) -> None:
-    """One rank has a NaN in 40 steps."""
+    """Put a NaN into rank 1's gradients in each of 40 steps, in place."""
     if rank == 1 and begin <= step < begin + 40:
         gradients[0].view(-1)[0] = math.nan
 
@@ -91,7 +93,7 @@ HEALTHY = {
 
 
 class Run(Job):
-    """A training run on simulated ranks, with what is to go wrong."""
+    """A training run on simulated ranks with an injected fault."""
 
     def __init__(self, fault: Fault, guard: str | None, seed: int) -> None:
         options: dict[str, Any] = {"optimizer": fault.optimizer, "lr": fault.lr}
@@ -134,7 +136,7 @@ class Run(Job):
 
 
 def train(fault: Fault, guard: str | None, seed: int) -> dict[str, Any]:
-    """One run, and what came of it."""
+    """Train once; return when the guard warned and fired, and scores."""
     began, run = time.perf_counter(), Run(fault, guard, seed)
     at_fall: dict[str, float | None] = {}
     for _ in range(fault.steps):
@@ -148,10 +150,11 @@ def train(fault: Fault, guard: str | None, seed: int) -> dict[str, Any]:
 
 
 def link(seed: int) -> dict[str, Any]:
-    """A link that becomes faster, by a formula: when compression ends.
+    """Find the step in which the guard ends compression after a simulated link becomes faster.
 
-    Compression takes 12 ms of computing a step, and a collective 2 ms and the time of its bytes:
-    10 MB dense, at 100 Mbit/s, and 100 times that from step 1,000 on. Times vary by 10%.
+    Compression takes 12 ms of computing a step. A collective takes 2 ms and the time of its bytes:
+    10 MB dense, 0.1 MB compressed. The link has 100 Mbit/s, and 10 Gbit/s from step 1,000 on.
+    Times vary by 10%.
     """
     fault = Fault("recurrent", "momentum", 0.3, 10**6)
     run = Run(fault, "Guard(slower=1.2, trend=None)", seed)
@@ -170,7 +173,7 @@ def link(seed: int) -> dict[str, Any]:
 def _timed(
     compressor: Any, observe: Callable[..., None], noise: Any, _: float, committed: int
 ) -> None:
-    """Tell a guard what a step would have taken."""
+    """Call the guard's rule `slower` with the seconds of a step by the formula of `link`."""
     is_dense = compressor.plan.config.ratio == 1.0
     rate = 12.5e6 if committed < 1000 else 1.25e9  # bytes a second
     seconds = 2e-3 + (10e6 if is_dense else 0.1e6) / rate + (0.0 if is_dense else 12e-3)
@@ -178,7 +181,7 @@ def _timed(
 
 
 def cells(what: str, runs: int) -> Iterator[tuple[tuple[str, str, int], Callable[[], Any]]]:
-    """What is to be run, by name, guard and seed."""
+    """Runs to make: (name, guard, seed), and a function for each."""
     if what == "healthy":
         for name, fault in HEALTHY.items():
             for seed in range(runs):
@@ -193,7 +196,7 @@ def cells(what: str, runs: int) -> Iterator[tuple[tuple[str, str, int], Callable
 
 
 def run_all(what: str, runs: int, output: Path) -> None:
-    """Run what the output has not got yet."""
+    """Make the runs that the output does not have yet, and append them."""
     known = {(each["name"], each["guard"], each["seed"]) for each in read(output)}
     for key, run in cells(what, runs):
         if key not in known:
@@ -204,20 +207,20 @@ def run_all(what: str, runs: int, output: Path) -> None:
 
 
 def read(output: Path) -> list[dict[str, Any]]:
-    """Runs so far."""
+    """Read the stored runs."""
     if not output.exists():
         return []
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
 def metric(found: dict[str, Any]) -> float | None:
-    """What a run is judged by: bits a byte, or the share of digits recognised."""
+    """A run's final score: bits a byte, or the accuracy on digits."""
     score = found["score"]
     return score.get("bits_per_byte", score.get("accuracy"))  # type: ignore[no-any-return]
 
 
 def table(runs: Iterable[dict[str, Any]]) -> None:
-    """Print what was found, in Markdown."""
+    """Print the results as a Markdown table."""
     by_name: dict[tuple[str, int], dict[str, Any]] = {}
     healthy = []
     for each in runs:
@@ -242,19 +245,19 @@ def table(runs: Iterable[dict[str, Any]]) -> None:
 
 
 def number(value: float | None) -> str:
-    """As the table has it."""
+    """Format a score for the table."""
     return "not finite" if value is None else f"{value:.3f}"
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=["faults", "healthy", "table"])
     parser.add_argument("--runs", type=int, default=25, help="healthy runs of each model")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # it is left out on purpose
+    warnings.filterwarnings("ignore", "Seems like `optimizer.step")  # skipped on purpose
     if asked.what == "table":
         table(read(asked.output))
     else:

@@ -320,7 +320,7 @@ def _signature(method: type[Method]) -> inspect.Signature:
 
 
 def by_horovod(name: str, framework: str) -> Any:
-    """State of an optimizer that uses Horovod's own compression of this name."""
+    """State of an optimizer that uses Horovod's own compression `name`."""
     module = importlib.import_module("horovod_topk.core.by_horovod")  # it imports this module
     return module.ByHorovod(name, framework)
 
@@ -396,7 +396,7 @@ def check_steps_kept(config: Settings, manager: object | None) -> None:
 
 
 def check_all_exchange(process_set: Any) -> None:
-    """Refuse an optimizer of only some of the ranks, in an elastic state, which is of all ranks.
+    """Refuse an optimizer of only some of the ranks in an elastic state, which needs all ranks.
 
     Raises:
         ConfigError: the optimizer's process set is not the global one.

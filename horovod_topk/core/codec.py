@@ -139,7 +139,7 @@ class PayloadCodec(Generic[Array]):
         payload: Array,
         velocities: Velocities[Array] | None = None,
     ) -> None:
-        """Fill a payload; the candidate arena gets the new residual, which was not sent.
+        """Fill a payload, and write the new residual to the candidate arena.
 
         velocities: for momentum correction; they are updated.
         """
@@ -445,7 +445,7 @@ class PayloadCodec(Generic[Array]):
             if not all(answer) and not flags[bucket.tensors[position].gradient]:
                 raise PayloadCodec._damaged(bucket, position, answer.index(False))
         if count := len(bucket.measures):
-            if not any(any(head[HEADER_BYTES:begin]) for head in heads):  # often so
+            if not any(any(head[HEADER_BYTES:begin]) for head in heads):  # the usual case
                 heard[bucket.ordinal] = [(0.0,) * count] * len(heads)
                 return flags
             ranks = sorted(range(len(heads)), key=bucket.sender)

@@ -1,6 +1,7 @@
 """The guard watches training by four rules and switches to dense gradients when one fires.
 
-All ranks go through the same stages in the same steps. Only a committed step ends a stage:
+All ranks go through these stages in the same steps. After the first, only a committed step ends a
+stage:
 
     compressing    until a rule fires at the end of a step
     flushing       one dense step, which sends the gradients and all residuals
@@ -43,7 +44,7 @@ QUIET = 0.04  # least noise, as a share of the smoothed value
 FORGET = 500  # reports after which the smallest smoothed value has mostly been forgotten
 TRIAL = 3  # dense steps in a trial; the first is not timed
 FAR = 2  # a single report above the margin times this is a strike
-HUGE = 1e30  # a report above it is a strike, whatever the trend
+HUGE = 1e30  # a report of this magnitude, or a NaN, is a strike in any case
 KEPT = 16  # newest warnings that are kept
 
 
@@ -241,7 +242,7 @@ class Watch:
         return {reason: int(count) for reason, count in counts if count}
 
     def resume(self, saved: Sequence[float], *, own: bool) -> None:
-        """Load the memory that a state dict or another rank has.
+        """Load a guard's memory from a state dict or another rank.
 
         own: whether this rank saved it; else the rank keeps its own running means, if it has any.
         """

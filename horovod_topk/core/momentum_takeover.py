@@ -90,7 +90,7 @@ def check_once(momentum: float, nesterov: bool, own: Own) -> None:
 
 
 def none_to_correct(momentum: float, kind: str, known: str) -> ConfigError:
-    """The error for an optimizer whose momentum momentum correction cannot replace."""
+    """The error for an optimizer whose momentum cannot be replaced by momentum correction."""
     return ConfigError(
         f"momentum={momentum} was given, and {kind} has no momentum that it is known to stand for",
         cure=f"Use momentum correction with {known}, or leave momentum= out",
@@ -155,7 +155,7 @@ def warn_of_clipping(momentum: float, seen: str) -> str:
 
     Args:
         momentum: the momentum that is corrected.
-        seen: what shows that gradients are clipped there, as a clause.
+        seen: clause of the sentence that says how gradients are clipped.
 
     Returns:
         The warning.

@@ -1,4 +1,4 @@
-"""The wire format, version 2.
+"""Wire format of payloads, version 2.
 
 One payload carries one bucket of one rank for one step. Integers are little-endian. Its length
 and the position of every section follow from the plan alone, never from the data.
@@ -16,14 +16,14 @@ and the position of every section follow from the plan alone, never from the dat
     24 + M          F       non-finite flags, F = ceil(T / 8): bit t % 8 of byte t / 8 is set if
                             and only if the compensated gradient of tensor t has a NaN or an
                             infinity; bits beyond T MUST be 0
-    body            B       what the method sends, as `horovod_topk/methods/<name>.py` says
+    body            B       data of the method, as `horovod_topk/methods/<name>.py` says
 
 The body begins at the next multiple of 8, and the payload ends at the next multiple of 16 (NCCL is
 slow with others). All bytes between MUST be 0, so that equal content is equal bytes.
 
 A reader MUST compare bytes 0 to 23 with those of its own plan and refuse the payload where they
 differ: two ranks with different plans would otherwise read noise. A tensor that any rank flags MUST
-decode to NaN on every rank, and what the body has of it MUST be ignored.
+decode to NaN on every rank, and its data in the body MUST be ignored.
 
 There is no checksum: transports have theirs. A reader refuses a payload that could take it out of
 bounds, that ranks could decode differently, or that no writer can have written. It does not notice

@@ -65,7 +65,7 @@ class Stats:
     momentum: float = 0.0  # momentum of momentum correction; 0: off
     residual_norm: float = 0.0  # norm of this rank's residuals, which it has not sent yet
     owned_norm: float = 0.0  # norm of the owner's residuals ("sharded" and "hierarchical")
-    gradient_norm: float = 0.0  # of this rank's gradients in the last step; TensorFlow: last 16
+    gradient_norm: float = 0.0  # norm of the gradients in the last step; TensorFlow: one in 16
     sent_share: float | None = None  # share of |gradient + residual|^2 that the last step sent
     residual_norm_ratio: float | None = None  # residual norm / gradient norm, in a sampled step
     probe_cosine: float | None = None  # with probe_every=: cosine of applied and dense gradient
@@ -78,11 +78,11 @@ class Stats:
     memory_bytes: int = 0  # residuals, velocities, the method's state and payloads
     fallbacks: Mapping[str, int] = field(default_factory=dict)  # reason -> how often it fell back
     ratios: Mapping[str, float] = field(default_factory=dict)  # tensor -> ratio of its own
-    skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> reason not to
-    lost_ranks: int = 0  # elastic jobs: ranks whose residuals were lost with them
+    skipped: Mapping[str, str] = field(default_factory=dict)  # tensor or "*" -> why uncompressed
+    lost_ranks: int = 0  # elastic jobs: number of ranks lost with their residuals
     lost_norm: float = 0.0  # elastic jobs: estimated norm of these residuals
     late: Mapping[str, int] = field(default_factory=dict)  # tensor -> steps it delayed its bucket
-    warnings: tuple[str, ...] = ()  # what was warned of for this optimizer, as in the log
+    warnings: tuple[str, ...] = ()  # warnings for this optimizer, as in the log
 
     @property
     def reduction(self) -> float:

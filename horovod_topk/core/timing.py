@@ -19,7 +19,7 @@ class Seconds:
 
     compress_seconds: float = 0.0  # encoding
     exchange_seconds: float = 0.0  # from the start of the first collective to the end of the last
-    exposed_seconds: float = 0.0  # waiting in collectives: what backward did not hide of them
+    exposed_seconds: float = 0.0  # waiting in collectives, which backward has not hidden
     decompress_seconds: float = 0.0  # decoding, and what owners do between two collectives
 
     @property
@@ -65,5 +65,5 @@ class Timed(Collective[Array], Protocol):
 
     @property
     def timer(self) -> StepTimer:
-        """The timer it adds to."""
+        """The timer that gets this collective's start and waiting time."""
         ...

@@ -128,7 +128,7 @@ class DDPState(CopiedState):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Decode every bucket into DDP's buckets, and complete the futures that DDP waits for."""
+        """Write exchanged gradients to DDP's buckets, and complete the futures DDP waits for."""
         with self._failing_later(), reporting.waiting():
             if self._failed is None:
                 self._decode()

@@ -42,7 +42,7 @@ class Compressor(BaseCompressor, HorovodCompressor, tf.train.experimental.Python
 
     Gradients may be float16, bfloat16, float32 or float64, of static shape. Residuals are float32,
     and float64 for float64 gradients. Sparse gradients (tf.IndexedSlices) are exchanged by Horovod,
-    uncompressed, unless `sparse_as_dense=True` is given beside `compression=`; with `momentum` or
+    uncompressed, unless `sparse_as_dense=True` is passed with `compression=`; with `momentum` or
     `clip_norm` they are an error without it. A tf.function has a branch for each ratio of `warmup`.
     With a tape, the optimizer is not known: `momentum` has to be a number, and `follow_lr` is off.
 

@@ -147,7 +147,7 @@ class OptimizerState(Attached[VariableState]):
         if cached is None:
             check_steps_kept(self._config, self.manager)
             if elastic():
-                gc.collect()  # joining ranks have no dead optimizers, which names count
+                gc.collect()  # names count dead optimizers, and joining ranks have none
             live = [each for state in live_states() for each in state._plans]
             cached = self._plans.make(specs, variables, live)
             log.info("TopKEF %s: %s", cached.name, cached.plan.summary())

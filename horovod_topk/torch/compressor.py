@@ -59,7 +59,7 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         """Return the error-feedback state of a distributed optimizer.
 
         Args:
-            optimizer: what `hvd.DistributedOptimizer(..., compression=TopKEF)` returned, with the
+            optimizer: the result of `hvd.DistributedOptimizer(..., compression=TopKEF)`, with the
                 class or an instance.
 
         Raises:
@@ -102,7 +102,7 @@ class Compressor(TrainingCompressor, HorovodCompressor):  # type: ignore[misc]  
         return tensor
 
     def attached(self, state: TrainingState) -> None:
-        """As `TrainingCompressor.attached`; called by the seam.
+        """As `TrainingCompressor.attached`; called by `horovod_topk.torch.seam`.
 
         Raises:
             ConfigError: an elastic job's state keeps residuals, but not all ranks exchange.

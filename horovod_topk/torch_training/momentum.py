@@ -289,7 +289,7 @@ def own_momentum(optimizer: Any) -> dict[str, Any]:
 
 
 def give_back(optimizer: Any, momentum: float = 0.0, *, nesterov: bool = False) -> None:
-    """Give the optimizer its momentum, if it is 0 as momentum correction has replaced it.
+    """Restore an optimizer's momentum that was set to 0 for momentum correction.
 
     Args:
         optimizer: its parameter groups may come from a checkpoint of a compressed run.
@@ -347,7 +347,7 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
     """Let the optimizer apply the momentum itself, if nothing is compressed.
 
     For SGD the result is the same. Adam's second moment then has squares of gradients, not of
-    velocities: this is what Adam does in a single process.
+    velocities, as in training with a single process.
 
     Raises:
         ConfigError: as `check_not_twice`.

@@ -1,1 +1,1 @@
-"""The runs of `make bench-network` and the page about their results."""
+"""The runs of `make bench-network`, and the page with their results."""

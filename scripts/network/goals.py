@@ -1,4 +1,4 @@
-"""What the measured times are held against."""
+"""Goals for the measured times: how many times faster TopKEF should be than each baseline."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from horovod_topk.cli.bench.figures import Figures
 
 DENSE, WAITING, DDP, PEER = "dense", "dense-waiting", "ddp", "powersgd"
-BASELINES = (WAITING, DDP, "ddp-fp16", DENSE, PEER)  # the fairest first
+BASELINES = (WAITING, DDP, "ddp-fp16", DENSE, PEER)  # the fairest comparison first
 TOPK, OVER_DDP = "topk", "ddp+topk"  # TopKEF's default with Horovod and with DDP
 
 
 @dataclass(frozen=True)
 class Goal:
-    """How many times less exchange time than a baseline in the same run."""
+    """Least quotient of a baseline's exchange time and TopKEF's, in the same run."""
 
     run: str  # a key of RUNS
     ours: str  # a setting of TopKEF
@@ -43,7 +43,7 @@ GOALS = (
 
 
 def verdicts(found: dict[str, dict[str, Figures]]) -> Iterator[tuple[str, str, str, str]]:
-    """Goal, setting, measured and met, for each goal whose run has results.
+    """Yield for each goal with results: goal, setting, measured quotient, and whether it is met.
 
     Args:
         found: key of RUNS -> name of a method -> its figures.
@@ -63,7 +63,7 @@ def _verdict(goal: Goal, methods: dict[str, Figures]) -> tuple[str, str, str, st
 
 
 def _beside(goal: Goal, methods: dict[str, Figures]) -> str:
-    """The same against the other dense baselines, which the goal is not about."""
+    """Quotients for the other dense baselines, as text, if the goal is about a dense one."""
     if goal.other != WAITING:
         return ""
     factors = {name: methods[goal.ours].faster(methods.get(name)) for name in (DDP, DENSE)}

@@ -1,4 +1,4 @@
-"""Write docs/network.md from the stored results alone."""
+"""Write docs/network.md from the stored results."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ PICTURE = "![Exchange time a step against the bandwidth of a host's link](result
 
 
 def page(results: Results) -> str:
-    """The whole page."""
+    """Return the text of docs/network.md."""
     machine = next(reversed(results.values()))["machine"]
     dates = sorted({result["machine"]["date"] for result in results.values()})
     return PAGE.format(
@@ -134,7 +134,7 @@ def page(results: Results) -> str:
 
 
 def _summary(results: Results) -> str:
-    """The default beside the baselines, a line a link."""
+    """Table of the exchange times of default TopKEF and of the baselines, a row for each link."""
     header = ["link", *(f"{words} (`{name}`)" for name, words in SHOWN.items())]
     header += [f"TopKEF: times less than `{name}`" for name in BASELINES]
     found = {rate: figures(results[rate]) for rate in RATES if rate in results}
@@ -150,7 +150,7 @@ def _summary(results: Results) -> str:
 
 
 def _missing(results: Results) -> str:
-    """What cores and links explain of the time at the fastest rate; empty without that run."""
+    """Section on CPU time and link time at the fastest rate; empty if that run is missing."""
     result = results.get(FAST)
     if result is None:
         return ""
@@ -184,7 +184,7 @@ def _verdicts(results: Results) -> Iterator[tuple[str, ...]]:
 
 
 def _section(key: str, result: Result) -> str:
-    """One run."""
+    """Section of the page for one run: its heading, settings and table."""
     rounds = len(result["methods"][0]["seconds"])
     told = f"{heading(result)}; {rounds} rounds. {_delivered(result)}"
     against = _baselines(figures(result))
@@ -193,8 +193,8 @@ def _section(key: str, result: Result) -> str:
 
 
 def _delivered(result: Result) -> str:
-    """What the links carried, which on a busy machine can be less than their rate."""
-    if result["compute"]:  # what is sent during backward takes no time of its own
+    """Sentence on the measured rate of the links, which a busy machine can lower."""
+    if result["compute"]:  # bytes sent during backward add no time
         return "Bytes that are sent during backward add no time here."
     found = figures(result)
     sent = [found[name] for name in LARGE if name in found and found[name].exchange > 0]

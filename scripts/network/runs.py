@@ -19,9 +19,9 @@ OURS = (
     "ddp+topk-int8-0.01",
 )
 METHODS = (*BASELINES, *OURS)
-FEW = ("dense", "fp16", "ddp", "ddp-none", "powersgd", "topk", "ddp+topk")  # not about bandwidth
-WITH_IDLE = ("dense", "fp16", "ddp", "topk")  # torch's PowerSGD may abort there
-# Every compressor as docs/methods.md has it; in two runs, as each keeps gradients of its own.
+FEW = ("dense", "fp16", "ddp", "ddp-none", "powersgd", "topk", "ddp+topk")  # at one bandwidth
+WITH_IDLE = ("dense", "fp16", "ddp", "topk")  # torch's PowerSGD may abort with idle parameters
+# Every compressor of docs/methods.md; in two runs, as each compressor needs memory for gradients.
 SPARSE = (
     "ddp",
     "ddp-fp16",
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the command, without the path of its results."""
+        """Arguments of `horovod-topk bench`, without the path of its results."""
         found = ["--model", MODEL, "--rate", self.rate, "--methods", ",".join(self.methods)]
         found += ["--compute", self.compute] if self.compute else []
         return [*found, "--idle-parameters", str(self.idle)] if self.idle else found

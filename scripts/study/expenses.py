@@ -1,4 +1,4 @@
-"""What each method costs in time, as `bench_methods.py` and `bench_network.py` measured it."""
+"""Table of each method's time, as `bench_methods.py` and `bench_network.py` have measured it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from study.markdown import table
 from study.results import RESULTS, Study
 
 ENCODE, NETWORK = RESULTS / "encode.json", RESULTS / "network.json"
-RUNS = {"sparse": SPARSE, "quantised": QUANTISED}  # of `bench_network.py`, at each rate
+RUNS = {"sparse": SPARSE, "quantised": QUANTISED}  # runs of `bench_network.py`, at each rate
 LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 
 
 def expenses(study: Study) -> str:
-    """A row for each method: what encoding costs, and the exchange of a ResNet-50's gradients."""
+    """A row for each method: encoding time, and exchange time of a ResNet-50's gradients."""
     encode: dict[str, Any] = json.loads(ENCODE.read_text())["encode"]
     multiples = {_key(call): multiple for call, (_, multiple) in encode.items() if "(" in call}
     stored = json.loads(NETWORK.read_text())
@@ -35,7 +35,7 @@ def expenses(study: Study) -> str:
 
 
 def _key(call: str) -> str:
-    """A call without its exchange, of which encoding knows nothing."""
+    """A call without its exchange, on which encoding does not depend."""
     try:
         asked = parse(call)
     except TopKError:

@@ -1,11 +1,11 @@
-"""Pages of studies: Markdown with figures and tables put in from docs/results.
+"""Pages of studies: Markdown templates, filled with figures and tables from docs/results.
 
     python scripts/study_page.py frontier
 
-A page is scripts/study/NAME.md, its settings are scripts/study/NAME.toml. In the page `{{...}}` is
-replaced, for example `{{difference | Byte GPT, SGD, equal shards | allgather int4 0.024}}`. The
-functions below are what may stand there; their arguments come after bars. Titles of cases may be
-patterns as of file names.
+A page's template is scripts/study/NAME.md, its settings are scripts/study/NAME.toml. In the
+template `{{...}}` is replaced, for example
+`{{difference | Byte GPT, SGD, equal shards | allgather int4 0.024}}`. It names one of the functions
+below, with its arguments after bars. Titles of cases may be patterns as of file names.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ HELD_OUT = {"accuracy": "held-out accuracy", "bits_per_byte": "held-out bits a b
 
 
 def difference(study: Study, case: str, name: str) -> str:
-    """A compressor's difference to dense."""
+    """Difference between a compressor's score and dense's, as text."""
     return study.rows(case)[name].difference
 
 
 def fewer(study: Study, case: str, name: str) -> str:
-    """How many times fewer bytes it sends."""
+    """How many times fewer bytes a compressor sends than dense."""
     return f"{study.rows(case)[name].reduction:.0f}"
 
 
 def costs(study: Study, cases: str, name: str) -> str:
-    """The least and the largest cost of a compressor, over cases and seeds."""
+    """The smallest and the largest cost of a compressor, over cases and seeds."""
     found = [cost for title in study.titles(cases) for cost in study.rows(title)[name].costs]
     return f"{min(found):.0f}% to {max(found):.0f}%"
 
 
 def dense(study: Study, case: str) -> str:
-    """Dense's final scores."""
+    """Final scores of dense training."""
     metric = study.found(case).metric.name
     return shown(metric, [end(metric, run) for run in study.dense(case).values()])
 
 
 def summary(study: Study, cases: str, *names: str) -> str:
-    """A row for each case: dense's score, and of each named compressor score and difference."""
+    """A row for each case: dense's score, and each named compressor's score and difference."""
     head = ["", "seeds", "dense"]
     head += [word for name in names for word in (name, "difference", "fewer bytes")]
     rows = []
@@ -82,7 +82,7 @@ def across(study: Study, cases: str, *names: str) -> str:
 
 
 def alike(study: Study, times: str, cases: str) -> str:
-    """Settings that send about as many times fewer bytes, at most 6% more."""
+    """Table of settings whose reduction of bytes is `times`, or up to 6% more."""
     goal, titles = float(times), study.titles(cases)
     kinds: dict[tuple[str, str], dict[str, Row]] = {}
     for title in titles:
@@ -111,9 +111,9 @@ def _kind(row: Row) -> tuple[str, str]:
 
 
 def everything(study: Study, case: str) -> str:
-    """Every compressor of a case, the one that sends most bytes first.
+    """Table of every compressor of a case, sorted by bytes, the most bytes first.
 
-    Bold: no other one sends fewer bytes and is better.
+    Bold: no other compressor sends fewer bytes and has a score at least as good.
     """
     rows = sorted(study.rows(case).values(), key=lambda row: row.reduction)
     lines = []
@@ -129,7 +129,7 @@ def everything(study: Study, case: str) -> str:
 
 
 def variants(study: Study, case: str) -> str:
-    """Dense's scores for each value of a case's grid; the best mean is bold."""
+    """Table of dense's scores for each value of a case's grid; the best mean is bold."""
     found = study.cases[study.titles(case)[0]]
     metric = found[0].metric
     scores = {
@@ -151,7 +151,7 @@ def _mean(scores: Iterable[float | None]) -> float:
 
 
 def seeds(study: Study, case: str) -> str:
-    """Every seed's final scores."""
+    """Table of final scores, a row for each seed."""
     rows, metric = study.rows(case), study.found(case).metric.name
     columns = {"dense": study.dense(case), **{name: row.runs for name, row in rows.items()}}
     lines = [
@@ -162,7 +162,7 @@ def seeds(study: Study, case: str) -> str:
 
 
 def patience(study: Study, cases: str, *names: str) -> str:
-    """Steps after which a run ends as a dense run of so many steps, seed by seed.
+    """Table of the steps that runs need to reach the final score of dense runs, for each seed.
 
     Between the lengths of the cases, final scores are interpolated over the logarithm of steps.
     """
@@ -183,9 +183,11 @@ def patience(study: Study, cases: str, *names: str) -> str:
 
 
 def needed(ends: dict[int, float], goal: float) -> float:
-    """Steps after which a run ends at a goal, of final scores by length; less is better.
+    """Steps that a run needs to end at a score of `goal` or lower.
 
     inf: more steps than were tried. Never less than the shortest length tried.
+
+    ends: final scores of runs by their number of steps; lower scores are better.
     """
     before: tuple[int, float] | None = None
     for steps, score in sorted(ends.items()):
@@ -203,7 +205,7 @@ def _steps(steps: float, most: int) -> str:
 
 
 def loops(study: Study, tolerance: str, *ratios: str) -> str:
-    """A row for each compressor before the "@" of its name, with its cost at each ratio after."""
+    """A row for each loop, with its cost at each ratio; compressors are named "loop @ ratio"."""
     rows: dict[str, dict[str, Row]] = {}
     for title in study.cases:
         for name, row in study.rows(title).items():
@@ -224,13 +226,13 @@ def loops(study: Study, tolerance: str, *ratios: str) -> str:
 
 
 def within(study: Study, tolerance: str, ratio: str) -> str:
-    """How many loops cost so much at most at a ratio."""
+    """Number of loops whose cost at a ratio is at most `tolerance`."""
     found = _at(study, ratio)
     return f"{sum(row.cost <= float(tolerance) for row in found)} of {len(found)}"
 
 
 def beyond(study: Study, tolerance: str, ratio: str) -> str:
-    """The loops that cost more, and how much."""
+    """Loops whose cost at a ratio is above `tolerance`, with their cost."""
     found = [row for row in _at(study, ratio) if row.cost > float(tolerance)]
     return "; ".join(f"{row.name.split(' @ ')[0]} ({row.cost:+.2f})" for row in found)
 
@@ -241,7 +243,7 @@ def _at(study: Study, ratio: str) -> list[Row]:
 
 
 def same_ends(study: Study, case: str, beside: str, metric: str) -> str:
-    """How many runs of a case end with the same value as those of another case."""
+    """Number of runs of a case whose final value equals that of another case's run."""
     pairs = []
     for name, row in study.rows(case).items():
         ratio = row.asked.settings["ratio"]
@@ -253,30 +255,30 @@ def same_ends(study: Study, case: str, beside: str, metric: str) -> str:
 
 
 def total(study: Study, case: str, metric: str) -> str:
-    """The sum of a metric over a case's compressed runs, and in how many it is above zero."""
+    """Number of a case's compressed runs in which a metric is above zero, and its sum over runs."""
     rows = study.rows(case).values()
     found = [end(metric, run) or 0 for row in rows for run in row.runs.values()]
     return f"{sum(each > 0 for each in found)} of {len(found)} runs, {sum(found):.0f} in all"
 
 
 def scatter(study: Study, case: str, name: str) -> str:
-    """Link to a picture, which is drawn, of cost against bytes."""
+    """Draw a picture of cost against bytes, and return a link to it."""
     title = f"{case}, {study.found(case).settings.ranks} simulated ranks"
     pictures.scatter(RESULTS / name, title, list(study.rows(case).values()))
     return f"![Quality against bytes: {title}](results/{name})"
 
 
 def panels(study: Study, cases: str, name: str) -> str:
-    """Link to a picture, which is drawn, of cost against bytes in each case."""
+    """Draw a picture of cost against bytes in each case, and return a link to it."""
     found = {title: _run(study, title) for title in study.titles(cases)}
     pictures.panels(RESULTS / name, {title: rows for title, rows in found.items() if rows})
     return f"![Quality against bytes for every compressor](results/{name})"
 
 
 def catalogue(study: Study, case: str) -> str:
-    """Every compressor of a case, with the step at which it is first as good as dense at its end.
+    """Table of a case's compressors, with the step at which each reaches dense's final score.
 
-    The one that sends most bytes comes first.
+    The compressor that sends the most bytes comes first.
     """
     if not _run(study, case):
         return "Not run yet."
@@ -295,20 +297,20 @@ def catalogue(study: Study, case: str) -> str:
 
 
 def _run(study: Study, title: str) -> list[Row]:
-    """A case's compressors that have been run, as has dense; none of a sweep of dense's rates."""
+    """A case's finished compressors; empty without a dense run, or in a sweep of dense's rates."""
     found = study.cases[title]
     is_run = found and DENSE in found[0].runs and found[0].settings.compressors
     return list(study.rows(title).values()) if is_run else []
 
 
 def runs(study: Study) -> str:
-    """How many of a study's runs have been made."""
+    """Number of a study's finished runs, out of all runs."""
     wanted = {c.digest for s in study.settings for _, c in s.cells()}
     return f"{len(list(study.runs()))} of {len(wanted)} runs"
 
 
 def calls(study: Study) -> str:
-    """What each name of a compressor stands for, in every case where it is something else."""
+    """Table of compressor names and the calls they stand for, with the cases if calls differ."""
     found: dict[str, dict[str, list[str]]] = {}
     for settings in study.settings:
         for name, call in settings.compressors.items():
@@ -322,19 +324,19 @@ def calls(study: Study) -> str:
 
 
 def curves(study: Study, case: str, name: str) -> str:
-    """Link to a picture, which is drawn, of all runs' curves."""
+    """Draw a picture of all runs' curves, and return a link to it."""
     pictures.curves(RESULTS / name, study.found(case))
     return f"![Every run against steps and bytes: {case}](results/{name})"
 
 
 def bars(study: Study, tolerance: str, name: str, *ratios: str) -> str:
-    """Link to a picture, which is drawn, of each loop's cost."""
+    """Draw a picture of each loop's cost, and return a link to it."""
     pictures.bars(RESULTS / name, float(tolerance), {each: _at(study, each) for each in ratios})
     return f"![Points of accuracy that each loop costs](results/{name})"
 
 
 def machine(study: Study) -> str:
-    """The runs, the machines and the days."""
+    """Number of runs, with their machines, library versions and dates."""
     found = list(study.runs())
     places = {f"{r.machine['cpu']}, {r.machine['cores']} cores" for r in found}
     versions = {
@@ -371,10 +373,10 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
 
 
 def made(study: Study, text: str) -> str:
-    """A page from its template.
+    """Fill a page's template.
 
     Raises:
-        ValueError: a figure is asked for that there is none of.
+        ValueError: the template names a function that does not exist.
     """
 
     def put(found: re.Match[str]) -> str:
@@ -393,7 +395,7 @@ def made(study: Study, text: str) -> str:
 
 
 def _is_prose(block: str) -> bool:
-    """Whether figures stand in sentences, which are broken into lines anew."""
+    """Whether a block has figures inside sentences, so that its lines have to be wrapped again."""
     return "{{" in block and not block.startswith("{{")
 
 

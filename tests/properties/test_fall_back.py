@@ -1,4 +1,4 @@
-"""A fall-back loses nothing, is decided alike on all ranks, and leaves dense steps behind."""
+"""A fall-back loses no residual, happens on all ranks at once, and ends in dense steps."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ METHODS: dict[str, Method] = {
 
 
 def world(method: Method, ranks: int = 4, backend: Backend = NUMPY) -> World:
-    """Two buckets."""
+    """Simulated ranks with a plan of two buckets."""
     return World(make_plan(SPECS, method), ranks, backend)
 
 
 def with_a_nan(ranks: int) -> list[Gradients]:
-    """On the last rank."""
+    """Gradients of all ranks, with a NaN on the last rank."""
     made = gradients(ranks)
     made[-1]["b"][3] = np.nan
     return made
@@ -63,7 +63,7 @@ def take(job: World, given: list[Gradients]) -> list[Gradients]:
 
 
 def storm(job: World) -> None:
-    """Three steps, and two with a NaN."""
+    """Take three steps, and two more with a NaN."""
     for step in range(3):
         take(job, gradients(job.size, step))
     for _ in range(2):
@@ -82,10 +82,10 @@ def test_the_first_dense_step_sends_all_residuals_and_later_ones_gradients(kind:
     kept, owned, given = job.residuals(), job.owned(), gradients(4, 7)
     exchanged = take(job, given)
     assert stages(job) == {DENSE}
-    for name in "ab":  # owners keep shards, whose elements are elsewhere
+    for name in "ab":  # owners' residuals are shards: compare sums
         ours = sum(float(each[name].sum(dtype=np.float64)) for each in (*given, *kept))
         theirs = sum(float(each[name].sum(dtype=np.float64)) for each in owned)
-        expected = ours / 4 + theirs / (4 if kind == "hierarchical" else 1)  # of sums, or of means
+        expected = ours / 4 + theirs / (4 if kind == "hierarchical" else 1)  # of sums, or means
         found = float(exchanged[0][name].sum(dtype=np.float64))
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-4)
         if not owned:
@@ -143,7 +143,7 @@ def test_the_step_that_hands_over_exchanges_the_mean_velocity(
 
 
 def test_a_momentum_that_nobody_takes_back_stays_corrected() -> None:
-    """At ratio 1 that is the momentum of what is sent, within rounding."""
+    """At ratio 1 this equals momentum of the exchanged gradients, within rounding."""
     job, alike = (world(each, 2) for each in (replace(TOPK, momentum=0.5), TOPK))
     storm(job)
     take(job, gradients(2, 7))
@@ -180,7 +180,7 @@ def test_the_bytes_of_a_verdict() -> None:
     for job in (silent, telling):
         job.step(gradients(2))
     (_, plain), (_, told) = (each.payloads(0)[0] for each in (silent, telling))
-    assert len(plain) == len(told)  # what is between flags and body
+    assert len(plain) == len(told)  # the measure fits into the padding before the body
     assert told[28:32].rstrip(b"\0") == plain[24:32].rstrip(b"\0")
     for _ in range(2):
         telling.ranks[1].guard.report(math.nan)
@@ -294,6 +294,6 @@ def test_trials_are_dense_and_time_both(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def timed(guard: Any, rank: Any, spent: dict[float, float]) -> Any:
-    """The guard's `time`, of seconds that follow from the level."""
+    """The guard's `time`, called with seconds that depend on the level alone."""
     time = guard.time
     return lambda seconds, committed: time(spent[rank.plan.config.ratio], committed)

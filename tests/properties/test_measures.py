@@ -1,4 +1,4 @@
-"""Numbers that ranks tell each other: equal on all of them, and levels that follow from them."""
+"""Measures are equal on all ranks, and so are the ratio levels decided from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ METHODS: dict[str, Method] = {
 
 
 def world(method: Method, ranks: int = 4, backend: Backend = NUMPY) -> World:
-    """Two buckets."""
+    """Simulated ranks with a plan of two buckets, and a schedule that uses measures."""
     return World(make_plan(SPECS, replace(method, schedule=ByGradient())), ranks, backend)
 
 
@@ -54,7 +54,7 @@ def test_every_rank_hears_the_same_of_all(backend: Backend, kind: str) -> None:
             assert [row[0] for row in rows] == pytest.approx(
                 [squares(g, name) for g in given], rel=1e-5
             )
-            expected = [squares(e, name) for e in owed] or [0.0] * 4  # an allreduce leaves nothing
+            expected = [squares(e, name) for e in owed] or [0.0] * 4  # an allreduce has no residual
             assert [row[1] for row in rows] == pytest.approx(expected, rel=1e-5)
 
 
@@ -112,7 +112,7 @@ def test_levels_follow_from_what_was_told(kind: str) -> None:
     assert ratios == [{0.05}, {0.05}, {0.25}, {0.25}, {0.05}]
     decisions = {rank.counter.decision for rank in job.ranks}
     assert len(decisions) == 1
-    assert decisions.pop()[:2] == (0.05, 4.0)  # the rolled-back step counts for nothing
+    assert decisions.pop()[:2] == (0.05, 4.0)  # the rolled-back step does not count
 
 
 def test_a_level_may_send_other_values() -> None:

@@ -1,4 +1,4 @@
-"""Test Threshold: what is sent, which level follows from the counts of all ranks, and refusals."""
+"""Test Threshold: sent elements, levels decided from all ranks' counts, and wrong settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from horovod_topk.methods.threshold import Filled
 RANKS = 3
 SPECS = [
     TensorSpec("w", (50, 60), "float32"),
-    TensorSpec("few", (5,), "float32"),  # travels whole
+    TensorSpec("few", (5,), "float32"),  # sent whole
     TensorSpec("v", (40, 30), "float64"),  # in a bucket of its own
 ]
 Array = NDArray[Any]
@@ -30,7 +30,7 @@ def world_of(backend: Backend = NUMPY, **settings: Any) -> World:
 
 
 def gradients(step: int, heavy: float = 0.0) -> list[Gradients]:
-    """Normally distributed, and a share of them ten times as large."""
+    """Normally distributed gradients of all ranks; a share `heavy` is ten times as large."""
     random = np.random.default_rng(step)
     return [
         {
@@ -45,7 +45,7 @@ def gradients(step: int, heavy: float = 0.0) -> list[Gradients]:
 
 
 def above(values: Array, threshold: float, *, relative: bool) -> Array:
-    """Positions of elements beyond a multiple of the root mean square, or a magnitude."""
+    """Positions of elements above `threshold` in magnitude, in root mean squares if `relative`."""
     scale = np.sqrt(np.mean(np.square(values.astype(np.float64)))) if relative else 1.0
     return np.flatnonzero(np.abs(values) > threshold * scale)
 
@@ -57,7 +57,7 @@ def level_of(counts: list[int], numel: int, most: float) -> float:
 
 
 def levels(world: World) -> list[float]:
-    """What each rank has decided for the next step."""
+    """The ratio of the next step on each rank."""
     return [compressor.ratio for compressor in world.ranks]
 
 
@@ -66,7 +66,7 @@ def levels(world: World) -> list[float]:
 def test_the_level_of_the_next_step_follows_from_the_counts(
     threshold: float, relative: bool, exchange: str
 ) -> None:
-    """Counts of e + g on each rank; with owners, a tensor's shards have a mean square each."""
+    """Counts are those of e + g on each rank; with owners, each shard has its own mean square."""
     world = world_of(threshold=threshold, relative=relative, exchange=exchange)
     seen = set()
     for step in range(6):
@@ -88,7 +88,7 @@ def test_the_level_of_the_next_step_follows_from_the_counts(
 
 
 def test_all_that_is_above_is_sent_and_free_slots_have_the_next_largest() -> None:
-    """In one step: of a normal distribution 0.27% is beyond three deviations, of a heavy one 5%."""
+    """0.27% of a normal distribution is beyond three standard deviations, 5% of the heavy one."""
     for heavy in (0.0, 0.2):
         world, given = world_of(threshold=3.0), gradients(7, heavy)
         world.step(given)

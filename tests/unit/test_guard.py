@@ -18,11 +18,11 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
 from horovod_topk.methods.topk import TopK
 
-WARNS, FIRES = 0.5, 1.0  # of the strikes of a rule
+WARNS, FIRES = 0.5, 1.0  # shares of a rule's strikes
 
 
 def verdicts(watch: Watch, values: Iterable[float]) -> list[float]:
-    """What a rank tells after each report."""
+    """Report values one by one; return the verdict after each."""
     found = []
     for value in values:
         watch.report(value)
@@ -36,7 +36,7 @@ def end(watch: Watch, step: int = 1, *, told: Iterable[float] = (), **how: Any) 
 
 
 def falling(count: int, noise: float = 0.05, seed: int = 0) -> list[float]:
-    """A loss that goes down with noise."""
+    """Values of a loss that falls, with noise."""
     drawn = random.Random(seed)
     return [0.5 + 2.0 / (1 + step / 30) + noise * drawn.gauss(0, 1) for step in range(count)]
 
@@ -61,7 +61,7 @@ def test_a_loss_that_rises_slowly_is_noticed_once_it_is_smoothed() -> None:
 
 
 def test_a_loss_that_rises_at_once_is_noticed_at_the_start() -> None:
-    """Where a learning rate is too large, that is in its warm-up."""
+    """With too large a learning rate, the loss rises in the first steps."""
     told = verdicts(Watch(Guard()), [3.0, *falling(12, 0.2), *[6.0, 8.0, 7.5, 8.5, 9.0, 8.0]])
     assert told[-1] == 9.0
 
@@ -114,7 +114,7 @@ def test_an_exchange_that_takes_longer_than_dense(dense: float, strikes: int) ->
     for step in range(1, 41):
         is_dense = watch.tries_dense(step - 1)
         assert is_dense == (step in (18, 19, 20, 38, 39, 40))
-        first = step in (18, 38)  # which sends all residuals, and makes new buffers
+        first = step in (18, 38)  # it sends all residuals, and allocates buffers
         watch.time(5.0 if first else dense if is_dense else 0.2, step)
     assert watch.memory.slow == strikes
     assert watch.verdict == (11.0 if strikes else 0.0)
@@ -131,7 +131,7 @@ def test_steps_with_a_nan_have_to_be_in_a_row(caplog: pytest.LogCaptureFixture) 
     for _ in range(3):
         assert [end(watch, **bad) for _ in range(3)] == [""] * 3
         assert end(watch) == ""
-    assert len(caplog.records) == 3  # each time that two were in a row
+    assert len(caplog.records) == 3  # one warning for each two in a row
     assert [end(watch, **bad) for _ in range(4)] == ["", "", "", "non-finite"]
     assert watch.fallbacks == {"non-finite": 1}
     assert end(Watch(Guard(nonfinite=None)), **bad) == ""
@@ -151,7 +151,7 @@ def test_the_stages_of_a_fall_back(hands_over: bool, caplog: pytest.LogCaptureFi
     assert end(watch, 5, told=[9.0, 0.0]) == "trend"
     seen = []
     for step in range(6, 12):
-        assert end(watch, step, committed=False, flagged=True) == ""  # waits for one that commits
+        assert end(watch, step, committed=False, flagged=True) == ""  # not committed: no new stage
         if not watch.is_over:
             break
         seen.append((watch.memory.stage, watch.corrects, watch.is_handing_over))
@@ -218,7 +218,7 @@ def test_the_environment_can_ask_for_one() -> None:
 
 
 class Listener:
-    """A state that notes what it is told."""
+    """A state that records reported values."""
 
     def __init__(self) -> None:
         self.told = list[Any]()

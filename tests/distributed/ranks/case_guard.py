@@ -1,4 +1,4 @@
-"""The guard on real ranks: all fall back in one step, and train on as dense training does."""
+"""The guard on real ranks: all fall back in the same step, then train as dense training does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def in_two_groups(parameters: Any) -> torch.optim.Optimizer:
 
 
 def storm(task: Task, optimizer: Any, steps: range) -> None:
-    """Steps in which the last rank has a NaN, and which a loss scaler, say, leaves out."""
+    """Take steps with a NaN on the last rank, and skip their updates, as a loss scaler does."""
     for step in steps:
         if hvd.rank() == hvd.size() - 1:
             with spoiled(next(iter(task.parameters())), math.nan):
@@ -53,7 +53,7 @@ def storm(task: Task, optimizer: Any, steps: range) -> None:
 
 
 def fallen(setup: Setup, compressor: Any, after: int = 2) -> tuple[Task, Any, list[Any]]:
-    """A run that has fallen back, its optimizer, and what its steps said."""
+    """Train until the guard has fallen back; return the task, the optimizer and all counters."""
     task, seen = setup.task(), list[Any]()
     optimizer = setup.distributed(task, compressor)
     TopKEF.of(optimizer).on_step(seen.append)
@@ -66,7 +66,7 @@ def fallen(setup: Setup, compressor: Any, after: int = 2) -> tuple[Task, Any, li
 
 
 def dense_from(setup: Setup, task: Task, optimizer: Any) -> tuple[Task, Any]:
-    """Training without compression that starts from the state of another run."""
+    """Set up training without compression from the state of another run."""
     twin = setup.task()
     twin.load_state_dict(task.state_dict())
     dense = setup.distributed(twin, hvd.Compression.none)
@@ -101,7 +101,7 @@ def test_from_there_on_it_is_dense_training_to_the_bit(optimizer: Any, exchange:
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("settings", [{}, {"exchange": "sharded"}, {"values": "int8"}], ids=str)
 def test_with_more_ranks_it_is_dense_training_within_rounding(settings: dict[str, Any]) -> None:
-    """A dense gradient goes to owners and back, instead of to every rank."""
+    """Dense gradients are reduced by owners and sent back, instead of gathered on every rank."""
     task, ours, _ = fallen(Setup(), TopKEF(**SPARSE | settings, guard=STORM))
     twin, dense = dense_from(Setup(), task, ours)
     for step in range(8, 20):
@@ -113,7 +113,7 @@ def test_with_more_ranks_it_is_dense_training_within_rounding(settings: dict[str
 
 
 def test_the_optimizer_gets_the_mean_velocity() -> None:
-    """With what SGD itself adds to a gradient, in the unit of its own momentum."""
+    """SGD's buffer has the mean velocity, with weight decay added, and not scaled by 1 - m."""
     task, ours, _ = fallen(Setup(), TopKEF(**SPARSE, guard=STORM), 1)
     before = training.snapshot(task)
     assert not any("momentum_buffer" in ours.state[p] for p in task.parameters())
@@ -139,7 +139,7 @@ def test_it_comes_back_after_a_cool_down(optimizer: Any) -> None:
 def test_a_checkpoint_goes_on_at_every_stage(
     stage: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """While it falls back, when it has, and when it has come back."""
+    """Stages: during the fall-back, after it, and after compression has come back."""
     pytest.importorskip("safetensors")
     guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=3)
     folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("guard")))
@@ -197,7 +197,7 @@ def test_one_rank_whose_loss_rises_takes_all_with_it(caplog: pytest.LogCaptureFi
             report(math.nan if diverges else 1.0 + 0.1 * (step % 2))
     fell = [(each.step, each.fell_back) for each in seen if each.fell_back]
     assert hvd.allgather_object(fell) == [fell] * hvd.size()
-    assert fell == [(36, "trend")]  # which told of the four reports before it
+    assert fell == [(36, "trend")]  # one step after the fourth bad report
     lines = [each.getMessage() for each in caplog.records if "guard" in each.getMessage()]
     assert len(lines) == (3 if hvd.rank() == 0 else 0), lines
     warnings = TopKEF.of(optimizer).stats().warnings

@@ -1,4 +1,4 @@
-"""The guard in graphs that do not change, in eager mode, and in `fit`."""
+"""The guard in TensorFlow: in traced graphs, in eager mode, and in Keras' `fit`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAYS = pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 
 
 def storm(run: Run) -> None:
-    """Three steps, and two with a NaN on the last rank."""
+    """Take three steps, and two more with a NaN on the last rank."""
     for step in range(5):
         spoiled = step > 2 and hvd.rank() == hvd.size() - 1
         run.take(step, np.nan if spoiled else 1.0)
@@ -57,7 +57,7 @@ def test_one_rank_whose_loss_rises_takes_all_with_it(graph: bool) -> None:
         run.take(step)
         report(np.inf if hvd.rank() == 1 and step >= 30 else 1.0 + 0.1 * (step % 2))
     fell = [each.step for each in run.seen if each.fell_back]
-    assert fell[:1] == [36]  # four reports, one step that notes them, and one that tells them
+    assert fell[:1] == [36]  # four reports, a step that reads them, one that sends
     assert [each.level for each in run.seen[36:]] == [1.0] * 4
     assert hvd.allgather_object(fell) == [fell] * hvd.size()
 
