@@ -239,6 +239,7 @@ class ReducedBucket(Generic[Array]):
 
         Raises:
             PayloadError, PlanMismatchError: the payloads are not this bucket's; flags are sent.
+            RuntimeError: the collective failed; the step has ended here.
         """
         assert self._round is not None
         ops, plan = self._ops, self._plans[self._round]
@@ -248,6 +249,9 @@ class ReducedBucket(Generic[Array]):
             flags = self._legs[self._round].receive(reduced)
         except TopKError:
             self._give_up(self._round + 1)
+            raise
+        except RuntimeError:  # a rank is lost: nobody waits for flags
+            self._round = None
             raise
         self._flags = flags if self._flags is None else ops.either(self._flags, flags)
         for work, array in zip(self._works, reduced, strict=True):
