@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Barrier
@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from oracle.backends import NUMPY, TORCH, Backend
 from oracle.loopback import Loopback
+from oracle.schedules import ByGradient
 from oracle.two_rounds import TwoRounds
 
 from horovod_topk.core.attached import Attached
@@ -199,6 +200,7 @@ def _step(gradients: dict[Rank, dict[str, Any]], rank: Rank) -> list[bytes]:
     return rank.step(gradients[rank])
 
 
+@pytest.mark.one_in(2)
 @each_method
 def test_ranks_join_and_leave_and_all_apply_the_same(method: Method) -> None:
     job = Job(method, 2)
@@ -217,6 +219,7 @@ def test_ranks_join_and_leave_and_all_apply_the_same(method: Method) -> None:
     job.steps(1)
 
 
+@pytest.mark.one_in(2)
 @each_method
 def test_a_lost_rank_is_replaced(method: Method, tmp_path: Path) -> None:
     job = Job(method, 3, commit_dir=tmp_path)
@@ -235,6 +238,7 @@ def test_a_lost_rank_is_replaced(method: Method, tmp_path: Path) -> None:
     job.steps(2)
 
 
+@pytest.mark.one_in(2)
 @each_method
 def test_a_collective_may_fail_at_any_time(method: Method, tmp_path: Path) -> None:
     waits = method.rounds * (1 + (method.exchange == "reduce"))  # type: ignore[attr-defined]
@@ -281,6 +285,19 @@ def test_a_rank_that_went_back_to_another_commit_takes_the_others_state() -> Non
     assert not job.ranks[2].array("residuals").any()
     job.assert_alike()
     job.steps(1)
+
+
+def test_measures_are_those_of_the_ranks_that_are_there() -> None:
+    """An allreduce has a lane for each rank."""
+    method = replace(ROWS[-1], schedule=ByGradient())
+    assert method.exchange == "allreduce"
+    job = Job(method, 2)
+    for change in ({}, {"joining": 2}, {"gone": [0]}):
+        job.meet(**change)  # type: ignore[arg-type]
+        job.steps(2)
+        heard = [rank._state.heard[0] for rank in job.ranks]
+        assert len(heard[0]) == len(job.ranks)
+        assert all(each == heard[0] for each in heard)
 
 
 def test_a_ranks_own_state_is_not_shared() -> None:
