@@ -216,8 +216,8 @@ def test_tensorboard(tmp_path: Path) -> None:
         writer(replace(STEP, step=step))
     writer.close()
     events = reader.EventAccumulator(str(tmp_path)).Reload()
-    assert set(events.Tags()["tensors"]) == set(as_dictionary(STEP))
-    assert [event.step for event in events.Tensors("comm/sent_bytes")] == [8]
+    assert set(events.Tags()["scalars"]) == set(as_dictionary(STEP))
+    assert [event.step for event in events.Scalars("comm/sent_bytes")] == [8]
 
 
 def test_keras_logs_have_the_last_step() -> None:
