@@ -26,6 +26,7 @@ OPTIONAL: dict[str, object] = {
     "nesterov": False,
     "velocity_kept": 0.0,
     "taken_over": False,
+    "momentum_share": 1.0,
     "follow_lr": False,
     "ratios": None,
 }  # setting -> the value that switches it off
@@ -37,7 +38,7 @@ DEFERRED: Mapping[str, tuple[str, ...]] = {
     "warmup": (AUTO,),
     "guard": (AUTO,),
 }  # setting -> values that are decided once the optimizer and the job are known
-BY_ADAPTERS = {"taken_over"}  # settings that adapters set, not users
+BY_ADAPTERS = {"taken_over", "momentum_share"}  # settings that adapters set, not users
 
 
 Stretches = tuple[tuple[int, float], ...]
@@ -77,7 +78,8 @@ class Settings:
             they are. A number: give the optimizer a momentum of 0 yourself; exchanged gradients are
             velocities then, up to 1 / (1 - momentum) times larger: clip with `clip_norm`. "auto":
             as "optimizer" where there is a momentum that can be taken over and not everything is
-            sent, else 0; `velocity_kept` is "auto" then unless it is given. 0: off.
+            sent, else 0; `velocity_kept` is "auto" then unless it is given. With Adam and AdamW,
+            correction then uses two thirds of the momentum. 0: off.
         nesterov: whether that momentum is Nesterov's.
         velocity_kept: share of the velocity of a sent element that stays, in [0, 1]
             (`horovod_topk.core.momentum`). 0: masking, as in the paper. "auto": 0 for Adam and
@@ -109,6 +111,7 @@ class Settings:
     nesterov: bool = False  # whether `momentum` is Nesterov's
     velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
     taken_over: bool = False  # whether `momentum` is the optimizer's own; adapters set it
+    momentum_share: float = 1.0  # share of `momentum` that correction uses; adapters set it
     follow_lr: bool = False  # rescale residuals when the learning rate changes
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
     name: str | None = None  # prefix of the collectives' names; None: derived from the plan
@@ -202,7 +205,7 @@ class Settings:
         return agreed
 
     def _is_off(self, name: str) -> bool:
-        if name == "velocity_kept" and not self.momentum:
+        if name in ("velocity_kept", "momentum_share") and not self.momentum:
             return True
         if name in ("momentum", "nesterov") and self.taken_over:
             return True  # the optimizer's: may change, or differ before a broadcast

@@ -12,6 +12,7 @@ from typing import Any
 
 from horovod_topk.config import AUTO
 from horovod_topk.core.base_compressor import elastic
+from horovod_topk.core.momentum import ADAMS_SHARE
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 
@@ -50,7 +51,7 @@ def why_not_corrected(config: Method) -> str:
 
 
 def fitted(config: Method, deferred: Mapping[str, str], *, normalises: bool | None) -> Method:
-    """Fill in the defaults that depend on the optimizer: `velocity_kept` and `warmup`.
+    """Fill in the defaults that depend on the optimizer: shares of momentum, and `warmup`.
 
     Only SGD gets a warm-up with larger ratios. With Adam, whose step depends on the squares of
     gradients, training near the largest stable learning rate did not recover from a warm-up.
@@ -63,7 +64,8 @@ def fitted(config: Method, deferred: Mapping[str, str], *, normalises: bool | No
             SGD; None: not known.
     """
     if normalises and config.velocity_kept == AUTO:
-        config = replace(config, velocity_kept=0.0)
+        share = ADAMS_SHARE if deferred.get("momentum") == AUTO else 1.0
+        config = replace(config, velocity_kept=0.0, momentum_share=share)
     if "warmup" in deferred and normalises is False and not elastic():
         config = replace(config, warmup=AUTO)
     return config

@@ -54,14 +54,15 @@ class Loan:
     Args:
         optimizer: SGD, Adam or AdamW.
         names: names of parameters; parameters without one are not compressed.
+        share: share of the momentum that is corrected, as `Settings.momentum_share`.
 
     Attributes:
         warnings: texts of the warnings given.
     """
 
-    def __init__(self, optimizer: Any, names: Mapping[Any, str]) -> None:
+    def __init__(self, optimizer: Any, names: Mapping[Any, str], share: float) -> None:
         self._optimizer = weakref.ref(optimizer)  # it holds the hooks, and so this object
-        self._names = names
+        self._names, self._share = names, share
         self._met: list[Any] = []  # known parameter groups; any other was loaded or added
         self._factors: list[float] = []  # momentum of the last exchange, by parameter group
         self._lent: list[dict[str, Any]] | None = None  # saved settings by group, during a step
@@ -159,7 +160,7 @@ class Loan:
         found = dict[str, Tensor]()
         for group in optimizer.param_groups:
             is_adam = "betas" in group
-            factor = 1.0 / (1.0 - group["betas"][0]) if is_adam else 1.0
+            factor = 1.0 / (1.0 - self._share * group["betas"][0]) if is_adam else 1.0
             if group.get("maximize") and not is_adam:
                 factor = -factor
             for p in group["params"]:

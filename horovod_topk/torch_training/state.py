@@ -82,7 +82,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         if isinstance(optimizer, ExchangesOwn):
             config = optimizer.exchange_settings(config)
         if config.taken_over:
-            self._loan = Loan(optimizer, self._names)
+            self._loan = Loan(optimizer, self._names, config.momentum_share)
         advise(optimizer, config)
         return config
 

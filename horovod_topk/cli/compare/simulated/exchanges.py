@@ -103,7 +103,8 @@ def compressed(
     if not config.taken_over:
         made = Compressed(model, ranks, config)
     else:
-        loan = Loan(optimizer, {p: name for name, p in model.named_parameters()})
+        names = {p: name for name, p in model.named_parameters()}
+        loan = Loan(optimizer, names, config.momentum_share)
         optimizer.register_step_pre_hook(lambda it, *_: loan.lend(it))
         optimizer.register_step_post_hook(lambda it, *_: loan.take_back(it))
         made = Compressed(model, ranks, config, Momenta(config, loan.now, loan.velocities))
