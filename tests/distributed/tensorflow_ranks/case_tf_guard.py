@@ -133,10 +133,13 @@ class Trainer:
 
     def fall_back(self) -> Trainer:
         """Take 6 steps, the last of which hands momentum back."""
-        self.take(range(2))
+        return self.take(range(2)).reports().take(range(2, 6))
+
+    def reports(self) -> Trainer:
+        """Report a value that leaves its trend: the guard falls back after two more steps."""
         for value in [1.0] * 10 + [np.inf] * 4:
             TopKEF.of(self.optimizer).report(value)
-        return self.take(range(2, 6))
+        return self
 
     @property
     def every(self) -> list[Any]:
@@ -241,15 +244,33 @@ def test_within_a_loss_scale_a_step_that_is_skipped_hands_over_nothing(library: 
         sgd = OPTIMIZERS["SGD"](library.optimizers)
         return Trainer(library, kind.LossScaleOptimizer(sgd), compression)
 
-    ours = scaled(TopKEF(**TAKEN, guard=WATCHED)).take(range(2))
-    for value in [1.0] * 10 + [np.inf] * 4:
-        TopKEF.of(ours.optimizer).report(value)
-    ours.take(range(2, 5))
+    ours = scaled(TopKEF(**TAKEN, guard=WATCHED)).take(range(2)).reports().take(range(2, 5))
     ours.take([5], np.nan if hvd.rank() else 1.0)
     assert not any(map(np.any, ours.momenta()))
     ours.take([5])
     assert all(map(np.any, ours.momenta()))
     assert_dense_from_here(ours, scaled(TopKEF(1.0)), range(6, 9))  # stock Horovod takes no scale
+
+
+@pytest.mark.slow
+def test_with_the_sharded_exchange() -> None:
+    ours = trainer(keras, "SGD", exchange="sharded").fall_back()
+    dense = Trainer(keras, OPTIMIZERS["SGD"](keras.optimizers), hvd.Compression.none)
+    assert_dense_from_here(ours, dense, range(6, 9))
+
+
+@pytest.mark.slow
+def test_with_accumulated_gradients() -> None:
+    """Every second step exchanges and applies gradients."""
+
+    def accumulating(compression: Any) -> Trainer:
+        optimizer = keras.optimizers.SGD(RATE, momentum=M, gradient_accumulation_steps=2)
+        return Trainer(keras, optimizer, compression)
+
+    ours = accumulating(TopKEF(**TAKEN, guard=WATCHED))
+    ours.take(range(4)).reports().take(range(4, 12))
+    assert all(map(np.any, ours.momenta()))
+    assert_dense_from_here(ours, accumulating(hvd.Compression.none), range(12, 17))
 
 
 @pytest.mark.slow
@@ -293,11 +314,7 @@ def test_after_a_cool_down_velocities_are_the_optimizers_momentum(
 def test_a_checkpoint_goes_on_at_every_stage(library: Any, kind: str, steps: int) -> None:
     """Stages: handing over, dense, the last dense step, and after compression has come back."""
     guard = Guard(nonfinite=None, cool_down=3)
-    ours = trainer(library, kind, guard=guard)
-    ours.take(range(2))
-    for value in [1.0] * 10 + [np.inf] * 4:
-        TopKEF.of(ours.optimizer).report(value)
-    ours.take(range(2, steps))
+    ours = trainer(library, kind, guard=guard).take(range(2)).reports().take(range(2, steps))
     again = trainer(library, kind, guard=guard).start_from(ours)
     again.compression.load_state_dict(TopKEF.of(ours.optimizer).state_dict())
     for step in range(steps, steps + 5):
