@@ -23,7 +23,7 @@ from typing import Any
 
 import launch
 from cluster import Cluster, Link
-from cluster.host import CARD
+from cluster.host import INTERFACE
 
 RATES = ("400mbit", "100mbit", "20mbit", "400mbit")
 RATIOS = (0.02, 0.1, 0.25, 1.0)
@@ -94,7 +94,7 @@ def change(cluster: Cluster, rate: str) -> None:
     """Change the rate of every link, at both ends."""
     shaping = Link.of(rate).shaping()
     for host in cluster.hosts:
-        host.check(["tc", "qdisc", "change", "dev", CARD, "root", *shaping])
+        host.check(["tc", "qdisc", "change", "dev", INTERFACE, "root", *shaping])
         host._room.check(["tc", "qdisc", "change", "dev", host._port, "root", *shaping])
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from horovod_topk.cli.machine import machine
 from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.exchange.sharded import ShardedExchange
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
@@ -124,7 +125,8 @@ def step_of(method: Method, gradient: Tensor, ops: TorchOps) -> tuple[Step, Step
         for each in [state_plan(bucket, name)]
     }
     collective: Any = Alone()
-    exchange = ReducedBucket(bucket, arenas, states, ops, codec, collective)
+    by = ShardedExchange(collective)
+    exchange = ReducedBucket(bucket, arenas, states, ops, codec, by)
 
     def reduce() -> None:
         exchange.send([gradient], "b")

@@ -23,7 +23,7 @@ from typing import Any
 
 import launch
 from cluster import Cluster, ClusterError, Link
-from cluster.host import CARD, NETWORK
+from cluster.host import INTERFACE, NETWORK
 from horovod_topk.cli.machine import machine
 from runs import Runs
 from trouble import report
@@ -68,7 +68,7 @@ def send_again_sooner(cluster: Cluster, rto_min: str) -> None:
         ClusterError: the kernel does not take it.
     """
     for host in cluster.hosts:
-        route = [NETWORK.format(number="0/24"), "dev", CARD, "src", host.address]
+        route = [NETWORK.format(number="0/24"), "dev", INTERFACE, "src", host.address]
         host.check(["ip", "route", "change", *route, "rto_min", rto_min])
 
 

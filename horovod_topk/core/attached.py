@@ -28,6 +28,7 @@ class Manager(Protocol):
 
     units: int  # number of ranks for which residuals are scaled; 0: not known yet
     clock: Clock
+    shared: Mapping[str, Any]  # `State.shared_state` for a state that did not exist in `settle`
 
     def settle(self) -> None:
         """Agree with the other ranks after the set of ranks has changed. A collective."""
@@ -144,6 +145,19 @@ class Attached(Generic[Kept]):
         if self.active:
             self._state.resume(clock, ranks)
 
+    def shared_state(self) -> dict[str, Any]:
+        """The method's state that is equal on all ranks, for ranks that join an elastic job."""
+        return self._state.shared_state() if self.active else {}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Load the `shared_state` of another rank; a step under way is dropped.
+
+        Raises:
+            StateDictError: it does not fit the tensors known so far; nothing has changed.
+        """
+        if self.active:
+            self._state.take_shared(state)
+
     def keep_with(self, manager: Manager) -> None:
         """Have a manager keep residuals through an elastic job; called by `TopKEF`.
 
@@ -154,6 +168,7 @@ class Attached(Generic[Kept]):
         self.manager = manager
         if manager.units:
             self.resume(manager.clock, manager.units)
+            self.take_shared(manager.shared)
 
     @property
     def place(self) -> tuple[int, int]:

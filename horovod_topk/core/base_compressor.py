@@ -330,29 +330,29 @@ def elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def check_elastic(config: Settings) -> None:
+def check_elastic(config: Settings, *, in_graphs: bool = False) -> None:
     """Refuse exchanges that need a fixed number of ranks, in an elastic job.
+
+    Args:
+        config: the settings.
+        in_graphs: whether steps run in graphs that are not built again when ranks change.
 
     Raises:
         ConfigError: the job is elastic, and the exchange needs a fixed number of ranks.
     """
     exchange = config.exchange
-    if exchange == "reduce" and elastic():
-        raise ConfigError(
-            f"{type(config).__name__} splits its sums among a fixed number of ranks, and this job "
-            "is elastic",
-            cure="Use TopKEF with exchange='allgather', or run without --min-np and --max-np",
-        )
-    if exchange == "allreduce" and config.told and elastic():
-        raise ConfigError(
-            "schedule= has a lane for each rank in what exchange='allreduce' adds up, and ranks of "
-            "this job come and go",
-            cure="Pass exchange='allgather', or leave schedule= out",
-        )
-    if exchange in ("sharded", "hierarchical") and elastic():
+    if not elastic():
+        return
+    if exchange in ("sharded", "hierarchical"):
         raise ConfigError(
             f"exchange={exchange!r} splits residuals among a fixed number of ranks, and this job "
             "is elastic",
+            cure="Pass exchange='allgather', or run without --min-np and --max-np",
+        )
+    if in_graphs and exchange in ("reduce", "allreduce"):
+        raise ConfigError(
+            f"{type(config).__name__} with exchange={exchange!r} would build the number of ranks "
+            "into TensorFlow's graphs, and this job is elastic",
             cure="Pass exchange='allgather', or run without --min-np and --max-np",
         )
 

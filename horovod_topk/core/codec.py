@@ -88,12 +88,13 @@ class PayloadCodec(Generic[Array]):
         method: object = bucket.config
         if not isinstance(method, Seeded):
             return None
-        rank, written = self._rank(), position // len(bucket.gradients)
+        written = position // len(bucket.gradients)
 
         def writer(row: int) -> int:
-            return bucket.sender(row * bucket.writers + written) if rows else rank
+            return bucket.sender(row * bucket.writers + written) if rows else self._rank()
 
-        return Key(method.seed, bucket.place(position), self._committed() - ago, rank, writer)
+        known = method.seed, bucket.place(position), self._committed() - ago
+        return Key(*known, self._rank, writer)
 
     def tell(self, bucket: BucketPlan, numbers: Sequence[Any]) -> None:
         """Set the measures that this rank sends with a bucket, in this step and later ones.

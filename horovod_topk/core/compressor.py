@@ -91,6 +91,7 @@ class Compressor(State[Array]):
         guard = plan.config.guard
         self._sampled = WATCHED if guard is not None and guard.residual is not None else SAMPLED
         self._level = plan.config.ratio, self.velocity is not None, exchange
+        self._place = self.place  # that the buckets' exchanges are built for
         self.step = self._new_step()
 
     @property
@@ -236,7 +237,8 @@ class Compressor(State[Array]):
     def _begin_step(self) -> None:
         """Rescale residuals whose units have changed, and switch to the step's ratio level.
 
-        The number of ranks may have changed; ranks that have joined have zero residuals.
+        The number of ranks may have changed: exchanges whose arrays depend on it, or on this rank,
+        are built anew. Ranks that have joined have zero residuals.
         """
         ranks = self.exchange.ranks
         before, self.ranks_before = self.ranks_before, ranks
@@ -246,7 +248,7 @@ class Compressor(State[Array]):
         if self.rates is not None:
             self._follow(self.rates.turn())
         level = self.ratio, self.velocity is not None and self.guard.corrects, self._next_exchange
-        if level != self._level:
+        if level != self._level or self.place != self._place:
             self._turn_to(*level)
         self.step.samples = self.steps % self._sampled == 0
         self._numbers[VERDICT] = self.guard.verdict
@@ -289,6 +291,7 @@ class Compressor(State[Array]):
         if exchange is not self._usual:
             settings = Whole.beside(settings)
         self._level, self.exchange = (ratio, corrects, exchange), exchange
+        self._place = self.place
         self.plan = self.plan.under(settings)
         for registry in self._registries.values():
             if registry not in self.states.values():

@@ -1,8 +1,10 @@
-"""The reduce exchange of one bucket: a method of rounds has its arrays summed over all ranks.
+"""The rounds of one bucket: a method of rounds has its arrays summed over all ranks.
 
-Each round is a sharded exchange of arrays that are sent whole: their elements go to their owners,
-which add them up in rank order and send the sums or means to all ranks. So a round has the headers,
-digests and flags of any payload, and every rank has the same bits after it.
+Each round is an exchange of arrays that are sent whole, by another exchange: sharded, where their
+elements go to their owners, which add them up in rank order and send the sums or means to all
+ranks; an allgather, where every rank adds them up in rank order; or Horovod's own allreduce. So a
+round has the digests and flags of that exchange. After a sharded round or an allgather, which give
+the same sums, every rank has the same bits.
 
 A flagged tensor is sent as NaN in the remaining rounds, and becomes NaN on every rank. If every
 tensor of a bucket is flagged, the bucket ends after that round: every rank sees the same flags, and
@@ -15,17 +17,15 @@ part in no later round.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.exchange import Collective
-from horovod_topk.core.exchange.sharded import ShardedBucket
+from horovod_topk.core.exchange import BucketExchange, Exchange
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.plan import BucketPlan, Plan, lay_out
 from horovod_topk.core.residual import Arenas, Squares
-from horovod_topk.core.shards import shard
 from horovod_topk.errors import TopKError
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.protocol import (
@@ -79,6 +79,17 @@ def round_plans(bucket: BucketPlan) -> list[BucketPlan]:
     return [round_plan(bucket, i) for i in range(_method(bucket).rounds)]
 
 
+class Leg(BucketExchange[Any], Protocol):
+    """The exchange of the arrays of one round."""
+
+    def abort(self, name: str) -> None:
+        """Send flags for all tensors in a step that this rank does not go on with.
+
+        Does not wait for these collectives.
+        """
+        ...
+
+
 class ReducedBucket(Generic[Array]):
     """`BucketExchange` of a method of rounds: one round after another.
 
@@ -86,7 +97,8 @@ class ReducedBucket(Generic[Array]):
         bucket: the bucket, whose method has rounds.
         arenas: this rank's residuals.
         states: arenas of the method's state, by name.
-        ops, codec, collective: operations on the arrays, their codec and their collectives.
+        ops, codec: operations on the arrays, and their codec.
+        by: the exchange that carries the arrays of each round; its bucket exchanges are `Leg`.
     """
 
     def __init__(
@@ -96,14 +108,15 @@ class ReducedBucket(Generic[Array]):
         states: Mapping[str, Arenas[Array]],
         ops: Ops[Array],
         codec: PayloadCodec[Array],
-        collective: Collective[Array],
+        by: Exchange[Array],
     ) -> None:
         self._bucket, self._arenas, self._states = bucket, arenas, states
         self._ops, self._method, self._codec = ops, _method(bucket), codec
-        self._legs = [_leg(plan, ops, codec, collective) for plan in round_plans(bucket)]
-        self.stages = 2 * len(self._legs) - 1
+        self._plans = round_plans(bucket)
+        self._legs = [_leg(plan, ops, codec, by) for plan in self._plans]
+        self.stages = len(self._legs) - 1 + sum(leg.stages for leg in self._legs)
         self._round: int | None = None  # the running round; None: none
-        self._returning = False  # whether owners have started to send its sums back
+        self._advanced = 0  # how often its leg was advanced
         self._ended = True  # whether its sums are taken, and no round follows
         self._flags: Sequence[bool] | None = None  # flags of all rounds so far
         self._works: list[Work[Array]] = []
@@ -125,23 +138,24 @@ class ReducedBucket(Generic[Array]):
         self._start(0)
 
     def advance(self) -> None:
-        """`BucketExchange.advance`: send sums back, or take them and start the next round."""
+        """`BucketExchange.advance`: advance the round, or take its sums and start the next."""
         if self._round is None or self._ended:
             return
         leg, following = self._legs[self._round], self._round + 1
-        if not self._returning:
+        if self._advanced < leg.stages:
             leg.advance()
-            self._returning = True
-        elif following < len(self._legs) and self._take(leg):
+            self._advanced += 1
+        elif following < len(self._legs) and self._take():
             self._start(following)
 
     def _wait(self) -> None:
         """Wait for the last round's sums; start the collectives that are missing."""
         assert self._round is not None
-        while not self._ended and (self._round + 1 < len(self._legs) or not self._returning):
+        last = len(self._legs) - 1
+        while not self._ended and (self._round, self._advanced) != (last, self._legs[last].stages):
             self.advance()
         if not self._ended:
-            self._take(self._legs[self._round])
+            self._take()
         self._round = None
 
     def drain(self) -> None:
@@ -149,11 +163,12 @@ class ReducedBucket(Generic[Array]):
         if self._round is None:
             return
         leg = self._legs[self._round]
-        if not self._returning:
+        if self._advanced < leg.stages:
             leg.drain()
         elif not self._ended:
-            with contextlib.suppress(TopKError):  # `_take` has sent flags to the other ranks
-                if self._take(leg):
+            # TopKError: `_take` has sent flags to the other ranks. RuntimeError: a rank is lost.
+            with contextlib.suppress(TopKError, RuntimeError):
+                if self._take():
                     self._give_up(self._round + 1)
         self._round = None
 
@@ -201,7 +216,7 @@ class ReducedBucket(Generic[Array]):
             raise
         for work, array in zip(self._works, arrays, strict=True):
             work.sent.append(array)
-        self._round, self._returning, self._ended = i, False, False
+        self._round, self._advanced, self._ended = i, 0, False
         self._legs[i].send(arrays, f"{self._name}.{i}")
 
     def _array(self, i: int, position: int, piece: Piece) -> Array:
@@ -219,20 +234,24 @@ class ReducedBucket(Generic[Array]):
                 ops.write_scaled(ops.clone(array), 1.0, array, self._flags[position])
         return array
 
-    def _take(self, leg: ShardedBucket[Array]) -> bool:
+    def _take(self) -> bool:
         """Take a round's sums; return False if all tensors are flagged, which ends the step.
 
         Raises:
             PayloadError, PlanMismatchError: the payloads are not this bucket's; flags are sent.
+            RuntimeError: the collective failed; the step has ended here.
         """
         assert self._round is not None
-        ops, reduced = self._ops, []
-        for tensor in leg.bucket.tensors:
-            reduced.append(ops.zeros(tensor.numel, leg.bucket.residual_dtype, leg.bucket.device))
+        ops, plan = self._ops, self._plans[self._round]
+        kind = plan.residual_dtype, plan.device
+        reduced = [ops.zeros(tensor.numel, *kind) for tensor in plan.tensors]
         try:
-            flags = leg.receive(reduced)
+            flags = self._legs[self._round].receive(reduced)
         except TopKError:
             self._give_up(self._round + 1)
+            raise
+        except RuntimeError:  # a rank is lost: nobody waits for flags
+            self._round = None
             raise
         self._flags = flags if self._flags is None else ops.either(self._flags, flags)
         for work, array in zip(self._works, reduced, strict=True):
@@ -324,20 +343,16 @@ def _stretch(arenas: Arenas[Any], piece: Piece) -> tuple[int, int]:
     return tensor.start, tensor.stop
 
 
-def _leg(
-    plan: BucketPlan, ops: Ops[Array], codec: PayloadCodec[Array], collective: Collective[Array]
-) -> ShardedBucket[Array]:
-    """The sharded exchange of a round; its arenas stay zero, as arrays are sent whole."""
-    split = shard(plan, collective.size)
-    make: Callable[[BucketPlan], Arenas[Array]] = lambda each: Arenas(  # noqa: E731
-        each,
-        ops.zeros(each.numel, each.residual_dtype, each.device),
-        ops.zeros(each.numel, each.residual_dtype, each.device),
-    )
-    owned = make(split.gather[collective.rank])
-    return ShardedBucket(
-        split, [make(each) for each in split.scatter], owned, ops, codec, collective
-    )
+def _leg(plan: BucketPlan, ops: Ops[Array], codec: PayloadCodec[Array], by: Exchange[Array]) -> Leg:
+    """The exchange of a round; its arenas stay zero, as arrays are sent whole."""
+
+    def unused(plans: Sequence[BucketPlan]) -> list[Arenas[Array]]:
+        sizes = [(each.numel, each.residual_dtype, each.device) for each in plans]
+        pairs = zip(plans, sizes, strict=True)
+        return [Arenas(each, ops.zeros(*size), ops.zeros(*size)) for each, size in pairs]
+
+    memory = unused(by.holders(plan)), unused(by.owned(plan)), dict[str, Arenas[Array]]()
+    return cast("Leg", by.of(plan, *memory, ops, codec))
 
 
 def _elements(method: Rounds, piece: Piece, i: int) -> int:

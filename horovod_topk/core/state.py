@@ -27,6 +27,7 @@ from horovod_topk.core.state_dict import (
     OWNED,
     RELEASED,
     RESIDUALS,
+    SHARED,
     asked_of,
     check_origin,
     check_owner,
@@ -79,6 +80,7 @@ class State(Counting[Array]):
         self.rates: Followed | None = None
         self.ranks_before: int | None = None
         self._waiting: dict[str, Any] = {}  # state dict of tensors that are not known yet
+        self._shared: Mapping[str, Any] = {}  # the same, of `take_shared`
 
     def specs(self) -> dict[str, TensorSpec]:
         """Specs of the known tensors, as whole tensors, by name."""
@@ -269,24 +271,54 @@ class State(Counting[Array]):
         self._keep_waiting(without(state, names))
         self.has_changed()
 
+    def shared_state(self) -> dict[str, Any]:
+        """A state dict with the method's state that is equal on all ranks, and nothing else."""
+        shared = {key: self._packed(key) for key, p in self.parts.items() if p.facts.get(SHARED)}
+        return self.unwrapped(pack_state(self.config.ratio, [], {}) | shared)
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Load the `shared_state` of another rank; a step under way is abandoned.
+
+        Tensors that are not known yet get theirs when they become known.
+
+        Raises:
+            StateDictError: it does not fit the tensors known so far; no state has changed.
+        """
+        self.about_to_change()
+        shared = self.wrapped(state)
+        self._take_on_shared(shared, self.specs().keys() - self.later, self.later)
+        self._shared = shared
+
+    def _take_on_shared(
+        self, shared: Mapping[str, Any], names: Collection[str], others: Collection[str]
+    ) -> None:
+        """Copy shared state to the tensors `names`; it may also have that of `others`."""
+        mine = without(shared, others)
+        pairs = [(self.parts[key], mine[key]) for key in parts_of(mine) if key in self.parts]
+        for part, within in pairs:
+            part.check(within, names)
+        for part, within in pairs:
+            part.take_on(within, [name for name in part.pieces if name in names])
+
     def meet(self, names: Collection[str]) -> None:
         """Copy loaded state to tensors that have just become known.
 
         Raises:
             StateDictError: the loaded state does not fit.
         """
+        others = {*self.later, *self.specs()} - set(names)
         if self._waiting:
-            others = {*self.later, *self.specs()} - set(names)
             mine = self.wrapped(without(self._waiting, others))
             self._check(mine, names)
             self._take_on(mine, names)
             self._keep_waiting(without(self._waiting, names))
+        self._take_on_shared(self._shared, names, others)
         self.later -= set(names)
 
     def reset(self) -> None:
         """Set every residual to zero; a step under way is abandoned."""
         self.about_to_change()
-        self._waiting = {}
+        self._waiting, self._shared = {}, {}
         for part in self.parts.values():
             part.reset()
         if self.rates is not None:

@@ -193,17 +193,16 @@ def _messages(kind: str, nodes: Nodes, bucket: BucketPlan | None = None) -> tupl
     ranks, size, held = sum(nodes.sizes), max(nodes.sizes), len(nodes.ranks)
     gather, scatter = ranks - 1, 2 * (ranks - 1)
     told = bucket is not None and any(numbers_of(bucket.config, t) for t in bucket.tensors)
+    method: object = None if bucket is None else bucket.config
+    rounds = method.rounds if isinstance(method, Rounds) else 1
     if kind == "allgather":
-        return 1 + told, (1 + told) * (gather + negotiation(ranks))
+        return rounds + told, (rounds + told) * (gather + negotiation(ranks))
     if kind == "allreduce":
-        return 1, 2 * gather + negotiation(ranks)
+        return rounds, rounds * (2 * gather + negotiation(ranks))
     sharded = 2, scatter + gather + 2 * negotiation(ranks)
-    if kind == "sharded":
-        return 2 + told, sharded[1] + told * (gather + negotiation(ranks))
-    if kind == "reduce":
-        method: object = None if bucket is None else bucket.config
-        rounds = method.rounds if isinstance(method, Rounds) else 1
-        return rounds * sharded[0], rounds * sharded[1]
+    if kind in ("sharded", "reduce"):
+        announced = told * (gather + negotiation(ranks))
+        return rounds * sharded[0] + told, rounds * sharded[1] + announced
     within = 2 * (size - 1) + (size - 1) + 2 * negotiation(size)  # an alltoall, an allgather
     between = held - 1 + negotiation(held) if held > 1 else 0
     return (3 + told if held > 1 else 2), within + (1 + told) * between

@@ -57,10 +57,12 @@ def nodes_of(ranks: int, local_size: int) -> Nodes:
     return Nodes(tuple(tuple(range(at, min(at + local_size, ranks))) for at in starts))
 
 
-def exchange_of(kind: str, nodes: Nodes, rank: int = 0) -> Exchange[bytes]:
-    """Return a rank's exchange, to count its bytes."""
+def exchange_of(
+    kind: str, nodes: Nodes, rank: int = 0, *, in_rounds: bool = False
+) -> Exchange[bytes]:
+    """Return a rank's exchange, to count its bytes; in_rounds: `Method.in_rounds`."""
     collective: Collective[bytes] = Nobody(sum(nodes.sizes), rank)
-    return make_exchange(kind, collective, nodes)
+    return make_exchange(kind, collective, nodes, in_rounds=in_rounds)
 
 
 class _AsRank(HierarchicalExchange[bytes]):
@@ -91,8 +93,9 @@ class Ranks:
     largest, sends as much within its node as any.
     """
 
-    def __init__(self, kind: str, nodes: Nodes) -> None:
-        self._nodes, self._exchanges = nodes, [exchange_of(kind, nodes)]
+    def __init__(self, kind: str, nodes: Nodes, *, in_rounds: bool = False) -> None:
+        self._nodes = nodes
+        self._exchanges = [exchange_of(kind, nodes, in_rounds=in_rounds)]
         if kind == "hierarchical":
             firsts = {len(node): node for node in reversed(nodes.ranks)}
             ranks = sorted(rank for node in firsts.values() for rank in node)
@@ -129,9 +132,10 @@ def cheapest(plan: Plan, nodes: Nodes) -> tuple[str, Ranks]:
 
     Also returns the ranks that may send the most in it.
     """
-    asked = plan.config.exchange
+    asked, in_rounds = plan.config.exchange, plan.config.in_rounds
     kinds = [kind for kind in plan.config.exchanges if kind not in ("auto", "allreduce")]
-    ranks = {kind: Ranks(kind, nodes) for kind in (kinds if asked == "auto" else [asked])}
+    kinds = kinds if asked == "auto" else [asked]
+    ranks = {kind: Ranks(kind, nodes, in_rounds=in_rounds) for kind in kinds}
     sent = {kind: each.busiest(plan).node_bytes for kind, each in ranks.items()}
     kind = fewest(sent)
     return kind, ranks[kind]

@@ -8,7 +8,9 @@ once (`manager.Manager.settle`), so that the sum of what is still to be applied 
 (`horovod_topk.core.reshard`):
 
 - a rank that stays multiplies its residual by P_new / P_old with op=Average, and by 1 with op=Sum;
-- a rank that joins starts with a residual of zero, and gets the count of committed steps;
+- a rank that joins starts with a residual of zero, and gets the count of committed steps, which is
+  the key of random numbers, and the method's state that is equal on all ranks, such as PowerSGD's
+  Q;
 - before a rank leaves after a warning, all ranks average their residuals;
 - the committed residual of a rank that failed is taken over by another rank, if `commit_dir` names
   a folder that all ranks can read. Otherwise it is lost: see `Stats.lost_ranks`, `Stats.lost_norm`.

@@ -47,6 +47,10 @@ class Talk(Protocol):
         """Gather the bytes of every rank, of equal length. A collective."""
         ...
 
+    def broadcast(self, state: Mapping[str, Any], root: int, name: str) -> Mapping[str, Any]:
+        """The state dict of rank `root`. A collective."""
+        ...
+
     def average(self, array: Any, name: str) -> Any:
         """The mean of an array over all ranks. A collective."""
         ...
@@ -67,6 +71,14 @@ class State(base_compressor.State, Protocol):
     @property
     def agreed(self) -> Plan | None:
         """The plan that must be equal on all ranks; None: no tensor is known yet."""
+        ...
+
+    def shared_state(self) -> dict[str, Any]:
+        """A state dict with the method's state that is equal on all ranks, and nothing else."""
+        ...
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Load the `shared_state` of another rank."""
         ...
 
     def resume(self, clock: Clock, ranks: int) -> None:
@@ -111,6 +123,8 @@ class Manager:
         self._member, self._job = uuid.uuid4().bytes, bytes(16)
         self.units = 0  # number of ranks that the residual is scaled for; 0: not joined yet
         self.clock: Clock = Clock(0)  # at the last `settle`
+        # The other ranks' `shared_state` at the last `settle`, if there was no state here then.
+        self.shared: Mapping[str, Any] = {}
         self._pooled = False
         self._absorbed: tuple[str, ...] = ()
         self._saved: _Commit | None = None
@@ -137,6 +151,7 @@ class Manager:
         if saved is None:  # no commit: residuals were zero
             state.reset()
             state.resume(self.clock, self.units)
+            state.take_shared(self.shared)
             return
         own = state.state_dict()
         fits = own["shapes"] == saved.state["shapes"]
@@ -147,6 +162,8 @@ class Manager:
 
     def settle(self) -> None:
         """Rescale residuals after ranks have changed. A collective: call it on every rank.
+
+        A rank that joins, or that went back to another commit, gets the method's shared state.
 
         Raises:
             PlanMismatchError: on every rank, if two ranks have different plans.
@@ -161,6 +178,7 @@ class Manager:
             self._take_on(present)
             if not self.units:
                 self._start_empty()
+            self._share(present)
         else:
             self._job = eldest.member
         self.units, self._pooled, self.clock = present.ranks, False, eldest.clock
@@ -188,6 +206,16 @@ class Manager:
             state.load_state_dict(kept)
             self._pooled = True
             self._replace(self._commit(state))
+
+    def _share(self, present: Membership) -> None:
+        """Give every rank the method's shared state of the first rank that stayed."""
+        state, (root, *_) = self._state(), present.old
+        is_root = self._member == present.eldest.member
+        mine = state.shared_state() if state is not None and is_root else {}
+        self.shared = self._talk.broadcast(mine, root, f"{self._name}.shared")
+        if state is not None:
+            state.take_shared(self.shared)
+            self.shared = {}
 
     def counted(self, stats: Stats) -> Stats:
         """Add the number and the norm of lost residuals to statistics."""

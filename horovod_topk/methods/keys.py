@@ -27,7 +27,7 @@ class Key:
     seed: int  # the seed setting, equal on all ranks
     place: tuple[str, str, int]  # tensor, leg (see `Method.piece`), owner of the shard
     committed: Any  # number of committed steps; in a graph a tensor
-    rank: int  # this rank
+    rank: Callable[[], int]  # returns this rank
     writer: Callable[[int], int]  # rank that wrote a row of payloads; this rank in `encode`
 
     @property
@@ -38,7 +38,7 @@ class Key:
     @property
     def own(self) -> Stream:
         """Random numbers of this rank, different from other ranks' numbers."""
-        return self._stream(self.rank)
+        return self._stream(self.rank())
 
     def of_row(self, row: int) -> Stream:
         """The `own` random numbers of the rank that wrote a row of payloads."""

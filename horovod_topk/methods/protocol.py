@@ -183,6 +183,7 @@ class Method(Settings):
     id: ClassVar[int]  # in the payload's header: unique, and never reused by another method
     # Defaults of compressor classes, not of fields.
     for_training: ClassVar[Mapping[str, str]] = {"guard": AUTO}
+    in_rounds: ClassVar[bool] = False  # whether it is of the kind `Rounds`
     measured: ClassVar[tuple[str, ...]] = ()  # names of a codec's own measures: `Codec.measure`
 
     def __post_init__(self) -> None:
@@ -469,18 +470,22 @@ class Work(Generic[Array]):
 class Rounds(Method):
     """A method whose arrays are added up over ranks, in one round or several dependent ones.
 
-    Owners add up the elements of each round in rank order, in the residual's dtype, and every rank
-    gets the same bits. Tensors are not sharded between rounds. A tensor that any rank flags as
-    non-finite becomes NaN on all ranks; its rounds go on.
+    Arrays are added up in the residual's dtype: with "reduce", the default, by the owner of each
+    element in rank order; with "allgather" by every rank in rank order, to the same bits and with
+    P / 2 times the bytes at P ranks; with "allreduce" by Horovod's own allreduce, in an order that
+    is not fixed: Gloo gives all ranks equal bits, but above two ranks not the same bits in every
+    run, and MPI only recommends equal bits. Tensors are not sharded between rounds. A tensor that
+    any rank flags as non-finite becomes NaN on all ranks; its rounds go on.
     """
 
     rounds: ClassVar[int]
+    in_rounds: ClassVar[bool] = True
     exchange: str = "reduce"
 
     @property
     def exchanges(self) -> tuple[str, ...]:
         """The exchanges that the setting `exchange` may name."""
-        return ("reduce",)
+        return ("reduce", "allgather", "allreduce")
 
     def state(self, piece: Piece) -> Mapping[str, StateSpec]:
         """Arrays that are kept for a tensor beside its residual, by name; zeros at first."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-from tensorboard.summary import Writer
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.metrics import as_dictionary
@@ -19,13 +22,16 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
-        self._writer, self._every = Writer(str(folder)), every
+        self._writer, self._every = EventFileWriter(str(folder)), every
 
     def __call__(self, counters: StepCounters) -> None:
         """Write the metrics of a step, if its number is a multiple of `every`."""
-        if counters.step % self._every == 0:
-            for name, number in as_dictionary(counters).items():
-                self._writer.add_scalar(name, number, counters.step)
+        if counters.step % self._every:
+            return
+        numbers = as_dictionary(counters).items()  # one event for all: an event a scalar costs more
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers]
+        event = Event(step=counters.step, wall_time=time.time(), summary=Summary(value=values))
+        self._writer.add_event(event)
 
     def close(self) -> None:
         """Write pending metrics, and close the files."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +176,11 @@ class HorovodTalk:
     def gather(self, data: bytes, name: str) -> list[bytes]:
         """Gather the bytes of every rank, of equal length."""
         return gather_bytes(data, name, TensorFlowOps(), HorovodCollective(hvd.global_process_set))
+
+    def broadcast(self, state: Mapping[str, Any], root: int, name: str) -> Mapping[str, Any]:
+        """The state dict of rank `root`."""
+        received: Mapping[str, Any] = hvd.broadcast_object(dict(state), root, name=name)
+        return received
 
     def average(self, array: Any, name: str) -> Any:
         """The mean of an array over all ranks."""

@@ -71,7 +71,7 @@ class OptimizerState(Attached[VariableState]):
         self._raised: Exception | None = None  # error of the last step
         self._ended: float | None = None  # end of the last step, by `time.perf_counter`
         self.created = next(_COUNT)
-        check_elastic(config)
+        check_elastic(config, in_graphs=True)
         collective = HorovodCollective(settings.process_set, resizable=elastic())
         self._state = VariableState(config, settings.reduction, names, stores, collective)
         self._plans = PlanCache(config, settings, names, self._state)

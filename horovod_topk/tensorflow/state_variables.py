@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -194,10 +195,10 @@ class VariableState(State[Array]):
             return 1.0 if rates is None else rates.decay(name, rate)
 
         codec = PayloadCodec(self.ops, self.heard)
-        committed, collective = None, self.collective
+        committed = None
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
-        codec.draw_from(lambda: committed, lambda: collective.rank)
+        codec.draw_from(lambda: committed, partial(_rank_in_graph, self.config, self.collective))
         momenta = Momenta(plan.config)
         momenta.turn(plain=plain)
         shared = self.ops, codec, exchange, name, momenta
@@ -257,17 +258,7 @@ class VariableState(State[Array]):
             self.rates.take_on(tuple(t.spec.name for t in plan.tensors()), rate)
 
     def _choose_exchange(self, plan: Plan) -> None:
-        """Choose the exchange together with all ranks.
-
-        Raises:
-            ConfigError: the job is elastic, and a graph has this rank's random numbers.
-        """
-        if isinstance(self.config, Seeded) and elastic():
-            raise ConfigError(
-                f"{type(self.config).__name__} draws random numbers by the rank that a graph was "
-                "built on, and this job is elastic",
-                cure="Use TopKEF, or run without --min-np and --max-np",
-            )
+        """Choose the exchange together with all ranks."""
         self.exchange = exchange_of(plan, self.ops, self.collective)
         log.info("TopKEF: %s", describe(self.exchange))
         self.parts = {RESIDUALS: Part(self.ops)}
@@ -338,6 +329,22 @@ class _Layout:
                 VariablePiece(variable, holder.parts, each.first)
                 for variable, (holder, each) in zip(made, own, strict=True)
             ]
+
+
+def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
+    """This rank, for the random numbers of a graph.
+
+    Raises:
+        ConfigError: the job is elastic, and ranks are numbered anew while graphs stay.
+    """
+    if elastic():
+        raise ConfigError(
+            f"{type(config).__name__} draws random numbers by the rank that a graph was built on, "
+            "and this job is elastic",
+            cure="Use a method whose random numbers are equal on all ranks, such as TopKEF (none) "
+            "or RandomK, or run without --min-np and --max-np",
+        )
+    return collective.rank
 
 
 def _of_host() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from horovod_topk import process_sets
 from horovod_topk.core.agreement import gather_bytes
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.payload import check_counts
+from horovod_topk.core.state_dict import converted
 from horovod_topk.core.timing import StepTimer
 from horovod_topk.ops.torch import TorchOps
 
@@ -160,6 +161,12 @@ class HorovodTalk:
     def gather(self, data: bytes, name: str) -> list[bytes]:
         """Gather the bytes of every rank, of equal length."""
         return gather_bytes(data, name, TorchOps(), HorovodCollective(hvd.global_process_set))
+
+    def broadcast(self, state: Mapping[str, Any], root: int, name: str) -> Mapping[str, Any]:
+        """The state dict of rank `root`; its arrays are on the host."""
+        mine = converted(state, Tensor.cpu)
+        received: Mapping[str, Any] = hvd.broadcast_object(mine, root, name=name)
+        return received
 
     def average(self, array: Tensor, name: str) -> Tensor:
         """The mean of an array over all ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.host import CARD
+from cluster.host import INTERFACE
 
 
 def complete(command: Sequence[str], hosts: Sequence[str], slots: int) -> list[str]:
@@ -20,7 +20,7 @@ def complete(command: Sequence[str], hosts: Sequence[str], slots: int) -> list[s
     options = {
         ("-np", "--num-proc"): str(len(hosts) * slots),
         ("-H", "--hosts", "-hostfile", "--hostfile"): ",".join(f"{h}:{slots}" for h in hosts),
-        ("--network-interfaces", "--network-interface"): CARD,
+        ("--network-interfaces", "--network-interface"): INTERFACE,
     }
     added = ["--disable-cache"]
     for names, value in options.items():

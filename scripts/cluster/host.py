@@ -17,7 +17,7 @@ from cluster.room import END_SECONDS, Room, check, enter, environment, first_pro
 from cluster.variables import variables
 
 BRIDGE = "switch"
-CARD = "eth0"  # a host's, by that name on every host
+INTERFACE = "eth0"  # a host's, by that name on every host
 NETWORK = "10.77.0.{number}"
 
 SETUP = """
@@ -61,15 +61,15 @@ class Host:
         """Plug it in. Both ends are shaped: each shapes what leaves it."""
         # Only the network's namespace is entered: the host's process id is known outside alone.
         switch = ["nsenter", "--target", str(self._room.pid), "--net", "--", "ip", "link"]
-        card = ["name", CARD, "netns", str(self.pid)]
+        card = ["name", INTERFACE, "netns", str(self.pid)]
         check([*switch, "add", self._port, "type", "veth", "peer", *card])
         check([*switch, "set", self._port, "master", BRIDGE, "up"])
         if bundles := link.bundles():
-            self.check(["ip", "link", "set", CARD, *bundles])
-        self.check(["ip", "address", "add", f"{self.address}/24", "dev", CARD])
-        self.check(["ip", "link", "set", CARD, "up"])
+            self.check(["ip", "link", "set", INTERFACE, *bundles])
+        self.check(["ip", "address", "add", f"{self.address}/24", "dev", INTERFACE])
+        self.check(["ip", "link", "set", INTERFACE, "up"])
         if shaping := link.shaping():
-            self.check(["tc", "qdisc", "add", "dev", CARD, "root", *shaping])
+            self.check(["tc", "qdisc", "add", "dev", INTERFACE, "root", *shaping])
             self._room.check(["tc", "qdisc", "add", "dev", self._port, "root", *shaping])
         if dropping := link.dropping():
             self.check(["iptables", *dropping])

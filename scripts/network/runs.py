@@ -33,6 +33,15 @@ SPARSE = (
     "Threshold()",
     "RandomK(ratio=0.056)",
 )
+# torch's hook beside PowerSGD, summed in rank order and by an allreduce.
+REDUCTIONS = (
+    "ddp",
+    "powersgd",
+    "PowerSGD(rank=4)",
+    "PowerSGD(rank=4,exchange='allreduce')",
+    "ddp+PowerSGD(rank=4)",
+    "ddp+PowerSGD(rank=4,exchange='allreduce')",
+)
 QUANTISED = (
     "ddp",
     "Dense(values='bfloat16')",
@@ -73,6 +82,7 @@ RUNS = {
     "idle": Run("Parameters that never get a gradient", FAST, WITH_IDLE, idle=8),
     "sparse-100mbit": Run("Sparse and low-rank methods, 100 Mbit/s a host", "100mbit", SPARSE),
     "sparse-1gbit": Run("Sparse and low-rank methods, 1 Gbit/s a host", FAST, SPARSE),
+    "reductions-1gbit": Run("PowerSGD, both reductions, 1 Gbit/s a host", FAST, REDUCTIONS),
     "quantised-100mbit": Run("Quantising methods, 100 Mbit/s a host", "100mbit", QUANTISED),
     "quantised-1gbit": Run("Quantising methods, 1 Gbit/s a host", FAST, QUANTISED),
 }

@@ -26,8 +26,8 @@ import torch
 
 from horovod_topk.torch import TopKEF
 from shapes import Shapes
-from wire.card import Sent, sent
 from wire.cycles import Cycles
+from wire.nic import Sent, sent
 from wire.ways import DENSE, HALF, Way, ways
 
 IDLE_SECONDS = 3.0  # at most

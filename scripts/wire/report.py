@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from study.markdown import table
-from wire.card import HEADERS
 from wire.figures import Figures, figures, reductions
 from wire.goals import ByHosts, verdicts
+from wire.nic import HEADERS
 
 Job = dict[str, Any]
 

@@ -52,7 +52,9 @@ def latest(world: World) -> list[dict[str, bytes]]:
 
 def key(**changed: Any) -> Key:
     usual = {"seed": 0, "place": ("w", "direct", 0), "committed": 5, "rank": 1}
-    return Key(**(usual | changed), writer=lambda row: row)
+    known = usual | changed
+    rank = known.pop("rank")
+    return Key(**known, rank=lambda: rank, writer=lambda row: row)
 
 
 def test_own_numbers_differ_from_the_peers_and_shared_ones_do_not() -> None:

@@ -20,6 +20,20 @@ pytestmark = pytest.mark.distributed
 JOBS = Path(__file__).parent / "elastic_jobs"
 LIMIT = 400.0  # seconds; it needs about 45 beside other work
 Notes = list[dict[str, Any]]
+TOPK = "TopKEF(ratio=0.05,min_numel=0,values='int8')"
+ROUNDS = {  # compressors by framework
+    "torch": [
+        "PowerSGD(rank=2,min_numel=0)",
+        "PowerSGD(rank=2,min_numel=0,exchange='allreduce')",
+        "RandomK(ratio=0.05,min_numel=0,warmup=[(3,0.5)])",
+        "RandomK(ratio=0.05,min_numel=0,exchange='allgather')",
+    ],
+    "tensorflow": [
+        "PowerSGD(rank=2,min_numel=0,exchange='allgather')",
+        "RandomK(ratio=0.05,min_numel=0,exchange='allgather')",
+    ],
+}
+late = pytest.mark.slow
 
 
 def launch(job: str, folder: Path, settings: dict[str, str]) -> Launch:
@@ -42,17 +56,23 @@ def mass(note: dict[str, Any]) -> Any:
 
 @pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.parametrize(
-    ("job", "kept"),
+    ("framework", "compressor", "kept"),
     [
-        pytest.param("train_torch.py", True, id="torch-commit_dir"),
-        pytest.param("train_torch.py", False, id="torch", marks=pytest.mark.slow),
-        pytest.param(
-            "train_tensorflow.py", True, id="tensorflow-commit_dir", marks=pytest.mark.slow
+        pytest.param("torch", f"{TOPK[:-1]},warmup=[(3,0.5)])", True, id="torch-commit_dir"),
+        pytest.param("torch", f"{TOPK[:-1]},warmup=[(3,0.5)])", False, id="torch", marks=late),
+        pytest.param("tensorflow", TOPK, True, id="tensorflow-commit_dir", marks=late),
+        *(
+            pytest.param(framework, each, True, id=f"{framework}-{each}", marks=late)
+            for framework, compressors in ROUNDS.items()
+            for each in compressors
         ),
     ],
 )
-def test_nothing_owed_is_lost_on_the_way(job: str, kept: bool, tmp_path: Path) -> None:
+def test_nothing_owed_is_lost_on_the_way(
+    framework: str, compressor: str, kept: bool, tmp_path: Path
+) -> None:
     settings = {"COMMIT_DIR": str(tmp_path / "commits")} if kept else {}
+    settings["COMPRESSOR"], job = compressor, f"train_{framework}.py"
     done = launch(job, tmp_path, settings)
     assert done.returncode == 0, done.describe()
     assert not done.immortal
@@ -79,7 +99,10 @@ def test_nothing_owed_is_lost_on_the_way(job: str, kept: bool, tmp_path: Path) -
 
 
 def assert_ranks_agree(notes: list[Notes]) -> None:
-    """Who commits a step holds the weights that others commit, and the schedule's ratio."""
+    """Who commits a step holds the weights and the shared state that others commit, to the bit.
+
+    It also has the schedule's ratio.
+    """
     every: dict[tuple[int, int], Notes] = {}
     for note in (note for each in notes for note in each if note["event"] == "commit"):
         every.setdefault((note["step"], note["size"]), []).append(note)
@@ -87,4 +110,5 @@ def assert_ranks_agree(notes: list[Notes]) -> None:
     for together in every.values():
         for note in together[1:]:
             assert note["weights"] == together[0]["weights"]
+            assert note["bits"] == together[0]["bits"]
             assert note.get("ratio") == together[0].get("ratio")

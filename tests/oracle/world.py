@@ -139,7 +139,9 @@ class World:
         kind, because = self.plan.config.exchange, ""
         if kind == "auto":
             kind, because = choose(self.plan, collective, self.nodes, can_split=True)
-        exchange = make_exchange(kind, collective, self.nodes, because)
+        exchange = make_exchange(
+            kind, collective, self.nodes, because, in_rounds=self.plan.config.in_rounds
+        )
         return Compressor(self.plan, ops, PayloadCodec(ops), exchange, name)
 
     def _to_arrays(self, gradients: Gradients) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,14 @@ from horovod_topk.core.exchange.selection import (
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods import Dense, Method, PowerSGD, RandomK
 from horovod_topk.methods.topk import TopK
 
 Array = NDArray[Any]
+
+
+def name(method: Method) -> str:
+    return type(method).__name__
 
 
 def plan_of(numel: int = 10**6, kind: str = "auto", **settings: Any) -> Plan:
@@ -177,3 +183,15 @@ def test_owners_are_refused_where_ranks_come_and_go(
         return
     with pytest.raises(ConfigError, match=f"exchange='{kind}' splits residuals among"):
         check_elastic(config)
+
+
+@pytest.mark.parametrize("method", [RandomK(), PowerSGD(), Dense(exchange="allreduce")], ids=name)
+def test_only_graphs_keep_the_number_of_ranks(
+    method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_elastic(method, in_graphs=True)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    check_elastic(method)
+    check_elastic(replace(method, exchange="allgather"), in_graphs=True)
+    with pytest.raises(ConfigError, match=r"would build the number of ranks into .* Pass exchange"):
+        check_elastic(method, in_graphs=True)

@@ -70,6 +70,12 @@ class Rank:
     def resume(self, clock: Clock, ranks: int) -> None:
         self.clock = clock
 
+    def shared_state(self) -> dict[str, Any]:
+        return {}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        assert not state
+
     def stats(self) -> Stats:
         return self.manager.counted(Stats(residual_norm=float(np.linalg.norm(self.owed()))))
 
@@ -83,6 +89,10 @@ class Rank:
 
     def gather(self, data: bytes, name: str) -> list[bytes]:
         return self.room.exchange(self.rank, data)
+
+    def broadcast(self, state: Mapping[str, Any], root: int, name: str) -> Mapping[str, Any]:
+        received: Mapping[str, Any] = self.room.exchange(self.rank, state)[root]
+        return received
 
     def average(self, array: Any, name: str) -> Any:
         everyone = self.room.exchange(self.rank, array.copy())

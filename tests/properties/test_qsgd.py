@@ -26,7 +26,7 @@ SETTINGS = [
 
 
 def key(committed: int) -> Key:
-    return Key(0, ("w", "direct", 0), committed, 0, lambda row: row)
+    return Key(0, ("w", "direct", 0), committed, lambda: 0, lambda row: row)
 
 
 def coded(method: QSGD, values: Array, committed: int, backend: Backend = NUMPY) -> Array:

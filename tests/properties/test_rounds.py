@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -162,13 +162,18 @@ def test_rounds_of_buckets_are_under_way_together() -> None:
 # A rank that fails.
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @each_backend
+@pytest.mark.parametrize("exchange", ["reduce", "allgather", "allreduce"])
 @pytest.mark.parametrize("method", [TwoRounds(), ThreeRounds()], ids=["two", "three"])
-def test_a_rank_that_abandons_a_step_ends_it_for_all(backend: Backend, method: Rounds) -> None:
-    stages = 2 * method.rounds - 1
+def test_a_rank_that_abandons_a_step_ends_it_for_all(
+    backend: Backend, exchange: str, method: Rounds
+) -> None:
+    method = replace(method, exchange=exchange)
+    stages = method.rounds * (1 + (exchange == "reduce")) - 1
     for before_it in range(stages + 1):
         world = started(method, backend)
+        assert world.ranks[0].step.stages == stages
         before = kept(world)
         world.launch(gradients_of(1, world.plan))
         for _ in range(before_it):

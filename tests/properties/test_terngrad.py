@@ -28,7 +28,7 @@ def piece_of(method: TernGrad, leg: str = "direct", size: int = SIZE) -> Piece:
 
 
 def key(committed: int, rank: int = 0) -> Key:
-    return Key(0, ("w", "direct", 0), committed, rank, lambda row: row)
+    return Key(0, ("w", "direct", 0), committed, lambda: rank, lambda row: row)
 
 
 def coded(

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from horovod_topk import cli
-from horovod_topk.cli.bench import card, group, run
+from horovod_topk.cli.bench import group, nic, run
 from horovod_topk.cli.bench.compute import Compute
-from horovod_topk.cli.bench.contestants import compressor
 from horovod_topk.cli.bench.figures import figures, read_result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.methods import DEFAULT, SETTINGS, method_of, parse_methods
 from horovod_topk.cli.bench.picture import draw
+from horovod_topk.cli.bench.runners import compressor
 from horovod_topk.cli.bench.script import time_script
 from horovod_topk.cli.bench.table import table
 from horovod_topk.cli.files import check_writable
@@ -273,9 +273,9 @@ def test_a_script_that_ends_itself_too_early(code: str, tmp_path: Path) -> None:
 
 
 def test_an_interface_without_an_address() -> None:
-    assert card.address(group.LOOPBACK) == "127.0.0.1"
+    assert nic.address(group.LOOPBACK) == "127.0.0.1"
     with pytest.raises(ValueError, match=r"'no0' has no IPv4 address .* of .*lo"):
-        card.address("no0")
+        nic.address("no0")
     with pytest.raises(ValueError, match="Pass --interface"):
         group.require(None)
 
@@ -297,7 +297,7 @@ def test_backward_hands_out_gradients_from_the_last_layer_to_the_first() -> None
     assert sum(parameter.grad is None for parameter in parameters) == 2
 
 
-def test_steps_differ_and_contestants_do_not() -> None:
+def test_steps_differ_and_runners_do_not() -> None:
     shared = Weights.of(SPECS, rank=0)
     one, other = (GivenGradients(shared, seed=3, compute=None, idle=0) for _ in range(2))
     for _ in range(3):

@@ -254,7 +254,7 @@ def test_the_core_loads_no_framework_and_no_numpy() -> None:
 
 
 def test_the_command_loads_no_framework() -> None:
-    modules = ["bench", "bench.table", "bench.figures", "bench.card", "bench.picture"]
+    modules = ["bench", "bench.table", "bench.figures", "bench.nic", "bench.picture"]
     names = [f"horovod_topk.cli.{module}" for module in modules]
     assert loaded_frameworks(f"import horovod_topk.cli, {', '.join(names)}") == set()
 

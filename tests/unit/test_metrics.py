@@ -91,7 +91,7 @@ def test_memory_is_counted_by_hand() -> None:
     payload = plan.buckets[0].payload_bytes
     assert world.ranks[0].stats().memory_bytes == 2 * 4000 + 4 * payload
     dense = make_plan([TensorSpec("a", (1000,), "float32")], Dense(exchange="allreduce"))
-    assert World(dense, 3, NUMPY).ranks[0].stats().memory_bytes == 4 * 1004
+    assert World(dense, 3, NUMPY).ranks[0].stats().memory_bytes == 4 * 1005
 
 
 @pytest.mark.parametrize("exchange", ["sharded", "hierarchical"])
@@ -216,8 +216,8 @@ def test_tensorboard(tmp_path: Path) -> None:
         writer(replace(STEP, step=step))
     writer.close()
     events = reader.EventAccumulator(str(tmp_path)).Reload()
-    assert set(events.Tags()["tensors"]) == set(as_dictionary(STEP))
-    assert [event.step for event in events.Tensors("comm/sent_bytes")] == [8]
+    assert set(events.Tags()["scalars"]) == set(as_dictionary(STEP))
+    assert [event.step for event in events.Scalars("comm/sent_bytes")] == [8]
 
 
 def test_keras_logs_have_the_last_step() -> None:

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from oracle.loopback import Loopback
 
 from horovod_topk.core.schedule import Schedule
 from horovod_topk.core.state import State
 from horovod_topk.errors import ConfigError
+from horovod_topk.methods import QSGD
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.tensorflow import TensorFlowOps
+from horovod_topk.tensorflow.state_variables import _rank_in_graph
 from horovod_topk.tensorflow.traced_schedule import Branch, TracedSchedule
 
 WARM = TopK(ratio=0.05, warmup=((2, 0.5), (4, 0.2), (5, 1.0)))
@@ -80,6 +83,16 @@ def test_what_is_no_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="elastic job do not hear"):
         state.set_ratio(1.0)
     assert state.ratio == 0.5
+
+
+def test_a_graph_of_an_elastic_job_has_no_random_numbers_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collective = Loopback(2, TensorFlowOps()).collective(1)
+    assert _rank_in_graph(QSGD(), collective) == 1
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ConfigError, match="QSGD draws random numbers by the rank that a graph"):
+        _rank_in_graph(QSGD(), collective)
 
 
 def test_variables_can_be_made_while_a_graph_is_built() -> None:

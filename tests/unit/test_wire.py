@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from wire import report
-from wire.card import Sent
 from wire.cycles import starts_in
 from wire.figures import figures, reductions
 from wire.goals import INT8, NO, WITHOUT, YES, verdicts
+from wire.nic import Sent
 from wire.rank import beyond_negotiation
 from wire.ways import DENSE, ways
 

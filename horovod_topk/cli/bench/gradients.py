@@ -19,7 +19,7 @@ IDLE_SHAPE = (1024,)
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights and gradients that all contestants share, to save memory."""
+    """Weights and gradients that all runners share, to save memory."""
 
     shapes: list[tuple[int, ...]]  # in the order of forward
     weights: list[Tensor]  # zeros; the learning rate is tiny
@@ -41,11 +41,11 @@ def _heavy_tailed(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 class GivenGradients(nn.Module):
-    """A module whose parameters share memory with those of other contestants.
+    """A module whose parameters share memory with those of other runners.
 
     Args:
         shared: weights and gradients.
-        seed: seed for drawing gradients; the same for all contestants of a rank.
+        seed: seed for drawing gradients; the same for all runners of a rank.
         compute: the simulated computation of backward.
         idle: number of additional parameters without a gradient, spread evenly among the others.
     """

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import horovod.torch as hvd
 import torch.distributed as dist
 
-from horovod_topk.cli.bench.card import address
+from horovod_topk.cli.bench.nic import address
 
 LOOPBACK = "lo"
 TCPStore = dist.TCPStore  # type: ignore[attr-defined]  # public, but not declared

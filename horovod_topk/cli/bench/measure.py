@@ -1,4 +1,4 @@
-"""Measures time, CPU time and bytes of the contestants' steps, in turns."""
+"""Measures time, CPU time and bytes of the runners' steps, in turns."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import horovod.torch as hvd
 import torch
 
-from horovod_topk.cli.bench.card import sent
-from horovod_topk.cli.bench.contestants import Contestant
-from horovod_topk.cli.bench.meeting import meet
+from horovod_topk.cli.bench.barrier import barrier
+from horovod_topk.cli.bench.nic import sent
+from horovod_topk.cli.bench.runners import Runner
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The measurements of one contestant."""
+    """The measurements of one runner."""
 
     seconds: list[float]  # each round's step, on the slowest rank
     cpu: list[float]  # each round's step, in seconds of a core, all threads: mean over ranks
@@ -42,49 +42,47 @@ class Cost:
         return Cost(self.seconds - earlier.seconds, self.cpu - earlier.cpu)
 
 
-def race(
-    contestants: Mapping[str, Contestant], rounds: int, interface: str | None
-) -> dict[str, Taken]:
-    """Run rounds of one step for each contestant, after all have warmed up.
+def race(runners: Mapping[str, Runner], rounds: int, interface: str | None) -> dict[str, Taken]:
+    """Run rounds of one step for each runner, after all have warmed up.
 
     Args:
-        contestants: the contestants by name.
+        runners: the runners by name.
         rounds: number of rounds.
         interface: network card whose bytes are counted; None if ranks share one host.
     """
-    for contestant in contestants.values():
-        for _ in range(contestant.warm_up):
-            timed(contestant)
-    costs: dict[str, list[Cost]] = {name: [] for name in contestants}
-    octets: dict[str, list[int]] = {name: [] for name in contestants}
+    for runner in runners.values():
+        for _ in range(runner.warm_up):
+            timed(runner)
+    costs: dict[str, list[Cost]] = {name: [] for name in runners}
+    octets: dict[str, list[int]] = {name: [] for name in runners}
     for _ in range(rounds):
-        for name, contestant in contestants.items():
+        for name, runner in runners.items():
             if interface is None:
-                costs[name].append(timed(contestant))
+                costs[name].append(timed(runner))
                 continue
-            cost, count = counted(contestant, interface)
+            cost, count = counted(runner, interface)
             costs[name].append(cost)
             octets[name].append(count)
     medians = {name: statistics.median(each) if each else None for name, each in octets.items()}
-    return {name: taken(costs[name], medians[name]) for name in contestants}
+    return {name: taken(costs[name], medians[name]) for name in runners}
 
 
-def counted(contestant: Contestant, interface: str) -> tuple[Cost, int]:
+def counted(runner: Runner, interface: str) -> tuple[Cost, int]:
     """Time a step, and count the bytes that left this host's card."""
-    meet()
+    barrier()
     before = sent(interface)
-    cost = timed(contestant)
-    meet()  # wait until all ranks have received
+    cost = timed(runner)
+    barrier()  # wait until all ranks have received
     return cost, (sent(interface) - before).bytes
 
 
-def timed(contestant: Contestant) -> Cost:
+def timed(runner: Runner) -> Cost:
     """Time a step that all ranks begin together, on this rank."""
-    meet()
+    barrier()
     before = Cost.so_far()
-    contestant.step()
+    runner.step()
     cost = Cost.so_far() - before
-    contestant.clear()
+    runner.clear()
     return cost
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_topk.cli.bench import card, group
+from horovod_topk.cli.bench import group, nic
 from horovod_topk.cli.bench.compute import Compute
-from horovod_topk.cli.bench.contestants import build
 from horovod_topk.cli.bench.figures import Result
 from horovod_topk.cli.bench.gradients import GivenGradients, Weights
 from horovod_topk.cli.bench.measure import Taken, race
 from horovod_topk.cli.bench.methods import NONE, Method
 from horovod_topk.cli.bench.picture import check_comparable, draw
+from horovod_topk.cli.bench.runners import build
 from horovod_topk.cli.bench.script import check, time_script
 from horovod_topk.cli.bench.table import table
 from horovod_topk.cli.machine import machine
@@ -67,8 +67,8 @@ def main(
         taken, shapes = _of_script(args, everyone, counted)
     if hvd.rank() == 0:
         found = _result(args, shapes, everyone, taken)
-        found["rate"] = rate or (card.rate_of_card(interface) if interface else None)
-        found["counter"] = counted and card.counter(counted)
+        found["rate"] = rate or (nic.bandwidth_of(interface) if interface else None)
+        found["counter"] = counted and nic.counter(counted)
         _report(args, found, beside)
     return 0
 
@@ -92,12 +92,12 @@ def _of_shapes(
     with contextlib.ExitStack() as stack:
         if any(method.is_ddp for method in methods):
             stack.enter_context(group.process_group(group.require(interface)))
-        contestants = {}
+        runners = {}
         for ordinal, method in enumerate(methods):
             model = GivenGradients(shared, hvd.rank(), compute, args.idle_parameters)
-            contestants[method.name] = build(method, model, ordinal)
-        taken = race(contestants, args.rounds, counted)
-        contestants.clear()
+            runners[method.name] = build(method, model, ordinal)
+        taken = race(runners, args.rounds, counted)
+        runners.clear()
         gc.collect()  # delete DDP's objects before their process group
     return taken
 

@@ -21,11 +21,11 @@ from unittest import mock
 
 import horovod.torch as hvd
 
-from horovod_topk.cli.bench.card import Sent, sent
-from horovod_topk.cli.bench.contestants import compressor
+from horovod_topk.cli.bench.barrier import barrier
 from horovod_topk.cli.bench.measure import Cost, Taken, taken
-from horovod_topk.cli.bench.meeting import meet
 from horovod_topk.cli.bench.methods import NONE, OTHER, TOPK, Method
+from horovod_topk.cli.bench.nic import Sent, sent
+from horovod_topk.cli.bench.runners import compressor
 
 WARM_UP = 6  # steps
 COMPRESSIONS: dict[str, Callable[[Method], Any]] = {
@@ -74,7 +74,7 @@ class Watch:
             self.before = sent(self.interface)
         if len(self.ends) < WARM_UP + self.rounds:
             return
-        meet()
+        barrier()
         if self.interface is not None and self.before is not None:
             self.octets = (sent(self.interface) - self.before).bytes / self.rounds
         raise _Enough

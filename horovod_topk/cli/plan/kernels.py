@@ -12,14 +12,13 @@ from typing import Any
 from horovod_topk.cli.frameworks import Framework
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
-from horovod_topk.core.exchange.reduce import ReduceExchange
+from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.nodes import Location
 from horovod_topk.core.plan import BUCKET_ELEMENTS, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.cost.machine import Kernels
 from horovod_topk.cost.strategies import Multiples
 from horovod_topk.methods import Method
-from horovod_topk.methods.protocol import Rounds
 from horovod_topk.methods.topk import TopK
 
 SETTLE, REPEATS = 40, 60  # steps before the first timed one, to fill the residual; timed ones
@@ -71,8 +70,9 @@ def multiples(framework: Framework, config: Method) -> Multiples:
     plan = make_plan([spec], config)
     (bucket,) = plan.buckets
     triad = seconds(framework.triad(BUCKET_ELEMENTS)) * bucket.numel / BUCKET_ELEMENTS  # uncached
-    if isinstance(config, Rounds):
-        compressor = Compressor(plan, ops, codec, ReduceExchange(Alone()), "topkef.plan")
+    if config.in_rounds:
+        exchange = make_exchange("reduce", Alone(), in_rounds=True)
+        compressor = Compressor(plan, ops, codec, exchange, "topkef.plan")
 
         def step() -> None:
             gradient = [framework.gradient(bucket.numel)]

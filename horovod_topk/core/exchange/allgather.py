@@ -114,6 +114,17 @@ class AllgatherBucket(Generic[Array]):
             self._codec.flag_all(self._bucket, self._payload)
             self._unwanted = self._gather()
 
+    def abort(self, name: str) -> None:
+        """Send flags for all tensors in a step that this rank does not go on with.
+
+        Does not wait for the collective.
+        """
+        if self._unwanted is not None:
+            self._settle(self._unwanted)
+        self._name = name
+        self._codec.flag_all(self._bucket, self._payload)
+        self._unwanted = self._gather()
+
     def _gather(self) -> Pending[Array]:
         return self._collective.allgather(self._payload, self._name)
 

@@ -1,13 +1,14 @@
-"""The allreduce exchange: dense gradients, summed by Horovod's own allreduce.
+"""The allreduce exchange: arrays are summed by Horovod's own allreduce.
 
-For users who want Horovod's speed, or NCCL, without any compression. It guarantees less than the
-sharded exchange: the order of addition is Horovod's. Gloo gives all ranks equal bits, but above two
-ranks not the same bits in every run; MPI only recommends equal bits.
+For users who want Horovod's speed, or NCCL: with dense gradients, and with methods of rounds. It
+guarantees less than the sharded exchange: the order of addition is Horovod's. Gloo gives all ranks
+equal bits, but above two ranks not the same bits in every run; MPI only recommends equal bits.
 
-A bucket is one array: its gradients one after another in the residual's dtype, and four lanes with
-the digest of its plan, 16 bits each. If all P ranks have the same plan, the lanes' sums are P times
-a rank's own. With measures the array ends in P lanes for each of them, one for each rank; all other
-ranks write zero there. A tensor whose sum is not finite becomes NaN, on every rank.
+A bucket is one array: its gradients one after another in the residual's dtype, and five lanes. Four
+have the digest of its plan, 16 bits each. If all P ranks have the same plan, their sums are P times
+a rank's own. The fifth is 1 on a rank that has left the step, and else 0: all ranks then take every
+tensor as flagged. With measures the array ends in P lanes for each of them, one for each rank; all
+other ranks write zero there. A tensor whose sum is not finite becomes NaN, on every rank.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from horovod_topk.ops.coding import value_bytes
 
 Array = TypeVar("Array")
 
-LANES = 4  # with 16 bits each: float32 holds their sums over 256 ranks exactly
+PARTS = 4  # lanes of the digest, with 16 bits each: float32 holds sums over 256 ranks exactly
+LANES = PARTS + 1  # before the measures
 
 
 class AllreduceExchange(Over[Array]):
-    """Dense gradients are summed by Horovod's own allreduce."""
+    """Dense gradients, or the arrays of a round, are summed by Horovod's own allreduce."""
 
     kind, keeps, parts, part = "allreduce", False, 0, None
 
@@ -69,8 +71,10 @@ class AllreduceExchange(Over[Array]):
 
     def _count(self, plan: Plan) -> Traffic:
         """Bytes of a step, sent in a ring from rank to rank."""
-        told = self.ranks * len(plan.config.measures)
-        size = sum((b.numel + LANES + told) * WIDTH[b.residual_dtype] for b in plan.buckets)
+        size = sum(
+            (b.numel + LANES + self.ranks * len(b.measures)) * WIDTH[b.residual_dtype]
+            for b in plan.buckets
+        )
         entries = sum(bucket.entries for bucket in plan.buckets)
         sent_bytes = ring_allreduce_bytes(size, self.ranks)
 
@@ -93,29 +97,33 @@ class AllreduceBucket(Generic[Array]):
         collective: Collective[Array],
     ) -> None:
         self._bucket, self._ops, self._codec, self._collective = bucket, ops, codec, collective
-        self._digest = struct.unpack("<4H", bucket.digest)
+        self._digest = struct.unpack(f"<{PARTS}H", bucket.digest)
         self._lanes = LANES + collective.size * len(bucket.measures)
         size = bucket.numel + self._lanes
         self._array = ops.zeros(size, bucket.residual_dtype, bucket.device)
         self._pending: Pending[Array] | None = None
+        self._unwanted: Pending[Array] | None = None  # the collective of a step that was left
 
     def send(
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
     ) -> None:
         """`BucketExchange.send`."""
         ops, bucket = self._ops, self._bucket
+        self._settle()
         gradients = correct(gradients, velocities, ops)
         for piece, gradient in zip(bucket.tensors, gradients, strict=True):
             if piece.numel:
                 ops.split_shards(gradient, [0], [ops.view(self._array, piece.start, piece.stop)])
-        data = ops.zeros(4 * self._lanes, "uint8", bucket.device)
-        ops.store_bytes(data, 0, struct.pack(f"<{LANES}f", *self._digest))
-        if count := len(bucket.measures):
-            at = LANES + self._collective.rank * count
-            ops.store(data, 4 * at, self._codec.measures(bucket))
-        lanes = ops.unpack_values(as_row(ops, data), self._lanes, "float32", bucket.residual_dtype)
-        ops.assign(ops.view(self._array, bucket.numel, ops.numel(self._array)), ops.row(lanes, 0))
-        self._pending = self._collective.allreduce(self._array, name)
+        measures = self._codec.measures(bucket) if bucket.measures else None
+        self._pending = self._reduce(name, measures)
+
+    def abort(self, name: str) -> None:
+        """Send flags for all tensors in a step that this rank does not go on with.
+
+        Does not wait for the collective.
+        """
+        self._settle()
+        self._unwanted = self._reduce(name, has_left=True)
 
     def advance(self) -> None:
         """`BucketExchange.advance`."""
@@ -155,6 +163,27 @@ class AllreduceBucket(Generic[Array]):
         """`BucketExchange.squares`: not known, as sums overwrite the gradients' memory."""
         return Squares()
 
+    def _reduce(
+        self, name: str, measures: Array | None = None, *, has_left: bool = False
+    ) -> Pending[Array]:
+        """Write the lanes, and start the allreduce."""
+        ops, bucket = self._ops, self._bucket
+        data = ops.zeros(4 * self._lanes, "uint8", bucket.device)
+        ops.store_bytes(data, 0, struct.pack(f"<{LANES}f", *self._digest, has_left))
+        if measures is not None:
+            at = LANES + self._collective.rank * len(bucket.measures)
+            ops.store(data, 4 * at, measures)
+        lanes = ops.unpack_values(as_row(ops, data), self._lanes, "float32", bucket.residual_dtype)
+        ops.assign(ops.view(self._array, bucket.numel, ops.numel(self._array)), ops.row(lanes, 0))
+        return self._collective.allreduce(self._array, name)
+
+    def _settle(self) -> None:
+        """Wait for the collective that writes memory which is about to be written."""
+        unwanted, self._unwanted = self._unwanted, None
+        if unwanted is not None:
+            with contextlib.suppress(RuntimeError):
+                unwanted.wait()
+
     def _examine(self, sums: Sequence[Array]) -> Sequence[bool]:
         """Compare the digest lanes; return which sums are not finite."""
         ops, bucket = self._ops, self._bucket
@@ -169,7 +198,8 @@ class AllreduceBucket(Generic[Array]):
         def check(heads: list[bytes], answers: list[list[bool]]) -> list[bool]:
             (head,) = heads
             expected = [self._collective.size * part for part in self._digest]
-            if list(struct.unpack_from(f"<{LANES}f", head)) != expected:
+            *digest, left = struct.unpack_from(f"<{LANES}f", head)
+            if digest != expected:
                 raise PlanMismatchError(
                     f"bucket {bucket.ordinal}: ranks added up gradients of different plans; this "
                     f"rank's digest is {bucket.digest.hex()}",
@@ -180,7 +210,7 @@ class AllreduceBucket(Generic[Array]):
                 heard[bucket.ordinal] = [
                     numbers[at : at + told] for at in range(0, len(numbers), told)
                 ]
-            bits = int.from_bytes(head[lane_bytes:], "little")
+            bits = int.from_bytes(head[lane_bytes:], "little") if not left else (1 << count) - 1
             return [bool(bits >> position & 1) for position in range(count)]
 
         return ops.validate(row, size, size, [], check, count)

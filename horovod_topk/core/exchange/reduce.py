@@ -1,26 +1,47 @@
-"""The reduce exchange, for methods of rounds; `horovod_topk.core.rounds` runs the rounds."""
+"""The exchange of methods of rounds; `horovod_topk.core.rounds` runs the rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.exchange.protocol import BucketExchange, Over, Traffic
-from horovod_topk.core.exchange.sharded import held_bytes
+from horovod_topk.core.exchange.protocol import (
+    BucketExchange,
+    Collective,
+    Exchange,
+    Over,
+    Traffic,
+    ring_allreduce_bytes,
+)
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.rounds import ReducedBucket, round_plans
-from horovod_topk.core.shards import shard
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
 
 
 class ReduceExchange(Over[Array]):
-    """Arrays of a method of rounds are summed by their elements' owners, round after round."""
+    """Arrays of a method of rounds are summed by another exchange, round after round.
 
-    kind, keeps, parts, part = "reduce", True, 0, None
+    Args:
+        by: the exchange that carries the arrays of each round, which are sent whole: sharded, an
+            allgather or Horovod's allreduce.
+        collective: all ranks.
+    """
+
+    keeps, parts, part = True, 0, None
+
+    def __init__(self, by: Exchange[Array], collective: Collective[Array]) -> None:
+        super().__init__(collective, by.nodes, by.because)
+        self._by = by
+
+    @property
+    def kind(self) -> str:
+        """`Exchange.kind`: "reduce" if owners add up, else that of the exchange of a round."""
+        return "reduce" if self._by.parts else self._by.kind
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """The bucket itself."""
@@ -41,32 +62,27 @@ class ReduceExchange(Over[Array]):
     ) -> BucketExchange[Array]:
         """The exchange of a bucket: the rounds of its method."""
         (arenas,) = residuals
-        return ReducedBucket(bucket, arenas, states, ops, codec, self._collective)
+        return ReducedBucket(bucket, arenas, states, ops, codec, self._by)
 
     def buffer_bytes(self, plan: Plan) -> int:
         """`Exchange.buffer_bytes`: payloads and sums of every round, and arenas that stay zero."""
-        total = 0
-        for each in (each for bucket in plan.buckets for each in round_plans(bucket)):
-            split = shard(each, self.ranks)
-            arenas = (*split.scatter, split.gather[self.rank])
-            total += held_bytes(split, self.rank)
-            total += sum(2 * WIDTH[arena.residual_dtype] * arena.numel for arena in arenas)
-        return total
+        rounds = _rounds(plan)
+        arenas = [
+            arena
+            for each in rounds.buckets
+            for arena in (*self._by.holders(each), *self._by.owned(each))
+        ]
+        unused = sum(2 * WIDTH[arena.residual_dtype] * arena.numel for arena in arenas)
+        return self._by.buffer_bytes(rounds) + unused
 
     def _count(self, plan: Plan) -> Traffic:
-        """Bytes of a step: in each round to each owner directly, and back in a ring."""
-        entries = payload_bytes = sent_bytes = there = back = 0
-        others = self.ranks - 1
-        for bucket in plan.buckets:
-            for each in round_plans(bucket):
-                split = shard(each, self.ranks)
-                there, back = there + split.scatter_bytes, back + split.gather_bytes
-                entries += each.entries + split.gather[self.rank].entries
-        payload_bytes, sent_bytes = self.ranks * there + back, others * (there + back)
+        """Bytes of a step: those of all rounds."""
+        dense_bytes = sum(bucket.dense_bytes for bucket in plan.buckets)
+        dense_bytes = ring_allreduce_bytes(dense_bytes, self.ranks)
+        return replace(self._by.traffic(_rounds(plan)), dense_bytes=dense_bytes)
 
-        def between(rank: int) -> int:
-            assert self.nodes is not None
-            away = self.ranks - len(self.nodes.of(rank))
-            return away * there + self._is_at_an_edge(rank) * others * back
 
-        return self._traffic(plan, entries, payload_bytes, sent_bytes, between)
+def _rounds(plan: Plan) -> Plan:
+    """A plan whose buckets are the rounds of all buckets."""
+    rounds = [each for bucket in plan.buckets for each in round_plans(bucket)]
+    return replace(plan, buckets=tuple(rounds))

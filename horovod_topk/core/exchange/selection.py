@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from horovod_topk.core.agreement import gather_bytes
 from horovod_topk.core.base_compressor import elastic
@@ -25,6 +25,12 @@ Array = TypeVar("Array")
 SECOND_SELECTION = (
     "; owners select a second time, which costs accuracy: docs/frontier.md, at the same ratio"
 )
+_OVER_ALL: dict[str, Callable[..., Exchange[Any]]] = {  # exchanges over one collective, by name
+    "allgather": Allgather,
+    "sharded": ShardedExchange,
+    "reduce": ShardedExchange,
+    "allreduce": AllreduceExchange,
+}
 _LOCATION = struct.Struct("<8sqq")  # a digest of `Location.host`, and the rest
 
 
@@ -40,7 +46,8 @@ def exchange_of(plan: Plan, ops: Ops[Array], collective: Collective[Array]) -> E
     if kind == "auto" and elastic():  # ranks that join late construct it alone
         kind, because = "allgather", "the job is elastic, and an allgather has no owners"
     if kind in ("allgather", "sharded", "reduce", "allreduce"):
-        return make_exchange(kind, collective, because=because)
+        in_rounds = plan.config.in_rounds
+        return make_exchange(kind, collective, because=because, in_rounds=in_rounds)
     nodes = find_nodes(ops, collective)
     unable = first_unable(nodes.groups, ops, collective)
     if kind == "auto":
@@ -51,7 +58,12 @@ def exchange_of(plan: Plan, ops: Ops[Array], collective: Collective[Array]) -> E
 
 
 def make_exchange(
-    kind: str, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
+    kind: str,
+    collective: Collective[Array],
+    nodes: Nodes | None = None,
+    because: str = "",
+    *,
+    in_rounds: bool = False,
 ) -> Exchange[Array]:
     """Make an exchange by its name.
 
@@ -60,15 +72,11 @@ def make_exchange(
         collective: all ranks.
         nodes: the ranks of each node; required for "hierarchical".
         because: why it was selected, if the user did not name it.
+        in_rounds: `Method.in_rounds`.
     """
-    if kind == "allgather":
-        return Allgather(collective, nodes, because)
-    if kind == "sharded":
-        return ShardedExchange(collective, nodes, because)
-    if kind == "allreduce":
-        return AllreduceExchange(collective, nodes, because)
-    if kind == "reduce":
-        return ReduceExchange(collective, nodes, because)
+    if kind in _OVER_ALL:
+        made = _OVER_ALL[kind](collective, nodes, because)
+        return ReduceExchange(made, collective) if in_rounds else made
     assert nodes is not None
     groups = Groups.of(collective, nodes)
     return HierarchicalExchange(collective, groups, because or _reduced_to(nodes))
@@ -79,11 +87,12 @@ def dense_beside(exchange: Exchange[Array]) -> Exchange[Array]:
 
     An allgather of dense gradients sends P / 2 times the bytes of an allreduce, and holds those of
     all ranks. Beyond two ranks owners add them up instead, in rank order; residuals stay where they
-    are. Elastic jobs have no owners.
+    are. Elastic jobs stay with the allgather, as ranks that join see another number of ranks.
     """
     if not isinstance(exchange, Allgather) or exchange.ranks < 3 or elastic():
         return exchange
-    return ReduceExchange(exchange.collective, exchange.nodes, "gradients are dense")
+    owners = ShardedExchange(exchange.collective, exchange.nodes, "gradients are dense")
+    return ReduceExchange(owners, exchange.collective)
 
 
 def choose(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -39,15 +40,17 @@ class ShardedExchange(Over[Array]):
         self, collective: Collective[Array], nodes: Nodes | None = None, because: str = ""
     ) -> None:
         super().__init__(collective, nodes, because)
-        self._plans: dict[bytes, ShardedPlan] = {}  # by their bucket's digest
+        # By their bucket's digest and the number of ranks, which may change in an elastic job.
+        self._plans: dict[tuple[bytes, int], ShardedPlan] = {}
 
     def sharded(self, bucket: BucketPlan) -> ShardedPlan:
         """The plan of a bucket that is split among owners."""
-        if bucket.digest not in self._plans:
+        key = bucket.digest, self.ranks
+        if key not in self._plans:
             split = shard(bucket, self.ranks)
             check_split(bucket, split.scatter[0].layout.payload_bytes, "bytes")
-            self._plans[bucket.digest] = split
-        return self._plans[bucket.digest]
+            self._plans[key] = split
+        return self._plans[key]
 
     def holders(self, bucket: BucketPlan) -> Sequence[BucketPlan]:
         """One plan for each owner."""
@@ -177,18 +180,21 @@ class ShardedBucket(Generic[Array]):
     def drain(self) -> None:
         """`BucketExchange.drain`. Sends flags to ranks that go on, which roll the step back.
 
-        These collectives are not waited for, as ranks may drain buckets in different orders.
+        These collectives are not waited for, as ranks may drain buckets in different orders. Where
+        a rank is lost, running collectives fail, which is ignored, and nobody waits for flags.
         """
-        if self._pending is not None:
-            self._pending.wait()
-        if self._encoder.waits and self._encoder.drain():
-            self.abort(self._name)
-        if self._scattered is not None:
-            self._scattered.wait()
-            self._settle()  # does not block: all ranks started these before what just arrived
-            self._codec.flag_all(self._owned.plan, self._back)
-            self._unwanted.append(self._gather())
-        self._scattered = self._pending = None
+        scattered, self._scattered = self._scattered, None
+        pending, self._pending = self._pending, None
+        with contextlib.suppress(RuntimeError):
+            if pending is not None:
+                pending.wait()
+            if self._encoder.waits and self._encoder.drain():
+                self.abort(self._name)
+            if scattered is not None:
+                scattered.wait()
+                self._settle()  # does not block: all ranks started these before what just arrived
+                self._codec.flag_all(self._owned.plan, self._back)
+                self._unwanted.append(self._gather())
 
     def abort(self, name: str) -> None:
         """Send flags for all tensors in a step that this rank does not go on with.
@@ -245,7 +251,8 @@ class ShardedBucket(Generic[Array]):
     def _settle(self) -> None:
         """Wait for collectives that read memory which is about to be written."""
         for pending in self._unwanted:
-            pending.wait()
+            with contextlib.suppress(RuntimeError):
+                pending.wait()
         self._unwanted.clear()
         self._aborted = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable
@@ -13,13 +14,15 @@ import horovod.tensorflow as hvd
 import story
 import tensorflow as tf
 
-from horovod_topk.tensorflow import TopKEF
+import horovod_topk.tensorflow
+from horovod_topk.core.substitute import parse
 from horovod_topk.tensorflow.elastic import TensorFlowState, run
 
 hvd.init()
 tf.random.set_seed(os.getpid())
 weights = [tf.Variable(tf.random.normal([50, 60])), tf.Variable(tf.random.normal([60, 9]))]
-topk = TopKEF(0.05, min_numel=0, commit_dir=os.environ.get("COMMIT_DIR"), values="int8")
+asked, kept = parse(os.environ["COMPRESSOR"]), os.environ.get("COMMIT_DIR")
+topk = getattr(horovod_topk.tensorflow, asked.name)(**dict(asked.settings), commit_dir=kept)
 
 
 @tf.function
@@ -39,12 +42,19 @@ def step(middle: Callable[[], None]) -> None:
     update(inputs)
 
 
+def digest(tensors: list[Any]) -> str:
+    """Of all bits of some tensors."""
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
 def facts() -> dict[str, Any]:
     """What all ranks owe, their weights, and what was lost."""
     sizes = [tf.size(weight) for weight in weights]
-    owed, norm, lost = tf.zeros([sum(sizes)]), 0.0, None
+    owed, norm, lost, shared = tf.zeros([sum(sizes)]), 0.0, None, []
     if topk._living_states():
-        residuals = topk.state_dict()["residuals"]
+        state = topk.state_dict()
+        residuals, q = state["residuals"], state.get("state.q", {"residuals": {}})["residuals"]
+        shared = [q[name] for name in sorted(q)]
         owed = tf.concat([residuals[name] for name in sorted(residuals)], 0)
         norm, lost = topk.stats().residual_norm, topk.stats().lost_ranks
     mean = hvd.allreduce(owed, op=hvd.Average, name="owed")
@@ -52,6 +62,7 @@ def facts() -> dict[str, Any]:
         "owed": mean[::50].numpy().tolist(),
         "norm": norm,
         "weights": [float(tf.reduce_sum(tf.cast(w, tf.float64))) for w in weights],
+        "bits": digest([*weights, *shared]),
         "lost": lost,
     }
 

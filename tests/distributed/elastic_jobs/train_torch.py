@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +11,16 @@ import horovod.torch as hvd
 import story
 import torch
 
-from horovod_topk.torch import TopKEF
+import horovod_topk.torch
+from horovod_topk.core.substitute import parse
 from horovod_topk.torch.elastic import TorchState
 
 hvd.init()
 torch.manual_seed(os.getpid())
 model = torch.nn.Sequential(torch.nn.Linear(50, 60), torch.nn.Linear(60, 9))
 kept = os.environ.get("COMMIT_DIR")
-topk = TopKEF(0.05, min_numel=0, commit_dir=kept, warmup=[(3, 0.5)], values="int8")
+asked = parse(os.environ["COMPRESSOR"])
+topk = getattr(horovod_topk.torch, asked.name)(**dict(asked.settings), commit_dir=kept)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9),
     named_parameters=model.named_parameters(),
@@ -34,9 +37,16 @@ def step(middle: Callable[[], None]) -> None:
     optimizer.step()
 
 
+def digest(tensors: list[torch.Tensor]) -> str:
+    """Of all bits of some tensors."""
+    data = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(data).hexdigest()
+
+
 def facts() -> dict[str, Any]:
     """What all ranks owe, their weights, and what was lost."""
-    residuals = topk.state_dict()["residuals"]
+    state = topk.state_dict()
+    residuals, shared = state["residuals"], state.get("state.q", {"residuals": {}})["residuals"]
     owed = torch.cat([residuals[name] for name in sorted(residuals)])
     mean = hvd.allreduce(owed, op=hvd.Average, name="owed")
     weights = [float(p.double().sum()) for p in model.parameters()]
@@ -45,6 +55,7 @@ def facts() -> dict[str, Any]:
         "owed": mean[::50].tolist(),
         "norm": stats.residual_norm,
         "weights": weights,
+        "bits": digest([*model.parameters(), *(shared[name] for name in sorted(shared))]),
         "lost": stats.lost_ranks,
         "ratio": optimizer._topkef.ratio,
     }

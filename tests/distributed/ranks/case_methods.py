@@ -98,6 +98,25 @@ def test_ranks_stay_equal_and_a_checkpoint_goes_on(method: str, tmp_path: Path) 
     assert TopKEF.of(optimizer).stats().steps == 9
 
 
+@pytest.mark.everywhere(one_in=2)
+@pytest.mark.world_size(2, 3, 4)
+@pytest.mark.parametrize("method", ["random k", "powersgd"])
+def test_rounds_are_the_same_by_every_exchange(method: str) -> None:
+    """To the bit where the order of addition is fixed, or two ranks have only one."""
+    name, settings = EVERY[method]
+    found = {}
+    for exchange in ("reduce", "allgather", "allreduce"):
+        task, optimizer = start(name, **settings, exchange=exchange)
+        for step in range(6):
+            training.ordinary(task, optimizer, step)
+        assert_ranks_equal(task.parameters())
+        assert TopKEF.of(optimizer).stats().exchange == exchange
+        found[exchange] = bits(task.parameters())
+    assert torch.equal(found["allgather"], found["reduce"])
+    if hvd.size() == 2:
+        assert torch.equal(found["allreduce"], found["reduce"])
+
+
 @pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize(

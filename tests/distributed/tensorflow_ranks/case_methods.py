@@ -62,6 +62,25 @@ def test_dense_is_the_mean_in_rank_order(exchange: str, values: str) -> None:
     assert rounded == (values != "float32")
 
 
+@pytest.mark.slow
+@pytest.mark.world_size(2, 3, 4)
+def test_rounds_are_the_same_by_every_exchange() -> None:
+    """To the bit where the order of addition is fixed, or two ranks have only one."""
+    found = {}
+    for exchange in ("reduce", "allgather", "allreduce"):
+        compression, model = horovod_topk.tensorflow.RandomK(exchange=exchange), Linear(SHAPES)
+        found[exchange] = [
+            each.tobytes()
+            for step in range(4)
+            for each in model.exchange(compression, gradients(hvd.rank(), step), graph=True)
+        ]
+        assert_ranks_equal(model.exchange(compression, gradients(hvd.rank(), 4), graph=True))
+        assert compression.stats().exchange == exchange
+    assert found["allgather"] == found["reduce"]
+    if hvd.size() == 2:
+        assert found["allreduce"] == found["reduce"]
+
+
 def arrays_in(state: Any) -> dict[str, bytes]:
     """Residuals of a state dict, and what it has beside them: owners' residuals, method state."""
     parts = {"": state, **{part: state[part] for part in parts_of(state)}}

@@ -173,7 +173,8 @@ def exchange_of(plan: Plan, wire: Loopback, rank: int) -> Route[Tensor]:
     if kind == "auto":
         kind, because = choose(plan, collective, pairs, can_split=True)
         return make_exchange(kind, collective, pairs, because)
-    return make_exchange(kind, collective, pairs if kind == "hierarchical" else None)
+    nodes = pairs if kind == "hierarchical" else None
+    return make_exchange(kind, collective, nodes, in_rounds=plan.config.in_rounds)
 
 
 def counted_bytes(traffic: Traffic) -> int:

@@ -6,15 +6,15 @@ bundles of up to 64 KiB, whose packets they give one header in all.
 
 from __future__ import annotations
 
-from horovod_topk.cli.bench.card import HEADERS, Sent, scheduled
+from horovod_topk.cli.bench.nic import HEADERS, Sent, scheduled
 
-__all__ = ["CARD", "HEADERS", "Sent", "sent"]
+__all__ = ["HEADERS", "INTERFACE", "Sent", "sent"]
 
-CARD = "eth0"
+INTERFACE = "eth0"
 
 
 def sent() -> Sent:
     """So far, by this host; its link has to be shaped, as an unshaped one has no scheduler."""
-    found = scheduled(CARD)
+    found = scheduled(INTERFACE)
     assert found is not None
     return found

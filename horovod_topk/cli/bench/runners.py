@@ -1,4 +1,4 @@
-"""The contestants: one training step with each method of exchange."""
+"""The runners: one training step with each method of exchange."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Runner:
     """One method, with its own model and optimizer."""
 
     model: GivenGradients
@@ -54,13 +54,13 @@ class Contestant:
         self.model.draw()
 
 
-def build(method: Method, model: GivenGradients, ordinal: int) -> Contestant:
-    """Make the contestant of a method.
+def build(method: Method, model: GivenGradients, ordinal: int) -> Runner:
+    """Make the runner of a method.
 
     Args:
         method: the method.
-        model: the contestant's model.
-        ordinal: number of the contestant, for unique names of collectives.
+        model: the runner's model.
+        ordinal: number of the runner, for unique names of collectives.
     """
     own = method.own_momentum
     plain = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=own)
@@ -70,8 +70,8 @@ def build(method: Method, model: GivenGradients, ordinal: int) -> Contestant:
 Plain = torch.optim.Optimizer
 
 
-def _none(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
-    return Contestant(model, model, plain)
+def _none(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
+    return Runner(model, model, plain)
 
 
 def _distributed(model: GivenGradients, plain: Plain, name: str, compression: Any) -> Any:
@@ -79,11 +79,11 @@ def _distributed(model: GivenGradients, plain: Plain, name: str, compression: An
     return hvd.DistributedOptimizer(plain, named_parameters=names, compression=compression)
 
 
-def _dense(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
-    return Contestant(model, model, _distributed(model, plain, name, hvd.Compression.none))
+def _dense(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
+    return Runner(model, model, _distributed(model, plain, name, hvd.Compression.none))
 
 
-def _dense_waiting(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+def _dense_waiting(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
     optimizer = _distributed(model, plain, name, hvd.Compression.none)
 
     def wait() -> None:
@@ -91,11 +91,11 @@ def _dense_waiting(method: Method, model: GivenGradients, plain: Plain, name: st
             if handle is not None:
                 rest_until_done(handle)
 
-    return Contestant(model, model, optimizer, before_step=wait)
+    return Runner(model, model, optimizer, before_step=wait)
 
 
-def _fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
-    return Contestant(model, model, _distributed(model, plain, name, hvd.Compression.fp16))
+def _fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
+    return Runner(model, model, _distributed(model, plain, name, hvd.Compression.fp16))
 
 
 def compressor(method: Method) -> Any:
@@ -104,34 +104,34 @@ def compressor(method: Method) -> Any:
     return getattr(adapter, method.compressor)(**STEADY, **method.settings)
 
 
-def _ours(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+def _ours(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
     if method.adapter == "ddp":
         wrapped = _data_parallel(model)
         compressor(method).attach(wrapped, plain)
-        return Contestant(model, wrapped, plain, warm_up=6)
+        return Runner(model, wrapped, plain, warm_up=6)
     optimizer = _distributed(model, plain, name, compressor(method))
-    return Contestant(model, model, optimizer, warm_up=6)  # until residuals are filled
+    return Runner(model, model, optimizer, warm_up=6)  # until residuals are filled
 
 
-def _ddp(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
-    return Contestant(model, _data_parallel(model), plain)
+def _ddp(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
+    return Runner(model, _data_parallel(model), plain)
 
 
-def _ddp_none(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+def _ddp_none(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
     return _ddp_hooked(model, plain, debugging_hooks.noop_hook)
 
 
-def _ddp_fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+def _ddp_fp16(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
     return _ddp_hooked(model, plain, default_hooks.fp16_compress_hook)
 
 
-def _ddp_hooked(model: GivenGradients, plain: Plain, hook: Callable[..., Any]) -> Contestant:
+def _ddp_hooked(model: GivenGradients, plain: Plain, hook: Callable[..., Any]) -> Runner:
     wrapped = _data_parallel(model)
     wrapped.register_comm_hook(None, hook)
-    return Contestant(model, wrapped, plain)
+    return Runner(model, wrapped, plain)
 
 
-def _powersgd(method: Method, model: GivenGradients, plain: Plain, name: str) -> Contestant:
+def _powersgd(method: Method, model: GivenGradients, plain: Plain, name: str) -> Runner:
     wrapped = _data_parallel(model, bucket_cap_mb=ONE_BUCKET)
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
@@ -139,7 +139,7 @@ def _powersgd(method: Method, model: GivenGradients, plain: Plain, name: str) ->
         start_powerSGD_iter=POWERSGD_START,
     )
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return Contestant(model, wrapped, plain, warm_up=POWERSGD_START + 2)
+    return Runner(model, wrapped, plain, warm_up=POWERSGD_START + 2)
 
 
 def _data_parallel(model: GivenGradients, **rest: Any) -> DistributedDataParallel:
@@ -148,7 +148,7 @@ def _data_parallel(model: GivenGradients, **rest: Any) -> DistributedDataParalle
     return DistributedDataParallel(model, **options)
 
 
-BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Contestant]] = {
+BUILDERS: dict[str, Callable[[Method, GivenGradients, Plain, str], Runner]] = {
     "none": _none,
     "dense": _dense,
     "dense-waiting": _dense_waiting,

@@ -12,7 +12,7 @@ import torch
 from horovod_topk.torch.collective import result_of
 
 
-def meet() -> None:
+def barrier() -> None:
     """Wait until all ranks have called it."""
     most(0.0)
 
@@ -20,4 +20,4 @@ def meet() -> None:
 def most(value: float) -> float:
     """The largest of the ranks' values."""
     mine = torch.tensor([value], dtype=torch.float64)
-    return float(result_of(hvd.allreduce_async(mine, op=hvd.Max, name="bench.meeting")))
+    return float(result_of(hvd.allreduce_async(mine, op=hvd.Max, name="bench.barrier")))

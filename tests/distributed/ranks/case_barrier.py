@@ -6,17 +6,17 @@ import time
 
 import horovod.torch as hvd
 
-from horovod_topk.cli.bench.meeting import meet, most
+from horovod_topk.cli.bench.barrier import barrier, most
 
 LATE = 0.5  # seconds
 
 
 def test_ranks_that_wait_leave_the_cores_to_the_others() -> None:
-    meet()  # its name is learnt
+    barrier()  # its name is learnt
     if hvd.rank() == 0:
         time.sleep(LATE)
     began, worked = time.perf_counter(), time.thread_time()
-    meet()
+    barrier()
     waited, worked = time.perf_counter() - began, time.thread_time() - worked
     assert worked < waited / 4 + 0.05
 

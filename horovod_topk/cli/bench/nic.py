@@ -17,7 +17,7 @@ from pathlib import Path
 
 SIOCGIFADDR = 0x8915  # netdevice(7): the address of an interface
 HEADERS = 66  # header bytes of a packet: Ethernet 14, IP 20, TCP 32 (with timestamps)
-SCHEDULER, CARD = "packet scheduler", "network card"
+SCHEDULER, NIC = "packet scheduler", "network card"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Sent:
         return self.bytes - HEADERS * self.packets
 
 
-def rate_of_card(interface: str) -> int | None:
+def bandwidth_of(interface: str) -> int | None:
     """A card's bandwidth in bit/s; None if it is unknown, or the card is virtual."""
     card = Path(f"/sys/class/net/{interface}")
     if not (card / "device").exists():
@@ -55,7 +55,7 @@ def sent(interface: str) -> Sent:
 
 def counter(interface: str) -> str:
     """The source of `sent`: the packet scheduler or the card."""
-    return SCHEDULER if scheduled(interface) else CARD
+    return SCHEDULER if scheduled(interface) else NIC
 
 
 def scheduled(interface: str) -> Sent | None:
