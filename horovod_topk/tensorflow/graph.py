@@ -18,7 +18,13 @@ from horovod_topk.tensorflow.state_variables import VariableState
 
 
 def step(
-    cached: CachedPlan, gradients: Sequence[Any], state: VariableState, due: Any, rate: Any = None
+    cached: CachedPlan,
+    gradients: Sequence[Any],
+    state: VariableState,
+    due: Any,
+    rate: Any = None,
+    *,
+    plain: bool = False,
 ) -> tuple[list[Any], Any, Any, Any]:
     """Exchange gradients, given in the order of `cached.specs`.
 
@@ -28,6 +34,7 @@ def step(
         state: the state variables, which a finite step updates.
         due: whether to measure `Squares` in this step, [] bool.
         rate: the learning rate, [] float64, if residuals are rescaled by it.
+        plain: whether velocities are sent without Nesterov's term.
 
     Returns:
         The exchanged gradients; one flag for each tensor, bucket by bucket, True where a rank had a
@@ -43,7 +50,7 @@ def step(
     if plan.config.clip_norm is not None:
         clip(list(arrays.values()), plan.config.clip_norm, plan.reduction, state.collective.size)
     of = {b.ordinal: [arrays[t.spec.name] for t in b.tensors] for b in plan.buckets}
-    run, timer = state.step(plan, cached.name, rate), state.timer
+    run, timer = state.step(plan, cached.name, rate, plain=plain), state.timer
     timer.begin()
     run.turn()
     for ordinal, own in of.items():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -20,59 +18,22 @@ from horovod_topk.core.momentum_takeover import (
     check_once,
     fitted,
     none_to_correct,
-    note_taken,
     settings_of,
     warn_of_clipping,
-    warn_of_loaded,
     why_not_corrected,
 )
 from horovod_topk.errors import ConfigError
+from horovod_topk.guard import Guard
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.compressor import Compressor
-from horovod_topk.tensorflow.planning import unwrap
+from horovod_topk.tensorflow.takeover import Taken
+from horovod_topk.tensorflow.takeover_tfkeras import is_legacy
 
 log = logging.getLogger("horovod_topk")
 
 WORDS = Words("SGD, Adam or AdamW of Keras", "momentum=0.9 or beta_1=0.9")
 CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")  # settings of every optimizer of Keras
 SETTINGS = {"SGD": "momentum", "Adam": "beta_1", "AdamW": "beta_1"}  # Keras class -> its momentum
-
-
-@dataclass
-class Taken:
-    """A momentum that was taken over: the optimizer applies none, but is saved with it."""
-
-    setting: str  # the optimizer's argument: "momentum" or "beta_1"
-    value: float
-    may_leave: bool = field(default=False, compare=False)  # momentum="auto": may be given back
-    is_over: bool = field(default=True, compare=False)  # False: it was given back
-    warnings: list[str] = field(default_factory=list, compare=False)
-
-    @property
-    def step(self) -> float:
-        """Factor of SGD's updates, 1 / (1 - m): exchanged gradients are 1 - m times velocities."""
-        return 1.0 / (1.0 - self.value) if self.setting == "momentum" and self.is_over else 1.0
-
-    def leave_narrow(self, optimizer: Any, variables: Iterable[Any]) -> None:
-        """Give the momentum back if settings allow it and a variable is narrower than float32.
-
-        Args:
-            optimizer: the optimizer of the momentum, before it has made its own variables.
-            variables: the model's variables.
-        """
-        if not (self.may_leave and self.is_over):
-            return
-        for inner in map(unwrap, variables):
-            if inner.dtype not in (tf.float32, tf.float64):
-                self.is_over, kind = False, type(optimizer).__name__
-                _set(optimizer, self.setting, self.value)
-                why = f"variable {inner.name!r} is {inner.dtype.name}"
-                log.info("TopKEF leaves momentum to %s after all: %s", kind, why)
-                return
-
-    def warn_of_loaded(self, optimizer: Any) -> None:
-        """Warn that loaded momentum variables are ignored."""
-        self.warnings.append(warn_of_loaded(type(optimizer).__name__))
 
 
 @dataclass(frozen=True)
@@ -117,7 +78,23 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
     if setting is None or why_inactive(process_set) is not None:
         return Told(compressor, config, None)
     config = replace(config, **settings, taken_over=True)
-    return Told(compressor, config, Taken(setting, config.momentum, may_leave=asked == AUTO))
+    taken = Taken(setting, config.momentum, may_leave=asked == AUTO)
+    if config.guard is not None:
+        _prepare_return(optimizer, taken, config.guard, compressor)
+    return Told(compressor, config, taken)
+
+
+def _prepare_return(optimizer: Any, taken: Taken, guard: Guard, compressor: Compressor) -> None:
+    """Note whether and how the guard hands a momentum back to this optimizer."""
+    if is_legacy(optimizer):
+        log.warning(
+            "TopKEF: if the guard falls back, momentum stays corrected, as a legacy %s cannot take "
+            "it back: training is then dense within rounding",
+            type(optimizer).__name__,
+        )
+        return
+    taken.hands_over, taken.returns = True, guard.cool_down is not None
+    taken.waits = lambda: compressor.waits_handed_over
 
 
 def _why_left(optimizer: Any, config: Method) -> str:
@@ -128,19 +105,6 @@ def _why_left(optimizer: Any, config: Method) -> str:
     if not _number(_present(optimizer, setting)):
         return "it has none, or one that changes by itself"
     return why_not_corrected(config)
-
-
-def has_gathered(optimizer: Any) -> bool:
-    """Whether any of an optimizer's momentum variables has a value other than zero."""
-    return any(bool(tf.math.count_nonzero(unwrap(slot))) for slot in slots_of(optimizer))
-
-
-def slots_of(optimizer: Any) -> list[Any]:
-    """An optimizer's momentum variables."""
-    slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
-    if hasattr(optimizer, "_hyper"):  # a legacy optimizer of tf-keras
-        slots = [own.get("m", own.get("momentum")) for own in optimizer._slots.values()]
-    return [slot for slot in slots if slot is not None]
 
 
 def check_not_twice(optimizer: Any, config: Method) -> None:
@@ -200,71 +164,6 @@ def warn_of_late_clipping(optimizer: Any, momentum: float) -> tuple[str, ...]:
         return ()
     shown = ", ".join(f"{name}={getattr(optimizer, name):g}" for name in clips)
     return (warn_of_clipping(momentum, f"{type(optimizer).__name__} has {shown}"),)
-
-
-def apply_none(optimizer: Any, taken: Taken) -> None:
-    """Set a new tf-keras optimizer's momentum to 0, but leave its configuration unchanged.
-
-    A saved model has the user's configuration: after loading, TopKEF takes the momentum over again,
-    or Keras applies it. The optimizer's momentum variables are zeros.
-    """
-    note_taken(type(optimizer).__name__, taken.value)
-    _set(optimizer, taken.setting, 0.0)
-    _scale_updates(optimizer, taken)
-    _drop_loaded(optimizer, taken)
-    get_config = optimizer.get_config
-    optimizer.get_config = lambda: get_config() | {taken.setting: taken.value}
-
-
-def _set(optimizer: Any, setting: str, value: float) -> None:
-    """Set a Keras optimizer's momentum, before it has made variables for it."""
-    if hasattr(optimizer, "_hyper"):  # a legacy optimizer, whose SGD would make velocities
-        optimizer._set_hyper(setting, value)
-        optimizer._momentum = setting == "momentum" and value > 0.0
-    else:
-        setattr(optimizer, setting, value)
-
-
-def _scale_updates(optimizer: Any, taken: Taken) -> None:
-    """Multiply a tf-keras optimizer's clipped gradients by `taken.step`, in each update."""
-    name = "_resource_apply_dense" if hasattr(optimizer, "_hyper") else "update_step"
-    update = getattr(optimizer, name)
-
-    def scaled(gradient: Any, variable: Any, *rest: Any) -> Any:
-        result = update(gradient * taken.step, variable, *rest)
-        slot = _slot_of(optimizer, variable) if taken.is_over else None
-        if slot is None:
-            return result
-        with tf.control_dependencies([] if result is None else [result]):
-            return slot.assign(tf.zeros_like(slot))  # so that zeros are saved
-
-    setattr(optimizer, name, scaled)
-
-
-def _slot_of(optimizer: Any, variable: Any) -> Any:
-    """A tf-keras optimizer's momentum of one variable; None: it keeps none."""
-    if hasattr(optimizer, "_hyper"):
-        return None if _is_a(optimizer, "SGD") else optimizer.get_slot(variable, "m")
-    return slots_of(optimizer)[optimizer._index_dict[optimizer._var_key(variable)]]
-
-
-def _drop_loaded(optimizer: Any, taken: Taken) -> None:
-    """Make a tf-keras optimizer warn when a momentum is loaded, and set the momentum to zero."""
-
-    def watched(load: Any) -> Any:
-        @functools.wraps(load)
-        def loaded(saved: Any) -> None:
-            load(saved)
-            if taken.is_over and has_gathered(optimizer):
-                for slot in slots_of(optimizer):
-                    slot.assign(tf.zeros_like(slot))
-                taken.warn_of_loaded(optimizer)
-
-        return loaded
-
-    for name in ("set_weights", "load_own_variables"):
-        if hasattr(optimizer, name):
-            setattr(optimizer, name, watched(getattr(optimizer, name)))
 
 
 def _setting_of(optimizer: Any) -> str | None:

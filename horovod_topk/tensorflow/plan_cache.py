@@ -34,12 +34,12 @@ class CachedPlan:
         """The prefix of the collectives' names, equal on all ranks."""
         return f"{self.prefix}.{self.ordinal}{self.label}"
 
-    def at(self, ratio: float) -> CachedPlan:
-        """The same plan at another ratio level."""
+    def at(self, ratio: float, *, corrects: bool = True) -> CachedPlan:
+        """The same plan at another ratio level; `corrects`: with momentum correction, if any."""
         if ratio == self.plan.config.ratio:
             return self
         schedule = Schedule(self.plan.config)  # config: ratios of single tensors are resolved
-        plan = self.plan.under(schedule.settings(ratio))
+        plan = self.plan.under(schedule.settings(ratio, corrects=corrects))
         return replace(self, plan=plan, label=schedule.label(ratio))
 
 

@@ -36,7 +36,6 @@ from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.momentum import (
     Told,
-    apply_none,
     check_not_twice,
     told_of,
     warn_of_late_clipping,
@@ -44,6 +43,7 @@ from horovod_topk.tensorflow.momentum import (
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
 from horovod_topk.tensorflow.sparse import check_none_left_out, is_sparse, refuse_local, to_dense
 from horovod_topk.tensorflow.state import OptimizerState, live_states
+from horovod_topk.tensorflow.takeover_tfkeras import apply_none
 
 Function = Callable[..., Any]
 
@@ -134,6 +134,8 @@ class Exchange:
         check_none_left_out(grads, variables, config)
         self.state = self.compressor.state_of(variables, config, self._settings, self._memory)
         self.state.warnings = self._warnings
+        if self._told.taken is not None:
+            self._told.taken.follow(self.state, variables)
         changed = self.state.active or config.momentum or config.clip_norm is not None
         scale = self.scale() if changed else None
         if not self.state.active:

@@ -28,6 +28,7 @@ from horovod_topk.tensorflow.planning import Settings, names_of, spec_of, unwrap
 from horovod_topk.tensorflow.scaling import is_dense
 from horovod_topk.tensorflow.state_variables import VariableState
 from horovod_topk.tensorflow.timing import seconds_of
+from horovod_topk.tensorflow.traced_schedule import Branch
 from horovod_topk.tensorflow.variables import Stores
 
 log = logging.getLogger("horovod_topk")
@@ -64,8 +65,9 @@ class OptimizerState(Attached[VariableState]):
         super().__init__(settings.process_set, settings.reduction, label)
         self._config, self._stores = config, stores
         self._names = names = names_of(variables)
-        self._functions: dict[tuple[str, float], Callable[..., list[Any]]] = {}
-        self._traced: dict[str, CachedPlan] = {}  # plans of the traced graphs, by name
+        self._name_of = {id(unwrap(v)): name for v, name in zip(variables, names, strict=True)}
+        self._functions: dict[tuple[str, Branch], Callable[..., list[Any]]] = {}
+        self._traced: dict[tuple[str, bool], CachedPlan] = {}  # plans of the traced graphs
         self._raised: Exception | None = None  # error of the last step
         self._ended: float | None = None  # end of the last step, by `time.perf_counter`
         self.created = next(_COUNT)
@@ -112,6 +114,24 @@ class OptimizerState(Attached[VariableState]):
                 result[i] = exchanged
         return result
 
+    def hand_over(self) -> None:
+        """Have the guard hand momentum back to the optimizer in a fall-back."""
+        self._state.hand_over()
+
+    @property
+    def has_handed_over(self) -> bool:
+        """Whether the optimizer has its momentum back."""
+        return not self._state.guard.corrects
+
+    @property
+    def stage(self) -> Any:
+        """Stage of the guard (`horovod_topk.core.guard`) in the last exchange, [] int32."""
+        return self._state.schedule_in_graphs.last
+
+    def velocity_of(self, variable: Any) -> Any:
+        """The variable with the velocity, flat, of one of the model's variables."""
+        return self._state.velocity_of(self._name_of[id(unwrap(variable))])
+
     def alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients for the optimizer if nothing is compressed: clipped, and with momentum."""
         if self._config.clip_norm is not None:
@@ -122,14 +142,15 @@ class OptimizerState(Attached[VariableState]):
         return with_momentum(gradients, variables, self._names, self._config, velocities)
 
     def _run(self, cached: CachedPlan, gradients: list[Any], rate: Any) -> list[Any]:
+        schedule = self._state.schedule_in_graphs
+        schedule.begin()
         if not tf.executing_eagerly():
-            schedule = self._state.schedule_in_graphs
             return list(schedule.traced(lambda at: self._build(cached, at, gradients, rate)))
-        ratio = self._state.ratio
-        key = cached.name, ratio
+        branch = self._state.branch
+        key = cached.name, branch
         if key not in self._functions:
             self._functions[key] = tf.function(
-                lambda dense, lr: self._build(cached, ratio, dense, lr), autograph=False
+                lambda dense, lr: self._build(cached, branch, dense, lr), autograph=False
             )
         self._raised = None
         try:
@@ -156,40 +177,42 @@ class OptimizerState(Attached[VariableState]):
         self._state.plan = cached.plan
         return cached
 
-    def _build(self, cached: CachedPlan, ratio: float, gradients: list[Any], rate: Any) -> Any:
+    def _build(self, cached: CachedPlan, branch: Branch, gradients: list[Any], rate: Any) -> Any:
         """Build the graph of one step, with the function that ends it on the host."""
-        cached = cached.at(ratio)
+        cached = cached.at(branch.ratio, corrects=branch.corrects)
         with tf.name_scope("topkef"):
             due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
-            exchanged, flags, squares, seconds = step(cached, gradients, self._state, due, rate)
-            self._traced[cached.name] = cached
+            exchanged, flags, squares, seconds = step(
+                cached, gradients, self._state, due, rate, plain=branch.plain
+            )
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
-            this, name = weakref.ref(self), cached.name
+            this, key = weakref.ref(self), (cached.name, branch.corrects)
+            self._traced[key] = cached
 
-            def count(flags: Any, squares: Any, seconds: Any) -> tuple[int, bool, list[float]]:
+            def count(flags: Any, squares: Any, seconds: Any) -> tuple[int, int, list[float]]:
                 state = this()
                 if state is None:
-                    return -1, False, [0.0] * len(HOST)
-                cached, times = state._traced[name], seconds_of(seconds.numpy())
+                    return -1, 0, [0.0] * len(HOST)
+                cached, times = state._traced[key], seconds_of(seconds.numpy())
                 return state._count(cached, flags, squares.numpy(), times)
 
             arguments = [flags, squares, seconds]
-            kinds = [tf.int32, tf.bool, tf.float32]
-            level, is_over, numbers = tf.py_function(count, arguments, kinds)
+            kinds = [tf.int32, tf.int32, tf.float32]
+            level, stage, numbers = tf.py_function(count, arguments, kinds)
             self._state.schedule_in_graphs.take(level)
-            self._state.schedule_in_graphs.fall_back(tf.ensure_shape(is_over, []))
+            self._state.schedule_in_graphs.enter(tf.ensure_shape(stage, []))
             self._state.take_numbers(numbers)
             with tf.control_dependencies([level]):  # it raises errors of the step
                 return [tf.identity(each) for each in exchanged]
 
     def _count(
         self, cached: CachedPlan, flags: Any, squares: Any, seconds: Seconds
-    ) -> tuple[int, bool, list[float]]:
+    ) -> tuple[int, int, list[float]]:
         """Count the end of a step, on the host; raise an error that `TensorFlowOps` has deferred.
 
         Returns:
-            Position of the level that the schedule has decided on, -1: no decision; whether the
-            guard has ended compression; and this rank's measures for the next step.
+            Position of the level that the schedule has decided on, -1: no decision; the guard's
+            stage in the next step; and this rank's measures for the next step.
         """
         state, plan = self._state, cached.plan
         self._raised, state.ops.raised = state.ops.raised, None
@@ -212,7 +235,7 @@ class OptimizerState(Attached[VariableState]):
         )
         now, before, self._ended = time.perf_counter(), self._ended, time.perf_counter()
         numbers = [seconds.exposed_seconds, now - (before or now), state.guard.verdict]
-        return state.schedule_in_graphs.decided, state.guard.is_over, numbers
+        return state.schedule_in_graphs.decided, int(state.guard.memory.stage), numbers
 
     def _note_skipped(self, gradients: Sequence[Any]) -> None:
         for name, gradient in zip(self._names, gradients, strict=True):

@@ -15,7 +15,7 @@ from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.measures import HOST, VERDICT, Rows
-from horovod_topk.core.momentum import check_dtypes
+from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.residual import Arenas, Squares
@@ -29,7 +29,7 @@ from horovod_topk.methods.protocol import Method, Seeded
 from horovod_topk.ops.tensorflow import Array, Buffer, TensorFlowOps
 from horovod_topk.tensorflow.learning_rates import VariableRates
 from horovod_topk.tensorflow.timing import GraphTimer
-from horovod_topk.tensorflow.traced_schedule import TracedSchedule
+from horovod_topk.tensorflow.traced_schedule import Branch, TracedSchedule
 from horovod_topk.tensorflow.variables import Stores, VariablePiece, apart
 
 log = logging.getLogger("horovod_topk")
@@ -157,10 +157,14 @@ class VariableState(State[Array]):
             part.pieces = {n: part.pieces[n] for n in self._names if n in part.pieces}
         self.meet([name for name in variables if name in self.later])
 
-    def step(self, plan: Plan, name: str, rate: Any = None) -> Step[Array]:
+    def step(self, plan: Plan, name: str, rate: Any = None, *, plain: bool = False) -> Step[Array]:
         """Make a step over the state variables, for one graph.
 
-        rate: the learning rate, if residuals are rescaled by it.
+        Args:
+            plan: the buckets, with the settings of the step.
+            name: prefix of the collectives' names.
+            rate: the learning rate, if residuals are rescaled by it.
+            plain: whether velocities are sent without Nesterov's term.
         """
         exchange = self.exchange
         assert exchange is not None  # `know` has chosen it
@@ -178,7 +182,7 @@ class VariableState(State[Array]):
             return Storage(
                 [arenas_of(RESIDUALS, each, at, rate) for at, each in enumerate(holders)],
                 [arenas_of(OWNED, each, 0, rate) for each in owned],
-                arenas_of(VELOCITY, bucket, 0, None) if self.config.momentum else None,
+                arenas_of(VELOCITY, bucket, 0, None) if plan.config.momentum else None,
                 {
                     each: arenas_of(METHOD_STATE + each, state_plan(bucket, each), 0, None)
                     for each in state_names(plan)
@@ -195,9 +199,24 @@ class VariableState(State[Array]):
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
         codec.draw_from(lambda: committed, partial(_rank_in_graph, self.config, self.collective))
-        return Step(
-            plan, storage, self.ops, codec, exchange, name, decay=decay, number=self._number
-        )
+        momenta = Momenta(plan.config)
+        momenta.turn(plain=plain)
+        shared = self.ops, codec, exchange, name, momenta
+        return Step(plan, storage, *shared, decay=decay, number=self._number)
+
+    def hand_over(self) -> None:
+        """Have the guard hand momentum back to the optimizer in a fall-back."""
+        self.guard.hands_over = self.schedule_in_graphs.hands_over = True
+
+    @property
+    def branch(self) -> Branch:
+        """The branch of the next step."""
+        plain = self.guard.is_handing_over and self.config.nesterov
+        return Branch(self.ratio, self.guard.corrects, plain)
+
+    def velocity_of(self, name: str) -> Any:
+        """The variable with a tensor's velocity, flat; its momentum is corrected."""
+        return self._variable(VELOCITY, name, 0)
 
     @property
     def timer(self) -> GraphTimer:
@@ -226,7 +245,7 @@ class VariableState(State[Array]):
     def _watch_on(self, saved: Sequence[float], *, own: bool) -> None:
         """`State._watch_on`, for graphs too."""
         super()._watch_on(saved, own=own)
-        self.schedule_in_graphs.fall_back(self.guard.is_over)
+        self.schedule_in_graphs.enter(int(self.guard.memory.stage))
         if self._numbers is not None:
             told = [0.0] * len(HOST)
             told[HOST.index(VERDICT)] = self.guard.verdict

@@ -154,7 +154,10 @@ LAWS = ("tape", "sharded", "hierarchical", "groups_ratios", "methods")
 # About files, states and optimizers, which know of no controller.
 KERAS = ("keras", "tf_taking", "tf_auto")
 STATES = ("state", "checkpoint", "tf_lives", "tf_applying", "worked_example")
-STEPS = ("tf_scaling", "tf_warmup", "tf_momentum", "tf_rates", "tf_sparse", "tf_guard")
+STEPS = (
+    *("tf_scaling", "tf_warmup", "tf_momentum", "tf_rates", "tf_sparse", "tf_guard"),
+    "tf_handover",
+)
 
 JOBS = (
     # framework, controller, ranks, case files

@@ -18,7 +18,8 @@ import tf_keras
 import horovod_topk.tensorflow.keras as hvd_keras
 from horovod_topk.errors import ConfigError
 from horovod_topk.tensorflow import TopKEF, momentum
-from horovod_topk.tensorflow.momentum import Taken, Told, check_not_twice, told_of
+from horovod_topk.tensorflow.momentum import Told, check_not_twice, told_of
+from horovod_topk.tensorflow.takeover import Taken
 
 Make = Callable[[], Any]
 SGD, ADAMW = keras.optimizers.SGD, keras.optimizers.AdamW

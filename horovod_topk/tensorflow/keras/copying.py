@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from horovod_topk.errors import UnsupportedOperationError
-from horovod_topk.tensorflow.momentum import slots_of
+from horovod_topk.tensorflow.takeover import slots_of
 
 log = logging.getLogger("horovod_topk")
 

@@ -1,18 +1,20 @@
 """Momentum takeover of Keras 3 optimizers: they apply no momentum, but are saved with it.
 
 A saved model has the user's momentum setting, and zeros as its slots. Loaded without Horovod, Keras
-applies the momentum; wrapped again, the momentum is taken over again.
+applies the momentum; wrapped again, the momentum is taken over again. After a fall-back of the
+guard, slots have the momentum that it has handed back, and are saved with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
 
 from horovod_topk.core.momentum_takeover import note_taken
 from horovod_topk.errors import ConfigError
-from horovod_topk.tensorflow.momentum import Taken, has_gathered, slots_of
+from horovod_topk.tensorflow.takeover import Taken, has_gathered, slots_of, update_by_stage
 
 
 def taking(optimizer: Any, taken: Taken) -> Any:
@@ -32,7 +34,7 @@ def taking(optimizer: Any, taken: Taken) -> Any:
 
 
 def _check_fresh(optimizer: Any, taken: Taken) -> None:
-    if not has_gathered(optimizer):
+    if taken.is_handed_over or not has_gathered(optimizer):
         return
     if not taken.may_leave:
         raise _would_be_lost(type(optimizer).__name__, taken)
@@ -41,7 +43,8 @@ def _check_fresh(optimizer: Any, taken: Taken) -> None:
 
 def drop_gathered(optimizer: Any, taken: Taken) -> None:
     """Set the momentum slots of an optimizer's copy to zero, if momentum is taken over."""
-    for slot in slots_of(_holder(optimizer)) if taken.is_over else ():
+    dropped = taken.is_over and not taken.is_handed_over
+    for slot in slots_of(_holder(optimizer)) if dropped else ():
         slot.assign(keras.ops.zeros_like(slot))
 
 
@@ -59,7 +62,8 @@ class SavesSlots:
     def save_own_variables(self, store: Any) -> None:
         """As the base class, with zeros as the momentum."""
         this: Any = self
-        if not _holder(self)._topkef_taken.is_over:
+        taken = _holder(self)._topkef_taken
+        if not taken.is_over or taken.is_handed_over:
             super().save_own_variables(store)  # type: ignore[misc]
             return
         super().save_own_variables(_Blanking(store, _places(self)))  # type: ignore[misc]
@@ -67,7 +71,7 @@ class SavesSlots:
             store[str(i)] = _zeros(variable)
 
     def load_own_variables(self, store: Any) -> None:
-        """As the base class, without the momentum.
+        """As the base class, without the momentum, unless a guard has handed it back.
 
         With momentum="auto", dropping a momentum that is not zero causes a warning.
 
@@ -78,7 +82,8 @@ class SavesSlots:
         holder, known = _holder(self), len(this.variables)
         taken = holder._topkef_taken
         surplus = {str(known + i) for i in range(len(_without_slots(holder)))}
-        if taken.is_over and len(store.keys()) == known + len(surplus):
+        drops = taken.is_over and not taken.is_handed_over
+        if drops and len(store.keys()) == known + len(surplus):
             mine = _places(self)
             if any(keras.ops.any(store[place]) for place in surplus | mine):
                 if not taken.may_leave:
@@ -109,20 +114,33 @@ class _AppliesNone(SavesSlots):
         setattr(self, self._topkef_taken.setting, 0.0)
 
     def build(self, variables: Any) -> None:
-        """As the base class; the optimizer gets its momentum back if a velocity would not fit."""
+        """As the base class; the optimizer gets its momentum back if a velocity would not fit.
+
+        SGD makes slots only for a momentum: it gets some if a guard can hand one back.
+        """
         this: Any = self
+        base: Any = super()
+        taken = self._topkef_taken
         if not this.built:
-            self._topkef_taken.leave_narrow(self, variables)
-        super().build(variables)  # type: ignore[misc]
+            taken.leave_narrow(self, variables)
+        makes_slots = taken.hands_over and taken.is_over
+        with taken.handed_to(self) if makes_slots else contextlib.nullcontext():
+            base.build(variables)
+
+    def _backend_update_step(self, grads: Any, variables: Any, learning_rate: Any) -> None:
+        """As the base class, then write zeros to momentum slots; or as the guard's stage says."""
+        base: Any = super()
+
+        def update() -> None:
+            base._backend_update_step(grads, variables, learning_rate)
+
+        pairs = list(zip(grads, variables, strict=True))
+        update_by_stage(self, self._topkef_taken, pairs, update, lambda: learning_rate)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update a variable at the learning rate that fits an exchanged velocity."""
-        this: Any = self
         rate = learning_rate * self._topkef_taken.step
         super().update_step(gradient, variable, rate)  # type: ignore[misc]
-        if self._topkef_taken.is_over and (slots := slots_of(self)):
-            slot = slots[this._get_variable_index(variable)]
-            this.assign(slot, keras.ops.zeros_like(slot))  # else saved, and applied again
 
     def get_config(self) -> dict[str, Any]:
         """As the base class, with the user's momentum."""

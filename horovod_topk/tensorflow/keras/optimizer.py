@@ -19,9 +19,10 @@ from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
 from horovod_topk.tensorflow.keras.momentum_takeover import SavesSlots, drop_gathered, taking
-from horovod_topk.tensorflow.momentum import Taken, told_of
+from horovod_topk.tensorflow.momentum import told_of
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
+from horovod_topk.tensorflow.takeover import Taken
 
 
 def DistributedOptimizer(  # noqa: N802  # Horovod's name
