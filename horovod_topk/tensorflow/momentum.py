@@ -78,7 +78,8 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
     if setting is None or why_inactive(process_set) is not None:
         return Told(compressor, config, None)
     config = replace(config, **settings, taken_over=True)
-    taken = Taken(setting, config.momentum, may_leave=asked == AUTO)
+    share = config.momentum_share
+    taken = Taken(setting, config.momentum, share, may_leave=asked == AUTO)
     if config.guard is not None:
         _prepare_return(optimizer, taken, config.guard, compressor)
     return Told(compressor, config, taken)

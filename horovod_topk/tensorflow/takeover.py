@@ -37,6 +37,7 @@ class Taken:
 
     setting: str  # the optimizer's argument: "momentum" or "beta_1"
     value: float
+    share: float = 1.0  # share of it that is corrected, as `Settings.momentum_share`
     may_leave: bool = field(default=False, compare=False)  # momentum="auto": may be given back
     is_over: bool = field(default=True, compare=False)  # False: it was given back
     warnings: list[str] = field(default_factory=list, compare=False)
@@ -189,7 +190,7 @@ def _keep_velocities(
         if taken.setting == "momentum":
             found = tf.math.divide_no_nan(-slot, tf.cast(rate(), slot.dtype))
         else:
-            found = slot / (1.0 - taken.value)
+            found = slot / (1.0 - taken.share * taken.value)
         velocity.assign(tf.reshape(found, [-1]))
 
 

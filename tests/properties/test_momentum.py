@@ -38,6 +38,7 @@ def corrected_jobs(draw: st.DrawFn, **choices: Any) -> Job:
         "momentum": factor,
         "nesterov": draw(st.booleans()),
         "velocity_kept": draw(st.sampled_from(SHARES)),
+        "momentum_share": draw(st.sampled_from([1.0, 2 / 3])),
     }
     return dataclasses.replace(job, config=dataclasses.replace(job.config, **settings))
 
@@ -72,11 +73,12 @@ def moved(before: NDArray[Any], gradient: NDArray[Any], factor: float) -> NDArra
 def test_it_is_error_feedback_of_velocities(backend: Backend, data: st.DataObject) -> None:
     """Residuals, and what is applied, are to the bit those of a job with m u + g as gradients."""
     job = data.draw(corrected_jobs())
+    factor = job.config.momentum_share * job.config.momentum
     world, plain = World(job.plan, job.ranks, backend), World(without(job).plan, job.ranks, backend)
     for gradients in data.draw(steps(job, 3)):
         before = velocities(world)
         moves = [
-            {name: moved(u[name], g, job.config.momentum) for name, g in one.items()}
+            {name: moved(u[name], g, factor) for name, g in one.items()}
             for u, one in zip(before, gradients, strict=True)
         ]
         if not backend.denormals:
@@ -84,7 +86,7 @@ def test_it_is_error_feedback_of_velocities(backend: Backend, data: st.DataObjec
         sent = moves
         if job.config.nesterov:
             pairs = zip(moves, gradients, strict=True)
-            sent = [{n: moved(u[n], g[n], job.config.momentum) for n in g} for u, g in pairs]
+            sent = [{n: moved(u[n], g[n], factor) for n in g} for u, g in pairs]
         exchanged, expected = world.step(gradients), plain.step(sent)
         if backend.denormals:
             assert same_bits(exchanged, expected)

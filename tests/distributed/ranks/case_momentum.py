@@ -144,11 +144,15 @@ def test_a_momentum_that_cannot_be_taken_over_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "kept", "early"),
-    [(heavy_ball, "auto", ((60, 0.2),)), (training.adamw, 0.0, ()), (adagrad, "auto", ())],
+    ("optimizer", "kept", "early", "share"),
+    [
+        (heavy_ball, "auto", ((60, 0.2),), 1.0),
+        (training.adamw, 0.0, (), 2 / 3),
+        (adagrad, "auto", (), 1.0),
+    ],
 )
 def test_the_default_depends_on_the_kind_of_optimizer(
-    optimizer: Any, kept: object, early: object
+    optimizer: Any, kept: object, early: object, share: float
 ) -> None:
     setup = Setup(optimizer=optimizer)
     for compression in (DefaultTopKEF, DefaultTopKEF(), DefaultTopKEF.compact()):
@@ -156,6 +160,7 @@ def test_the_default_depends_on_the_kind_of_optimizer(
         assert (config.values, config.ratio, config.follow_lr) == ("int4", 0.02, True)
         assert config.momentum == (0.0 if optimizer is adagrad else 0.9)
         assert (config.velocity_kept, config.stretches) == (kept, early)
+        assert config.momentum_share == share
 
 
 def test_what_was_explicit_means_what_it_meant() -> None:
@@ -164,6 +169,10 @@ def test_what_was_explicit_means_what_it_meant() -> None:
     explicit = DefaultTopKEF(momentum="optimizer", values="float32")
     config = TopKEF.of(setup.distributed(setup.task(), explicit))._compressor.plan.config
     assert (config.velocity_kept, config.values) == (0.0, "float32")
+    config = TopKEF.of(
+        Setup(optimizer=training.adamw).distributed(setup.task(), explicit)
+    )._compressor.plan.config
+    assert config.momentum_share == 1.0
     optimizer = setup.distributed(setup.task(), DefaultTopKEF(ratio=1.0))
     assert TopKEF.of(optimizer).stats().momentum == 0.0
 
