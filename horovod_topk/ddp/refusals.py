@@ -52,7 +52,7 @@ def _of_options(model: DistributedDataParallel) -> Iterator[tuple[str, str, None
         yield reason, "Use torch.autocast, and values='bfloat16' for what is sent", None
     for hook, state in model._comm_hooks:
         if not getattr(state, "is_copy", False):  # copying a model registers its hook again
-            reason = f"the model has a communication hook already, {hook.__qualname__}"
+            reason = f"the model has a hook, {hook.__qualname__}, and can have only one"
             yield reason, "Compress by one hook; set_ratio(1.0) sends dense gradients", None
     if model._use_python_reducer:
         reason = "torch._dynamo.config.optimize_ddp='python_reducer' hands over no buckets"
