@@ -554,7 +554,7 @@ void topkef_pack_ternary(const void *values, int64_t count, int width, float lim
                          const int64_t *key, uint8_t *out, int threads) {
   constexpr int64_t SPAN = CODED / 40 * 40, SPANS = 128;  // whole bytes, and whole blocks of draws
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  Format format{count, 0, false, true, {{(uint32_t)key[0], (uint32_t)key[1]}, key[2]}};
+  Format format{count, 0, false, true, false, {{(uint32_t)key[0], (uint32_t)key[1]}, key[2]}};
   Measured agreed;
   agreed.low = limit;
   agreed.high = scale;

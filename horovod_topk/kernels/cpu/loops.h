@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "coders.h"
+#include "blocks.h"
 #include "matrices.h"
 #include "codes.h"
 #include "float_formats.h"
@@ -331,6 +331,12 @@ constexpr void fill_row(topkef::Passes *passes, int dtype) {
   passes->gather_shards[dtype] = gather_shards<R, G>;
   passes->sum[dtype] = sum<R, G>;
   passes->deliver[dtype] = deliver<R, G>;
+  passes->encode_blocks[dtype][topkef::SIGN] = encode_blocks<R, G, Signs>;
+  passes->encode_blocks[dtype][topkef::MINMAX] = encode_blocks<R, G, MinMax>;
+  passes->encode_blocks[dtype][topkef::MEANS] = encode_blocks<R, G, Means>;
+  passes->encode_blocks[dtype][topkef::DITHERED] = encode_blocks<R, G, Dithered<false>>;
+  passes->encode_blocks[dtype][topkef::DITHERED_L2] = encode_blocks<R, G, Dithered<true>>;
+  passes->encode_blocks[dtype][topkef::TERNARY] = encode_blocks<R, G, Ternary>;
 }
 
 template <class R, class Reader>

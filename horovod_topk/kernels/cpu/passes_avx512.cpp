@@ -91,6 +91,15 @@ inline int64_t stream(const float *from, float *to, int64_t n) {
   return i;
 }
 
+/* to = from - read in whole cache lines; returns how many elements were stored. */
+inline int64_t stream_difference(const float *from, const float *read, float *to, int64_t n) {
+  if (!is_aligned(to)) return 0;
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    _mm512_stream_ps(to + i, _mm512_sub_ps(_mm512_loadu_ps(from + i), _mm512_loadu_ps(read + i)));
+  return i;
+}
+
 /* Sixteen bits of a word at a time; numbers written after the last are overwritten, or not read. */
 inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
   const __m512i sixteen = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
