@@ -30,16 +30,18 @@ inline const float *limited(const R *values, int64_t count, float *room) {
   return room;
 }
 
+/* Whether a coder takes values of this largest magnitude, as bits, as they are. */
+template <class R>
+inline bool is_coded(typename Real<R>::Bits largest) {
+  return sizeof(R) == sizeof(float) && largest <= bit_cast<uint32_t>(LIMIT);
+}
+
 /* Convert values for a coder: in place if they need no change, else into `room`. */
 template <class R>
 inline Coded as_coded(const R *values, int64_t count, float *room) {
-  typename Real<R>::Bits largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const typename Real<R>::Bits bits = magnitude_bits(values[i]);
-    largest = bits > largest ? bits : largest;
-  }
+  const typename Real<R>::Bits largest = largest_bits(values, count);
   if constexpr (sizeof(R) == sizeof(float))
-    if (largest <= bit_cast<uint32_t>(LIMIT)) return {values, bit_cast<float>(largest), true, true};
+    if (is_coded<R>(largest)) return {values, bit_cast<float>(largest), true, true};
   limited(values, count, room);
   return {room, largest_of(room, count), largest < Real<R>::infinity, false};
 }
@@ -91,7 +93,7 @@ INLINE void write_some(Coder *coder, typename Coder::Scale scale, const R *value
     coded = are_coded ? values : limited(values, count, room);
   else
     coded = limited(values, count, room);
-  coder->write(coded, at, count, scale, read, draw(format, at, count, drawn));
+  coder->write(coded, at, count, scale, left ? read : nullptr, draw(format, at, count, drawn));
   if (left) leave(values, read, count, left, format);
 }
 
@@ -101,8 +103,9 @@ void write_tile(const void *from, Span span, const Measured &found, uint8_t *dat
                 const Format &format) {
   Coder coder(data, span.total, format);
   const auto scale = coder.put_scale(span.first / coder.block, found);
-  write_some<CODED>(&coder, scale, static_cast<const R *>(from), found.are_coded, span.first, span.count,
-                    static_cast<R *>(left), format);
+  auto values = static_cast<const R *>(from);
+  write_some<CODED>(&coder, scale, values, is_coded<R>(largest_bits(values, span.count)), span.first,
+                    span.count, static_cast<R *>(left), format);
 }
 
 /* `topkef::Pack` of a coder: whole blocks. */

@@ -275,6 +275,24 @@ struct Means {
   }
 };
 
+#ifndef TOPKEF_UNITS
+/* Add up whole cache lines; returns how many values were added. */
+inline int64_t units_of_lines(const float *, int64_t, float, int64_t *) { return 0; }
+#endif
+
+/* The sum of magnitudes of at most `largest`, each rounded down to a multiple of largest / SCALED_UNITS; in
+ * such multiples. `largest` has the 8 bits of a bfloat16. */
+inline int64_t units_of(const float *values, int64_t count, float largest) {
+  int64_t lines = 0;
+  const int64_t done = units_of_lines(values, count, largest, &lines);
+  // The quotient of a float and a bfloat16 is an integer number of parts, or at least 2^-24 from one.
+  const double parts = largest > 0 ? SCALED_UNITS / (double)largest * (1 + 0x1p-40) : 0;
+  int32_t total = 0;
+  for (int64_t i = done; i < count; ++i)
+    total += (int32_t)((double)bit_cast<float>(magnitude_bits(values[i])) * parts);
+  return lines + total;
+}
+
 /* SignSGD: the sign, times the mean magnitude of the block, which is computed from integers. */
 struct Signs {
   static constexpr int64_t block = 1024, TILED = block;
@@ -288,14 +306,10 @@ struct Signs {
   }
 
   static Measured measure(const float *values, int64_t count, float largest, const Format &) {
-    const double unit = (double)widen(scale_above(largest));
-    // The quotient of a float and a bfloat16 is an integer number of parts, or at least 2^-24 from one.
-    const double parts = unit > 0 ? SCALED_UNITS / unit * (1 + 0x1p-40) : 0;
-    int32_t total = 0;
-    for (int64_t i = 0; i < count; ++i)
-      total += (int32_t)((double)bit_cast<float>(magnitude_bits(values[i])) * parts);
+    const float unit = widen(scale_above(largest));
+    const int64_t total = units_of(values, count, unit);
     Measured found;
-    found.above = unit * ((double)total / ((double)SCALED_UNITS * (double)count));
+    found.above = (double)unit * ((double)total / ((double)SCALED_UNITS * (double)count));
     return found;
   }
 
@@ -436,8 +450,8 @@ struct Ternary {
       const int32_t is_sent = ((float)drawn[i] + 0.5f) * part < clipped;
       const int32_t multiple = values[i] < 0 ? -is_sent : is_sent;
       code[before + i] = (uint8_t)(multiple + 1);
-      read[i] = unit * (float)multiple;
     }
+    for (int64_t i = 0; read && i < count; ++i) read[i] = unit * (float)(code[before + i] - 1);
     memset(code + before + count, 0, DIGITS + 8);
     uint8_t *to = codes + at / DIGITS;
     const uint8_t first = before ? to[0] : 0;

@@ -245,8 +245,10 @@ using Damp = void (*)(const Source &source, const uint32_t *index, const void *s
 /* Makes non-temporal stores visible to other threads. */
 using Fence = void (*)();
 
-/* Whether all of some values are finite. */
-using IsFinite = bool (*)(const void *values, int64_t n);
+/* sums[0..n) = residual + gradient, optionally with non-temporal stores, which are visible to other threads
+ * after a fence. Returns whether all are finite. */
+using Compensate = bool (*)(const void *residual, const void *gradient, void *sums, int64_t n,
+                            bool past_caches);
 
 /* The words of blocks [from, from + count) of random numbers, four each. */
 using Random = void (*)(const Key &key, uint32_t from, int64_t count, uint32_t *words);
@@ -256,6 +258,7 @@ struct Passes {
   Gather gather[DTYPES];       // [gradient's dtype]
   GatherShards gather_shards[DTYPES];  // [gradient's dtype]
   Sum sum[DTYPES];             // [gradient's dtype]
+  Compensate compensate[DTYPES];  // the same
   Choose choose;
   Drop drop;
   Pack pack[KINDS];
@@ -264,7 +267,6 @@ struct Passes {
   WriteTile write_tile[KINDS]; // the same
   IsSound is_sound[KINDS];     // null for kinds whose values are always valid
   Stream stream;
-  IsFinite is_finite;
   Random random;
   Spread spread;
   PackIndex pack_index[LONG + 1];      // [Index]
