@@ -19,9 +19,9 @@ using topkef::Source;
 /* Values as a coder takes them: finite, within `LIMIT`, and float32. */
 struct Coded {
   const float *values;
-  float largest;     // magnitude
-  bool are_finite;   // whether the original values are
-  bool are_as_they_were;
+  float largest;          // magnitude
+  bool were_finite;       // whether the original values are
+  bool are_as_they_were;  // whether no value was converted
 };
 
 template <class R>
@@ -64,7 +64,7 @@ bool measure_tile(const void *from, int64_t count, const Format &format, Measure
   const Coded coded = as_coded(static_cast<const R *>(from), count, room);
   *found = Coder::measure(coded.values, count, coded.largest, format);
   found->are_coded = coded.are_as_they_were;
-  return coded.are_finite;
+  return coded.were_finite;
 }
 
 /* Measure a block, in tiles if it is long. Returns whether all values are finite. */

@@ -579,7 +579,7 @@ void topkef_moments(const void *values, int64_t count, int width, int threads, d
 
 void topkef_pack_ternary(const void *values, int64_t count, int width, float limit, float scale,
                          const int64_t *key, uint8_t *out, int threads) {
-  constexpr int64_t SPAN = 640, SPANS = 512;  // whole bytes, and whole blocks of draws
+  constexpr int64_t SPAN = 640, SPANS = 512;  // whole bytes and draws; few, so that memory is read steadily
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
   Format format{count, 0, false, true, false, {{(uint32_t)key[0], (uint32_t)key[1]}, key[2]}};
   Measured agreed;

@@ -1,8 +1,8 @@
 /* Coders that send all elements of a tensor in few bits: one for each method, as its docstring defines.
  *
-  * A coder measures a block of elements, writes its scale, and then codes, and what these are read as. Blocks
-  * longer than `TILED` are measured in tiles of FOLDED, and all are written in tiles. Elements are float32, finite and within `LIMIT`. Everything is local to the
-  * file that includes it. */
+  * A coder measures a block of elements, writes its scale, and then the codes, tile by tile. Blocks longer
+ * than `TILED` are measured in tiles of FOLDED. Elements are float32, finite and within `LIMIT`.
+ * Everything is local to the file that includes it. */
 #ifndef TOPKEF_CODERS_H
 #define TOPKEF_CODERS_H
 
@@ -18,7 +18,7 @@
 
 namespace {
 
-/* Functions that are compiled once more for tiles, with a known number of elements. */
+/* For functions that callers compile for their own, known number of elements. */
 #define INLINE inline __attribute__((always_inline))
 
 using topkef::Format;
