@@ -92,6 +92,13 @@ def _declare(library: Library) -> None:
         "topkef_compensate": [*[address] * 3, number, *[ctypes.c_int] * 3],
         "topkef_take": [*[address] * 3, number, ctypes.c_int],
         "topkef_subtract_at": [*[address] * 3, number, ctypes.c_int],
+        "topkef_place": [
+            *[address] * 2,
+            number,
+            address,
+            number,
+            *[ctypes.c_int] * 2,
+        ],
         "topkef_random_index": [address, number, number, address],
         "topkef_moments": [address, number, ctypes.c_int, ctypes.c_int, address],
         "topkef_pack_ternary": [
@@ -118,7 +125,7 @@ def _declare(library: Library) -> None:
     library.topkef_encode.restype = None
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
-    silent = "take", "subtract_at", "random_index", "random_bits", "product", "orthonormal"
+    silent = "take", "subtract_at", "place", "random_index", "random_bits", "product", "orthonormal"
     for name in (*silent, "update_velocity", "moments", "pack_ternary"):
         getattr(library, f"topkef_{name}").restype = None
 

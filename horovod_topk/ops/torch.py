@@ -401,7 +401,14 @@ class TorchOps(FactorVerbs):
             self.write_scaled(whole, scale, gradient, poisoned)
             return
         scaled = (values * scale).to(gradient.dtype)
-        gradient.zero_().view(-1).index_copy_(0, index, scaled)
+        library = self._library(gradient.device.type)
+        if library is None or gradient.dtype not in WIDE:
+            gradient.zero_().view(-1).index_copy_(0, index, scaled)
+            return
+        entries = scaled.data_ptr(), _packed(index).data_ptr(), index.numel()
+        out = gradient.data_ptr(), gradient.numel(), gradient.element_size()
+        library.topkef_place(*entries, *out, torch.get_num_threads())
+        _note_writing(gradient)
 
     def fused(self, recipe: Sequence[int], device: str) -> Fused[Tensor] | None:
         if not self._use_kernels:

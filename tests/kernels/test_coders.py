@@ -28,7 +28,7 @@ FOUND = native.find()
 pytestmark = pytest.mark.skipif(FOUND.library is None, reason=f"no kernels: {FOUND.description}")
 ISAS = ("portable", "avx2", "avx512")
 
-SHAPES = ((5,), (40, 50), (7, 3), (3001,), (2, 2501), (33, 77), (3, 512), (9, 1024))
+SHAPES = ((5,), (40, 50), (7, 3), (3001,), (2, 2501), (33, 77), (3, 512), (9, 1024), (2, 16_385))
 METHODS: dict[str, Codec] = {
     "signs": SignSGD(min_numel=0),
     "one bit": OneBit(min_numel=0),
@@ -107,6 +107,22 @@ def test_kernels_have_the_bits_of_the_verbs(isa: str, method: Codec, dtype: str)
         gathered = np.concatenate([np.asarray(kernels.payload)] * 3)
         for one, other in zip(kernels.decode(gathered), verbs.decode(gathered), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.one_in(4)
+@each_method
+def test_what_is_not_finite_has_the_bits_of_the_verbs(isa: str, method: Codec) -> None:
+    bucket = bucket_of(method, "float32", (3, 700))
+    (gradient,) = gradients_of(bucket, 0)
+    gradient.reshape(-1)[[0, 129, 1500]] = np.nan, np.inf, -3e38
+    kernels, verbs = (
+        Side(TorchOps(), bucket, torch.from_numpy),
+        Side(NumpyOps(), bucket, np.asarray),
+    )
+    with np.errstate(invalid="ignore"):
+        pairs = zip(kernels.encode([gradient]), verbs.encode([gradient]), strict=True)
+    for one, other in pairs:
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.one_in(4)

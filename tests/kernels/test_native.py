@@ -683,6 +683,17 @@ def test_autograd_notices_that_a_gradient_was_replaced() -> None:
     assert gradient._version > before
 
 
+@pytest.mark.parametrize("numel", [1000, 300_000])  # cached, and too large for caches
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_entries_are_placed_among_zeros(isa: str, numel: int, dtype: torch.dtype) -> None:
+    index = torch.randperm(numel, generator=torch.Generator().manual_seed(0))[:100]
+    values, gradient = torch.arange(100, dtype=dtype), torch.ones(numel + 3, dtype=dtype)
+    TorchOps().write_placed(values, index, 0.5, gradient[3:], False)
+    wanted = torch.zeros(numel, dtype=dtype).index_copy(0, index, values * 0.5)
+    assert torch.equal(gradient[3:], wanted)
+    assert gradient[:3].tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_products_are_added_in_order(isa: str, dtype: str, threads: int) -> None:

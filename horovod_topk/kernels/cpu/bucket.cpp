@@ -317,6 +317,34 @@ int64_t entries_before(const Rows &rows, int64_t rank, int64_t from) {
 }
 
 /* Sum and deliver a stretch of one tensor, tile by tile. */
+constexpr int64_t ASKED = 16;  // distance of prefetches, in elements
+
+template <class R>
+void place(const R *values, const int64_t *index, R *out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + ASKED < count) __builtin_prefetch(out + index[i + ASKED], 1);
+    store(out, index[i], load(values, i));
+  }
+}
+
+/* Fill an array with zeros, which do not stay in caches if it is large. */
+void clear(uint8_t *out, int64_t bytes, int threads) {
+  const Passes *passes = fastest_passes();
+  static const double zeros[TILE] = {};
+  constexpr int64_t SOME = CHUNK * (int64_t)sizeof(double), AT_ONCE = (int64_t)sizeof zeros;
+  parallel((bytes + SOME - 1) / SOME, threads, [&](int64_t i) {
+    const int64_t to = std::min(bytes, (i + 1) * SOME);
+    for (int64_t at = i * SOME; at < to; at += AT_ONCE) {
+      const int64_t n = std::min(AT_ONCE, to - at);
+      if (bytes >= CACHED * (int64_t)sizeof(float))
+        passes->stream(zeros, out + at, n / (int64_t)sizeof(float));
+      else
+        std::memset(out + at, 0, (size_t)n);
+    }
+    passes->fence();
+  });
+}
+
 void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const Indices &indices,
                   int64_t ranks, double scale, void *gradient) {
   const TensorRecipe &tensor = bucket.tensors[(size_t)chunk.tensor];
@@ -342,8 +370,6 @@ void decode_chunk(const topkef_bucket &bucket, const Chunk &chunk, const Indices
   }
   bucket.passes->fence();
 }
-
-constexpr int64_t ASKED = 16;  // distance of prefetches, in elements
 
 template <class R>
 void take(const R *values, const int64_t *index, R *out, int64_t count) {
@@ -470,24 +496,16 @@ int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered, int6
 int topkef_compensate(const void *residual, const void *gradient, void *out, int64_t count, int width,
                       int dtype, int threads) {
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  const Source source{residual, gradient, out};
+  auto e = static_cast<const uint8_t *>(residual), g = static_cast<const uint8_t *>(gradient);
+  auto to = static_cast<uint8_t *>(out);
   std::atomic<bool> finite{true};
   parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
     KeepDenormals keep;
-    alignas(64) double tile[FOLDED];
-    bool all = true;
-    for (int64_t at = i * CHUNK; at < std::min(count, (i + 1) * CHUNK); at += FOLDED) {
-      const int64_t n = std::min(FOLDED, count - at);
-      auto to = static_cast<uint8_t *>(out) + at * width;
-      passes->sum[dtype](source, at, n, tile, {1, 0});
-      all &= passes->is_finite(tile, n);
-      if (count >= CACHED)
-        passes->stream(tile, to, n);
-      else
-        std::memcpy(to, tile, (size_t)(n * width));
-    }
+    const int64_t at = i * CHUNK, n = std::min(CHUNK, count - at);
+    if (!passes->compensate[dtype](e + at * width, g + at * dtype_bytes(dtype), to + at * width, n,
+                                   count >= CACHED))
+      finite = false;
     passes->fence();
-    if (!all) finite = false;
   });
   return finite;
 }
@@ -505,6 +523,15 @@ void topkef_subtract_at(void *out, const int64_t *index, const void *values, int
     subtract_at(static_cast<double *>(out), index, static_cast<const double *>(values), count);
   else
     subtract_at(static_cast<float *>(out), index, static_cast<const float *>(values), count);
+}
+
+void topkef_place(const void *values, const int64_t *index, int64_t k, void *out, int64_t count, int width,
+                  int threads) {
+  clear(static_cast<uint8_t *>(out), count * width, threads);
+  if (width == 8)
+    place(static_cast<const double *>(values), index, static_cast<double *>(out), k);
+  else
+    place(static_cast<const float *>(values), index, static_cast<float *>(out), k);
 }
 
 void topkef_random_index(const int64_t *key, int64_t numel, int64_t k, int64_t *out) {
@@ -552,9 +579,9 @@ void topkef_moments(const void *values, int64_t count, int width, int threads, d
 
 void topkef_pack_ternary(const void *values, int64_t count, int width, float limit, float scale,
                          const int64_t *key, uint8_t *out, int threads) {
-  constexpr int64_t SPAN = CODED / 40 * 40, SPANS = 128;  // whole bytes, and whole blocks of draws
+  constexpr int64_t SPAN = 640, SPANS = 512;  // whole bytes and draws; few, so that memory is read steadily
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  Format format{count, 0, false, true, {{(uint32_t)key[0], (uint32_t)key[1]}, key[2]}};
+  Format format{count, 0, false, true, false, {{(uint32_t)key[0], (uint32_t)key[1]}, key[2]}};
   Measured agreed;
   agreed.low = limit;
   agreed.high = scale;

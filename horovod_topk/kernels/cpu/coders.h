@@ -1,8 +1,8 @@
 /* Coders that send all elements of a tensor in few bits: one for each method, as its docstring defines.
  *
-  * A coder measures a block of elements, and then writes its scales and codes. Long blocks are measured
-  * and written in tiles. Elements are float32, finite and within `LIMIT`. Everything is local to the
-  * file that includes it. */
+  * A coder measures a block of elements, writes its scale, and then the codes, tile by tile. Blocks longer
+ * than `TILED` are measured in tiles of FOLDED. Elements are float32, finite and within `LIMIT`.
+ * Everything is local to the file that includes it. */
 #ifndef TOPKEF_CODERS_H
 #define TOPKEF_CODERS_H
 
@@ -17,6 +17,9 @@
 #include "random.h"
 
 namespace {
+
+/* For functions that callers compile for their own, known number of elements. */
+#define INLINE inline __attribute__((always_inline))
 
 using topkef::Format;
 using topkef::Measured;
@@ -59,8 +62,15 @@ inline bool are_scales(const uint8_t *data, int64_t count) {
   return all;
 }
 
-/* The sum of a tile, which is overwritten: its second half is added to its first, until one is left.
- * Sizes are known at compile time, as short loops would be mostly overhead. */
+/* Half of the power of two to which a tile of at most FOLDED elements is padded. */
+inline int64_t half_of(int64_t count) {
+  int64_t half = 1;
+  while (2 * half < count) half *= 2;
+  return half;
+}
+
+/* The sum of `size` numbers, which are overwritten: the second half is added to the first, until one is
+ * left. Sizes are known at compile time, as short loops would be mostly overhead. */
 template <int size>
 inline double folded(double *tile) {
   if constexpr (size == 1) {
@@ -71,26 +81,38 @@ inline double folded(double *tile) {
   }
 }
 
-/* `size` is a power of two, at most FOLDED / 2. */
-inline double folded(double *tile, int64_t size) {
-  switch (size) {
-    case 256: return folded<256>(tile);
-    case 128: return folded<128>(tile);
-    case 64: return folded<64>(tile);
-    default: break;
-  }
-  for (int64_t half = size / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) tile[i] += tile[i + half];
-  return tile[0];
+/* The sum of term(x) over the first `size` values, in the order of `folded`. */
+template <int size, class Term>
+inline double folded(const float *values, Term term) {
+  static_assert(size >= 8, "the first three foldings are one loop");
+  constexpr int part = size / 8;
+  alignas(64) double sums[part];
+  auto pair = [&](int i) { return term(values[i]) + term(values[i + 4 * part]); };
+  for (int i = 0; i < part; ++i)
+    sums[i] = (pair(i) + pair(i + 2 * part)) + (pair(i + part) + pair(i + 3 * part));
+  return folded<part>(sums);
 }
 
-static_assert(FOLDED == 512, "halves of full tiles have 256 elements");
-
-/* Half of the power of two to which a tile of at most FOLDED elements is padded. */
-inline int64_t half_of(int64_t count) {
-  int64_t half = 1;
-  while (2 * half < count) half *= 2;
-  return half;
+/* The sum of term(x) over a tile of at most FOLDED values, padded with zeros to a power of two; the
+ * second half is added to the first, until one is left. */
+template <class Term>
+inline double folded(const float *values, int64_t count, Term term) {
+  alignas(64) float padded[FOLDED];
+  const int64_t size = 2 * half_of(count), room = size < 8 ? 8 : size;
+  if (count < room) {
+    memcpy(padded, values, (size_t)count * sizeof *values);
+    memset(padded + count, 0, (size_t)(room - count) * sizeof *values);
+    values = padded;
+  }
+  switch (room) {
+    case 8: return folded<8>(values, term);
+    case 16: return folded<16>(values, term);
+    case 32: return folded<32>(values, term);
+    case 64: return folded<64>(values, term);
+    case 128: return folded<128>(values, term);
+    case 256: return folded<256>(values, term);
+    default: return folded<FOLDED>(values, term);
+  }
 }
 
 /* max(x, 0), and below it max(-x, 0), without comparisons, which would be branches. */
@@ -104,6 +126,8 @@ inline double minus_of(float x) {
   return (double)bit_cast<float>(bits & bits >> 31 & 0x7fffffff);
 }
 
+inline double same_of(float x) { return (double)x; }
+
 inline double square_of(float x) { return (double)x * (double)x; }
 
 /* The bits of a float as an integer with the same order. */
@@ -116,6 +140,7 @@ inline float from_ordered(int32_t bits) { return bit_cast<float>(bits ^ (bits >>
 
 /* ByteGrad: 8 bits between the smallest and the largest element of a block, both halved. */
 struct MinMax {
+  static constexpr int64_t TILED = FOLDED;
   static constexpr float ABOVE = (float)((1 + 0x1p-20) / 255);
   uint8_t *lows, *steps, *codes;
   int64_t block;
@@ -128,7 +153,7 @@ struct MinMax {
     return 8 * blocks_of(total, format.block) + total;
   }
 
-  static Measured measure(const float *values, int64_t count, const Format &) {
+  static Measured measure(const float *values, int64_t count, float, const Format &) {
     int32_t low = INT32_MAX, high = INT32_MIN;
     for (int64_t i = 0; i < count; ++i) {
       const int32_t value = ordered(values[i]);
@@ -141,12 +166,21 @@ struct MinMax {
     return found;
   }
 
-  void write(const float *values, int64_t at, int64_t count, const Measured &found, float *read,
-             const uint16_t *) {
+  struct Scale {
+    float low, step;
+  };
+
+  Scale put_scale(int64_t i, const Measured &found) {
     const float low = found.low * 0.5f, step = (found.high * 0.5f - low) * ABOVE;
+    store(reinterpret_cast<float *>(lows), i, low);
+    store(reinterpret_cast<float *>(steps), i, step);
+    return {low, step};
+  }
+
+  INLINE void write(const float *values, int64_t at, int64_t count, Scale scale, float *read,
+                    const uint16_t *) {
+    const float low = scale.low, step = scale.step;
     const float divisor = step != 0 ? step : INFINITY;  // all are 0 then
-    store(reinterpret_cast<float *>(lows), at / block, low);
-    store(reinterpret_cast<float *>(steps), at / block, step);
     uint8_t *to = codes + at;
     for (int64_t i = 0; i < count; ++i) {
       const int32_t code = (int32_t)((values[i] * 0.5f - low) / divisor + 0.5f) & 255;
@@ -174,8 +208,21 @@ struct MinMax {
   }
 };
 
+/* What a sign is read as. */
+struct SignScale {
+  float plus, minus;
+};
+
+INLINE void write_signs(const float *values, int64_t at, int64_t count, SignScale scale, uint8_t *codes,
+                        float *read) {
+  const float plus = scale.plus, minus = scale.minus;
+  pack_signs(values, at, count, codes);
+  for (int64_t i = 0; i < count; ++i) read[i] = values[i] < 0 ? minus : plus;
+}
+
 /* OneBit: the sign, which is read as the mean of the column's elements of that sign. */
 struct Means {
+  static constexpr int64_t TILED = FOLDED;
   uint8_t *above, *below, *codes;
   int64_t block;
 
@@ -187,36 +234,30 @@ struct Means {
     return 4 * blocks_of(total, format.block) + (total + 7) / 8;
   }
 
-  static Measured measure(const float *values, int64_t count, const Format &) {
-    const int64_t half = half_of(count);
-    alignas(64) double above[FOLDED / 2], below[FOLDED / 2];
+  static Measured measure(const float *values, int64_t count, float, const Format &) {
     int32_t fewer = 0;
-    for (int64_t i = 0; i < count - half; ++i) {
-      above[i] = plus_of(values[i]) + plus_of(values[i + half]);
-      below[i] = minus_of(values[i]) + minus_of(values[i + half]);
-    }
-    for (int64_t i = count - half; i < half; ++i) {
-      above[i] = plus_of(values[i]);
-      below[i] = minus_of(values[i]);
-    }
     for (int64_t i = 0; i < count; ++i) fewer += values[i] < 0;
     Measured found;
-    found.above = folded(above, half);
-    found.below = folded(below, half);
+    found.above = folded(values, count, [](float x) { return plus_of(x); });
+    found.below = folded(values, count, [](float x) { return minus_of(x); });
     found.negative = fewer;
     found.count = count;
     return found;
   }
 
-  void write(const float *values, int64_t at, int64_t count, const Measured &found, float *read,
-             const uint16_t *) {
+  using Scale = SignScale;
+
+  Scale put_scale(int64_t i, const Measured &found) {
     const Brain high = mean(found.above, found.count - found.negative);
     const Brain low = mean(found.below, found.negative);
-    put_brain(above, at / block, high);
-    put_brain(below, at / block, low);
-    pack_signs(values, at, count, codes);
-    const float plus = widen(high), minus = -widen(low);
-    for (int64_t i = 0; i < count; ++i) read[i] = values[i] < 0 ? minus : plus;
+    put_brain(above, i, high);
+    put_brain(below, i, low);
+    return {widen(high), -widen(low)};
+  }
+
+  INLINE void write(const float *values, int64_t at, int64_t count, Scale scale, float *read,
+                    const uint16_t *) {
+    write_signs(values, at, count, scale, codes, read);
   }
 
   void read(int64_t at, int64_t count, float *to) const {
@@ -234,9 +275,27 @@ struct Means {
   }
 };
 
+#ifndef TOPKEF_UNITS
+/* Add up whole cache lines; returns how many values were added. */
+inline int64_t units_of_lines(const float *, int64_t, float, int64_t *) { return 0; }
+#endif
+
+/* The sum of magnitudes of at most `largest`, each rounded down to a multiple of largest / SCALED_UNITS; in
+ * such multiples. `largest` has the 8 bits of a bfloat16. */
+inline int64_t units_of(const float *values, int64_t count, float largest) {
+  int64_t lines = 0;
+  const int64_t done = units_of_lines(values, count, largest, &lines);
+  // The quotient of a float and a bfloat16 is an integer number of parts, or at least 2^-24 from one.
+  const double parts = largest > 0 ? SCALED_UNITS / (double)largest * (1 + 0x1p-40) : 0;
+  int32_t total = 0;
+  for (int64_t i = done; i < count; ++i)
+    total += (int32_t)((double)bit_cast<float>(magnitude_bits(values[i])) * parts);
+  return lines + total;
+}
+
 /* SignSGD: the sign, times the mean magnitude of the block, which is computed from integers. */
 struct Signs {
-  static constexpr int64_t block = 1024;
+  static constexpr int64_t block = 1024, TILED = block;
   uint8_t *scales, *codes;
 
   Signs(uint8_t *data, int64_t total, const Format &)
@@ -246,25 +305,25 @@ struct Signs {
     return scale_bytes(topkef::SIGN, total) + (total + 7) / 8;
   }
 
-  static Measured measure(const float *values, int64_t count, const Format &) {
-    const double unit = (double)widen(scale_above(largest_of(values, count)));
-    // The quotient of a float and a bfloat16 is an integer number of parts, or at least 2^-24 from one.
-    const double parts = unit > 0 ? SCALED_UNITS / unit * (1 + 0x1p-40) : 0;
-    int32_t total = 0;
-    for (int64_t i = 0; i < count; ++i)
-      total += (int32_t)((double)bit_cast<float>(magnitude_bits(values[i])) * parts);
+  static Measured measure(const float *values, int64_t count, float largest, const Format &) {
+    const float unit = widen(scale_above(largest));
+    const int64_t total = units_of(values, count, unit);
     Measured found;
-    found.above = unit * ((double)total / ((double)SCALED_UNITS * (double)count));
+    found.above = (double)unit * ((double)total / ((double)SCALED_UNITS * (double)count));
     return found;
   }
 
-  void write(const float *values, int64_t at, int64_t count, const Measured &found, float *read,
-             const uint16_t *) {
+  using Scale = SignScale;
+
+  Scale put_scale(int64_t i, const Measured &found) {
     const Brain bits = narrow_brain((float)found.above);
-    put_brain(scales, at / block, bits);
-    pack_signs(values, at, count, codes);
-    const float plus = widen(bits), minus = -plus;
-    for (int64_t i = 0; i < count; ++i) read[i] = values[i] < 0 ? minus : plus;
+    put_brain(scales, i, bits);
+    return {widen(bits), -widen(bits)};
+  }
+
+  INLINE void write(const float *values, int64_t at, int64_t count, Scale scale, float *read,
+                    const uint16_t *) {
+    write_signs(values, at, count, scale, codes, read);
   }
 
   void read(int64_t at, int64_t count, float *to) const {
@@ -280,6 +339,7 @@ struct Signs {
 /* QSGD: a level of the block's norm, drawn so that its mean is the element. */
 template <bool is_l2>
 struct Dithered {
+  static constexpr int64_t TILED = FOLDED;
   static constexpr double ABOVE = 1 + 0x1p-20;
   uint8_t *steps, *codes;
   int64_t block, bits;
@@ -293,28 +353,31 @@ struct Dithered {
     return 2 * blocks_of(total, format.block) + (total * format.bits + 7) / 8;
   }
 
-  static Measured measure(const float *values, int64_t count, const Format &) {
+  static Measured measure(const float *values, int64_t count, float largest, const Format &) {
     Measured found;
     if (!is_l2) {
-      found.high = largest_of(values, count);
+      found.high = largest;
       return found;
     }
-    const int64_t half = half_of(count);
-    alignas(64) double squares[FOLDED / 2];
-    for (int64_t i = 0; i < count - half; ++i)
-      squares[i] = square_of(values[i]) + square_of(values[i + half]);
-    for (int64_t i = count - half; i < half; ++i) squares[i] = square_of(values[i]);
-    found.above = folded(squares, half);
+    found.above = folded(values, count, [](float x) { return square_of(x); });
     return found;
   }
 
-  void write(const float *values, int64_t at, int64_t count, const Measured &found, float *read,
-             const uint16_t *drawn) {
+  struct Scale {
+    float step;
+  };
+
+  Scale put_scale(int64_t i, const Measured &found) {
     const double exact_norm = is_l2 ? sqrt(found.above) : (double)found.high;
     const auto norm = (float)(exact_norm < LIMIT ? exact_norm : LIMIT);
     const Brain rounded = scale_above(norm * (float)(ABOVE / levels));
-    const float step = widen(rounded), divisor = step != 0 ? step : INFINITY;
-    put_brain(steps, at / block, rounded);
+    put_brain(steps, i, rounded);
+    return {widen(rounded)};
+  }
+
+  INLINE void write(const float *values, int64_t at, int64_t count, Scale scale, float *read,
+                    const uint16_t *drawn) {
+    const float step = scale.step, divisor = step != 0 ? step : INFINITY;
     alignas(64) uint8_t code[CODED];
     for (int64_t i = 0; i < count; ++i) {
       const float exact = bit_cast<float>(magnitude_bits(values[i])) / divisor;
@@ -344,6 +407,7 @@ struct Dithered {
  * whole tensors. Five codes share a byte, so spans are written in ascending order by one thread, or
  * begin at multiples of five. */
 struct Ternary {
+  static constexpr int64_t TILED = FOLDED;
   static constexpr int64_t DIGITS = 5, LARGEST = 242;  // codes in a byte, and the largest byte of all five
   uint8_t *scale, *codes;
   int64_t block;
@@ -356,30 +420,28 @@ struct Ternary {
   }
 
   /* The largest magnitude, the sum, and the sum of squares. */
-  static Measured measure(const float *values, int64_t count, const Format &) {
-    const int64_t half = half_of(count);
-    alignas(64) double sums[FOLDED / 2], squares[FOLDED / 2];
-    for (int64_t i = 0; i < count - half; ++i) {
-      sums[i] = (double)values[i] + (double)values[i + half];
-      squares[i] = square_of(values[i]) + square_of(values[i + half]);
-    }
-    for (int64_t i = count - half; i < half; ++i) {
-      sums[i] = (double)values[i];
-      squares[i] = square_of(values[i]);
-    }
+  static Measured measure(const float *values, int64_t count, float largest, const Format &) {
     Measured found;
-    found.high = largest_of(values, count);
-    found.below = folded(sums, half);
-    found.above = folded(squares, half);
+    found.high = largest;
+    found.below = folded(values, count, [](float x) { return same_of(x); });
+    found.above = folded(values, count, [](float x) { return square_of(x); });
     return found;
   }
 
+  struct Scale {
+    float limit, unit;
+  };
+
   /* Magnitudes are clipped to `found.low`; `found.high` is the scale. */
-  void write(const float *values, int64_t at, int64_t count, const Measured &found, float *read,
-             const uint16_t *drawn) {
-    const float limit = found.low, unit = found.high, part = unit * 0x1p-16f;
+  Scale put_scale(int64_t, const Measured &found) {
+    store(reinterpret_cast<float *>(scale), 0, found.high);
+    return {found.low, found.high};
+  }
+
+  INLINE void write(const float *values, int64_t at, int64_t count, Scale found, float *read,
+                    const uint16_t *drawn) {
+    const float limit = found.limit, unit = found.unit, part = unit * 0x1p-16f;
     const int64_t before = at % DIGITS;  // elements of the first byte that are written
-    store(reinterpret_cast<float *>(scale), 0, unit);
     alignas(64) uint8_t code[CODED + 2 * DIGITS + 8];
     memset(code, 0, (size_t)before);
     for (int64_t i = 0; i < count; ++i) {
@@ -388,8 +450,8 @@ struct Ternary {
       const int32_t is_sent = ((float)drawn[i] + 0.5f) * part < clipped;
       const int32_t multiple = values[i] < 0 ? -is_sent : is_sent;
       code[before + i] = (uint8_t)(multiple + 1);
-      read[i] = unit * (float)multiple;
     }
+    for (int64_t i = 0; read && i < count; ++i) read[i] = unit * (float)(code[before + i] - 1);
     memset(code + before + count, 0, DIGITS + 8);
     uint8_t *to = codes + at / DIGITS;
     const uint8_t first = before ? to[0] : 0;
@@ -438,101 +500,6 @@ struct Ternary {
 };
 
 constexpr Ternary::Multiples Ternary::MULTIPLES{};
-
-/* Convert `values` for a coder: in place, or into `room`. Returns whether all are finite. */
-template <class R>
-inline bool as_coded(const R *values, int64_t count, float *room, const float **coded) {
-  typename Real<R>::Bits largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const typename Real<R>::Bits bits = magnitude_bits(values[i]);
-    largest = bits > largest ? bits : largest;
-  }
-  *coded = room;
-  if constexpr (sizeof(R) == sizeof(float))
-    if (largest <= bit_cast<uint32_t>(LIMIT)) {
-      *coded = values;
-      return true;
-    }
-  for (int64_t i = 0; i < count; ++i) room[i] = limited(values[i]);
-  return largest < Real<R>::infinity;
-}
-
-template <class R>
-inline void subtract(const R *values, const float *read, int64_t count, R *left, bool keeps) {
-  if (!keeps)
-    for (int64_t i = 0; i < count; ++i) left[i] = values[i] - values[i];  // NaN stays
-  else
-    for (int64_t i = 0; i < count; ++i) left[i] = values[i] - (R)read[i];
-}
-
-/* `topkef::Pack` of a coder: whole blocks. */
-template <class R, class Coder>
-bool pack_blocks(const void *from, Span span, uint8_t *data, void *left, const Format &format) {
-  auto values = static_cast<const R *>(from);
-  alignas(64) float room[CODED], read[CODED];
-  alignas(64) uint16_t drawn[CODED + DRAWN];
-  const float *coded;
-  const bool finite = as_coded(values, span.count, room, &coded);
-  const uint16_t *random = draw(format, span.first, span.count, drawn);
-  Coder coder(data, span.total, format);
-  for (int64_t i = 0; i < span.count; i += coder.block) {
-    const int64_t count = span.count - i < coder.block ? span.count - i : coder.block;
-    const Measured found = Coder::measure(coded + i, count, format);
-    coder.write(coded + i, span.first + i, count, found, read + i, random + i);
-  }
-  subtract(values, read, span.count, static_cast<R *>(left), format.keeps);
-  return finite;
-}
-
-/* `topkef::Measure` of a coder. */
-template <class R, class Coder>
-bool measure_tile(const void *from, int64_t count, const Format &format, Measured *found) {
-  alignas(64) float room[CODED];
-  const float *coded;
-  const bool finite = as_coded(static_cast<const R *>(from), count, room, &coded);
-  *found = Coder::measure(coded, count, format);
-  return finite;
-}
-
-/* `topkef::WriteTile` of a coder. */
-template <class R, class Coder>
-void write_tile(const void *from, Span span, const Measured &found, uint8_t *data, void *left,
-                const Format &format) {
-  auto values = static_cast<const R *>(from);
-  alignas(64) float room[CODED], read[CODED];
-  alignas(64) uint16_t drawn[CODED + DRAWN];
-  const float *coded;
-  as_coded(values, span.count, room, &coded);
-  Coder(data, span.total, format)
-      .write(coded, span.first, span.count, found, read,
-             draw(format, span.first, span.count, drawn));
-  if (left) subtract(values, read, span.count, static_cast<R *>(left), format.keeps);
-}
-
-/* `topkef::Scatter` of a coder: all elements, in order. */
-template <class R, class Coder>
-void add_blocks(void *sum, int64_t base, int64_t count, const topkef::Rows *rows) {
-  auto total = static_cast<R *>(sum);
-  alignas(64) float read[CODED];
-  for (int64_t rank = 0; rank < rows->ranks; ++rank) {
-    auto data = const_cast<uint8_t *>(rows->values + rank * rows->values_stride);
-    const Coder coder(data, rows->entries, rows->format);
-    for (int64_t at = 0; at < count; at += CODED) {
-      const int64_t some = count - at < CODED ? count - at : CODED;
-      coder.read(base + at, some, read);
-      for (int64_t i = 0; i < some; ++i) total[at + i] += (R)read[i];
-    }
-  }
-}
-
-inline bool are_sound_multiples(const uint8_t *data, int64_t total, const Format &) {
-  return are_scales(data, blocks_of(total, block_of(topkef::INT8)));
-}
-
-template <class Coder>
-bool is_sound(const uint8_t *data, int64_t total, const Format &format) {
-  return Coder(const_cast<uint8_t *>(data), total, format).is_sound(total);
-}
 
 }  // namespace
 

@@ -72,13 +72,18 @@ struct Sign {
 /* Writers encode values [first, first + count) of `total`; `first` is a multiple of 1024. They write the
  * rounding errors to `left`, which may be the values' memory, and return whether all are finite. */
 template <class R>
-inline bool all_finite(const R *values, int64_t count) {
+inline typename Real<R>::Bits largest_bits(const R *values, int64_t count) {
   typename Real<R>::Bits largest = 0;
   for (int64_t i = 0; i < count; ++i) {
     typename Real<R>::Bits bits = magnitude_bits(values[i]);
     largest = bits > largest ? bits : largest;
   }
-  return largest < Real<R>::infinity;
+  return largest;
+}
+
+template <class R>
+inline bool all_finite(const R *values, int64_t count) {
+  return largest_bits(values, count) < Real<R>::infinity;
 }
 
 template <class R>
@@ -117,12 +122,7 @@ inline Brain scale_above(float least) {
 }
 
 inline float largest_of(const float *values, int64_t count) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits = magnitude_bits(values[i]);
-    largest = bits > largest ? bits : largest;
-  }
-  return bit_cast<float>(largest);
+  return bit_cast<float>(largest_bits(values, count));
 }
 
 /* Encode values as integer multiples of a block's scale; `left` gets the rounding errors. */

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "coders.h"
+#include "blocks.h"
 #include "matrices.h"
 #include "codes.h"
 #include "float_formats.h"
@@ -284,21 +284,39 @@ void deliver(void *sum, double scale, void *gradient, int64_t n) {
   deliver_slowly(total + done, (R)scale, to + done, n - done);
 }
 
-template <class R>
-void update_velocity(const void *velocity, double factor, const void *gradient, void *sum, int64_t n,
-                bool past_caches) {
-  auto u = static_cast<const R *>(velocity), g = static_cast<const R *>(gradient);
-  auto out = static_cast<R *>(sum);
+/* Fill `out` tile by tile, from cache lines on: fill(at, count, tile) computes elements from `at` on. */
+template <class R, class Fill>
+inline void put_tiles(R *out, int64_t n, bool past_caches, Fill fill) {
   alignas(64) R tile[TILE];
-  const int64_t head = unaligned(out, n < TILE ? n : TILE);
-  for (int64_t at = 0, count = head; at < n; at += count) {
-    if (at || !head) count = n - at < TILE ? n - at : TILE;
-    accelerate(u + at, (R)factor, g + at, tile, count);
+  for (int64_t at = 0, count = unaligned(out, n < TILE ? n : TILE); at < n; at += count) {
+    if (at || !count) count = n - at < TILE ? n - at : TILE;
+    fill(at, count, tile);
     if (past_caches)
       put_past_caches(tile, out + at, count);
     else
       memcpy(out + at, tile, (size_t)count * sizeof(R));
   }
+}
+
+template <class R>
+void update_velocity(const void *velocity, double factor, const void *gradient, void *sum, int64_t n,
+                     bool past_caches) {
+  auto u = static_cast<const R *>(velocity), g = static_cast<const R *>(gradient);
+  put_tiles(static_cast<R *>(sum), n, past_caches, [&](int64_t at, int64_t count, R *tile) {
+    accelerate(u + at, (R)factor, g + at, tile, count);
+  });
+}
+
+template <class R, class G>
+bool compensate(const void *residual, const void *gradient, void *sums, int64_t n, bool past_caches) {
+  auto e = static_cast<const R *>(residual);
+  auto g = static_cast<const G *>(gradient);
+  bool finite = true;
+  put_tiles(static_cast<R *>(sums), n, past_caches, [&](int64_t at, int64_t count, R *tile) {
+    for (int64_t i = 0; i < count; ++i) tile[i] = load(e, at + i) + (R)widen(load(g, at + i));
+    finite &= all_finite(tile, count);
+  });
+  return finite;
 }
 
 template <class R>
@@ -330,7 +348,14 @@ constexpr void fill_row(topkef::Passes *passes, int dtype) {
   passes->gather[dtype] = gather<R, G>;
   passes->gather_shards[dtype] = gather_shards<R, G>;
   passes->sum[dtype] = sum<R, G>;
+  passes->compensate[dtype] = compensate<R, G>;
   passes->deliver[dtype] = deliver<R, G>;
+  passes->encode_blocks[dtype][topkef::SIGN] = encode_blocks<R, G, Signs>;
+  passes->encode_blocks[dtype][topkef::MINMAX] = encode_blocks<R, G, MinMax>;
+  passes->encode_blocks[dtype][topkef::MEANS] = encode_blocks<R, G, Means>;
+  passes->encode_blocks[dtype][topkef::DITHERED] = encode_blocks<R, G, Dithered<false>>;
+  passes->encode_blocks[dtype][topkef::DITHERED_L2] = encode_blocks<R, G, Dithered<true>>;
+  passes->encode_blocks[dtype][topkef::TERNARY] = encode_blocks<R, G, Ternary>;
 }
 
 template <class R, class Reader>
@@ -347,11 +372,6 @@ void stream_out(const void *values, void *out, int64_t n) {
   const int64_t head = unaligned(to, n);
   memcpy(to, from, (size_t)head * sizeof(R));
   put_past_caches(from + head, to + head, n - head);
-}
-
-template <class R>
-bool is_finite(const void *values, int64_t n) {
-  return all_finite(static_cast<const R *>(values), n);
 }
 
 template <class R, class Coder>
@@ -394,7 +414,6 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   fill_coder<R, Ternary>(passes, topkef::TERNARY);
   passes->is_sound[topkef::INT8] = passes->is_sound[topkef::INT4] = are_sound_multiples;
   passes->stream = stream_out<R>;
-  passes->is_finite = is_finite<R>;
   passes->random = random_words;
 }
 

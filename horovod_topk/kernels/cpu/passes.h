@@ -45,6 +45,7 @@ struct Format {
   int64_t block = 0, bits = 0;  // elements of a block, bits of a code
   bool keeps = true;   // whether `left` gets the rounding errors; else zeros
   bool draws = false;  // whether it draws random numbers
+  bool past_caches = false;  // whether `left` is written with non-temporal stores
   Key key = {};
 };
 
@@ -53,12 +54,14 @@ struct Measured {
   float low = INFINITY, high = -INFINITY;  // extremes
   double above = 0, below = 0;             // sums
   int64_t negative = 0, count = 0;         // elements
+  bool are_coded = true;                   // whether a coder takes the elements as they are
 
   /* The measures of this tile and the next one together. */
   Measured with(const Measured &next) const {
     return {low < next.low ? low : next.low,     high > next.high ? high : next.high,
             above + next.above,                  below + next.below,
-            negative + next.negative,            count + next.count};
+            negative + next.negative,            count + next.count,
+            are_coded && next.are_coded};
   }
 };
 
@@ -85,6 +88,7 @@ class Pairs {
 };
 
 constexpr int64_t CODED = 2048;  // most elements that a coder gets at once
+constexpr int64_t KEPT = 1 << 14;  // elements of a block that stay in a second-level cache
 constexpr int64_t FOLDED = 512;  // elements of a tile; longer blocks are summed from their tiles
 
 /* Candidates to send, in ascending order of index. */
@@ -189,6 +193,10 @@ constexpr int64_t PACE = 1024;
 /* Measure a tile of a block that is longer than FOLDED. Returns whether all are finite. */
 using Measure = bool (*)(const void *values, int64_t count, const Format &format, Measured *found);
 
+/* Add, encode and store the errors of whole blocks of at most KEPT elements, with memory for one and a cache line. */
+using EncodeBlocks = bool (*)(const Source &source, ShardLayout layout, Span span, uint8_t *data,
+                              const Format &format, void *memory);
+
 /* Write a span of values within one measured block; `left` as in `Pack`, or null. */
 using WriteTile = void (*)(const void *values, Span span, const Measured &found, uint8_t *data,
                            void *left, const Format &format);
@@ -237,8 +245,10 @@ using Damp = void (*)(const Source &source, const uint32_t *index, const void *s
 /* Makes non-temporal stores visible to other threads. */
 using Fence = void (*)();
 
-/* Whether all of some values are finite. */
-using IsFinite = bool (*)(const void *values, int64_t n);
+/* sums[0..n) = residual + gradient, optionally with non-temporal stores, which are visible to other threads
+ * after a fence. Returns whether all are finite. */
+using Compensate = bool (*)(const void *residual, const void *gradient, void *sums, int64_t n,
+                            bool past_caches);
 
 /* The words of blocks [from, from + count) of random numbers, four each. */
 using Random = void (*)(const Key &key, uint32_t from, int64_t count, uint32_t *words);
@@ -248,14 +258,15 @@ struct Passes {
   Gather gather[DTYPES];       // [gradient's dtype]
   GatherShards gather_shards[DTYPES];  // [gradient's dtype]
   Sum sum[DTYPES];             // [gradient's dtype]
+  Compensate compensate[DTYPES];  // the same
   Choose choose;
   Drop drop;
   Pack pack[KINDS];
-  Measure measure[KINDS];      // null for kinds with fixed blocks
+  EncodeBlocks encode_blocks[DTYPES][KINDS];  // [gradient's dtype], only for kinds with a coder
+  Measure measure[KINDS];      // the same
   WriteTile write_tile[KINDS]; // the same
   IsSound is_sound[KINDS];     // null for kinds whose values are always valid
   Stream stream;
-  IsFinite is_finite;
   Random random;
   Spread spread;
   PackIndex pack_index[LONG + 1];      // [Index]

@@ -88,6 +88,15 @@ inline int64_t stream(const float *from, float *to, int64_t n) {
   return i;
 }
 
+/* to = from - read in whole cache lines; returns how many elements were stored. */
+inline int64_t stream_difference(const float *from, const float *read, float *to, int64_t n) {
+  if (!is_aligned(to)) return 0;
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm256_stream_ps(to + i, _mm256_sub_ps(_mm256_loadu_ps(from + i), _mm256_loadu_ps(read + i)));
+  return i;
+}
+
 /* A bit for each value, in groups of eight: set if it is below 0. */
 inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
   for (int64_t i = 0; i < eights; ++i) {

@@ -10,6 +10,7 @@
 #define TOPKEF_POSITIONS
 #define TOPKEF_PHILOX
 #define TOPKEF_SIGNS
+#define TOPKEF_UNITS
 #include "float_formats.h"
 
 namespace {
@@ -91,6 +92,15 @@ inline int64_t stream(const float *from, float *to, int64_t n) {
   return i;
 }
 
+/* to = from - read in whole cache lines; returns how many elements were stored. */
+inline int64_t stream_difference(const float *from, const float *read, float *to, int64_t n) {
+  if (!is_aligned(to)) return 0;
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    _mm512_stream_ps(to + i, _mm512_sub_ps(_mm512_loadu_ps(from + i), _mm512_loadu_ps(read + i)));
+  return i;
+}
+
 /* Sixteen bits of a word at a time; numbers written after the last are overwritten, or not read. */
 inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
   const __m512i sixteen = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -108,6 +118,28 @@ inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
     to[i] = _mm256_cmp_ps_mask(_mm256_loadu_ps(values + 8 * i), _mm256_setzero_ps(), _CMP_LT_OQ);
 }
 
+/* Part of `units_of`. A product that is rounded down twice gives the multiple, or one less, which the exact
+ * remainder shows. Multiples of at most 64 values have an exact sum in a float. */
+inline int64_t units_of_lines(const float *values, int64_t count, float largest, int64_t *sum) {
+  if (!(largest > 0x1p-80f) || count > 1024) return 0;  // so that no operation underflows
+  const __m512 part = _mm512_set1_ps(largest * 0x1p-16f);
+  const __m512 inverse = _mm512_div_round_ps(_mm512_set1_ps(1), part, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+  __m512 total = _mm512_setzero_ps();
+  __m512i more = _mm512_setzero_si512();
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(values + i));
+    const __m512 exact = _mm512_mul_round_ps(size, inverse, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    const __m512 whole = _mm512_roundscale_ps(exact, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    const __m512 rest = _mm512_fnmadd_ps(whole, part, size);
+    const __mmask16 is_less = _mm512_cmp_ps_mask(rest, part, _CMP_GE_OQ);
+    total = _mm512_add_ps(total, whole);
+    more = _mm512_mask_sub_epi32(more, is_less, more, _mm512_set1_epi32(-1));
+  }
+  *sum = _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_cvttps_epi32(total), more));
+  return i;
+}
+
 /* Write `minus` where a bit is set, else `plus`. */
 inline void choose_by(const uint8_t *from, int64_t eights, float plus, float minus, float *to) {
   const __m256 above = _mm256_set1_ps(plus), below = _mm256_set1_ps(minus);
@@ -115,27 +147,38 @@ inline void choose_by(const uint8_t *from, int64_t eights, float plus, float min
     _mm256_storeu_ps(to + 8 * i, _mm256_mask_mov_ps(above, from[i], below));
 }
 
-constexpr int64_t PHILOX = 8;  // blocks of random numbers computed at once
+constexpr int64_t PHILOX = 16;  // blocks of random numbers computed at once
 
-/* Lanes have a word of each block in their lower half; products ignore the upper half. */
+/* Lanes have a word of each block in their lower half; products ignore the upper half. Two vectors take
+ * turns, as each round waits for the products of the round before. */
 inline void philox(uint32_t block, const topkef::Key &key, uint32_t *words) {
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // what unpacking puts in order
   const __m512i one = _mm512_set1_epi64(0xD2511F53u), other = _mm512_set1_epi64(0xCD9E8D57u);
-  const __m512i half = _mm512_set1_epi64(0xffffffffu);
-  __m512i a = _mm512_add_epi64(order, _mm512_set1_epi64(block)), b = _mm512_setzero_si512();
-  __m512i c = _mm512_set1_epi64(key.committed), d = _mm512_srli_epi64(c, 32);
+  const __m512i half = _mm512_set1_epi64(0xffffffffu), committed = _mm512_set1_epi64(key.committed);
+  __m512i a[2], b[2], c[2], d[2];
+  for (int v = 0; v < 2; ++v) {
+    a[v] = _mm512_add_epi64(order, _mm512_set1_epi64((int64_t)block + 8 * v));
+    b[v] = _mm512_setzero_si512();
+    c[v] = committed;
+    d[v] = _mm512_srli_epi64(committed, 32);
+  }
   uint32_t left = key.words[0], right = key.words[1];
   for (int round = 0; round < 10; ++round, left += 0x9E3779B9u, right += 0xBB67AE85u) {
-    const __m512i p = _mm512_mul_epu32(a, one), q = _mm512_mul_epu32(c, other);
-    a = _mm512_ternarylogic_epi64(_mm512_srli_epi64(q, 32), b, _mm512_set1_epi64(left), 0x96);
-    c = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p, 32), d, _mm512_set1_epi64(right), 0x96);
-    b = q;
-    d = p;
+    const __m512i lefts = _mm512_set1_epi64(left), rights = _mm512_set1_epi64(right);
+    for (int v = 0; v < 2; ++v) {
+      const __m512i p = _mm512_mul_epu32(a[v], one), q = _mm512_mul_epu32(c[v], other);
+      a[v] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(q, 32), b[v], lefts, 0x96);
+      c[v] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p, 32), d[v], rights, 0x96);
+      b[v] = q;
+      d[v] = p;
+    }
   }
-  const __m512i low = _mm512_ternarylogic_epi64(half, a, _mm512_slli_epi64(b, 32), 0xea);
-  const __m512i high = _mm512_ternarylogic_epi64(half, c, _mm512_slli_epi64(d, 32), 0xea);
-  _mm512_storeu_si512(words, _mm512_unpacklo_epi64(low, high));
-  _mm512_storeu_si512(words + 16, _mm512_unpackhi_epi64(low, high));
+  for (int v = 0; v < 2; ++v, words += 32) {
+    const __m512i low = _mm512_ternarylogic_epi64(half, a[v], _mm512_slli_epi64(b[v], 32), 0xea);
+    const __m512i high = _mm512_ternarylogic_epi64(half, c[v], _mm512_slli_epi64(d[v], 32), 0xea);
+    _mm512_storeu_si512(words, _mm512_unpacklo_epi64(low, high));
+    _mm512_storeu_si512(words + 16, _mm512_unpackhi_epi64(low, high));
+  }
 }
 
 template <class R>

@@ -79,15 +79,14 @@ int64_t beginning(int64_t numel, int64_t stretch, int64_t count, int64_t unit = 
   return stretch == count ? numel : numel / count * stretch / unit * unit;
 }
 
-/* Encodes a tensor whose elements are all sent: adds, encodes and stores the errors tile by tile. A
- * block that is longer than a tile is read twice. */
+/* Encodes a tensor whose elements are all sent, part by part. Sums stay in the cache until they are
+ * written, except for blocks that are too long for it, which are read twice. */
 class WholeTensor final : public Encoder {
  public:
   WholeTensor(const BucketRecipe &bucket, const TensorRecipe &tensor, const Passes *passes)
       : bucket_(bucket), tensor_(tensor), kind_(bucket.kind_of(tensor)),
         unit_(kind_ >= MINMAX ? std::lcm<int64_t>(8, tensor.block) : PACE),
-        step_(unit_ <= FOLDED ? FOLDED / unit_ * unit_ : kind_ >= MINMAX ? tensor.block : PACE),
-        is_long_(step_ > FOLDED && kind_ >= MINMAX), passes_(passes) {}
+        encode_blocks_(passes->encode_blocks[tensor.dtype][kind_]), passes_(passes) {}
 
   void begin(const Source &, const Division &division) override {
     finite_.assign((size_t)division.parts, 1);
@@ -97,15 +96,10 @@ class WholeTensor final : public Encoder {
     auto parts = (int64_t)finite_.size();
     const int64_t from = beginning(tensor_.numel, part, parts, unit_);
     const int64_t to = beginning(tensor_.numel, part + 1, parts, unit_);
-    const Format format = format_of(source);
     uint8_t *data = payload + tensor_.value_at;
-    bool finite = true;
-    for (int64_t at = from; at < to; at += step_) {
-      const int64_t count = std::min(step_, to - at);
-      finite &= is_long_ ? encode_block(source, at, count, data, format)
-                         : encode_tile(source, at, count, data, format);
-    }
-    finite_[(size_t)part] = finite;
+    finite_[(size_t)part] = !encode_blocks_       ? encode_values(source, from, to, data)
+                            : tensor_.block > KEPT ? encode_long(source, from, to, data)
+                                                   : encode_short(source, from, to, data);
     passes_->fence();
   }
 
@@ -117,29 +111,49 @@ class WholeTensor final : public Encoder {
   Format format_of(const Source &source) const {
     Format format = bucket_.format(tensor_);
     format.draws = kind_ >= DITHERED;
+    format.past_caches = true;
     if (source.key)
       format.key = {{(uint32_t)source.key[0], (uint32_t)source.key[1]}, source.key[2]};
     return format;
   }
 
-  void sum(const Source &source, int64_t at, int64_t count) {
-    passes_->sum[tensor_.dtype](source, at, count, tile_, bucket_.shard_layout(tensor_));
+  ShardLayout layout() const { return bucket_.shard_layout(tensor_); }
+
+  /* Memory of the new residual from element `at` on. */
+  void *candidate(const Source &source, int64_t at) const {
+    return static_cast<uint8_t *>(source.candidate) + at * bucket_.residual_bytes;
   }
 
-  void leave(const Source &source, int64_t at, int64_t count) {
-    passes_->stream(tile_, static_cast<uint8_t *>(source.candidate) + at * bucket_.residual_bytes,
-                    count);
+  void sum(const Source &source, int64_t at, int64_t count) const {
+    passes_->sum[tensor_.dtype](source, at, count, memory_, layout());
   }
 
-  bool encode_tile(const Source &source, int64_t at, int64_t count, uint8_t *data,
-                   const Format &format) {
-    sum(source, at, count);
-    const bool finite = passes_->pack[kind_](tile_, {at, count, tensor_.numel}, data, tile_, format);
-    leave(source, at, count);
+  /* Values of fixed formats. */
+  bool encode_values(const Source &source, int64_t from, int64_t to, uint8_t *data) const {
+    bool finite = true;
+    for (int64_t at = from; at < to; at += PACE) {
+      const int64_t count = std::min(PACE, to - at);
+      sum(source, at, count);
+      finite &= passes_->pack[kind_](memory_, {at, count, tensor_.numel}, data, memory_, format_of(source));
+      passes_->stream(memory_, candidate(source, at), count);
+    }
     return finite;
   }
 
-  bool encode_block(Source source, int64_t at, int64_t count, uint8_t *data, const Format &format) {
+  bool encode_short(const Source &source, int64_t from, int64_t to, uint8_t *data) const {
+    return encode_blocks_(source, layout(), {from, to - from, tensor_.numel}, data, format_of(source),
+                          memory_);
+  }
+
+  bool encode_long(const Source &source, int64_t from, int64_t to, uint8_t *data) const {
+    bool finite = true;
+    for (int64_t at = from; at < to; at += tensor_.block)
+      finite &= encode_block(source, at, std::min(tensor_.block, to - at), data);
+    return finite;
+  }
+
+  bool encode_block(const Source &source, int64_t at, int64_t count, uint8_t *data) const {
+    const Format format = format_of(source);
     Source glance = source;
     glance.following = nullptr;  // the second pass stores new velocities
     Pairs pairs;
@@ -148,15 +162,15 @@ class WholeTensor final : public Encoder {
       const int64_t some = std::min(FOLDED, count - i);
       Measured found;
       sum(glance, at + i, some);
-      finite &= passes_->measure[kind_](tile_, some, format, &found);
+      finite &= passes_->measure[kind_](memory_, some, format, &found);
       pairs.add(found);
     }
     const Measured found = pairs.all();
     for (int64_t i = 0; i < count; i += FOLDED) {
       const int64_t some = std::min(FOLDED, count - i);
       sum(source, at + i, some);
-      passes_->write_tile[kind_](tile_, {at + i, some, tensor_.numel}, found, data, tile_, format);
-      leave(source, at + i, some);
+      passes_->write_tile[kind_](memory_, {at + i, some, tensor_.numel}, found, data,
+                                 candidate(source, at + i), format);
     }
     return finite;
   }
@@ -164,14 +178,13 @@ class WholeTensor final : public Encoder {
   const BucketRecipe bucket_;
   const TensorRecipe tensor_;
   const int64_t kind_, unit_;  // parts begin at multiples of the unit
-  const int64_t step_;         // elements of a tile, or of a longer block
-  const bool is_long_;
+  const EncodeBlocks encode_blocks_;  // null for values of fixed formats
   const Passes *const passes_;
   std::vector<uint8_t> finite_;  // one for each part
-  static thread_local double tile_[PACE];
+  static thread_local double memory_[KEPT + PACE];
 };
 
-alignas(64) thread_local double WholeTensor::tile_[PACE];
+alignas(64) thread_local double WholeTensor::memory_[KEPT + PACE];
 
 /* Memory of one list, which is reused, and grown if needed. */
 template <class R>

@@ -22,7 +22,7 @@ struct BucketRecipe {
 
   int64_t kind_of(const TensorRecipe &tensor) const { return tensor.index == AS_IS ? (int64_t)FULL : kind; }
   bool has_coder() const { return kind >= MINMAX; }
-  Format format(const TensorRecipe &tensor) const { return {tensor.block, bits, keeps != 0, false, {}}; }
+  Format format(const TensorRecipe &tensor) const { return {tensor.block, bits, keeps != 0, false, false, {}}; }
   ShardLayout shard_layout(const TensorRecipe &tensor) const { return {parts, tensor.first}; }
 };
 

@@ -30,6 +30,10 @@ template <class R>
 inline int64_t stream(const R *, R *, int64_t) {
   return 0;
 }
+template <class R>
+inline int64_t stream_difference(const R *, const float *, R *, int64_t) {
+  return 0;
+}
 #endif
 
 /* to[0..n) = from[0..n), with non-temporal stores from the first cache line on. */

@@ -91,6 +91,10 @@ TOPKEF_API void topkef_take(const void *values, const int64_t *index, void *out,
 TOPKEF_API void topkef_subtract_at(void *out, const int64_t *index, const void *values, int64_t count,
                                    int width);
 
+/* out[0..count) = 0, and out[index[i]] = values[i] for k unique indices; elements have 4 or 8 bytes. */
+TOPKEF_API void topkef_place(const void *values, const int64_t *index, int64_t k, void *out,
+                             int64_t count, int width, int threads);
+
 /* Draw an index from each of k stretches of `numel` elements, of which number i begins at i * numel / k;
  * see `horovod_topk.ops.protocol.Ops.random_index`. key: two words, and the number of committed steps. */
 TOPKEF_API void topkef_random_index(const int64_t *key, int64_t numel, int64_t k, int64_t *out);
