@@ -27,7 +27,7 @@ def gradients(step: int) -> list[Any]:
     return [noise(hvd.rank(), 10 * step + i, shape) for i, shape in enumerate(SHAPES)]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 @pytest.mark.everywhere
 @pytest.mark.world_size(2, 3, 4)
 @pytest.mark.parametrize("graph", [True, False])

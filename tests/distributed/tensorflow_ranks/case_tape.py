@@ -70,7 +70,7 @@ def test_a_process_set_exchanges_among_its_members(pair: Any) -> None:
         assert_same_history(ours, dense)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 @pytest.mark.everywhere
 @WAYS
 @pytest.mark.world_size(2, 3, 4)
