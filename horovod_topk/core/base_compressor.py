@@ -140,7 +140,7 @@ class BaseCompressor(abc.ABC):
         self.config = self.method(*positional, **settings)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings alone: a copied or unpickled compressor has no optimizer yet."""
+        """Return the settings only: a copied or unpickled compressor has no optimizer yet."""
         return {setting: getattr(self, setting) for setting in _SETTINGS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

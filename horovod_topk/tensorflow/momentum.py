@@ -26,8 +26,7 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
 from horovod_topk.methods.protocol import Method
 from horovod_topk.tensorflow.compressor import Compressor
-from horovod_topk.tensorflow.takeover import Taken
-from horovod_topk.tensorflow.takeover_tfkeras import is_legacy
+from horovod_topk.tensorflow.takeover import Taken, is_legacy
 
 log = logging.getLogger("horovod_topk")
 

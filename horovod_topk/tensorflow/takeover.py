@@ -199,6 +199,11 @@ def _writes_slots(optimizer: Any, taken: Taken) -> bool:
     return taken.setting != "momentum" or hasattr(optimizer, "_index_dict")
 
 
+def is_legacy(optimizer: Any) -> bool:
+    """Whether an optimizer is one of `tf_keras.optimizers.legacy`."""
+    return hasattr(optimizer, "_hyper")
+
+
 def has_gathered(optimizer: Any) -> bool:
     """Whether any of an optimizer's momentum variables has a value other than zero."""
     return any(bool(tf.math.count_nonzero(unwrap(slot))) for slot in slots_of(optimizer))
@@ -207,7 +212,7 @@ def has_gathered(optimizer: Any) -> bool:
 def slots_of(optimizer: Any) -> list[Any]:
     """An optimizer's momentum variables."""
     slots = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
-    if hasattr(optimizer, "_hyper"):  # a legacy optimizer of tf-keras
+    if is_legacy(optimizer):
         slots = [own.get("m", own.get("momentum")) for own in optimizer._slots.values()]
     return [slot for slot in slots if slot is not None]
 
@@ -222,7 +227,7 @@ def slot_of(optimizer: Any, variable: Any) -> Any:
 
 def set_momentum(optimizer: Any, setting: str, value: float) -> None:
     """Set a Keras optimizer's momentum, before it has made variables for it."""
-    if hasattr(optimizer, "_hyper"):  # a legacy optimizer, whose SGD would make velocities
+    if is_legacy(optimizer):  # whose SGD would make velocities
         optimizer._set_hyper(setting, value)
         optimizer._momentum = setting == "momentum" and value > 0.0
     else:

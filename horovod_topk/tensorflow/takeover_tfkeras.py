@@ -7,7 +7,6 @@ Keras applies it. The optimizer's momentum variables are zeros while momentum is
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import tensorflow as tf
@@ -16,17 +15,11 @@ from horovod_topk.core.momentum_takeover import note_taken
 from horovod_topk.tensorflow.takeover import (
     Taken,
     has_gathered,
+    is_legacy,
     set_momentum,
     slots_of,
     update_by_stage,
 )
-
-log = logging.getLogger("horovod_topk")
-
-
-def is_legacy(optimizer: Any) -> bool:
-    """Whether an optimizer is one of `tf_keras.optimizers.legacy`."""
-    return hasattr(optimizer, "_hyper")
 
 
 def apply_none(optimizer: Any, taken: Taken) -> None:

@@ -9,7 +9,14 @@ from typing import Generic, TypeVar, cast
 from horovod_topk.core import payload as wire
 from horovod_topk.core.announcing import Encoder, announced_bytes
 from horovod_topk.core.codec import PayloadCodec
-from horovod_topk.core.exchange.protocol import BucketExchange, Collective, Over, Pending, Traffic
+from horovod_topk.core.exchange.protocol import (
+    BucketExchange,
+    Collective,
+    Over,
+    Pending,
+    Traffic,
+    settle,
+)
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
 from horovod_topk.errors import TopKError
@@ -77,14 +84,13 @@ class AllgatherBucket(Generic[Array]):
         self._encoder = Encoder([arenas], [self._payload], ops, codec, collective)
         self.stages = self._encoder.stages
         self._pending: Pending[Array] | None = None
-        self._unwanted: Pending[Array] | None = None  # a collective of a step that was dropped
+        self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
 
     def send(
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
     ) -> None:
         """`BucketExchange.send`."""
-        if self._unwanted is not None:
-            self._settle(self._unwanted)
+        settle(self._unwanted)
         self._name = name
         if self.stages:
             self._encoder.begin(gradients, name, velocities)
@@ -111,28 +117,20 @@ class AllgatherBucket(Generic[Array]):
                 self._pending.wait()
         self._pending = None
         if self._encoder.waits and self._encoder.drain():
-            self._codec.flag_all(self._bucket, self._payload)
-            self._unwanted = self._gather()
+            self.abort(self._name)
 
     def abort(self, name: str) -> None:
         """Send flags for all tensors in a step that this rank does not go on with.
 
         Does not wait for the collective.
         """
-        if self._unwanted is not None:
-            self._settle(self._unwanted)
+        settle(self._unwanted)
         self._name = name
         self._codec.flag_all(self._bucket, self._payload)
-        self._unwanted = self._gather()
+        self._unwanted.append(self._gather())
 
     def _gather(self) -> Pending[Array]:
         return self._collective.allgather(self._payload, self._name)
-
-    def _settle(self, unwanted: Pending[Array]) -> None:
-        """Wait for the collective that reads memory which is about to be written."""
-        with contextlib.suppress(RuntimeError):
-            unwanted.wait()
-        self._unwanted = None
 
     def receive(self, targets: Sequence[Array], gain: float = 1.0) -> Sequence[bool]:
         """`BucketExchange.receive`."""

@@ -26,6 +26,7 @@ from horovod_topk.core.exchange.protocol import (
     Pending,
     Traffic,
     ring_allreduce_bytes,
+    settle,
 )
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
@@ -102,14 +103,14 @@ class AllreduceBucket(Generic[Array]):
         size = bucket.numel + self._lanes
         self._array = ops.zeros(size, bucket.residual_dtype, bucket.device)
         self._pending: Pending[Array] | None = None
-        self._unwanted: Pending[Array] | None = None  # the collective of a step that was left
+        self._unwanted: list[Pending[Array]] = []  # collectives of a step that was dropped
 
     def send(
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
     ) -> None:
         """`BucketExchange.send`."""
         ops, bucket = self._ops, self._bucket
-        self._settle()
+        settle(self._unwanted)
         gradients = correct(gradients, velocities, ops)
         for piece, gradient in zip(bucket.tensors, gradients, strict=True):
             if piece.numel:
@@ -122,8 +123,8 @@ class AllreduceBucket(Generic[Array]):
 
         Does not wait for the collective.
         """
-        self._settle()
-        self._unwanted = self._reduce(name, has_left=True)
+        settle(self._unwanted)
+        self._unwanted.append(self._reduce(name, has_left=True))
 
     def advance(self) -> None:
         """`BucketExchange.advance`."""
@@ -176,13 +177,6 @@ class AllreduceBucket(Generic[Array]):
         lanes = ops.unpack_values(as_row(ops, data), self._lanes, "float32", bucket.residual_dtype)
         ops.assign(ops.view(self._array, bucket.numel, ops.numel(self._array)), ops.row(lanes, 0))
         return self._collective.allreduce(self._array, name)
-
-    def _settle(self) -> None:
-        """Wait for the collective that writes memory which is about to be written."""
-        unwanted, self._unwanted = self._unwanted, None
-        if unwanted is not None:
-            with contextlib.suppress(RuntimeError):
-                unwanted.wait()
 
     def _examine(self, sums: Sequence[Array]) -> Sequence[bool]:
         """Compare the digest lanes; return which sums are not finite."""

@@ -14,6 +14,7 @@ Residuals and other state are in arenas, which `swap` commits.
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -38,6 +39,17 @@ class Pending(Protocol[Received]):
     def wait(self) -> Received:
         """Block until the collective is done and return its result."""
         ...
+
+
+def settle(unwanted: list[Pending[Any]]) -> None:
+    """Wait for collectives of a dropped step, whose memory is about to be written, and forget them.
+
+    A collective that fails, because a rank is lost, is ignored.
+    """
+    for pending in unwanted:
+        with contextlib.suppress(RuntimeError):
+            pending.wait()
+    unwanted.clear()
 
 
 class Collective(Protocol[Array]):

@@ -16,6 +16,7 @@ from horovod_topk.core.exchange.protocol import (
     Pending,
     Traffic,
     check_split,
+    settle,
 )
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
@@ -250,10 +251,7 @@ class ShardedBucket(Generic[Array]):
 
     def _settle(self) -> None:
         """Wait for collectives that read memory which is about to be written."""
-        for pending in self._unwanted:
-            with contextlib.suppress(RuntimeError):
-                pending.wait()
-        self._unwanted.clear()
+        settle(self._unwanted)
         self._aborted = False
 
     def _check(self, received: Array, each: BucketPlan) -> None:
