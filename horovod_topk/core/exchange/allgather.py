@@ -90,7 +90,8 @@ class AllgatherBucket(Generic[Array]):
         self, gradients: Sequence[Array], name: str, velocities: Velocities[Array] | None = None
     ) -> None:
         """`BucketExchange.send`."""
-        settle(self._unwanted)
+        if self._unwanted:
+            settle(self._unwanted)
         self._name = name
         if self.stages:
             self._encoder.begin(gradients, name, velocities)
