@@ -129,8 +129,18 @@ def page(results: Results) -> str:
         picture=PICTURE,
         tables="\n\n".join(_section(key, result) for key, result in results.items()),
         date=", ".join(dates),
-        **{key: machine[key] for key in ("cpu", "cores", "kernel", "python", "torch", "horovod")},
+        cpu=_processors(results),
+        **{key: machine[key] for key in ("cores", "kernel", "python", "torch", "horovod")},
     )
+
+
+def _processors(results: Results) -> str:
+    """The processors, each but the most frequent one with the runs that it made."""
+    runs: dict[str, list[str]] = {}
+    for key, result in results.items():
+        runs.setdefault(result["machine"]["cpu"], []).append(key)
+    usual, *others = sorted(runs, key=lambda cpu: -len(runs[cpu]))
+    return "; ".join([usual, *(f"{cpu} ({', '.join(runs[cpu])})" for cpu in others)])
 
 
 def _summary(results: Results) -> str:

@@ -56,7 +56,7 @@ struct Memory {
   uint8_t *data() { return room.data() + offset; }
 };
 
-enum Kind { FULL, HALF, BRAIN, INT8, INT4, SIGN, MINMAX, MEANS, DITHERED, DITHERED_L2, KINDS };
+enum Kind { FULL, HALF, BRAIN, INT8, INT4, SIGN, MINMAX, MEANS, DITHERED, DITHERED_L2, TERNARY, KINDS };
 enum Index { NONE = 0, PACKED = 1, SHORT = 2, AS_IS = 3, LONG = 4 };
 
 constexpr int64_t KEYS[3 * 4 * 3] = {1, 2, 3, 0xffffffff, 4, int64_t{1} << 33};  // of at most 12 tensors
@@ -119,12 +119,14 @@ int64_t blocks(const Tensor &t) { return (t.k + t.block - 1) / t.block; }
 
 /* Bytes of a coder's scales, and bits of a code. */
 int64_t coder_scale_bytes(const Job &job, const Tensor &t) {
+  if (job.kind == TERNARY) return 4;
   return blocks(t) * (job.kind == MINMAX ? 8 : job.kind == MEANS ? 4 : 2);
 }
 
 int64_t code_bits(const Job &job) { return job.kind == MINMAX ? 8 : job.kind == MEANS ? 1 : job.bits; }
 
 int64_t value_bytes(const Job &job, const Tensor &t) {
+  if (has_coder(job, t) && job.kind == TERNARY) return coder_scale_bytes(job, t) + (t.k + 4) / 5;
   if (has_coder(job, t)) return coder_scale_bytes(job, t) + bytes_of(t.k * code_bits(job));
   return scale_bytes(job.kind_of(t), t.k) + bytes_of(t.k * value_bits(job, t));
 }
@@ -203,9 +205,17 @@ float brain_at(const uint8_t *data, int64_t i) { return float_of(bits_at(data, 1
 
 float whole_at(const uint8_t *data, int64_t i) { return float_of(bits_at(data, 32 * i, 32), FULL); }
 
+/* Code i of TernGrad, of which five share a byte in base 3. */
+int digit_of(const uint8_t *codes, int64_t i) {
+  static const int weights[] = {1, 3, 9, 27, 81};
+  const int rest = codes[i / 5] / weights[i % 5];
+  return i % 5 == 4 ? rest : rest % 3;
+}
+
 /* Value i of a coder, as the method's docstring has it. */
 float coded_value_of(const Job &job, const Tensor &t, const uint8_t *data, int64_t i) {
   const int64_t block = i / t.block;
+  if (job.kind == TERNARY) return whole_at(data, 0) * (float)(digit_of(data + 4, i) - 1);
   auto code = (int)bits_at(data + coder_scale_bytes(job, t), i * code_bits(job), code_bits(job));
   if (job.kind == MINMAX) {
     volatile float offset = whole_at(data, blocks(t) + block) * (float)code;
@@ -241,6 +251,7 @@ Job draw_job(Input &input) {
     tensor.index = kinds[input.below(6)];
     if (job.kind >= MINMAX && tensor.index != AS_IS) tensor.index = NONE;
     tensor.block = block_sizes[input.below(9)];
+    if (job.kind == TERNARY) tensor.block = tensor.numel;
     if (tensor.index == SHORT && tensor.numel > 65536) tensor.index = LONG;
     tensor.k = !sends_all(tensor) ? 1 + input.below(tensor.numel) : tensor.numel;
     if (!sends_all(tensor) && input.number(1) % 2) tensor.k = 1 + tensor.k / 50;
@@ -274,6 +285,11 @@ bool is_scale(float scale) { return std::isfinite(scale) && scale >= 0; }
 /* Whether a coder can have written scales and codes. */
 bool are_sound_codes(const Job &job, const Tensor &t, const uint8_t *payload) {
   const uint8_t *data = payload + t.value_at;
+  if (job.kind == TERNARY) {
+    for (int64_t i = 0; i < t.k / 5; ++i)
+      if (data[4 + i] > 242) return false;
+    return is_scale(whole_at(data, 0));
+  }
   for (int64_t i = 0; i < blocks(t); ++i) {
     if (job.kind == MINMAX) {
       if (!std::isfinite(whole_at(data, i)) || !is_scale(whole_at(data, blocks(t) + i))) return false;
@@ -282,7 +298,7 @@ bool are_sound_codes(const Job &job, const Tensor &t, const uint8_t *payload) {
       if (job.kind == MEANS && !is_scale(brain_at(data, blocks(t) + i))) return false;
     }
   }
-  for (int64_t i = 0; job.kind >= DITHERED && i < t.k; ++i)
+  for (int64_t i = 0; job.kind < TERNARY && job.kind >= DITHERED && i < t.k; ++i)
     if (bits_at(data + coder_scale_bytes(job, t), i * job.bits, job.bits) == (1u << job.bits) - 1)
       return false;
   return true;
@@ -295,6 +311,9 @@ void check_format(const Job &job, const uint8_t *payload) {
     REQUIRE(are_sound(t, indices_of(t, payload)));
     if (has_coder(job, t)) {
       REQUIRE(are_sound_codes(job, t, payload));
+      for (int64_t i = t.k; job.kind == TERNARY && i < (t.k + 4) / 5 * 5; ++i)
+        REQUIRE(digit_of(payload + t.value_at + 4, i) == 0);
+      if (job.kind == TERNARY) continue;
       REQUIRE(all_zero(payload + t.value_at, 8 * coder_scale_bytes(job, t) + t.k * code_bits(job),
                        8 * value_bytes(job, t)));
       continue;

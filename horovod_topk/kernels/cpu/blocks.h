@@ -50,11 +50,11 @@ inline Coded as_coded(const R *values, int64_t count, float *room) {
 template <class R>
 INLINE void leave(const R *values, const float *read, int64_t count, R *left, const Format &format) {
   if (!format.keeps) {
-    for (int64_t i = 0; i < count; ++i) left[i] = values[i] - values[i];  // NaN stays
+    for (int64_t i = 0; i < count; ++i) store(left, i, values[i] - values[i]);  // NaN stays
     return;
   }
   const int64_t done = format.past_caches ? stream_difference(values, read, left, count) : 0;
-  for (int64_t i = done; i < count; ++i) left[i] = values[i] - (R)read[i];
+  for (int64_t i = done; i < count; ++i) store(left, i, values[i] - (R)read[i]);
 }
 
 /* `topkef::Measure` of a coder. */
