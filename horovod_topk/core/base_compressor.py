@@ -13,7 +13,7 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self, SupportsFloat
 
@@ -129,7 +129,8 @@ class BaseCompressor(abc.ABC):
             adapter = importlib.import_module(f"horovod_topk.{self.adapter}")
             self.__class__ = getattr(adapter, put.name)
             positional, settings = (), dict(put.settings)
-        known = {*self.method.__dataclass_fields__, "grad_scaler", "commit_dir"} - BY_ADAPTERS
+        own = {each.name for each in fields(self.method)}
+        known = {*own, "grad_scaler", "commit_dir"} - BY_ADAPTERS
         reject_unknown({*settings} - known, known, type(self).__name__)
         self._check_scaler(grad_scaler)
         self.grad_scaler = grad_scaler

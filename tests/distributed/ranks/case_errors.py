@@ -71,6 +71,7 @@ def assert_still_works() -> None:
         ({"ratio": 100}, ConfigError, says("ratio=100", "above 1", "pass ratio=0.01")),
         ({"ratio": True}, ConfigError, says("True", "float in (0, 1]")),
         ({"ratoi": 0.1}, UnknownSettingError, says("'ratoi'", "Did you mean 'ratio'")),
+        ({"error_feedback": False}, UnknownSettingError, says("'error_feedback'", "values, ")),
         ({"min_nummel": 1}, UnknownSettingError, says("'min_nummel'", "'min_numel'")),
         ({"values": "float61"}, ConfigError, says("values='float61'", "'float16'")),
     ],
