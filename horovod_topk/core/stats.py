@@ -49,7 +49,7 @@ class Stats:
 
     active: bool = False  # False: nothing is compressed, and `skipped` says why
     ranks: int = 1  # number of ranks that exchange gradients
-    exchange: str = "none"  # how payloads travel: "allgather", "sharded" or "hierarchical"
+    exchange: str = "none"  # "allgather", "sharded", "hierarchical", "reduce" or "allreduce"
     because: str = ""  # why exchange="auto" chose that, or a note on the nodes; often empty
     nodes: tuple[int, ...] = ()  # number of ranks on each node, if the exchange uses nodes
     buckets: int = 0  # payloads a step

@@ -7,10 +7,10 @@ ranks, in one round or in several, each round from the result of the one before.
 A codec whose ranks exchange a few numbers before they encode, such as a common scale, is an
 `AnnouncingCodec`.
 
-A method imports `horovod_topk.ops`, `config` and `errors` and nothing else of this package: plans,
-steps, exchanges, adapters and commands know methods through this module alone. Its functions take
-`ops`, the array operations of one framework (`horovod_topk.ops.protocol.Ops`), and run in every
-framework, eagerly and in graphs.
+A method imports `horovod_topk.ops` and the settings (`config`, `ratios`, `schedules`, `errors`).
+Plans, steps, exchanges, adapters and commands know methods through this module alone. Its functions
+take `ops`, the array operations of one framework (`horovod_topk.ops.protocol.Ops`), and run in
+every framework, eagerly and in graphs.
 """
 
 from __future__ import annotations

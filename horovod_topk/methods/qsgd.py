@@ -36,7 +36,7 @@ ABOVE = 1 + 2.0**-20  # makes up for rounding, so that no element exceeds s step
 class QSGD(SeededCodec):
     """Round each element at random to 2 to 8 bits, with a scale for each block.
 
-    Every element is sent, in 4 to 15 times fewer bytes than float32. It is unbiased without a
+    Every element is sent; a payload is 4 to 15 times smaller than float32. It is unbiased without a
     residual. With error feedback its errors are unbiased but correlated over steps, which helps if
     the error of a block is smaller than the block, and diverges otherwise.
 

@@ -47,7 +47,7 @@ class Ternary(Piece):
 class TernGrad(AnnouncingCodec, Seeded):
     """Send each element as -1, 0 or 1, drawn at random, times a scale of the tensor.
 
-    Five elements take a byte: 20 times fewer bytes than float32, for any tensor. Gradients are
+    Five elements take a byte: a payload is 20 times smaller than float32. Gradients are
     unbiased but noisy, and noisier the larger a tensor's largest element is relative to the
     others. Clipping makes that noise several times smaller, and gradients a little shorter: the
     largest 1% of normally distributed elements are clipped at 2.5. There is no residual, so a run

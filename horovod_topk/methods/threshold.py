@@ -63,8 +63,8 @@ class Threshold(Codec):
     In each step a rank sends about as many elements as are above the threshold: more or fewer as
     the distribution of elements changes during training. It is `TopKEF` at a ratio from
     `max_ratio` / 16 to `max_ratio`, the same for all tensors and ranks, which follows from the
-    counts of the step before. The first step has `max_ratio`. It selects with the framework's own
-    operations, more slowly than `TopKEF`.
+    counts of the step before. The first step has `max_ratio`. Counting uses the framework's
+    operations, and takes longer than encoding.
 
     Args:
         threshold: the threshold of magnitudes, a number above 0: a multiple of the tensor's root

@@ -32,7 +32,8 @@ then starts another rank. Each seed is also trained by two ranks without kills.
 
 "Points" is the held-out accuracy with kills minus that without.
 
-Settings: `examples/pytorch_digits.py`'s network, SGD with momentum, learning rate 0.1, ratio 0.01,
+Settings: `examples/pytorch_digits.py`'s network, SGD with momentum, learning rate 0.1; plain error
+feedback at ratio 0.01 in float32,
 `horovod_topk.torch.elastic.TorchState` and `TopKEF(commit_dir=...)`. A step has the same examples
 with any number of ranks. Horovod 0.28 itself does not survive a rank that is killed while ranks are
 about to meet: the ranks that wait for it abort. So no rank is killed at that moment.

@@ -39,7 +39,8 @@ class Loop:
 
     Args:
         optimizer: momentum (SGD), nesterov (SGD) or adamw.
-        lr: peak of the learning rate, which rises for a tenth of the steps and falls as a cosine.
+        lr: peak of the learning rate, which rises for a twentieth of the steps, then falls as a
+            cosine.
         steps: of a run.
         shards: equal, or skewed: what is alike lies on the same rank.
         clip_norm: to clip exchanged gradients to; 0: not at all.

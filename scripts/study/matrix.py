@@ -88,11 +88,12 @@ def _rows(found: Iterable[Place], name: str) -> list[Row]:
 
 
 def _mean_and_worst(rows: list[Row], unit: str) -> str:
-    """The mean cost, and the mean over seeds of the cell that costs most."""
+    """The mean cost, that of the cell that costs most, and the number of runs of both."""
     mean = _mean(rows, unit)
     if not rows or any(math.isinf(row.cost) for row in rows):
         return mean
-    return f"{mean}, worst {rounded(max(row.cost for row in rows)):.2f}"
+    worst = max(statistics.mean(_losses(row.costs)) for row in rows)
+    return f"{mean}, worst {worst:.2f} ({sum(len(row.costs) for row in rows)})"
 
 
 def _mean(rows: list[Row], unit: str) -> str:
@@ -102,7 +103,12 @@ def _mean(rows: list[Row], unit: str) -> str:
         return "not run"
     if diverged := sum(map(math.isinf, costs)):
         return f"{diverged} of {len(costs)} runs diverged"
-    return f"{statistics.mean(max(0.0, cost) for cost in costs):.2f}{unit}"
+    return f"{statistics.mean(_losses(costs)):.2f}{unit}"
+
+
+def _losses(costs: Iterable[float]) -> list[float]:
+    """Costs, in which gains count as zero."""
+    return [max(0.0, cost) for cost in costs]
 
 
 def brief(study: Study, name: str) -> str:

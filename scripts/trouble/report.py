@@ -25,8 +25,8 @@ PAGE = """\
 <!-- Written by `make bench-trouble` from docs/results/trouble.json; see scripts/trouble. -->
 
 This page measures what one slow rank, and a network that loses packets, do to step time, weights,
-residuals and accuracy. It compares Horovod's dense allreduce with TopKEF (the defaults, and
-`values="int8"`).
+residuals and accuracy. It compares Horovod's dense allreduce with TopKEF at ratio 0.01, with
+plain error feedback and float32 or int8 values.
 
 - **Model and data**: `examples/pytorch_digits.py`, 283,786 parameters.
 - **Ranks**: {hosts} hosts with one rank each, on Gloo. No GPU.

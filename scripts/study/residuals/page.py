@@ -38,7 +38,7 @@ Thick lines are residuals, thin lines gradients, and the dotted line is the larg
 owner.
 
 The model of `examples/pytorch_digits.py`, {steps:,} steps, 16 examples a rank and step, SGD with
-momentum 0.9, learning rate {lr:g}, ratio {ratio:g}. {machine}"""
+momentum 0.9, learning rate {lr:g}; plain error feedback in float32, ratio {ratio:g}. {machine}"""
 
 BOUNDS = """\
 ## Measured norms and bounds
