@@ -155,7 +155,7 @@ class Settings:
         return self.warmup if isinstance(self.warmup, tuple) else ()
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def needed_measures(self) -> tuple[str, ...]:
         """Names of the measures that the schedule and the guard need."""
         of_schedule = () if self.schedule is None else self.schedule.measures
         return of_schedule if self.guard is None else (*of_schedule, *self.guard.measures)

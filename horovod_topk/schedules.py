@@ -53,7 +53,7 @@ class Schedule:
         return usual
 
     def decide(
-        self, before: Decision, level: float, usual: float, told: Mapping[str, Sequence[float]]
+        self, before: Decision, level: float, usual: float, measures: Mapping[str, Sequence[float]]
     ) -> Decision:
         """Return the level of the next step, followed by numbers for `before` in the next call.
 
@@ -63,7 +63,7 @@ class Schedule:
             before: the last return value; (): this is the first call.
             level: the ratio of the step that has ended.
             usual: the ratio of the settings.
-            told: measures of all ranks, by the names in `measures`: finite numbers in rank order.
+            measures: of all ranks, by the names in `self.measures`: finite numbers in rank order.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decide")
 
@@ -112,11 +112,11 @@ class Accordion(Schedule):
         return self.critical
 
     def decide(
-        self, before: Decision, level: float, usual: float, told: Mapping[str, Sequence[float]]
+        self, before: Decision, level: float, usual: float, measures: Mapping[str, Sequence[float]]
     ) -> Decision:
         """`Schedule.decide`."""
         now, steps, total, last = before or (self.critical, 0.0, 0.0, -1.0)
-        steps, total = steps + 1, total + sum(told["gradient"]) / len(told["gradient"])
+        steps, total = steps + 1, total + sum(measures["gradient"]) / len(measures["gradient"])
         if steps < self.window:
             return (now, steps, total, last)
         norm = math.sqrt(total)
@@ -166,7 +166,7 @@ class ByNetwork(Schedule):
         return self.levels
 
     def decide(
-        self, before: Decision, level: float, usual: float, told: Mapping[str, Sequence[float]]
+        self, before: Decision, level: float, usual: float, measures: Mapping[str, Sequence[float]]
     ) -> Decision:
         """`Schedule.decide`; the measures are those of the step before, at the same level."""
         levels = sorted({usual, *self.levels})
@@ -176,7 +176,7 @@ class ByNetwork(Schedule):
         steps, quiet = steps + 1, quiet + 1
         if steps <= UNSETTLED:
             return (now, steps, 0.0, 0.0, patience, quiet)
-        exposed, taken = exposed + min(told["exposed"]), taken + max(told["step"])
+        exposed, taken = exposed + min(measures["exposed"]), taken + max(measures["step"])
         count = steps - UNSETTLED
         if count < self.settle:
             return (now, steps, exposed, taken, patience, quiet)

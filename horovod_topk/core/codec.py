@@ -50,16 +50,16 @@ class PayloadCodec(Generic[Array]):
 
     Args:
         ops: operations on the arrays.
-        heard: dictionary for received measures; None: a new one.
+        arrived: dictionary for received measures; None: a new one.
 
     Attributes:
-        heard: the measures of all ranks that arrived last with each bucket, by its ordinal.
+        arrived: the measures of all ranks that arrived last with each bucket, by its ordinal.
     """
 
-    def __init__(self, ops: Ops[Array], heard: dict[int, Rows] | None = None) -> None:
+    def __init__(self, ops: Ops[Array], arrived: dict[int, Rows] | None = None) -> None:
         self._ops = ops
-        self.heard: dict[int, Rows] = {} if heard is None else heard
-        self._told: dict[int, Sequence[Any]] = {}  # measures to send, by the bucket's ordinal
+        self.arrived: dict[int, Rows] = {} if arrived is None else arrived
+        self._given: dict[int, Sequence[Any]] = {}  # measures to send, by the bucket's ordinal
         self._sealed: dict[bytes, Sequence[Any]] = {}  # measures in payloads, by fingerprint
         self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's, for each piece
         self._kernels: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
@@ -96,23 +96,23 @@ class PayloadCodec(Generic[Array]):
         known = method.seed, bucket.place(position), self._committed() - ago
         return Key(*known, self._rank, writer)
 
-    def tell(self, bucket: BucketPlan, numbers: Sequence[Any]) -> None:
+    def set_measures(self, bucket: BucketPlan, numbers: Sequence[Any]) -> None:
         """Set the measures that this rank sends with a bucket, in this step and later ones.
 
         numbers: one for each of the bucket's measures that are not the method's own.
         """
-        self._told[bucket.ordinal], self._measured[bucket.ordinal] = numbers, []
+        self._given[bucket.ordinal], self._measured[bucket.ordinal] = numbers, []
 
     def measures(self, bucket: BucketPlan) -> Array:
         """This rank's measures of an encoded bucket, as the uint8 bytes of a payload."""
         count = len(bucket.measures) - len(bucket.config.measured)
-        ops, told = self._ops, [*self._told.get(bucket.ordinal, [0.0] * count)]
+        ops, given = self._ops, [*self._given.get(bucket.ordinal, [0.0] * count)]
         own = self._measured.get(bucket.ordinal, [])
-        told += [total_of(each) for each in zip(*own, strict=True)]
-        data = ops.zeros(wire.MEASURE * len(told), "uint8", bucket.device)
-        numbers = [each if isinstance(each, float) else 0.0 for each in told]
-        ops.store_bytes(data, 0, struct.pack(f"<{len(told)}f", *numbers))
-        for i, each in enumerate(told):
+        given += [total_of(each) for each in zip(*own, strict=True)]
+        data = ops.zeros(wire.MEASURE * len(given), "uint8", bucket.device)
+        numbers = [each if isinstance(each, float) else 0.0 for each in given]
+        ops.store_bytes(data, 0, struct.pack(f"<{len(given)}f", *numbers))
+        for i, each in enumerate(given):
             if not isinstance(each, float):
                 ops.store(data, wire.MEASURE * i, ops.pack_values(each, "float32"))
         return data
@@ -219,15 +219,15 @@ class PayloadCodec(Generic[Array]):
                 if velocities is not None:
                     self.damp(each, payload, gradients, velocities)
         plan = arenas[0].plan
-        if self._told.get(plan.ordinal) is not self._sealed.get(plan.fingerprint):
+        if self._given.get(plan.ordinal) is not self._sealed.get(plan.fingerprint):
             self.seal([each.plan for each in arenas], payloads)
 
     def seal(self, buckets: Sequence[BucketPlan], payloads: Sequence[Array]) -> None:
         """Write this rank's measures into the payloads that it has encoded."""
         for bucket, payload in zip(buckets, payloads, strict=True):
-            if bucket.measures and bucket.ordinal in self._told:
+            if bucket.measures and bucket.ordinal in self._given:
                 self._ops.store(payload, HEADER_BYTES, self.measures(bucket))
-                self._sealed[bucket.fingerprint] = self._told[bucket.ordinal]
+                self._sealed[bucket.fingerprint] = self._given[bucket.ordinal]
 
     def rows(
         self, bucket: BucketPlan, gathered: Array
@@ -241,7 +241,7 @@ class PayloadCodec(Generic[Array]):
             PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         width, body_at = bucket.layout.payload_bytes, bucket.layout.body_at
-        read, check = self._read(bucket, gathered), partial(self._check, self.heard, bucket, ())
+        read, check = self._read(bucket, gathered), partial(self._check, self.arrived, bucket, ())
         flags = self._ops.validate(gathered, width, body_at, (), check, len(bucket.tensors))
         pieces = range(len(bucket.tensors))
         return [read[at].values if at in read else None for at in pieces], flags
@@ -265,7 +265,7 @@ class PayloadCodec(Generic[Array]):
         width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
-            check = partial(self._check, self.heard, bucket, ())
+            check = partial(self._check, self.arrived, bucket, ())
             flags = validate(gathered, width, bucket.layout.body_at, (), check, tensors)
             each = flags if writers == 1 else [flags[t.gradient] for t in bucket.tensors]
             wrong = kernel.decode(gathered, scale, each, gradients)
@@ -275,7 +275,7 @@ class PayloadCodec(Generic[Array]):
         read, method = self._read(bucket, gathered), _method(bucket)
         whole = {piece.gradient for piece in bucket.tensors if piece.whole}
         sound = [(position, fact) for position, each in read.items() for fact in each.sound]
-        check = partial(self._check, self.heard, bucket, sound)
+        check = partial(self._check, self.arrived, bucket, sound)
         facts = [fact for _, fact in sound]
         flags = validate(gathered, width, bucket.layout.body_at, facts, check, tensors)
         totals = [self._ops.accumulator(gradient, bucket.residual_dtype) for gradient in gradients]
@@ -419,7 +419,7 @@ class PayloadCodec(Generic[Array]):
 
     @staticmethod
     def _check(
-        heard: dict[int, Rows],
+        arrived: dict[int, Rows],
         bucket: BucketPlan,
         sound: Sequence[tuple[int, Array]],
         heads: list[bytes],
@@ -428,7 +428,7 @@ class PayloadCodec(Generic[Array]):
         """Refuse foreign and damaged payloads; return which tensors any rank flagged.
 
         Args:
-            heard: gets the bucket's measures.
+            arrived: gets the bucket's measures.
             bucket: the bucket of the payloads.
             sound: positions of pieces, and whether each rank's data of the piece is valid.
             heads: header and flags of each payload.
@@ -447,10 +447,10 @@ class PayloadCodec(Generic[Array]):
                 raise PayloadCodec._damaged(bucket, position, answer.index(False))
         if count := len(bucket.measures):
             if not any(any(head[HEADER_BYTES:begin]) for head in heads):  # the usual case
-                heard[bucket.ordinal] = [(0.0,) * count] * len(heads)
+                arrived[bucket.ordinal] = [(0.0,) * count] * len(heads)
                 return flags
             ranks = sorted(range(len(heads)), key=bucket.sender)
-            heard[bucket.ordinal] = [wire.measures_of(heads[rank], count) for rank in ranks]
+            arrived[bucket.ordinal] = [wire.measures_of(heads[rank], count) for rank in ranks]
         return flags
 
     @staticmethod

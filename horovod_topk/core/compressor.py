@@ -110,9 +110,9 @@ class Compressor(State[Array]):
         return self.exchange.rank
 
     @property
-    def heard(self) -> Mapping[int, Rows]:
+    def arrived(self) -> Mapping[int, Rows]:
         """Latest measures of all ranks, by bucket ordinal; see `horovod_topk.core.measures`."""
-        return self._codec.heard
+        return self._codec.arrived
 
     def launch(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Compress a bucket and start its exchange; the first bucket begins a new step."""
@@ -212,7 +212,7 @@ class Compressor(State[Array]):
         if committed:
             self.guard.time(seconds.cost, self.counter.committed)
         known = flagged if whole else ()
-        fell_back = self.decide(self.plan, self.heard, known, committed=committed)
+        fell_back = self.decide(self.plan, self.arrived, known, committed=committed)
         ended = self.traffic(), flagged
         self.end_step(*ended, committed=committed, seconds=seconds, fell_back=fell_back)
 

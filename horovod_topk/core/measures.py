@@ -37,10 +37,10 @@ GRADIENT, RESIDUAL = "gradient", "residual"
 EXPOSED, STEP, VERDICT = "exposed", "step", "verdict"
 HOST = (EXPOSED, STEP, VERDICT)  # measures that the host knows before the step
 Rows = Sequence[tuple[float, ...]]  # the measures of each rank, in rank order
-Heard = Mapping[str, Sequence[float]]  # measure name -> one number for each rank
+Measures = Mapping[str, Sequence[float]]  # measure name -> one number for each rank
 
 
-def told(
+def own_measures(
     names: Sequence[str],
     gradients: Sequence[Array],
     residuals: Sequence[Array],
@@ -66,7 +66,7 @@ def told(
     return numbers
 
 
-def heard(plan: Plan, by_bucket: Mapping[int, Rows]) -> Heard | None:
+def all_measures(plan: Plan, by_bucket: Mapping[int, Rows]) -> Measures | None:
     """Measures of all ranks in a finished step; None: some are missing or not finite.
 
     Args:

@@ -32,7 +32,7 @@ class _Arena(Generic[Array]):
     array: Array
     factors: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def settled(self, ops: Ops[Array] | None) -> Array:
+    def rescaled(self, ops: Ops[Array] | None) -> Array:
         """Multiply the array by its factors in place, and return it."""
         for stretch, factor in self.factors.items():
             assert ops is not None  # `Arenas.rescale` has set it
@@ -57,18 +57,18 @@ class Arenas(Generic[Array]):
     @property
     def residual(self) -> Array:
         """The residual, as the last commit left it."""
-        return self._residual.settled(self._verbs)
+        return self._residual.rescaled(self._verbs)
 
     @property
     def candidate(self) -> Array:
         """The residual if the step commits; after a commit, the residual before it."""
-        return self._candidate.settled(self._verbs)
+        return self._candidate.rescaled(self._verbs)
 
     def rescale(self, start: int, stop: int, factor: float, ops: Ops[Array]) -> None:
         """Multiply a stretch of the residual, when it is next read."""
         self._verbs, waiting = ops, self._residual.factors
         if (start, stop) in waiting:
-            self._residual.settled(ops)
+            self._residual.rescaled(ops)
         waiting[start, stop] = factor
 
     def unscaled(self) -> tuple[Array, Array, list[float]]:

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 from horovod_topk import schedules
 from horovod_topk.config import Settings
-from horovod_topk.core.measures import Heard
+from horovod_topk.core.measures import Measures
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.schedules import MEMORY, Decision
@@ -115,17 +115,17 @@ class Schedule:
         after = decision[0] if decision else self.ratio_after_warmup
         return next((r for until, r in self._stretches if committed < until), after)
 
-    def decide(self, before: Decision, level: float, heard: Heard | None) -> Decision:
+    def decide(self, before: Decision, level: float, measures: Measures | None) -> Decision:
         """Return the schedule's decision at the end of a committed step.
 
         Args:
             before: the decision before.
             level: the ratio of the step.
-            heard: measures of all ranks in the step; None: not known, `before` is returned.
+            measures: measures of all ranks in the step; None: not known, `before` is returned.
         """
-        if self._schedule is None or heard is None:
+        if self._schedule is None or measures is None:
             return before
-        decision = self._schedule.decide(before, level, self._config.ratio, heard)
+        decision = self._schedule.decide(before, level, self._config.ratio, measures)
         assert decision[0] in self.levels
         assert len(decision) <= MEMORY + 1
         return decision

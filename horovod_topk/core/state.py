@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from horovod_topk.core.counting import Counting
 from horovod_topk.core.guard import Watch
-from horovod_topk.core.measures import VERDICT, Rows, heard
+from horovod_topk.core.measures import VERDICT, Rows, all_measures
 from horovod_topk.core.plan import Plan, TensorSpec
 from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
 from horovod_topk.core.schedule import DENSE, Clock, Counter, HostCounter, Schedule
@@ -142,12 +142,12 @@ class State(Counting[Array]):
         Returns:
             The guard's rule that ends compression with this step; empty: none does.
         """
-        told = heard(plan, by_bucket) if committed and plan.config.measures else None
+        measures = all_measures(plan, by_bucket) if committed and plan.config.measures else None
         if committed and plan.config.schedule is not None:  # else the step had none of its levels
             before = self.counter.decision
-            self.counter.decision = self.schedule.decide(before, plan.config.ratio, told)
+            self.counter.decision = self.schedule.decide(before, plan.config.ratio, measures)
         ending = {"committed": committed, "flagged": bool(flagged), "logs": self.place[0] == 0}
-        verdicts = () if told is None else told.get(VERDICT, ())
+        verdicts = () if measures is None else measures.get(VERDICT, ())
         return self.guard.end(self.ended + 1, verdicts=verdicts, **ending)
 
     def stats(self) -> Stats:

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
-from horovod_topk.core.measures import HOST, told, total_of
+from horovod_topk.core.measures import HOST, own_measures, total_of
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probe
@@ -130,8 +130,8 @@ class Step(Generic[Array]):
         if numbers != self._told:
             self._told = numbers
             for ordinal, bucket in self._buckets.items():
-                told = numbers if ordinal == first else [0.0] * len(numbers)
-                self._codec.tell(bucket.plan, told)
+                own = numbers if ordinal == first else [0.0] * len(numbers)
+                self._codec.set_measures(bucket.plan, own)
 
     def begin(self, ordinal: int, gradients: Sequence[Array]) -> None:
         """Compress a bucket and start its first collective. Writes no gradient and no residual.
@@ -320,7 +320,8 @@ class Step(Generic[Array]):
             len(bucket.plan.config.measured),
         )
         names = bucket.plan.measures[: len(bucket.plan.measures) - count]
-        self._codec.tell(bucket.plan, told(names, gradients, residuals, number, self._ops))
+        own = own_measures(names, gradients, residuals, number, self._ops)
+        self._codec.set_measures(bucket.plan, own)
 
     def _end(self, *, committed: bool) -> bool:
         finished = [self._buckets[ordinal] for ordinal in sorted(self.received)]

@@ -71,7 +71,7 @@ class DDPState(CopiedState):
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
             self._leave(optimizer, config)
             return
-        config = self._settle(optimizer, config, compressor.deferred)
+        config = self._fit_settings(optimizer, config, compressor.deferred)
         plan = specs.plan_of(optimizer, names, config, "average", groups or ())
         self._attach(optimizer, plan, GroupCollective(model.process_group), compressor.grad_scaler)
         self._watch(optimizer, ((p, specs.accumulation_of(p)) for p in names))

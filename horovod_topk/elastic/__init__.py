@@ -4,7 +4,7 @@ Users use the states of `horovod_topk.torch.elastic` and `horovod_topk.tensorflo
 (Horovod's `hvd.elastic.TorchState(..., compression=topk)` works too).
 
 Each rank commits and restores its own residuals. When the ranks of a job change, they communicate
-once (`manager.Manager.settle`), so that the sum of what is still to be applied stays the same
+once (`manager.Manager.reconcile`), so that the sum of what is still to be applied stays the same
 (`horovod_topk.core.reshard`):
 
 - a rank that stays multiplies its residual by P_new / P_old with op=Average, and by 1 with op=Sum;

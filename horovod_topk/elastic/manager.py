@@ -122,8 +122,8 @@ class Manager:
         self._store = None if commit_dir is None else ResidualStore(Path(commit_dir), name)
         self._member, self._job = uuid.uuid4().bytes, bytes(16)
         self.units = 0  # number of ranks that the residual is scaled for; 0: not joined yet
-        self.clock: Clock = Clock(0)  # at the last `settle`
-        # The other ranks' `shared_state` at the last `settle`, if there was no state here then.
+        self.clock: Clock = Clock(0)  # at the last `reconcile`
+        # The other ranks' `shared_state` at the last `reconcile`, if there was no state here then.
         self.shared: Mapping[str, Any] = {}
         self._pooled = False
         self._absorbed: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ class Manager:
         self._lost, self._lost_norm = saved.lost, saved.lost_norm
         state.resume(saved.clock, self.units)
 
-    def settle(self) -> None:
+    def reconcile(self) -> None:
         """Rescale residuals after ranks have changed. A collective: call it on every rank.
 
         A rank that joins, or that went back to another commit, gets the method's shared state.
@@ -168,7 +168,7 @@ class Manager:
         Raises:
             PlanMismatchError: on every rank, if two ranks have different plans.
         """
-        said = self._talk.gather(self._status().pack(), f"{self._name}.settle")
+        said = self._talk.gather(self._status().pack(), f"{self._name}.reconcile")
         present = Membership([RankStatus.unpack(each) for each in said])
         if present.plans_differ:
             self._refuse_plans(present)
@@ -253,7 +253,7 @@ class Manager:
         return alike and bool(shapes)
 
     def _write(self, commit: _Commit, framework: str) -> None:
-        """Write a commit to `commit_dir`, if there is one, after the first `settle`."""
+        """Write a commit to `commit_dir`, if there is one, after the first `reconcile`."""
         if self._store is not None and self.units:
             place = {"units": self.units, "clock": commit.clock, "absorbed": self._absorbed}
             self._store.write(self._job, self._member, {**commit.state, **place}, framework)

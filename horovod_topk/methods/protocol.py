@@ -206,7 +206,7 @@ class Method(Settings):
     @property
     def measures(self) -> tuple[str, ...]:
         """Names of the numbers that ranks send with payloads: the schedule's and the method's."""
-        return (*self.told, *self.measured)
+        return (*self.needed_measures, *self.measured)
 
     @property
     def has_levels(self) -> bool:

@@ -46,10 +46,10 @@ class Filled(Schedule):
         return tuple(usual / 2**i for i in range(1, HALVINGS + 1))
 
     def decide(
-        self, before: Decision, level: float, usual: float, told: Mapping[str, Sequence[float]]
+        self, before: Decision, level: float, usual: float, measures: Mapping[str, Sequence[float]]
     ) -> Decision:
         """`Schedule.decide`."""
-        pairs = list(zip(told[ABOVE], told[COUNTED], strict=True))
+        pairs = list(zip(measures[ABOVE], measures[COUNTED], strict=True))
         if not all(counted for _, counted in pairs):  # there is nothing to compress
             return before or (usual,)
         share = max(above / counted for above, counted in pairs)

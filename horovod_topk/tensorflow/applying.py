@@ -24,7 +24,7 @@ class _Exchange:
     """The last exchange of one variable's gradient."""
 
     graph: weakref.ref[Any] | None  # the trace with the exchange; None: it ran eagerly
-    settled: bool = False  # whether that trace also applies the gradient
+    is_applied: bool = False  # whether that trace also applies the gradient
 
 
 class Exchanged:
@@ -49,7 +49,7 @@ class Exchanged:
         """
         for variable in variables:
             exchange = self._of.get(id(variable))
-            if exchange is None or (exchange.settled and not _is_in(exchange)):
+            if exchange is None or (exchange.is_applied and not _is_in(exchange)):
                 raise StepBeforeSynchronizeError(
                     "apply_gradients() was given a gradient that has not been exchanged since one "
                     "was applied",
@@ -59,7 +59,7 @@ class Exchanged:
                 )
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def settle(self, variables: Iterable[Any]) -> None:
+    def note_applied(self, variables: Iterable[Any]) -> None:
         """Note that the gradients of these variables are applied.
 
         An eager exchange that a trace applies stays noted: TensorFlow may trace a function twice.
@@ -67,7 +67,7 @@ class Exchanged:
         for variable in variables:
             exchange = self._of[id(variable)]
             if exchange.graph is not None:
-                exchange.settled |= _is_in(exchange)
+                exchange.is_applied |= _is_in(exchange)
             elif tf.executing_eagerly():
                 del self._of[id(variable)]
 
@@ -89,7 +89,7 @@ def refuse_unexchanged(optimizer: Any) -> None:
         variables = [variable for gradient, variable in pairs if gradient is not None]
         exchanged.check(variables)
         result = apply_gradients(pairs, *args, **kwargs)
-        exchanged.settle(variables)
+        exchanged.note_applied(variables)
         return result
 
     optimizer._allreduce, optimizer.apply_gradients = noted, checked

@@ -83,7 +83,7 @@ class TensorFlowState(HandsOver, ObjectState):  # type: ignore[misc]  # Horovod 
     def sync(self) -> None:
         """Take rank 0's variables and attributes, rescale residuals together, and commit."""
         broadcast_variables(self.variables, root_rank=0)
-        self._manager.settle()
+        self._manager.reconcile()
         super().sync()
         self.save()
 

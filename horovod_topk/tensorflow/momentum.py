@@ -36,7 +36,7 @@ SETTINGS = {"SGD": "momentum", "Adam": "beta_1", "AdamW": "beta_1"}  # Keras cla
 
 
 @dataclass(frozen=True)
-class Told:
+class Fitted:
     """A compressor with its settings for one optimizer, passed to Horovod as `compression=`."""
 
     compressor: Compressor
@@ -44,7 +44,7 @@ class Told:
     taken: Taken | None
 
 
-def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
+def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitted:
     """Settings for an optimizer, and the momentum to take over from it. Nothing is changed.
 
     Args:
@@ -69,19 +69,19 @@ def told_of(optimizer: Any, compressor: Compressor, process_set: Any) -> Told:
         check_not_twice(optimizer, config)
         if hvd.is_initialized() and why_inactive(process_set) is None:
             _advise(optimizer, config)
-        return Told(compressor, config, None)
+        return Fitted(compressor, config, None)
     kind, setting = type(optimizer).__name__, _setting_of(optimizer)
     own = None if setting is None else _number(_present(optimizer, setting))
     nesterov = setting == "momentum" and bool(optimizer.nesterov)
     settings = settings_of(kind, None if own is None else (own, nesterov), WORDS)
     if setting is None or why_inactive(process_set) is not None:
-        return Told(compressor, config, None)
+        return Fitted(compressor, config, None)
     config = replace(config, **settings, taken_over=True)
     share = config.momentum_share
     taken = Taken(setting, config.momentum, share, may_leave=asked == AUTO)
     if config.guard is not None:
         _prepare_return(optimizer, taken, config.guard, compressor)
-    return Told(compressor, config, taken)
+    return Fitted(compressor, config, taken)
 
 
 def _prepare_return(optimizer: Any, taken: Taken, guard: Guard, compressor: Compressor) -> None:

@@ -35,9 +35,9 @@ from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.learning_rates import rate_of
 from horovod_topk.tensorflow.memory import Memory
 from horovod_topk.tensorflow.momentum import (
-    Told,
+    Fitted,
     check_not_twice,
-    told_of,
+    fitted_to,
     warn_of_late_clipping,
 )
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
@@ -70,30 +70,30 @@ class Exchange:
 
     def __init__(
         self,
-        told: Told,
+        fitted: Fitted,
         settings: Settings,
         memory: Memory | None,
         sparse_as_dense: bool,
         stock: Function,
     ) -> None:
-        self.compressor, self._told = told.compressor, told
+        self.compressor, self._fitted = fitted.compressor, fitted
         self._optimizer: Callable[[], Any] = lambda: None
-        self.scale = scaling.scale_of(told.compressor.grad_scaler)
+        self.scale = scaling.scale_of(fitted.compressor.grad_scaler)
         self._memory = memory
         self.state: OptimizerState | None = None  # for the variables of the last call
         self._settings = settings
         self._sparse_as_dense = sparse_as_dense
         self._stock = stock
-        taken = told.taken
+        taken = fitted.taken
         self._warnings: list[str] = [] if taken is None else taken.warnings  # of the optimizer
 
     @property
     def config(self) -> Method:
         """The settings, without momentum if it was given back to the optimizer."""
-        told = self._told
-        if told.taken is None or told.taken.is_over:
-            return told.config
-        return replace(told.config, momentum=0.0, nesterov=False, taken_over=False)
+        fitted = self._fitted
+        if fitted.taken is None or fitted.taken.is_over:
+            return fitted.config
+        return replace(fitted.config, momentum=0.0, nesterov=False, taken_over=False)
 
     def guard(self, optimizer: Any) -> None:
         """Remember the optimizer, to check in each step that no momentum is applied twice.
@@ -124,8 +124,8 @@ class Exchange:
         """
         optimizer = self._optimizer()
         grads, variables = list(grads), list(vars)
-        if self._told.taken is not None:
-            self._told.taken.leave_narrow(optimizer, variables)
+        if self._fitted.taken is not None:
+            self._fitted.taken.leave_narrow(optimizer, variables)
         config = self.config
         check_not_twice(optimizer, config)
         # Horovod would exchange sparse gradients, and no momentum would be applied to them.
@@ -134,8 +134,8 @@ class Exchange:
         check_none_left_out(grads, variables, config)
         self.state = self.compressor.state_of(variables, config, self._settings, self._memory)
         self.state.warnings = self._warnings
-        if self._told.taken is not None:
-            self._told.taken.follow(self.state, variables)
+        if self._fitted.taken is not None:
+            self._fitted.taken.follow(self.state, variables)
         changed = self.state.active or config.momentum or config.clip_norm is not None
         scale = self.scale() if changed else None
         if not self.state.active:
@@ -163,10 +163,10 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
     def _make_allreduce_grads_fn(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         asked = bound.arguments
-        told = _told(asked["compression"])
-        if told is None:
+        fitted = _fitted(asked["compression"])
+        if fitted is None:
             return original(*args, **kwargs)
-        compressor = told.compressor
+        compressor = fitted.compressor
         groups = groups_by_id(asked["groups"])
         settings = Settings(reduction_of(asked["op"], hvd), groups, asked["process_set"])
         memory = None if asked["name"] == TAPE else Memory()
@@ -175,14 +175,14 @@ def _wrap_make_allreduce_grads_fn(original: Function) -> Function:
         sparse_as_dense = asked["sparse_as_dense"]
         asked |= {"compression": hvd.Compression.none, "groups": None}
         stock = original(*bound.args, **bound.kwargs)
-        return Exchange(told, settings, memory, sparse_as_dense, stock)
+        return Exchange(fitted, settings, memory, sparse_as_dense, stock)
 
     return _make_allreduce_grads_fn
 
 
-def _told(compression: Any) -> Told | None:
+def _fitted(compression: Any) -> Fitted | None:
     """The compressor and its settings; None if `compression` is not one of this package's."""
-    if isinstance(compression, Told):
+    if isinstance(compression, Fitted):
         return compression
     compressor = Compressor.asked(compression)
     if compressor is not None and compressor.config.follow_lr:
@@ -200,7 +200,7 @@ def _told(compression: Any) -> Told | None:
         )
     if compressor is None:
         return None
-    return Told(compressor, compressor.config, None)
+    return Fitted(compressor, compressor.config, None)
 
 
 def _refuse_scaler() -> None:
@@ -227,13 +227,13 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
                 cure="Use horovod_topk.tensorflow.keras.DistributedOptimizer, or tf-keras with "
                 "TF_USE_LEGACY_KERAS=1",
             )
-        told = asked["compression"] = told_of(given, compressor, asked["process_set"])
+        fitted = asked["compression"] = fitted_to(given, compressor, asked["process_set"])
         asked["optimizer"] = given.inner_optimizer if scaling.is_scaler(given) else given
         optimizer = original(*bound.args, **bound.kwargs)
         refuse_unexchanged(optimizer)
-        refuse_local(optimizer, told.config)
-        if told.taken is not None:
-            apply_none(optimizer, told.taken)
+        refuse_local(optimizer, fitted.config)
+        if fitted.taken is not None:
+            apply_none(optimizer, fitted.taken)
         optimizer._allreduce_grads.guard(optimizer)
         scale = optimizer._allreduce_grads.scale = scaling.ScaleAround(optimizer)
         return scaling.around(given, optimizer, scale) if scaling.is_scaler(given) else optimizer

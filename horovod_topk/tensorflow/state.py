@@ -228,7 +228,7 @@ class OptimizerState(Attached[VariableState]):
         names = [tensor.spec.name for tensor in plan.tensors()]
         pairs = zip(names, flags.numpy(), strict=True)
         flagged = [name for name, flag in pairs if flag]
-        fell_back = state.decide(plan, state.heard, flagged, committed=not flagged)
+        fell_back = state.decide(plan, state.arrived, flagged, committed=not flagged)
         traffic = state.exchange.traffic(plan)
         state.end_step(
             traffic, flagged, committed=not flagged, seconds=seconds, fell_back=fell_back

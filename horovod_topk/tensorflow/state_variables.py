@@ -108,8 +108,8 @@ class VariableState(State[Array]):
         self._names, self.later = names, set(names)
         self.rates = VariableRates() if config.follow_lr else None
         self.last_squares = Squares()
-        self._numbers = apart(_of_host) if set(HOST) & set(config.told) else None
-        self.heard: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
+        self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
+        self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
     def specs(self) -> dict[str, TensorSpec]:
@@ -194,7 +194,7 @@ class VariableState(State[Array]):
         def decay(name: str) -> Any:
             return 1.0 if rates is None else rates.decay(name, rate)
 
-        codec = PayloadCodec(self.ops, self.heard)
+        codec = PayloadCodec(self.ops, self.arrived)
         committed = None
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
@@ -247,9 +247,9 @@ class VariableState(State[Array]):
         super()._watch_on(saved, own=own)
         self.schedule_in_graphs.enter(int(self.guard.memory.stage))
         if self._numbers is not None:
-            told = [0.0] * len(HOST)
-            told[HOST.index(VERDICT)] = self.guard.verdict
-            self._numbers.assign(told)
+            measures = [0.0] * len(HOST)
+            measures[HOST.index(VERDICT)] = self.guard.verdict
+            self._numbers.assign(measures)
 
     def count(self, plan: Plan, rate: Any = None) -> None:
         """Count a committed step in a graph, and note its learning rate."""

@@ -47,7 +47,7 @@ class ResidualHandler(StateHandler):  # type: ignore[misc]  # Horovod has no ann
 
     def sync(self) -> None:
         """Rescale residuals together with all ranks, after some have joined or left."""
-        self.manager.settle()
+        self.manager.reconcile()
 
     def set_value(self, value: Compressor) -> None:
         """Refuse another compressor: its optimizer's residuals would be lost.

@@ -51,7 +51,7 @@ class OptimizerState(TrainingState):
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
             self._config = config
             return
-        config = self._settle(optimizer, config, deferred or {})
+        config = self._fit_settings(optimizer, config, deferred or {})
         if config.taken_over:
             optimizer.sparse_as_dense = True  # Horovod would exchange sparse ones without momentum
         collective = HorovodCollective(optimizer.process_set)
@@ -158,7 +158,7 @@ class OptimizerState(TrainingState):
         units, ranks = self._compressor.ranks_before, self._compressor.ranks
         check_steps_kept(self._compressor.plan.config, self.manager)
         if self.manager is not None and self.manager.units != ranks:
-            self.manager.settle()
+            self.manager.reconcile()
         elif self.manager is None and units not in (None, ranks):
             log.warning(
                 "TopKEF: %s has %d ranks instead of %d. Residuals of lost ranks are gone, and a "

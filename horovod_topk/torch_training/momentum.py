@@ -225,7 +225,7 @@ def check_not_twice(optimizer: Any, momentum: float, *, nesterov: bool = False) 
         check_once(momentum, nesterov, own)
 
 
-def settle_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
+def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
     """Fill in the settings that depend on the optimizer, such as a momentum that is taken over.
 
     Args:

@@ -32,7 +32,7 @@ from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.clipping import clip_alone
 from horovod_topk.torch_training.hooks import Hooks
-from horovod_topk.torch_training.momentum import Loan, advise, hand_over, settle_momentum
+from horovod_topk.torch_training.momentum import Loan, advise, fit_momentum, hand_over
 from horovod_topk.torch_training.preprocessing import ExchangesOwn, Preprocessing
 from horovod_topk.torch_training.rates import followed, has_rates
 from horovod_topk.torch_training.scaling import Scaler
@@ -68,7 +68,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         self._buckets = Buckets(names)
         self._loan: Loan | None = None
 
-    def _settle(self, optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
+    def _fit_settings(self, optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
         """Fill in the settings that depend on the optimizer; its momentum may be taken over.
 
         Raises:
@@ -76,7 +76,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         """
         check_elastic(config)
         check_evaluates_once(optimizer)
-        config = guarded(settle_momentum(optimizer, config, deferred), deferred)
+        config = guarded(fit_momentum(optimizer, config, deferred), deferred)
         if "follow_lr" in deferred:
             config = replace(config, follow_lr=has_rates(optimizer))
         if isinstance(optimizer, ExchangesOwn):

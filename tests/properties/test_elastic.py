@@ -134,7 +134,7 @@ class Job:
                 done.result()
 
     def settle(self) -> None:
-        self.together(lambda rank: rank.manager.settle())
+        self.together(lambda rank: rank.manager.reconcile())
 
     def step(self) -> None:
         for rank in self.ranks:
@@ -441,7 +441,7 @@ def test_a_joiner_with_another_plan_is_refused_on_every_rank(elder_knows: bool) 
 
     def settle(rank: Rank) -> None:
         with pytest.raises(PlanMismatchError) as raised:
-            rank.manager.settle()
+            rank.manager.reconcile()
         refused.append(str(raised.value))
 
     job.together(settle)

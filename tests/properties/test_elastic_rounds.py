@@ -156,7 +156,7 @@ class Job:
             rank.said, rank.barrier = said, barrier
         for rank in new:
             rank.begin()
-        self.together(lambda rank: rank.manager.settle())
+        self.together(lambda rank: rank.manager.reconcile())
 
     def leave(self, gone: Sequence[int], joining: int = 0) -> None:
         self.together(lambda rank: rank.manager.hand_over())
@@ -295,7 +295,7 @@ def test_measures_are_those_of_the_ranks_that_are_there() -> None:
     for change in ({}, {"joining": 2}, {"gone": [0]}):
         job.meet(**change)  # type: ignore[arg-type]
         job.steps(2)
-        heard = [rank._state.heard[0] for rank in job.ranks]
+        heard = [rank._state.arrived[0] for rank in job.ranks]
         assert len(heard[0]) == len(job.ranks)
         assert all(each == heard[0] for each in heard)
 

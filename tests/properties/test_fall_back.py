@@ -187,7 +187,7 @@ def test_the_bytes_of_a_verdict() -> None:
     telling.step(gradients(2, 1))
     last = [dict(telling.payloads(rank))["job.0.0"][24:28] for rank in range(2)]
     assert last == [bytes(4), np.float32(1.0).tobytes()]
-    heard = [rank.heard for rank in telling.ranks]
+    heard = [rank.arrived for rank in telling.ranks]
     assert heard == [{0: [(0.0,), (1.0,)], 1: [(0.0,), (0.0,)]}] * 2
 
 

@@ -47,7 +47,7 @@ def test_every_rank_hears_the_same_of_all(backend: Backend, kind: str) -> None:
         owed = job.residuals() if job.ranks[0].registry.pieces["a"] else job.owned()
         given = gradients(4, seed=step)
         job.step(given)
-        heard = [rank.heard for rank in job.ranks]
+        heard = [rank.arrived for rank in job.ranks]
         assert all(each == heard[0] for each in heard)
         for ordinal, name in enumerate(["a", "b"]):
             rows = heard[0][ordinal]
@@ -66,7 +66,7 @@ def test_a_codec_tells_what_it_measures(backend: Backend, exchange: str) -> None
     given = gradients(3)
     job.step(given)
     expected = [[(float(np.sum(abs(g[name]) > 1.0)),) for g in given] for name in ("a", "b")]
-    assert [list(job.ranks[1].heard[i]) for i in range(2)] == expected
+    assert [list(job.ranks[1].arrived[i]) for i in range(2)] == expected
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "sharded", "hierarchical"])
@@ -86,7 +86,7 @@ def test_the_bytes_of_measures() -> None:
     telling = world(method, 2)
     (_, plain), (_, told) = (w.payloads(0)[0] for w in (silent, telling) if w.step(gradients(2)))
     assert struct.unpack_from("<H", told, 6) == (8,)
-    assert struct.unpack_from("<2f", told, 24) == telling.ranks[0].heard[0][0]
+    assert struct.unpack_from("<2f", told, 24) == telling.ranks[0].arrived[0][0]
     assert told[32:].rstrip(b"\0") == plain[24:].rstrip(b"\0")
 
 

@@ -18,7 +18,7 @@ import tf_keras
 import horovod_topk.tensorflow.keras as hvd_keras
 from horovod_topk.errors import ConfigError
 from horovod_topk.tensorflow import TopKEF, momentum
-from horovod_topk.tensorflow.momentum import Told, check_not_twice, told_of
+from horovod_topk.tensorflow.momentum import Fitted, check_not_twice, fitted_to
 from horovod_topk.tensorflow.takeover import Taken
 
 Make = Callable[[], Any]
@@ -68,8 +68,8 @@ def among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hvd, "is_initialized", lambda: True)
 
 
-def told(optimizer: Any, compressor: TopKEF | None = None) -> Told:
-    return told_of(optimizer, compressor or TopKEF(momentum="optimizer"), hvd.global_process_set)
+def fitted(optimizer: Any, compressor: TopKEF | None = None) -> Fitted:
+    return fitted_to(optimizer, compressor or TopKEF(momentum="optimizer"), hvd.global_process_set)
 
 
 def inner(optimizer: Any) -> Any:
@@ -81,7 +81,7 @@ def inner(optimizer: Any) -> Any:
 def test_it_is_known_what_to_take_over(kind: str) -> None:
     make, setting, value, nesterov = KNOWN[kind]
     optimizer = make()
-    found = told(optimizer)
+    found = fitted(optimizer)
     assert found.taken == Taken(setting, value)
     assert (found.config.momentum, found.config.nesterov) == (value, nesterov)
     assert float(inner(optimizer).get_config()[setting]) == pytest.approx(value)
@@ -91,15 +91,15 @@ def test_it_is_known_what_to_take_over(kind: str) -> None:
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_what_is_not_known_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"and {kind} has no momentum .* SGD, Adam or AdamW of"):
-        told(UNKNOWN[kind]())
+        fitted(UNKNOWN[kind]())
 
 
 @pytest.mark.usefixtures("among_others")
 def test_what_cannot_be_corrected_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"SGD has none.*momentum=0\.9 or beta_1=0\.9"):
-        told(SGD())
+        fitted(SGD())
     with pytest.raises(ConfigError, match="exchange='hierarchical'"):
-        told(SGD(momentum=0.9), TopKEF(momentum="optimizer", exchange="hierarchical"))
+        fitted(SGD(momentum=0.9), TopKEF(momentum="optimizer", exchange="hierarchical"))
     with pytest.raises(ConfigError, match="neither tells what momentum is applied"):
         hvd.DistributedGradientTape(tf.GradientTape(), compression=TopKEF(momentum="optimizer"))
 
@@ -107,36 +107,36 @@ def test_what_cannot_be_corrected_is_refused() -> None:
 def test_where_nothing_is_compressed_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(momentum, "why_inactive", lambda _: "world size 1")
     for make, *_ in KNOWN.values():
-        found = told(make())
+        found = fitted(make())
         assert (found.taken, found.config.momentum) == (None, 0.0)
     optimizer = hvd_keras.DistributedOptimizer(ADAMW(), compression=TopKEF(momentum="optimizer"))
     assert optimizer.beta_1 == 0.9
     with pytest.raises(ConfigError, match="Lion has no momentum"):
-        told(keras.optimizers.Lion())
+        fitted(keras.optimizers.Lion())
 
 
 def test_a_number_beside_the_optimizers_own_is_refused() -> None:
     number = TopKEF(momentum=0.9, follow_lr=False, warmup=None)
     for optimizer in (keras.optimizers.Adam(), tf_keras.optimizers.Adam(), LEGACY.Adam()):
         with pytest.raises(ConfigError, match=r"beta_1=0\.9: it would be applied twice.*beta_1=0"):
-            told(optimizer, number)
+            fitted(optimizer, number)
     with pytest.raises(ConfigError, match="applied twice"):
-        told(LEGACY.SGD(momentum=0.9), number)
+        fitted(LEGACY.SGD(momentum=0.9), number)
     with pytest.raises(ConfigError, match="Adam has no such form"):
-        told(keras.optimizers.Adam(beta_1=0.0), TopKEF(momentum=0.9, nesterov=True))
-    assert told(keras.optimizers.Adam(beta_1=0.0), number).config == number.config
-    assert told(SGD(), number).taken is None
+        fitted(keras.optimizers.Adam(beta_1=0.0), TopKEF(momentum=0.9, nesterov=True))
+    assert fitted(keras.optimizers.Adam(beta_1=0.0), number).config == number.config
+    assert fitted(SGD(), number).taken is None
 
 
 @pytest.mark.usefixtures("among_others")
 def test_plain_adam_draws_advice(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "horovod_topk"):
         for quiet in (SGD(momentum=0.9), ADAMW(beta_1=0.0), keras.optimizers.Lion()):
-            told(quiet, TopKEF(momentum=0))
-        told(ADAMW(), TopKEF())
-        told(ADAMW(), TopKEF(ratio=1.0))
+            fitted(quiet, TopKEF(momentum=0))
+        fitted(ADAMW(), TopKEF())
+        fitted(ADAMW(), TopKEF(ratio=1.0))
         assert not caplog.text
-        told(ADAMW(), TopKEF(momentum=0))
+        fitted(ADAMW(), TopKEF(momentum=0))
     assert "AdamW divides by the mean square" in caplog.text
     assert "as it does by default, it hardly does" in caplog.text
 

@@ -15,7 +15,7 @@ from horovod_topk.core.exchange.protocol import (
     Over,
     Pending,
     Traffic,
-    settle,
+    wait_for_dropped,
 )
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.residual import Arenas, Squares
@@ -91,7 +91,7 @@ class AllgatherBucket(Generic[Array]):
     ) -> None:
         """`BucketExchange.send`."""
         if self._unwanted:
-            settle(self._unwanted)
+            wait_for_dropped(self._unwanted)
         self._name = name
         if self.stages:
             self._encoder.begin(gradients, name, velocities)
@@ -125,7 +125,7 @@ class AllgatherBucket(Generic[Array]):
 
         Does not wait for the collective.
         """
-        settle(self._unwanted)
+        wait_for_dropped(self._unwanted)
         self._name = name
         self._codec.flag_all(self._bucket, self._payload)
         self._unwanted.append(self._gather())

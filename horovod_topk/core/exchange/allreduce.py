@@ -26,7 +26,7 @@ from horovod_topk.core.exchange.protocol import (
     Pending,
     Traffic,
     ring_allreduce_bytes,
-    settle,
+    wait_for_dropped,
 )
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
@@ -110,7 +110,7 @@ class AllreduceBucket(Generic[Array]):
     ) -> None:
         """`BucketExchange.send`."""
         ops, bucket = self._ops, self._bucket
-        settle(self._unwanted)
+        wait_for_dropped(self._unwanted)
         gradients = correct(gradients, velocities, ops)
         for piece, gradient in zip(bucket.tensors, gradients, strict=True):
             if piece.numel:
@@ -123,7 +123,7 @@ class AllreduceBucket(Generic[Array]):
 
         Does not wait for the collective.
         """
-        settle(self._unwanted)
+        wait_for_dropped(self._unwanted)
         self._unwanted.append(self._reduce(name, has_left=True))
 
     def advance(self) -> None:
@@ -183,7 +183,7 @@ class AllreduceBucket(Generic[Array]):
         ops, bucket = self._ops, self._bucket
         lanes = ops.view(self._sum, bucket.numel, bucket.numel + self._lanes)
         lane_bytes, count = value_bytes("float32", self._lanes), len(bucket.tensors)
-        heard, told = self._codec.heard, len(bucket.measures)
+        heard, told = self._codec.arrived, len(bucket.measures)
         size = lane_bytes + -(-count // 8)
         row = ops.zeros(size, "uint8", bucket.device)
         ops.store(row, 0, ops.pack_values(lanes, "float32"))

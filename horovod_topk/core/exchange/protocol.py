@@ -41,7 +41,7 @@ class Pending(Protocol[Received]):
         ...
 
 
-def settle(unwanted: list[Pending[Any]]) -> None:
+def wait_for_dropped(unwanted: list[Pending[Any]]) -> None:
     """Wait for collectives of a dropped step, whose memory is about to be written, and forget them.
 
     A collective that fails, because a rank is lost, is ignored.

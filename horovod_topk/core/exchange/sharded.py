@@ -16,7 +16,7 @@ from horovod_topk.core.exchange.protocol import (
     Pending,
     Traffic,
     check_split,
-    settle,
+    wait_for_dropped,
 )
 from horovod_topk.core.nodes import Nodes
 from horovod_topk.core.plan import WIDTH, BucketPlan, Plan
@@ -149,7 +149,7 @@ class ShardedBucket(Generic[Array]):
     ) -> None:
         """`BucketExchange.send`."""
         if self._aborted:
-            self._settle()
+            self._wait_for_dropped()
         self._name = name
         self._encoder.begin(gradients, name, velocities)
         if not self._encoder.waits:
@@ -164,7 +164,7 @@ class ShardedBucket(Generic[Array]):
             return
         scattered, self._scattered = self._scattered, None
         arrived, arrive = scattered.wait(), self._plan.arrive[self._collective.rank]
-        self._settle()
+        self._wait_for_dropped()
         try:
             self._check(arrived, arrive)
             scale = _scale(arrive, self._collective.size)
@@ -193,7 +193,7 @@ class ShardedBucket(Generic[Array]):
                 self.abort(self._name)
             if scattered is not None:
                 scattered.wait()
-                self._settle()  # does not block: all ranks started these before what just arrived
+                self._wait_for_dropped()  # does not block: all ranks started these earlier
                 self._codec.flag_all(self._owned.plan, self._back)
                 self._unwanted.append(self._gather())
 
@@ -202,7 +202,7 @@ class ShardedBucket(Generic[Array]):
 
         Does not wait for these collectives.
         """
-        self._settle()
+        self._wait_for_dropped()
         self._name, self._aborted = name, True
         for part, scatter in zip(self._parts, self._plan.scatter, strict=True):
             self._codec.flag_all(scatter, part)
@@ -249,9 +249,9 @@ class ShardedBucket(Generic[Array]):
     def _gather(self) -> Pending[Array]:
         return self._collective.allgather(self._back, f"{self._name}.gather")
 
-    def _settle(self) -> None:
+    def _wait_for_dropped(self) -> None:
         """Wait for collectives that read memory which is about to be written."""
-        settle(self._unwanted)
+        wait_for_dropped(self._unwanted)
         self._aborted = False
 
     def _check(self, received: Array, each: BucketPlan) -> None:

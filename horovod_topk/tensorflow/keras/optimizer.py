@@ -19,7 +19,7 @@ from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
 from horovod_topk.tensorflow.keras.momentum_takeover import SavesSlots, drop_gathered, taking
-from horovod_topk.tensorflow.momentum import told_of
+from horovod_topk.tensorflow.momentum import fitted_to
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
 from horovod_topk.tensorflow.takeover import Taken
@@ -68,9 +68,9 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     """
     _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step)
     compressor = Compressor.asked(compression)
-    told = None if compressor is None else told_of(optimizer, compressor, process_set)
-    if told is not None:
-        compression = told
+    fitted = None if compressor is None else fitted_to(optimizer, compressor, process_set)
+    if fitted is not None:
+        compression = fitted
     elif isinstance(groups, list):
         raise UnsupportedOperationError(
             "groups= as lists: Horovod tells variables apart by names, which Keras 3 repeats",
@@ -78,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         )
     optimizer = with_loss_scale(optimizer)
     _check_accumulation(optimizer)
-    taken = None if told is None else told.taken
+    taken = None if fitted is None else fitted.taken
     exchange = hvd._make_allreduce_grads_fn(
         name or f"Distributed{type(optimizer).__name__}",
         device_dense,

@@ -23,7 +23,7 @@ from horovod_topk.core.rates import Rates
 from horovod_topk.core.substitute import Substitute
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch_training.momentum import Loan, settle_momentum
+from horovod_topk.torch_training.momentum import Loan, fit_momentum
 from horovod_topk.torch_training.specs import spec_of
 
 Gradients = list[Tensor]  # gradients of one rank, in the order of the model's parameters
@@ -97,7 +97,7 @@ def compressed(
     method = METHODS[asked.name]
     settings, deferred = split_deferred({**method.for_training, **asked.settings})
     config = method(**settings)
-    config = settle_momentum(optimizer, config, deferred)
+    config = fit_momentum(optimizer, config, deferred)
     if "follow_lr" in deferred:
         config = replace(config, follow_lr=True)
     if not config.taken_over:
