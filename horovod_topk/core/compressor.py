@@ -71,7 +71,6 @@ class Compressor(State[Array]):
         self.plan, self.exchange, self._codec, self.name = plan, exchange, codec, name
         self._usual = exchange  # while gradients are compressed
         self._dense: Exchange[Array] | None = None  # after the guard has ended compression
-        self._has_momentum = False  # whether the optimizer has its momentum back
         self._agreed, self._momenta = plan, momenta or Momenta(plan.config)
         self.timer, self._sums = timer or StepTimer(), cast("Array | None", None)
         codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
@@ -166,7 +165,6 @@ class Compressor(State[Array]):
     def has_changed(self) -> None:
         """`State.has_changed`."""
         self.step.forget_gradients()
-        self._has_momentum = False  # the loaded velocities are used
 
     def replan(self, plan: Plan) -> None:
         """Switch to a plan with fewer tensors; residuals of dropped tensors have to be 0."""
@@ -247,6 +245,9 @@ class Compressor(State[Array]):
         self._momenta.turn(plain=self.guard.is_handing_over)
         if self.rates is not None:
             self._follow(self.rates.turn())
+        if self.velocity is not None and self.guard.is_taking_back:
+            for name, velocity in self._momenta.velocities().items():
+                self.velocity.assign(name, velocity)
         level = self.ratio, self.velocity is not None and self.guard.corrects, self._next_exchange
         if level != self._level or self.place != self._place:
             self._turn_to(*level)
@@ -283,10 +284,6 @@ class Compressor(State[Array]):
             corrects: whether the level applies momentum correction.
             exchange: how gradients travel at this level.
         """
-        if self.velocity is not None and corrects and self._has_momentum:
-            for name, velocity in self._momenta.velocities().items():
-                self.velocity.assign(name, velocity)
-        self._has_momentum = not corrects
         settings = self.schedule.settings(ratio, corrects=corrects or self.velocity is None)
         if exchange is not self._usual:
             settings = Whole.beside(settings)

@@ -9,7 +9,10 @@ stage:
                    are zero, and ranks exchange the mean of their velocities. The optimizer takes
                    it as its momentum
     dense          the dense level, without momentum correction: no residual, no velocity
-    compressing    again, after `cool_down` steps, if `cool_down` is set
+    returning      after `cool_down` steps, if `cool_down` is set: the next step is compressed, and
+                   begins with the optimizer's momentum as every rank's velocity. Only where the
+                   optimizer's buffers had it meanwhile
+    compressing    again
 
 Each rank has the non-finite flags of all ranks, and counts steps with a NaN or an infinity. The
 other rules judge a rank's own numbers: its reports, its residual, its seconds. The rank sends its
@@ -34,7 +37,7 @@ log = logging.getLogger("horovod_topk")
 # A verdict is 0 if no rule warns, the rule's position in `OF_ONE_RANK` (from 1 on) if it warns, and
 # FIRES plus that position if the rule fires.
 FIRES = 8.0
-COMPRESSING, FLUSHING, HANDING_OVER, DENSE = range(4)
+COMPRESSING, FLUSHING, HANDING_OVER, DENSE, RETURNING = range(5)
 
 STRIKES = {"trend": 4, "residual": 3, "slower": 2}  # strikes in a row at which a rule fires
 SMOOTH = 8  # a usual value is a running mean over about so many reports or samples
@@ -90,10 +93,12 @@ class Watch:
         memory: counters and running means.
         warnings: texts of the newest warnings, as in the log.
         hands_over: whether the optimizer takes its momentum back in a fall-back.
+        takes_back: whether the velocities are read from the optimizer when compression returns.
     """
 
     def __init__(self, guard: Guard | None) -> None:
-        self._guard, self.memory, self.hands_over = guard, Memory(), False
+        self._guard, self.memory = guard, Memory()
+        self.hands_over = self.takes_back = False
         self.warnings: tuple[str, ...] = ()
         self._warned = ""  # the rule that warned in the last step; empty: none did
 
@@ -102,12 +107,22 @@ class Watch:
     @property
     def is_over(self) -> bool:
         """Whether the guard has ended compression, so that the next step is dense."""
-        return self.memory.stage != COMPRESSING
+        return self.memory.stage not in (COMPRESSING, RETURNING)
 
     @property
     def corrects(self) -> bool:
         """Whether the next step applies momentum correction, if the settings ask for it."""
         return not (self.hands_over and self.memory.stage == DENSE)
+
+    @property
+    def is_taking_back(self) -> bool:
+        """Whether the next step begins with the optimizer's momentum as the velocities."""
+        return self.memory.stage == RETURNING
+
+    @property
+    def is_with_optimizer(self) -> bool:
+        """Whether the optimizer's buffers have the momentum, and the velocities do not."""
+        return self.hands_over and self.memory.stage in (DENSE, RETURNING)
 
     @property
     def is_handing_over(self) -> bool:
@@ -220,6 +235,8 @@ class Watch:
             if committed:
                 self._go_on(step, logs)
             return ""
+        if committed and self.is_taking_back:
+            self.memory = self.memory._replace(stage=float(COMPRESSING))
         count = 0.0 if committed else self.memory.flagged + 1
         self.memory = self.memory._replace(flagged=count)
         rule, why, fires = self._judge(verdicts if committed else ())
@@ -247,6 +264,8 @@ class Watch:
         own: whether this rank saved it; else the rank keeps its own running means, if it has any.
         """
         known = Memory(*saved) if saved else Memory()
+        if known.stage == RETURNING and not self.takes_back:
+            known = known._replace(stage=float(COMPRESSING))
         if own or not (self.memory.reports or self.memory.samples or self.memory.compressed):
             self.memory = known
         else:
@@ -292,7 +311,8 @@ class Watch:
         elif memory.stage == HANDING_OVER:
             stage = DENSE
         elif memory.since + 1 == self._guard.cool_down:
-            self.memory = memory._replace(stage=float(COMPRESSING), since=0)
+            back = RETURNING if self.hands_over and self.takes_back else COMPRESSING
+            self.memory = memory._replace(stage=float(back), since=0)
             self._say(f"step {step}: gradients are compressed again", logs)
             return
         else:

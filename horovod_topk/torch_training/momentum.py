@@ -75,12 +75,17 @@ class Loan:
 
     def lends_for(self, guard: Watch) -> None:
         """Return the momentum to the optimizer when this guard ends compression."""
-        self._guard, guard.hands_over = guard, True
+        self._guard, guard.hands_over, guard.takes_back = guard, True, True
 
     @property
     def is_over(self) -> bool:
-        """Whether the optimizer has its momentum back."""
+        """Whether the optimizer applies its own momentum in the next step."""
         return not self._guard.corrects
+
+    @property
+    def is_repaid(self) -> bool:
+        """Whether the optimizer's buffers have its momentum now."""
+        return self._guard.is_with_optimizer
 
     def groups(self, optimizer: Any) -> list[Any]:
         """The parameter groups as the user has set them, also during a step of the optimizer."""
@@ -100,7 +105,8 @@ class Loan:
             ConfigError: a parameter group has a momentum that can no longer be corrected.
         """
         optimizer: Any = self._optimizer()
-        was_over, self._is_over = self._is_over, self.is_over
+        was_over = self._is_over or self._guard.is_taking_back
+        self._is_over = self.is_over
         self._hands_over = self._guard.is_handing_over
         if self._is_over:
             return {}

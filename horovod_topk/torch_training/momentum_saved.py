@@ -38,7 +38,7 @@ def save_zeros(optimizer: Any, loan: Any) -> None:
         for group, present, shown in pairs:
             group.update({key: shown[key] for key in group if key != "params"})
             group.pop(TAKEN, None)
-            if loan.is_over:
+            if loan.is_repaid:
                 continue
             _put_zeros(packed["state"], group, present["params"], over=loan.is_met(present))
         return packed

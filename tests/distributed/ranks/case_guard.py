@@ -135,20 +135,22 @@ def test_it_comes_back_after_a_cool_down(optimizer: Any) -> None:
     assert TopKEF.of(ours).stats().residual_norm > 0.0
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize("optimizer", [training.sgd, training.adamw])
+@pytest.mark.parametrize("stage", [1, 2, 3, 5, 6, 8])
 def test_a_checkpoint_goes_on_at_every_stage(
-    stage: int, tmp_path_factory: pytest.TempPathFactory
+    stage: int, optimizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Stages: during the fall-back, after it, and after compression has come back."""
     pytest.importorskip("safetensors")
+    setup = Setup(optimizer=optimizer)
     guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=3)
     folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("guard")))
-    task, ours, _ = fallen(Setup(), TopKEF(**SPARSE, guard=guard), stage)
+    task, ours, _ = fallen(setup, TopKEF(**SPARSE, guard=guard), stage)
     checkpoint.save(folder, TopKEF.of(ours))
     hvd.barrier()
-    again = Setup().task()
+    again = setup.task()
     again.load_state_dict(task.state_dict())
-    resumed = Setup().distributed(again, TopKEF(**SPARSE, guard=guard, name="resumed"))
+    resumed = setup.distributed(again, TopKEF(**SPARSE, guard=guard, name="resumed"))
     resumed.load_state_dict(copy.deepcopy(ours.state_dict()))
     checkpoint.load(folder, TopKEF.of(resumed))
     for step in range(10, 18):
@@ -156,6 +158,28 @@ def test_a_checkpoint_goes_on_at_every_stage(
         training.ordinary(again, resumed, step)
         assert torch.equal(bits(task.parameters()), bits(again.parameters())), step
     assert TopKEF.of(ours).stats().fallbacks == TopKEF.of(resumed).stats().fallbacks
+
+
+@pytest.mark.parametrize("optimizer", [training.sgd, training.adamw])
+def test_a_run_that_goes_back_to_a_dense_step_comes_back_alike(optimizer: Any) -> None:
+    guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=3)
+    task, ours, _ = fallen(Setup(optimizer=optimizer), TopKEF(**SPARSE, guard=guard), 3)
+    kept = copy.deepcopy((task.state_dict(), ours.state_dict(), TopKEF.of(ours).state_dict()))
+    ends = list[Any]()
+    for _ in range(2):
+        for step in range(9, 15):
+            training.ordinary(task, ours, step)
+        ends.append(training.snapshot(task))
+        task.load_state_dict(kept[0])
+        ours.load_state_dict(copy.deepcopy(kept[1]))
+        TopKEF.of(ours).load_state_dict(kept[2])
+        ours.zero_grad()
+        training.ordinary(task, ours, 9)  # a dense step, which is taken back again
+        task.load_state_dict(kept[0])
+        ours.load_state_dict(copy.deepcopy(kept[1]))
+        TopKEF.of(ours).load_state_dict(kept[2])
+        ours.zero_grad()
+    assert_same(*ends)
 
 
 def test_a_run_that_goes_back_to_before_has_its_velocities_again() -> None:
