@@ -183,29 +183,30 @@ def _each(state: StateDict, change: Callable[[Any], Any]) -> dict[str, Any]:
 
 def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's own state dict with all residuals that fit, and zeros for the others."""
-    fitting = {**own, **common_in(saved, own), "residuals": _residuals(saved, own)}
+    fitting = {**own, **common_in(saved, own), "residuals": _residuals(saved, own, "residual")}
     if "owned" in own:
         same = owner_of(saved.get("owned")) == owner_of(own["owned"])
-        owned = _residuals(saved["owned"] if same else {}, own["owned"])
+        owned = _residuals(saved["owned"] if same else {}, own["owned"], "owner's residual")
         fitting["owned"] = {**own["owned"], "residuals": owned}
     if "velocity" in saved and "velocity" not in own:
         log.warning("TopKEF: the checkpoint's velocities of momentum correction are of no use here")
     if "velocity" in own:
-        velocity = _residuals(saved.get("velocity", {}), own["velocity"])
+        velocity = _residuals(saved.get("velocity", {}), own["velocity"], "velocity")
         fitting["velocity"] = {**own["velocity"], "residuals": velocity}
     for part in parts_of(own):
         if part.startswith(METHOD_STATE):
-            kept = _residuals(saved.get(part, {}), own[part])
+            kept = _residuals(saved.get(part, {}), own[part], part.removeprefix(METHOD_STATE))
             fitting[part] = {**own[part], "residuals": kept}
     return fitting
 
 
-def _residuals(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _residuals(saved: Mapping[str, Any], own: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Saved arrays where they fit, else zeros, with a warning that names what they are."""
     fitting = {}
     for name, mine in own["residuals"].items():
         same = saved.get("shapes", {}).get(name) == own["shapes"][name]
         fits = same and name in saved["residuals"]
         fitting[name] = saved["residuals"][name] if fits else mine - mine
         if not fits:
-            log.warning("TopKEF: the checkpoint has nothing for %s, which starts at zero", name)
+            log.warning("TopKEF: the checkpoint has no %s of %s that fits: it is zero", what, name)
     return fitting

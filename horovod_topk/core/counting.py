@@ -14,6 +14,7 @@ from horovod_topk.core.residual import Squares
 from horovod_topk.core.state_dict import OWNED, RESIDUALS
 from horovod_topk.core.stats import Sample, Stats, StepCounters, measured, memory_of, planned
 from horovod_topk.core.timing import Seconds
+from horovod_topk.errors import ConfigError
 
 Array = TypeVar("Array")
 
@@ -54,7 +55,16 @@ class Counting(Generic[Array]):
         return self._begun + self.steps + self.rolled_back
 
     def on_step(self, callback: Callable[[StepCounters], None]) -> None:
-        """Call `callback` at the end of every step, committed or rolled back."""
+        """Call `callback` at the end of every step, committed or rolled back.
+
+        Raises:
+            ConfigError: it cannot be called.
+        """
+        if not callable(callback):
+            raise ConfigError(
+                f"on_step() was given {callback!r}",
+                cure="Pass a function of one argument, a StepCounters",
+            )
         self._callbacks.append(callback)
 
     def end_step(
@@ -77,7 +87,7 @@ class Counting(Generic[Array]):
             return
         assert self.plan is not None  # of the step
         counters = StepCounters(
-            self.steps + self.rolled_back,
+            self.ended,
             committed,
             **vars(traffic),
             flagged=tuple(flagged),

@@ -177,8 +177,8 @@ def warn_of_clipping(momentum: float, seen: str) -> str:
 def advise(kind: str) -> None:
     """Warn that error feedback alone trains much worse with this optimizer (docs/frontier.md)."""
     log.warning(
-        "TopKEF: %s divides by the mean square of what arrives late and all at once, and "
-        "trains language models much worse than without compression; where TopKEF corrects its "
-        "momentum, as it does by default, it hardly does",
+        "TopKEF: %s divides by the mean square of gradients that arrive late and all at once, and "
+        "trains language models much worse than without compression. Pass momentum='auto', the "
+        "default of TopKEF, to have its momentum corrected",
         kind,
     )

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from horovod_topk.core.counting import Counting
 from horovod_topk.core.guard import Watch
 from horovod_topk.core.measures import VERDICT, Rows, all_measures
+from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
 from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
 from horovod_topk.core.schedule import DENSE, Clock, Counter, HostCounter, Schedule
@@ -24,6 +25,7 @@ from horovod_topk.core.state_dict import (
     COMMITTED,
     DECISION,
     GUARD,
+    METHOD_STATE,
     OWNED,
     RELEASED,
     RESIDUALS,
@@ -43,6 +45,7 @@ from horovod_topk.core.state_dict import (
     without,
 )
 from horovod_topk.core.stats import Stats
+from horovod_topk.errors import StateDictError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
 
@@ -343,7 +346,10 @@ class State(Counting[Array]):
         assert self.exchange is not None
         check_owner(self.exchange.owner if self.exchange.parts else None, state.get(OWNED))
         for key, part in self.parts.items():
-            part.check(_within(state, key), names)
+            if key.startswith(METHOD_STATE):
+                _check_method_state(state, key, part, names)
+            else:
+                part.check(_within(state, key), names)
 
     def _take_on(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Copy a checked state dict into the state of the tensors `names`."""
@@ -358,6 +364,28 @@ class State(Counting[Array]):
 
     def _keep_waiting(self, rest: dict[str, Any]) -> None:
         self._waiting = rest if self.later and has_residuals(rest) else {}
+
+
+def _check_method_state(
+    state: Mapping[str, Any], key: str, part: Part[Any], names: Collection[str]
+) -> None:
+    """Refuse a state dict without a method's own state, or of other settings of the method."""
+    name = key.removeprefix(METHOD_STATE)
+    if key not in state:
+        raise StateDictError(
+            f"the state dict has nothing for the method's {name}: another compressor saved it",
+            cure="Load it with that compressor, or from a checkpoint with strict=False, which "
+            f"starts {name} at zero",
+        )
+    try:
+        part.check(state[key], names)
+    except StateDictError as error:
+        raise StateDictError(
+            f"the method's {name}: {error.problem}",
+            tensor=error.tensor,
+            cure="Load it with the settings that it was saved with, or from a checkpoint with "
+            f"strict=False, which starts {name} at zero",
+        ) from None
 
 
 def _within(state: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -184,6 +184,7 @@ class Method(Settings):
     # Defaults of compressor classes, not of fields.
     for_training: ClassVar[Mapping[str, str]] = {"guard": AUTO}
     in_rounds: ClassVar[bool] = False  # whether it is of the kind `Rounds`
+    error_feedback: ClassVar[bool] = True  # whether residuals are kept; may be a field instead
     measured: ClassVar[tuple[str, ...]] = ()  # names of a codec's own measures: `Codec.measure`
 
     def __post_init__(self) -> None:
@@ -257,8 +258,6 @@ class Codec(Method):
     `lay_out`, `encode` and `decode`. A codec may also offer a kernel for whole buckets, which
     computes the same bits as these functions.
     """
-
-    error_feedback: ClassVar[bool] = True  # whether residuals are kept; may be a field instead
 
     def data_bytes(self, piece: Piece) -> int:
         """Bytes in the payload of a piece that is not sent whole."""

@@ -45,7 +45,7 @@ class RandomK(Rounds, Seeded):
     rounds: ClassVar[int] = 1
 
     ratio: float = 0.01  # share of each tensor's elements that is sent a step, in (0, 1]
-    error_feedback: bool = True  # keep residuals; False: multiply sent values by n / k
+    error_feedback: bool = True  # type: ignore[misc]  # keep residuals; False: multiply sent values by n / k
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", checked_ratio(self.ratio))

@@ -11,6 +11,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.metrics import as_dictionary
+from horovod_topk.schedules import check_steps
 
 
 class TensorBoard:
@@ -19,9 +20,13 @@ class TensorBoard:
     Args:
         folder: folder for the event files, one for each rank.
         every: one step in so many is written.
+
+    Raises:
+        ConfigError: `every` is no number of steps.
     """
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
+        check_steps("every", every)
         self._writer, self._every = EventFileWriter(str(folder)), every
 
     def __call__(self, counters: StepCounters) -> None:

@@ -202,7 +202,7 @@ def _number(value: Any) -> float | None:
 
 def _advise(optimizer: Any, config: Method) -> None:
     """Warn about an Adam or AdamW whose own momentum could be corrected, but is not."""
-    if config.momentum or not _is_adam(optimizer) or why_not_corrected(config):
+    if config.momentum or not config.error_feedback or why_not_corrected(config):
         return
-    if _number(_present(optimizer, "beta_1")) != 0.0:
+    if _is_adam(optimizer) and _number(_present(optimizer, "beta_1")) != 0.0:
         advise(type(optimizer).__name__)

@@ -370,7 +370,9 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
 
 def advise(optimizer: Any, config: Method) -> None:
     """Warn about an Adam or AdamW whose own momentum could be corrected, but is not."""
-    if config.momentum or not isinstance(optimizer, (Adam, AdamW)) or why_not_corrected(config):
+    if config.momentum or not config.error_feedback or why_not_corrected(config):
+        return
+    if not isinstance(optimizer, (Adam, AdamW)):
         return
     if any(group["betas"][0] for group in optimizer.param_groups):
         advise_of(type(optimizer).__name__)

@@ -127,7 +127,7 @@ class OneBitAdam(Optimizer):
             ConfigError: the compressor's settings are not sound for a momentum.
         """
         name, freeze_after = type(config).__name__, self.param_groups[0]["freeze_after"]
-        if not getattr(config, "error_feedback", True):
+        if not config.error_feedback:
             raise ConfigError(
                 f"{name} has no error feedback as it is set, and the errors of a momentum would "
                 "add up",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,8 @@ from oracle.world import World
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from horovod_topk.core.plan import TensorSpec, make_plan
-from horovod_topk.errors import ConfigError
-from horovod_topk.methods import PowerSGD
+from horovod_topk.errors import ConfigError, StateDictError
+from horovod_topk.methods import PowerSGD, SignSGD
 
 M, N = 48, 36
 Array = NDArray[Any]
@@ -145,3 +146,22 @@ def test_dense_is_a_level_and_q_survives_it() -> None:
 def test_a_rank_that_is_none_is_refused(rank: Any) -> None:
     with pytest.raises(ConfigError, match="rank="):
         PowerSGD(rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (None, "the state dict has nothing for the method's q: another compressor saved it"),
+        (3, "the method's q: the state dict's shape is"),
+    ],
+)
+def test_a_state_of_another_method_or_rank_is_refused(other: int | None, said: str) -> None:
+    here = world_of(rank=2)
+    step(here, matrix())
+    before = here.residuals()[0]["w"].copy()
+    specs = [TensorSpec("w", (M, N), "float32"), TensorSpec("b", (N,), "float32")]
+    signs = World(make_plan(specs, SignSGD(min_numel=0)), 1, NUMPY)
+    saved = signs if other is None else world_of(rank=other)
+    with pytest.raises(StateDictError, match=re.escape(said)):
+        here.ranks[0].load_state_dict(saved.ranks[0].state_dict())
+    assert np.array_equal(here.residuals()[0]["w"], before)

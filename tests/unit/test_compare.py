@@ -370,6 +370,15 @@ def test_a_comparison_goes_on_and_never_repeats_a_run(
     assert "small: pays" in printed and "Verdict: compress with small" in printed
 
 
+@pytest.mark.parametrize("seeds", ["0", "-1"])
+def test_no_seed_is_an_error(
+    stand_in: Path, seeds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(str(stand_in), "--compressors", "TopKEF()", "--seeds", seeds) == 2
+    assert "seeds (): give one or more" in capsys.readouterr().err
+    assert not Path("runs.log").exists()
+
+
 def test_a_run_that_fails_is_a_row(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [str(stand_in), "--compressors", "TopKEF(ratio=0.5)", "--seeds", "2"]
     assert compare(*asked) == 0

@@ -96,7 +96,12 @@ ROOMS = {
     },
     "elastic": {"horovod_topk.checkpoint", "horovod_topk.core", "horovod_topk.errors"},
     "metrics": {"horovod_topk.core.stats", "horovod_topk.__version__"},
-    "metrics/tensorboard.py": {"tensorboard", "horovod_topk.core.stats", "horovod_topk.metrics"},
+    "metrics/tensorboard.py": {
+        "tensorboard",
+        "horovod_topk.core.stats",
+        "horovod_topk.metrics",
+        "horovod_topk.schedules",
+    },
     "metrics/prometheus.py": {
         "prometheus_client",
         "horovod_topk.core.stats",

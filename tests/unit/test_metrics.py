@@ -24,6 +24,7 @@ from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.probe import Probe, compare
 from horovod_topk.core.stats import StepCounters
 from horovod_topk.core.timing import Seconds, StepTimer
+from horovod_topk.errors import ConfigError
 from horovod_topk.methods.dense import Dense
 from horovod_topk.methods.topk import TopK
 from horovod_topk.metrics import FIELDS, JsonLines, as_dictionary
@@ -218,6 +219,12 @@ def test_tensorboard(tmp_path: Path) -> None:
     events = reader.EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == set(as_dictionary(STEP))
     assert [event.step for event in events.Scalars("comm/sent_bytes")] == [8]
+
+
+def test_tensorboard_refuses_no_step() -> None:
+    board = pytest.importorskip("horovod_topk.metrics.tensorboard")
+    with pytest.raises(ConfigError, match="every=0 is not a number of steps"):
+        board.TensorBoard("unused", every=0)
 
 
 def test_keras_logs_have_the_last_step() -> None:

@@ -138,7 +138,7 @@ def test_plain_adam_draws_advice(caplog: pytest.LogCaptureFixture) -> None:
         assert not caplog.text
         fitted(ADAMW(), TopKEF(momentum=0))
     assert "AdamW divides by the mean square" in caplog.text
-    assert "as it does by default, it hardly does" in caplog.text
+    assert "Pass momentum='auto'" in caplog.text
 
 
 CLIPPING: dict[str, Make] = {

@@ -184,6 +184,8 @@ def _check_steady(settings: set[str]) -> None:
             "--methods: of a warm-up only the first steps would be timed: write topk:ratio=0.25 "
             "for a step at that ratio"
         )
+    if "guard" in settings:
+        raise ValueError("--methods: guard= is None in all timed steps: leave it out")
 
 
 def _word(word: str, name: str) -> Mapping[str, object]:

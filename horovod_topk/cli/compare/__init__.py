@@ -129,7 +129,6 @@ def settings_of(args: argparse.Namespace) -> list[Settings]:
     given: dict[str, Any] = {
         "arguments": tuple(args.arguments),
         "compressors": named(args.compressors),
-        "seeds": _seeds(args.seeds),
         "seed_argument": args.seed_argument,
         "metric": args.metric,
         "target": args.target,
@@ -142,13 +141,12 @@ def settings_of(args: argparse.Namespace) -> list[Settings]:
         "simulated": args.simulated,
         "jobs": args.jobs,
     }
-    asked: Mapping[str, Any] = {key: value for key, value in given.items() if value}
+    seeds = {} if args.seeds is None else {"seeds": _seeds(args.seeds)}
+    asked: Mapping[str, Any] = {key: value for key, value in given.items() if value} | seeds
     if args.script.suffix == ".toml":
         return [checked(replace(each, **asked)) for each in of_file(args.script)]
     return [checked(Settings(**{"script": args.script, "compressors": {}, **asked}))]
 
 
-def _seeds(given: list[int] | None) -> tuple[int, ...] | None:
-    if given is None:
-        return None
+def _seeds(given: list[int]) -> tuple[int, ...]:
     return seeds_of(given[0]) if len(given) == 1 else tuple(given)

@@ -92,7 +92,7 @@ def test_adamw_normalises_the_velocity_at_ratio_one() -> None:
 def test_adam_as_it_is_draws_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "horovod_topk"):
         Setup(optimizer=training.adamw).distributed(Setup().task(), TopKEF())
-    assert "as it does by default, it hardly does" in caplog.text
+    assert "Pass momentum='auto'" in caplog.text
 
 
 def test_a_momentum_that_comes_later_is_refused() -> None:
