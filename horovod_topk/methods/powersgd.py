@@ -106,9 +106,13 @@ class PowerSGD(Rounds, Seeded):
         return m, n, min(self.rank, m, n)
 
     def _direction(self, ops: Ops[Any], bucket: Bucket, n: int, r: int, work: Work[Any]) -> Array:
-        """Return the last step's Q, [r * n], with random numbers in place of columns that are 0."""
+        """Return directions of the last step's Q, [r * n], and random ones for columns that are 0.
+
+        Each column is divided by its largest element, so that P does not overflow.
+        """
         assert work.key is not None
         q, dtype = work.state["q"], bucket.residual_dtype
         drawn = uniform(ops, work.key.shared, r * n, dtype, bucket.device) - 0.5
-        is_used = ops.cast(ops.largest(abs(q), n) > 0, dtype)
-        return q + drawn * (ops.spread(is_used, n, r * n) * -1 + 1)
+        largest = ops.spread(ops.largest(abs(q), n), n, r * n)
+        is_used = ops.cast(largest > 0, dtype)
+        return ops.divided(q, largest) + drawn * (is_used * -1 + 1)

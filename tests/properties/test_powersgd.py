@@ -142,6 +142,15 @@ def test_dense_is_a_level_and_q_survives_it() -> None:
     assert np.array_equal(factor(world), q)
 
 
+def test_a_spike_of_one_step_does_not_stop_later_steps() -> None:
+    world = world_of(2, rank=2)
+    for seed in range(6):
+        mine = matrix(seed)
+        if seed == 2:
+            mine[[3, 7, 20, 11], [4, 9, 30, 2]] = 1e25
+        assert np.isfinite(step(world, mine, matrix(seed + 50))).all(), seed
+
+
 @pytest.mark.parametrize("rank", [0, -1, 2.0, True, 4096])
 def test_a_rank_that_is_none_is_refused(rank: Any) -> None:
     with pytest.raises(ConfigError, match="rank="):
