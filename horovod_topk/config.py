@@ -289,7 +289,7 @@ def check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"{setting}={value!r} is not available in this version",
+            f"{setting}={value!r} is not one of the choices",
             cure=f"{hint}Pass one of {', '.join(map(repr, choices))}",
         )
 

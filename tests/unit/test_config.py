@@ -145,7 +145,7 @@ def test_a_misspelt_choice_suggests_the_nearest(
     setting: str, value: str, nearest: str, choices: str
 ) -> None:
     message = refusal(**{setting: value})
-    assert message.startswith(f"{setting}={value!r} is not available in this version. ")
+    assert message.startswith(f"{setting}={value!r} is not one of the choices. ")
     assert f"Did you mean {nearest!r}? Pass one of {choices}." in message
 
 
