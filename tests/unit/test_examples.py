@@ -72,7 +72,7 @@ def test_topk_is_the_default(harness: Any, monkeypatch: pytest.MonkeyPatch) -> N
         (["--steps", "0"], "--steps: '0': give a whole number above 0"),
         (["--batch-size", "-3"], "--batch-size: '-3': give a whole number above 0"),
         (["--compression", "topk", "--ratio", "0"], "ratio=0.0 lies outside (0, 1]"),
-        (["--compression", "topk", "--values", "int5"], "values='int5' is not available"),
+        (["--compression", "topk", "--values", "int5"], "values='int5' is not one of the choices"),
         (["--compression", "topk", "--ratios", "fc"], "--ratios fc: write PATTERN=RATIO"),
         (
             ["--compression", "topk", "--momentum", "optimizer", "--exchange", "hierarchical"],

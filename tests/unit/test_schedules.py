@@ -141,7 +141,7 @@ def test_a_level_has_settings_of_its_own() -> None:
         ({0.3: {"values": "int8"}}, "not one of the levels"),
         ({0.02: {"values": "int8"}}, "not one of the levels"),
         ({0.1: {"momentum": 0.9}}, "sets momentum for 0.1, which is the same"),
-        ({0.1: {"values": "int7"}}, "values='int7' is not available"),
+        ({0.1: {"values": "int7"}}, "values='int7' is not one of the choices"),
         ({0.1: 5}, "not a mapping of settings"),
     ],
 )
