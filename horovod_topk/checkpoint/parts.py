@@ -201,7 +201,7 @@ def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _residuals(saved: Mapping[str, Any], own: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Saved arrays where they fit, else zeros, with a warning that names what they are."""
+    """Saved arrays by tensor name; zeros and a warning for those that are missing or do not fit."""
     fitting = {}
     for name, mine in own["residuals"].items():
         same = saved.get("shapes", {}).get(name) == own["shapes"][name]

@@ -28,7 +28,7 @@ class Manager(Protocol):
 
     units: int  # number of ranks for which residuals are scaled; 0: not known yet
     clock: Clock
-    shared: Mapping[str, Any]  # `State.shared_state` for a state that did not exist in `reconcile`
+    shared: Mapping[str, Any]  # `State.shared_state` of other ranks, until this rank has a state
 
     def reconcile(self) -> None:
         """Agree with the other ranks after the set of ranks has changed. A collective."""

@@ -9,9 +9,9 @@ stage:
                    are zero, and ranks exchange the mean of their velocities. The optimizer takes
                    it as its momentum
     dense          the dense level, without momentum correction: no residual, no velocity
-    returning      after `cool_down` steps, if `cool_down` is set: the next step is compressed, and
-                   begins with the optimizer's momentum as every rank's velocity. Only where the
-                   optimizer's buffers had it meanwhile
+    returning      after `cool_down` steps, if `cool_down` is set, and only if the optimizer's
+                   buffers hold the momentum: the next step is compressed, and every rank's
+                   velocity begins with the optimizer's momentum
     compressing    again
 
 Each rank has the non-finite flags of all ranks, and counts steps with a NaN or an infinity. The
@@ -93,7 +93,7 @@ class Watch:
         memory: counters and running means.
         warnings: texts of the newest warnings, as in the log.
         hands_over: whether the optimizer takes its momentum back in a fall-back.
-        takes_back: whether the velocities are read from the optimizer when compression returns.
+        takes_back: whether velocities are copied from the optimizer when compression returns.
     """
 
     def __init__(self, guard: Guard | None) -> None:
@@ -121,7 +121,7 @@ class Watch:
 
     @property
     def is_with_optimizer(self) -> bool:
-        """Whether the optimizer's buffers have the momentum, and the velocities do not."""
+        """Whether the momentum is in the optimizer's buffers instead of in TopKEF's velocities."""
         return self.hands_over and self.memory.stage in (DENSE, RETURNING)
 
     @property
@@ -290,13 +290,13 @@ class Watch:
         if limit is not None and count and 2 * count >= limit:
             found = f"{count} step{'s' * (count > 1)} in a row had a NaN or an infinity"
             return "nonfinite", found, count >= limit
-        told = [each for each in verdicts if each]
-        slow = [each for each in told if each % FIRES == OF_ONE_RANK.index(BY_CLOCK) + 1]
+        rules = [each for each in verdicts if each]
+        slow = [each for each in rules if each % FIRES == OF_ONE_RANK.index(BY_CLOCK) + 1]
         if 2 * len(slow) <= len(verdicts):  # a slow rank makes the others wait at every level
-            told = [each for each in told if each not in slow]
-        if not told:
+            rules = [each for each in rules if each not in slow]
+        if not rules:
             return "", "", False
-        worst = max(told)
+        worst = max(rules)
         rule = OF_ONE_RANK[int(worst % FIRES) - 1]
         ranks = [rank for rank, each in enumerate(verdicts) if each == worst]
         where = f"on rank {', '.join(map(str, ranks[:8]))} "

@@ -179,6 +179,6 @@ def advise(kind: str) -> None:
     log.warning(
         "TopKEF: %s divides by the mean square of gradients that arrive late and all at once, and "
         "trains language models much worse than without compression. Pass momentum='auto', the "
-        "default of TopKEF, to have its momentum corrected",
+        "default of TopKEF, so that TopKEF corrects the optimizer's momentum",
         kind,
     )

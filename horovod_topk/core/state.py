@@ -369,7 +369,7 @@ class State(Counting[Array]):
 def _check_method_state(
     state: Mapping[str, Any], key: str, part: Part[Any], names: Collection[str]
 ) -> None:
-    """Refuse a state dict without a method's own state, or of other settings of the method."""
+    """Refuse a state dict that lacks the method's own state, or has it for other settings."""
     name = key.removeprefix(METHOD_STATE)
     if key not in state:
         raise StateDictError(

@@ -123,7 +123,7 @@ class Manager:
         self._member, self._job = uuid.uuid4().bytes, bytes(16)
         self.units = 0  # number of ranks that the residual is scaled for; 0: not joined yet
         self.clock: Clock = Clock(0)  # at the last `reconcile`
-        # The other ranks' `shared_state` at the last `reconcile`, if there was no state here then.
+        # `shared_state` that other ranks sent in the last `reconcile`, until this rank has a state.
         self.shared: Mapping[str, Any] = {}
         self._pooled = False
         self._absorbed: tuple[str, ...] = ()

@@ -29,8 +29,8 @@ SHORTEST = 32  # least elements of a column
 class OneBit(Codec):
     """1-bit SGD: send one bit for each element and two means for each column, with error feedback.
 
-    A payload is about 30 times smaller than float32 for columns of 512 elements and more, 16 times
-    for columns of 32. The error of a column is its variance within both signs, so the method
+    A payload is about 30 times smaller than float32 for columns of 512 or more elements, and 16
+    times for columns of 32. The error of a column is its variance within both signs, so the method
     contracts. It was made for speech networks, with large batches and dense gradients in the first
     steps, as with `warmup=[(500, 1.0)]`.
 

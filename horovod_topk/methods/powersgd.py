@@ -106,7 +106,7 @@ class PowerSGD(Rounds, Seeded):
         return m, n, min(self.rank, m, n)
 
     def _direction(self, ops: Ops[Any], bucket: Bucket, n: int, r: int, work: Work[Any]) -> Array:
-        """Return directions of the last step's Q, [r * n], and random ones for columns that are 0.
+        """Return the last step's Q, [r * n], with random numbers in place of columns that are 0.
 
         Each column is divided by its largest element, so that P does not overflow.
         """

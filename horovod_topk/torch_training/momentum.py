@@ -84,7 +84,7 @@ class Loan:
 
     @property
     def is_repaid(self) -> bool:
-        """Whether the optimizer's buffers have its momentum now."""
+        """Whether the momentum is in the optimizer's buffers instead of in TopKEF's velocities."""
         return self._guard.is_with_optimizer
 
     def groups(self, optimizer: Any) -> list[Any]:

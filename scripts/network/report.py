@@ -135,7 +135,7 @@ def page(results: Results) -> str:
 
 
 def _processors(results: Results) -> str:
-    """The processors, each but the most frequent one with the runs that it made."""
+    """Processors of the measured machines; those of few runs are followed by these runs."""
     runs: dict[str, list[str]] = {}
     for key, result in results.items():
         runs.setdefault(result["machine"]["cpu"], []).append(key)

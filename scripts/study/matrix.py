@@ -88,7 +88,7 @@ def _rows(found: Iterable[Place], name: str) -> list[Row]:
 
 
 def _mean_and_worst(rows: list[Row], unit: str) -> str:
-    """The mean cost, that of the cell that costs most, and the number of runs of both."""
+    """Mean cost, mean cost of the worst cell, and number of runs."""
     mean = _mean(rows, unit)
     if not rows or any(math.isinf(row.cost) for row in rows):
         return mean
@@ -107,7 +107,7 @@ def _mean(rows: list[Row], unit: str) -> str:
 
 
 def _losses(costs: Iterable[float]) -> list[float]:
-    """Costs, in which gains count as zero."""
+    """Replace gains by zero."""
     return [max(0.0, cost) for cost in costs]
 
 

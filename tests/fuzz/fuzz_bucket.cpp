@@ -125,9 +125,12 @@ int64_t coder_scale_bytes(const Job &job, const Tensor &t) {
 
 int64_t code_bits(const Job &job) { return job.kind == MINMAX ? 8 : job.kind == MEANS ? 1 : job.bits; }
 
+int64_t code_bytes(const Job &job, const Tensor &t) {
+  return job.kind == TERNARY ? (t.k + 4) / 5 : bytes_of(t.k * code_bits(job));
+}
+
 int64_t value_bytes(const Job &job, const Tensor &t) {
-  if (has_coder(job, t) && job.kind == TERNARY) return coder_scale_bytes(job, t) + (t.k + 4) / 5;
-  if (has_coder(job, t)) return coder_scale_bytes(job, t) + bytes_of(t.k * code_bits(job));
+  if (has_coder(job, t)) return coder_scale_bytes(job, t) + code_bytes(job, t);
   return scale_bytes(job.kind_of(t), t.k) + bytes_of(t.k * value_bits(job, t));
 }
 

@@ -153,7 +153,7 @@ def test_the_default_is_one_of_each_kind() -> None:
         ),
         ("topk:warmup=1000", "write topk:ratio=0.25"),
         ("QSGD(warmup=[(9, 1.0)])", "write topk:ratio=0.25"),
-        ("TopKEF(guard=None)", "leave it out"),
+        ("TopKEF(guard=None)", "leave guard= out"),
         ("QSDG(bits=2)", "there is no compressor 'QSDG'"),
         ("QSGD(bits=9)", "bits=9 is no whole number from 2 to 8"),
         ("topk-0.001-int8-int4", "'topk-0.001-int8-int4' has two of values, int8 and int4"),

@@ -185,7 +185,7 @@ def _check_steady(settings: set[str]) -> None:
             "for a step at that ratio"
         )
     if "guard" in settings:
-        raise ValueError("--methods: guard= is None in all timed steps: leave it out")
+        raise ValueError("--methods: all timed steps have no guard: leave guard= out")
 
 
 def _word(word: str, name: str) -> Mapping[str, object]:

@@ -183,7 +183,7 @@ class AllreduceBucket(Generic[Array]):
         ops, bucket = self._ops, self._bucket
         lanes = ops.view(self._sum, bucket.numel, bucket.numel + self._lanes)
         lane_bytes, count = value_bytes("float32", self._lanes), len(bucket.tensors)
-        heard, told = self._codec.arrived, len(bucket.measures)
+        arrived, width = self._codec.arrived, len(bucket.measures)
         size = lane_bytes + -(-count // 8)
         row = ops.zeros(size, "uint8", bucket.device)
         ops.store(row, 0, ops.pack_values(lanes, "float32"))
@@ -199,10 +199,10 @@ class AllreduceBucket(Generic[Array]):
                     f"rank's digest is {bucket.digest.hex()}",
                     cure="Start all ranks with the same model, settings and groups",
                 )
-            if told:
+            if width:
                 numbers = struct.unpack_from(f"<{self._lanes - LANES}f", head, 4 * LANES)
-                heard[bucket.ordinal] = [
-                    numbers[at : at + told] for at in range(0, len(numbers), told)
+                arrived[bucket.ordinal] = [
+                    numbers[at : at + width] for at in range(0, len(numbers), width)
                 ]
             bits = int.from_bytes(head[lane_bytes:], "little") if not left else (1 << count) - 1
             return [bool(bits >> position & 1) for position in range(count)]

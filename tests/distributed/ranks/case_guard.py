@@ -160,25 +160,33 @@ def test_a_checkpoint_goes_on_at_every_stage(
     assert TopKEF.of(ours).stats().fallbacks == TopKEF.of(resumed).stats().fallbacks
 
 
+def saved(task: Any, optimizer: Any) -> tuple[Any, Any, Any]:
+    """Copies of the states of the model, the optimizer and its compressor."""
+    states = task.state_dict(), optimizer.state_dict(), TopKEF.of(optimizer).state_dict()
+    return copy.deepcopy(states)
+
+
+def load(kept: tuple[Any, Any, Any], task: Any, optimizer: Any) -> None:
+    """Go back to what `saved` returned."""
+    task.load_state_dict(kept[0])
+    optimizer.load_state_dict(copy.deepcopy(kept[1]))
+    TopKEF.of(optimizer).load_state_dict(kept[2])
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("optimizer", [training.sgd, training.adamw])
 def test_a_run_that_goes_back_to_a_dense_step_comes_back_alike(optimizer: Any) -> None:
     guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=3)
     task, ours, _ = fallen(Setup(optimizer=optimizer), TopKEF(**SPARSE, guard=guard), 3)
-    kept = copy.deepcopy((task.state_dict(), ours.state_dict(), TopKEF.of(ours).state_dict()))
+    kept = saved(task, ours)
     ends = list[Any]()
     for _ in range(2):
         for step in range(9, 15):
             training.ordinary(task, ours, step)
         ends.append(training.snapshot(task))
-        task.load_state_dict(kept[0])
-        ours.load_state_dict(copy.deepcopy(kept[1]))
-        TopKEF.of(ours).load_state_dict(kept[2])
-        ours.zero_grad()
+        load(kept, task, ours)
         training.ordinary(task, ours, 9)  # a dense step, which is taken back again
-        task.load_state_dict(kept[0])
-        ours.load_state_dict(copy.deepcopy(kept[1]))
-        TopKEF.of(ours).load_state_dict(kept[2])
-        ours.zero_grad()
+        load(kept, task, ours)
     assert_same(*ends)
 
 
@@ -188,19 +196,14 @@ def test_a_run_that_goes_back_to_before_has_its_velocities_again() -> None:
     optimizer = Setup().distributed(task, TopKEF(**SPARSE, guard=guard))
     for step in range(3):
         training.ordinary(task, optimizer, step)
-    kept = copy.deepcopy(
-        (task.state_dict(), optimizer.state_dict(), TopKEF.of(optimizer).state_dict())
-    )
+    kept = saved(task, optimizer)
     storm(task, optimizer, range(4, 6))
     for step in range(6, 9):
         training.ordinary(task, optimizer, step)
     assert TopKEF.of(optimizer).stats().momentum == 0.0
     again, history = [training.snapshot(task)], list[Any]()
     for _ in range(2):
-        task.load_state_dict(kept[0])
-        optimizer.load_state_dict(copy.deepcopy(kept[1]))
-        TopKEF.of(optimizer).load_state_dict(kept[2])
-        optimizer.zero_grad()
+        load(kept, task, optimizer)
         for step in range(3, 6):
             training.ordinary(task, optimizer, step)
         history.append(training.snapshot(task))
