@@ -17,6 +17,7 @@ from horovod_topk.core.plan import Plan
 from horovod_topk.core.schedule import Clock
 from horovod_topk.core.state import State
 from horovod_topk.core.stats import Stats, StepCounters
+from horovod_topk.errors import ConfigError
 
 log = logging.getLogger("horovod_topk")
 
@@ -131,9 +132,12 @@ class Attached(Generic[Kept]):
 
         Args:
             value: lower values have to be better.
+
+        Raises:
+            ConfigError: `value` is not a number.
         """
         if self.active:
-            self._state.guard.report(float(value))
+            self._state.guard.report(_number_of(value))
 
     @property
     def clock(self) -> Clock:
@@ -221,3 +225,14 @@ class Attached(Generic[Kept]):
     def _skip(self, name: str, reason: str) -> None:
         self._skipped[name] = reason
         log.warning("TopKEF does not compress %s: %s", name, reason)
+
+
+def _number_of(value: SupportsFloat) -> float:
+    """A reported value as a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"report() was given {value!r:.60}, which is not one number: {error}",
+            cure="Pass a number, or a tensor of one element, such as the loss of this step",
+        ) from error

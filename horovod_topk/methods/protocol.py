@@ -198,7 +198,7 @@ class Method(Settings):
                 cure=f"Pass warmup=[({self.warmup}, 1.0)] to send dense gradients for so long",
             )
         for _, ratio in (*self.stretches, *(self.ratios or ())):
-            if ratio not in (1.0, self.ratio):
+            if ratio != 1.0:
                 raise ConfigError(
                     f"the ratio {ratio!r} was asked of {name}, which has none",
                     cure="Pass 'dense' in ratios= and 1.0 in warmup=, or use TopKEF or RandomK",

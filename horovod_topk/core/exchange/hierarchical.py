@@ -37,6 +37,7 @@ from horovod_topk.core.exchange.protocol import (
     Pending,
     Traffic,
     check_split,
+    wait_for_dropped,
 )
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.nodes import Nodes
@@ -397,9 +398,7 @@ class HierarchicalBucket(Generic[Array]):
 
     def _wait_for_dropped(self) -> None:
         """Wait for collectives that read memory which is about to be written."""
-        for pending in self._unwanted:
-            pending.wait()
-        self._unwanted.clear()
+        wait_for_dropped(self._unwanted)
 
     def _in_rows(self) -> Array:
         """Reorder received payloads: from shard after shard to node after node."""

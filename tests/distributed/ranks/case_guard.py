@@ -12,6 +12,7 @@ import torch
 
 import training
 from horovod_topk import checkpoint, report
+from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
 from training import Setup, Task
 from witness import (
@@ -237,3 +238,12 @@ def test_one_rank_whose_loss_rises_takes_all_with_it(caplog: pytest.LogCaptureFi
 def test_a_quiet_guard_changes_no_bit() -> None:
     ours = training.trajectory(Setup(), TopKEF(**SPARSE, guard=Guard(slower=None)), 6)
     assert_same(ours[-1], training.trajectory(Setup(), TopKEF(**SPARSE, guard=None), 6)[-1])
+
+
+def test_a_report_that_is_no_number_is_refused() -> None:
+    setup = Setup()
+    optimizer = setup.distributed(setup.task(), TopKEF(**SPARSE))
+    for value in ("high", [1.0, 2.0], torch.zeros(2)):
+        with pytest.raises(ConfigError, match="which is not one number"):
+            TopKEF.of(optimizer).report(value)
+    TopKEF.of(optimizer).report(torch.tensor([0.5]))
