@@ -134,7 +134,7 @@ class Attached(Generic[Kept]):
             value: lower values have to be better.
 
         Raises:
-            ConfigError: `value` is not a number.
+            ConfigError: `value` is not one number.
         """
         if self.active:
             self._state.guard.report(_number_of(value))
@@ -228,7 +228,7 @@ class Attached(Generic[Kept]):
 
 
 def _number_of(value: SupportsFloat) -> float:
-    """A reported value as a number."""
+    """Convert a value that the user reports to a float."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -80,9 +80,8 @@ def test_it_has_no_other_levels() -> None:
         SignSGD(warmup=((10, 0.1),))
     with pytest.raises(ConfigError, match=r"ratio 0\.1 was asked of SignSGD, which has none"):
         SignSGD(ratios={"w": 0.1})
-    for value in (0.1, 0.5):
-        with pytest.raises(ConfigError, match="SignSGD, which has none"):
-            SignSGD(warmup=((10, value),))
+    with pytest.raises(ConfigError, match=r"ratio 0\.5 was asked of SignSGD"):
+        SignSGD(warmup=((10, 0.5),))
     with pytest.raises(ConfigError, match="warmup=10 was given to SignSGD"):
         SignSGD(warmup=10)
     SignSGD(ratios={"w": "dense"}, warmup=((10, 1.0),))

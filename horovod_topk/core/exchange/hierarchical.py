@@ -322,7 +322,7 @@ class HierarchicalBucket(Generic[Array]):
             *others, self._spread = self._abort()
             self._unwanted += others
             raise
-        self._wait_for_dropped()
+        wait_for_dropped(self._unwanted)
         if self._owned is None or self._encoder is None:
             # An empty array that depends on the sum, so that a graph runs the reduce-scatter.
             self._gathered = _Done(self._ops.pack_values(total, self._plan.bucket.residual_dtype))
@@ -386,7 +386,7 @@ class HierarchicalBucket(Generic[Array]):
 
     def _flag_all(self) -> tuple[Pending[Array], Pending[Array]]:
         """Start `gather` and `spread` with payloads that flag every tensor as non-finite."""
-        self._wait_for_dropped()
+        wait_for_dropped(self._unwanted)
         if self._owned is None:
             return self._gather(), self._spread_payloads(self._back)
         self._codec.flag_all(self._owned.plan, self._back)
@@ -395,10 +395,6 @@ class HierarchicalBucket(Generic[Array]):
         for at in range(0, count * size, size):
             self._ops.store(everyones, at, self._back)
         return self._gather(), self._spread_payloads(everyones)
-
-    def _wait_for_dropped(self) -> None:
-        """Wait for collectives that read memory which is about to be written."""
-        wait_for_dropped(self._unwanted)
 
     def _in_rows(self) -> Array:
         """Reorder received payloads: from shard after shard to node after node."""
