@@ -28,6 +28,7 @@ OPTIONAL: dict[str, object] = {
     "taken_over": False,
     "momentum_share": 1.0,
     "follow_lr": False,
+    "lower_lr": False,
     "ratios": None,
 }  # setting -> the value that switches it off
 TAKE_OVER = "optimizer"  # value of `momentum`: take over the optimizer's own momentum
@@ -35,6 +36,7 @@ AUTO = "auto"  # value of a setting that the optimizer and the job decide
 DEFERRED: Mapping[str, tuple[str, ...]] = {
     "momentum": (TAKE_OVER, AUTO),
     "follow_lr": (AUTO,),
+    "lower_lr": (AUTO,),
     "warmup": (AUTO,),
     "guard": (AUTO,),
 }  # setting -> values that are decided once the optimizer and the job are known
@@ -88,6 +90,9 @@ class Settings:
         follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
             that each gradient counts at the rate at which it was computed
             (`horovod_topk.core.rates`). "auto": on if the learning rate is known.
+        lower_lr: lower the learning rate of Adam and AdamW during their steps, as long as steps
+            overshoot (`horovod_topk.core.lr_factor`); their momentum has to be taken over. "auto":
+            on if `velocity_kept` is "auto".
         ratios: a ratio for some tensors, instead of the method's. A mapping or a sequence of pairs.
             A key is a pattern of tensor names as in `fnmatch` ("head.*"), or a function of a
             tensor's name and shape that returns a bool. A value is a ratio or "dense". The first
@@ -113,6 +118,7 @@ class Settings:
     taken_over: bool = False  # whether `momentum` is the optimizer's own; adapters set it
     momentum_share: float = 1.0  # share of `momentum` that correction uses; adapters set it
     follow_lr: bool = False  # rescale residuals when the learning rate changes
+    lower_lr: bool = False  # lower Adam's learning rate while steps overshoot
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
     name: str | None = None  # prefix of the collectives' names; None: derived from the plan
 
@@ -129,6 +135,7 @@ class Settings:
         _check_nesterov(self.nesterov, self.momentum)
         _check_kept(self.velocity_kept)
         _check_follow_lr(self.follow_lr)
+        check_flag("lower_lr", self.lower_lr)
         object.__setattr__(self, "ratios", checked_rules(self.ratios))
         _check_name(self.name)
 
@@ -153,6 +160,11 @@ class Settings:
         if isinstance(self.warmup, int):
             return _exponential(self.warmup, self.ratio)
         return self.warmup if isinstance(self.warmup, tuple) else ()
+
+    @property
+    def lowers(self) -> bool:
+        """Whether steps are watched for overshooting, and learning rates lowered."""
+        return self.lower_lr and self.momentum > 0.0
 
     @property
     def needed_measures(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from horovod_topk.core.state_dict import (
     COMMITTED,
     DECISION,
     GUARD,
+    LOWERING,
     METHOD_STATE,
     SHARED,
     STEPS,
@@ -100,7 +101,7 @@ def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
 
     Committed steps and learning rates are taken only if this rank's state dict has them.
     """
-    known = [ASKED, DECISION, GUARD, STEPS, *({COMMITTED, RATES, LARGEST} & set(own))]
+    known = [ASKED, DECISION, GUARD, LOWERING, STEPS, *({COMMITTED, RATES, LARGEST} & set(own))]
     known += [part for part in parts_of(own) if own[part].get(SHARED)]
     return {key: saved[key] for key in known if key in saved}
 

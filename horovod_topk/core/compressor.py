@@ -73,6 +73,7 @@ class Compressor(State[Array]):
         self._dense: Exchange[Array] | None = None  # after the guard has ended compression
         self._agreed, self._momenta = plan, momenta or Momenta(plan.config)
         self.timer, self._sums = timer or StepTimer(), cast("Array | None", None)
+        self._compared = cast("Array | None", None)  # of the last committed step, on the device
         codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
         self.registry = ResidualRegistry(plan, ops, exchange.holders)
         self.owned = ResidualRegistry(plan, ops, exchange.owned) if exchange.parts else None
@@ -139,9 +140,11 @@ class Compressor(State[Array]):
             self.rollback()
             return False
         sums = step.sample() if step.samples and step.received else []
+        compared = step.compared() if step.received else None
         if not step.commit():
             return False
         self._take_sample()
+        self._compared = compared
         self._sums = self._ops.joined(sums) if sums else None
         self.counter.committed += 1
         self._end((), committed=True)
@@ -161,6 +164,14 @@ class Compressor(State[Array]):
     def about_to_change(self) -> None:
         """`State.about_to_change`."""
         self.abandon()
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """`State.catch_up`: read how the last step's gradients compare. Waits for the device."""
+        if self._compared is not None:
+            data = self._ops.to_host(self._ops.pack_values(self._compared, "float32"))
+            self._compared = None
+            self.observe(struct.unpack("<3f", data))
 
     def has_changed(self) -> None:
         """`State.has_changed`."""
@@ -242,6 +253,7 @@ class Compressor(State[Array]):
         before, self.ranks_before = self.ranks_before, ranks
         if before is not None and before != ranks:
             self.registry.scale(rescaling(self.plan.reduction, before, ranks))
+        self.catch_up()
         self._momenta.turn(plain=self.guard.is_handing_over)
         if self.rates is not None:
             self._follow(self.rates.turn())

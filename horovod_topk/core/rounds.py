@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
+from horovod_topk.core.lr_factor import EXCHANGED, sample_plan
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.plan import BucketPlan, Plan, lay_out
 from horovod_topk.core.residual import Arenas, Squares
@@ -310,6 +311,8 @@ class ReducedBucket(Generic[Array]):
 
 def state_plan(bucket: BucketPlan, name: str) -> BucketPlan:
     """The layout of one named state of a method, for every tensor of a bucket."""
+    if name == EXCHANGED:
+        return sample_plan(bucket)
     method, parts = _method(bucket), []
     for position, piece in enumerate(bucket.tensors):
         state = {} if piece.whole else method.state(piece)
@@ -322,16 +325,22 @@ def state_plan(bucket: BucketPlan, name: str) -> BucketPlan:
 
 
 def state_names(plan: Plan) -> list[str]:
-    """Names of the method's state beside residuals, for any tensor of a plan."""
+    """Names of the method's state beside residuals, for any tensor of a plan.
+
+    That of `lower_lr` is one of them.
+    """
     method: object = plan.config
+    kept = [EXCHANGED] * plan.config.lowers
     if not isinstance(method, Rounds):
-        return []
+        return kept
     pieces = (piece for piece in plan.tensors() if not piece.whole)
-    return sorted({name for piece in pieces for name in method.state(piece)})
+    return sorted({name for piece in pieces for name in method.state(piece)} | {*kept})
 
 
 def is_shared(plan: Plan, name: str) -> bool:
     """Whether a method's state of this name is equal on all ranks."""
+    if name == EXCHANGED:
+        return True
     method: object = plan.config
     assert isinstance(method, Rounds)
     states = (method.state(piece) for piece in plan.tensors() if not piece.whole)

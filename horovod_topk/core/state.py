@@ -9,12 +9,14 @@ tensors only when gradients come. Until then the state keeps what was loaded for
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from horovod_topk.core.counting import Counting
 from horovod_topk.core.guard import Watch
+from horovod_topk.core.lr_factor import EXCHANGED, NOTED
 from horovod_topk.core.measures import VERDICT, Rows, all_measures
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
@@ -25,6 +27,7 @@ from horovod_topk.core.state_dict import (
     COMMITTED,
     DECISION,
     GUARD,
+    LOWERING,
     METHOD_STATE,
     OWNED,
     RELEASED,
@@ -39,6 +42,7 @@ from horovod_topk.core.state_dict import (
     guard_of,
     has_residuals,
     joined,
+    lowering_of,
     pack_state,
     parts_of,
     steps_of,
@@ -48,6 +52,8 @@ from horovod_topk.core.stats import Stats
 from horovod_topk.errors import StateDictError
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops import Ops
+
+log = logging.getLogger("horovod_topk")
 
 Array = TypeVar("Array")
 _OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # entries of a state dict, by tensor name
@@ -82,6 +88,7 @@ class State(Counting[Array]):
         self.later: set[str] = set()
         self.rates: Followed | None = None
         self.ranks_before: int | None = None
+        self._has_lowered = False  # whether the log has a line on a low learning rate
         self._waiting: dict[str, Any] = {}  # state dict of tensors that are not known yet
         self._shared: Mapping[str, Any] = {}  # the same, of `take_shared`
 
@@ -113,6 +120,25 @@ class State(Counting[Array]):
 
     def has_changed(self) -> None:
         """Called after residuals were replaced."""
+
+    def observe(self, sums: Sequence[float]) -> None:
+        """Update `lr_factor` by `Step.compared` of a committed step; a low one is logged once."""
+        self.lr_factor.observe(*sums)
+        factor = self.lr_factor.value
+        if factor < NOTED and not self._has_lowered:
+            self._has_lowered = True
+            if self.place[0] == 0:
+                log.warning(
+                    "TopKEF, step %d: exchanged gradients point against each other, as steps "
+                    "overshoot. The learning rate is multiplied by %.2f for now, and by 1 again "
+                    "once they do not; stats().lr_factor shows it. A lower learning rate may train "
+                    "better; lower_lr=False leaves it alone",
+                    self.ended,
+                    factor,
+                )
+
+    def catch_up(self) -> None:
+        """Called before `lr_factor` is read: it has to know the last committed step."""
 
     @property
     def ratio(self) -> float:
@@ -156,6 +182,7 @@ class State(Counting[Array]):
     def stats(self) -> Stats:
         """Totals and norms so far, and what the guard did. Waits for the device."""
         guard = self.guard
+        self.catch_up()
         return replace(super().stats(), warnings=guard.warnings, fallbacks=guard.fallbacks)
 
     def set_ratio(self, ratio: float | None) -> None:
@@ -173,9 +200,11 @@ class State(Counting[Array]):
 
     @property
     def clock(self) -> Clock:
-        """Committed steps, requested ratio, decision and guard: they give the next step's ratio."""
+        """Counters and memories that give the next step's ratio and learning rate."""
         counter = self.counter
-        return Clock(counter.committed, counter.asked, counter.decision, self._remembered)
+        self.catch_up()
+        lowering = float(self.lr_factor.seen), self.lr_factor.mean
+        return Clock(counter.committed, counter.asked, counter.decision, self._remembered, lowering)
 
     @property
     def _remembered(self) -> Sequence[float]:
@@ -189,12 +218,17 @@ class State(Counting[Array]):
         self._ask(clock.asked)
         self._take_decision(clock.decision)
         self._watch_on(clock.guard, own=False)
+        self._lower_by(clock.lowering)
         self.ranks_before = ranks or None
 
     def _watch_on(self, saved: Sequence[float], *, own: bool) -> None:
         """Load the guard's memory, if there is a guard; see `Watch.resume`."""
         if self.config.guard is not None:
             self.guard.resume(saved, own=own)
+
+    def _lower_by(self, saved: Sequence[float]) -> None:
+        """Load what `LearningRateFactor.saved` returned."""
+        self.lr_factor.load(saved)
 
     def _ask(self, ratio: float | None) -> None:
         if ratio != self.counter.asked:
@@ -232,6 +266,10 @@ class State(Counting[Array]):
         state.pop(GUARD, None)
         if self._remembered:
             state[GUARD] = list(self._remembered)
+        state.pop(LOWERING, None)
+        self.catch_up()
+        if lowering := self.lr_factor.saved():
+            state[LOWERING] = lowering
         if self.rates is not None:
             for key, rates in self.rates.saved().items():
                 state[key] = {**rates_of(self._waiting, key), **rates}
@@ -247,6 +285,7 @@ class State(Counting[Array]):
         asked_of(state)
         decision_of(state)
         guard_of(state)
+        lowering_of(state)
         for key in (RATES, LARGEST):
             rates_of(state, key)
         check_velocity(bool(self.config.momentum), state)
@@ -264,6 +303,7 @@ class State(Counting[Array]):
         self._take_decision(decision_of(state))
         self._watch_on(guard_of(state), own=True)
         self.about_to_change()
+        self._lower_by(lowering_of(state))
         self.counter.committed = committed_of(state, self.counter.committed)
         self._begun += steps_of(state, self.ended) - self.ended
         if self.exchange is None:
@@ -322,6 +362,7 @@ class State(Counting[Array]):
         """Set every residual to zero; a step under way is abandoned."""
         self.about_to_change()
         self._waiting, self._shared = {}, {}
+        self._lower_by(())
         for part in self.parts.values():
             part.reset()
         if self.rates is not None:
@@ -371,6 +412,8 @@ def _check_method_state(
 ) -> None:
     """Refuse a state dict that lacks the method's own state, or has it for other settings."""
     name = key.removeprefix(METHOD_STATE)
+    if key not in state and name == EXCHANGED:
+        return  # saved without `lower_lr`: it starts at zero
     if key not in state:
         raise StateDictError(
             f"the state dict has nothing for the method's {name}: another compressor saved it",
@@ -389,5 +432,5 @@ def _check_method_state(
 
 
 def _within(state: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """One part of a state dict."""
-    return state if key == RESIDUALS else state[key]
+    """One part of a state dict; without arrays, if the state dict has no such part."""
+    return state if key == RESIDUALS else state.get(key, {RESIDUALS: {}})

@@ -26,6 +26,7 @@ from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
+from horovod_topk.core.lr_factor import EXCHANGED, compare
 from horovod_topk.core.measures import HOST, own_measures, total_of
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
@@ -62,6 +63,8 @@ class Bucket(Generic[Array]):
     measurable: bool = False  # whether arenas and payload still belong to one step
     measures: bool = False  # whether it has measures of its own arrays, computed in each step
     gradient: Any = None  # sum of squares of its gradients, in a sampled step
+    kept: Arenas[Array] | None = None  # exchanged gradients of the last step, for `lower_lr`
+    compared: Any = None  # sums that compare them with those of this step
 
 
 class Step(Generic[Array]):
@@ -215,6 +218,8 @@ class Step(Generic[Array]):
             bucket.exchange.drain()
             raise
         self.received.add(ordinal)
+        if bucket.kept is not None:
+            bucket.compared = compare(bucket.plan, bucket.kept, targets, self._ops)
         timer.decompressing += time.perf_counter() - timer.exposed - began
         if self.probe is not None:
             self.probe.finish(ordinal, targets, gain)
@@ -236,6 +241,14 @@ class Step(Generic[Array]):
             return []
         sums = [total_of(gradient), total_of(left)]
         return [*sums, total_of([sums[1], *regained])] if regained else sums
+
+    def compared(self) -> Array | None:
+        """Sums that compare this step's exchanged gradients with those of the step before.
+
+        [3] float64, see `horovod_topk.core.lr_factor`; None: they are not compared.
+        """
+        found = [each.compared for each in self._buckets.values() if each.compared is not None]
+        return total_of(found) if found else None
 
     def commit(self) -> bool:
         """Make the candidates of all finished buckets the state.
@@ -305,10 +318,14 @@ class Step(Generic[Array]):
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
         storage, ops = self._storage(plan), self._ops
-        memory = storage.residuals, storage.owned, storage.states
+        states = {name: own for name, own in storage.states.items() if name != EXCHANGED}
+        memory = storage.residuals, storage.owned, states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
         bucket = Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
         bucket.measures = not set(plan.measures) <= set(HOST)
+        kept = storage.states.get(EXCHANGED)
+        if plan.config.lowers and kept is not None and kept.plan.numel:
+            bucket.kept = kept
         return bucket
 
     def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
@@ -331,6 +348,8 @@ class Step(Generic[Array]):
                 bucket.exchange.swap()
                 if bucket.velocity is not None:
                     bucket.velocity.swap()
+                if bucket.kept is not None:
+                    bucket.kept.swap()
                 bucket.committed_last = True
             bucket.flags = ()
         return bool(finished)

@@ -31,6 +31,7 @@ FIELDS = {
     "comm/probe_error": "probe_error",
     "comm/memory_bytes": "memory_bytes",
     "comm/level": "level",
+    "comm/lr_factor": "lr_factor",
 }
 
 

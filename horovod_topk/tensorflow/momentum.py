@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -17,6 +18,7 @@ from horovod_topk.core.momentum_takeover import (
     advise,
     check_once,
     fitted,
+    lowering,
     none_to_correct,
     settings_of,
     warn_of_clipping,
@@ -65,18 +67,24 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
     if asked == AUTO and (why := _why_left(optimizer, config)):
         log.info("TopKEF leaves momentum to %s: %s", type(optimizer).__name__, why)
         asked = None
+    kind, setting = type(optimizer).__name__, _setting_of(optimizer)
+    lowered = partial(
+        lowering,
+        deferred=compressor.deferred,
+        kind=f"legacy {kind}" if is_legacy(optimizer) else kind,
+        is_adam=normalises and not is_legacy(optimizer),
+    )
     if asked is None:
         check_not_twice(optimizer, config)
         if hvd.is_initialized() and why_inactive(process_set) is None:
             _advise(optimizer, config)
-        return Fitted(compressor, config, None)
-    kind, setting = type(optimizer).__name__, _setting_of(optimizer)
+        return Fitted(compressor, lowered(config), None)
     own = None if setting is None else _number(_present(optimizer, setting))
     nesterov = setting == "momentum" and bool(optimizer.nesterov)
     settings = settings_of(kind, None if own is None else (own, nesterov), WORDS)
     if setting is None or why_inactive(process_set) is not None:
         return Fitted(compressor, config, None)
-    config = replace(config, **settings, taken_over=True)
+    config = lowered(replace(config, **settings, taken_over=True))
     share = config.momentum_share
     taken = Taken(setting, config.momentum, share, may_leave=asked == AUTO)
     if config.guard is not None:

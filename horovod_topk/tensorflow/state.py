@@ -128,6 +128,16 @@ class OptimizerState(Attached[VariableState]):
         """Stage of the guard (`horovod_topk.core.guard`) in the last exchange, [] int32."""
         return self._state.schedule_in_graphs.last
 
+    @property
+    def lowers(self) -> bool:
+        """Whether the learning rate is lowered while steps overshoot."""
+        return self._config.lowers
+
+    @property
+    def lr_factor(self) -> Any:
+        """Factor of the learning rate in the step whose gradients are applied, [] float64."""
+        return self._state.lower_by
+
     def velocity_of(self, variable: Any) -> Any:
         """The variable with the velocity, flat, of one of the model's variables."""
         return self._state.velocity_of(self._name_of[id(unwrap(variable))])
@@ -144,6 +154,7 @@ class OptimizerState(Attached[VariableState]):
     def _run(self, cached: CachedPlan, gradients: list[Any], rate: Any) -> list[Any]:
         schedule = self._state.schedule_in_graphs
         schedule.begin()
+        self._state.lower_now()
         if not tf.executing_eagerly():
             return list(schedule.traced(lambda at: self._build(cached, at, gradients, rate)))
         branch = self._state.branch
@@ -182,23 +193,27 @@ class OptimizerState(Attached[VariableState]):
         cached = cached.at(branch.ratio, corrects=branch.corrects)
         with tf.name_scope("topkef"):
             due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
-            exchanged, flags, squares, seconds = step(
+            exchanged, flags, squares, seconds, compared = step(
                 cached, gradients, self._state, due, rate, plain=branch.plain
             )
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
             this, key = weakref.ref(self), (cached.name, branch.corrects)
             self._traced[key] = cached
 
-            def count(flags: Any, squares: Any, seconds: Any) -> tuple[int, int, list[float]]:
+            def count(
+                flags: Any, squares: Any, seconds: Any, compared: Any
+            ) -> tuple[int, int, list[float], float]:
                 state = this()
                 if state is None:
-                    return -1, 0, [0.0] * len(HOST)
+                    return -1, 0, [0.0] * len(HOST), 1.0
                 cached, times = state._traced[key], seconds_of(seconds.numpy())
-                return state._count(cached, flags, squares.numpy(), times)
+                counted = state._count(cached, flags, squares.numpy(), times, compared.numpy())
+                return *counted, state._state.lr_factor.value
 
-            arguments = [flags, squares, seconds]
-            kinds = [tf.int32, tf.int32, tf.float32]
-            level, stage, numbers = tf.py_function(count, arguments, kinds)
+            arguments = [flags, squares, seconds, compared]
+            kinds = [tf.int32, tf.int32, tf.float32, tf.float64]
+            level, stage, numbers, factor = tf.py_function(count, arguments, kinds)
+            self._state.lower_next_by(tf.ensure_shape(factor, []))
             self._state.schedule_in_graphs.take(level)
             self._state.schedule_in_graphs.enter(tf.ensure_shape(stage, []))
             self._state.take_numbers(numbers)
@@ -206,7 +221,7 @@ class OptimizerState(Attached[VariableState]):
                 return [tf.identity(each) for each in exchanged]
 
     def _count(
-        self, cached: CachedPlan, flags: Any, squares: Any, seconds: Seconds
+        self, cached: CachedPlan, flags: Any, squares: Any, seconds: Seconds, compared: Any
     ) -> tuple[int, int, list[float]]:
         """Count the end of a step, on the host; raise an error that `TensorFlowOps` has deferred.
 
@@ -228,6 +243,8 @@ class OptimizerState(Attached[VariableState]):
         names = [tensor.spec.name for tensor in plan.tensors()]
         pairs = zip(names, flags.numpy(), strict=True)
         flagged = [name for name, flag in pairs if flag]
+        if not flagged:
+            state.observe(compared.tolist())
         fell_back = state.decide(plan, state.arrived, flagged, committed=not flagged)
         traffic = state.exchange.traffic(plan)
         state.end_step(

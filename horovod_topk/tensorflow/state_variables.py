@@ -109,6 +109,8 @@ class VariableState(State[Array]):
         self.rates = VariableRates() if config.follow_lr else None
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
+        # The factor of the learning rate in this step and in the next one.
+        self._factors = apart(_ones) if config.lowers else None
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
@@ -235,6 +237,27 @@ class VariableState(State[Array]):
         at = HOST.index(name)
         return Buffer(self._numbers.read_value()[at : at + 1])
 
+    def lower_next_by(self, factor: Any) -> None:
+        """Assign in a graph the factor of the next step's learning rate, [] float64."""
+        if self._factors is not None:
+            self._factors[1].assign(factor)
+
+    def lower_now(self) -> None:
+        """Begin a step: from now on `lower_by` is its factor. In a graph or eagerly."""
+        if self._factors is not None:
+            self._factors[0].assign(self._factors[1])
+
+    @property
+    def lower_by(self) -> Any:
+        """Factor of the learning rate in the last step that has begun, [] float64."""
+        assert self._factors is not None
+        return self._factors[0].read_value()
+
+    def _lower_by(self, saved: Sequence[float]) -> None:
+        """`State._lower_by`, for graphs too."""
+        super()._lower_by(saved)
+        self.lower_next_by(self.lr_factor.value)
+
     def largest_decay(self, plan: Plan, rate: Any) -> Any:
         """Learning rates as a share of their largest ones, the largest share, [] float64."""
         if rate is None or self.rates is None or self.config.guard is None:
@@ -345,6 +368,12 @@ def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
             "or RandomK, or run without --min-np and --max-np",
         )
     return collective.rank
+
+
+def _ones() -> tuple[Any, Any]:
+    with tf.device("cpu"):
+        present, following = (tf.Variable(1.0, False, dtype=tf.float64) for _ in range(2))
+        return present, following
 
 
 def _of_host() -> Any:

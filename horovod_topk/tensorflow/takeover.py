@@ -47,7 +47,10 @@ class Taken:
     waits: Callable[[], bool] = field(default=lambda: False, compare=False)
     _states: weakref.WeakValueDictionary[int, OptimizerState] = field(
         default_factory=weakref.WeakValueDictionary, compare=False, repr=False
-    )  # state of the exchange of each variable, by its id
+    )  # state of the exchange of each variable, by its id, if there is a guard
+    _lowering: weakref.WeakValueDictionary[int, OptimizerState] = field(
+        default_factory=weakref.WeakValueDictionary, compare=False, repr=False
+    )  # the same, if it lowers the learning rate
 
     @property
     def step(self) -> float:
@@ -60,13 +63,25 @@ class Taken:
         states = list(self._states.values())
         return any(state.has_handed_over for state in states) if states else self.waits()
 
+    def rate(self, learning_rate: Any, variable: Any) -> Any:
+        """The learning rate of one variable's update, from that of the optimizer."""
+        state = self._lowering.get(id(unwrap(variable))) if self.is_over else None
+        if state is not None:
+            rate = tf.convert_to_tensor(learning_rate)
+            return tf.cast(tf.cast(rate, tf.float64) * state.lr_factor, rate.dtype)
+        return learning_rate * self.step
+
     def follow(self, state: OptimizerState, variables: Iterable[Any]) -> None:
-        """Follow the stages of the guard of these variables' exchange."""
-        if not (self.hands_over and self.is_over):
+        """Follow the guard, and the factor of the learning rate, of these variables' exchange."""
+        if not self.is_over:
             return
-        state.hand_over()
+        followed = [self._lowering] if state.lowers else []
+        if self.hands_over:
+            state.hand_over()
+            followed.append(self._states)
         for variable in variables:
-            self._states[id(unwrap(variable))] = state
+            for states in followed:
+                states[id(unwrap(variable))] = state
 
     def state_of(self, variables: Iterable[Any]) -> OptimizerState | None:
         """The state whose guard says how these variables are updated; None: there is no guard.

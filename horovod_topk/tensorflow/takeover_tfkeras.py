@@ -37,11 +37,18 @@ def apply_none(optimizer: Any, taken: Taken) -> None:
 
 
 def _scale_updates(optimizer: Any, taken: Taken) -> None:
-    """Multiply clipped gradients by `taken.step` in each update."""
+    """Multiply SGD's clipped gradients by `taken.step` in each update; lower Adam's rate."""
     update, compiled = optimizer.update_step, optimizer._update_step_xla
 
     def scaled(gradient: Any, variable: Any) -> Any:
-        return update(gradient * taken.step, variable)
+        if taken.setting == "momentum":
+            return update(gradient * taken.step, variable)
+        own, rate = optimizer._learning_rate, taken.rate(optimizer.learning_rate, variable)
+        object.__setattr__(optimizer, "_learning_rate", rate)  # Keras would track it
+        try:
+            return update(gradient, variable)
+        finally:
+            object.__setattr__(optimizer, "_learning_rate", own)
 
     def keyed(gradient: Any, variable: Any, key: int) -> Any:
         """XLA compiles an update once for each key: that with a momentum gets another key."""

@@ -26,12 +26,14 @@ from torch.optim import SGD, Adam, AdamW
 
 from horovod_topk.config import AUTO
 from horovod_topk.core.guard import Watch
+from horovod_topk.core.lr_factor import LearningRateFactor
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
     check_once,
     fitted,
+    lowering,
     none_to_correct,
     not_a_momentum,
     settings_of,
@@ -51,6 +53,8 @@ KNOWN = SGD, Adam, AdamW
 class Loan:
     """Sets an optimizer's own momentum to 0 during each step, and restores it afterwards.
 
+    With `lower_lr` it also multiplies the learning rate by a factor during the step.
+
     Args:
         optimizer: SGD, Adam or AdamW.
         names: names of parameters; parameters without one are not compressed.
@@ -67,15 +71,20 @@ class Loan:
         self._factors: list[float] = []  # momentum of the last exchange, by parameter group
         self._lent: list[dict[str, Any]] | None = None  # saved settings by group, during a step
         self.warnings: tuple[str, ...] = ()
-        self._guard = Watch(None)
+        self._guard, self._lr_factor = Watch(None), LearningRateFactor()
+        self._lower_by = 1.0  # factor of the learning rate, as of the last exchange
         # About the present or last step: whether it was exchanged without momentum correction, and
         # whether the mean of the ranks' velocities was exchanged.
         self._is_over, self._hands_over = False, False
         save_zeros(optimizer, self)
 
-    def lends_for(self, guard: Watch) -> None:
-        """Return the momentum to the optimizer when this guard ends compression."""
+    def lends_for(self, guard: Watch, lr_factor: LearningRateFactor) -> None:
+        """Return the momentum to the optimizer when this guard ends compression.
+
+        lr_factor: multiplies the learning rate until then.
+        """
         self._guard, guard.hands_over, guard.takes_back = guard, True, True
+        self._lr_factor = lr_factor
 
     @property
     def is_over(self) -> bool:
@@ -108,6 +117,7 @@ class Loan:
         was_over = self._is_over or self._guard.is_taking_back
         self._is_over = self.is_over
         self._hands_over = self._guard.is_handing_over
+        self._lower_by = self._lr_factor.value
         if self._is_over:
             return {}
         if was_over:  # the optimizer's buffers become our velocities
@@ -137,14 +147,22 @@ class Loan:
             _drop_buffers(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             if "betas" in group:
-                self._lent.append({"betas": group["betas"]})
+                self._lent.append({key: group[key] for key in ("betas", "lr", "weight_decay")})
                 group["betas"] = (0.0 * group["betas"][0], group["betas"][1])
+                if self._lower_by < 1.0:
+                    self._lower(group, is_decoupled=isinstance(optimizer, AdamW))
             else:
                 factor = factors[number] if number < len(factors) else _now(group)
                 self._lent.append({key: group[key] for key in ("momentum", "nesterov", "lr")})
                 # With a momentum and no buffer yet, SGD copies the gradient to its buffer.
                 momentum = factor if self._hands_over else 0.0
                 group.update(momentum=momentum, nesterov=False, lr=group["lr"] / (1.0 - factor))
+
+    def _lower(self, group: Any, *, is_decoupled: bool) -> None:
+        """Multiply a group's learning rate by the factor; decoupled weight decay stays as it is."""
+        group["lr"] = group["lr"] * self._lower_by
+        if group.get("decoupled_weight_decay", is_decoupled):
+            group["weight_decay"] = group["weight_decay"] / self._lower_by
 
     def take_back(self, optimizer: Any) -> None:
         """Restore the momentum of the parameter groups, after a step.
@@ -246,13 +264,14 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
     is_known = normalises or isinstance(optimizer, SGD)
     config = fitted(config, deferred, normalises=normalises if is_known else None)
     asked = deferred.get("momentum")
+    kind = type(optimizer).__name__
     if asked is None:
         check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
-        return config
-    if asked == AUTO and (why := _why_left(optimizer, config)):
-        log.info("TopKEF leaves momentum to %s: %s", type(optimizer).__name__, why)
-        return config
-    return replace(config, **own_momentum(optimizer), taken_over=True)
+    elif asked == AUTO and (why := _why_left(optimizer, config)):
+        log.info("TopKEF leaves momentum to %s: %s", kind, why)
+    else:
+        config = replace(config, **own_momentum(optimizer), taken_over=True)
+    return lowering(config, deferred, kind, is_adam=normalises)
 
 
 def _why_left(optimizer: Any, config: Method) -> str:

@@ -43,6 +43,7 @@ def test_the_defaults() -> None:
         "taken_over": False,
         "momentum_share": 1.0,
         "follow_lr": False,
+        "lower_lr": False,
         "ratios": None,
         "name": None,
     }
@@ -74,7 +75,7 @@ def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopK)]
     optional = {"momentum": 0.5, "nesterov": True, "velocity_kept": 0.5, "taken_over": True}
     optional |= {"momentum_share": 0.5, "follow_lr": True, "ratios": (("w", 1.0),)}
-    optional |= {"guard": Guard(), "schedule": ByGradient(), "probe_every": 9}
+    optional |= {"guard": Guard(), "schedule": ByGradient(), "probe_every": 9, "lower_lr": True}
     everything = TopK(clip_norm=1.0, warmup=100, **optional)
     own = {"momentum", "nesterov"}  # of the optimizer: a broadcast makes them equal
     assert list(everything.agreed()) == [name for name in names if name not in own]

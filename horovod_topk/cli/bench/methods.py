@@ -34,7 +34,16 @@ WORDS = {  # words of a shorthand such as topk-int8-sharded; `auto` would be amb
     **{value: "indices" for value in INDICES if value != "auto"},
 }
 # Settings that do not change the steps that are timed.
-UNFIT = ("name", "warmup", "schedule", "guard", "probe_every", "follow_lr", *BY_ADAPTERS)
+UNFIT = (
+    "name",
+    "warmup",
+    "schedule",
+    "guard",
+    "probe_every",
+    "follow_lr",
+    "lower_lr",
+    *BY_ADAPTERS,
+)
 SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)
 NUMBERS: dict[str, Callable[[str], float]] = {
     "ratio": float,

@@ -109,7 +109,7 @@ def compressed(
         optimizer.register_step_post_hook(lambda it, *_: loan.take_back(it))
         made = Compressed(model, ranks, config, Momenta(config, loan.now, loan.velocities))
         for each in made.compressors:  # whose guards are at the same stage
-            loan.lends_for(each.guard)
+            loan.lends_for(each.guard, each.lr_factor)
     if config.follow_lr:
         made.follow(optimizer)
     return made

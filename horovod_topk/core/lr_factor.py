@@ -1,0 +1,125 @@
+"""A factor that lowers the learning rate of Adam and AdamW while their steps overshoot.
+
+Adam divides by the root of a mean square of the gradients that it gets. A residual adds up what
+was not sent, so that quick changes of a gradient cancel out before they are sent. The mean square
+misses them, and near the largest learning rate at which dense training is stable, steps are too
+large: parameters swing to and fro, and each exchanged gradient points against the one before. Their
+cosine shows it:
+
+    c' = c + (cosine - c) / 20              running mean over steps
+    f  = 1 / (1 + 50 max(0, -c' - 0.01))    factor of the learning rate
+
+A run whose steps do not overshoot has cosines around 0 or above, and f is 1. As f falls, so does
+the overshoot, and where that ends f is 1 again. AdamW's weight decay keeps its strength.
+Hypergradient descent (Baydin et al. 2018) adapts learning rates by the same cosine, in both
+directions.
+
+Exchanged gradients are equal on all ranks, and sums are added up in a fixed order, so that f is
+equal on all ranks without communication. The exchanged gradients of the last step are kept, as a
+state of the method that is equal on all ranks: state dicts have it, and a restarted run goes on
+with the same f. Of a large tensor only a sample is kept: evenly spaced blocks with about 131,072
+elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from horovod_topk.core.plan import BucketPlan, lay_out
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.shards import shard_numel
+from horovod_topk.methods.dense import Dense
+from horovod_topk.methods.protocol import Piece, TensorSpec
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+
+EXCHANGED = "exchanged"  # name of the state with the exchanged gradients of the last step
+SAMPLE = 1 << 17  # elements that are kept of a tensor, at most
+STEPS, MARGIN, GAIN = 20, 0.01, 50.0
+NOTED = 0.9  # a factor below this is logged once
+
+
+class LearningRateFactor:
+    """The factor f of one optimizer; equal on all ranks.
+
+    Attributes:
+        seen: number of cosines so far.
+        mean: their running mean, c'.
+    """
+
+    def __init__(self) -> None:
+        self.seen, self.mean = 0, 0.0
+
+    @property
+    def value(self) -> float:
+        """The factor f, in (0, 1]."""
+        return 1.0 / (1.0 + GAIN * max(0.0, -self.mean - MARGIN))
+
+    def observe(self, product: float, before: float, now: float) -> None:
+        """Note the angle between the exchanged gradients of two steps.
+
+        Args:
+            product: sum of products of their elements.
+            before, now: sums of their squares. If one is 0, there is no angle.
+        """
+        if not (0.0 < before < math.inf and 0.0 < now < math.inf):
+            return
+        cosine = max(-1.0, min(1.0, product / math.sqrt(before) / math.sqrt(now)))
+        self.seen += 1
+        self.mean += (cosine - self.mean) / min(self.seen, STEPS)
+
+    def saved(self) -> list[float]:
+        """Numbers for a state dict: `seen` and `mean`; empty if nothing was seen."""
+        return [float(self.seen), self.mean] if self.seen else []
+
+    def load(self, saved: Sequence[float]) -> None:
+        """Go on from what `saved` returned."""
+        seen, self.mean = saved or (0.0, 0.0)
+        self.seen = int(seen)
+
+
+def sample_plan(bucket: BucketPlan) -> BucketPlan:
+    """The layout of the exchanged elements that are kept of a bucket.
+
+    Nothing is kept of tensors that are sent whole because they are small.
+    """
+    kept = []
+    for position, piece in enumerate(bucket.tensors):
+        numel = piece.numel if piece.numel >= bucket.config.min_numel else 0
+        count = shard_numel(numel, _parts(numel), 0)
+        spec = TensorSpec(piece.spec.name, (count,), bucket.residual_dtype, piece.spec.device)
+        kept.append(Piece(spec, count, position))
+    shared = bucket.ordinal, kept, "direct", Dense(), bucket.reduction
+    return lay_out(*shared, identity=["state", EXCHANGED])
+
+
+def compare(
+    bucket: BucketPlan, kept: Arenas[Array], exchanged: Sequence[Array], ops: Ops[Array]
+) -> Array:
+    """Keep a bucket's exchanged gradients as the candidate; compare them with those kept before.
+
+    Samples are scaled so that their squares have the sum that is expected of the whole tensor.
+
+    Returns:
+        [3] float64: the arguments of `LearningRateFactor.observe`. No device is waited for.
+    """
+    for piece, sample, gradient in zip(bucket.tensors, kept.plan.tensors, exchanged, strict=True):
+        if sample.numel:
+            own = ops.shard(gradient, _parts(piece.numel), 0)
+            out = ops.view(kept.candidate, sample.start, sample.stop)
+            ops.write_scaled(own, math.sqrt(piece.numel / sample.numel), out, False)
+    before: Any = ops.cast(kept.residual, "float64")
+    now: Any = ops.cast(kept.candidate, "float64")
+    products = before * now, before * before, now * now
+    return ops.joined([ops.sums(each, kept.plan.numel) for each in products])
+
+
+def _parts(numel: int) -> int:
+    """Into how many shards a tensor is split, of which one is kept: an odd number.
+
+    With an even number all blocks could be of the same columns of a matrix.
+    """
+    return max(1, -(-numel // SAMPLE)) | 1

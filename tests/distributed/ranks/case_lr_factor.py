@@ -1,0 +1,134 @@
+"""Adam's and AdamW's learning rate is lowered while steps overshoot, on every rank alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import training
+from plain import PlainTopKEF as TopKEF
+from resuming import assert_resumes
+from training import Setup, Task
+from witness import assert_ranks_equal, assert_same
+from world import hvd
+
+LR, DECAY, STEPS = 0.5, 0.1, 12
+
+
+class Valley(Task):
+    """The steps of an Adam with a learning rate of 0.5 swing from one side to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, 30) * 0.1)
+
+    def loss(self, rank: int, step: int) -> Tensor:
+        return (self.weight - 0.01 * training.noise(rank, step, (40, 30))).square().sum()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, weight_decay=DECAY)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=LR)
+
+
+def auto(**settings: Any) -> TopKEF:
+    return TopKEF(**{"ratio": 0.5, "min_numel": 0, "momentum": "auto", **settings})
+
+
+class Witness:
+    """What the optimizer's own step gets: exchanged gradients, and its parameter group."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.gradients: list[Tensor] = []
+        self.group: dict[str, Any] = {}
+        optimizer.register_step_pre_hook(self._look)
+
+    def _look(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        (group,) = optimizer.param_groups
+        self.gradients = [p.grad.clone() for p in group["params"] if p.grad is not None]
+        self.group = dict(group)
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize("make", [adamw, adam])
+def test_steps_are_those_of_the_lower_rate(make: Any) -> None:
+    setup = Setup(build=Valley, optimizer=make)
+    task, other = setup.task(), setup.task()
+    optimizer, reference = setup.distributed(task, auto()), make(other.parameters())
+    (theirs,) = reference.param_groups
+    decay = theirs["weight_decay"]
+    witness, factors = Witness(optimizer), list[float]()
+    for step in range(STEPS):
+        factor = TopKEF.of(optimizer).stats().lr_factor
+        training.ordinary(task, optimizer, step)
+        for p, gradient in zip(other.parameters(), witness.gradients, strict=True):
+            p.grad = gradient
+        theirs |= {"lr": LR * factor, "weight_decay": decay / factor, "betas": (0.0, 0.999)}
+        reference.step()
+        assert_same(training.snapshot(task), training.snapshot(other))
+        (group,) = optimizer.param_groups
+        assert (group["lr"], group["weight_decay"], group["betas"]) == (LR, decay, (0.9, 0.999))
+        assert witness.group["lr"] == LR * factor
+        factors.append(factor)
+    assert factors[:2] == [1.0, 1.0]
+    assert min(factors) < 0.2
+    assert_ranks_equal([torch.tensor(factors)])
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (adamw, {"lower_lr": False}),
+        (adamw, {"velocity_kept": 0.0}),
+        (training.sgd, {}),
+    ],
+    ids=["off", "a setting of one's own", "SGD"],
+)
+def test_others_keep_their_rate(make: Any, settings: Any) -> None:
+    setup = Setup(build=Valley, optimizer=make)
+    task = setup.task()
+    optimizer = setup.distributed(task, auto(**settings))
+    witness = Witness(optimizer)
+    (group,) = optimizer.param_groups
+    for step in range(STEPS):
+        training.ordinary(task, optimizer, step)
+        assert witness.group["lr"] == pytest.approx(group["lr"] / (0.1 if make is not adamw else 1))
+    assert TopKEF.of(optimizer).stats().lr_factor == 1.0
+
+
+def test_a_low_rate_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup(build=Valley, optimizer=adamw)
+    task = setup.task()
+    optimizer = setup.distributed(task, auto())
+    for step in range(STEPS):
+        training.ordinary(task, optimizer, step)
+    assert caplog.text.count("The learning rate is multiplied by") == (hvd.rank() == 0)
+
+
+def test_a_restarted_run_goes_on_at_the_same_rate(tmp_path: Path) -> None:
+    """`assert_resumes` restores TopKEF's state alone, so that this AdamW has none."""
+    factors = list[float]()
+
+    def take(task: Task, optimizer: Any, step: int) -> None:
+        factors.append(TopKEF.of(optimizer).stats().lr_factor)
+        training.ordinary(task, optimizer, step)
+
+    setup = Setup(build=Valley, optimizer=lambda parameters: Stateless(parameters, lr=LR))
+    assert_resumes(setup, auto, tmp_path, take)
+    assert factors[3::2] == factors[4::2], "of both runs, step by step"
+    assert max(factors[3:]) < 0.5
+
+
+class Stateless(torch.optim.AdamW):
+    """An AdamW that begins anew in each step, so that nothing but its gradients matters."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self.register_step_post_hook(lambda it, *_: it.state.clear())
