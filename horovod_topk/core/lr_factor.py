@@ -111,10 +111,21 @@ def compare(
             own = ops.shard(gradient, _parts(piece.numel), 0)
             out = ops.view(kept.candidate, sample.start, sample.stop)
             ops.write_scaled(own, math.sqrt(piece.numel / sample.numel), out, False)
-    before: Any = ops.cast(kept.residual, "float64")
-    now: Any = ops.cast(kept.candidate, "float64")
-    products = before * now, before * before, now * now
-    return ops.joined([ops.sums(each, kept.plan.numel) for each in products])
+    before: Any = kept.residual
+    now: Any = kept.candidate
+    sums = [_sum(each, ops) for each in (before * now, before * before, now * now)]
+    return ops.cast(ops.joined(sums), "float64")
+
+
+def _sum(array: Any, ops: Ops[Any]) -> Any:
+    """The sum of an array, [1], in an order that depends on its size alone: by halves."""
+    size, odd = ops.numel(array), list[Any]()
+    while size > 1:
+        if size % 2:
+            odd.append(ops.view(array, size - 1, size))
+        size //= 2
+        array = ops.view(array, 0, size) + ops.view(array, size, 2 * size)
+    return sum(odd, array)
 
 
 def _parts(numel: int) -> int:
