@@ -73,7 +73,6 @@ class Compressor(State[Array]):
         self._dense: Exchange[Array] | None = None  # after the guard has ended compression
         self._agreed, self._momenta = plan, momenta or Momenta(plan.config)
         self.timer, self._sums = timer or StepTimer(), cast("Array | None", None)
-        self._compared = cast("Array | None", None)  # of the last committed step, on the device
         codec.draw_from(lambda: self.counter.committed, lambda: self.exchange.rank)
         self.registry = ResidualRegistry(plan, ops, exchange.holders)
         self.owned = ResidualRegistry(plan, ops, exchange.owned) if exchange.parts else None
@@ -144,7 +143,8 @@ class Compressor(State[Array]):
         if not step.commit():
             return False
         self._take_sample()
-        self._compared = compared
+        if compared is not None:
+            self.observe(self._numbers_of(compared))
         self._sums = self._ops.joined(sums) if sums else None
         self.counter.committed += 1
         self._end((), committed=True)
@@ -164,14 +164,6 @@ class Compressor(State[Array]):
     def about_to_change(self) -> None:
         """`State.about_to_change`."""
         self.abandon()
-        self.catch_up()
-
-    def catch_up(self) -> None:
-        """`State.catch_up`: read how the last step's gradients compare. Waits for the device."""
-        if self._compared is not None:
-            data = self._ops.to_host(self._ops.pack_values(self._compared, "float32"))
-            self._compared = None
-            self.observe(struct.unpack("<3f", data))
 
     def has_changed(self) -> None:
         """`State.has_changed`."""
@@ -229,11 +221,15 @@ class Compressor(State[Array]):
         """Read the sums of squares of the last sampled step; by now the device has them ready."""
         if self._sums is None:
             return
-        data = self._ops.to_host(self._ops.pack_values(self._sums, "float32"))
-        gradient, left, *rest = struct.unpack(f"<{len(data) // 4}f", data)
+        gradient, left, *rest = self._numbers_of(self._sums)
         whole = rest[0] if rest else 0.0
         self.sample, self._sums = Sample.of(Squares(gradient, whole, left)), None
         self.guard.sample((self.sample.residual_norm_ratio or 0.0) * self._largest_decay())
+
+    def _numbers_of(self, array: Array) -> tuple[float, ...]:
+        """An array's numbers, as float32, on the host. Waits for the device."""
+        data = self._ops.to_host(self._ops.pack_values(array, "float32"))
+        return struct.unpack(f"<{len(data) // 4}f", data)
 
     def _largest_decay(self) -> float:
         """Largest ratio over tensors of the learning rate to its largest value so far."""
@@ -253,7 +249,6 @@ class Compressor(State[Array]):
         before, self.ranks_before = self.ranks_before, ranks
         if before is not None and before != ranks:
             self.registry.scale(rescaling(self.plan.reduction, before, ranks))
-        self.catch_up()
         self._momenta.turn(plain=self.guard.is_handing_over)
         if self.rates is not None:
             self._follow(self.rates.turn())

@@ -137,9 +137,6 @@ class State(Counting[Array]):
                     factor,
                 )
 
-    def catch_up(self) -> None:
-        """Called before `lr_factor` is read: it has to know the last committed step."""
-
     @property
     def ratio(self) -> float:
         """Ratio of the next step."""
@@ -182,7 +179,6 @@ class State(Counting[Array]):
     def stats(self) -> Stats:
         """Totals and norms so far, and what the guard did. Waits for the device."""
         guard = self.guard
-        self.catch_up()
         return replace(super().stats(), warnings=guard.warnings, fallbacks=guard.fallbacks)
 
     def set_ratio(self, ratio: float | None) -> None:
@@ -202,7 +198,6 @@ class State(Counting[Array]):
     def clock(self) -> Clock:
         """Counters and memories that give the next step's ratio and learning rate."""
         counter = self.counter
-        self.catch_up()
         lowering = float(self.lr_factor.seen), self.lr_factor.mean
         return Clock(counter.committed, counter.asked, counter.decision, self._remembered, lowering)
 
@@ -267,7 +262,6 @@ class State(Counting[Array]):
         if self._remembered:
             state[GUARD] = list(self._remembered)
         state.pop(LOWERING, None)
-        self.catch_up()
         if lowering := self.lr_factor.saved():
             state[LOWERING] = lowering
         if self.rates is not None:

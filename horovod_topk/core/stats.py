@@ -36,7 +36,7 @@ class StepCounters:
     probe_cosine: float | None = None  # of the last bucket that was probed; see `core.probe`
     probe_error: float | None = None
     memory_bytes: int = 0  # as in `Stats`
-    lr_factor: float = 1.0  # as in `Stats`, by what the host knows: a step or two late
+    lr_factor: float = 1.0  # as in `Stats`
     fell_back: str = ""  # why compression ended with this step; empty: it did not
 
 

@@ -23,11 +23,13 @@ from horovod_topk.core.attached import Attached
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange.selection import make_exchange
+from horovod_topk.core.lr_factor import EXCHANGED
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.schedule import Clock
 from horovod_topk.elastic import Manager
 from horovod_topk.methods import METHODS
 from horovod_topk.methods.protocol import Method
+from horovod_topk.methods.topk import TopK
 
 SPECS = [TensorSpec("w", (40, 24), "float32"), TensorSpec("v", (30,), "float32")]
 PATIENCE = 60.0  # seconds
@@ -36,6 +38,8 @@ ROWS: list[Method] = [
     for name, settings in (("PowerSGD", {"rank": 2}), ("RandomK", {"ratio": 0.1}))
     for exchange in ("reduce", "allgather", "allreduce")
 ]
+# It keeps the exchanged gradients of the last step, which ranks that join have to get.
+LOWERS = TopK(0.1, min_numel=64, momentum=0.6, lower_lr=True)
 each_method = pytest.mark.parametrize(
     "method", ROWS, ids=lambda method: f"{type(method).__name__}-{method.exchange}"
 )
@@ -85,7 +89,7 @@ class Rank(Attached[Compressor[Any]]):
     def begin(self) -> None:
         """As an optimizer that is constructed, which no other rank waits for."""
         plan, place, ops = make_plan(SPECS, self.method), self.place_of, self.backend.ops
-        exchange = make_exchange(self.method.exchange, place, in_rounds=True)
+        exchange = make_exchange(self.method.exchange, place, in_rounds=self.method.in_rounds)
         self._state = Compressor(plan, ops, PayloadCodec(ops), exchange, "job")
         assert self.manager is not None
         self.manager.save()  # type: ignore[attr-defined]
@@ -306,3 +310,16 @@ def test_a_ranks_own_state_is_not_shared() -> None:
     job.meet(joining=1)
     assert [rank.array("state.steps").tolist() for rank in job.ranks] == [[1.0], [1.0], [0.0]]
     job.steps(1)
+
+
+def test_ranks_that_join_lower_the_learning_rate_as_the_others_do() -> None:
+    job = Job(LOWERS, 2)
+    job.steps(5)
+    before = job.ranks[0].array(f"state.{EXCHANGED}")
+    assert np.any(before)
+    job.leave([], joining=1)
+    assert np.array_equal(job.ranks[2].array(f"state.{EXCHANGED}"), before)
+    job.steps(4)
+    found = [rank._state.state_dict()["lowering"] for rank in job.ranks]
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] == 8.0, "every pair of steps was compared"
