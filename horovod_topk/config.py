@@ -168,9 +168,10 @@ class Settings:
 
     @property
     def needed_measures(self) -> tuple[str, ...]:
-        """Names of the measures that the schedule and the guard need."""
+        """Names of the measures that the schedule, the guard and `lower_lr` need."""
         of_schedule = () if self.schedule is None else self.schedule.measures
-        return of_schedule if self.guard is None else (*of_schedule, *self.guard.measures)
+        of_guard = () if self.guard is None else self.guard.measures
+        return (*of_schedule, *of_guard, *["cosine"] * self.lowers)
 
     def common(self, *, without: Collection[str] = ()) -> dict[str, Any]:
         """Return the settings that all methods share, by name, without some of them."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core import reshard
+from horovod_topk.core.lr_factor import EXCHANGED
 from horovod_topk.core.rates import LARGEST, RATES
 from horovod_topk.core.state_dict import (
     ASKED,
@@ -90,7 +91,9 @@ def share_out(
         own = {**own, "velocity": _at_zero(own["velocity"])}
     for part in parts_of(own):
         if part.startswith(METHOD_STATE) and part not in common:
-            log.warning("TopKEF: the method's %s starts at zero", part.removeprefix(METHOD_STATE))
+            if part != METHOD_STATE + EXCHANGED:
+                name = part.removeprefix(METHOD_STATE)
+                log.warning("TopKEF: the method's %s starts at zero", name)
             own = {**own, part: _at_zero(own[part])}
     mine = reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops)
     return _each({**mine, **common}, unwrap)
@@ -101,7 +104,7 @@ def common_in(saved: StateDict, own: StateDict) -> dict[str, Any]:
 
     Committed steps and learning rates are taken only if this rank's state dict has them.
     """
-    known = [ASKED, DECISION, GUARD, LOWERING, STEPS, *({COMMITTED, RATES, LARGEST} & set(own))]
+    known = [ASKED, DECISION, GUARD, STEPS, *({COMMITTED, RATES, LARGEST} & set(own))]
     known += [part for part in parts_of(own) if own[part].get(SHARED)]
     return {key: saved[key] for key in known if key in saved}
 
@@ -185,6 +188,8 @@ def _each(state: StateDict, change: Callable[[Any], Any]) -> dict[str, Any]:
 def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's own state dict with all residuals that fit, and zeros for the others."""
     fitting = {**own, **common_in(saved, own), "residuals": _residuals(saved, own, "residual")}
+    if LOWERING in saved:
+        fitting[LOWERING] = saved[LOWERING]
     if "owned" in own:
         same = owner_of(saved.get("owned")) == owner_of(own["owned"])
         owned = _residuals(saved["owned"] if same else {}, own["owned"], "owner's residual")
@@ -195,7 +200,9 @@ def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         velocity = _residuals(saved.get("velocity", {}), own["velocity"], "velocity")
         fitting["velocity"] = {**own["velocity"], "residuals": velocity}
     for part in parts_of(own):
-        if part.startswith(METHOD_STATE):
+        if part == METHOD_STATE + EXCHANGED:  # no loss, if it does not fit
+            fitting[part] = saved.get(part, _at_zero(own[part]))
+        elif part.startswith(METHOD_STATE):
             kept = _residuals(saved.get(part, {}), own[part], part.removeprefix(METHOD_STATE))
             fitting[part] = {**own[part], "residuals": kept}
     return fitting

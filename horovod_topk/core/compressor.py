@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.exchange.selection import dense_beside
-from horovod_topk.core.measures import EXPOSED, STEP, VERDICT, Rows
+from horovod_topk.core.measures import COSINE, EXPOSED, STEP, VERDICT, Rows
 from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probed
@@ -126,8 +126,14 @@ class Compressor(State[Array]):
         """`State.probed`."""
         return Probed() if self.step.probe is None else self.step.probe.result
 
+    def lr_factor_now(self) -> float:
+        """The factor of the learning rate in the step whose gradients have arrived."""
+        return self.agree(self.plan, self.arrived)
+
     def commit(self) -> bool:
         """End the step: elements not sent become the residual, unless a tensor was flagged.
+
+        With `lower_lr` this waits for the device.
 
         Returns:
             Whether the residuals changed. A call without a finished bucket does nothing.
@@ -139,12 +145,13 @@ class Compressor(State[Array]):
             self.rollback()
             return False
         sums = step.sample() if step.samples and step.received else []
-        compared = step.compared() if step.received else None
+        compared = step.compared() if step.received else []
         if not step.commit():
             return False
         self._take_sample()
-        if compared is not None:
-            self.observe(self._numbers_of(compared))
+        if compared:
+            rows = map(self._numbers_of, compared)
+            self.lr_factor.observe(*map(sum, zip(*rows, strict=True)))
         self._sums = self._ops.joined(sums) if sums else None
         self.counter.committed += 1
         self._end((), committed=True)
@@ -259,7 +266,7 @@ class Compressor(State[Array]):
         if level != self._level or self.place != self._place:
             self._turn_to(*level)
         self.step.samples = self.steps % self._sampled == 0
-        self._numbers[VERDICT] = self.guard.verdict
+        self._numbers |= {VERDICT: self.guard.verdict, COSINE: self.lr_factor.mean}
         self.step.turn()
         if self.step.probe is not None:
             self.step.probe.turn(self.plan, self.counter.committed)

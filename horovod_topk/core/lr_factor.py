@@ -6,19 +6,20 @@ misses them, and near the largest learning rate at which dense training is stabl
 large: parameters swing to and fro, and each exchanged gradient points against the one before. Their
 cosine shows it:
 
-    c' = c + (cosine - c) / 20              running mean over steps
-    f  = 1 / (1 + 50 max(0, -c' - 0.01))    factor of the learning rate
+    c' = c + (cosine - c) / 20              running mean over steps, on each rank
+    f  = 1 / (1 + 50 max(0, -c' - 0.01))    factor of the learning rate, c' the mean over ranks
 
-A run whose steps do not overshoot has cosines around 0 or above, and f is 1. As f falls, so does
-the overshoot, and where that ends f is 1 again. AdamW's weight decay keeps its strength.
-Hypergradient descent (Baydin et al. 2018) adapts learning rates by the same cosine, in both
-directions.
+A cosine counts as 0.2 or -0.2 at most, so that a short swing, as at the beginning of warm-up, does
+not matter for long. A run whose steps do not overshoot has cosines around 0 or above, and f is 1.
+As f falls, so does the overshoot, and where that ends f is 1 again. AdamW's weight decay keeps its
+strength. Hypergradient descent (Baydin et al. 2018) adapts learning rates by the same cosine, in
+both directions.
 
-Exchanged gradients are equal on all ranks, and sums are added up in a fixed order, so that f is
-equal on all ranks without communication. The exchanged gradients of the last step are kept, as a
-state of the method that is equal on all ranks: state dicts have it, and a restarted run goes on
-with the same f. Of a large tensor only a sample is kept: evenly spaced blocks with about 131,072
-elements.
+Each rank sends its c' as a measure in its payload (`horovod_topk.core.measures`), and f is that of
+the means which arrive in the step itself: equal on all ranks, whatever a rank has loaded or missed.
+The exchanged gradients of the last step are kept as a state of the method, so that a restarted run
+goes on with the same f. Of a large tensor only a sample is kept: evenly spaced blocks, with at most
+131,072 elements and at least a third of that.
 """
 
 from __future__ import annotations
@@ -39,37 +40,39 @@ Array = TypeVar("Array")
 EXCHANGED = "exchanged"  # name of the state with the exchanged gradients of the last step
 SAMPLE = 1 << 17  # elements that are kept of a tensor, at most
 STEPS, MARGIN, GAIN = 20, 0.01, 50.0
+MOST = 0.2  # a larger cosine counts as this
 NOTED = 0.9  # a factor below this is logged once
 
 
 class LearningRateFactor:
-    """The factor f of one optimizer; equal on all ranks.
+    """The factor f of one optimizer.
 
     Attributes:
-        seen: number of cosines so far.
+        seen: number of this rank's cosines so far.
         mean: their running mean, c'.
+        value: the factor f of the last exchange; equal on all ranks.
     """
 
     def __init__(self) -> None:
-        self.seen, self.mean = 0, 0.0
+        self.seen, self.mean, self.value = 0, 0.0, 1.0
 
-    @property
-    def value(self) -> float:
-        """The factor f, in (0, 1]."""
-        return 1.0 / (1.0 + GAIN * max(0.0, -self.mean - MARGIN))
+    def agree(self, means: Sequence[float]) -> None:
+        """Set `value`, from the running means that all ranks have sent; (): it is 1."""
+        mean = math.fsum(means) / max(1, len(means))
+        self.value = 1.0 / (1.0 + GAIN * max(0.0, -mean - MARGIN))
 
-    def observe(self, product: float, before: float, now: float) -> None:
+    def observe(self, before: float, now: float, both: float) -> None:
         """Note the angle between the exchanged gradients of two steps.
 
         Args:
-            product: sum of products of their elements.
-            before, now: sums of their squares. If one is 0, there is no angle.
+            before, now: sums of squares of their elements. If one is 0, there is no angle.
+            both: the same of the sum of both gradients.
         """
-        if not (0.0 < before < math.inf and 0.0 < now < math.inf):
+        if not (0.0 < before < math.inf and 0.0 < now < math.inf and both < math.inf):
             return
-        cosine = max(-1.0, min(1.0, product / math.sqrt(before) / math.sqrt(now)))
+        cosine = (both - before - now) / 2 / math.sqrt(before) / math.sqrt(now)
         self.seen += 1
-        self.mean += (cosine - self.mean) / min(self.seen, STEPS)
+        self.mean += (max(-MOST, min(MOST, cosine)) - self.mean) / min(self.seen, STEPS)
 
     def saved(self) -> list[float]:
         """Numbers for a state dict: `seen` and `mean`; empty if nothing was seen."""
@@ -104,7 +107,7 @@ def compare(
     Samples are scaled so that their squares have the sum that is expected of the whole tensor.
 
     Returns:
-        [3] float64: the arguments of `LearningRateFactor.observe`. No device is waited for.
+        [3] float32: the arguments of `LearningRateFactor.observe`. No device is waited for.
     """
     for piece, sample, gradient in zip(bucket.tensors, kept.plan.tensors, exchanged, strict=True):
         if sample.numel:
@@ -113,19 +116,7 @@ def compare(
             ops.write_scaled(own, math.sqrt(piece.numel / sample.numel), out, False)
     before: Any = kept.residual
     now: Any = kept.candidate
-    sums = [_sum(each, ops) for each in (before * now, before * before, now * now)]
-    return ops.cast(ops.joined(sums), "float64")
-
-
-def _sum(array: Any, ops: Ops[Any]) -> Any:
-    """The sum of an array, [1], in an order that depends on its size alone: by halves."""
-    size, odd = ops.numel(array), list[Any]()
-    while size > 1:
-        if size % 2:
-            odd.append(ops.view(array, size - 1, size))
-        size //= 2
-        array = ops.view(array, 0, size) + ops.view(array, size, 2 * size)
-    return sum(odd, array)
+    return ops.joined([ops.square(each) for each in (before, now, before + now)])
 
 
 def _parts(numel: int) -> int:

@@ -13,6 +13,7 @@ rank has bitwise the same numbers, and `horovod_topk.core.schedule` decides the 
     exposed     seconds that it waited in collectives in the previous step
     step        seconds that the previous step took, from the end of the step before it
     verdict     verdict of its guard on its own numbers: `horovod_topk.core.guard`
+    cosine      cosine of exchanged gradients of consecutive steps: `horovod_topk.core.lr_factor`
 
 A codec may have measures of its own, which follow these (`Method.measured`): numbers computed from
 what it encodes, summed over tensors. All others are numbers of the whole rank, such as seconds of
@@ -34,8 +35,8 @@ from horovod_topk.ops import Ops
 Array = TypeVar("Array")
 
 GRADIENT, RESIDUAL = "gradient", "residual"
-EXPOSED, STEP, VERDICT = "exposed", "step", "verdict"
-HOST = (EXPOSED, STEP, VERDICT)  # measures that the host knows before the step
+EXPOSED, STEP, VERDICT, COSINE = "exposed", "step", "verdict", "cosine"
+HOST = (EXPOSED, STEP, VERDICT, COSINE)  # measures that the host knows before the step
 Rows = Sequence[tuple[float, ...]]  # the measures of each rank, in rank order
 Measures = Mapping[str, Sequence[float]]  # measure name -> one number for each rank
 

@@ -340,7 +340,7 @@ def state_names(plan: Plan) -> list[str]:
 def is_shared(plan: Plan, name: str) -> bool:
     """Whether a method's state of this name is equal on all ranks."""
     if name == EXCHANGED:
-        return True
+        return False
     method: object = plan.config
     assert isinstance(method, Rounds)
     states = (method.state(piece) for piece in plan.tensors() if not piece.whole)

@@ -40,16 +40,12 @@ LEVELS = 8  # largest number of levels with a schedule: graphs have a branch for
 
 
 class Clock(NamedTuple):
-    """All that determines the ratio and learning rate of the next step, as ranks that join get it.
-
-    Times and measures of the rank itself are not in it.
-    """
+    """All that determines the ratio of the next step, as sent to ranks that join."""
 
     committed: int  # number of committed steps
     asked: float | None = None  # the ratio a user asked for, if one did
     decision: Decision = ()  # the schedule's last decision
     guard: Sequence[float] = ()  # the guard's memory
-    lowering: tuple[float, float] = (0.0, 0.0)  # `seen` and `mean` of `LearningRateFactor`
 
 
 class Counter(Protocol):

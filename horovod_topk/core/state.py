@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from horovod_topk.core.counting import Counting
 from horovod_topk.core.guard import Watch
 from horovod_topk.core.lr_factor import EXCHANGED, NOTED
-from horovod_topk.core.measures import VERDICT, Rows, all_measures
+from horovod_topk.core.measures import COSINE, VERDICT, Rows, all_measures
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
 from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
@@ -56,6 +56,13 @@ from horovod_topk.ops import Ops
 log = logging.getLogger("horovod_topk")
 
 Array = TypeVar("Array")
+_LOWERED = (
+    "TopKEF, step %d: exchanged gradients point against each other, as steps overshoot. The "
+    "learning rate is multiplied by %.2f for now, and by 1 again once they do not; "
+    "stats().lr_factor shows it. A lower learning rate may train better; lower_lr=False leaves it "
+    "alone"
+)
+_NOTHING: Mapping[str, Any] = {RESIDUALS: {}}  # a part of a state dict without arrays
 _OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # entries of a state dict, by tensor name
 
 
@@ -121,21 +128,23 @@ class State(Counting[Array]):
     def has_changed(self) -> None:
         """Called after residuals were replaced."""
 
-    def observe(self, sums: Sequence[float]) -> None:
-        """Update `lr_factor` by `Step.compared` of a committed step; a low one is logged once."""
-        self.lr_factor.observe(*sums)
+    def agree(self, plan: Plan, by_bucket: Mapping[int, Rows]) -> float:
+        """The factor of the learning rate in a step whose gradients are exchanged.
+
+        The first low one is logged.
+
+        Args:
+            plan: the plan of the step.
+            by_bucket: measures of all ranks, for each bucket ordinal.
+        """
+        measures = all_measures(plan, by_bucket) if plan.config.lowers else None
+        self.lr_factor.agree(() if measures is None else measures.get(COSINE, ()))
         factor = self.lr_factor.value
         if factor < NOTED and not self._has_lowered:
             self._has_lowered = True
             if self.place[0] == 0:
-                log.warning(
-                    "TopKEF, step %d: exchanged gradients point against each other, as steps "
-                    "overshoot. The learning rate is multiplied by %.2f for now, and by 1 again "
-                    "once they do not; stats().lr_factor shows it. A lower learning rate may train "
-                    "better; lower_lr=False leaves it alone",
-                    self.ended,
-                    factor,
-                )
+                log.warning(_LOWERED, self.ended + 1, factor)
+        return factor
 
     @property
     def ratio(self) -> float:
@@ -174,7 +183,10 @@ class State(Counting[Array]):
             self.counter.decision = self.schedule.decide(before, plan.config.ratio, measures)
         ending = {"committed": committed, "flagged": bool(flagged), "logs": self.place[0] == 0}
         verdicts = () if measures is None else measures.get(VERDICT, ())
-        return self.guard.end(self.ended + 1, verdicts=verdicts, **ending)
+        fell_back = self.guard.end(self.ended + 1, verdicts=verdicts, **ending)
+        if self.guard.is_taking_back:  # what is known of the time before is old
+            self.lr_factor.load(())
+        return fell_back
 
     def stats(self) -> Stats:
         """Totals and norms so far, and what the guard did. Waits for the device."""
@@ -196,10 +208,9 @@ class State(Counting[Array]):
 
     @property
     def clock(self) -> Clock:
-        """Counters and memories that give the next step's ratio and learning rate."""
+        """Committed steps, requested ratio, decision and guard: they give the next step's ratio."""
         counter = self.counter
-        lowering = float(self.lr_factor.seen), self.lr_factor.mean
-        return Clock(counter.committed, counter.asked, counter.decision, self._remembered, lowering)
+        return Clock(counter.committed, counter.asked, counter.decision, self._remembered)
 
     @property
     def _remembered(self) -> Sequence[float]:
@@ -213,7 +224,6 @@ class State(Counting[Array]):
         self._ask(clock.asked)
         self._take_decision(clock.decision)
         self._watch_on(clock.guard, own=False)
-        self._lower_by(clock.lowering)
         self.ranks_before = ranks or None
 
     def _watch_on(self, saved: Sequence[float], *, own: bool) -> None:
@@ -223,7 +233,7 @@ class State(Counting[Array]):
 
     def _lower_by(self, saved: Sequence[float]) -> None:
         """Load what `LearningRateFactor.saved` returned."""
-        self.lr_factor.load(saved)
+        self.lr_factor.load(saved if self.config.lowers else ())
 
     def _ask(self, ratio: float | None) -> None:
         if ratio != self.counter.asked:
@@ -389,7 +399,10 @@ class State(Counting[Array]):
     def _take_on(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Copy a checked state dict into the state of the tensors `names`."""
         for key, part in self.parts.items():
-            part.take_on(_within(state, key), [name for name in part.pieces if name in names])
+            within = _within(state, key)
+            if key == METHOD_STATE + EXCHANGED and not _fits(part, within, names):
+                within = _NOTHING
+            part.take_on(within, [name for name in part.pieces if name in names])
         if self.rates is not None:
             saved = {}
             for key, rates in self.rates.saved().items():
@@ -406,8 +419,8 @@ def _check_method_state(
 ) -> None:
     """Refuse a state dict that lacks the method's own state, or has it for other settings."""
     name = key.removeprefix(METHOD_STATE)
-    if key not in state and name == EXCHANGED:
-        return  # saved without `lower_lr`: it starts at zero
+    if name == EXCHANGED:
+        return  # if it does not fit, it starts at zero
     if key not in state:
         raise StateDictError(
             f"the state dict has nothing for the method's {name}: another compressor saved it",
@@ -427,4 +440,13 @@ def _check_method_state(
 
 def _within(state: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """One part of a state dict; without arrays, if the state dict has no such part."""
-    return state if key == RESIDUALS else state.get(key, {RESIDUALS: {}})
+    return state if key == RESIDUALS else state.get(key, _NOTHING)
+
+
+def _fits(part: Part[Any], within: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a part of a state dict has an array of the right shape for each tensor."""
+    try:
+        part.check(within, names)
+    except StateDictError:
+        return False
+    return True

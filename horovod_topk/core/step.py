@@ -149,7 +149,7 @@ class Step(Generic[Array]):
         began = time.perf_counter() - timer.exposed
         if ordinal in self.sent:
             bucket.exchange.drain()
-        bucket.committed_last, bucket.measurable = False, True
+        bucket.committed_last, bucket.measurable, bucket.compared = False, True, None
         if bucket.measures:
             self._tell(bucket, gradients)
         if self.samples:
@@ -242,13 +242,12 @@ class Step(Generic[Array]):
         sums = [total_of(gradient), total_of(left)]
         return [*sums, total_of([sums[1], *regained])] if regained else sums
 
-    def compared(self) -> Array | None:
-        """Sums that compare this step's exchanged gradients with those of the step before.
+    def compared(self) -> list[Array]:
+        """Sums of squares that compare exchanged gradients with those of the step before.
 
-        [3] float64, see `horovod_topk.core.lr_factor`; None: they are not compared.
+        [3] float32 of each bucket: the arguments of `LearningRateFactor.observe`.
         """
-        found = [each.compared for each in self._buckets.values() if each.compared is not None]
-        return total_of(found) if found else None
+        return [each.compared for each in self._buckets.values() if each.compared is not None]
 
     def commit(self) -> bool:
         """Make the candidates of all finished buckets the state.

@@ -11,7 +11,7 @@ from horovod_topk.core.guard import Memory
 from horovod_topk.core.schedule import MEMORY, Clock
 
 _GUARD = len(Memory._fields)
-_FIELDS = struct.Struct(f"<16s16sIQddId?8sI{MEMORY + 1}d?{_GUARD}d2d")
+_FIELDS = struct.Struct(f"<16s16sIQddId?8sI{MEMORY + 1}d?{_GUARD}d")
 UNKNOWN = bytes(8)
 
 
@@ -31,24 +31,23 @@ class RankStatus:
 
     def pack(self) -> bytes:
         """Pack the status into bytes, as many on every rank."""
-        committed, asked, decision, guard, lowering = Clock(*self.clock)
+        committed, asked, decision, guard = Clock(*self.clock)
         ratio = math.nan if asked is None else asked
         known = self.member, self.job, self.units, committed, ratio, self.norm
         decided = (*decision, *[0.0] * (MEMORY + 1 - len(decision)))
         facts = self.lost, self.lost_norm, self.pooled, self.plan
         watched = bool(guard), *(guard or [0.0] * _GUARD)
-        return _FIELDS.pack(*known, *facts, len(decision), *decided, *watched, *lowering)
+        return _FIELDS.pack(*known, *facts, len(decision), *decided, *watched)
 
     @classmethod
     def unpack(cls, data: bytes) -> RankStatus:
         """Unpack the bytes of `pack`."""
         member, job, units, committed, ratio, norm, *rest = _FIELDS.unpack(data)
         (*facts, count), numbers = rest[:5], rest[5:]
-        has_guard, *guard, seen, mean = numbers[MEMORY + 1 :]
+        has_guard, *guard = numbers[MEMORY + 1 :]
         asked = None if math.isnan(ratio) else ratio
         decision, known = tuple(numbers[:count]), tuple(guard) if has_guard else ()
-        clock = Clock(committed, asked, decision, known, (seen, mean))
-        return cls(member, job, units, clock, norm, *facts)
+        return cls(member, job, units, Clock(committed, asked, decision, known), norm, *facts)
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,12 @@ def _fitted(compression: Any) -> Fitted | None:
             "neither tells its learning rate",
             cure="Give it to the DistributedOptimizer of a Keras, or leave it out",
         )
+    if compressor is not None and compressor.config.lower_lr:
+        raise ConfigError(
+            "lower_lr=True was given to a gradient tape, or to an optimizer of TensorFlow 1: "
+            "neither tells its learning rate",
+            cure="Give it to the DistributedOptimizer of a Keras, or leave it out",
+        )
     if compressor is not None and compressor.deferred.get("momentum") == TAKE_OVER:
         raise ConfigError(
             "momentum='optimizer' was given to a gradient tape, or to an optimizer of "

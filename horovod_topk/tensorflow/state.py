@@ -154,7 +154,6 @@ class OptimizerState(Attached[VariableState]):
     def _run(self, cached: CachedPlan, gradients: list[Any], rate: Any) -> list[Any]:
         schedule = self._state.schedule_in_graphs
         schedule.begin()
-        self._state.lower_now()
         if not tf.executing_eagerly():
             return list(schedule.traced(lambda at: self._build(cached, at, gradients, rate)))
         branch = self._state.branch
@@ -213,7 +212,7 @@ class OptimizerState(Attached[VariableState]):
             arguments = [flags, squares, seconds, compared]
             kinds = [tf.int32, tf.int32, tf.float32, tf.float64]
             level, stage, numbers, factor = tf.py_function(count, arguments, kinds)
-            self._state.lower_next_by(tf.ensure_shape(factor, []))
+            self._state.lower_to(tf.ensure_shape(factor, []))
             self._state.schedule_in_graphs.take(level)
             self._state.schedule_in_graphs.enter(tf.ensure_shape(stage, []))
             self._state.take_numbers(numbers)
@@ -243,8 +242,9 @@ class OptimizerState(Attached[VariableState]):
         names = [tensor.spec.name for tensor in plan.tensors()]
         pairs = zip(names, flags.numpy(), strict=True)
         flagged = [name for name, flag in pairs if flag]
+        state.agree(plan, state.arrived)
         if not flagged:
-            state.observe(compared.tolist())
+            state.lr_factor.observe(*compared.tolist())
         fell_back = state.decide(plan, state.arrived, flagged, committed=not flagged)
         traffic = state.exchange.traffic(plan)
         state.end_step(
@@ -252,6 +252,7 @@ class OptimizerState(Attached[VariableState]):
         )
         now, before, self._ended = time.perf_counter(), self._ended, time.perf_counter()
         numbers = [seconds.exposed_seconds, now - (before or now), state.guard.verdict]
+        numbers.append(state.lr_factor.mean)
         return state.schedule_in_graphs.decided, int(state.guard.memory.stage), numbers
 
     def _note_skipped(self, gradients: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
-from horovod_topk.core.measures import HOST, VERDICT, Rows
+from horovod_topk.core.measures import COSINE, HOST, VERDICT, Rows
 from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
@@ -109,8 +109,7 @@ class VariableState(State[Array]):
         self.rates = VariableRates() if config.follow_lr else None
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
-        # The factor of the learning rate in this step and in the next one.
-        self._factors = apart(_ones) if config.lowers else None
+        self._factor = apart(_one) if config.lowers else None  # of the learning rate
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
@@ -227,7 +226,7 @@ class VariableState(State[Array]):
         return timer
 
     def take_numbers(self, numbers: Any) -> None:
-        """Assign in a graph the measures that this rank sends in the next step: [3] float32."""
+        """Assign in a graph the measures that this rank sends in the next step: [4] float32."""
         if self._numbers is not None:
             self._numbers.assign(tf.ensure_shape(numbers, [len(HOST)]))
 
@@ -237,26 +236,27 @@ class VariableState(State[Array]):
         at = HOST.index(name)
         return Buffer(self._numbers.read_value()[at : at + 1])
 
-    def lower_next_by(self, factor: Any) -> None:
-        """Assign in a graph the factor of the next step's learning rate, [] float64."""
-        if self._factors is not None:
-            self._factors[1].assign(factor)
-
-    def lower_now(self) -> None:
-        """Begin a step: from now on `lower_by` is its factor. In a graph or eagerly."""
-        if self._factors is not None:
-            self._factors[0].assign(self._factors[1])
+    def lower_to(self, factor: Any) -> None:
+        """Assign in a graph the factor of this step's learning rate, [] float64."""
+        if self._factor is not None:
+            self._factor.assign(factor)
 
     @property
     def lower_by(self) -> Any:
-        """Factor of the learning rate in the last step that has begun, [] float64."""
-        assert self._factors is not None
-        return self._factors[0].read_value()
+        """Factor of the learning rate in the last exchange, [] float64."""
+        assert self._factor is not None
+        return self._factor.read_value()
 
     def _lower_by(self, saved: Sequence[float]) -> None:
         """`State._lower_by`, for graphs too."""
         super()._lower_by(saved)
-        self.lower_next_by(self.lr_factor.value)
+        self._renew_numbers()
+
+    def _renew_numbers(self) -> None:
+        """Set the measures of the next step after a state was loaded."""
+        if self._numbers is not None:
+            known = {VERDICT: self.guard.verdict, COSINE: self.lr_factor.mean}
+            self._numbers.assign([known.get(name, 0.0) for name in HOST])
 
     def largest_decay(self, plan: Plan, rate: Any) -> Any:
         """Learning rates as a share of their largest ones, the largest share, [] float64."""
@@ -269,10 +269,7 @@ class VariableState(State[Array]):
         """`State._watch_on`, for graphs too."""
         super()._watch_on(saved, own=own)
         self.schedule_in_graphs.enter(int(self.guard.memory.stage))
-        if self._numbers is not None:
-            measures = [0.0] * len(HOST)
-            measures[HOST.index(VERDICT)] = self.guard.verdict
-            self._numbers.assign(measures)
+        self._renew_numbers()
 
     def count(self, plan: Plan, rate: Any = None) -> None:
         """Count a committed step in a graph, and note its learning rate."""
@@ -370,10 +367,9 @@ def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
     return collective.rank
 
 
-def _ones() -> tuple[Any, Any]:
-    with tf.device("cpu"):
-        present, following = (tf.Variable(1.0, False, dtype=tf.float64) for _ in range(2))
-        return present, following
+def _one() -> Any:
+    """A factor, on the device of Keras' own variables: XLA cannot read others there."""
+    return tf.Variable(1.0, False, dtype=tf.float64)
 
 
 def _of_host() -> Any:

@@ -16,7 +16,7 @@ from horovod_topk.torch_training import momentum
 from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.clipping_late import LateClipping
 from horovod_topk.torch_training.scaling import warn_of_scaler
-from horovod_topk.torch_training.stepping import with_one_exchange
+from horovod_topk.torch_training.stepping import closure_of, with_one_exchange
 
 LOOKS = 8  # calls of the hook that look for a loss scaler; each Horovod step makes two calls
 
@@ -110,18 +110,28 @@ class Hooks(abc.ABC):
             self._looks = 0 if self._of_scaler else self._looks - 1
         factor = self._compressor.plan.config.momentum
         if self._loan is not None:
-            if self._is_around(optimizer):  # this hook runs again for the optimizer's own step
-                self._loan.take_back(optimizer)  # if an earlier step has failed
-            else:
+            self._loan.take_back(optimizer)  # if an earlier step has failed
+            if not self._is_around(optimizer):  # else this hook runs again for the own step
                 self._loan.lend(optimizer)
         elif factor:
             momentum.check_not_twice(optimizer, factor)
         else:
             momentum.give_back(optimizer)
         self._check_clipping(optimizer)
+        if closure_of(args, kwargs) is None:
+            self._lower(optimizer)
         failed = partial(self._take_back, optimizer)
-        check = partial(self._check_closure, optimizer)
+        check = partial(self._after_closure, optimizer)
         return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges, failed, check)
+
+    def _after_closure(self, optimizer: Any) -> None:
+        """Check what a closure has computed, and lower the learning rate of the step."""
+        self._check_closure(optimizer)
+        self._lower(optimizer)
+
+    def _lower(self, optimizer: Any) -> None:
+        if self._loan is not None:
+            self._loan.lower(optimizer)
 
     def _take_back(self, optimizer: Any) -> None:
         """Restore the optimizer's momentum after its step."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from torch.optim import SGD, Adam, AdamW
 
 from horovod_topk.config import AUTO
 from horovod_topk.core.guard import Watch
-from horovod_topk.core.lr_factor import LearningRateFactor
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.momentum_takeover import (
     Own,
@@ -70,18 +69,19 @@ class Loan:
         self._met: list[Any] = []  # known parameter groups; any other was loaded or added
         self._factors: list[float] = []  # momentum of the last exchange, by parameter group
         self._lent: list[dict[str, Any]] | None = None  # saved settings by group, during a step
+        self._put: list[dict[str, Any]] = []  # what these settings are meanwhile
         self.warnings: tuple[str, ...] = ()
-        self._guard, self._lr_factor = Watch(None), LearningRateFactor()
-        self._lower_by = 1.0  # factor of the learning rate, as of the last exchange
+        self._guard = Watch(None)
+        self._lr_factor: Callable[[], float] = lambda: 1.0
         # About the present or last step: whether it was exchanged without momentum correction, and
         # whether the mean of the ranks' velocities was exchanged.
         self._is_over, self._hands_over = False, False
         save_zeros(optimizer, self)
 
-    def lends_for(self, guard: Watch, lr_factor: LearningRateFactor) -> None:
+    def lends_for(self, guard: Watch, lr_factor: Callable[[], float]) -> None:
         """Return the momentum to the optimizer when this guard ends compression.
 
-        lr_factor: multiplies the learning rate until then.
+        lr_factor: returns the factor of Adam's learning rate, once gradients are exchanged.
         """
         self._guard, guard.hands_over, guard.takes_back = guard, True, True
         self._lr_factor = lr_factor
@@ -117,7 +117,6 @@ class Loan:
         was_over = self._is_over or self._guard.is_taking_back
         self._is_over = self.is_over
         self._hands_over = self._guard.is_handing_over
-        self._lower_by = self._lr_factor.value
         if self._is_over:
             return {}
         if was_over:  # the optimizer's buffers become our velocities
@@ -149,20 +148,34 @@ class Loan:
             if "betas" in group:
                 self._lent.append({key: group[key] for key in ("betas", "lr", "weight_decay")})
                 group["betas"] = (0.0 * group["betas"][0], group["betas"][1])
-                if self._lower_by < 1.0:
-                    self._lower(group, is_decoupled=isinstance(optimizer, AdamW))
             else:
                 factor = factors[number] if number < len(factors) else _now(group)
                 self._lent.append({key: group[key] for key in ("momentum", "nesterov", "lr")})
                 # With a momentum and no buffer yet, SGD copies the gradient to its buffer.
                 momentum = factor if self._hands_over else 0.0
                 group.update(momentum=momentum, nesterov=False, lr=group["lr"] / (1.0 - factor))
+        self._note_put(optimizer)
 
-    def _lower(self, group: Any, *, is_decoupled: bool) -> None:
-        """Multiply a group's learning rate by the factor; decoupled weight decay stays as it is."""
-        group["lr"] = group["lr"] * self._lower_by
-        if group.get("decoupled_weight_decay", is_decoupled):
-            group["weight_decay"] = group["weight_decay"] / self._lower_by
+    def lower(self, optimizer: Any) -> None:
+        """Multiply Adam's learning rate by the factor, once the step's gradients are exchanged.
+
+        Decoupled weight decay keeps its strength.
+        """
+        if self._lent is None or not isinstance(optimizer, (Adam, AdamW)):
+            return
+        factor, is_decoupled = self._lr_factor(), isinstance(optimizer, AdamW)
+        if factor == 1.0:
+            return
+        for group, own in zip(optimizer.param_groups, self._lent, strict=True):
+            group["lr"] = own["lr"] * factor
+            if group.get("decoupled_weight_decay", is_decoupled):
+                group["weight_decay"] = own["weight_decay"] / factor
+        self._note_put(optimizer)
+
+    def _note_put(self, optimizer: Any) -> None:
+        """Note what the parameter groups are set to, to tell what somebody else has set."""
+        pairs = zip(optimizer.param_groups, self._lent or (), strict=False)
+        self._put = [{key: group[key] for key in lent} for group, lent in pairs]
 
     def take_back(self, optimizer: Any) -> None:
         """Restore the momentum of the parameter groups, after a step.
@@ -174,9 +187,10 @@ class Loan:
             for group, factor in zip(optimizer.param_groups, self._factors, strict=False):
                 for buffer in () if "betas" in group else _buffers(optimizer, group):
                     buffer.div_(1.0 - factor)
-        for group, lent in zip(optimizer.param_groups, self._lent or (), strict=False):
-            group.update(lent)
-        self._lent = None
+        groups = zip(optimizer.param_groups, self._lent or (), self._put, strict=False)
+        for group, lent, put in groups:  # a user may have set it, if the step has failed
+            group.update({key: own for key, own in lent.items() if group[key] is put[key]})
+        self._lent, self._put = None, []
 
     def velocities(self) -> dict[str, Tensor]:
         """The optimizer's momentum buffers as velocities, flat, by name."""

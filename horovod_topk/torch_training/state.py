@@ -116,7 +116,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             plan, ops, PayloadCodec(ops), exchange, name, momenta, collective.timer
         )
         if loan is not None:
-            loan.lends_for(self._compressor.guard, self._compressor.lr_factor)
+            loan.lends_for(self._compressor.guard, self._compressor.lr_factor_now)
         if config.probe_every is not None:
             self._compressor.step.probe = Probe(config.probe_every, collective, ops, name)
         self._compressor.rates = followed(optimizer, config, self._names, self._loan)

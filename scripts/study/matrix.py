@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from horovod_topk.cli.compare.result import Found
@@ -83,8 +83,19 @@ def _loop(place: Place) -> tuple[str, int, str]:
 
 
 def _rows(found: Iterable[Place], name: str) -> list[Row]:
-    """A compressor's rows of these cells, where it was run."""
+    """A compressor's rows of these cells, where it was run; dense's are against another seed."""
+    if name == DENSE:
+        rows = (_with_other_seeds(next(iter(place.rows.values()))) for place in found)
+        return [row for row in rows if len(row.dense) > 1 and None not in row.scores()]
     return [place.rows[name] for place in found if name in place.rows]
+
+
+def _with_other_seeds(row: Row) -> Row:
+    """Dense in the place of a compressor, each run beside one with another seed."""
+    seeds = [*row.dense]
+    return replace(
+        row, name=DENSE, runs={seed: row.dense[seeds[i - 1]] for i, seed in enumerate(seeds)}
+    )
 
 
 def _mean_and_worst(rows: list[Row], unit: str) -> str:

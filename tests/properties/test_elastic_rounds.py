@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,6 @@ from horovod_topk.core.attached import Attached
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange.selection import make_exchange
-from horovod_topk.core.lr_factor import EXCHANGED
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.schedule import Clock
 from horovod_topk.elastic import Manager
@@ -38,7 +38,6 @@ ROWS: list[Method] = [
     for name, settings in (("PowerSGD", {"rank": 2}), ("RandomK", {"ratio": 0.1}))
     for exchange in ("reduce", "allgather", "allreduce")
 ]
-# It keeps the exchanged gradients of the last step, which ranks that join have to get.
 LOWERS = TopK(0.1, min_numel=64, momentum=0.6, lower_lr=True)
 each_method = pytest.mark.parametrize(
     "method", ROWS, ids=lambda method: f"{type(method).__name__}-{method.exchange}"
@@ -313,13 +312,20 @@ def test_a_ranks_own_state_is_not_shared() -> None:
 
 
 def test_ranks_that_join_lower_the_learning_rate_as_the_others_do() -> None:
-    job = Job(LOWERS, 2)
-    job.steps(5)
-    before = job.ranks[0].array(f"state.{EXCHANGED}")
-    assert np.any(before)
-    job.leave([], joining=1)
-    assert np.array_equal(job.ranks[2].array(f"state.{EXCHANGED}"), before)
-    job.steps(4)
-    found = [rank._state.state_dict()["lowering"] for rank in job.ranks]
-    assert found[0] == found[1] == found[2]
-    assert found[0][0] == 8.0, "every pair of steps was compared"
+    job, sign = Job(LOWERS, 2), itertools.cycle([-1.0, 1.0])
+    drawn = {s.name: job.random.standard_normal(s.shape, "f4") for s in SPECS}
+
+    def step(rank: Rank) -> float:
+        rank.step({name: swing * each for name, each in drawn.items()})
+        return rank._state.lr_factor_now()
+
+    factors = []
+    for count in range(12):
+        if count == 6:
+            job.leave([], joining=1)
+        swing = next(sign)
+        found = job.together(step)
+        assert len(set(found)) == 1, found
+        factors.append(found[0])
+    assert factors[5] < 0.5
+    assert max(factors[6:]) < 0.5, "the one that has joined has seen nothing yet"

@@ -49,7 +49,7 @@ class Run:
         self.optimizer.apply_gradients([(gradient, self.variable)])
 
     def factor(self) -> float:
-        """The factor of the next step's learning rate."""
+        """The factor of the last step's learning rate."""
         factor: float = TopKEF.of(self.optimizer).stats().lr_factor
         return factor
 
@@ -72,8 +72,8 @@ def test_steps_are_those_of_the_lower_rate(library: Any, kind: str, graph: bool)
     other = Run(library, kind, auto(lower_lr=False), graph=graph)
     factors = list[float]()
     for step in range(STEPS):
-        factor = run.factor() if step else 1.0
         run.take(step)
+        factor = run.factor()
         other.optimizer.learning_rate = LR * factor
         if kind == "AdamW":
             other.optimizer.weight_decay = DECAY / factor

@@ -106,10 +106,11 @@ def compressed(
         names = {p: name for name, p in model.named_parameters()}
         loan = Loan(optimizer, names, config.momentum_share)
         optimizer.register_step_pre_hook(lambda it, *_: loan.lend(it))
+        optimizer.register_step_pre_hook(lambda it, *_: loan.lower(it))
         optimizer.register_step_post_hook(lambda it, *_: loan.take_back(it))
         made = Compressed(model, ranks, config, Momenta(config, loan.now, loan.velocities))
         for each in made.compressors:  # whose guards are at the same stage
-            loan.lends_for(each.guard, each.lr_factor)
+            loan.lends_for(each.guard, each.lr_factor_now)
     if config.follow_lr:
         made.follow(optimizer)
     return made
