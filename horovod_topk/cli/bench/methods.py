@@ -33,7 +33,7 @@ WORDS = {  # words of a shorthand such as topk-int8-sharded; `auto` would be amb
     **dict.fromkeys(SELECTIONS, "selection"),
     **{value: "indices" for value in INDICES if value != "auto"},
 }
-# Settings that do not change the steps that are timed.
+# Settings that do not change the steps that are timed, which are SGD's.
 UNFIT = (
     "name",
     "warmup",
