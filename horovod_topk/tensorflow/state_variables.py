@@ -368,8 +368,8 @@ def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
 
 
 def _one() -> Any:
-    """A factor, on the device of Keras' own variables: XLA cannot read others there."""
-    return tf.Variable(1.0, False, dtype=tf.float64)
+    with tf.device("cpu"):
+        return tf.Variable(1.0, False, dtype=tf.float64)
 
 
 def _of_host() -> Any:

@@ -63,13 +63,17 @@ class Taken:
         states = list(self._states.values())
         return any(state.has_handed_over for state in states) if states else self.waits()
 
-    def rate(self, learning_rate: Any, variable: Any) -> Any:
-        """The learning rate of one variable's update, from that of the optimizer."""
-        state = self._lowering.get(id(unwrap(variable))) if self.is_over else None
-        if state is not None:
-            rate = tf.convert_to_tensor(learning_rate)
-            return tf.cast(tf.cast(rate, tf.float64) * state.lr_factor, rate.dtype)
-        return learning_rate * self.step
+    def rate(self, learning_rate: Any, variables: Iterable[Any]) -> Any:
+        """The learning rate of an update of these variables, from that of the optimizer.
+
+        Of several exchanges, the smallest factor counts.
+        """
+        found = (self._lowering.get(id(unwrap(variable))) for variable in variables)
+        factors = [state.lr_factor for state in {*found} - {None} if state] if self.is_over else []
+        if not factors:
+            return learning_rate * self.step
+        rate = tf.convert_to_tensor(learning_rate)
+        return tf.cast(tf.cast(rate, tf.float64) * tf.reduce_min(tf.stack(factors)), rate.dtype)
 
     def follow(self, state: OptimizerState, variables: Iterable[Any]) -> None:
         """Follow the guard, and the factor of the learning rate, of these variables' exchange."""
