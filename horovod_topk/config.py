@@ -36,7 +36,6 @@ AUTO = "auto"  # value of a setting that the optimizer and the job decide
 DEFERRED: Mapping[str, tuple[str, ...]] = {
     "momentum": (TAKE_OVER, AUTO),
     "follow_lr": (AUTO,),
-    "lower_lr": (AUTO,),
     "warmup": (AUTO,),
     "guard": (AUTO,),
 }  # setting -> values that are decided once the optimizer and the job are known
@@ -90,9 +89,9 @@ class Settings:
         follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
             that each gradient counts at the rate at which it was computed
             (`horovod_topk.core.rates`). "auto": on if the learning rate is known.
-        lower_lr: lower the learning rate of Adam and AdamW during their steps, as long as steps
-            overshoot (`horovod_topk.core.lr_factor`); their momentum has to be taken over. "auto":
-            on if `velocity_kept` is "auto".
+        lower_lr: lower the learning rate of Adam and AdamW during their steps, as long as exchanged
+            gradients point against each other (`horovod_topk.core.lr_factor`); their momentum has
+            to be taken over.
         ratios: a ratio for some tensors, instead of the method's. A mapping or a sequence of pairs.
             A key is a pattern of tensor names as in `fnmatch` ("head.*"), or a function of a
             tensor's name and shape that returns a bool. A value is a ratio or "dense". The first

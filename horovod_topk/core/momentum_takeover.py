@@ -65,30 +65,23 @@ def fitted(config: Method, deferred: Mapping[str, str], *, normalises: bool | No
     """
     if normalises and config.velocity_kept == AUTO:
         share = ADAMS_SHARE if deferred.get("momentum") == AUTO else 1.0
-        lowers = config.lower_lr or "lower_lr" in deferred
-        config = replace(config, velocity_kept=0.0, momentum_share=share, lower_lr=lowers)
+        config = replace(config, velocity_kept=0.0, momentum_share=share)
     if "warmup" in deferred and normalises is False and not elastic():
         config = replace(config, warmup=AUTO)
     return config
 
 
-def lowering(config: Method, deferred: Mapping[str, str], kind: str, *, is_adam: bool) -> Method:
-    """Lower the learning rate of Adam and AdamW alone, and only if their momentum is taken over.
-
-    Returns:
-        The settings, without `lower_lr` if the learning rate stays as it is.
+def check_lowers(config: Method, kind: str, *, is_adam: bool) -> None:
+    """Refuse to lower a learning rate that is not Adam's or AdamW's with its momentum taken over.
 
     Raises:
-        ConfigError: the user has set `lower_lr`, and the learning rate has to stay as it is.
+        ConfigError: `lower_lr` is set, and the learning rate has to stay as it is.
     """
-    if not config.lower_lr or (is_adam and config.taken_over):
-        return config
-    if "lower_lr" not in deferred:
+    if config.lower_lr and not (is_adam and config.taken_over):
         raise ConfigError(
             f"lower_lr=True was given, and {kind} is no Adam or AdamW whose momentum is taken over",
             cure="Leave lower_lr= out",
         )
-    return replace(config, lower_lr=False)
 
 
 def check_once(momentum: float, nesterov: bool, own: Own) -> None:

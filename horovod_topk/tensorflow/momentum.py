@@ -16,9 +16,9 @@ from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
     advise,
+    check_lowers,
     check_once,
     fitted,
-    lowering,
     none_to_correct,
     settings_of,
     warn_of_clipping,
@@ -68,9 +68,8 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
         log.info("TopKEF leaves momentum to %s: %s", type(optimizer).__name__, why)
         asked = None
     kind, setting = type(optimizer).__name__, _setting_of(optimizer)
-    lowered = partial(
-        lowering,
-        deferred=compressor.deferred,
+    check = partial(
+        check_lowers,
         kind=f"legacy {kind}" if is_legacy(optimizer) else kind,
         is_adam=normalises and not is_legacy(optimizer),
     )
@@ -78,13 +77,15 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
         check_not_twice(optimizer, config)
         if hvd.is_initialized() and why_inactive(process_set) is None:
             _advise(optimizer, config)
-        return Fitted(compressor, lowered(config), None)
+        check(config)
+        return Fitted(compressor, config, None)
     own = None if setting is None else _number(_present(optimizer, setting))
     nesterov = setting == "momentum" and bool(optimizer.nesterov)
     settings = settings_of(kind, None if own is None else (own, nesterov), WORDS)
     if setting is None or why_inactive(process_set) is not None:
         return Fitted(compressor, config, None)
-    config = lowered(replace(config, **settings, taken_over=True))
+    config = replace(config, **settings, taken_over=True)
+    check(config)
     share = config.momentum_share
     taken = Taken(setting, config.momentum, share, may_leave=asked == AUTO)
     if config.guard is not None:

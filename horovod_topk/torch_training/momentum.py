@@ -30,9 +30,9 @@ from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
+    check_lowers,
     check_once,
     fitted,
-    lowering,
     none_to_correct,
     not_a_momentum,
     settings_of,
@@ -285,7 +285,8 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
         log.info("TopKEF leaves momentum to %s: %s", kind, why)
     else:
         config = replace(config, **own_momentum(optimizer), taken_over=True)
-    return lowering(config, deferred, kind, is_adam=normalises)
+    check_lowers(config, kind, is_adam=normalises)
+    return config
 
 
 def _why_left(optimizer: Any, config: Method) -> str:

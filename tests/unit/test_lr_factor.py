@@ -23,7 +23,7 @@ from horovod_topk.core.lr_factor import (
     compare,
     sample_plan,
 )
-from horovod_topk.core.momentum_takeover import fitted, lowering
+from horovod_topk.core.momentum_takeover import check_lowers
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.errors import ConfigError, StateDictError
@@ -219,18 +219,13 @@ def test_a_damaged_state_is_refused(saved: Any) -> None:
         rank.load_state_dict(rank.state_dict() | {"lowering": saved})
 
 
-def test_only_adam_with_everything_left_to_it_is_lowered() -> None:
-    auto = {"momentum": "auto", "lower_lr": "auto"}
-    settings = TopK(velocity_kept="auto")
-    assert fitted(settings, auto, normalises=True).lower_lr
-    assert not fitted(settings, auto, normalises=False).lower_lr
-    assert not fitted(TopK(velocity_kept=0.5), auto, normalises=True).lower_lr
-    config = replace(settings, lower_lr=True)
-    assert not lowering(config, auto, "Adam", is_adam=True).lower_lr
-    taken = replace(config, momentum=0.9, taken_over=True)
-    assert lowering(taken, auto, "Adam", is_adam=True).lower_lr
-    with pytest.raises(ConfigError, match="lower_lr=True was given, and SGD is no Adam"):
-        lowering(taken, {}, "SGD", is_adam=False)
+def test_only_adam_whose_momentum_is_taken_over_is_lowered() -> None:
+    taken = TopK(momentum=0.9, taken_over=True, lower_lr=True)
+    check_lowers(taken, "Adam", is_adam=True)
+    check_lowers(replace(taken, lower_lr=False), "SGD", is_adam=False)
+    for config, is_adam in ((taken, False), (replace(taken, taken_over=False), True)):
+        with pytest.raises(ConfigError, match="lower_lr=True was given, and SGD is no Adam"):
+            check_lowers(config, "SGD", is_adam=is_adam)
 
 
 @pytest.fixture

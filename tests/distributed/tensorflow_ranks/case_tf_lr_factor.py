@@ -15,6 +15,7 @@ from proof import assert_ranks_equal
 from tapes import noise
 
 from horovod_topk import checkpoint
+from horovod_topk.errors import ConfigError
 from plain import PlainTopKEF as TopKEF
 
 LR, DECAY, STEPS, SHAPE = 0.5, 0.125, 8, (60, 20)
@@ -22,7 +23,8 @@ BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 
 
 def auto(**settings: Any) -> TopKEF:
-    return TopKEF(**{"ratio": 0.25, "min_numel": 0, "momentum": "auto", **settings})
+    given = {"ratio": 0.25, "min_numel": 0, "momentum": "auto", "lower_lr": True}
+    return TopKEF(**given | settings)
 
 
 class Run:
@@ -104,14 +106,6 @@ def test_a_checkpoint_has_the_factor(library: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_older_optimizers_keep_their_rate() -> None:
-    made = tf_keras.optimizers.legacy.Adam(LR)
-    optimizer = distributed(tf_keras, made, auto())
-    variable = tf.Variable(noise(9, 0, SHAPE))
-    for step in range(3):
-        gradient = (-1.0) ** step * noise(0, 99, SHAPE)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(variable * gradient)
-        pairs = optimizer.compute_gradients(loss, [variable], tape=tape)
-        optimizer.apply_gradients(pairs)
-    assert TopKEF.of(optimizer).stats().lr_factor == 1.0
+def test_the_rate_of_older_optimizers_cannot_be_lowered() -> None:
+    with pytest.raises(ConfigError, match="lower_lr=True was given, and legacy Adam is no Adam"):
+        distributed(tf_keras, tf_keras.optimizers.legacy.Adam(LR), auto())
