@@ -10,7 +10,8 @@ cosine shows it:
     f  = 1 / (1 + 50 max(0, -c' - 0.01))    factor of the learning rate, c' the mean over ranks
 
 A cosine counts as 0.2 or -0.2 at most, so that a short swing, as at the beginning of warm-up, does
-not matter for long. A run whose steps do not overshoot has cosines around 0 or above, and f is 1.
+not matter for long. Without overshoot cosines are around 0 or above, and f is 1, but not if ranks
+have different data: they contradict each other, one after another, and f only slows training down.
 As f falls, so does the overshoot, and where that ends f is 1 again. AdamW's weight decay keeps its
 strength. Hypergradient descent (Baydin et al. 2018) adapts learning rates by the same cosine, in
 both directions.

@@ -87,7 +87,8 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
     config = replace(config, **settings, taken_over=True)
     check(config)
     share = config.momentum_share
-    taken = Taken(setting, config.momentum, share, may_leave=asked == AUTO)
+    lowers, may_leave = config.lower_lr, asked == AUTO
+    taken = Taken(setting, config.momentum, share, lowers=lowers, may_leave=may_leave)
     if config.guard is not None:
         _prepare_return(optimizer, taken, config.guard, compressor)
     return Fitted(compressor, config, taken)

@@ -38,6 +38,7 @@ class Taken:
     setting: str  # the optimizer's argument: "momentum" or "beta_1"
     value: float
     share: float = 1.0  # share of it that is corrected, as `Settings.momentum_share`
+    lowers: bool = False  # whether the learning rate is lowered
     may_leave: bool = field(default=False, compare=False)  # momentum="auto": may be given back
     is_over: bool = field(default=True, compare=False)  # False: it was given back
     warnings: list[str] = field(default_factory=list, compare=False)

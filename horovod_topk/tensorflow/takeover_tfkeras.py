@@ -37,16 +37,16 @@ def apply_none(optimizer: Any, taken: Taken) -> None:
 
 
 def _scale_updates(optimizer: Any, taken: Taken) -> None:
-    """Multiply SGD's clipped gradients by `taken.step` in each update; lower Adam's rate.
+    """Multiply clipped gradients by `taken.step` in each update, or lower the learning rate.
 
     On a GPU, tf-keras compiles updates with XLA, which cannot read a factor on the host.
     """
     update, compiled = optimizer.update_step, optimizer._update_step_xla
-    if taken.setting != "momentum":
+    if taken.lowers:
         optimizer.jit_compile = False
 
     def scaled(gradient: Any, variable: Any) -> Any:
-        if taken.setting == "momentum":
+        if not taken.lowers:
             return update(gradient * taken.step, variable)
         own, rate = optimizer._learning_rate, taken.rate(optimizer.learning_rate, [variable])
         object.__setattr__(optimizer, "_learning_rate", rate)  # Keras would track it
