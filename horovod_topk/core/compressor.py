@@ -127,7 +127,7 @@ class Compressor(State[Array]):
         return Probed() if self.step.probe is None else self.step.probe.result
 
     def lr_factor_now(self) -> float:
-        """The factor of the learning rate in the step whose gradients have arrived."""
+        """Return the factor of the learning rate for the step that has just been exchanged."""
         return self.agree(self.plan, self.arrived)
 
     def commit(self) -> bool:

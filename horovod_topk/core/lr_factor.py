@@ -29,11 +29,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from horovod_topk.core.plan import BucketPlan, lay_out
+from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import shard_numel
-from horovod_topk.methods.dense import Dense
-from horovod_topk.methods.protocol import Piece, TensorSpec
+from horovod_topk.methods.protocol import Piece
 from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
@@ -58,16 +57,16 @@ class LearningRateFactor:
         self.seen, self.mean, self.value = 0, 0.0, 1.0
 
     def agree(self, means: Sequence[float]) -> None:
-        """Set `value`, from the running means that all ranks have sent; (): it is 1."""
+        """Set `value` from the running means of all ranks; if there are none, to 1."""
         mean = math.fsum(means) / max(1, len(means))
         self.value = 1.0 / (1.0 + GAIN * max(0.0, -mean - MARGIN))
 
     def observe(self, before: float, now: float, both: float) -> None:
-        """Note the angle between the exchanged gradients of two steps.
+        """Update the running mean by the angle between the exchanged gradients of two steps.
 
         Args:
             before, now: sums of squares of their elements. If one is 0, there is no angle.
-            both: the same of the sum of both gradients.
+            both: sum of squares of the two gradients added up.
         """
         if not (0.0 < before < math.inf and 0.0 < now < math.inf and both < math.inf):
             return
@@ -85,25 +84,16 @@ class LearningRateFactor:
         self.seen = int(seen)
 
 
-def sample_plan(bucket: BucketPlan) -> BucketPlan:
-    """The layout of the exchanged elements that are kept of a bucket.
-
-    Nothing is kept of tensors that are sent whole because they are small.
-    """
-    kept = []
-    for position, piece in enumerate(bucket.tensors):
-        numel = piece.numel if piece.numel >= bucket.config.min_numel else 0
-        count = shard_numel(numel, _parts(numel), 0)
-        spec = TensorSpec(piece.spec.name, (count,), bucket.residual_dtype, piece.spec.device)
-        kept.append(Piece(spec, count, position))
-    shared = bucket.ordinal, kept, "direct", Dense(), bucket.reduction
-    return lay_out(*shared, identity=["state", EXCHANGED])
+def kept_elements(piece: Piece, min_numel: int) -> int:
+    """Number of a tensor's exchanged elements that are kept; none of a tensor that is small."""
+    numel = piece.numel if piece.numel >= min_numel else 0
+    return shard_numel(numel, _parts(numel), 0)
 
 
 def compare(
     bucket: BucketPlan, kept: Arenas[Array], exchanged: Sequence[Array], ops: Ops[Array]
 ) -> Array:
-    """Keep a bucket's exchanged gradients as the candidate; compare them with those kept before.
+    """Store a bucket's exchanged gradients, and compare them with those of the step before.
 
     Samples are scaled so that their squares have the sum that is expected of the whole tensor.
 
@@ -121,8 +111,8 @@ def compare(
 
 
 def _parts(numel: int) -> int:
-    """Into how many shards a tensor is split, of which one is kept: an odd number.
+    """Number of shards that a tensor is split into; the first one is kept. It is odd.
 
-    With an even number all blocks could be of the same columns of a matrix.
+    With an even number, all kept blocks could be of the same columns of a matrix.
     """
     return max(1, -(-numel // SAMPLE)) | 1

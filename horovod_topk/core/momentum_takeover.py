@@ -72,7 +72,7 @@ def fitted(config: Method, deferred: Mapping[str, str], *, normalises: bool | No
 
 
 def check_lowers(config: Method, kind: str, *, is_adam: bool) -> None:
-    """Refuse to lower a learning rate that is not Adam's or AdamW's with its momentum taken over.
+    """Refuse `lower_lr`, unless the optimizer is Adam or AdamW and its momentum is taken over.
 
     Raises:
         ConfigError: `lower_lr` is set, and the learning rate has to stay as it is.

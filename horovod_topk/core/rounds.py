@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
-from horovod_topk.core.lr_factor import EXCHANGED, sample_plan
+from horovod_topk.core.lr_factor import EXCHANGED, kept_elements
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.plan import BucketPlan, Plan, lay_out
 from horovod_topk.core.residual import Arenas, Squares
@@ -311,17 +311,22 @@ class ReducedBucket(Generic[Array]):
 
 def state_plan(bucket: BucketPlan, name: str) -> BucketPlan:
     """The layout of one named state of a method, for every tensor of a bucket."""
-    if name == EXCHANGED:
-        return sample_plan(bucket)
-    method, parts = _method(bucket), []
+    parts = []
     for position, piece in enumerate(bucket.tensors):
-        state = {} if piece.whole else method.state(piece)
-        count = state[name].numel if name in state else 0
+        count = _state_elements(bucket, piece, name)
         spec = TensorSpec(piece.spec.name, (count,), bucket.residual_dtype, piece.spec.device)
         parts.append(Piece(spec, count, position))
     return lay_out(
         bucket.ordinal, parts, "direct", Dense(), bucket.reduction, identity=["state", name]
     )
+
+
+def _state_elements(bucket: BucketPlan, piece: Piece, name: str) -> int:
+    """Number of elements of one named state for one tensor."""
+    if name == EXCHANGED:
+        return kept_elements(piece, bucket.config.min_numel)
+    state = {} if piece.whole else _method(bucket).state(piece)
+    return state[name].numel if name in state else 0
 
 
 def state_names(plan: Plan) -> list[str]:

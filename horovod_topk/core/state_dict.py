@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from horovod_topk.core.guard import Memory
 from horovod_topk.core.plan import RESIDUAL_DTYPE, TensorSpec
@@ -277,11 +277,7 @@ def decision_of(state: Mapping[str, Any]) -> Sequence[float]:
         StateDictError: the entry is not a list of finite numbers.
     """
     decision = state.get(DECISION, [])
-    if not (
-        isinstance(decision, list)
-        and all(type(each) is float and math.isfinite(each) for each in decision)
-        and len(decision) <= MEMORY + 1
-    ):
+    if not (_are_numbers(decision) and len(decision) <= MEMORY + 1):
         raise StateDictError(
             f"the state dict says that a schedule decided {decision!r}, which is not a list of "
             f"{MEMORY + 1} finite numbers at most",
@@ -297,11 +293,7 @@ def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
         StateDictError: it is not a list of as many finite numbers.
     """
     memory = state.get(GUARD, [])
-    if not (
-        isinstance(memory, list)
-        and all(type(each) is float and math.isfinite(each) for each in memory)
-        and len(memory) in (0, len(Memory._fields))
-    ):
+    if not (_are_numbers(memory) and len(memory) in (0, len(Memory._fields))):
         raise StateDictError(
             f"the state dict says that a guard remembers {memory!r}, which is not a list of "
             f"{len(Memory._fields)} finite numbers",
@@ -318,9 +310,8 @@ def lowering_of(state: Mapping[str, Any]) -> Sequence[float]:
     """
     saved = state.get(LOWERING, [])
     if not (
-        isinstance(saved, list)
+        _are_numbers(saved)
         and len(saved) in (0, 2)
-        and all(type(each) is float and math.isfinite(each) for each in saved)
         and (not saved or (saved[0] >= 0 and abs(saved[1]) <= 1))
     ):
         raise StateDictError(
@@ -328,6 +319,11 @@ def lowering_of(state: Mapping[str, Any]) -> Sequence[float]:
             cure="Pass what state_dict() of a TopKEF compressor returned",
         )
     return saved
+
+
+def _are_numbers(value: object) -> TypeGuard[list[float]]:
+    """Whether a value is a list of finite floats."""
+    return isinstance(value, list) and all(type(x) is float and math.isfinite(x) for x in value)
 
 
 def steps_of(state: Mapping[str, Any], otherwise: int) -> int:

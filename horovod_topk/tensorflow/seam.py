@@ -185,18 +185,13 @@ def _fitted(compression: Any) -> Fitted | None:
     if isinstance(compression, Fitted):
         return compression
     compressor = Compressor.asked(compression)
-    if compressor is not None and compressor.config.follow_lr:
-        raise ConfigError(
-            "follow_lr=True was given to a gradient tape, or to an optimizer of TensorFlow 1: "
-            "neither tells its learning rate",
-            cure="Give it to the DistributedOptimizer of a Keras, or leave it out",
-        )
-    if compressor is not None and compressor.config.lower_lr:
-        raise ConfigError(
-            "lower_lr=True was given to a gradient tape, or to an optimizer of TensorFlow 1: "
-            "neither tells its learning rate",
-            cure="Give it to the DistributedOptimizer of a Keras, or leave it out",
-        )
+    for setting in ("follow_lr", "lower_lr"):
+        if compressor is not None and getattr(compressor.config, setting):
+            raise ConfigError(
+                f"{setting}=True was given to a gradient tape, or to an optimizer of TensorFlow 1: "
+                "neither tells its learning rate",
+                cure="Give it to the DistributedOptimizer of a Keras, or leave it out",
+            )
     if compressor is not None and compressor.deferred.get("momentum") == TAKE_OVER:
         raise ConfigError(
             "momentum='optimizer' was given to a gradient tape, or to an optimizer of "

@@ -129,11 +129,6 @@ class OptimizerState(Attached[VariableState]):
         return self._state.schedule_in_graphs.last
 
     @property
-    def lowers(self) -> bool:
-        """Whether the learning rate is lowered while steps overshoot."""
-        return self._config.lowers
-
-    @property
     def lr_factor(self) -> Any:
         """Factor of the learning rate in the step whose gradients are applied, [] float64."""
         return self._state.lower_by

@@ -65,7 +65,7 @@ class Taken:
         return any(state.has_handed_over for state in states) if states else self.waits()
 
     def rate(self, learning_rate: Any, variables: Iterable[Any]) -> Any:
-        """The learning rate of an update of these variables, from that of the optimizer.
+        """Return the learning rate for updating these variables, given the optimizer's.
 
         Of several exchanges, the smallest factor counts.
         """
@@ -80,7 +80,7 @@ class Taken:
         """Follow the guard, and the factor of the learning rate, of these variables' exchange."""
         if not self.is_over:
             return
-        followed = [self._lowering] if state.lowers else []
+        followed = [self._lowering] if self.lowers else []
         if self.hands_over:
             state.hand_over()
             followed.append(self._states)

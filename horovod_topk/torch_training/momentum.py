@@ -173,7 +173,7 @@ class Loan:
         self._note_put(optimizer)
 
     def _note_put(self, optimizer: Any) -> None:
-        """Note what the parameter groups are set to, to tell what somebody else has set."""
+        """Remember the values that the step has in the parameter groups; others are a user's."""
         pairs = zip(optimizer.param_groups, self._lent or (), strict=False)
         self._put = [{key: group[key] for key in lent} for group, lent in pairs]
 

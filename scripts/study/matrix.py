@@ -91,7 +91,7 @@ def _rows(found: Iterable[Place], name: str) -> list[Row]:
 
 
 def _with_other_seeds(row: Row) -> Row:
-    """Dense in the place of a compressor, each run beside one with another seed."""
+    """Put dense's runs in the place of a compressor's, each beside dense with another seed."""
     seeds = [*row.dense]
     return replace(
         row, name=DENSE, runs={seed: row.dense[seeds[i - 1]] for i, seed in enumerate(seeds)}

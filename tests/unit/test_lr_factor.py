@@ -21,11 +21,11 @@ from horovod_topk.core.lr_factor import (
     MARGIN,
     LearningRateFactor,
     compare,
-    sample_plan,
 )
 from horovod_topk.core.momentum_takeover import check_lowers
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
+from horovod_topk.core.rounds import state_plan
 from horovod_topk.errors import ConfigError, StateDictError
 from horovod_topk.methods.topk import TopK
 from horovod_topk.torch_training.momentum import Loan
@@ -97,7 +97,7 @@ def test_it_goes_on_from_what_was_saved() -> None:
 def kept_and_compared(before: Array, now: Array, backend: Backend) -> tuple[list[float], Array]:
     """The sums of two steps, and the sample of the second."""
     (bucket,) = make_plan([TensorSpec("a", before.shape, "float32")], LOWERS).buckets
-    plan, ops = sample_plan(bucket), backend.ops
+    plan, ops = state_plan(bucket, EXCHANGED), backend.ops
     arenas = Arenas(plan, *(ops.zeros(plan.numel, "float32", "cpu") for _ in range(2)))
     for each in (before, now):
         gradient = backend.array(each.reshape(-1), "float32")
@@ -139,7 +139,7 @@ def test_the_sample_of_a_large_tensor_has_its_cosine(kind: str, cosine: float) -
 def test_small_tensors_are_left_out() -> None:
     specs = [TensorSpec("large", (3000,), "float32"), TensorSpec("small", (100,), "float32")]
     (bucket,) = make_plan(specs, replace(LOWERS, min_numel=1000)).buckets
-    assert {t.spec.name: t.numel for t in sample_plan(bucket).tensors} == {
+    assert {t.spec.name: t.numel for t in state_plan(bucket, EXCHANGED).tensors} == {
         "large": 3000,
         "small": 0,
     }
@@ -230,7 +230,7 @@ def test_only_adam_whose_momentum_is_taken_over_is_lowered() -> None:
 
 @pytest.fixture
 def lent() -> Any:
-    """An AdamW whose learning rate is halved, and its loan."""
+    """An AdamW, and the loan that has halved its learning rate."""
     optimizer = torch.optim.AdamW(nn.Linear(3, 2).parameters(), lr=0.5, weight_decay=0.1)
     names = {p: str(i) for i, p in enumerate(optimizer.param_groups[0]["params"])}
     loan = Loan(optimizer, names, 1.0)

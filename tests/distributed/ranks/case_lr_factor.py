@@ -23,7 +23,7 @@ LR, DECAY, STEPS = 0.5, 0.1, 12
 
 
 class Valley(Task):
-    """The steps of an Adam with a learning rate of 0.5 swing from one side to the other."""
+    """A loss on which Adam with a learning rate of 0.5 swings from side to side."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def auto(**settings: Any) -> TopKEF:
 
 
 class Witness:
-    """What the optimizer's own step gets: its parameter group; and the gradients it has applied."""
+    """Records the parameter group that the optimizer's step sees, and the gradients it applies."""
 
     def __init__(self, optimizer: Any) -> None:
         self.gradients: list[Tensor] = []

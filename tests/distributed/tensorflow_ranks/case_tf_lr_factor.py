@@ -56,7 +56,7 @@ class Run:
         return factor
 
     def copy_from(self, other: Run) -> None:
-        """Take over the other run's variables, the optimizer's too, before a first step."""
+        """Copy the other run's variable and its optimizer's variables, before a first step."""
         self.variable.assign(other.variable)
         self.optimizer.build([self.variable])
         of_both = self.optimizer.variables, other.optimizer.variables
@@ -69,7 +69,7 @@ class Run:
 @BOTH
 @pytest.mark.parametrize(("kind", "graph"), [("Adam", True), ("AdamW", False)])
 def test_steps_are_those_of_the_lower_rate(library: Any, kind: str, graph: bool) -> None:
-    """The other run has the lower learning rate, and so needs a stronger decay."""
+    """A second run is given the lower learning rate, and a decay that is stronger to match."""
     run = Run(library, kind, auto(), graph=graph)
     other = Run(library, kind, auto(lower_lr=False), graph=graph)
     factors = list[float]()
