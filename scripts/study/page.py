@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from horovod_topk.cli.compare.curves import steps_to
-from study import expenses, matrix, pictures
+from study import causes, expenses, matrix, pictures
 from study.markdown import filled, spread, table
 from study.results import DENSE, RESULTS, Row, Study, end, shown
 
@@ -367,7 +367,7 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
         *(difference, fewer, costs, dense, summary, across, alike, everything, variants, seeds),
         *(patience, loops, within, beyond, same_ends, total, scatter, curves, bars, machine),
         *(matrix.progress, matrix.brief, matrix.worst, matrix.means, matrix.cells, matrix.dots),
-        *(matrix.parts, panels, catalogue, calls, runs, expenses.expenses),
+        *(matrix.parts, panels, catalogue, calls, runs, expenses.expenses, causes.causes),
     )
 }
 
