@@ -103,7 +103,7 @@ def _mean_and_worst(rows: list[Row], unit: str) -> str:
     mean = _mean(rows, unit)
     if not rows or any(math.isinf(row.cost) for row in rows):
         return mean
-    worst = max(statistics.mean(_losses(row.costs)) for row in rows)
+    worst = max(statistics.mean(losses(row.costs)) for row in rows)
     return f"{mean}, worst {worst:.2f} ({sum(len(row.costs) for row in rows)})"
 
 
@@ -114,10 +114,10 @@ def _mean(rows: list[Row], unit: str) -> str:
         return "not run"
     if diverged := sum(map(math.isinf, costs)):
         return f"{diverged} of {len(costs)} runs diverged"
-    return f"{statistics.mean(_losses(costs)):.2f}{unit}"
+    return f"{statistics.mean(losses(costs)):.2f}{unit}"
 
 
-def _losses(costs: Iterable[float]) -> list[float]:
+def losses(costs: Iterable[float]) -> list[float]:
     """Replace gains by zero."""
     return [max(0.0, cost) for cost in costs]
 
