@@ -26,9 +26,8 @@ OPTIONAL: dict[str, object] = {
     "nesterov": False,
     "velocity_kept": 0.0,
     "taken_over": False,
-    "momentum_share": 1.0,
     "follow_lr": False,
-    "lower_lr": False,
+    "follows_arrivals": False,
     "ratios": None,
 }  # setting -> the value that switches it off
 TAKE_OVER = "optimizer"  # value of `momentum`: take over the optimizer's own momentum
@@ -39,7 +38,7 @@ DEFERRED: Mapping[str, tuple[str, ...]] = {
     "warmup": (AUTO,),
     "guard": (AUTO,),
 }  # setting -> values that are decided once the optimizer and the job are known
-BY_ADAPTERS = {"taken_over", "momentum_share"}  # settings that adapters set, not users
+BY_ADAPTERS = {"taken_over", "follows_arrivals"}  # settings that adapters set, not users
 
 
 Stretches = tuple[tuple[int, float], ...]
@@ -78,9 +77,10 @@ class Settings:
             exchanged gradients have the size of gradients, and PyTorch's parameter groups stay as
             they are. A number: give the optimizer a momentum of 0 yourself; exchanged gradients are
             velocities then, up to 1 / (1 - momentum) times larger: clip with `clip_norm`. "auto":
-            as "optimizer" where there is a momentum that can be taken over and not everything is
-            sent, else 0; `velocity_kept` is "auto" then unless it is given. With Adam and AdamW,
-            correction then uses two thirds of the momentum. 0: off.
+            with SGD as "optimizer" where there is a momentum that can be taken over and not
+            everything is sent, else 0; `velocity_kept` is "auto" then unless it is given. Adam and
+            AdamW keep their momentum, which then depends on how often an element arrives
+            (`horovod_topk.core.arrivals`). 0: off.
         nesterov: whether that momentum is Nesterov's.
         velocity_kept: share of the velocity of a sent element that stays, in [0, 1]
             (`horovod_topk.core.momentum`). 0: masking, as in the paper. "auto": 0 for Adam and
@@ -89,9 +89,6 @@ class Settings:
         follow_lr: when the learning rate changes, multiply residuals by old rate / new rate, so
             that each gradient counts at the rate at which it was computed
             (`horovod_topk.core.rates`). "auto": on if the learning rate is known.
-        lower_lr: lower the learning rate of Adam and AdamW during their steps, as long as exchanged
-            gradients point against each other (`horovod_topk.core.lr_factor`); their momentum has
-            to be taken over.
         ratios: a ratio for some tensors, instead of the method's. A mapping or a sequence of pairs.
             A key is a pattern of tensor names as in `fnmatch` ("head.*"), or a function of a
             tensor's name and shape that returns a bool. A value is a ratio or "dense". The first
@@ -115,9 +112,8 @@ class Settings:
     nesterov: bool = False  # whether `momentum` is Nesterov's
     velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
     taken_over: bool = False  # whether `momentum` is the optimizer's own; adapters set it
-    momentum_share: float = 1.0  # share of `momentum` that correction uses; adapters set it
     follow_lr: bool = False  # rescale residuals when the learning rate changes
-    lower_lr: bool = False  # lower Adam's learning rate while steps overshoot
+    follows_arrivals: bool = False  # whether Adam's step depends on arrivals; adapters set it
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
     name: str | None = None  # prefix of the collectives' names; None: derived from the plan
 
@@ -134,7 +130,6 @@ class Settings:
         _check_nesterov(self.nesterov, self.momentum)
         _check_kept(self.velocity_kept)
         _check_follow_lr(self.follow_lr)
-        check_flag("lower_lr", self.lower_lr)
         object.__setattr__(self, "ratios", checked_rules(self.ratios))
         _check_name(self.name)
 
@@ -161,16 +156,11 @@ class Settings:
         return self.warmup if isinstance(self.warmup, tuple) else ()
 
     @property
-    def lowers(self) -> bool:
-        """Whether steps are watched for overshooting, and learning rates lowered."""
-        return self.lower_lr and self.momentum > 0.0
-
-    @property
     def needed_measures(self) -> tuple[str, ...]:
-        """Names of the measures that the schedule, the guard and `lower_lr` need."""
+        """Names of the measures that the schedule and the guard need."""
         of_schedule = () if self.schedule is None else self.schedule.measures
         of_guard = () if self.guard is None else self.guard.measures
-        return (*of_schedule, *of_guard, *["cosine"] * self.lowers)
+        return (*of_schedule, *of_guard)
 
     def common(self, *, without: Collection[str] = ()) -> dict[str, Any]:
         """Return the settings that all methods share, by name, without some of them."""
@@ -217,7 +207,7 @@ class Settings:
         return agreed
 
     def _is_off(self, name: str) -> bool:
-        if name in ("velocity_kept", "momentum_share") and not self.momentum:
+        if name == "velocity_kept" and not self.momentum:
             return True
         if name in ("momentum", "nesterov") and self.taken_over:
             return True  # the optimizer's: may change, or differ before a broadcast

@@ -16,7 +16,6 @@ from horovod_topk.core.state_dict import (
     asked_of,
     decision_of,
     guard_of,
-    lowering_of,
     parts_of,
     released_of,
 )
@@ -49,7 +48,6 @@ def check(facts: Any, tensors: Mapping[str, Any], where: str) -> None:
         asked_of(facts)
         decision_of(facts)
         guard_of(facts)
-        lowering_of(facts)
         for state in _states(facts).values():
             released_of(state)
     except StateDictError as error:

@@ -12,14 +12,13 @@ from typing import Any
 
 from horovod_topk.checkpoint.naming import naming
 from horovod_topk.core import reshard
-from horovod_topk.core.lr_factor import EXCHANGED
+from horovod_topk.core.arrivals import STATES
 from horovod_topk.core.rates import LARGEST, RATES
 from horovod_topk.core.state_dict import (
     ASKED,
     COMMITTED,
     DECISION,
     GUARD,
-    LOWERING,
     METHOD_STATE,
     SHARED,
     STEPS,
@@ -91,8 +90,8 @@ def share_out(
         own = {**own, "velocity": _at_zero(own["velocity"])}
     for part in parts_of(own):
         if part.startswith(METHOD_STATE) and part not in common:
-            if part != METHOD_STATE + EXCHANGED:
-                name = part.removeprefix(METHOD_STATE)
+            name = part.removeprefix(METHOD_STATE)
+            if name not in STATES:
                 log.warning("TopKEF: the method's %s starts at zero", name)
             own = {**own, part: _at_zero(own[part])}
     mine = reshard.share_out(total, _each(own, wrap), job.ranks, job.reduction, ops)
@@ -188,8 +187,6 @@ def _each(state: StateDict, change: Callable[[Any], Any]) -> dict[str, Any]:
 def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's own state dict with all residuals that fit, and zeros for the others."""
     fitting = {**own, **common_in(saved, own), "residuals": _residuals(saved, own, "residual")}
-    if LOWERING in saved:
-        fitting[LOWERING] = saved[LOWERING]
     if "owned" in own:
         same = owner_of(saved.get("owned")) == owner_of(own["owned"])
         owned = _residuals(saved["owned"] if same else {}, own["owned"], "owner's residual")
@@ -200,7 +197,7 @@ def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         velocity = _residuals(saved.get("velocity", {}), own["velocity"], "velocity")
         fitting["velocity"] = {**own["velocity"], "residuals": velocity}
     for part in parts_of(own):
-        if part == METHOD_STATE + EXCHANGED:  # no loss, if it does not fit
+        if part.removeprefix(METHOD_STATE) in STATES:  # no loss, if it does not fit
             fitting[part] = saved.get(part, _at_zero(own[part]))
         elif part.startswith(METHOD_STATE):
             kept = _residuals(saved.get(part, {}), own[part], part.removeprefix(METHOD_STATE))

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core import payload as wire
+from horovod_topk.core.arrivals import told
 from horovod_topk.core.measures import Rows, total_of
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.payload import HEADER_BYTES
@@ -54,14 +55,17 @@ class PayloadCodec(Generic[Array]):
 
     Attributes:
         arrived: the measures of all ranks that arrived last with each bucket, by its ordinal.
+        told: means over ranks of the numbers of `tell` that arrived last, by the bucket's ordinal.
     """
 
     def __init__(self, ops: Ops[Array], arrived: dict[int, Rows] | None = None) -> None:
         self._ops = ops
         self.arrived: dict[int, Rows] = {} if arrived is None else arrived
+        self.told: dict[int, Array] = {}
         self._given: dict[int, Sequence[Any]] = {}  # measures to send, by the bucket's ordinal
         self._sealed: dict[bytes, Sequence[Any]] = {}  # measures in payloads, by fingerprint
         self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's, for each piece
+        self._of_tensors: dict[int, Callable[[], Array]] = {}  # see `tell`; by the bucket's ordinal
         self._kernels: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
         self._encoders: dict[bytes, Fused[Array] | None] = {}  # kernels that encode, too
         self._committed: Callable[[], Any] = lambda: 0
@@ -99,22 +103,34 @@ class PayloadCodec(Generic[Array]):
     def set_measures(self, bucket: BucketPlan, numbers: Sequence[Any]) -> None:
         """Set the measures that this rank sends with a bucket, in this step and later ones.
 
-        numbers: one for each of the bucket's measures that are not the method's own.
+        numbers: one for each of the settings' `needed_measures`.
         """
         self._given[bucket.ordinal], self._measured[bucket.ordinal] = numbers, []
 
+    def tell(self, bucket: BucketPlan, numbers: Callable[[], Array]) -> None:
+        """Set the measures of a bucket's tensors in the step that begins.
+
+        numbers: returns them, flat; called once the bucket is encoded.
+        """
+        own = self._given.get(bucket.ordinal, [0.0] * _own(bucket))
+        self._of_tensors[bucket.ordinal] = numbers
+        self._given[bucket.ordinal] = [*own]  # another object: the payload lacks these numbers
+
     def measures(self, bucket: BucketPlan) -> Array:
         """This rank's measures of an encoded bucket, as the uint8 bytes of a payload."""
-        count = len(bucket.measures) - len(bucket.config.measured)
-        ops, given = self._ops, [*self._given.get(bucket.ordinal, [0.0] * count)]
+        ops, given = self._ops, [*self._given.get(bucket.ordinal, [0.0] * _own(bucket))]
         own = self._measured.get(bucket.ordinal, [])
         given += [total_of(each) for each in zip(*own, strict=True)]
-        data = ops.zeros(wire.MEASURE * len(given), "uint8", bucket.device)
+        data = ops.zeros(wire.MEASURE * len(bucket.measures), "uint8", bucket.device)
         numbers = [each if isinstance(each, float) else 0.0 for each in given]
-        ops.store_bytes(data, 0, struct.pack(f"<{len(given)}f", *numbers))
+        if numbers:
+            ops.store_bytes(data, 0, struct.pack(f"<{len(given)}f", *numbers))
         for i, each in enumerate(given):
             if not isinstance(each, float):
                 ops.store(data, wire.MEASURE * i, ops.pack_values(each, "float32"))
+        if told(bucket.measures) and bucket.ordinal in self._of_tensors:
+            last = ops.pack_values(self._of_tensors[bucket.ordinal](), "float32")
+            ops.store(data, wire.MEASURE * len(given), last)
         return data
 
     def new_payload(self, bucket: BucketPlan) -> Array:
@@ -262,6 +278,7 @@ class PayloadCodec(Generic[Array]):
             PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         writers, validate = bucket.writers, self._ops.validate
+        self._read_told(bucket, gathered)
         width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
@@ -291,6 +308,18 @@ class PayloadCodec(Generic[Array]):
                 ranks = self._ops.rows(gathered, width) // writers
                 self._ops.write_scaled(settled, scale * ranks, gradient, flags[position])
         return flags
+
+    def _read_told(self, bucket: BucketPlan, gathered: Array) -> None:
+        """Compute the means over ranks of the measures of a bucket's tensors."""
+        count, ops, dtype = told(bucket.measures), self._ops, bucket.residual_dtype
+        if not count:
+            return
+        width = bucket.layout.payload_bytes // bucket.writers
+        at = HEADER_BYTES + wire.MEASURE * (len(bucket.measures) - count)
+        rows = ops.load(gathered, width, at, wire.MEASURE * count)
+        total: Any = ops.zeros(count, dtype, bucket.device)
+        ops.accumulate(total, None, ops.unpack_values(rows, count, "float32", dtype))
+        self.told[bucket.ordinal] = total * (1 / ops.rows(gathered, width))
 
     def damp(
         self,
@@ -445,8 +474,9 @@ class PayloadCodec(Generic[Array]):
         for (position, _), answer in zip(sound, answers, strict=True):
             if not all(answer) and not flags[bucket.tensors[position].gradient]:
                 raise PayloadCodec._damaged(bucket, position, answer.index(False))
-        if count := len(bucket.measures):
-            if not any(any(head[HEADER_BYTES:begin]) for head in heads):  # the usual case
+        if count := len(bucket.measures) - told(bucket.measures):
+            stop = HEADER_BYTES + wire.MEASURE * count
+            if not any(any(head[HEADER_BYTES:stop]) for head in heads):  # the usual case
                 arrived[bucket.ordinal] = [(0.0,) * count] * len(heads)
                 return flags
             ranks = sorted(range(len(heads)), key=bucket.sender)
@@ -504,6 +534,11 @@ class PayloadCodec(Generic[Array]):
 
     def _slice(self, arena: Array, piece: Any) -> Array:
         return self._ops.view(arena, piece.start, piece.stop)
+
+
+def _own(bucket: BucketPlan) -> int:
+    """Number of a bucket's measures that are neither the method's own nor of its tensors."""
+    return len(bucket.measures) - told(bucket.measures) - len(bucket.config.measured)
 
 
 def _method(bucket: BucketPlan) -> Codec:

@@ -9,7 +9,6 @@ back a step that was not committed.
 from __future__ import annotations
 
 import math
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
@@ -17,7 +16,7 @@ from typing import TypeVar, cast
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.exchange.selection import dense_beside
-from horovod_topk.core.measures import COSINE, EXPOSED, STEP, VERDICT, Rows
+from horovod_topk.core.measures import EXPOSED, STEP, VERDICT, Rows
 from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probed
@@ -126,14 +125,8 @@ class Compressor(State[Array]):
         """`State.probed`."""
         return Probed() if self.step.probe is None else self.step.probe.result
 
-    def lr_factor_now(self) -> float:
-        """Return the factor of the learning rate for the step that has just been exchanged."""
-        return self.agree(self.plan, self.arrived)
-
     def commit(self) -> bool:
         """End the step: elements not sent become the residual, unless a tensor was flagged.
-
-        With `lower_lr` this waits for the device.
 
         Returns:
             Whether the residuals changed. A call without a finished bucket does nothing.
@@ -145,13 +138,9 @@ class Compressor(State[Array]):
             self.rollback()
             return False
         sums = step.sample() if step.samples and step.received else []
-        compared = step.compared() if step.received else []
         if not step.commit():
             return False
         self._take_sample()
-        if compared:
-            rows = map(self._numbers_of, compared)
-            self.lr_factor.observe(*map(sum, zip(*rows, strict=True)))
         self._sums = self._ops.joined(sums) if sums else None
         self.counter.committed += 1
         self._end((), committed=True)
@@ -233,11 +222,6 @@ class Compressor(State[Array]):
         self.sample, self._sums = Sample.of(Squares(gradient, whole, left)), None
         self.guard.sample((self.sample.residual_norm_ratio or 0.0) * self._largest_decay())
 
-    def _numbers_of(self, array: Array) -> tuple[float, ...]:
-        """An array's numbers, as float32, on the host. Waits for the device."""
-        data = self._ops.to_host(self._ops.pack_values(array, "float32"))
-        return struct.unpack(f"<{len(data) // 4}f", data)
-
     def _largest_decay(self) -> float:
         """Largest ratio over tensors of the learning rate to its largest value so far."""
         return max(map(self._decay, self.registry.pieces), default=1.0)
@@ -266,7 +250,7 @@ class Compressor(State[Array]):
         if level != self._level or self.place != self._place:
             self._turn_to(*level)
         self.step.samples = self.steps % self._sampled == 0
-        self._numbers |= {VERDICT: self.guard.verdict, COSINE: self.lr_factor.mean}
+        self._numbers[VERDICT] = self.guard.verdict
         self.step.turn()
         if self.step.probe is not None:
             self.step.probe.turn(self.plan, self.counter.committed)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from horovod_topk.core.exchange import Exchange, Traffic
-from horovod_topk.core.lr_factor import LearningRateFactor
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan
 from horovod_topk.core.probe import Probed
@@ -30,7 +29,6 @@ class Counting(Generic[Array]):
         steps, rolled_back: number of committed steps, and of steps that were rolled back.
         seconds: total of all these steps.
         sample: shares of the last sampled step.
-        lr_factor: the factor of the learning rate, with `lower_lr`.
     """
 
     def __init__(self) -> None:
@@ -39,7 +37,6 @@ class Counting(Generic[Array]):
         self.parts: dict[str, Part[Array]] = {}
         self.steps = self.rolled_back = 0
         self.seconds, self.sample = Seconds(), Sample()
-        self.lr_factor = LearningRateFactor()
         self._counted: tuple[Plan, int] | None = None  # a plan, and the bytes of memory it takes
         self._begun = 0  # what a loaded checkpoint adds to the number of ended steps
         self._callbacks: list[Callable[[StepCounters], None]] = []
@@ -99,7 +96,6 @@ class Counting(Generic[Array]):
             **vars(self.sample),
             **vars(self.probed),
             memory_bytes=self.memory_bytes,
-            lr_factor=self.lr_factor.value,
             fell_back=fell_back,
         )
         for callback in self._callbacks:
@@ -133,7 +129,6 @@ class Counting(Generic[Array]):
             residual_norm_ratio=self.sample.residual_norm_ratio,
             level=self.plan.config.ratio,
             memory_bytes=self.memory_bytes,
-            lr_factor=self.lr_factor.value,
             **vars(self.seconds),
             **vars(self.probed),
             **measured(self.squares()),

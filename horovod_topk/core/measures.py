@@ -1,6 +1,6 @@
 """Measures: a few float32 numbers that each rank sends to all others with its payloads.
 
-A plan names its measures, 16 at most (`Method.measures`). A rank writes them into a payload when it
+A plan names its measures (`Method.measures`). A rank writes them into a payload when it
 encodes a bucket, and reads those of all ranks, in rank order, when it decodes the bucket. They
 arrive on the host together with the non-finite flags, so that nothing else has to be waited for.
 The measures of a step are summed over its buckets, in float64 and in the plan's order. So every
@@ -13,12 +13,12 @@ rank has bitwise the same numbers, and `horovod_topk.core.schedule` decides the 
     exposed     seconds that it waited in collectives in the previous step
     step        seconds that the previous step took, from the end of the step before it
     verdict     verdict of its guard on its own numbers: `horovod_topk.core.guard`
-    cosine      cosine of exchanged gradients of consecutive steps: `horovod_topk.core.lr_factor`
 
 A codec may have measures of its own, which follow these (`Method.measured`): numbers computed from
 what it encodes, summed over tensors. All others are numbers of the whole rank, such as seconds of
 the previous step (the argument `number` of `Step`). A rank sends them with the first of the plan's
-buckets; the other buckets have zeros in their place.
+buckets; the other buckets have zeros in their place. The last measures of a bucket are those of its
+own tensors, if Adam's step depends on arrivals: `horovod_topk.core.arrivals`.
 
 With the exchange "hierarchical" only the ranks that own a shard send measures.
 """
@@ -35,8 +35,8 @@ from horovod_topk.ops import Ops
 Array = TypeVar("Array")
 
 GRADIENT, RESIDUAL = "gradient", "residual"
-EXPOSED, STEP, VERDICT, COSINE = "exposed", "step", "verdict", "cosine"
-HOST = (EXPOSED, STEP, VERDICT, COSINE)  # measures that the host knows before the step
+EXPOSED, STEP, VERDICT = "exposed", "step", "verdict"
+HOST = (EXPOSED, STEP, VERDICT)  # measures that the host knows before the step
 Rows = Sequence[tuple[float, ...]]  # the measures of each rank, in rank order
 Measures = Mapping[str, Sequence[float]]  # measure name -> one number for each rank
 
@@ -81,7 +81,7 @@ def all_measures(plan: Plan, by_bucket: Mapping[int, Rows]) -> Measures | None:
             return None
         before = sums or [[0.0] * len(names) for _ in rows]
         pairs = zip(before, rows, strict=True)
-        sums = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
+        sums = [[a + b for a, b in zip(*pair, strict=False)] for pair in pairs]
     if not sums or not all(math.isfinite(each) for row in sums for each in row):
         return None
     return {name: [row[i] for row in sums] for i, name in enumerate(names)}

@@ -18,9 +18,9 @@ Elements that are sent in nearly every step have a small residual, and lose half
 They have the largest gradients, where a large learning rate makes training unstable first. Elements
 that were sent rarely lose little. When the learning rate falls, training is more stable, and
 velocities are hardly damped. With Adam and AdamW, which divide by the size of the gradients they
-get, "auto" is masking, and with `momentum="auto"` m is two thirds of their beta 1: a residual
-delays and averages gradients as momentum does, so that less momentum is needed. Tensors that are
-sent whole are not damped, so that at ratio 1 the sum over steps is that of heavy-ball momentum.
+get, "auto" is masking; `momentum="auto"` does not correct their momentum at the ranks
+(`horovod_topk.core.arrivals`). Tensors that are sent whole are not damped, so that at ratio 1 the
+sum over steps is that of heavy-ball momentum.
 
 The optimizer itself then has no momentum: p -= lr * (exchanged velocity). A momentum that was taken
 over from it (`taken_over`) keeps gradients in their usual size: users get (1 - m) * (exchanged
@@ -45,7 +45,6 @@ from horovod_topk.ops import Ops, Velocities
 
 Array = TypeVar("Array")
 
-ADAMS_SHARE = 2 / 3  # share of the first moment's factor, beta 1, that correction uses
 LOSS = 0.5  # d of an element that is sent in every step, at the largest learning rate
 
 
@@ -61,7 +60,7 @@ class Momenta:
     """The momentum of every tensor in the present step.
 
     Args:
-        config: `momentum` and `nesterov` for all tensors and steps, and `momentum_share`.
+        config: `momentum` and `nesterov` for all tensors and steps.
         now: returns the next step's momentum by tensor name, if an optimizer has it.
         velocities: returns the optimizer's momentum buffers, flat, by tensor name, for when
             momentum correction begins again.
@@ -74,7 +73,6 @@ class Momenta:
         velocities: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._common, self._now = Momentum(config.momentum, config.nesterov), now
-        self._share = config.momentum_share
         self.velocities = velocities
         self._own: Mapping[str, Momentum] = {}
         self._plain = False  # whether velocities are sent without Nesterov's term
@@ -91,7 +89,7 @@ class Momenta:
     def of(self, name: str) -> Momentum:
         """Momentum of the tensor `name`."""
         own = self._own.get(name, self._common)
-        return Momentum(self._share * own.factor, own.nesterov and not self._plain)
+        return Momentum(own.factor, own.nesterov and not self._plain)
 
 
 class Correction(Generic[Array]):

@@ -12,9 +12,8 @@ from typing import Any
 
 from horovod_topk.config import AUTO
 from horovod_topk.core.base_compressor import elastic
-from horovod_topk.core.momentum import ADAMS_SHARE
 from horovod_topk.errors import ConfigError
-from horovod_topk.methods.protocol import Method
+from horovod_topk.methods.protocol import Method, Rounds
 
 log = logging.getLogger("horovod_topk")
 
@@ -50,8 +49,17 @@ def why_not_corrected(config: Method) -> str:
     return ""
 
 
+def why_not_by_arrivals(config: Method) -> str:
+    """Reason why Adam's step on these gradients does not depend on arrivals; empty: it can."""
+    if why := why_not_corrected(config):
+        return why
+    if isinstance(config, Rounds):
+        return "sums of all ranks have no elements that arrive rarely"
+    return ""
+
+
 def fitted(config: Method, deferred: Mapping[str, str], *, normalises: bool | None) -> Method:
-    """Fill in the defaults that depend on the optimizer: shares of momentum, and `warmup`.
+    """Fill in the defaults that depend on the optimizer: the share of velocity, and `warmup`.
 
     Only SGD gets a warm-up with larger ratios. With Adam, whose step depends on the squares of
     gradients, training near the largest stable learning rate did not recover from a warm-up.
@@ -64,24 +72,10 @@ def fitted(config: Method, deferred: Mapping[str, str], *, normalises: bool | No
             SGD; None: not known.
     """
     if normalises and config.velocity_kept == AUTO:
-        share = ADAMS_SHARE if deferred.get("momentum") == AUTO else 1.0
-        config = replace(config, velocity_kept=0.0, momentum_share=share)
+        config = replace(config, velocity_kept=0.0)
     if "warmup" in deferred and normalises is False and not elastic():
         config = replace(config, warmup=AUTO)
     return config
-
-
-def check_lowers(config: Method, kind: str, *, is_adam: bool) -> None:
-    """Refuse `lower_lr`, unless the optimizer is Adam or AdamW and its momentum is taken over.
-
-    Raises:
-        ConfigError: `lower_lr` is set, and the learning rate has to stay as it is.
-    """
-    if config.lower_lr and not (is_adam and config.taken_over):
-        raise ConfigError(
-            f"lower_lr=True was given, and {kind} is no Adam or AdamW whose momentum is taken over",
-            cure="Leave lower_lr= out",
-        )
 
 
 def check_once(momentum: float, nesterov: bool, own: Own) -> None:
@@ -150,6 +144,11 @@ def note_taken(kind: str, momentum: float) -> None:
     log.info("TopKEF takes over the momentum of %s: %g", kind, momentum)
 
 
+def note_followed(kind: str) -> None:
+    """Log that an Adam's steps depend on how often elements arrive."""
+    log.info("TopKEF: steps of %s depend on how often elements arrive", kind)
+
+
 def warn_of_loaded(kind: str) -> str:
     """Warn that loaded momentum buffers are ignored, as their momentum is taken over.
 
@@ -192,6 +191,6 @@ def advise(kind: str) -> None:
     log.warning(
         "TopKEF: %s divides by the mean square of gradients that arrive late and all at once, and "
         "trains language models much worse than without compression. Pass momentum='auto', the "
-        "default of TopKEF, so that TopKEF corrects the optimizer's momentum",
+        "default of TopKEF, so that its steps take this into account",
         kind,
     )

@@ -7,7 +7,7 @@ and the position of every section follow from the plan alone, never from the dat
     0               4       magic, the ASCII letters "HTKP"
     4               1       version of this format: 2
     5               1       method: the id of the compression method, e.g. 1 for Top-K
-    6               2       M, the bytes of measures: a multiple of 4, at most 64
+    6               2       M, the bytes of measures: a multiple of 4
     8               4       T, the number of tensors
     12              8       digest of the bucket's plan
     20              4       reserved: a writer MUST write 0, a reader MUST refuse anything else
@@ -43,7 +43,6 @@ VERSION = 2
 BODY = 8  # bytes; the body begins at a multiple of it
 END = 16  # bytes; a payload ends at a multiple of it
 MEASURE = 4  # bytes of a measure
-MEASURES = 64  # bytes of measures at most
 _HEADER = struct.Struct("<4sBBHI8sI")
 HEADER_BYTES = _HEADER.size  # 24
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from horovod_topk.core import payload
+from horovod_topk.core import arrivals, payload
 from horovod_topk.core.payload import Layout
 from horovod_topk.errors import ConfigError, DuplicateNameError, UnsupportedDtypeError
 from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Method, Piece, TensorSpec
@@ -316,7 +316,10 @@ def _plan_bucket(
     ordinal: int, specs: Sequence[TensorSpec], config: Method, reduction: str
 ) -> BucketPlan:
     parts = [Piece(spec, spec.numel, position) for position, spec in enumerate(specs)]
-    return lay_out(ordinal, parts, "direct", config, reduction, measures=config.measures)
+    measures = config.measures
+    if config.follows_arrivals:
+        measures += arrivals.measures(parts)
+    return lay_out(ordinal, parts, "direct", config, reduction, measures=measures)
 
 
 def lay_out(

@@ -81,6 +81,11 @@ class Arenas(Generic[Array]):
         factors = [waiting.get((t.start, t.stop), 1.0) for t in self.plan.tensors if waiting]
         return self._residual.array, self._candidate.array, factors
 
+    def stretch(self, start: int, stop: int, ops: Ops[Array]) -> tuple[Array, float]:
+        """A view of one tensor's residual, and the factor that it is still to be multiplied by."""
+        factor = self._residual.factors.get((start, stop), 1.0)
+        return ops.view(self._residual.array, start, stop), factor
+
     def swap(self) -> None:
         """Make the candidate the residual."""
         self._residual, self._candidate = self._candidate, self._residual

@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
+from horovod_topk.core import arrivals
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
-from horovod_topk.core.lr_factor import EXCHANGED, kept_elements
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.plan import BucketPlan, Plan, lay_out
 from horovod_topk.core.residual import Arenas, Squares
@@ -55,7 +55,9 @@ class Whole(Rounds):
     @classmethod
     def beside(cls, config: Method) -> Whole:
         """What another method's settings say of the tensors and the optimizer."""
-        own = config.common(without=("warmup", "ratios", "schedule"))  # of levels
+        own = config.common(
+            without=("warmup", "ratios", "schedule", "follows_arrivals")
+        )  # of levels
         return cls(**own | {"exchange": "reduce", "min_numel": EVERYTHING})
 
 
@@ -323,29 +325,25 @@ def state_plan(bucket: BucketPlan, name: str) -> BucketPlan:
 
 def _state_elements(bucket: BucketPlan, piece: Piece, name: str) -> int:
     """Number of elements of one named state for one tensor."""
-    if name == EXCHANGED:
-        return kept_elements(piece, bucket.config.min_numel)
+    if name in arrivals.STATES:
+        return arrivals.elements(name, piece.numel)
     state = {} if piece.whole else _method(bucket).state(piece)
     return state[name].numel if name in state else 0
 
 
 def state_names(plan: Plan) -> list[str]:
-    """Names of the method's state beside residuals, for any tensor of a plan.
-
-    That of `lower_lr` is one of them.
-    """
+    """Names of the method's state beside residuals, for any tensor of a plan."""
     method: object = plan.config
-    kept = [EXCHANGED] * plan.config.lowers
     if not isinstance(method, Rounds):
-        return kept
+        return list(arrivals.STATES) if plan.config.follows_arrivals else []
     pieces = (piece for piece in plan.tensors() if not piece.whole)
-    return sorted({name for piece in pieces for name in method.state(piece)} | {*kept})
+    return sorted({name for piece in pieces for name in method.state(piece)})
 
 
 def is_shared(plan: Plan, name: str) -> bool:
     """Whether a method's state of this name is equal on all ranks."""
-    if name == EXCHANGED:
-        return False
+    if name in arrivals.STATES:
+        return name in arrivals.SHARED
     method: object = plan.config
     assert isinstance(method, Rounds)
     states = (method.state(piece) for piece in plan.tensors() if not piece.whole)

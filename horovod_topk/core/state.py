@@ -10,14 +10,15 @@ tensors only when gradients come. Until then the state keeps what was loaded for
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from horovod_topk.core.arrivals import FACTORS, STATES
 from horovod_topk.core.counting import Counting
 from horovod_topk.core.guard import Watch
-from horovod_topk.core.lr_factor import EXCHANGED, NOTED
-from horovod_topk.core.measures import COSINE, VERDICT, Rows, all_measures
+from horovod_topk.core.measures import VERDICT, Rows, all_measures
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import Plan, TensorSpec
 from horovod_topk.core.rates import LARGEST, RATES, Followed, rates_of
@@ -27,7 +28,6 @@ from horovod_topk.core.state_dict import (
     COMMITTED,
     DECISION,
     GUARD,
-    LOWERING,
     METHOD_STATE,
     OWNED,
     RELEASED,
@@ -42,7 +42,6 @@ from horovod_topk.core.state_dict import (
     guard_of,
     has_residuals,
     joined,
-    lowering_of,
     pack_state,
     parts_of,
     steps_of,
@@ -56,12 +55,6 @@ from horovod_topk.ops import Ops
 log = logging.getLogger("horovod_topk")
 
 Array = TypeVar("Array")
-_LOWERED = (
-    "TopKEF, step %d: exchanged gradients point against each other, as steps overshoot. The "
-    "learning rate is multiplied by %.2f for now, and by 1 again once they do not; "
-    "stats().lr_factor shows it. A lower learning rate may train better; lower_lr=False leaves it "
-    "alone"
-)
 _NOTHING: Mapping[str, Any] = {RESIDUALS: {}}  # a part of a state dict without arrays
 _OF_TENSORS = ("shapes", RESIDUALS, RELEASED)  # entries of a state dict, by tensor name
 
@@ -95,7 +88,6 @@ class State(Counting[Array]):
         self.later: set[str] = set()
         self.rates: Followed | None = None
         self.ranks_before: int | None = None
-        self._has_lowered = False  # whether the log has a line on a low learning rate
         self._waiting: dict[str, Any] = {}  # state dict of tensors that are not known yet
         self._shared: Mapping[str, Any] = {}  # the same, of `take_shared`
 
@@ -127,24 +119,6 @@ class State(Counting[Array]):
 
     def has_changed(self) -> None:
         """Called after residuals were replaced."""
-
-    def agree(self, plan: Plan, by_bucket: Mapping[int, Rows]) -> float:
-        """The factor of the learning rate in a step whose gradients are exchanged.
-
-        The first low one is logged.
-
-        Args:
-            plan: the plan of the step.
-            by_bucket: measures of all ranks, for each bucket ordinal.
-        """
-        measures = all_measures(plan, by_bucket) if plan.config.lowers else None
-        self.lr_factor.agree(() if measures is None else measures.get(COSINE, ()))
-        factor = self.lr_factor.value
-        if factor < NOTED and not self._has_lowered:
-            self._has_lowered = True
-            if self.place[0] == 0:
-                log.warning(_LOWERED, self.ended + 1, factor)
-        return factor
 
     @property
     def ratio(self) -> float:
@@ -183,15 +157,29 @@ class State(Counting[Array]):
             self.counter.decision = self.schedule.decide(before, plan.config.ratio, measures)
         ending = {"committed": committed, "flagged": bool(flagged), "logs": self.place[0] == 0}
         verdicts = () if measures is None else measures.get(VERDICT, ())
-        fell_back = self.guard.end(self.ended + 1, verdicts=verdicts, **ending)
-        if self.guard.is_taking_back:  # what is known of the time before is old
-            self.lr_factor.load(())
-        return fell_back
+        return self.guard.end(self.ended + 1, verdicts=verdicts, **ending)
 
     def stats(self) -> Stats:
         """Totals and norms so far, and what the guard did. Waits for the device."""
-        guard = self.guard
-        return replace(super().stats(), warnings=guard.warnings, fallbacks=guard.fallbacks)
+        guard, stats = self.guard, super().stats()
+        return replace(
+            stats,
+            warnings=guard.warnings,
+            fallbacks=guard.fallbacks,
+            step_factor=self._step_factor(),
+        )
+
+    def _step_factor(self) -> float:
+        """The smallest factor of Adam's last step; 1 if there is none. Waits for the device."""
+        part = self.parts.get(METHOD_STATE + FACTORS)
+        arrays = [part.residual(name) for name in part.pieces] if part is not None else []
+        numbers = [x for each in arrays for x in self._numbers_of(each) if x > 0.0]
+        return min(numbers, default=1.0)
+
+    def _numbers_of(self, array: Array) -> tuple[float, ...]:
+        """An array's numbers, as float32, on the host. Waits for the device."""
+        data = self._ops.to_host(self._ops.pack_values(array, "float32"))
+        return struct.unpack(f"<{len(data) // 4}f", data)
 
     def set_ratio(self, ratio: float | None) -> None:
         """Use a ratio level from the next step on, or go back to the schedule (None).
@@ -231,10 +219,6 @@ class State(Counting[Array]):
         if self.config.guard is not None:
             self.guard.resume(saved, own=own)
 
-    def _lower_by(self, saved: Sequence[float]) -> None:
-        """Load what `LearningRateFactor.saved` returned."""
-        self.lr_factor.load(saved if self.config.lowers else ())
-
     def _ask(self, ratio: float | None) -> None:
         if ratio != self.counter.asked:
             self.counter.asked = ratio
@@ -271,9 +255,6 @@ class State(Counting[Array]):
         state.pop(GUARD, None)
         if self._remembered:
             state[GUARD] = list(self._remembered)
-        state.pop(LOWERING, None)
-        if lowering := self.lr_factor.saved():
-            state[LOWERING] = lowering
         if self.rates is not None:
             for key, rates in self.rates.saved().items():
                 state[key] = {**rates_of(self._waiting, key), **rates}
@@ -289,7 +270,6 @@ class State(Counting[Array]):
         asked_of(state)
         decision_of(state)
         guard_of(state)
-        lowering_of(state)
         for key in (RATES, LARGEST):
             rates_of(state, key)
         check_velocity(bool(self.config.momentum), state)
@@ -307,7 +287,6 @@ class State(Counting[Array]):
         self._take_decision(decision_of(state))
         self._watch_on(guard_of(state), own=True)
         self.about_to_change()
-        self._lower_by(lowering_of(state))
         self.counter.committed = committed_of(state, self.counter.committed)
         self._begun += steps_of(state, self.ended) - self.ended
         if self.exchange is None:
@@ -366,7 +345,6 @@ class State(Counting[Array]):
         """Set every residual to zero; a step under way is abandoned."""
         self.about_to_change()
         self._waiting, self._shared = {}, {}
-        self._lower_by(())
         for part in self.parts.values():
             part.reset()
         if self.rates is not None:
@@ -400,7 +378,7 @@ class State(Counting[Array]):
         """Copy a checked state dict into the state of the tensors `names`."""
         for key, part in self.parts.items():
             within = _within(state, key)
-            if key == METHOD_STATE + EXCHANGED and not _fits(part, within, names):
+            if key.removeprefix(METHOD_STATE) in STATES and not _fits(part, within, names):
                 within = _NOTHING
             part.take_on(within, [name for name in part.pieces if name in names])
         if self.rates is not None:
@@ -419,7 +397,7 @@ def _check_method_state(
 ) -> None:
     """Refuse a state dict that lacks the method's own state, or has it for other settings."""
     name = key.removeprefix(METHOD_STATE)
-    if name == EXCHANGED:
+    if name in STATES:
         return  # if it does not fit, it starts at zero
     if key not in state:
         raise StateDictError(

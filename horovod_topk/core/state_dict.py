@@ -23,7 +23,6 @@ COMMITTED = "committed"  # key in a state dict: committed steps, also those befo
 ASKED = "asked"  # key in a state dict: the ratio of the last `set_ratio`, if there was one
 DECISION = "decision"  # key in a state dict: the schedule's last decision and its memory
 GUARD = "guard"  # key in a state dict: what the guard remembers
-LOWERING = "lowering"  # key in a state dict: what `LearningRateFactor.saved` returned
 RELEASED = "released"  # key in a state dict: tensors that left the plan, without a residual
 STEPS = "steps"  # key in a saved shard: how many steps had ended
 OWNED, VELOCITY = "owned", "velocity"  # keys of state dicts within a state dict
@@ -300,25 +299,6 @@ def guard_of(state: Mapping[str, Any]) -> Sequence[float]:
             cure="Pass what state_dict() of a TopKEF compressor returned",
         )
     return memory
-
-
-def lowering_of(state: Mapping[str, Any]) -> Sequence[float]:
-    """What `LearningRateFactor.saved` returned when a state dict was made; (): nothing.
-
-    Raises:
-        StateDictError: it is not a count and a cosine.
-    """
-    saved = state.get(LOWERING, [])
-    if not (
-        _are_numbers(saved)
-        and len(saved) in (0, 2)
-        and (not saved or (saved[0] >= 0 and abs(saved[1]) <= 1))
-    ):
-        raise StateDictError(
-            f"the state dict has {saved!r} as {LOWERING!r}, which is not a count and a cosine",
-            cure="Pass what state_dict() of a TopKEF compressor returned",
-        )
-    return saved
 
 
 def _are_numbers(value: object) -> TypeGuard[list[float]]:

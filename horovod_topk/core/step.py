@@ -24,9 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from horovod_topk.core.arrivals import ARRIVALS, STATES
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import BucketExchange, Exchange
-from horovod_topk.core.lr_factor import EXCHANGED, compare
+from horovod_topk.core.following import Following
 from horovod_topk.core.measures import HOST, own_measures, total_of
 from horovod_topk.core.momentum import Correction, Momenta
 from horovod_topk.core.plan import BucketPlan, Plan
@@ -63,8 +64,7 @@ class Bucket(Generic[Array]):
     measurable: bool = False  # whether arenas and payload still belong to one step
     measures: bool = False  # whether it has measures of its own arrays, computed in each step
     gradient: Any = None  # sum of squares of its gradients, in a sampled step
-    kept: Arenas[Array] | None = None  # exchanged gradients of the last step, for `lower_lr`
-    compared: Any = None  # sums that compare them with those of this step
+    following: Following[Array] | None = None  # if Adam's step depends on arrivals
 
 
 class Step(Generic[Array]):
@@ -129,7 +129,7 @@ class Step(Generic[Array]):
         first = min(self._buckets, default=-1)
         if first < 0 or self._buckets[first].measures:
             return
-        numbers = [self._number(name) for name in self._buckets[first].plan.measures]
+        numbers = [self._number(name) for name in self._buckets[first].plan.config.measures]
         if numbers != self._told:
             self._told = numbers
             for ordinal, bucket in self._buckets.items():
@@ -149,9 +149,12 @@ class Step(Generic[Array]):
         began = time.perf_counter() - timer.exposed
         if ordinal in self.sent:
             bucket.exchange.drain()
-        bucket.committed_last, bucket.measurable, bucket.compared = False, True, None
+        bucket.committed_last, bucket.measurable = False, True
         if bucket.measures:
             self._tell(bucket, gradients)
+        if bucket.following is not None:
+            bucket.following.begin(gradients)
+            self._codec.tell(bucket.plan, bucket.following.told)
         if self.samples:
             bucket.gradient = total_of([self._ops.square(gradient) for gradient in gradients])
         velocities = None
@@ -218,8 +221,9 @@ class Step(Generic[Array]):
             bucket.exchange.drain()
             raise
         self.received.add(ordinal)
-        if bucket.kept is not None:
-            bucket.compared = compare(bucket.plan, bucket.kept, targets, self._ops)
+        if bucket.following is not None:
+            lost = self._codec.told[ordinal]
+            bucket.following.finish(targets, gain, self._exchange.ranks, lost)
         timer.decompressing += time.perf_counter() - timer.exposed - began
         if self.probe is not None:
             self.probe.finish(ordinal, targets, gain)
@@ -242,12 +246,14 @@ class Step(Generic[Array]):
         sums = [total_of(gradient), total_of(left)]
         return [*sums, total_of([sums[1], *regained])] if regained else sums
 
-    def compared(self) -> list[Array]:
-        """Sums of squares that compare exchanged gradients with those of the step before.
-
-        [3] float32 of each bucket: the arguments of `LearningRateFactor.observe`.
-        """
-        return [each.compared for each in self._buckets.values() if each.compared is not None]
+    def arrivals(self) -> dict[str, tuple[Array, Array]]:
+        """phi of a tensor's elements after the last step, and c of its classes in it, by name."""
+        found = dict[str, tuple[Array, Array]]()
+        for ordinal, bucket in self._buckets.items():
+            is_known = bucket.committed_last or ordinal in self.received
+            if bucket.following is not None and is_known:
+                found |= bucket.following.latest(committed=bucket.committed_last)
+        return found
 
     def commit(self) -> bool:
         """Make the candidates of all finished buckets the state.
@@ -317,25 +323,24 @@ class Step(Generic[Array]):
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket[Array]:
         storage, ops = self._storage(plan), self._ops
-        states = {name: own for name, own in storage.states.items() if name != EXCHANGED}
+        states = {name: own for name, own in storage.states.items() if name not in STATES}
         memory = storage.residuals, storage.owned, states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
         bucket = Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
-        bucket.measures = not set(plan.measures) <= set(HOST)
-        kept = storage.states.get(EXCHANGED)
-        if plan.config.lowers and kept is not None and kept.plan.numel:
-            bucket.kept = kept
+        bucket.measures = not set(plan.config.measures) <= set(HOST)
+        followed = {name: own for name, own in storage.states.items() if name in STATES}
+        if plan.config.follows_arrivals and followed[ARRIVALS].plan.numel:
+            part = self._exchange.part or 0
+            kept = storage.residuals, storage.owned
+            bucket.following = Following(plan, *kept, part, followed, ops)
         return bucket
 
     def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
         """Compute the measures that this rank sends with a bucket."""
         is_first = bucket.plan.ordinal == min(self._buckets)
         number = self._number if is_first else None
-        residuals, count = (
-            [each.residual for each in bucket.residuals],
-            len(bucket.plan.config.measured),
-        )
-        names = bucket.plan.measures[: len(bucket.plan.measures) - count]
+        residuals = [each.residual for each in bucket.residuals]
+        names = bucket.plan.config.needed_measures
         own = own_measures(names, gradients, residuals, number, self._ops)
         self._codec.set_measures(bucket.plan, own)
 
@@ -347,8 +352,8 @@ class Step(Generic[Array]):
                 bucket.exchange.swap()
                 if bucket.velocity is not None:
                     bucket.velocity.swap()
-                if bucket.kept is not None:
-                    bucket.kept.swap()
+                if bucket.following is not None:
+                    bucket.following.swap()
                 bucket.committed_last = True
             bucket.flags = ()
         return bool(finished)

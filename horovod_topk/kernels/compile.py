@@ -30,6 +30,7 @@ FLAGS = (
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=off",
+    "-fno-math-errno",
     "-Wall",
     "-Wextra",
 )

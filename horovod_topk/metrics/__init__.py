@@ -31,7 +31,6 @@ FIELDS = {
     "comm/probe_error": "probe_error",
     "comm/memory_bytes": "memory_bytes",
     "comm/level": "level",
-    "comm/lr_factor": "lr_factor",
 }
 
 

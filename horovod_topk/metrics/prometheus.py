@@ -56,7 +56,6 @@ class Prometheus:
                 "probe_cosine": "Cosine of the applied gradient and the dense one, of a bucket",
                 "probe_error": "Relative error of the applied gradient, of a bucket",
                 "level": "Ratio of the last step",
-                "lr_factor": "Factor of the learning rate, below 1 while steps overshoot",
                 "memory_bytes": "Bytes held for compression",
             }.items()
         }

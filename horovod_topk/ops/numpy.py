@@ -17,6 +17,7 @@ from horovod_topk.ops import coding
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
+from horovod_topk.ops.protocol import Pick
 
 Array = NDArray[Any]
 
@@ -73,6 +74,10 @@ class NumpyOps(FactorVerbs):
 
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         np.add(velocity * velocity.dtype.type(factor), gradient.reshape(-1), out=out)
+
+    def follow(self, mean: Array, rate: float, gradient: Array, out: Array) -> None:
+        real = mean.dtype.type
+        np.add(mean * real(1.0 - rate), real(rate) * (gradient.reshape(-1) != 0), out=out)
 
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
         u, lost = velocity[index], velocity.dtype.type(loss)
@@ -242,6 +247,15 @@ class NumpyOps(FactorVerbs):
     def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
         for first, out in zip(firsts, outs, strict=True):
             out[...] = self.shard(gradient, len(firsts), first)
+
+    def blocks(self, tensors: Sequence[Array], picks: Sequence[Pick], dtype: str) -> Array:
+        pairs = zip(tensors, picks, strict=True)
+        found = [self.shard(self.shard(t, *pick[:2]), pick[2], 0) for t, pick in pairs]
+        return np.concatenate(found).astype(dtype)
+
+    def segment_sums(self, array: Array, sizes: Sequence[int]) -> Array:
+        stretches = np.split(array, np.cumsum(sizes)[:-1])
+        return np.array([np.sum(each) for each in stretches], array.dtype)
 
     def rows(self, gathered: Array, width: int) -> int:
         return gathered.size // width

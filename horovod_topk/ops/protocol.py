@@ -28,6 +28,7 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 from horovod_topk.ops.philox import Stream
 
 Array = TypeVar("Array")
+Pick = tuple[int, int, int]  # a sample of a tensor: see `Ops.blocks`
 HEAD, EACH = 9, 10  # numbers in a recipe for the bucket, and for each tensor
 Taken = TypeVar("Taken", contravariant=True)  # arrays, in a protocol that returns none
 
@@ -218,6 +219,13 @@ class Ops(Protocol[Array]):
 
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         """out = factor * velocity + gradient, all of one dtype; rounded twice."""
+        ...
+
+    def follow(self, mean: Array, rate: float, gradient: Array, out: Array) -> None:
+        """out = (1 - rate) * mean, plus `rate` where the gradient is not 0; rounded twice.
+
+        mean, out: flat, of the residual's dtype.
+        """
         ...
 
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
@@ -452,6 +460,21 @@ class Ops(Protocol[Array]):
         """Write `shard(gradient, len(firsts), firsts[p])` to outs[p], cast to its dtype.
 
         outs: arrays as long as the shards.
+        """
+        ...
+
+    def blocks(self, tensors: Sequence[Array], picks: Sequence[Pick], dtype: str) -> Array:
+        """Join samples of some tensors of any shape into a flat array, and cast it to `dtype`.
+
+        picks: for each tensor (shards, first, parts): of the shard with the block `first` among
+            `shards` shards, every block whose number is a multiple of `parts`.
+        """
+        ...
+
+    def segment_sums(self, array: Array, sizes: Sequence[int]) -> Array:
+        """Sums of consecutive stretches of a flat array, in its dtype and the library's order.
+
+        sizes: number of elements of each stretch; they add up to the array's.
         """
         ...
 

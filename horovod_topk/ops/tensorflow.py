@@ -30,7 +30,7 @@ from horovod_topk.ops import tensorflow_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import EACH, HEAD, Fused
+from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick
 
 log = logging.getLogger("horovod_topk")
 
@@ -218,6 +218,11 @@ class TensorFlowOps(FactorVerbs):
         kept = velocity.value * _scalar(factor, velocity.dtype)
         _write(out, kept + _flat(gradient))
 
+    def follow(self, mean: Array, rate: float, gradient: Array, out: Array) -> None:
+        arrived = tf.cast(tf.not_equal(_flat(gradient), 0), mean.dtype)
+        kept = mean.value * _scalar(1.0 - rate, mean.dtype)
+        _write(out, kept + arrived * _scalar(rate, mean.dtype))
+
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
         u, lost = tf.gather(velocity.value, index.value), _scalar(loss, velocity.dtype)
         if sums is not None:
@@ -370,6 +375,17 @@ class TensorFlowOps(FactorVerbs):
     def split_shards(self, gradient: Array, firsts: Sequence[int], outs: Sequence[Array]) -> None:
         for first, out in zip(firsts, outs, strict=True):
             _write(out, tf.cast(self.shard(gradient, len(firsts), first).value, out.dtype))
+
+    def blocks(self, tensors: Sequence[Array], picks: Sequence[Pick], dtype: str) -> Array:
+        found = []
+        for tensor, (shards, first, parts) in zip(tensors, picks, strict=True):
+            shard = tensor if shards == 1 else self.shard(tensor, shards, first)
+            found.append(_flat(shard if parts == 1 else self.shard(shard, parts, 0)))
+        return Buffer(tf.cast(tf.concat(found, 0), dtype))
+
+    def segment_sums(self, array: Array, sizes: Sequence[int]) -> Array:
+        stretches = tf.split(array.value, list(sizes))  # segment_sum is not deterministic on GPUs
+        return Buffer(tf.stack([tf.reduce_sum(each) for each in stretches]))
 
     def rows(self, gathered: Array, width: int) -> int:
         if gathered.numel is not None:

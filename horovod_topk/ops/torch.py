@@ -23,7 +23,7 @@ from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import EACH, HEAD, Fused, Velocities
+from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick, Velocities
 
 log = logging.getLogger("horovod_topk")
 
@@ -127,6 +127,17 @@ class TorchOps(FactorVerbs):
         places = velocity.data_ptr(), factor, packed.data_ptr(), out.data_ptr()
         size = out.numel(), out.element_size()
         library.topkef_update_velocity(*places, *size, torch.get_num_threads())
+
+    def follow(self, mean: Tensor, rate: float, gradient: Tensor, out: Tensor) -> None:
+        library = self._library(mean.device.type)
+        if library is not None and gradient.dtype == mean.dtype and out.numel():
+            packed = _packed(gradient)
+            places = mean.data_ptr(), rate, packed.data_ptr(), out.data_ptr()
+            size = out.numel(), out.element_size()
+            library.topkef_follow(*places, *size, torch.get_num_threads())
+            return
+        torch.mul(mean, 1.0 - rate, out=out)
+        out.add_(gradient.reshape(-1).ne(0).to(out.dtype), alpha=rate)
 
     def damp(self, velocity: Tensor, index: Tensor, sums: Tensor | None, loss: float) -> None:
         u = velocity[index]
@@ -323,6 +334,17 @@ class TorchOps(FactorVerbs):
         for first, out in zip(firsts, outs, strict=True):
             out[: rounds * SHARD_BLOCK].view(rounds, SHARD_BLOCK).copy_(whole[:, first])
             out[rounds * SHARD_BLOCK :].copy_(rest[first * SHARD_BLOCK : (first + 1) * SHARD_BLOCK])
+
+    def blocks(self, tensors: Sequence[Tensor], picks: Sequence[Pick], dtype: str) -> Tensor:
+        found = list[Tensor]()
+        for tensor, (shards, first, parts) in zip(tensors, picks, strict=True):
+            shard = tensor if shards == 1 else self.shard(tensor, shards, first)
+            found.append(shard.reshape(-1) if parts == 1 else self.shard(shard, parts, 0))
+        return torch.cat(found).to(DTYPES[dtype])
+
+    def segment_sums(self, array: Tensor, sizes: Sequence[int]) -> Tensor:
+        lengths = torch.tensor(sizes, device=array.device)
+        return torch.segment_reduce(array, "sum", lengths=lengths, unsafe=True)
 
     def rows(self, gathered: Tensor, width: int) -> int:
         return gathered.numel() // width

@@ -25,7 +25,7 @@ def step(
     rate: Any = None,
     *,
     plain: bool = False,
-) -> tuple[list[Any], Any, Any, Any, Any]:
+) -> tuple[list[Any], Any, Any, Any]:
     """Exchange gradients, given in the order of `cached.specs`.
 
     Args:
@@ -40,7 +40,7 @@ def step(
         The exchanged gradients; one flag for each tensor, bucket by bucket, True where a rank had a
         NaN or an infinity (the state is then unchanged, bit for bit); `Squares` and the largest
         present learning rate as a share of its maximum, [4] float64, below zero where they were not
-        measured; `Seconds`, [4] float64; and `Step.compared`, [3] float32, zeros without it.
+        measured; and `Seconds`, [4] float64.
     """
     plan = cached.plan
     arrays: dict[str, Array] = {
@@ -72,8 +72,7 @@ def step(
     unknown = tf.fill([4], tf.constant(-1.0, tf.float64))
     squares = tf.cond(tf.logical_and(due, sound), measure, lambda: unknown)
     exchanged = [arrays[spec.name].value for spec in cached.specs]
-    compared = tf.add_n([tf.zeros([3]), *(each.value for each in run.compared())])
-    return exchanged, flagged, squares, timer.seconds(exchanged), compared
+    return exchanged, flagged, squares, timer.seconds(exchanged)
 
 
 def clip(gradients: Sequence[Array], clip_norm: float, reduction: str, ranks: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -16,17 +15,19 @@ from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
     advise,
-    check_lowers,
     check_once,
     fitted,
     none_to_correct,
+    note_followed,
     settings_of,
     warn_of_clipping,
+    why_not_by_arrivals,
     why_not_corrected,
 )
 from horovod_topk.errors import ConfigError
 from horovod_topk.guard import Guard
 from horovod_topk.methods.protocol import Method
+from horovod_topk.tensorflow.arrivals import ByArrivals
 from horovod_topk.tensorflow.compressor import Compressor
 from horovod_topk.tensorflow.takeover import Taken, is_legacy
 
@@ -43,7 +44,8 @@ class Fitted:
 
     compressor: Compressor
     config: Method  # the compressor's settings, with the momentum that was taken over
-    taken: Taken | None
+    taken: Taken | None = None
+    arrivals: ByArrivals | None = None
 
 
 def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitted:
@@ -62,33 +64,29 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
         config = replace(config, follow_lr=_present(optimizer, "learning_rate") is not None)
     normalises = _is_adam(optimizer)
     is_known = normalises or _is_a(optimizer, "SGD")
-    config = fitted(config, compressor.deferred, normalises=normalises if is_known else None)
     asked = compressor.deferred.get("momentum")
-    if asked == AUTO and (why := _why_left(optimizer, config)):
-        log.info("TopKEF leaves momentum to %s: %s", type(optimizer).__name__, why)
-        asked = None
+    why = _why_left(optimizer, config) if asked == AUTO else ""
+    follows = asked == AUTO and not why and normalises and config.velocity_kept == AUTO
+    config = fitted(config, compressor.deferred, normalises=normalises if is_known else None)
     kind, setting = type(optimizer).__name__, _setting_of(optimizer)
-    check = partial(
-        check_lowers,
-        kind=f"legacy {kind}" if is_legacy(optimizer) else kind,
-        is_adam=normalises and not is_legacy(optimizer),
-    )
+    if why:
+        log.info("TopKEF leaves momentum to %s: %s", kind, why)
+        asked = None
     if asked is None:
         check_not_twice(optimizer, config)
         if hvd.is_initialized() and why_inactive(process_set) is None:
             _advise(optimizer, config)
-        check(config)
-        return Fitted(compressor, config, None)
+        return Fitted(compressor, config)
+    if follows and why_inactive(process_set) is None:
+        note_followed(kind)
+        return Fitted(compressor, replace(config, follows_arrivals=True), arrivals=ByArrivals())
     own = None if setting is None else _number(_present(optimizer, setting))
     nesterov = setting == "momentum" and bool(optimizer.nesterov)
     settings = settings_of(kind, None if own is None else (own, nesterov), WORDS)
     if setting is None or why_inactive(process_set) is not None:
-        return Fitted(compressor, config, None)
+        return Fitted(compressor, config)
     config = replace(config, **settings, taken_over=True)
-    check(config)
-    share = config.momentum_share
-    lowers, may_leave = config.lower_lr, asked == AUTO
-    taken = Taken(setting, config.momentum, share, lowers=lowers, may_leave=may_leave)
+    taken = Taken(setting, config.momentum, may_leave=asked == AUTO)
     if config.guard is not None:
         _prepare_return(optimizer, taken, config.guard, compressor)
     return Fitted(compressor, config, taken)
@@ -114,7 +112,8 @@ def _why_left(optimizer: Any, config: Method) -> str:
         return f"it is none of {WORDS.known}"
     if not _number(_present(optimizer, setting)):
         return "it has none, or one that changes by itself"
-    return why_not_corrected(config)
+    is_adam = _is_adam(optimizer) and config.velocity_kept == AUTO
+    return why_not_by_arrivals(config) if is_adam else why_not_corrected(config)
 
 
 def check_not_twice(optimizer: Any, config: Method) -> None:

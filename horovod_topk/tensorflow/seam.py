@@ -43,7 +43,7 @@ from horovod_topk.tensorflow.momentum import (
 from horovod_topk.tensorflow.planning import Settings, groups_by_id, unwrap
 from horovod_topk.tensorflow.sparse import check_none_left_out, is_sparse, refuse_local, to_dense
 from horovod_topk.tensorflow.state import OptimizerState, live_states
-from horovod_topk.tensorflow.takeover_tfkeras import apply_none
+from horovod_topk.tensorflow.takeover_tfkeras import apply_none, update_by_arrivals
 
 Function = Callable[..., Any]
 
@@ -85,12 +85,15 @@ class Exchange:
         self._sparse_as_dense = sparse_as_dense
         self._stock = stock
         taken = fitted.taken
+        self._followers = [each for each in (taken, fitted.arrivals) if each is not None]
         self._warnings: list[str] = [] if taken is None else taken.warnings  # of the optimizer
 
     @property
     def config(self) -> Method:
-        """The settings, without momentum if it was given back to the optimizer."""
+        """The settings, without what was given back to the optimizer."""
         fitted = self._fitted
+        if fitted.arrivals is not None:
+            return replace(fitted.config, follows_arrivals=fitted.arrivals.is_on)
         if fitted.taken is None or fitted.taken.is_over:
             return fitted.config
         return replace(fitted.config, momentum=0.0, nesterov=False, taken_over=False)
@@ -124,8 +127,8 @@ class Exchange:
         """
         optimizer = self._optimizer()
         grads, variables = list(grads), list(vars)
-        if self._fitted.taken is not None:
-            self._fitted.taken.leave_narrow(optimizer, variables)
+        for each in self._followers:
+            each.leave_narrow(optimizer, variables)
         config = self.config
         check_not_twice(optimizer, config)
         # Horovod would exchange sparse gradients, and no momentum would be applied to them.
@@ -134,8 +137,8 @@ class Exchange:
         check_none_left_out(grads, variables, config)
         self.state = self.compressor.state_of(variables, config, self._settings, self._memory)
         self.state.warnings = self._warnings
-        if self._fitted.taken is not None:
-            self._fitted.taken.follow(self.state, variables)
+        for each in self._followers:
+            each.follow(self.state, variables)
         changed = self.state.active or config.momentum or config.clip_norm is not None
         scale = self.scale() if changed else None
         if not self.state.active:
@@ -185,13 +188,12 @@ def _fitted(compression: Any) -> Fitted | None:
     if isinstance(compression, Fitted):
         return compression
     compressor = Compressor.asked(compression)
-    for setting in ("follow_lr", "lower_lr"):
-        if compressor is not None and getattr(compressor.config, setting):
-            raise ConfigError(
-                f"{setting}=True was given to a gradient tape, or to an optimizer of TensorFlow 1: "
-                "neither tells its learning rate",
-                cure="Give it to the DistributedOptimizer of a Keras, or leave it out",
-            )
+    if compressor is not None and compressor.config.follow_lr:
+        raise ConfigError(
+            "follow_lr=True was given to a gradient tape, or to an optimizer of TensorFlow 1: "
+            "neither tells its learning rate",
+            cure="Give it to the DistributedOptimizer of a Keras, or leave it out",
+        )
     if compressor is not None and compressor.deferred.get("momentum") == TAKE_OVER:
         raise ConfigError(
             "momentum='optimizer' was given to a gradient tape, or to an optimizer of "
@@ -201,7 +203,7 @@ def _fitted(compression: Any) -> Fitted | None:
         )
     if compressor is None:
         return None
-    return Fitted(compressor, compressor.config, None)
+    return Fitted(compressor, compressor.config)
 
 
 def _refuse_scaler() -> None:
@@ -235,6 +237,8 @@ def _wrap_create_distributed_optimizer(original: Function) -> Function:
         refuse_local(optimizer, fitted.config)
         if fitted.taken is not None:
             apply_none(optimizer, fitted.taken)
+        if fitted.arrivals is not None:
+            update_by_arrivals(optimizer, fitted.arrivals)
         optimizer._allreduce_grads.guard(optimizer)
         scale = optimizer._allreduce_grads.scale = scaling.ScaleAround(optimizer)
         return scaling.around(given, optimizer, scale) if scaling.is_scaler(given) else optimizer

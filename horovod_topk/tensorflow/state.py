@@ -128,14 +128,13 @@ class OptimizerState(Attached[VariableState]):
         """Stage of the guard (`horovod_topk.core.guard`) in the last exchange, [] int32."""
         return self._state.schedule_in_graphs.last
 
-    @property
-    def lr_factor(self) -> Any:
-        """Factor of the learning rate in the step whose gradients are applied, [] float64."""
-        return self._state.lower_by
-
     def velocity_of(self, variable: Any) -> Any:
         """The variable with the velocity, flat, of one of the model's variables."""
         return self._state.velocity_of(self._name_of[id(unwrap(variable))])
+
+    def arrivals_of(self, variable: Any) -> tuple[Any, Any] | None:
+        """Variables with phi of each element, flat, and c of each class; None: it has none."""
+        return self._state.arrivals_of(self._name_of[id(unwrap(variable))])
 
     def alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Gradients for the optimizer if nothing is compressed: clipped, and with momentum."""
@@ -187,27 +186,22 @@ class OptimizerState(Attached[VariableState]):
         cached = cached.at(branch.ratio, corrects=branch.corrects)
         with tf.name_scope("topkef"):
             due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
-            exchanged, flags, squares, seconds, compared = step(
+            exchanged, flags, squares, seconds = step(
                 cached, gradients, self._state, due, rate, plain=branch.plain
             )
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
             this, key = weakref.ref(self), (cached.name, branch.corrects)
             self._traced[key] = cached
 
-            def count(
-                flags: Any, squares: Any, seconds: Any, compared: Any
-            ) -> tuple[int, int, list[float], float]:
+            def count(flags: Any, squares: Any, seconds: Any) -> tuple[int, int, list[float]]:
                 state = this()
                 if state is None:
-                    return -1, 0, [0.0] * len(HOST), 1.0
+                    return -1, 0, [0.0] * len(HOST)
                 cached, times = state._traced[key], seconds_of(seconds.numpy())
-                counted = state._count(cached, flags, squares.numpy(), times, compared.numpy())
-                return *counted, state._state.lr_factor.value
+                return state._count(cached, flags, squares.numpy(), times)
 
-            arguments = [flags, squares, seconds, compared]
-            kinds = [tf.int32, tf.int32, tf.float32, tf.float64]
-            level, stage, numbers, factor = tf.py_function(count, arguments, kinds)
-            self._state.lower_to(tf.ensure_shape(factor, []))
+            arguments, kinds = [flags, squares, seconds], [tf.int32, tf.int32, tf.float32]
+            level, stage, numbers = tf.py_function(count, arguments, kinds)
             self._state.schedule_in_graphs.take(level)
             self._state.schedule_in_graphs.enter(tf.ensure_shape(stage, []))
             self._state.take_numbers(numbers)
@@ -215,7 +209,7 @@ class OptimizerState(Attached[VariableState]):
                 return [tf.identity(each) for each in exchanged]
 
     def _count(
-        self, cached: CachedPlan, flags: Any, squares: Any, seconds: Seconds, compared: Any
+        self, cached: CachedPlan, flags: Any, squares: Any, seconds: Seconds
     ) -> tuple[int, int, list[float]]:
         """Count the end of a step, on the host; raise an error that `TensorFlowOps` has deferred.
 
@@ -237,9 +231,6 @@ class OptimizerState(Attached[VariableState]):
         names = [tensor.spec.name for tensor in plan.tensors()]
         pairs = zip(names, flags.numpy(), strict=True)
         flagged = [name for name, flag in pairs if flag]
-        state.agree(plan, state.arrived)
-        if not flagged:
-            state.lr_factor.observe(*compared.tolist())
         fell_back = state.decide(plan, state.arrived, flagged, committed=not flagged)
         traffic = state.exchange.traffic(plan)
         state.end_step(
@@ -247,7 +238,6 @@ class OptimizerState(Attached[VariableState]):
         )
         now, before, self._ended = time.perf_counter(), self._ended, time.perf_counter()
         numbers = [seconds.exposed_seconds, now - (before or now), state.guard.verdict]
-        numbers.append(state.lr_factor.mean)
         return state.schedule_in_graphs.decided, int(state.guard.memory.stage), numbers
 
     def _note_skipped(self, gradients: Sequence[Any]) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_topk.core.arrivals import ARRIVALS, FACTORS
 from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
-from horovod_topk.core.measures import COSINE, HOST, VERDICT, Rows
+from horovod_topk.core.measures import HOST, VERDICT, Rows
 from horovod_topk.core.momentum import Momenta, check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
@@ -109,7 +110,6 @@ class VariableState(State[Array]):
         self.rates = VariableRates() if config.follow_lr else None
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
-        self._factor = apart(_one) if config.lowers else None  # of the learning rate
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
@@ -226,7 +226,7 @@ class VariableState(State[Array]):
         return timer
 
     def take_numbers(self, numbers: Any) -> None:
-        """Assign in a graph the measures that this rank sends in the next step: [4] float32."""
+        """Assign in a graph the measures that this rank sends in the next step: [3] float32."""
         if self._numbers is not None:
             self._numbers.assign(tf.ensure_shape(numbers, [len(HOST)]))
 
@@ -236,26 +236,17 @@ class VariableState(State[Array]):
         at = HOST.index(name)
         return Buffer(self._numbers.read_value()[at : at + 1])
 
-    def lower_to(self, factor: Any) -> None:
-        """Assign in a graph the factor of this step's learning rate, [] float64."""
-        if self._factor is not None:
-            self._factor.assign(factor)
-
-    @property
-    def lower_by(self) -> Any:
-        """Factor of the learning rate in the last exchange, [] float64."""
-        assert self._factor is not None
-        return self._factor.read_value()
-
-    def _lower_by(self, saved: Sequence[float]) -> None:
-        """`State._lower_by`, for graphs too."""
-        super()._lower_by(saved)
-        self._renew_numbers()
+    def arrivals_of(self, name: str) -> tuple[Any, Any] | None:
+        """Variables with a tensor's arrivals and factors; None: it has none."""
+        key = METHOD_STATE + ARRIVALS
+        if key not in self.parts or not self.parts[key].pieces[name][0].numel:
+            return None
+        return self._variable(key, name, 0), self._variable(METHOD_STATE + FACTORS, name, 0)
 
     def _renew_numbers(self) -> None:
         """Set the measures of the next step after a state was loaded."""
         if self._numbers is not None:
-            known = {VERDICT: self.guard.verdict, COSINE: self.lr_factor.mean}
+            known = {VERDICT: self.guard.verdict}
             self._numbers.assign([known.get(name, 0.0) for name in HOST])
 
     def largest_decay(self, plan: Plan, rate: Any) -> Any:

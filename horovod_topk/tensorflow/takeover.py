@@ -37,8 +37,6 @@ class Taken:
 
     setting: str  # the optimizer's argument: "momentum" or "beta_1"
     value: float
-    share: float = 1.0  # share of it that is corrected, as `Settings.momentum_share`
-    lowers: bool = False  # whether the learning rate is lowered
     may_leave: bool = field(default=False, compare=False)  # momentum="auto": may be given back
     is_over: bool = field(default=True, compare=False)  # False: it was given back
     warnings: list[str] = field(default_factory=list, compare=False)
@@ -49,9 +47,6 @@ class Taken:
     _states: weakref.WeakValueDictionary[int, OptimizerState] = field(
         default_factory=weakref.WeakValueDictionary, compare=False, repr=False
     )  # state of the exchange of each variable, by its id, if there is a guard
-    _lowering: weakref.WeakValueDictionary[int, OptimizerState] = field(
-        default_factory=weakref.WeakValueDictionary, compare=False, repr=False
-    )  # the same, if it lowers the learning rate
 
     @property
     def step(self) -> float:
@@ -64,29 +59,13 @@ class Taken:
         states = list(self._states.values())
         return any(state.has_handed_over for state in states) if states else self.waits()
 
-    def rate(self, learning_rate: Any, variables: Iterable[Any]) -> Any:
-        """Return the learning rate for updating these variables, given the optimizer's.
-
-        Of several exchanges, the smallest factor counts.
-        """
-        found = (self._lowering.get(id(unwrap(variable))) for variable in variables)
-        factors = [state.lr_factor for state in {*found} - {None} if state] if self.is_over else []
-        if not factors:
-            return learning_rate * self.step
-        rate = tf.convert_to_tensor(learning_rate)
-        return tf.cast(tf.cast(rate, tf.float64) * tf.reduce_min(tf.stack(factors)), rate.dtype)
-
     def follow(self, state: OptimizerState, variables: Iterable[Any]) -> None:
-        """Follow the guard, and the factor of the learning rate, of these variables' exchange."""
-        if not self.is_over:
+        """Follow the guard of these variables' exchange, if it can hand the momentum back."""
+        if not (self.is_over and self.hands_over):
             return
-        followed = [self._lowering] if self.lowers else []
-        if self.hands_over:
-            state.hand_over()
-            followed.append(self._states)
+        state.hand_over()
         for variable in variables:
-            for states in followed:
-                states[id(unwrap(variable))] = state
+            self._states[id(unwrap(variable))] = state
 
     def state_of(self, variables: Iterable[Any]) -> OptimizerState | None:
         """The state whose guard says how these variables are updated; None: there is no guard.
@@ -210,7 +189,7 @@ def _keep_velocities(
         if taken.setting == "momentum":
             found = tf.math.divide_no_nan(-slot, tf.cast(rate(), slot.dtype))
         else:
-            found = slot / (1.0 - taken.share * taken.value)
+            found = slot / (1.0 - taken.value)
         velocity.assign(tf.reshape(found, [-1]))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.momentum_takeover import note_taken
+from horovod_topk.tensorflow.arrivals import ByArrivals
 from horovod_topk.tensorflow.takeover import (
     Taken,
     has_gathered,
@@ -37,23 +38,11 @@ def apply_none(optimizer: Any, taken: Taken) -> None:
 
 
 def _scale_updates(optimizer: Any, taken: Taken) -> None:
-    """Multiply clipped gradients by `taken.step` in each update, or lower the learning rate.
-
-    On a GPU, tf-keras compiles updates with XLA, which cannot read a factor on the host.
-    """
+    """Multiply clipped gradients by `taken.step` in each update."""
     update, compiled = optimizer.update_step, optimizer._update_step_xla
-    if taken.lowers:
-        optimizer.jit_compile = False
 
     def scaled(gradient: Any, variable: Any) -> Any:
-        if not taken.lowers:
-            return update(gradient * taken.step, variable)
-        own, rate = optimizer._learning_rate, taken.rate(optimizer.learning_rate, [variable])
-        object.__setattr__(optimizer, "_learning_rate", rate)  # Keras would track it
-        try:
-            return update(gradient, variable)
-        finally:
-            object.__setattr__(optimizer, "_learning_rate", own)
+        return update(gradient * taken.step, variable)
 
     def keyed(gradient: Any, variable: Any, key: int) -> Any:
         """XLA compiles an update once for each key: that with a momentum gets another key."""
@@ -111,3 +100,24 @@ def _drop_loaded(optimizer: Any, taken: Taken) -> None:
     for name in ("set_weights", "load_own_variables"):
         if hasattr(optimizer, name):
             setattr(optimizer, name, watched(getattr(optimizer, name)))
+
+
+def update_by_arrivals(optimizer: Any, by: ByArrivals) -> None:
+    """Have each update of an Adam depend on arrivals, whether XLA compiles it or not."""
+    if is_legacy(optimizer):
+        own = optimizer._resource_apply_dense
+
+        def dense(gradient: Any, variable: Any, *rest: Any) -> Any:
+            return by.update(optimizer, gradient, variable, lambda: own(gradient, variable, *rest))
+
+        optimizer._resource_apply_dense = dense
+        return
+    update, compiled = optimizer.update_step, optimizer._update_step_xla
+
+    def plain(gradient: Any, variable: Any) -> Any:
+        return by.update(optimizer, gradient, variable, lambda: update(gradient, variable))
+
+    def by_xla(gradient: Any, variable: Any, key: int) -> Any:
+        return by.update(optimizer, gradient, variable, lambda: compiled(gradient, variable, key))
+
+    optimizer.update_step, optimizer._update_step_xla = plain, by_xla

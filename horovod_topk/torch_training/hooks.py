@@ -13,6 +13,7 @@ from torch import Tensor
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum_takeover import note_taken
 from horovod_topk.torch_training import momentum
+from horovod_topk.torch_training.adam import AdamSteps
 from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.clipping_late import LateClipping
 from horovod_topk.torch_training.scaling import warn_of_scaler
@@ -31,6 +32,7 @@ class Hooks(abc.ABC):
         compressor: the compressor of the optimizer's gradients.
         buckets: the same gradients, as they become ready.
         loan: the optimizer's own momentum, if it was taken over.
+        adam: what prepares its steps, if they depend on arrivals.
         has_scaler: whether the loss's scaler is known.
     """
 
@@ -41,10 +43,13 @@ class Hooks(abc.ABC):
         compressor: Compressor[Tensor],
         buckets: Buckets,
         loan: momentum.Loan | None,
+        adam: AdamSteps | None,
         *,
         has_scaler: bool = False,
     ) -> None:
-        self._compressor, self._buckets, self._loan = compressor, buckets, loan
+        self._compressor, self._buckets = compressor, buckets
+        self._loan, self._adam = loan, adam
+        self._prepared = 0  # number of exchanges when a step was last prepared
         config = compressor.plan.config
         keeps = config.momentum or config.ratio < 1.0 or config.withheld()
         self._looks = LOOKS if keeps and not has_scaler else 0  # calls left that look for a scaler
@@ -119,19 +124,23 @@ class Hooks(abc.ABC):
             momentum.give_back(optimizer)
         self._check_clipping(optimizer)
         if closure_of(args, kwargs) is None:
-            self._lower(optimizer)
+            self._prepare(optimizer)
         failed = partial(self._take_back, optimizer)
         check = partial(self._after_closure, optimizer)
         return with_one_exchange(args, kwargs, lambda: self._buckets.exchanges, failed, check)
 
     def _after_closure(self, optimizer: Any) -> None:
-        """Check what a closure has computed, and lower the learning rate of the step."""
+        """Check what a closure has computed, and prepare the step with it."""
         self._check_closure(optimizer)
-        self._lower(optimizer)
+        self._prepare(optimizer)
 
-    def _lower(self, optimizer: Any) -> None:
-        if self._loan is not None:
-            self._loan.lower(optimizer)
+    def _prepare(self, optimizer: Any) -> None:
+        """Prepare the optimizer's own step, if it depends on arrivals: once for each exchange."""
+        exchanges = self._buckets.exchanges
+        if self._adam is None or self._is_around(optimizer) or exchanges == self._prepared:
+            return
+        self._prepared = exchanges
+        self._adam.prepare(optimizer)
 
     def _take_back(self, optimizer: Any) -> None:
         """Restore the optimizer's momentum after its step."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,13 +30,14 @@ from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.momentum_takeover import (
     Own,
     Words,
-    check_lowers,
     check_once,
     fitted,
     none_to_correct,
     not_a_momentum,
+    note_followed,
     settings_of,
     warn_of_loaded,
+    why_not_by_arrivals,
     why_not_corrected,
 )
 from horovod_topk.core.momentum_takeover import advise as advise_of
@@ -52,39 +53,31 @@ KNOWN = SGD, Adam, AdamW
 class Loan:
     """Sets an optimizer's own momentum to 0 during each step, and restores it afterwards.
 
-    With `lower_lr` it also multiplies the learning rate by a factor during the step.
-
     Args:
         optimizer: SGD, Adam or AdamW.
         names: names of parameters; parameters without one are not compressed.
-        share: share of the momentum that is corrected, as `Settings.momentum_share`.
 
     Attributes:
         warnings: texts of the warnings given.
     """
 
-    def __init__(self, optimizer: Any, names: Mapping[Any, str], share: float) -> None:
+    def __init__(self, optimizer: Any, names: Mapping[Any, str]) -> None:
         self._optimizer = weakref.ref(optimizer)  # it holds the hooks, and so this object
-        self._names, self._share = names, share
+        self._names = names
         self._met: list[Any] = []  # known parameter groups; any other was loaded or added
         self._factors: list[float] = []  # momentum of the last exchange, by parameter group
         self._lent: list[dict[str, Any]] | None = None  # saved settings by group, during a step
         self._put: list[dict[str, Any]] = []  # what these settings are meanwhile
         self.warnings: tuple[str, ...] = ()
         self._guard = Watch(None)
-        self._lr_factor: Callable[[], float] = lambda: 1.0
         # About the present or last step: whether it was exchanged without momentum correction, and
         # whether the mean of the ranks' velocities was exchanged.
         self._is_over, self._hands_over = False, False
         save_zeros(optimizer, self)
 
-    def lends_for(self, guard: Watch, lr_factor: Callable[[], float]) -> None:
-        """Return the momentum to the optimizer when this guard ends compression.
-
-        lr_factor: returns the factor of Adam's learning rate, once gradients are exchanged.
-        """
+    def lends_for(self, guard: Watch) -> None:
+        """Return the momentum to the optimizer when this guard ends compression."""
         self._guard, guard.hands_over, guard.takes_back = guard, True, True
-        self._lr_factor = lr_factor
 
     @property
     def is_over(self) -> bool:
@@ -146,7 +139,7 @@ class Loan:
             _drop_buffers(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             if "betas" in group:
-                self._lent.append({key: group[key] for key in ("betas", "lr", "weight_decay")})
+                self._lent.append({"betas": group["betas"]})
                 group["betas"] = (0.0 * group["betas"][0], group["betas"][1])
             else:
                 factor = factors[number] if number < len(factors) else _now(group)
@@ -154,22 +147,6 @@ class Loan:
                 # With a momentum and no buffer yet, SGD copies the gradient to its buffer.
                 momentum = factor if self._hands_over else 0.0
                 group.update(momentum=momentum, nesterov=False, lr=group["lr"] / (1.0 - factor))
-        self._note_put(optimizer)
-
-    def lower(self, optimizer: Any) -> None:
-        """Multiply Adam's learning rate by the factor, once the step's gradients are exchanged.
-
-        Decoupled weight decay keeps its strength.
-        """
-        if self._lent is None or not isinstance(optimizer, (Adam, AdamW)):
-            return
-        factor, is_decoupled = self._lr_factor(), isinstance(optimizer, AdamW)
-        if factor == 1.0:
-            return
-        for group, own in zip(optimizer.param_groups, self._lent, strict=True):
-            group["lr"] = own["lr"] * factor
-            if group.get("decoupled_weight_decay", is_decoupled):
-                group["weight_decay"] = own["weight_decay"] / factor
         self._note_put(optimizer)
 
     def _note_put(self, optimizer: Any) -> None:
@@ -198,7 +175,7 @@ class Loan:
         found = dict[str, Tensor]()
         for group in optimizer.param_groups:
             is_adam = "betas" in group
-            factor = 1.0 / (1.0 - self._share * group["betas"][0]) if is_adam else 1.0
+            factor = 1.0 / (1.0 - group["betas"][0]) if is_adam else 1.0
             if group.get("maximize") and not is_adam:
                 factor = -factor
             for p in group["params"]:
@@ -275,17 +252,20 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
         ConfigError: momentum would be applied twice, or cannot be taken over.
     """
     normalises = isinstance(optimizer, (Adam, AdamW))
+    follows = normalises and deferred.get("momentum") == AUTO and config.velocity_kept == AUTO
     is_known = normalises or isinstance(optimizer, SGD)
+    asked, kind = deferred.get("momentum"), type(optimizer).__name__
+    why = _why_left(optimizer, config) if asked == AUTO else ""
     config = fitted(config, deferred, normalises=normalises if is_known else None)
-    asked = deferred.get("momentum")
-    kind = type(optimizer).__name__
     if asked is None:
         check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
-    elif asked == AUTO and (why := _why_left(optimizer, config)):
+    elif why:
         log.info("TopKEF leaves momentum to %s: %s", kind, why)
+    elif follows:
+        note_followed(kind)
+        config = replace(config, follows_arrivals=True)
     else:
         config = replace(config, **own_momentum(optimizer), taken_over=True)
-    check_lowers(config, kind, is_adam=normalises)
     return config
 
 
@@ -300,7 +280,8 @@ def _why_left(optimizer: Any, config: Method) -> str:
         return "it is dampened"
     if not any(each[0] for each in found if each is not None):
         return "it has none"
-    if why := why_not_corrected(config):
+    is_adam = isinstance(optimizer, (Adam, AdamW)) and config.velocity_kept == AUTO
+    if why := why_not_by_arrivals(config) if is_adam else why_not_corrected(config):
         return why
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     wide = torch.float32, torch.float64
@@ -404,7 +385,9 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
 
 def advise(optimizer: Any, config: Method) -> None:
     """Warn about an Adam or AdamW whose own momentum could be corrected, but is not."""
-    if config.momentum or not config.error_feedback or why_not_corrected(config):
+    if config.momentum or config.follows_arrivals:
+        return
+    if not config.error_feedback or why_not_corrected(config):
         return
     if not isinstance(optimizer, (Adam, AdamW)):
         return

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from horovod_topk.core.stats import Stats, describe
 from horovod_topk.core.timing import Timed
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch_training.adam import AdamSteps, arrived
 from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.clipping import clip_alone
 from horovod_topk.torch_training.hooks import Hooks
@@ -82,7 +84,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         if isinstance(optimizer, ExchangesOwn):
             config = optimizer.exchange_settings(config)
         if config.taken_over:
-            self._loan = Loan(optimizer, self._names, config.momentum_share)
+            self._loan = Loan(optimizer, self._names)
         advise(optimizer, config)
         return config
 
@@ -116,7 +118,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             plan, ops, PayloadCodec(ops), exchange, name, momenta, collective.timer
         )
         if loan is not None:
-            loan.lends_for(self._compressor.guard, self._compressor.lr_factor_now)
+            loan.lends_for(self._compressor.guard)
         if config.probe_every is not None:
             self._compressor.step.probe = Probe(config.probe_every, collective, ops, name)
         self._compressor.rates = followed(optimizer, config, self._names, self._loan)
@@ -127,7 +129,10 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
 
     def _watch(self, optimizer: Any, accumulations: Any) -> None:
         """Register hooks on the optimizer's steps; for `accumulations` see `Hooks.watch`."""
-        shared = self._compressor, self._buckets, self._loan
+        adam = None
+        if self._compressor.config.follows_arrivals:
+            adam = AdamSteps(self._names, partial(arrived, self._compressor))
+        shared = self._compressor, self._buckets, self._loan, adam
         self._hooks = type(self).hooks(*shared, has_scaler=self._has_scaler)
         self._hooks.watch(optimizer, accumulations)
         _LIVE.add(self)

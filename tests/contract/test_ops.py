@@ -149,6 +149,40 @@ def test_velocities_are_rounded_twice(
 
 @each_way
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("numel", [0, 1, 5000])
+def test_a_mean_follows_what_is_not_zero(backend: Backend, dtype: str, numel: int) -> None:
+    random = np.random.default_rng(0)
+    mean, gradient = random.random(numel).astype(dtype), random.standard_normal(numel)
+    gradient = np.where(random.random(numel) < 0.5, 0, gradient).astype(dtype)
+    out, real = backend.ops.zeros(numel, dtype, "cpu"), np.dtype(dtype).type
+    backend.ops.follow(backend.array(mean, dtype), 0.1, backend.array(gradient, dtype), out)
+    expected = mean * real(0.9) + np.where(gradient != 0, real(0.1), real(0))
+    assert bits(backend, out) == expected.tobytes()
+
+
+@each_way
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_samples_are_blocks_of_shards(backend: Backend, dtype: str) -> None:
+    shapes, picks = [(70, 100), (300,), (40, 60)], [(3, 1, 3), (1, 0, 1), (1, 0, 3)]
+    whole = [np.arange(np.prod(shape)).astype(dtype).reshape(shape) for shape in shapes]
+    found = backend.ops.blocks([backend.array(each, dtype) for each in whole], picks, "float32")
+    first = whole[0].reshape(-1)[512:1024], whole[0].reshape(-1)[512 * 10 : 512 * 11]
+    last = whole[2].reshape(-1)[:512], whole[2].reshape(-1)[512 * 3 : 512 * 4]
+    expected = np.concatenate([*first, whole[1], *last]).astype("f4")
+    assert np.array_equal(backend.numpy(found), expected)
+
+
+@each_way
+def test_stretches_are_summed_one_by_one(backend: Backend) -> None:
+    array = np.random.default_rng(0).standard_normal(600).astype("f4")
+    sizes = [1, 0, 500, 99, 0]
+    found = backend.numpy(backend.ops.segment_sums(backend.array(array, "float32"), sizes))
+    stretches = np.split(array.astype("f8"), np.cumsum(sizes)[:-1])
+    np.testing.assert_allclose(found, [each.sum() for each in stretches], 1e-4, 1e-4)
+
+
+@each_way
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_velocities_lose_the_less_the_more_of_what_was_sent_had_waited(
     backend: Backend, dtype: str
 ) -> None:

@@ -144,8 +144,16 @@ def runs(
 TORCH = named("torch", "alone", "nodes", "ddp")
 # The files that ask nothing of Horovod but its verbs, in ranks/over_torch.py; and DDP's own.
 DDP = (
-    *("checkpoint", "clipping", "commit_or_roll_back", "ddp", "error_feedback", "grad_scaler"),
-    *("groups_ratios", "guard", "hierarchical", "learning_rates", "lr_factor", "methods"),
+    *(
+        "arrivals",
+        "checkpoint",
+        "clipping",
+        "commit_or_roll_back",
+        "ddp",
+        "error_feedback",
+        "grad_scaler",
+    ),
+    *("groups_ratios", "guard", "hierarchical", "learning_rates", "methods"),
     *("momentum", "ranks_agree", "sharded", "training_loops", "warmup"),
 )
 TENSORFLOW = named("tensorflow", "alone")
@@ -156,7 +164,7 @@ KERAS = ("keras", "tf_taking", "tf_auto")
 STATES = ("state", "checkpoint", "tf_lives", "tf_applying", "worked_example")
 STEPS = (
     *("tf_scaling", "tf_warmup", "tf_momentum", "tf_rates", "tf_sparse", "tf_guard"),
-    *("tf_handover", "tf_lr_factor"),
+    *("tf_arrivals", "tf_handover"),
 )
 
 JOBS = (

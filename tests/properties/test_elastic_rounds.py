@@ -38,7 +38,7 @@ ROWS: list[Method] = [
     for name, settings in (("PowerSGD", {"rank": 2}), ("RandomK", {"ratio": 0.1}))
     for exchange in ("reduce", "allgather", "allreduce")
 ]
-LOWERS = TopK(0.1, min_numel=64, momentum=0.6, lower_lr=True)
+FOLLOWS = TopK(0.1, min_numel=64, follows_arrivals=True)
 each_method = pytest.mark.parametrize(
     "method", ROWS, ids=lambda method: f"{type(method).__name__}-{method.exchange}"
 )
@@ -311,21 +311,19 @@ def test_a_ranks_own_state_is_not_shared() -> None:
     job.steps(1)
 
 
-def test_ranks_that_join_lower_the_learning_rate_as_the_others_do() -> None:
-    job, sign = Job(LOWERS, 2), itertools.cycle([-1.0, 1.0])
+def test_steps_of_ranks_that_join_are_those_of_the_others() -> None:
+    job, sign = Job(FOLLOWS, 2), itertools.cycle([-1.0, 1.0])
     drawn = {s.name: job.random.standard_normal(s.shape, "f4") for s in SPECS}
 
-    def step(rank: Rank) -> float:
+    def step(rank: Rank) -> list[bytes]:
         rank.step({name: swing * each for name, each in drawn.items()})
-        return rank._state.lr_factor_now()
+        pairs = rank._state.step.arrivals().values()
+        return [each.numpy().tobytes() for pair in pairs for each in pair]
 
-    factors = []
     for count in range(12):
         if count == 6:
             job.leave([], joining=1)
         swing = next(sign)
-        found = job.together(step)
-        assert len(set(found)) == 1, found
-        factors.append(found[0])
-    assert factors[5] < 0.5
-    assert max(factors[6:]) < 0.5, "the one that has joined has seen nothing yet"
+        first, *others = job.together(step)
+        assert all(other == first for other in others)
+    assert job.together(lambda rank: rank._state.stats().step_factor)[0] < 0.9

@@ -38,7 +38,6 @@ def corrected_jobs(draw: st.DrawFn, **choices: Any) -> Job:
         "momentum": factor,
         "nesterov": draw(st.booleans()),
         "velocity_kept": draw(st.sampled_from(SHARES)),
-        "momentum_share": draw(st.sampled_from([1.0, 2 / 3])),
     }
     return dataclasses.replace(job, config=dataclasses.replace(job.config, **settings))
 
@@ -73,7 +72,7 @@ def moved(before: NDArray[Any], gradient: NDArray[Any], factor: float) -> NDArra
 def test_it_is_error_feedback_of_velocities(backend: Backend, data: st.DataObject) -> None:
     """Residuals, and what is applied, are to the bit those of a job with m u + g as gradients."""
     job = data.draw(corrected_jobs())
-    factor = job.config.momentum_share * job.config.momentum
+    factor = job.config.momentum
     world, plain = World(job.plan, job.ranks, backend), World(without(job).plan, job.ranks, backend)
     for gradients in data.draw(steps(job, 3)):
         before = velocities(world)

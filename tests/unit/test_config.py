@@ -41,9 +41,8 @@ def test_the_defaults() -> None:
         "nesterov": False,
         "velocity_kept": 0.0,
         "taken_over": False,
-        "momentum_share": 1.0,
         "follow_lr": False,
-        "lower_lr": False,
+        "follows_arrivals": False,
         "ratios": None,
         "name": None,
     }
@@ -74,8 +73,13 @@ def test_settings_are_frozen_and_compare_by_value() -> None:
 def test_all_settings_are_agreed_between_ranks() -> None:
     names = [field.name for field in dataclasses.fields(TopK)]
     optional = {"momentum": 0.5, "nesterov": True, "velocity_kept": 0.5, "taken_over": True}
-    optional |= {"momentum_share": 0.5, "follow_lr": True, "ratios": (("w", 1.0),)}
-    optional |= {"guard": Guard(), "schedule": ByGradient(), "probe_every": 9, "lower_lr": True}
+    optional |= {"follow_lr": True, "ratios": (("w", 1.0),)}
+    optional |= {
+        "guard": Guard(),
+        "schedule": ByGradient(),
+        "probe_every": 9,
+        "follows_arrivals": True,
+    }
     everything = TopK(clip_norm=1.0, warmup=100, **optional)
     own = {"momentum", "nesterov"}  # of the optimizer: a broadcast makes them equal
     assert list(everything.agreed()) == [name for name in names if name not in own]

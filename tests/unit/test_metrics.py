@@ -187,7 +187,6 @@ def test_the_published_names() -> None:
         "hvdtopk_probe_cosine",
         "hvdtopk_probe_error",
         "hvdtopk_level",
-        "hvdtopk_lr_factor",
         "hvdtopk_memory_bytes",
         "hvdtopk_steps",
         "hvdtopk_fallback",

@@ -41,7 +41,6 @@ UNFIT = (
     "guard",
     "probe_every",
     "follow_lr",
-    "lower_lr",
     *BY_ADAPTERS,
 )
 SETTINGS = tuple(each.name for each in fields(TopK) if each.name not in UNFIT)

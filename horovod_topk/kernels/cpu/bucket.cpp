@@ -619,6 +619,31 @@ void topkef_update_velocity(const void *velocity, double factor, const void *gra
   });
 }
 
+void topkef_follow(const void *mean, double rate, const void *gradient, void *out, int64_t count, int width,
+                   int threads) {
+  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
+  auto before = static_cast<const uint8_t *>(mean), g = static_cast<const uint8_t *>(gradient);
+  auto to = static_cast<uint8_t *>(out);
+  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
+    KeepDenormals keep;
+    const int64_t at = i * CHUNK * width, n = std::min(CHUNK, count - i * CHUNK);
+    passes->follow(before + at, rate, g + at, to + at, n, count >= CACHED);
+    passes->fence();
+  });
+}
+
+void topkef_prepare_moment(void *moment, const void *gradient, const void *arrivals,
+                           const topkef_adam *adam, int64_t count, int width, int threads) {
+  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
+  auto m = static_cast<uint8_t *>(moment);
+  auto g = static_cast<const uint8_t *>(gradient), phi = static_cast<const uint8_t *>(arrivals);
+  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
+    KeepDenormals keep;
+    const int64_t at = i * CHUNK * width, n = std::min(CHUNK, count - i * CHUNK);
+    passes->prepare(m + at, g + at, phi + at, adam, n);
+  });
+}
+
 void topkef_product(const void *left, const void *right, int64_t m, int64_t k, int64_t n, double scale,
                     int subtracts, void *out, int width, int threads) {
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();

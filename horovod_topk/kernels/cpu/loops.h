@@ -307,6 +307,34 @@ void update_velocity(const void *velocity, double factor, const void *gradient, 
   });
 }
 
+template <class R>
+void follow(const void *mean, double rate, const void *gradient, void *out, int64_t n,
+            bool past_caches) {
+  auto before = static_cast<const R *>(mean), g = static_cast<const R *>(gradient);
+  const R kept = (R)(1.0 - rate), added = (R)rate;
+  put_tiles(static_cast<R *>(out), n, past_caches, [&](int64_t at, int64_t count, R *tile) {
+    for (int64_t i = 0; i < count; ++i) {
+      const R rest = load(before, at + i) * kept;
+      tile[i] = rest + (load(g, at + i) != 0 ? added : (R)0);
+    }
+  });
+}
+
+template <class R>
+void prepare(void *moment, const void *gradient, const void *arrivals, const topkef_adam *adam,
+             int64_t n) {
+  auto m = static_cast<R *>(moment);
+  auto g = static_cast<const R *>(gradient), phi = static_cast<const R *>(arrivals);
+  const R beta = (R)adam->beta, again = (R)adam->again, now = (R)adam->now, later = (R)adam->later;
+  const R often = (R)adam->often, rarely = (R)adam->rarely, rate = (R)adam->rate, limit = (R)adam->limit;
+  for (int64_t i = 0; i < n; ++i) {
+    const R b = beta * (R)std::sqrt(phi[i]);
+    const R before = g[i] != 0 ? phi[i] - rate : phi[i];
+    const R c = before > limit ? often : rarely;
+    m[i] = (again * b) * m[i] + (now * c * ((R)1 - b) - later) * g[i];
+  }
+}
+
 template <class R, class G>
 bool compensate(const void *residual, const void *gradient, void *sums, int64_t n, bool past_caches) {
   auto e = static_cast<const R *>(residual);
@@ -391,6 +419,8 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->fence = fence;
   passes->spread = spread<R>;
   passes->update_velocity = update_velocity<R>;
+  passes->follow = follow<R>;
+  passes->prepare = prepare<R>;
   passes->damp = damp<R>;
   passes->product = product<R>;
   passes->orthonormalise = orthonormalise<R>;

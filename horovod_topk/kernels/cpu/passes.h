@@ -5,6 +5,8 @@
 #include <math.h>
 #include <stdint.h>
 
+#include "topkef.h"
+
 namespace topkef {
 
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2, FLOAT64 = 3, DTYPES = 4 };
@@ -225,6 +227,14 @@ using Deliver = void (*)(void *total, double scale, void *gradient, int64_t n);
 
 /* out[0..n) = factor * velocity + gradient, all of the residual's dtype; optionally with non-temporal
  * stores, which are visible to other threads after a fence. */
+/* A mean of what is 1 for the elements of a gradient that are not 0, and 0 for others. */
+using Follow = void (*)(const void *mean, double rate, const void *gradient, void *out, int64_t n,
+                        bool past_caches);
+
+/* Adam's first moment before its own update; see `topkef_prepare_moment`. */
+using Prepare = void (*)(void *moment, const void *gradient, const void *arrivals,
+                         const topkef_adam *adam, int64_t n);
+
 using Accelerate = void (*)(const void *velocity, double factor, const void *gradient, void *out,
                             int64_t n, bool past_caches);
 
@@ -275,6 +285,8 @@ struct Passes {
   Scatter add[KINDS];          // no indices, all elements in order
   Deliver deliver[DTYPES];     // [gradient's dtype]
   Accelerate update_velocity;
+  Follow follow;
+  Prepare prepare;
   Damp damp;
   Product product;
   Orthonormalise orthonormalise;

@@ -112,6 +112,21 @@ TOPKEF_API void topkef_pack_ternary(const void *values, int64_t count, int width
 TOPKEF_API void topkef_update_velocity(const void *velocity, double factor, const void *gradient,
                                   void *out, int64_t count, int width, int threads);
 
+/* out = (1 - rate) * mean, plus `rate` where the gradient is not 0; `count` elements of 4 or 8 bytes. */
+TOPKEF_API void topkef_follow(const void *mean, double rate, const void *gradient, void *out,
+                              int64_t count, int width, int threads);
+
+/* Numbers of one step of Adam for `topkef_prepare_moment`. */
+typedef struct {
+  double beta, again, now, later;      /* beta1, s_t / s_(t-1) / beta1, s_t / beta1, 1 / beta1 - 1 */
+  double often, rarely, rate, limit;   /* c of both classes; an element's class: phi - rate > limit */
+} topkef_adam;
+
+/* Prepare Adam's first moment for its own update; see `horovod_topk.torch_training.adam`. With b = beta *
+ * sqrt(arrivals), moment = again * b * moment + (now * c * (1 - b) - later) * gradient. */
+TOPKEF_API void topkef_prepare_moment(void *moment, const void *gradient, const void *arrivals,
+                                      const topkef_adam *adam, int64_t count, int width, int threads);
+
 /* `count` random numbers of 1 to 32 bits; see `horovod_topk.ops.protocol.Ops.random_bits`. key: as in
  * `topkef_random_index`. */
 TOPKEF_API void topkef_random_bits(const int64_t *key, int64_t count, int bits, int64_t *out);

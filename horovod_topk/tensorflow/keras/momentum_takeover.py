@@ -139,7 +139,7 @@ class _AppliesNone(SavesSlots):
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update a variable at the learning rate that fits an exchanged velocity."""
-        rate = self._topkef_taken.rate(learning_rate, [variable])
+        rate = learning_rate * self._topkef_taken.step
         super().update_step(gradient, variable, rate)  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:

@@ -17,12 +17,12 @@ import keras
 
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.compressor import Compressor
+from horovod_topk.tensorflow.keras.arrivals import following
 from horovod_topk.tensorflow.keras.copying import copied, with_loss_scale
 from horovod_topk.tensorflow.keras.momentum_takeover import SavesSlots, drop_gathered, taking
-from horovod_topk.tensorflow.momentum import fitted_to
+from horovod_topk.tensorflow.momentum import Fitted, fitted_to
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.seam import Exchange
-from horovod_topk.tensorflow.takeover import Taken
 
 
 def DistributedOptimizer(  # noqa: N802  # Horovod's name
@@ -90,7 +90,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         groups,
         process_set=process_set,
     )
-    cls, inner = _classes(optimizer, exchange, taken)
+    cls, inner = _classes(optimizer, exchange, fitted)
     distributed = copied(optimizer, cls, inner)
     if taken is not None:
         drop_gathered(distributed, taken)
@@ -100,24 +100,32 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
 
 
 def _classes(
-    optimizer: Any, exchange: Callable[..., list[Any]], taken: Taken | None
+    optimizer: Any, exchange: Callable[..., list[Any]], fitted: Fitted | None
 ) -> tuple[Any, Any]:
     """The class of the copy, and that of the optimizer inside its loss scale if it changes."""
     base, inner = type(optimizer), None
-    bases: tuple[type, ...] = (_Exchanges, base)
+    bases: tuple[type, ...] = (_ExchangesScaled, base)
     if issubclass(base, keras.optimizers.LossScaleOptimizer):
-        bases = (_ExchangesScaled, base)
-        if taken is not None:
+        inner = _own_class(optimizer.inner_optimizer, fitted)
+        if fitted is not None and fitted.taken is not None:
             bases = (_ExchangesScaled, SavesSlots, base)
-            inner = taking(optimizer.inner_optimizer, taken)
-    elif taken is not None:
-        bases = (_Exchanges, taking(optimizer, taken))
+    else:
+        bases = (_Exchanges, _own_class(optimizer, fitted) or base)
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "_exchanger": _Exchanger(exchange),
     }
     return type(base.__name__, bases, members), inner
+
+
+def _own_class(optimizer: Any, fitted: Fitted | None) -> Any:
+    """The class whose updates fit compressed gradients; None: the optimizer's own."""
+    if fitted is None:
+        return None
+    if fitted.arrivals is not None:
+        return following(optimizer, fitted.arrivals)
+    return None if fitted.taken is None else taking(optimizer, fitted.taken)
 
 
 def load_model(

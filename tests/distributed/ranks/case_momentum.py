@@ -144,23 +144,23 @@ def test_a_momentum_that_cannot_be_taken_over_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "kept", "early", "share"),
+    ("optimizer", "kept", "early", "momentum"),
     [
-        (heavy_ball, "auto", ((60, 0.2),), 1.0),
-        (training.adamw, 0.0, (), 2 / 3),
-        (adagrad, "auto", (), 1.0),
+        (heavy_ball, "auto", ((60, 0.2),), 0.9),
+        (training.adamw, 0.0, (), 0.0),
+        (adagrad, "auto", (), 0.0),
     ],
 )
 def test_the_default_depends_on_the_kind_of_optimizer(
-    optimizer: Any, kept: object, early: object, share: float
+    optimizer: Any, kept: object, early: object, momentum: float
 ) -> None:
     setup = Setup(optimizer=optimizer)
     for compression in (DefaultTopKEF, DefaultTopKEF(), DefaultTopKEF.compact()):
         config = TopKEF.of(setup.distributed(setup.task(), compression))._compressor.plan.config
         assert (config.values, config.ratio, config.follow_lr) == ("int4", 0.02, True)
-        assert config.momentum == (0.0 if optimizer is adagrad else 0.9)
+        assert config.momentum == momentum
         assert (config.velocity_kept, config.stretches) == (kept, early)
-        assert config.momentum_share == share
+        assert config.follows_arrivals == (optimizer is training.adamw)
 
 
 def test_what_was_explicit_means_what_it_meant() -> None:
@@ -172,7 +172,7 @@ def test_what_was_explicit_means_what_it_meant() -> None:
     config = TopKEF.of(
         Setup(optimizer=training.adamw).distributed(setup.task(), explicit)
     )._compressor.plan.config
-    assert config.momentum_share == 1.0
+    assert (config.momentum, config.follows_arrivals) == (0.9, False)
     optimizer = setup.distributed(setup.task(), DefaultTopKEF(ratio=1.0))
     assert TopKEF.of(optimizer).stats().momentum == 0.0
 

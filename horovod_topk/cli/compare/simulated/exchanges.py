@@ -23,6 +23,7 @@ from horovod_topk.core.rates import Rates
 from horovod_topk.core.substitute import Substitute
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
+from horovod_topk.torch_training.adam import AdamSteps, arrived
 from horovod_topk.torch_training.momentum import Loan, fit_momentum
 from horovod_topk.torch_training.specs import spec_of
 
@@ -100,17 +101,19 @@ def compressed(
     config = fit_momentum(optimizer, config, deferred)
     if "follow_lr" in deferred:
         config = replace(config, follow_lr=True)
+    names = {p: name for name, p in model.named_parameters()}
     if not config.taken_over:
         made = Compressed(model, ranks, config)
+        if config.follows_arrivals:
+            adam = AdamSteps(names, lambda: arrived(made.compressors[0]))
+            optimizer.register_step_pre_hook(lambda it, *_: adam.prepare(it))
     else:
-        names = {p: name for name, p in model.named_parameters()}
-        loan = Loan(optimizer, names, config.momentum_share)
+        loan = Loan(optimizer, names)
         optimizer.register_step_pre_hook(lambda it, *_: loan.lend(it))
-        optimizer.register_step_pre_hook(lambda it, *_: loan.lower(it))
         optimizer.register_step_post_hook(lambda it, *_: loan.take_back(it))
         made = Compressed(model, ranks, config, Momenta(config, loan.now, loan.velocities))
         for each in made.compressors:  # whose guards are at the same stage
-            loan.lends_for(each.guard, each.lr_factor_now)
+            loan.lends_for(each.guard)
     if config.follow_lr:
         made.follow(optimizer)
     return made

@@ -1,0 +1,73 @@
+"""What Adam's step needs to know of elements that arrive rarely, or with delay.
+
+An element that is sent once in a hundred steps arrives as the sum of a hundred gradients. Adam
+would repeat this large value over its next ten steps; and as what was not sent adds up, quick
+changes of a gradient cancel out before they are sent, so that Adam's mean square misses them and
+its steps are too large. So its first moment m is corrected; its mean square v is
+Adam's own, and ranks exchange gradients without any momentum:
+
+    phi' = phi + ([G is not 0] - phi) / 10            how often an element arrives
+    m'   = b m + (1 - b) c G,  b = beta1 sqrt(phi')   G: the exchanged gradient
+    p    = p - lr m' / sqrt(v)                        c <= 1: of its tensor and class
+
+An element that always arrives has Adam's momentum, and one that hardly arrives has none. A tensor's
+elements have two classes, phi > 1/2 before the step and the others. Error feedback loses no
+gradient, so it is known how much of a class's energy (sum of squares) it takes away: as much as
+what a rank selects, s, has less than its gradients g. s is not rounded yet, and r is its rounding
+error, which is sent later. With means over the last hundred steps,
+
+    E' = 0.99 E + sum of G^2
+    D' = 0.99 D + sum of g^2 - sum of s^2 + sum of r^2    on each rank
+    c  = sqrt(E' / (E' + max(0, mean of D' over ranks)))
+
+which is the root of the exchanged gradients' energy over that of dense gradients, if what is lost
+is common to all ranks. Noise of single ranks is not lost: it is sent later. Where tensors have
+owners, D also has what an owner's own error feedback loses, one step later.
+
+Each rank sends D' with its payload, so that c is of the step itself. phi, E and c are states of the
+method that are equal on all ranks; D is a state of each rank. In a large tensor energies are those
+of a sample: evenly spaced blocks, at most 8,192 elements and at least a third of that. Tensors
+that are sent whole have these states too, as some of their elements may be rounded to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from horovod_topk.methods.protocol import Piece
+
+ARRIVALS, ENERGY, LOST, FACTORS = "arrivals", "energy", "lost", "factors"  # states: phi, E, D, c
+STATES = (ARRIVALS, ENERGY, FACTORS, LOST)
+SHARED = (ARRIVALS, ENERGY, FACTORS)  # equal on all ranks
+CLASSES = 2  # of elements: those that arrive often, and the others
+OFTEN = 0.5  # phi above which an element arrives often
+RATE, KEPT = 0.1, 0.99  # of the means: phi; E and D
+LEAST = 0.1  # smallest c
+LIMIT = (1.0 - RATE) * OFTEN  # what phi' has to be above, less what arrived in the step
+
+
+def arrived_often(arrivals: Any, has_arrived: Any) -> Any:
+    """Whether phi was above 1/2 before a step, given phi' and 1 for what arrived in it, else 0."""
+    return arrivals - RATE * has_arrived > LIMIT
+
+
+def elements(name: str, numel: int) -> int:
+    """Number of elements of a state for a tensor of `numel` elements."""
+    return numel if name == ARRIVALS or not numel else CLASSES
+
+
+def followed(pieces: Sequence[Piece]) -> list[int]:
+    """Positions of the tensors that have these states: those with any elements."""
+    return [position for position, piece in enumerate(pieces) if piece.spec.numel]
+
+
+def measures(pieces: Sequence[Piece]) -> tuple[str, ...]:
+    """Names of the numbers that a payload of these pieces carries: D' of each class."""
+    names = [pieces[position].spec.name for position in followed(pieces)]
+    return tuple(f"{name}:{LOST}{i}" for name in names for i in range(CLASSES))
+
+
+def told(names: Sequence[str]) -> int:
+    """How many of a payload's measures, the last ones, are of its tensors."""
+    return sum(":" in name for name in names)

@@ -1,0 +1,242 @@
+"""`Following` computes arrivals, energies and factors; see `horovod_topk.core.arrivals`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from horovod_topk.core.arrivals import (
+    ARRIVALS,
+    CLASSES,
+    ENERGY,
+    FACTORS,
+    KEPT,
+    LEAST,
+    LOST,
+    OFTEN,
+    RATE,
+    followed,
+)
+from horovod_topk.core.plan import BucketPlan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.shards import first_block, shard_numel
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+
+SAMPLE = 1 << 13  # elements of a tensor that energies are computed from, at most
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Where a sample of a tensor is: in every `parts`-th block of one of its shards.
+
+    Args:
+        numel: number of elements of the tensor.
+        shards: number of shards that it is split into; 1: it is whole.
+        first: first block of the shard.
+    """
+
+    numel: int
+    shards: int = 1
+    first: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Every which block is in the sample; odd, as even ones could be of the same columns."""
+        return max(1, -(-shard_numel(self.numel, self.shards, self.first) // SAMPLE)) | 1
+
+    @property
+    def share(self) -> float:
+        """The sample's share of the tensor's elements."""
+        return self.size / self.numel
+
+    @property
+    def pick(self) -> tuple[int, int, int]:
+        """The sample of a whole tensor, for `Ops.blocks`."""
+        return self.shards, self.first, self.parts
+
+    @property
+    def pick_within(self) -> tuple[int, int, int]:
+        """The sample of an array that has the shard's elements alone."""
+        return 1, 0, self.parts
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the sample."""
+        return shard_numel(shard_numel(self.numel, self.shards, self.first), self.parts, 0)
+
+
+class Following(Generic[Array]):
+    """Follows the arrivals and energies of one bucket, step after step.
+
+    In each step `begin` comes first, `told` once gradients are encoded, and `finish` last.
+
+    Args:
+        bucket: the bucket.
+        residuals: arenas of this rank's residuals: those of the bucket, or of each owner's shards.
+        owned: arenas of the owner's residuals, if there are owners.
+        part: this rank's number among the owners.
+        states: arenas of the states, by name.
+        ops: operations on the arrays.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketPlan,
+        residuals: Sequence[Arenas[Array]],
+        owned: Sequence[Arenas[Array]],
+        part: int,
+        states: Mapping[str, Arenas[Array]],
+        ops: Ops[Array],
+    ) -> None:
+        self._ops, self._bucket, self._states = ops, bucket, states
+        self._own, self._owned = residuals[part if owned else 0], owned
+        pieces, parts = self._own.plan.tensors, len(residuals)
+        sizes = [bucket.gradients[at].spec.numel for at in followed(bucket.gradients)]
+        self._positions = followed(bucket.gradients)
+        self._wholes = [_Sample(numel) for numel in sizes]
+        # What this rank loses is sampled in its own shards, if there are owners.
+        firsts = [pieces[at].first for at in self._positions]
+        places = zip(sizes, firsts, strict=True)
+        self._shards = [_Sample(numel, parts, first) for numel, first in places]
+        weights = [1.0] * len(sizes)
+        if parts > 1:  # ranks without a shard tell 0
+            names = [bucket.gradients[at].spec.name for at in self._positions]
+            weights = [_weight(*each, parts) for each in zip(names, sizes, strict=True)]
+        self._whole_scales = self._constant([1.0 / each.share for each in self._wholes])
+        pairs = zip(weights, self._shards, strict=True)
+        self._shard_scales = self._constant(
+            [w / each.share if each.size else 0.0 for w, each in pairs]
+        )
+        self._gradients: Any = None  # sample of this rank's, in the present step
+
+    def begin(self, gradients: Sequence[Array]) -> None:
+        """Note this rank's gradients, before they are replaced by the exchanged ones."""
+        self._gradients = self._sampled(gradients, self._shards)
+
+    def told(self) -> Array:
+        """Numbers that this rank tells the others: D' of each class of each tensor, flat.
+
+        The owner's losses in this step are not known yet.
+        """
+        arenas = self._states[LOST]
+        lost = self._lost(self._gradients, *self._kept(self._own))
+        self._ops.update_velocity(arenas.residual, KEPT, lost, arenas.candidate)
+        return arenas.candidate
+
+    def finish(self, exchanged: Sequence[Array], gain: float, ranks: int, lost: Array) -> None:
+        """Compute the states of the next step, once gradients are exchanged.
+
+        Args:
+            exchanged: the gradients of all ranks, times `gain`.
+            gain: factor of the exchanged gradients.
+            ranks: number of ranks, whose gradients are added up or averaged.
+            lost: the mean over ranks of what they have told.
+        """
+        ops, energy, added = self._ops, self._states[ENERGY], self._states[LOST].candidate
+        unit = 1.0 / ranks if self._bucket.reduction == "sum" else 1.0
+        mean: Any = self._sampled(exchanged, self._wholes) * (unit / gain)
+        often = self._often(self._wholes)
+        now = self._by_class(mean * mean, often, self._wholes, self._whole_scales)
+        ops.update_velocity(energy.residual, KEPT, now, energy.candidate)
+        ops.assign(self._states[FACTORS].candidate, self._factors(energy.candidate, lost))
+        for owned in self._owned:
+            before, after = self._kept(owned)
+            came = self._sampled(exchanged, self._shards) * (1.0 / gain) + after - before
+            lost = self._lost(came * unit, before * unit, after * unit)
+            ops.update_velocity(added, 1.0, lost, added)
+        arrivals = self._states[ARRIVALS]
+        views = self._views(arrivals, arrivals.residual), self._views(arrivals, arrivals.candidate)
+        for at, before, after in zip(self._positions, *views, strict=True):
+            ops.follow(before, RATE, exchanged[at], after)
+
+    def swap(self) -> None:
+        """Make the states of the next step the present ones."""
+        for arenas in self._states.values():
+            arenas.swap()
+
+    def latest(self, *, committed: bool) -> dict[str, tuple[Array, Array]]:
+        """phi after the last step, and c in it, of each tensor: flat, by name.
+
+        committed: whether that step is committed.
+        """
+        states = self._states[ARRIVALS], self._states[FACTORS]
+        found = [
+            self._views(each, each.residual if committed else each.candidate) for each in states
+        ]
+        names = [self._bucket.gradients[at].spec.name for at in self._positions]
+        return dict(zip(names, zip(*found, strict=True), strict=True))
+
+    def _factors(self, energy: Any, lost: Any) -> Array:
+        """The factors c, given E' and the mean of D'; 1 where there is no energy."""
+        ops, lost = self._ops, (lost + abs(lost)) * 0.5  # at least 0
+        share: Any = ops.divided(lost, energy + lost)
+        kept: Any = share * (LEAST**2 - 1.0) + 1.0
+        return ops.root(ops.cast(kept, "float64"))
+
+    def _lost(self, came: Any, before: Any, after: Any) -> Any:
+        """Energy of what came less that of what was sent; that is without its rounding errors.
+
+        Args:
+            came: samples of this rank's shards.
+            before, after: what error feedback keeps of them before this step, and after it.
+        """
+        whole = came + before
+        is_selected = abs(whole - after) * 2.0 > abs(whole)  # its rounded value was sent
+        selected: Any = self._ops.cast(is_selected, self._bucket.residual_dtype)
+        energy = came * came - (whole * whole - after * after) * selected
+        return self._by_class(energy, self._often(self._shards), self._shards, self._shard_scales)
+
+    def _by_class(self, values: Any, often: Any, samples: Sequence[_Sample], scales: Array) -> Any:
+        """Scaled sums over the elements of each class of each tensor: flat, by tensor."""
+        ops, sizes = self._ops, [each.size for each in samples]
+        classes = values * often, values - values * often
+        sums: Any = ops.joined([ops.segment_sums(each, sizes) for each in classes])
+        return ops.transposed(sums * scales, CLASSES)
+
+    def _often(self, samples: Sequence[_Sample]) -> Any:
+        """1 for the elements of samples that arrived often before this step, 0 for others."""
+        arenas = self._states[ARRIVALS]
+        views = self._views(arenas, arenas.residual)
+        picks = [each.pick for each in samples]
+        before: Any = self._ops.blocks(views, picks, self._bucket.residual_dtype)
+        return self._ops.cast(before > OFTEN, self._bucket.residual_dtype)
+
+    def _kept(self, arenas: Arenas[Array]) -> tuple[Any, Any]:
+        """What is kept of this rank's samples before this step, and after it."""
+        ops, dtype, before = self._ops, self._bucket.residual_dtype, list[Any]()
+        for at in self._positions:
+            piece = arenas.plan.tensors[at]
+            kept, scale = arenas.stretch(piece.start, piece.stop, ops)
+            before.append(kept if scale == 1.0 else kept * scale)  # type: ignore[operator]
+        picks = [each.pick_within for each in self._shards]
+        after = self._views(arenas, arenas.candidate)
+        return ops.blocks(before, picks, dtype), ops.blocks(after, picks, dtype)
+
+    def _sampled(self, tensors: Sequence[Array], samples: Sequence[_Sample]) -> Any:
+        """Samples of all followed tensors of a bucket, flat, in the residual's dtype."""
+        each = [tensors[at] for at in self._positions]
+        return self._ops.blocks(each, [s.pick for s in samples], self._bucket.residual_dtype)
+
+    def _views(self, arenas: Arenas[Array], array: Array) -> list[Array]:
+        """Views of each tensor's stretch of one of the arrays of `arenas`."""
+        pieces = arenas.plan.tensors
+        return [self._ops.view(array, pieces[at].start, pieces[at].stop) for at in self._positions]
+
+    def _constant(self, numbers: Sequence[float]) -> Array:
+        """Numbers of each tensor, once for each class, as an array."""
+        ops, own = self._ops, [*numbers] * CLASSES
+        size, dtype = 4 * len(own), self._bucket.residual_dtype
+        data = ops.zeros(size, "uint8", self._bucket.device)
+        ops.store_bytes(data, 0, struct.pack(f"<{len(own)}f", *own))
+        rows = ops.unpack_values(ops.load(data, size, 0, size), len(own), "float32", dtype)
+        return ops.row(rows, 0)
+
+
+def _weight(name: str, numel: int, owners: int) -> float:
+    """The number of owners over that of owners which own any element of a tensor."""
+    firsts = (first_block(name, owners, part) for part in range(owners))
+    return owners / sum(shard_numel(numel, owners, first) > 0 for first in firsts)

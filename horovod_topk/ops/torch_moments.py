@@ -1,0 +1,117 @@
+"""Adam's first moment before the optimizer's own update; see `horovod_topk.torch_training.adam`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horovod_topk.kernels import native
+
+Foreach = Any  # torch's operations on lists of tensors have no annotations
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Arrivals of one tensor in the step that is about to be applied."""
+
+    arrivals: Tensor  # phi of each element, flat
+    factors: Tensor  # c of each class
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One parameter's first moment, and what it is prepared from."""
+
+    moment: Tensor  # it is written
+    added: Tensor  # the gradient that the optimizer adds: with weight decay, or negated
+    gradient: Tensor  # as it was exchanged, but for a factor
+    arrived: Arrived
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of the next step of parameters that have made equally many."""
+
+    beta1: float  # the optimizer's
+    before: float  # 1 - beta1^t after the last step
+    now: float  # the same after the next one
+    rate: float  # an element that has arrived has often done so if phi - rate > limit, ...
+    limit: float  # ... any other one if phi > limit
+
+
+def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
+    """Prepare the first moments of parameters."""
+    library, rest = native.find().library, list[Moment]()
+    for each in moments:
+        if library is not None and each.added is each.gradient and _fits(each):
+            _by_kernel(library, each, numbers)
+        else:
+            rest.append(each)
+    if rest:
+        _by_torch(rest, numbers)
+
+
+class _Adam(ctypes.Structure):
+    """`topkef_adam` of kernels/cpu/topkef.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_double)
+        for name in ("beta", "again", "now", "later", "often", "rarely", "rate", "limit")
+    )
+
+
+def _fits(each: Moment) -> bool:
+    """Whether the CPU kernel can read and write a moment's tensors."""
+    tensors = each.moment, each.gradient, each.arrived.arrivals
+    return each.moment.dtype in (torch.float32, torch.float64) and all(
+        tensor.device.type == "cpu"
+        and tensor.dtype == each.moment.dtype
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        for tensor in tensors
+    )
+
+
+def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
+    beta1, before, now = numbers.beta1, numbers.before, numbers.now
+    often, rarely = each.arrived.factors.tolist()
+    weights = now / before / beta1, now / beta1, 1.0 / beta1 - 1.0
+    adam = _Adam(beta1, *weights, often, rarely, numbers.rate, numbers.limit)
+    tensors = each.moment, each.gradient, each.arrived.arrivals
+    places = [tensor.data_ptr() for tensor in tensors]
+    size = each.moment.numel(), each.moment.element_size(), torch.get_num_threads()
+    if each.moment.numel():
+        library.topkef_prepare_moment(*places, ctypes.addressof(adam), *size)
+
+
+def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
+    """m = again b m + (now c (1 - b) - later) g, as the kernel."""
+    beta1, before, now = numbers.beta1, numbers.before, numbers.now
+    ops: Foreach = torch
+    kept = ops._foreach_sqrt([each.arrived.arrivals for each in moments])
+    ops._foreach_mul_(kept, beta1)
+    factors = [_factor(each, numbers) for each in moments]
+    weights = ops._foreach_sub(factors, ops._foreach_mul(kept, factors))
+    ops._foreach_mul_(weights, now / beta1)
+    ops._foreach_add_(weights, 1.0 - 1.0 / beta1)
+    ops._foreach_mul_(kept, now / before / beta1)
+    shapes = [each.moment.shape for each in moments]
+    weights, kept = (
+        [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
+        for flats in (weights, kept)
+    )
+    written, added = [each.moment for each in moments], [each.added for each in moments]
+    ops._foreach_mul_(written, kept)
+    ops._foreach_add_(written, ops._foreach_mul(weights, added))
+
+
+def _factor(each: Moment, numbers: Numbers) -> Tensor:
+    """The factor c of each element of a tensor, flat."""
+    phi, (often, rarely) = each.arrived.arrivals, each.arrived.factors
+    has_arrived = each.gradient.reshape(-1).ne(0).to(phi)
+    return torch.where(phi - numbers.rate * has_arrived > numbers.limit, often, rarely)

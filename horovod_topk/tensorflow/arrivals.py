@@ -1,0 +1,102 @@
+"""Adam's and AdamW's updates of Keras on compressed gradients, by `horovod_topk.core.arrivals`.
+
+Before an update the optimizer's first moment is prepared, so that the optimizer's own code then
+computes the one that is wanted:
+
+    m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 sqrt(phi),  s_t = 1 - beta1^t
+
+m_t is what Adam divides by s_t, so that updates have no bias to correct. The first update is Adam's
+own.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_topk.core.arrivals import arrived_often
+from horovod_topk.tensorflow.planning import unwrap
+from horovod_topk.tensorflow.state import OptimizerState
+from horovod_topk.tensorflow.takeover import is_legacy, slot_of
+
+log = logging.getLogger("horovod_topk")
+
+
+@dataclass
+class ByArrivals:
+    """Has the updates of one Adam depend on how often elements arrive."""
+
+    is_on: bool = field(default=True, compare=False)  # False: variables are too narrow for it
+    _states: weakref.WeakValueDictionary[int, OptimizerState] = field(
+        default_factory=weakref.WeakValueDictionary, compare=False, repr=False
+    )  # state of the exchange of each variable, by its id
+
+    def leave_narrow(self, optimizer: Any, variables: Iterable[Any]) -> None:
+        """Leave updates as they are if a variable is narrower than float32."""
+        for inner in map(unwrap, variables) if self.is_on else ():
+            if inner.dtype not in (tf.float32, tf.float64):
+                self.is_on, kind = False, type(optimizer).__name__
+                why = f"variable {inner.name!r} is {inner.dtype.name}"
+                log.info("TopKEF leaves momentum to %s after all: %s", kind, why)
+                return
+
+    def follow(self, state: OptimizerState, variables: Iterable[Any]) -> None:
+        """Note the state of these variables' exchange."""
+        for variable in variables if self.is_on else ():
+            self._states[id(unwrap(variable))] = state
+
+    def update(
+        self, optimizer: Any, gradient: Any, variable: Any, update: Callable[[], Any]
+    ) -> Any:
+        """Call the optimizer's own `update` of a variable, with its first moment prepared.
+
+        Args:
+            optimizer: of Keras 3 or tf-keras, legacy or not.
+            gradient: the gradient that the update applies.
+            variable: the variable, of the optimizer's library.
+            update: the update; its result is returned.
+        """
+        state = self._states.get(id(unwrap(variable)))
+        known = None if state is None else state.arrivals_of(variable)
+        if known is None:
+            return update()
+        legacy = is_legacy(optimizer)
+        moment = optimizer.get_slot(variable, "m") if legacy else slot_of(optimizer, variable)
+        beta1 = optimizer._get_hyper("beta_1") if legacy else optimizer.beta_1
+        steps = tf.cast(unwrap(optimizer.iterations), tf.float64)
+        arrivals, factors = (tf.cast(each, moment.dtype) for each in known)
+        gradient = tf.cast(gradient, moment.dtype)
+        prepared = _prepared(moment, gradient, arrivals, factors, beta1, steps)
+        with tf.control_dependencies([moment.assign(prepared)]):
+            return update()
+
+
+def _prepared(
+    moment: Any, gradient: Any, arrivals: Any, factors: Any, beta1: Any, steps: Any
+) -> Any:
+    """The first moment for the optimizer's update.
+
+    Args:
+        moment: the first moment after `steps` updates.
+        gradient: the gradient of the next one.
+        arrivals: phi of each element, flat.
+        factors: c of each class.
+        beta1: the optimizer's.
+        steps: number of updates so far, [] float64.
+    """
+    wide = tf.cast(beta1, tf.float64)
+    before, now = 1.0 - tf.pow(wide, steps), 1.0 - tf.pow(wide, steps + 1.0)
+    again = tf.cast(tf.math.divide_no_nan(now, before), moment.dtype)  # 0 in the first update
+    first, now = tf.cast(wide, moment.dtype), tf.cast(now, moment.dtype)
+    arrivals = tf.reshape(arrivals, moment.shape)
+    kept = first * tf.sqrt(arrivals)
+    has_arrived = tf.cast(tf.not_equal(gradient, 0), moment.dtype)
+    factor = tf.where(arrived_often(arrivals, has_arrived), factors[0], factors[1])
+    wanted = again * kept * moment + now * (1.0 - kept) * factor * gradient
+    prepared = (wanted - (1.0 - first) * gradient) / first
+    return tf.where(tf.equal(steps, 0.0), moment, prepared)

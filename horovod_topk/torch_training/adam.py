@@ -1,0 +1,96 @@
+"""Adam's and AdamW's steps on compressed gradients, by `horovod_topk.core.arrivals`.
+
+Before a step of the optimizer its first moment is prepared, so that the optimizer's own code then
+computes the one that is wanted:
+
+    m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 sqrt(phi),  s_t = 1 - beta1^t
+
+m_t is what Adam divides by s_t, so that steps have no bias to correct. The first step is Adam's
+own. Nothing else of the optimizer changes: between exchange and step gradients are gradients, and
+its state dict has its own moments.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from horovod_topk.core.arrivals import LIMIT, RATE
+from horovod_topk.core.compressor import Compressor
+from horovod_topk.ops.torch_moments import Arrived, Moment, Numbers, prepare
+
+__all__ = ["AdamSteps", "Arrived", "arrived"]
+
+
+class AdamSteps:
+    """Prepares the steps of one Adam or AdamW.
+
+    Args:
+        names: names of parameters; parameters without one are not compressed.
+        arrived: returns the arrivals of the exchanged step by tensor name; empty if the step is not
+            to be changed.
+    """
+
+    def __init__(
+        self, names: Mapping[Any, str], arrived: Callable[[], Mapping[str, Arrived]]
+    ) -> None:
+        self._names, self._arrived = names, arrived
+
+    @torch.no_grad()
+    def prepare(self, optimizer: Any) -> None:
+        """Prepare the first moments for the optimizer's step, once gradients are exchanged."""
+        found = getattr(optimizer, "found_inf", None)  # of a GradScaler, in a fused step
+        if found is not None and bool(found):  # it applies nothing
+            return
+        arrived = self._arrived()
+        for group in optimizer.param_groups if arrived else ():
+            beta1 = float(group["betas"][0])
+            known = [p for p in group["params"] if self._names.get(p) in arrived]
+            known = [p for p in known if p.grad is not None and "exp_avg" in optimizer.state[p]]
+            for step, alike in _by_step(known, optimizer) if beta1 else ():
+                pairs = zip(alike, _added(optimizer, group, alike), strict=True)
+                moments = [
+                    Moment(optimizer.state[p]["exp_avg"], added, p.grad, arrived[self._names[p]])
+                    for p, added in pairs
+                ]
+                before, now = 1.0 - beta1**step, 1.0 - beta1 ** (step + 1)
+                prepare(moments, Numbers(beta1, before, now, RATE, LIMIT))
+
+
+def arrived(compressor: Compressor[Tensor]) -> dict[str, Arrived]:
+    """The arrivals of a compressor's last step, by tensor name; empty if it was not compressed."""
+    if compressor.step.flagged:
+        return {}
+    return {name: Arrived(*pair) for name, pair in compressor.step.arrivals().items()}
+
+
+def _added(optimizer: Any, group: Mapping[str, Any], parameters: Sequence[Any]) -> list[Tensor]:
+    """The gradients that the optimizer adds to its first moments."""
+    gradients = [p.grad for p in parameters]
+    scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, in a fused step
+    if scale is not None:
+        gradients = [gradient / scale for gradient in gradients]
+    if group.get("maximize"):
+        gradients = [-gradient for gradient in gradients]
+    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
+    decay = 0.0 if decoupled else group["weight_decay"]
+    if decay:
+        pairs = zip(gradients, parameters, strict=True)
+        gradients = [gradient.add(p.detach(), alpha=decay) for gradient, p in pairs]
+    return gradients
+
+
+def _by_step(parameters: Sequence[Any], optimizer: Any) -> Iterator[tuple[int, list[Any]]]:
+    """Group parameters by the number of steps that the optimizer has made with each."""
+    if not parameters:
+        return
+    steps = [optimizer.state[p]["step"] for p in parameters]
+    counts = torch.stack(steps).tolist() if steps[0].device.type != "cpu" else map(float, steps)
+    pairs = sorted(zip(map(int, counts), range(len(parameters)), strict=True))
+    for step, alike in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        yield step, [parameters[at] for _, at in alike]

@@ -1,0 +1,185 @@
+"""Steps of Adam and AdamW depend on how often elements arrive, on every rank alike."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import training
+import world
+from plain import PlainTopKEF as TopKEF
+from resuming import assert_resumes
+from training import Setup, Task
+from witness import assert_ranks_equal
+from world import hvd
+
+LR, DECAY, STEPS, BETAS = 0.05, 0.1, 8, (0.9, 0.99)
+
+
+class Valley(Task):
+    """A loss whose gradients swing from side to side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, 30) * 0.1)
+
+    def loss(self, rank: int, step: int) -> Tensor:
+        noise = 0.1 * training.noise(rank, step, (40, 30))
+        return (self.weight - noise + 0.2 * (-1.0) ** step).square().sum()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, weight_decay=DECAY, betas=BETAS)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=LR, weight_decay=DECAY, betas=BETAS, amsgrad=False)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, weight_decay=DECAY, betas=BETAS, fused=True)
+
+
+def auto(**settings: Any) -> TopKEF:
+    return TopKEF(**{"ratio": 0.2, "min_numel": 0, "momentum": "auto"} | settings)
+
+
+def by_closure(task: Task, optimizer: Any, step: int) -> None:
+    """Gradients are computed, and exchanged, within the step."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = task.loss(hvd.rank(), step)
+        loss.backward()
+        if world.CONTROLLER != "torchrun":
+            optimizer.synchronize()
+        return loss
+
+    is_ddp = world.CONTROLLER == "torchrun"
+    with contextlib.nullcontext() if is_ddp else optimizer.skip_synchronize():
+        optimizer.step(closure)
+
+
+def clipped(task: Task, optimizer: Any, step: int) -> None:
+    """Gradients are clipped after the exchange."""
+    optimizer.zero_grad()
+    task.loss(hvd.rank(), step).backward()
+    is_ddp = world.CONTROLLER == "torchrun"
+    if not is_ddp:
+        optimizer.synchronize()
+    nn.utils.clip_grad_norm_(task.parameters(), 0.5)
+    with contextlib.nullcontext() if is_ddp else optimizer.skip_synchronize():
+        optimizer.step()
+
+
+class Reference:
+    """Adam by the formulas of `horovod_topk.core.arrivals`, in float64."""
+
+    def __init__(self, start: Tensor, *, decoupled: bool) -> None:
+        self.p, self.decoupled, self.steps = start.detach().double().clone(), decoupled, 0
+        self.m, self.v, self.phi = (torch.zeros_like(self.p) for _ in range(3))
+
+    def step(self, gradient: Tensor, factors: Tensor) -> None:
+        """gradient: the one that the optimizer applied."""
+        often = self.phi > 0.5
+        self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
+        g = gradient.double()
+        if self.decoupled:
+            self.p *= 1 - LR * DECAY
+        else:
+            g = g + DECAY * self.p
+        self.steps += 1
+        b = BETAS[0] * self.phi.sqrt() * (self.steps > 1)
+        c = torch.where(often, *factors.double()) if self.steps > 1 else 1.0
+        self.m = b * self.m + (1 - b) * c * g
+        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g**2
+        root = (self.v / (1 - BETAS[1] ** self.steps)).sqrt() + 1e-8
+        self.p = self.p - LR * self.m / root
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize(
+    ("make", "take", "exchange"),
+    [
+        (adamw, training.ordinary, "allgather"),
+        (adam, training.ordinary, "allgather"),
+        (adamw, clipped, "sharded"),
+        (fused, by_closure, "allgather"),
+    ],
+    ids=["AdamW", "Adam", "clipped", "closure"],
+)
+def test_steps_are_those_of_the_formula(make: Any, take: Any, exchange: str) -> None:
+    setup = Setup(build=Valley, optimizer=make)
+    task: Any = setup.task()
+    optimizer = setup.distributed(task, auto(exchange=exchange))
+    reference = Reference(task.weight, decoupled=make is not adam)
+    applied = list[Tensor]()
+    optimizer.register_step_post_hook(lambda *_: applied.append(task.weight.grad.clone()))
+    least = 1.0
+    for step in range(STEPS):
+        take(task, optimizer, step)
+        state = TopKEF.of(optimizer).state_dict()
+        (factors,) = state["state.factors"]["residuals"].values()
+        (phi,) = state["state.arrivals"]["residuals"].values()
+        reference.step(applied[-1], factors)
+        torch.testing.assert_close(phi.view(40, 30).double(), reference.phi, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(task.weight.double(), reference.p, rtol=1e-4, atol=1e-5)
+        assert_ranks_equal([task.weight.detach(), factors, phi])
+        least = min(least, TopKEF.of(optimizer).stats().step_factor)
+    assert 0.0999 < least < 0.95
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (LR, DECAY, BETAS)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kept", [True, False], ids=["saved", "not saved"])
+def test_the_optimizers_state_is_its_own(kept: bool) -> None:
+    """Its first moment is Adam's, so that training can go on without compression."""
+    setup = Setup(build=Valley, optimizer=adamw)
+    task: Any = setup.task()
+    optimizer = setup.distributed(task, auto())
+    for step in range(STEPS):
+        training.ordinary(task, optimizer, step)
+    (own,) = optimizer.state_dict()["state"].values()
+    assert own["exp_avg"].abs().max() > 0.0
+    plain = adamw([nn.Parameter(task.weight.detach().clone())])
+    if kept:
+        plain.load_state_dict(optimizer.state_dict())
+    (group,) = plain.param_groups
+    assert group["betas"] == BETAS
+
+
+def test_other_settings_leave_the_steps_alone() -> None:
+    """Momentum that is named, or a share of velocity, is corrected as before; SGD always is."""
+    for make, settings, follows in (
+        (adamw, {}, True),
+        (adamw, {"momentum": "optimizer"}, False),
+        (adamw, {"velocity_kept": 0.5}, False),
+        (adamw, {"momentum": 0}, False),
+        (adamw, {"exchange": "allgather", "ratio": 1.0}, False),
+        (training.sgd, {}, False),
+    ):
+        setup = Setup(build=Valley, optimizer=make)
+        optimizer = setup.distributed(setup.task(), auto(**settings))
+        config = TopKEF.of(optimizer)._compressor.config
+        assert config.follows_arrivals is follows, settings
+        assert not (follows and config.momentum)
+
+
+def test_a_restarted_run_takes_the_same_steps(tmp_path: Path) -> None:
+    """`assert_resumes` restores TopKEF's state alone, so that this AdamW has none."""
+    setup = Setup(build=Valley, optimizer=lambda parameters: Stateless(parameters, lr=LR))
+    assert_resumes(setup, auto, tmp_path, training.ordinary)
+
+
+class Stateless(torch.optim.AdamW):
+    """An AdamW that begins anew in each step, so that nothing but its gradients matters."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self.register_step_post_hook(lambda it, *_: it.state.clear())

@@ -1,0 +1,164 @@
+"""Updates of Keras' Adam and AdamW depend on how often elements arrive, on all ranks alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from kerasses import LIBRARIES, distributed
+from proof import assert_ranks_equal
+from tapes import noise
+
+from horovod_topk import checkpoint
+from horovod_topk.guard import Guard
+from plain import PlainTopKEF as TopKEF
+
+LR, DECAY, STEPS, SHAPE = 0.05, 0.125, 8, (60, 20)
+BETAS = 0.9, 0.99
+BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+
+
+def auto(**settings: Any) -> TopKEF:
+    return TopKEF(**{"ratio": 0.25, "min_numel": 0, "momentum": "auto"} | settings)
+
+
+class Run:
+    """A variable whose gradients are given: they point to one side and then to the other."""
+
+    def __init__(
+        self, library: Any, kind: Any, compression: TopKEF, *, graph: bool, **settings: Any
+    ) -> None:
+        self.library, self.variable = library, tf.Variable(noise(9, 0, SHAPE))
+        self.compression = compression
+        made = kind(LR, beta_1=BETAS[0], beta_2=BETAS[1], epsilon=1e-7, **settings)
+        self.optimizer = distributed(library, made, compression)
+        self._apply = tf.function(self._take) if graph else self._take
+
+    def take(self, step: int) -> np.ndarray[Any, Any]:
+        """A step with this rank's gradient; returns the exchanged one."""
+        gradient = noise(hvd.rank(), step, SHAPE) / 2 + noise(0, 99, SHAPE)
+        applied = self._apply(tf.constant((-1.0) ** step * gradient, tf.float32))
+        return np.asarray(applied)
+
+    def _take(self, gradient: Any) -> Any:
+        if self.library is tf_keras:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(self.variable * gradient)
+            ((gradient, _),) = self.optimizer.compute_gradients(loss, [self.variable], tape=tape)
+        self.optimizer.apply_gradients([(gradient, self.variable)])
+        return gradient
+
+    def state(self, key: str) -> np.ndarray[Any, Any]:
+        """One of the states after the last step."""
+        (found,) = TopKEF.of(self.optimizer).state_dict()[f"state.{key}"]["residuals"].values()
+        return np.array(found)
+
+    def copy_from(self, other: Run) -> None:
+        """Copy the other run's variable and its optimizer's variables, before a first step."""
+        self.variable.assign(other.variable)
+        self.optimizer.build([self.variable])
+        of_both = self.optimizer.variables, other.optimizer.variables
+        ours, theirs = (each() if callable(each) else each for each in of_both)
+        for mine, its in zip(ours, theirs, strict=True):
+            mine.assign(its)
+
+
+class Reference:
+    """Adam by the formulas of `horovod_topk.core.arrivals`, in float64."""
+
+    def __init__(self, start: Any, decay: float) -> None:
+        self.p, self.decay, self.steps = np.array(start, "f8"), decay, 0
+        self.m, self.v, self.phi = (np.zeros_like(self.p) for _ in range(3))
+
+    def step(self, gradient: Any, factors: Any) -> None:
+        often = self.phi > 0.5
+        self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
+        g, self.steps = np.array(gradient, "f8"), self.steps + 1
+        self.p *= 1 - LR * self.decay
+        b = BETAS[0] * np.sqrt(self.phi) * (self.steps > 1)
+        c = np.where(often, *factors) if self.steps > 1 else 1.0
+        self.m = b * self.m + (1 - b) * c * g
+        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g**2
+        unbias = np.sqrt(1 - BETAS[1] ** self.steps)
+        self.p = self.p - LR * self.m * unbias / (np.sqrt(self.v) + 1e-7)
+
+
+def kinds(library: Any) -> dict[str, Any]:
+    own = library.optimizers
+    return {"Adam": own.Adam, "AdamW": own.AdamW, "legacy": own.legacy.Adam}
+
+
+@pytest.mark.parametrize(("kind", "graph"), [("AdamW", True), ("Adam", False), ("legacy", True)])
+def test_updates_are_those_of_the_formula(kind: str, graph: bool) -> None:
+    library = tf_keras  # that of Keras 3 exchanges within the step, unseen
+    settings = {"weight_decay": DECAY} if kind == "AdamW" else {}
+    run = Run(library, kinds(library)[kind], auto(), graph=graph, **settings)
+    reference = Reference(run.variable.numpy(), settings.get("weight_decay", 0.0))
+    for step in range(STEPS):
+        applied = run.take(step)
+        factors, phi = run.state("factors"), run.state("arrivals").reshape(SHAPE)
+        reference.step(applied, factors)
+        np.testing.assert_allclose(phi, reference.phi, 1e-5, 1e-6)
+        np.testing.assert_allclose(run.variable.numpy(), reference.p, 1e-4, 2e-5)
+        assert_ranks_equal([run.variable.numpy(), factors, phi])
+    assert 0.0999 < TopKEF.of(run.optimizer).stats().step_factor < 0.95
+
+
+def test_keras_3_takes_the_steps_of_tf_keras() -> None:
+    """Whose steps are compared with the formula."""
+    runs = [
+        Run(
+            library,
+            library.optimizers.AdamW,
+            auto(name=name.replace(" ", "")),
+            graph=True,
+            weight_decay=DECAY,
+        )
+        for name, library in LIBRARIES.items()
+    ]
+    for step in range(STEPS):
+        for run in runs:
+            run.take(step)
+        one, other = (run.variable.numpy() for run in runs)
+        np.testing.assert_allclose(one, other, 1e-4, 1e-5)
+
+
+@pytest.mark.slow
+@BOTH
+def test_a_checkpoint_has_the_states(library: Any, tmp_path: Path) -> None:
+    folder = hvd.broadcast_object(str(tmp_path))
+    kind = library.optimizers.Adam
+    run, again = (Run(library, kind, auto(name=n), graph=True) for n in ("run", "again"))
+    for step in range(5):
+        run.take(step)
+    checkpoint.save(folder, TopKEF.of(run.optimizer))
+    again.copy_from(run)
+    hvd.allgather_object(0, name="saved by all")
+    checkpoint.load(folder, again.compression)
+    for step in range(5, STEPS):
+        run.take(step)
+        again.take(step)
+        assert np.array_equal(run.state("factors"), again.state("factors"))
+    assert np.array_equal(run.variable.numpy(), again.variable.numpy())
+
+
+@pytest.mark.slow
+@BOTH
+def test_after_a_fall_back_steps_become_adams_own(library: Any) -> None:
+    guard = Guard(nonfinite=2)
+    run = Run(library, library.optimizers.Adam, auto(guard=guard, name="falls"), graph=True)
+    for step in range(3):
+        run.take(step)
+    assert run.state("arrivals").min() < 0.5
+    for _ in range(2):
+        run._apply(tf.fill(SHAPE, np.nan))
+    run.variable.assign(noise(9, 0, SHAPE))
+    for step in range(25):
+        run.take(step)
+    assert run.state("arrivals").min() > 0.9
+    assert run.state("factors")[0] > 0.99

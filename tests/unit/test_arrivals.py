@@ -1,0 +1,329 @@
+"""Arrivals, energies and Adam's steps by them, against their formulas in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend
+from oracle.world import World
+from torch import Tensor, nn
+
+from horovod_topk.core.arrivals import CLASSES, LEAST, STATES
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.rounds import state_plan
+from horovod_topk.core.shards import first_block
+from horovod_topk.methods.topk import TopK
+from horovod_topk.torch_training.adam import AdamSteps, Arrived
+
+Array = NDArray[Any]
+FOLLOWS = TopK(ratio=0.1, min_numel=1000, values="int8", follows_arrivals=True)
+SPECS = [
+    TensorSpec("large", (60, 40), "float32"),
+    TensorSpec("small", (90,), "float32"),
+    TensorSpec("other", (1500,), "float32"),
+]
+FOLLOWED = "large", "small", "other"
+each_backend = pytest.mark.parametrize(
+    "backend", [NUMPY, TORCH, NATIVE, TENSORFLOW], ids=lambda each: each.name
+)
+
+
+def worlds(backend: Backend, ranks: int = 3, reduction: str = "average", **settings: Any) -> World:
+    return World(make_plan(SPECS, replace(FOLLOWS, **settings), reduction), ranks, backend)
+
+
+def drawn(ranks: int, step: int) -> list[dict[str, Array]]:
+    """Gradients that swing, with a mean that is common to all ranks."""
+    random = np.random.default_rng(step)
+    common = {s.name: np.random.default_rng(99).standard_normal(s.shape) for s in SPECS}
+    swing = 1.5 * (-1.0) ** step
+    return [
+        {
+            s.name: (swing * common[s.name] + random.standard_normal(s.shape)).astype(np.float32)
+            for s in SPECS
+        }
+        for _ in range(ranks)
+    ]
+
+
+def saved(world: World, name: str) -> list[dict[str, Array]]:
+    """A state of every rank, by tensor name."""
+    states = [rank.state_dict()[f"state.{name}"]["residuals"] for rank in world.ranks]
+    to_numpy = world.backend.numpy
+    return [{n: np.array(to_numpy(each)) for n, each in one.items()} for one in states]
+
+
+class Reference:
+    """phi, E and c of one tensor by the formulas, and D of each rank without owners."""
+
+    def __init__(self, numel: int, ranks: int) -> None:
+        self.phi = np.zeros(numel, np.float32)
+        self.energy, self.lost = np.zeros(CLASSES), np.zeros((ranks, CLASSES))
+
+    def by_class(self, values: Array, often: Array) -> Array:
+        return np.array([np.square(values[each], dtype="f8").sum() for each in (often, ~often)])
+
+    def step(
+        self, gradients: list[Array], before: list[Array], after: list[Array], g: Array
+    ) -> None:
+        """before, after: residuals of each rank; g: the exchanged mean."""
+        often = self.phi > 0.5
+        for rank, (gradient, e, left) in enumerate(zip(gradients, before, after, strict=True)):
+            whole = gradient + e
+            is_sent = np.abs(whole - left) * 2 > np.abs(whole)
+            sums = [gradient, np.where(is_sent, whole, 0), np.where(is_sent, left, 0)]
+            came, selected, rounding = (self.by_class(each, often) for each in sums)
+            self.lost[rank] = 0.99 * self.lost[rank] + came - selected + rounding
+        self.phi = self.phi * np.float32(0.9) + np.float32(0.1) * (g != 0)
+        self.energy = 0.99 * self.energy + self.by_class(g, often)
+
+    @property
+    def factors(self) -> Array:
+        lost = np.maximum(0, self.lost.mean(0))
+        total = self.energy + lost
+        share = np.divide(lost, total, out=np.zeros(CLASSES), where=total > 0)
+        found: Array = np.sqrt(1 - (1 - LEAST**2) * share)
+        return found
+
+
+@each_backend
+@pytest.mark.parametrize("reduction", ["average", "sum"])
+def test_states_are_those_of_the_formulas(backend: Backend, reduction: str) -> None:
+    world, references = worlds(backend, reduction=reduction), dict[str, Reference]()
+    scale = 3 if reduction == "sum" else 1
+    for step in range(12):
+        gradients = drawn(3, step)
+        before = [
+            {n: each.reshape(-1).copy() for n, each in one.items()} for one in world.residuals()
+        ]
+        exchanged = world.step([{n: g.copy() for n, g in one.items()} for one in gradients])
+        after = world.residuals()
+        for name in FOLLOWED:
+            numel = gradients[0][name].size
+            reference = references.setdefault(name, Reference(numel, 3))
+            reference.step(
+                [one[name].reshape(-1) for one in gradients],
+                [one[name] for one in before],
+                [one[name].reshape(-1) for one in after],
+                exchanged[0][name].reshape(-1) / scale,
+            )
+    for name, reference in references.items():
+        for rank in range(3):
+            assert np.array_equal(saved(world, "arrivals")[rank][name], reference.phi)
+            of = {key: saved(world, key)[rank][name] for key in STATES if key != "arrivals"}
+            np.testing.assert_allclose(of["energy"], reference.energy, 1e-4)
+            np.testing.assert_allclose(of["lost"], reference.lost[rank], 1e-3, 1e-3)
+            np.testing.assert_allclose(of["factors"], reference.factors, 1e-4)
+    large = references["large"]
+    assert large.factors.min() < 0.9, "the case has to swing"
+    assert np.count_nonzero(large.phi > 0.5) > 10
+
+
+@each_backend
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_ranks_have_the_same_factors_and_arrivals(backend: Backend, exchange: str) -> None:
+    world = worlds(backend, 4, exchange=exchange)
+    for step in range(10):
+        world.step(drawn(4, step))
+    for key in ("arrivals", "energy", "factors"):
+        first, *others = saved(world, key)
+        for other in others:
+            assert all(np.array_equal(first[name], other[name]) for name in first)
+    assert 0.1 < world.ranks[0].stats().step_factor < 0.9
+
+
+def test_owners_tell_what_they_lose() -> None:
+    """With owners D also has what the second selection takes away, one step later."""
+    world = worlds(NUMPY, 3, exchange="sharded")
+    expected = [np.zeros(CLASSES) for _ in range(3)]
+    for step in range(6):
+        gradients, before, owned = drawn(3, step), world.residuals(), world.owned()
+        phi = saved(world, "arrivals")[0]["large"]
+        before = [{n: each.copy() for n, each in one.items()} for one in before]
+        owned = [{n: each.copy() for n, each in one.items()} for one in owned]
+        exchanged = world.step([{n: g.copy() for n, g in one.items()} for one in gradients])
+        for rank in range(3):
+            mine = np.arange(2400) // 512 % 3 == first_block("large", 3, rank)
+            often, scale = phi[mine] > 0.5, 2400 / mine.sum()
+            reference = Reference(1, 1)
+
+            def taken(came: Array, e: Array, left: Array) -> Array:
+                whole = came + e
+                is_sent = np.abs(whole - left) * 2 > np.abs(whole)
+                parts = came, np.where(is_sent, whole, 0), np.where(is_sent, left, 0)
+                each = [reference.by_class(part, often) for part in parts]  # noqa: B023
+                return scale * (each[0] - each[1] + each[2])  # noqa: B023
+
+            g = gradients[rank]["large"].reshape(-1)[mine]
+            e, left = (
+                each[rank]["large"].reshape(-1)[mine] for each in (before, world.residuals())
+            )
+            expected[rank] = 0.99 * expected[rank] + taken(g, e, left)
+            e, left = (each[rank]["large"].reshape(-1) for each in (owned, world.owned()))
+            came = exchanged[rank]["large"].reshape(-1)[mine] + left - e
+            expected[rank] += taken(came, e, left)
+    for rank in range(3):
+        np.testing.assert_allclose(saved(world, "lost")[rank]["large"], expected[rank], 1e-3, 1e-2)
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy"])
+def test_a_sample_of_a_large_tensor_has_its_energies(kind: str) -> None:
+    spec = TensorSpec("huge", (1 << 18,), "float32")
+    world = World(make_plan([spec], replace(FOLLOWS, ratio=0.02)), 2, TORCH)
+    random = np.random.default_rng(0)
+    total = 0.0
+    for _ in range(8):
+        draw = random.standard_normal if kind == "normal" else partial_t(random)
+        gradients = [{"huge": draw(1 << 18).astype(np.float32)} for _ in range(2)]
+        exchanged = world.step(gradients)
+        total = 0.99 * total + float(np.square(exchanged[0]["huge"], dtype="f8").sum())
+    assert saved(world, "energy")[0]["huge"].sum() == pytest.approx(total, rel=0.15)
+    (bucket,) = world.plan.buckets
+    assert state_plan(bucket, "energy").numel == CLASSES
+
+
+def partial_t(random: np.random.Generator) -> Any:
+    """Student's t, with four degrees of freedom."""
+    return lambda size: random.standard_t(4, size)
+
+
+def test_a_step_that_is_rolled_back_leaves_the_states_alone() -> None:
+    world = worlds(NUMPY)
+    for step in range(4):
+        world.step(drawn(3, step))
+    before = {key: saved(world, key) for key in STATES}
+    broken = drawn(3, 9)
+    broken[1]["large"][0, 0] = np.nan
+    world.step(broken)
+    for key, states in before.items():
+        for one, other in zip(states, saved(world, key), strict=True):
+            assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_restarted_run_goes_on_with_the_same_states() -> None:
+    one, other = worlds(NUMPY), worlds(NUMPY)
+    for step in range(8):
+        results = [one.step(drawn(3, step))]
+        if step == 4:
+            for rank, new in zip(one.ranks, other.ranks, strict=True):
+                new.load_state_dict(rank.state_dict())
+        if step > 4:
+            results.append(other.step(drawn(3, step)))
+            for key in STATES:
+                pairs = zip(saved(one, key), saved(other, key), strict=True)
+                assert all(np.array_equal(a[n], b[n]) for a, b in pairs for n in a)
+
+
+@pytest.mark.parametrize("way", ["absent", "of another size"])
+def test_states_that_do_not_fit_are_no_error(way: str) -> None:
+    """Checkpoints of older versions have none."""
+    world = worlds(NUMPY)
+    for step in range(3):
+        world.step(drawn(3, step))
+    state = world.ranks[0].state_dict()
+    for key in STATES:
+        if way == "absent":
+            del state[f"state.{key}"]
+        else:
+            state[f"state.{key}"]["residuals"]["other"] = np.ones(7, np.float32)
+            state[f"state.{key}"]["shapes"]["other"] = [7]
+    world.ranks[0].load_state_dict(state)
+    assert not saved(world, "energy")[0]["other"].any()
+
+
+# Adam's own step, prepared by arrivals.
+
+
+def reference_steps(
+    kind: Any, settings: dict[str, Any], steps: list[tuple[Tensor, Tensor, Tensor]], start: Tensor
+) -> Iterator[Tensor]:
+    """Parameters after each step of (G, phi, c by element), in float64."""
+    p, m, v = start.double(), torch.zeros_like(start).double(), torch.zeros_like(start).double()
+    lr, decay, (beta1, beta2) = settings["lr"], settings["weight_decay"], settings["betas"]
+    for t, (gradient, phi, c) in enumerate(steps, 1):
+        g = -gradient.double() if settings.get("maximize") else gradient.double()
+        if kind is torch.optim.AdamW:
+            p = p * (1 - lr * decay)
+        else:
+            g = g + decay * p
+        b = beta1 * phi.double().sqrt() if t > 1 else torch.zeros_like(p)
+        m = b * m + (1 - b) * (c.double() if t > 1 else 1.0) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        p = p - lr * m / ((v / (1 - beta2**t)).sqrt() + 1e-8)
+        yield p
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [(torch.optim.AdamW, {}), (torch.optim.Adam, {}), (torch.optim.Adam, {"maximize": True})],
+)
+def test_steps_of_adam_are_those_of_the_formula(
+    kind: Any, more: dict[str, Any], fused: bool
+) -> None:
+    torch.manual_seed(0)
+    parameter, untouched = nn.Parameter(torch.randn(8, 5)), nn.Parameter(torch.randn(6))
+    twin = nn.Parameter(untouched.detach().clone())
+    settings = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.99), **more}
+    optimizer = kind([parameter, untouched], fused=fused, **settings)
+    plain = kind([twin], fused=fused, **settings)
+    arrived = dict[str, Arrived]()
+    adam = AdamSteps({parameter: "known", untouched: "whole"}, lambda: arrived)
+    optimizer.register_step_pre_hook(lambda it, *_: adam.prepare(it))
+    steps, found = list[tuple[Tensor, Tensor, Tensor]](), list[Tensor]()
+    start, factors = parameter.detach().clone(), torch.tensor([0.75, 0.5])
+    for _ in range(6):
+        gradient = torch.randn(8, 5) * (torch.rand(8, 5) < 0.5)
+        phi = torch.rand(40)
+        before = (phi - 0.1 * gradient.view(-1).ne(0)) / 0.9
+        c = torch.where(before > 0.5, factors[0], factors[1]).view(8, 5)
+        steps.append((gradient, phi.view(8, 5), c))
+        arrived["known"] = Arrived(phi, factors)
+        parameter.grad, untouched.grad = gradient.clone(), torch.randn(6)
+        twin.grad = untouched.grad.clone()
+        optimizer.step()
+        plain.step()
+        found.append(parameter.detach().clone())
+        assert torch.equal(untouched, twin)
+    for mine, its in zip(found, reference_steps(kind, settings, steps, start), strict=True):
+        torch.testing.assert_close(mine.double(), its, rtol=1e-4, atol=1e-5)
+
+
+def test_elements_that_always_arrive_have_adams_own_steps() -> None:
+    """Once there is no bias to correct."""
+    parameter = nn.Parameter(torch.randn(40))
+    twin = nn.Parameter(parameter.detach().clone())
+    settings: dict[str, Any] = {"betas": (0.5, 0.99)}
+    optimizer = torch.optim.AdamW([parameter], **settings)
+    plain = torch.optim.AdamW([twin], **settings)
+    adam = AdamSteps({parameter: "p"}, lambda: {"p": Arrived(torch.ones(40), torch.ones(2))})
+    for step in range(45):
+        parameter.grad = torch.randn(40)
+        twin.grad = parameter.grad.clone()
+        if step > 40:
+            adam.prepare(optimizer)
+        optimizer.step()
+        plain.step()
+        torch.testing.assert_close(parameter, twin, rtol=1e-6, atol=1e-7)
+    moments = (o.state[p]["exp_avg"] for o, p in ((optimizer, parameter), (plain, twin)))
+    torch.testing.assert_close(*moments, rtol=1e-5, atol=1e-7)
+
+
+def test_a_fused_step_that_a_scaler_skips_changes_no_moment() -> None:
+    parameter = nn.Parameter(torch.randn(40))
+    optimizer: Any = torch.optim.AdamW([parameter], fused=True)
+    adam = AdamSteps({parameter: "p"}, lambda: {"p": Arrived(torch.rand(40), torch.rand(2))})
+    optimizer.register_step_pre_hook(lambda it, *_: adam.prepare(it))
+    parameter.grad = torch.randn(40)
+    optimizer.step()
+    before = optimizer.state[parameter]["exp_avg"].clone()
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(1.0)
+    parameter.grad = torch.full((40,), torch.inf)
+    optimizer.step()
+    assert torch.equal(optimizer.state[parameter]["exp_avg"], before)
