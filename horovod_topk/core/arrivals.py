@@ -3,31 +3,33 @@
 An element that is sent once in a hundred steps arrives as the sum of a hundred gradients. Adam
 would repeat this large value over its next ten steps; and as what was not sent adds up, quick
 changes of a gradient cancel out before they are sent, so that Adam's mean square misses them and
-its steps are too large. So its first moment m is corrected; its mean square v is
-Adam's own, and ranks exchange gradients without any momentum:
+its steps are too large. So ranks exchange gradients without any momentum, and Adam's first moment m
+is corrected; its mean square v is its own:
 
     phi' = phi + ([G is not 0] - phi) / 10            how often an element arrives
     m'   = b m + (1 - b) c G,  b = beta1 sqrt(phi')   G: the exchanged gradient
     p    = p - lr m' / sqrt(v)                        c <= 1: of its tensor and class
 
 An element that always arrives has Adam's momentum, and one that hardly arrives has none. A tensor's
-elements have two classes, phi > 1/2 before the step and the others. Error feedback loses no
-gradient, so it is known how much of a class's energy (sum of squares) it takes away: as much as
-what a rank selects, s, has less than its gradients g. s is not rounded yet, and r is its rounding
-error, which is sent later. With means over the last hundred steps,
+elements are split into two classes, those with phi > 1/2 before the step and the others. Error
+feedback loses no gradient, so it is known how much of a class's energy (sum of squares) it takes
+away: as much as what a rank selects, s, has less than its gradients g. s is not rounded yet, and r
+is its rounding error, which is sent later. With means over the last hundred steps,
 
     E' = 0.99 E + sum of G^2
     D' = 0.99 D + sum of g^2 - sum of s^2 + sum of r^2    on each rank
     c  = sqrt(E' / (E' + max(0, mean of D' over ranks)))
 
-which is the root of the exchanged gradients' energy over that of dense gradients, if what is lost
-is common to all ranks. Noise of single ranks is not lost: it is sent later. Where tensors have
-owners, D also has what an owner's own error feedback loses, one step later.
+c estimates the root of the exchanged gradients' energy over that of dense gradients. It counts all
+energy that is taken away as common to the ranks: noise of single ranks does not cancel out, as it
+differs from step to step, and so is sent later. Where tensors have owners, D also has what an
+owner's own error feedback takes away, one step later.
 
-Each rank sends D' with its payload, so that c is of the step itself. phi, E and c are states of the
-method that are equal on all ranks; D is a state of each rank. In a large tensor energies are those
-of a sample: evenly spaced blocks, at most 8,192 elements and at least a third of that. Tensors
-that are sent whole have these states too, as some of their elements may be rounded to zero.
+Each rank sends D' with its payload, so that all ranks compute a step's c from the step's own
+numbers. phi, E and c are states of the method that are equal on all ranks; D is a state of each
+rank. In a large tensor energies are those of a sample: evenly spaced blocks, at most 32,768
+elements and at least a third of that. Tensors that are sent whole have these states too, as some of
+their elements may be rounded to zero.
 """
 
 from __future__ import annotations
@@ -68,6 +70,6 @@ def measures(pieces: Sequence[Piece]) -> tuple[str, ...]:
     return tuple(f"{name}:{LOST}{i}" for name in names for i in range(CLASSES))
 
 
-def told(names: Sequence[str]) -> int:
+def of_tensors(names: Sequence[str]) -> int:
     """How many of a payload's measures, the last ones, are of its tensors."""
     return sum(":" in name for name in names)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core import payload as wire
-from horovod_topk.core.arrivals import told
+from horovod_topk.core.arrivals import of_tensors
 from horovod_topk.core.measures import Rows, total_of
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.payload import HEADER_BYTES
@@ -128,7 +128,7 @@ class PayloadCodec(Generic[Array]):
         for i, each in enumerate(given):
             if not isinstance(each, float):
                 ops.store(data, wire.MEASURE * i, ops.pack_values(each, "float32"))
-        if told(bucket.measures) and bucket.ordinal in self._of_tensors:
+        if of_tensors(bucket.measures) and bucket.ordinal in self._of_tensors:
             last = ops.pack_values(self._of_tensors[bucket.ordinal](), "float32")
             ops.store(data, wire.MEASURE * len(given), last)
         return data
@@ -311,7 +311,7 @@ class PayloadCodec(Generic[Array]):
 
     def _read_told(self, bucket: BucketPlan, gathered: Array) -> None:
         """Compute the means over ranks of the measures of a bucket's tensors."""
-        count, ops, dtype = told(bucket.measures), self._ops, bucket.residual_dtype
+        count, ops, dtype = of_tensors(bucket.measures), self._ops, bucket.residual_dtype
         if not count:
             return
         width = bucket.layout.payload_bytes // bucket.writers
@@ -474,7 +474,7 @@ class PayloadCodec(Generic[Array]):
         for (position, _), answer in zip(sound, answers, strict=True):
             if not all(answer) and not flags[bucket.tensors[position].gradient]:
                 raise PayloadCodec._damaged(bucket, position, answer.index(False))
-        if count := len(bucket.measures) - told(bucket.measures):
+        if count := len(bucket.measures) - of_tensors(bucket.measures):
             stop = HEADER_BYTES + wire.MEASURE * count
             if not any(any(head[HEADER_BYTES:stop]) for head in heads):  # the usual case
                 arrived[bucket.ordinal] = [(0.0,) * count] * len(heads)
@@ -538,7 +538,7 @@ class PayloadCodec(Generic[Array]):
 
 def _own(bucket: BucketPlan) -> int:
     """Number of a bucket's measures that are neither the method's own nor of its tensors."""
-    return len(bucket.measures) - told(bucket.measures) - len(bucket.config.measured)
+    return len(bucket.measures) - of_tensors(bucket.measures) - len(bucket.config.measured)
 
 
 def _method(bucket: BucketPlan) -> Codec:

@@ -26,7 +26,7 @@ from horovod_topk.ops import Ops
 
 Array = TypeVar("Array")
 
-SAMPLE = 1 << 13  # elements of a tensor that energies are computed from, at most
+SAMPLE = 1 << 15  # elements of a tensor that energies are computed from, at most
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Following(Generic[Array]):
         """
         arenas = self._states[LOST]
         lost = self._lost(self._gradients, *self._kept(self._own))
-        self._ops.update_velocity(arenas.residual, KEPT, lost, arenas.candidate)
+        self._add(arenas, KEPT, arenas.residual, lost)
         return arenas.candidate
 
     def finish(self, exchanged: Sequence[Array], gain: float, ranks: int, lost: Array) -> None:
@@ -136,22 +136,28 @@ class Following(Generic[Array]):
             ranks: number of ranks, whose gradients are added up or averaged.
             lost: the mean over ranks of what they have told.
         """
-        ops, energy, added = self._ops, self._states[ENERGY], self._states[LOST].candidate
+        ops, energy, told = self._ops, self._states[ENERGY], self._states[LOST]
         unit = 1.0 / ranks if self._bucket.reduction == "sum" else 1.0
         mean: Any = self._sampled(exchanged, self._wholes) * (unit / gain)
         often = self._often(self._wholes)
         now = self._by_class(mean * mean, often, self._wholes, self._whole_scales)
-        ops.update_velocity(energy.residual, KEPT, now, energy.candidate)
+        self._add(energy, KEPT, energy.residual, now)
         ops.assign(self._states[FACTORS].candidate, self._factors(energy.candidate, lost))
         for owned in self._owned:
             before, after = self._kept(owned)
             came = self._sampled(exchanged, self._shards) * (1.0 / gain) + after - before
             lost = self._lost(came * unit, before * unit, after * unit)
-            ops.update_velocity(added, 1.0, lost, added)
+            self._add(told, 1.0, told.candidate, lost)
         arrivals = self._states[ARRIVALS]
         views = self._views(arrivals, arrivals.residual), self._views(arrivals, arrivals.candidate)
         for at, before, after in zip(self._positions, *views, strict=True):
             ops.follow(before, RATE, exchanged[at], after)
+
+    def _add(self, arenas: Arenas[Array], kept: float, before: Array, now: Array) -> None:
+        """Write kept * before + now to a candidate; 0 where that is not finite."""
+        ops = self._ops
+        ops.update_velocity(before, kept, now, arenas.candidate)
+        ops.assign(arenas.candidate, ops.finite(arenas.candidate))
 
     def swap(self) -> None:
         """Make the states of the next step the present ones."""
@@ -173,7 +179,7 @@ class Following(Generic[Array]):
     def _factors(self, energy: Any, lost: Any) -> Array:
         """The factors c, given E' and the mean of D'; 1 where there is no energy."""
         ops, lost = self._ops, (lost + abs(lost)) * 0.5  # at least 0
-        share: Any = ops.divided(lost, energy + lost)
+        share: Any = ops.finite(ops.divided(lost, energy + lost))
         kept: Any = share * (LEAST**2 - 1.0) + 1.0
         return ops.root(ops.cast(kept, "float64"))
 

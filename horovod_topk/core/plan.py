@@ -19,6 +19,7 @@ from horovod_topk.errors import ConfigError, DuplicateNameError, UnsupportedDtyp
 from horovod_topk.methods.protocol import RESIDUAL_DTYPE, Method, Piece, TensorSpec
 
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of float32: large enough to amortise a negotiation
+BUCKET_TENSORS = 8000  # at most, as a header counts 65,535 bytes of measures
 REDUCTIONS = ("average", "sum")
 WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes
 
@@ -295,7 +296,8 @@ def _fill(specs: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
     bucket: list[TensorSpec] = []
     elements = 0
     for spec in specs:
-        if bucket and elements + spec.numel > BUCKET_ELEMENTS:
+        is_full = elements + spec.numel > BUCKET_ELEMENTS or len(bucket) == BUCKET_TENSORS
+        if bucket and is_full:
             yield bucket
             bucket, elements = [], 0
         bucket.append(spec)
@@ -318,6 +320,13 @@ def _plan_bucket(
     parts = [Piece(spec, spec.numel, position) for position, spec in enumerate(specs)]
     measures = config.measures
     if config.follows_arrivals:
+        if len(specs) > BUCKET_TENSORS:
+            raise ConfigError(
+                f"a group has {len(specs)} tensors, and {BUCKET_TENSORS} at most can be sent "
+                "together with what Adam's step needs to know of each",
+                tensor=specs[0].name,
+                cure="Pass smaller groups=, or leave groups= out",
+            )
         measures += arrivals.measures(parts)
     return lay_out(ordinal, parts, "direct", config, reduction, measures=measures)
 

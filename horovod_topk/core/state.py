@@ -174,7 +174,7 @@ class State(Counting[Array]):
         part = self.parts.get(METHOD_STATE + FACTORS)
         arrays = [part.residual(name) for name in part.pieces] if part is not None else []
         numbers = [x for each in arrays for x in self._numbers_of(each) if x > 0.0]
-        return min(numbers, default=1.0)
+        return 1.0 if self.guard.is_over else min(numbers, default=1.0)
 
     def _numbers_of(self, array: Array) -> tuple[float, ...]:
         """An array's numbers, as float32, on the host. Waits for the device."""

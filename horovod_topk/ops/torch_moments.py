@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from horovod_topk.kernels import native
 
+CHUNK = 1 << 24  # elements
 Foreach = Any  # torch's operations on lists of tensors have no annotations
 
 
@@ -40,8 +41,8 @@ class Numbers:
     beta1: float  # the optimizer's
     before: float  # 1 - beta1^t after the last step
     now: float  # the same after the next one
-    rate: float  # an element that has arrived has often done so if phi - rate > limit, ...
-    limit: float  # ... any other one if phi > limit
+    rate: float  # an element is of the first class if phi - rate > limit where it has arrived, ...
+    limit: float  # ... and if phi > limit where it has not
 
 
 def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
@@ -52,8 +53,21 @@ def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
             _by_kernel(library, each, numbers)
         else:
             rest.append(each)
-    if rest:
-        _by_torch(rest, numbers)
+    for chunk in _chunks(rest):
+        _by_torch(chunk, numbers)
+
+
+def _chunks(moments: Sequence[Moment]) -> Iterator[list[Moment]]:
+    """Stretches of at most `CHUNK` elements, or of one moment: they need copies of it."""
+    chunk, numel = list[Moment](), 0
+    for each in moments:
+        if chunk and numel + each.moment.numel() > CHUNK:
+            yield chunk
+            chunk, numel = [], 0
+        chunk.append(each)
+        numel += each.moment.numel()
+    if chunk:
+        yield chunk
 
 
 class _Adam(ctypes.Structure):
@@ -90,15 +104,18 @@ def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
 
 
 def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
-    """m = again b m + (now c (1 - b) - later) g, as the kernel."""
+    """As `topkef_prepare_moment` of kernels/cpu/topkef.h, for float32 bit for bit."""
     beta1, before, now = numbers.beta1, numbers.before, numbers.now
     ops: Foreach = torch
-    kept = ops._foreach_sqrt([each.arrived.arrivals for each in moments])
+    phis = [each.arrived.arrivals for each in moments]
+    # In float32 torch's roots may be off by one unit in the last place.
+    kept = [phi.double().sqrt().to(phi.dtype) for phi in phis]
     ops._foreach_mul_(kept, beta1)
     factors = [_factor(each, numbers) for each in moments]
-    weights = ops._foreach_sub(factors, ops._foreach_mul(kept, factors))
-    ops._foreach_mul_(weights, now / beta1)
-    ops._foreach_add_(weights, 1.0 - 1.0 / beta1)
+    weights, others = ops._foreach_mul(factors, now / beta1), ops._foreach_neg(kept)
+    ops._foreach_add_(others, 1.0)
+    ops._foreach_mul_(weights, others)
+    ops._foreach_sub_(weights, 1.0 / beta1 - 1.0)
     ops._foreach_mul_(kept, now / before / beta1)
     shapes = [each.moment.shape for each in moments]
     weights, kept = (

@@ -41,6 +41,7 @@ class ByArrivals:
         for inner in map(unwrap, variables) if self.is_on else ():
             if inner.dtype not in (tf.float32, tf.float64):
                 self.is_on, kind = False, type(optimizer).__name__
+                self._states.clear()
                 why = f"variable {inner.name!r} is {inner.dtype.name}"
                 log.info("TopKEF leaves momentum to %s after all: %s", kind, why)
                 return
@@ -68,7 +69,7 @@ class ByArrivals:
         legacy = is_legacy(optimizer)
         moment = optimizer.get_slot(variable, "m") if legacy else slot_of(optimizer, variable)
         beta1 = optimizer._get_hyper("beta_1") if legacy else optimizer.beta_1
-        steps = tf.cast(unwrap(optimizer.iterations), tf.float64)
+        steps = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.float64)
         arrivals, factors = (tf.cast(each, moment.dtype) for each in known)
         gradient = tf.cast(gradient, moment.dtype)
         prepared = _prepared(moment, gradient, arrivals, factors, beta1, steps)

@@ -132,7 +132,7 @@ class Exchange:
         config = self.config
         check_not_twice(optimizer, config)
         # Horovod would exchange sparse gradients, and no momentum would be applied to them.
-        if self._sparse_as_dense or config.taken_over:
+        if self._sparse_as_dense or config.taken_over or config.follows_arrivals:
             grads = [to_dense(gradient) for gradient in grads]
         check_none_left_out(grads, variables, config)
         self.state = self.compressor.state_of(variables, config, self._settings, self._memory)

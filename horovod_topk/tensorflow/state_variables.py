@@ -239,7 +239,7 @@ class VariableState(State[Array]):
     def arrivals_of(self, name: str) -> tuple[Any, Any] | None:
         """Variables with a tensor's arrivals and factors; None: it has none."""
         key = METHOD_STATE + ARRIVALS
-        if key not in self.parts or not self.parts[key].pieces[name][0].numel:
+        if key not in self.parts or name not in self.parts[key].pieces:
             return None
         return self._variable(key, name, 0), self._variable(METHOD_STATE + FACTORS, name, 0)
 

@@ -53,6 +53,8 @@ class AdamSteps:
             known = [p for p in group["params"] if self._names.get(p) in arrived]
             known = [p for p in known if p.grad is not None and "exp_avg" in optimizer.state[p]]
             for step, alike in _by_step(known, optimizer) if beta1 else ():
+                if not step:  # the first step is to come, as a skipped one does not count
+                    continue
                 pairs = zip(alike, _added(optimizer, group, alike), strict=True)
                 moments = [
                     Moment(optimizer.state[p]["exp_avg"], added, p.grad, arrived[self._names[p]])

@@ -139,8 +139,8 @@ class Hooks(abc.ABC):
         exchanges = self._buckets.exchanges
         if self._adam is None or self._is_around(optimizer) or exchanges == self._prepared:
             return
-        self._prepared = exchanges
         self._adam.prepare(optimizer)
+        self._prepared = exchanges
 
     def _take_back(self, optimizer: Any) -> None:
         """Restore the optimizer's momentum after its step."""

@@ -18,7 +18,10 @@ from horovod_topk.core.arrivals import CLASSES, LEAST, STATES
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.rounds import state_plan
 from horovod_topk.core.shards import first_block
+from horovod_topk.errors import ConfigError
+from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
+from horovod_topk.ops.torch_moments import Moment, Numbers, prepare
 from horovod_topk.torch_training.adam import AdamSteps, Arrived
 
 Array = NDArray[Any]
@@ -327,3 +330,63 @@ def test_a_fused_step_that_a_scaler_skips_changes_no_moment() -> None:
     parameter.grad = torch.full((40,), torch.inf)
     optimizer.step()
     assert torch.equal(optimizer.state[parameter]["exp_avg"], before)
+
+
+def test_a_first_step_that_is_skipped_is_made_later() -> None:
+    """The state of the optimizer is there then, and counts no step."""
+    parameter = nn.Parameter(torch.randn(40))
+    twin = nn.Parameter(parameter.detach().clone())
+    optimizer: Any = torch.optim.AdamW([parameter], fused=True)
+    plain = torch.optim.AdamW([twin], fused=True)
+    adam = AdamSteps({parameter: "p"}, lambda: {"p": Arrived(torch.rand(40), torch.rand(2))})
+    optimizer.register_step_pre_hook(lambda it, *_: adam.prepare(it))
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(1.0)
+    parameter.grad = torch.full((40,), torch.inf)
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+    parameter.grad = torch.randn(40)
+    twin.grad = parameter.grad.clone()
+    optimizer.step()
+    plain.step()
+    assert torch.equal(parameter, twin)
+
+
+def test_the_kernel_prepares_moments_to_the_same_bits() -> None:
+    assert native.find().library is not None
+    numbers = Numbers(0.9, 0.4, 0.5, 0.1, 0.45)
+    gradient = torch.randn(999) * (torch.rand(999) < 0.5)
+    arrived = Arrived(torch.rand(999), torch.tensor([0.75, 0.3]))
+    start, prepared = torch.randn(999), list[Tensor]()
+    for added in (gradient, gradient.clone()):  # the kernel takes one that is as it was exchanged
+        prepared.append(start.clone())
+        prepare([Moment(prepared[-1], added, gradient, arrived)], numbers)
+    assert torch.equal(*prepared)
+    assert not torch.equal(prepared[0], start)
+
+
+@each_backend
+def test_a_huge_gradient_spoils_nothing_for_later(backend: Backend) -> None:
+    world = worlds(backend)
+    for step in range(6):
+        gradients = drawn(3, step)
+        factor = np.float32(1e20 if step == 2 else 1.0)
+        world.step([{n: g * factor for n, g in one.items()} for one in gradients])
+        for key in ("energy", "lost", "factors"):
+            assert all(
+                np.isfinite(each).all() for one in saved(world, key) for each in one.values()
+            )
+    assert 0.0999 < world.ranks[0].stats().step_factor <= 1.0
+
+
+def test_more_tensors_than_a_header_can_count_go_to_several_buckets() -> None:
+    specs = [TensorSpec(f"t{i}", (2,), "float32") for i in range(9000)]
+    plan = make_plan(specs, FOLLOWS)
+    assert [len(bucket.tensors) for bucket in plan.buckets] == [8000, 1000]
+    with pytest.raises(ConfigError, match="a group has 9000 tensors"):
+        make_plan(specs, FOLLOWS, groups=[specs])
+
+
+def test_auto_does_not_choose_an_exchange_that_hides_what_a_rank_has_sent() -> None:
+    world = World(make_plan(SPECS, replace(FOLLOWS, exchange="auto")), 4, NUMPY)
+    assert {rank.exchange.kind for rank in world.ranks} <= {"allgather", "sharded"}
+    world.step(drawn(4, 0))

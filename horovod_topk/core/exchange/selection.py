@@ -104,13 +104,14 @@ def choose(
     allgather, sharded, hierarchical, a later one has to save a tenth of the bytes of the best one
     before, since it has more collectives, and selects more often or sums dense gradients.
     Hierarchical is a candidate if there are several nodes, some node has more than one rank, and
-    Horovod can add process sets; not with momentum correction, which needs to know what each rank
-    has sent. At the same ratio, a second selection leaves out more than an allgather does: the
-    reason says so.
+    Horovod can add process sets; not with momentum correction, nor where Adam's steps depend on
+    arrivals: both need to know what each rank has sent. At the same ratio, a second selection
+    leaves out more than an allgather does: the reason says so.
     """
     groups: Groups[Array] = Groups(nodes, collective.rank, None, None)
     ways: list[Exchange[Array]] = [Allgather(collective, nodes), ShardedExchange(collective, nodes)]
-    several = len(nodes.ranks) > 1 and max(nodes.sizes) > 1 and not plan.config.momentum
+    several = len(nodes.ranks) > 1 and max(nodes.sizes) > 1
+    several &= not (plan.config.momentum or plan.config.follows_arrivals)
     if several and can_split:
         ways.append(HierarchicalExchange(collective, groups))
     cost = {way.kind: way.traffic(plan).node_bytes or 0 for way in ways}

@@ -227,6 +227,9 @@ using Deliver = void (*)(void *total, double scale, void *gradient, int64_t n);
 
 /* out[0..n) = factor * velocity + gradient, all of the residual's dtype; optionally with non-temporal
  * stores, which are visible to other threads after a fence. */
+using Accelerate = void (*)(const void *velocity, double factor, const void *gradient, void *out,
+                            int64_t n, bool past_caches);
+
 /* A mean of what is 1 for the elements of a gradient that are not 0, and 0 for others. */
 using Follow = void (*)(const void *mean, double rate, const void *gradient, void *out, int64_t n,
                         bool past_caches);
@@ -234,9 +237,6 @@ using Follow = void (*)(const void *mean, double rate, const void *gradient, voi
 /* Adam's first moment before its own update; see `topkef_prepare_moment`. */
 using Prepare = void (*)(void *moment, const void *gradient, const void *arrivals,
                          const topkef_adam *adam, int64_t n);
-
-using Accelerate = void (*)(const void *velocity, double factor, const void *gradient, void *out,
-                            int64_t n, bool past_caches);
 
 /* out[row, at] = scale * sum of left[row, i] * right[i, at], or out -= that sum if `subtracts`: for
  * `rows` rows and n of a matrix' `width` columns; i below `inner`, added in this order, each product and

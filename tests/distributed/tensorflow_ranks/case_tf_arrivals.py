@@ -162,3 +162,27 @@ def test_after_a_fall_back_steps_become_adams_own(library: Any) -> None:
         run.take(step)
     assert run.state("arrivals").min() > 0.9
     assert run.state("factors")[0] > 0.99
+
+
+@BOTH
+def test_embeddings_and_accumulated_gradients_train(library: Any) -> None:
+    """Gradients of embeddings are sparse: they are made dense, to be compressed."""
+    layers, options = library.layers, {"gradient_accumulation_steps": 2}
+    inner = layers.Embedding(50, 8), layers.Flatten(), layers.Dense(3)
+    model = library.Sequential([library.Input((4,)), *inner])
+    made = library.optimizers.Adam(0.01, **({} if library is tf_keras else options))
+    optimizer = distributed(library, made, auto())
+    loss = library.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, jit_compile=False)
+    tokens = np.random.default_rng(hvd.rank()).integers(0, 50, (32, 4))
+    for variable in model.variables:
+        variable.assign(
+            np.full(variable.shape, 0.1) + noise(0, len(variable.shape), variable.shape)
+        )
+    before = [np.array(each) for each in model.get_weights()]
+    model.fit(tokens, tokens[:, 0] % 3, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    after = model.get_weights()
+    assert all(not np.array_equal(*pair) for pair in zip(before, after, strict=True))
+    assert_ranks_equal(after)
+    state = TopKEF.of(model.optimizer).state_dict()["state.arrivals"]["residuals"]
+    assert len(state) == len(model.trainable_variables)
