@@ -377,10 +377,13 @@ class State(Counting[Array]):
     def _take_on(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Copy a checked state dict into the state of the tensors `names`."""
         for key, part in self.parts.items():
-            within = _within(state, key)
-            if key.removeprefix(METHOD_STATE) in STATES and not _fits(part, within, names):
-                within = _NOTHING
-            part.take_on(within, [name for name in part.pieces if name in names])
+            within, mine = _within(state, key), [name for name in part.pieces if name in names]
+            if key.removeprefix(METHOD_STATE) in STATES:  # those that do not fit start at zero
+                for name in mine:
+                    alone = without(within, within["residuals"].keys() - {name})
+                    part.take_on(alone if _fits(part, alone, [name]) else _NOTHING, [name])
+            else:
+                part.take_on(within, mine)
         if self.rates is not None:
             saved = {}
             for key, rates in self.rates.saved().items():

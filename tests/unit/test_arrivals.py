@@ -236,8 +236,12 @@ def test_states_that_do_not_fit_are_no_error(way: str) -> None:
         else:
             state[f"state.{key}"]["residuals"]["other"] = np.ones(7, np.float32)
             state[f"state.{key}"]["shapes"]["other"] = [7]
+    before = saved(world, "arrivals")[0]["large"]
     world.ranks[0].load_state_dict(state)
+    after = saved(world, "arrivals")[0]
     assert not saved(world, "energy")[0]["other"].any()
+    assert not after["other"].any()
+    assert np.array_equal(after["large"], before) == (way != "absent"), "what fits is kept"
 
 
 # Adam's own step, prepared by arrivals.
