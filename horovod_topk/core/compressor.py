@@ -88,7 +88,7 @@ class Compressor(State[Array]):
         self._ended: float | None = None  # end of the previous step, by `time.perf_counter`
         guard = plan.config.guard
         self._sampled = WATCHED if guard is not None and guard.residual is not None else SAMPLED
-        self._level = plan.config.ratio, self.velocity is not None, exchange
+        self._level = plan.config.ratio, True, exchange
         self._place = self.place  # that the buckets' exchanges are built for
         self.step = self._new_step()
 
@@ -246,7 +246,7 @@ class Compressor(State[Array]):
         if self.velocity is not None and self.guard.is_taking_back:
             for name, velocity in self._momenta.velocities().items():
                 self.velocity.assign(name, velocity)
-        level = self.ratio, self.velocity is not None and self.guard.corrects, self._next_exchange
+        level = self.ratio, self._corrects, self._next_exchange
         if level != self._level or self.place != self._place:
             self._turn_to(*level)
         self.step.samples = self.steps % self._sampled == 0
@@ -264,6 +264,13 @@ class Compressor(State[Array]):
             self.step.forget_gradients()
 
     @property
+    def _corrects(self) -> bool:
+        """Whether the next step has what the settings say of momentum; else it is plainly dense."""
+        if self.config.follows_arrivals:
+            return not self.guard.is_over
+        return self.velocity is None or self.guard.corrects
+
+    @property
     def _next_exchange(self) -> Exchange[Array]:
         """Exchange of the next step: the usual one, or a dense one if the guard asks for it."""
         if not (self.guard.is_over or self.guard.tries_dense(self.counter.committed)):
@@ -279,10 +286,10 @@ class Compressor(State[Array]):
 
         Args:
             ratio: ratio of the level.
-            corrects: whether the level applies momentum correction.
+            corrects: whether the level has what the settings say of momentum.
             exchange: how gradients travel at this level.
         """
-        settings = self.schedule.settings(ratio, corrects=corrects or self.velocity is None)
+        settings = self.schedule.settings(ratio, corrects=corrects)
         if exchange is not self._usual:
             settings = Whole.beside(settings)
         self._level, self.exchange = (ratio, corrects, exchange), exchange

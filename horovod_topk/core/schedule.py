@@ -171,12 +171,14 @@ class Schedule:
     def settings(self, ratio: float, *, corrects: bool = True) -> Method:
         """The settings at a ratio level.
 
-        corrects: whether momentum correction stays on, if the settings have it.
+        corrects: whether momentum correction, or steps by arrivals, stay on, if the settings have
+            them.
         """
         settings = self._config.at(ratio)
         profile = {} if self._schedule is None else self._schedule.profile(ratio)
         if not corrects:
-            profile |= {"momentum": 0.0, "nesterov": False, "taken_over": False}
+            off = dict.fromkeys(("nesterov", "taken_over", "follows_arrivals"), False)
+            profile |= {"momentum": 0.0, **off}
         return replace(settings, **profile) if profile else settings
 
     def _check_profiles(self, schedule: schedules.Schedule) -> None:
