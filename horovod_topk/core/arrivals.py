@@ -50,7 +50,12 @@ LIMIT = (1.0 - RATE) * OFTEN  # what phi' has to be above, less what arrived in 
 
 
 def arrived_often(arrivals: Any, has_arrived: Any) -> Any:
-    """Whether phi was above 1/2 before a step, given phi' and 1 for what arrived in it, else 0."""
+    """Whether an element arrived often before a step.
+
+    Args:
+        arrivals: phi after the step.
+        has_arrived: 1 for elements that arrived in the step, 0 for others.
+    """
     return arrivals - RATE * has_arrived > LIMIT
 
 
@@ -71,5 +76,5 @@ def measures(pieces: Sequence[Piece]) -> tuple[str, ...]:
 
 
 def of_tensors(names: Sequence[str]) -> int:
-    """How many of a payload's measures, the last ones, are of its tensors."""
+    """Count the measures, given all names, that describe single tensors; they come last."""
     return sum(":" in name for name in names)

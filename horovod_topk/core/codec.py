@@ -108,7 +108,7 @@ class PayloadCodec(Generic[Array]):
         self._given[bucket.ordinal], self._measured[bucket.ordinal] = numbers, []
 
     def tell(self, bucket: BucketPlan, numbers: Callable[[], Array]) -> None:
-        """Set the measures of a bucket's tensors in the step that begins.
+        """Set the numbers that this rank sends of a bucket's tensors in the step that begins.
 
         numbers: returns them, flat; called once the bucket is encoded.
         """
@@ -310,7 +310,7 @@ class PayloadCodec(Generic[Array]):
         return flags
 
     def _read_told(self, bucket: BucketPlan, gathered: Array) -> None:
-        """Compute the means over ranks of the measures of a bucket's tensors."""
+        """Average over ranks the numbers that each has sent of the bucket's tensors."""
         count, ops, dtype = of_tensors(bucket.measures), self._ops, bucket.residual_dtype
         if not count:
             return
@@ -537,7 +537,7 @@ class PayloadCodec(Generic[Array]):
 
 
 def _own(bucket: BucketPlan) -> int:
-    """Number of a bucket's measures that are neither the method's own nor of its tensors."""
+    """Count the measures that the schedule and the guard need; they come first in a payload."""
     return len(bucket.measures) - of_tensors(bucket.measures) - len(bucket.config.measured)
 
 

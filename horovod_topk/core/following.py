@@ -95,8 +95,8 @@ class Following(Generic[Array]):
         self._ops, self._bucket, self._states = ops, bucket, states
         self._own, self._owned = residuals[part if owned else 0], owned
         pieces, parts = self._own.plan.tensors, len(residuals)
-        sizes = [bucket.gradients[at].spec.numel for at in followed(bucket.gradients)]
         self._positions = followed(bucket.gradients)
+        sizes = [bucket.gradients[at].spec.numel for at in self._positions]
         self._wholes = [_Sample(numel) for numel in sizes]
         # What this rank loses is sampled in its own shards, if there are owners.
         firsts = [pieces[at].first for at in self._positions]
@@ -111,16 +111,19 @@ class Following(Generic[Array]):
         self._shard_scales = self._constant(
             [w / each.share if each.size else 0.0 for w, each in pairs]
         )
-        self._gradients: Any = None  # sample of this rank's, in the present step
+        # Of the present step, for the samples of this rank's shards:
+        self._gradients: Any = None  # this rank's gradients
+        self._often: Any = None  # 1 for elements that arrived often before it, 0 for others
 
     def begin(self, gradients: Sequence[Array]) -> None:
-        """Note this rank's gradients, before they are replaced by the exchanged ones."""
+        """Copy samples of this rank's gradients, which the exchanged ones will replace."""
         self._gradients = self._sampled(gradients, self._shards)
+        self._often = self._arrived_often(self._shards)
 
     def told(self) -> Array:
-        """Numbers that this rank tells the others: D' of each class of each tensor, flat.
+        """The numbers that this rank sends: D' of each class of each tensor, flat.
 
-        The owner's losses in this step are not known yet.
+        They lack what this rank loses as an owner in this step, which is not known yet.
         """
         arenas = self._states[LOST]
         lost = self._lost(self._gradients, *self._kept(self._own))
@@ -139,7 +142,8 @@ class Following(Generic[Array]):
         ops, energy, told = self._ops, self._states[ENERGY], self._states[LOST]
         unit = 1.0 / ranks if self._bucket.reduction == "sum" else 1.0
         mean: Any = self._sampled(exchanged, self._wholes) * (unit / gain)
-        often = self._often(self._wholes)
+        same = self._shards == self._wholes  # without owners
+        often = self._often if same else self._arrived_often(self._wholes)
         now = self._by_class(mean * mean, often, self._wholes, self._whole_scales)
         self._add(energy, KEPT, energy.residual, now)
         ops.assign(self._states[FACTORS].candidate, self._factors(energy.candidate, lost))
@@ -165,7 +169,7 @@ class Following(Generic[Array]):
             arenas.swap()
 
     def latest(self, *, committed: bool) -> dict[str, tuple[Array, Array]]:
-        """phi after the last step, and c in it, of each tensor: flat, by name.
+        """Arrivals phi after the last step, and factors c in it, by tensor name: flat arrays.
 
         committed: whether that step is committed.
         """
@@ -184,27 +188,29 @@ class Following(Generic[Array]):
         return ops.root(ops.cast(kept, "float64"))
 
     def _lost(self, came: Any, before: Any, after: Any) -> Any:
-        """Energy of what came less that of what was sent; that is without its rounding errors.
+        """The energy that error feedback takes away, for each class of each tensor: flat.
+
+        It is that of what came, less that of what was selected, plus that of its rounding errors.
 
         Args:
-            came: samples of this rank's shards.
-            before, after: what error feedback keeps of them before this step, and after it.
+            came: samples of what was to be sent.
+            before, after: samples of the residual before this step, and after it.
         """
         whole = came + before
         is_selected = abs(whole - after) * 2.0 > abs(whole)  # its rounded value was sent
         selected: Any = self._ops.cast(is_selected, self._bucket.residual_dtype)
         energy = came * came - (whole * whole - after * after) * selected
-        return self._by_class(energy, self._often(self._shards), self._shards, self._shard_scales)
+        return self._by_class(energy, self._often, self._shards, self._shard_scales)
 
     def _by_class(self, values: Any, often: Any, samples: Sequence[_Sample], scales: Array) -> Any:
-        """Scaled sums over the elements of each class of each tensor: flat, by tensor."""
+        """Add up samples over the elements of each class of each tensor, and scale the sums."""
         ops, sizes = self._ops, [each.size for each in samples]
         classes = values * often, values - values * often
         sums: Any = ops.joined([ops.segment_sums(each, sizes) for each in classes])
         return ops.transposed(sums * scales, CLASSES)
 
-    def _often(self, samples: Sequence[_Sample]) -> Any:
-        """1 for the elements of samples that arrived often before this step, 0 for others."""
+    def _arrived_often(self, samples: Sequence[_Sample]) -> Any:
+        """Return 1 for sampled elements that arrived often before this step, 0 for others."""
         arenas = self._states[ARRIVALS]
         views = self._views(arenas, arenas.residual)
         picks = [each.pick for each in samples]
@@ -212,7 +218,7 @@ class Following(Generic[Array]):
         return self._ops.cast(before > OFTEN, self._bucket.residual_dtype)
 
     def _kept(self, arenas: Arenas[Array]) -> tuple[Any, Any]:
-        """What is kept of this rank's samples before this step, and after it."""
+        """Sample a residual before this step, and after it."""
         ops, dtype, before = self._ops, self._bucket.residual_dtype, list[Any]()
         for at in self._positions:
             piece = arenas.plan.tensors[at]
@@ -233,7 +239,7 @@ class Following(Generic[Array]):
         return [self._ops.view(array, pieces[at].start, pieces[at].stop) for at in self._positions]
 
     def _constant(self, numbers: Sequence[float]) -> Array:
-        """Numbers of each tensor, once for each class, as an array."""
+        """Make an array of a number for each tensor, and repeat it for each class."""
         ops, own = self._ops, [*numbers] * CLASSES
         size, dtype = 4 * len(own), self._bucket.residual_dtype
         data = ops.zeros(size, "uint8", self._bucket.device)
@@ -243,6 +249,6 @@ class Following(Generic[Array]):
 
 
 def _weight(name: str, numel: int, owners: int) -> float:
-    """The number of owners over that of owners which own any element of a tensor."""
+    """Return the number of owners, divided by how many of them own elements of the tensor."""
     firsts = (first_block(name, owners, part) for part in range(owners))
     return owners / sum(shard_numel(numel, owners, first) > 0 for first in firsts)

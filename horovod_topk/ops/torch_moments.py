@@ -128,7 +128,7 @@ def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
 
 
 def _factor(each: Moment, numbers: Numbers) -> Tensor:
-    """The factor c of each element of a tensor, flat."""
+    """Expand a tensor's factors c, one for each class, to one for each element: flat."""
     phi, (often, rarely) = each.arrived.arrivals, each.arrived.factors
     has_arrived = each.gradient.reshape(-1).ne(0).to(phi)
     return torch.where(phi - numbers.rate * has_arrived > numbers.limit, often, rarely)

@@ -54,7 +54,7 @@ class ByArrivals:
     def update(
         self, optimizer: Any, gradient: Any, variable: Any, update: Callable[[], Any]
     ) -> Any:
-        """Call the optimizer's own `update` of a variable, with its first moment prepared.
+        """Prepare the first moment of a variable, then call the optimizer's own update of it.
 
         Args:
             optimizer: of Keras 3 or tf-keras, legacy or not.
@@ -80,7 +80,7 @@ class ByArrivals:
 def _prepared(
     moment: Any, gradient: Any, arrivals: Any, factors: Any, beta1: Any, steps: Any
 ) -> Any:
-    """The first moment for the optimizer's update.
+    """Compute the first moment that the optimizer has to begin its update with.
 
     Args:
         moment: the first moment after `steps` updates.

@@ -133,7 +133,7 @@ class OptimizerState(Attached[VariableState]):
         return self._state.velocity_of(self._name_of[id(unwrap(variable))])
 
     def arrivals_of(self, variable: Any) -> tuple[Any, Any] | None:
-        """Variables with phi of each element, flat, and c of each class; None: it has none."""
+        """As `VariableState.arrivals_of`, for one of the model's variables."""
         return self._state.arrivals_of(self._name_of[id(unwrap(variable))])
 
     def alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

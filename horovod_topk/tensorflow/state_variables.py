@@ -237,7 +237,7 @@ class VariableState(State[Array]):
         return Buffer(self._numbers.read_value()[at : at + 1])
 
     def arrivals_of(self, name: str) -> tuple[Any, Any] | None:
-        """Variables with a tensor's arrivals and factors; None: it has none."""
+        """The variables with a tensor's arrivals phi and factors c; None: it is not followed."""
         key = METHOD_STATE + ARRIVALS
         if key not in self.parts or name not in self.parts[key].pieces:
             return None
@@ -356,11 +356,6 @@ def _rank_in_graph(config: Method, collective: Collective[Array]) -> int:
             "or RandomK, or run without --min-np and --max-np",
         )
     return collective.rank
-
-
-def _one() -> Any:
-    with tf.device("cpu"):
-        return tf.Variable(1.0, False, dtype=tf.float64)
 
 
 def _of_host() -> Any:

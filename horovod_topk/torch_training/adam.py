@@ -1,4 +1,4 @@
-"""Adam's and AdamW's steps on compressed gradients, by `horovod_topk.core.arrivals`.
+"""Adapts steps of Adam and AdamW to compressed gradients; see `horovod_topk.core.arrivals`.
 
 Before a step of the optimizer its first moment is prepared, so that the optimizer's own code then
 computes the one that is wanted:
@@ -72,7 +72,7 @@ def arrived(compressor: Compressor[Tensor]) -> dict[str, Arrived]:
 
 
 def _added(optimizer: Any, group: Mapping[str, Any], parameters: Sequence[Any]) -> list[Tensor]:
-    """The gradients that the optimizer adds to its first moments."""
+    """Gradients as the optimizer adds them to its first moments: with L2 decay, or negated."""
     gradients = [p.grad for p in parameters]
     scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, in a fused step
     if scale is not None:

@@ -56,7 +56,7 @@ def drawn(ranks: int, step: int) -> list[dict[str, Array]]:
 
 
 def saved(world: World, name: str) -> list[dict[str, Array]]:
-    """A state of every rank, by tensor name."""
+    """The arrays of one state on every rank, by tensor name."""
     states = [rank.state_dict()[f"state.{name}"]["residuals"] for rank in world.ranks]
     to_numpy = world.backend.numpy
     return [{n: np.array(to_numpy(each)) for n, each in one.items()} for one in states]
@@ -142,7 +142,7 @@ def test_ranks_have_the_same_factors_and_arrivals(backend: Backend, exchange: st
 
 
 def test_owners_tell_what_they_lose() -> None:
-    """With owners D also has what the second selection takes away, one step later."""
+    """An owner selects again; what that takes away enters D one step later."""
     world = worlds(NUMPY, 3, exchange="sharded")
     expected = [np.zeros(CLASSES) for _ in range(3)]
     for step in range(6):

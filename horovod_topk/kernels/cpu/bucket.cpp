@@ -606,14 +606,22 @@ void topkef_random_bits(const int64_t *key, int64_t count, int bits, int64_t *ou
   }
 }
 
+/* Calls `pass` with each chunk of `count` elements: its first byte, if all arrays have elements of `width`
+ * bytes, and its number of elements. */
+template <class Pass>
+static void in_chunks(int64_t count, int width, int threads, Pass pass) {
+  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
+    KeepDenormals keep;
+    pass(i * CHUNK * width, std::min(CHUNK, count - i * CHUNK));
+  });
+}
+
 void topkef_update_velocity(const void *velocity, double factor, const void *gradient, void *out,
                        int64_t count, int width, int threads) {
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
   auto u = static_cast<const uint8_t *>(velocity), g = static_cast<const uint8_t *>(gradient);
   auto to = static_cast<uint8_t *>(out);
-  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
-    KeepDenormals keep;
-    const int64_t at = i * CHUNK * width, n = std::min(CHUNK, count - i * CHUNK);
+  in_chunks(count, width, threads, [&](int64_t at, int64_t n) {
     passes->update_velocity(u + at, factor, g + at, to + at, n, count >= CACHED);
     passes->fence();
   });
@@ -624,9 +632,7 @@ void topkef_follow(const void *mean, double rate, const void *gradient, void *ou
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
   auto before = static_cast<const uint8_t *>(mean), g = static_cast<const uint8_t *>(gradient);
   auto to = static_cast<uint8_t *>(out);
-  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
-    KeepDenormals keep;
-    const int64_t at = i * CHUNK * width, n = std::min(CHUNK, count - i * CHUNK);
+  in_chunks(count, width, threads, [&](int64_t at, int64_t n) {
     passes->follow(before + at, rate, g + at, to + at, n, count >= CACHED);
     passes->fence();
   });
@@ -637,9 +643,7 @@ void topkef_prepare_moment(void *moment, const void *gradient, const void *arriv
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
   auto m = static_cast<uint8_t *>(moment);
   auto g = static_cast<const uint8_t *>(gradient), phi = static_cast<const uint8_t *>(arrivals);
-  parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t i) {
-    KeepDenormals keep;
-    const int64_t at = i * CHUNK * width, n = std::min(CHUNK, count - i * CHUNK);
+  in_chunks(count, width, threads, [&](int64_t at, int64_t n) {
     passes->prepare(m + at, g + at, phi + at, adam, n);
   });
 }
