@@ -73,8 +73,3 @@ def measures(pieces: Sequence[Piece]) -> tuple[str, ...]:
     """Names of the numbers that a payload of these pieces carries: D' of each class."""
     names = [pieces[position].spec.name for position in followed(pieces)]
     return tuple(f"{name}:{LOST}{i}" for name in names for i in range(CLASSES))
-
-
-def of_tensors(names: Sequence[str]) -> int:
-    """Count the measures, given all names, that describe single tensors; they come last."""
-    return sum(":" in name for name in names)

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core import payload as wire
-from horovod_topk.core.arrivals import of_tensors
 from horovod_topk.core.measures import Rows, total_of
 from horovod_topk.core.momentum import correct
 from horovod_topk.core.payload import HEADER_BYTES
@@ -128,7 +127,7 @@ class PayloadCodec(Generic[Array]):
         for i, each in enumerate(given):
             if not isinstance(each, float):
                 ops.store(data, wire.MEASURE * i, ops.pack_values(each, "float32"))
-        if of_tensors(bucket.measures) and bucket.ordinal in self._of_tensors:
+        if bucket.tensor_measures and bucket.ordinal in self._of_tensors:
             last = ops.pack_values(self._of_tensors[bucket.ordinal](), "float32")
             ops.store(data, wire.MEASURE * len(given), last)
         return data
@@ -278,7 +277,8 @@ class PayloadCodec(Generic[Array]):
             PayloadError, PlanMismatchError: a rank sent no payload of this bucket.
         """
         writers, validate = bucket.writers, self._ops.validate
-        self._read_told(bucket, gathered)
+        if bucket.tensor_measures:
+            self._read_told(bucket, gathered)
         width, tensors = bucket.layout.payload_bytes // writers, len(bucket.tensors) // writers
         kernel = self._kernels.get(bucket.fingerprint) or self._kernel(bucket)
         if kernel is not None:
@@ -311,9 +311,7 @@ class PayloadCodec(Generic[Array]):
 
     def _read_told(self, bucket: BucketPlan, gathered: Array) -> None:
         """Average over ranks the numbers that each has sent of the bucket's tensors."""
-        count, ops, dtype = of_tensors(bucket.measures), self._ops, bucket.residual_dtype
-        if not count:
-            return
+        count, ops, dtype = bucket.tensor_measures, self._ops, bucket.residual_dtype
         width = bucket.layout.payload_bytes // bucket.writers
         at = HEADER_BYTES + wire.MEASURE * (len(bucket.measures) - count)
         rows = ops.load(gathered, width, at, wire.MEASURE * count)
@@ -474,7 +472,7 @@ class PayloadCodec(Generic[Array]):
         for (position, _), answer in zip(sound, answers, strict=True):
             if not all(answer) and not flags[bucket.tensors[position].gradient]:
                 raise PayloadCodec._damaged(bucket, position, answer.index(False))
-        if count := len(bucket.measures) - of_tensors(bucket.measures):
+        if count := len(bucket.measures) - bucket.tensor_measures:
             stop = HEADER_BYTES + wire.MEASURE * count
             if not any(any(head[HEADER_BYTES:stop]) for head in heads):  # the usual case
                 arrived[bucket.ordinal] = [(0.0,) * count] * len(heads)
@@ -538,7 +536,7 @@ class PayloadCodec(Generic[Array]):
 
 def _own(bucket: BucketPlan) -> int:
     """Count the measures that the schedule and the guard need; they come first in a payload."""
-    return len(bucket.measures) - of_tensors(bucket.measures) - len(bucket.config.measured)
+    return len(bucket.measures) - bucket.tensor_measures - len(bucket.config.measured)
 
 
 def _method(bucket: BucketPlan) -> Codec:

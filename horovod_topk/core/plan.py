@@ -122,6 +122,11 @@ class BucketPlan:
         return (self.header, *map(self._header, self.digests[1:]))
 
     @cached_property
+    def tensor_measures(self) -> int:
+        """Count the measures that describe single tensors; they come last."""
+        return sum(":" in name for name in self.measures)
+
+    @cached_property
     def fingerprint(self) -> bytes:
         """Identifies buckets that can use the same kernel."""
         pieces = [[piece.spec.name, *_facts(piece)] for piece in self.tensors]
