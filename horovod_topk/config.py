@@ -27,7 +27,7 @@ OPTIONAL: dict[str, object] = {
     "velocity_kept": 0.0,
     "taken_over": False,
     "follow_lr": False,
-    "follows_arrivals": False,
+    "beta2": None,
     "ratios": None,
 }  # setting -> the value that switches it off
 TAKE_OVER = "optimizer"  # value of `momentum`: take over the optimizer's own momentum
@@ -38,7 +38,7 @@ DEFERRED: Mapping[str, tuple[str, ...]] = {
     "warmup": (AUTO,),
     "guard": (AUTO,),
 }  # setting -> values that are decided once the optimizer and the job are known
-BY_ADAPTERS = {"taken_over", "follows_arrivals"}  # settings that adapters set, not users
+BY_ADAPTERS = {"taken_over", "beta2"}  # settings that adapters set, not users
 
 
 Stretches = tuple[tuple[int, float], ...]
@@ -113,7 +113,7 @@ class Settings:
     velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
     taken_over: bool = False  # whether `momentum` is the optimizer's own; adapters set it
     follow_lr: bool = False  # rescale residuals when the learning rate changes
-    follows_arrivals: bool = False  # whether Adam's step depends on arrivals; adapters set it
+    beta2: float | None = None  # of an Adam whose step depends on arrivals; adapters set it
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
     name: str | None = None  # prefix of the collectives' names; None: derived from the plan
 
@@ -154,6 +154,11 @@ class Settings:
         if isinstance(self.warmup, int):
             return _exponential(self.warmup, self.ratio)
         return self.warmup if isinstance(self.warmup, tuple) else ()
+
+    @property
+    def follows_arrivals(self) -> bool:
+        """Whether Adam's step depends on how often elements arrive; see `core.arrivals`."""
+        return self.beta2 is not None
 
     @property
     def needed_measures(self) -> tuple[str, ...]:
@@ -202,6 +207,8 @@ class Settings:
         version adds one. Ranks compare settings whose `ratios` are resolved.
         """
         agreed = {name: value for name, value in asdict(self).items() if not self._is_off(name)}
+        if self.follows_arrivals:
+            agreed["follows_arrivals"] = True
         if self.schedule is not None:
             agreed["schedule"] = [type(self.schedule).__name__, asdict(self.schedule)]
         return agreed
@@ -211,6 +218,8 @@ class Settings:
             return True
         if name in ("momentum", "nesterov") and self.taken_over:
             return True  # the optimizer's: may change, or differ before a broadcast
+        if name == "beta2":
+            return True  # the optimizer's, too
         return name in OPTIONAL and getattr(self, name) == OPTIONAL[name]
 
 

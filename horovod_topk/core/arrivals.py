@@ -14,15 +14,17 @@ An element that always arrives has Adam's momentum, and one that hardly arrives 
 elements are split into two classes, those with phi > 1/2 before the step and the others. Error
 feedback loses no gradient, so it is known how much of a class's energy (sum of squares) it takes
 away: as much as what a rank selects, s, has less than its gradients g. s is not rounded yet, and r
-is its rounding error, which is sent later. With means over the last hundred steps,
+is its rounding error, which is sent later.
 
-    E' = 0.99 E + sum of G^2
-    D' = 0.99 D + sum of g^2 - sum of s^2 + sum of r^2    on each rank
+    E' = beta2 E + sum of G^2
+    D' = beta2 D + sum of g^2 - sum of s^2 + sum of r^2    on each rank
     c  = sqrt(E' / (E' + max(0, mean of D' over ranks)))
 
-c estimates the root of the exchanged gradients' energy over that of dense gradients. It counts all
-energy that is taken away as common to the ranks: noise of single ranks does not cancel out, as it
-differs from step to step, and so is sent later. Where tensors have owners, D also has what an
+E and D fade as fast as Adam's v, so that c estimates the root of what v has over what v would have
+with dense gradients. Large gradients of the first steps, which are sent late and partly cancelled
+out, count as long as in dense training. All energy that is taken away counts as common to the
+ranks: noise of single ranks does not cancel out, as it differs from step to step, and so is sent
+later. Where tensors have owners, D also has what an
 owner's own error feedback takes away, one step later.
 
 Each rank sends D' with its payload, so that all ranks compute a step's c from the step's own
@@ -44,7 +46,7 @@ STATES = (ARRIVALS, ENERGY, FACTORS, LOST)
 SHARED = (ARRIVALS, ENERGY, FACTORS)  # equal on all ranks
 CLASSES = 2  # of elements: those that arrive often, and the others
 OFTEN = 0.5  # phi above which an element arrives often
-RATE, KEPT = 0.1, 0.99  # of the means: phi; E and D
+RATE = 0.1  # weight of the present step in phi
 LEAST = 0.1  # smallest c
 LIMIT = (1.0 - RATE) * OFTEN  # what phi' has to be above, less what arrived in the step
 

@@ -12,13 +12,13 @@ from horovod_topk.core.arrivals import (
     CLASSES,
     ENERGY,
     FACTORS,
-    KEPT,
     LEAST,
     LOST,
     OFTEN,
     RATE,
     followed,
 )
+from horovod_topk.core.momentum import Momenta
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import first_block, shard_numel
@@ -81,6 +81,7 @@ class Following(Generic[Array]):
         part: this rank's number among the owners.
         states: arenas of the states, by name.
         ops: operations on the arrays.
+        momenta: Adam's second beta of each tensor.
     """
 
     def __init__(
@@ -91,11 +92,12 @@ class Following(Generic[Array]):
         part: int,
         states: Mapping[str, Arenas[Array]],
         ops: Ops[Array],
+        momenta: Momenta,
     ) -> None:
         self._ops, self._bucket, self._states = ops, bucket, states
         self._own, self._owned = residuals[part if owned else 0], owned
         pieces, parts = self._own.plan.tensors, len(residuals)
-        self._positions = followed(bucket.gradients)
+        self._positions, self._momenta = followed(bucket.gradients), momenta
         sizes = [bucket.gradients[at].spec.numel for at in self._positions]
         self._wholes = [_Sample(numel) for numel in sizes]
         # What this rank loses is sampled in its own shards, if there are owners.
@@ -111,12 +113,15 @@ class Following(Generic[Array]):
         self._shard_scales = self._constant(
             [w / each.share if each.size else 0.0 for w, each in pairs]
         )
+        self._betas: tuple[float, ...] = ()  # Adam's second betas in the last step
+        self._fading: Any = None  # the same for each class of each tensor
         # Of the present step, for the samples of this rank's shards:
         self._gradients: Any = None  # this rank's gradients
         self._often: Any = None  # 1 for elements that arrived often before it, 0 for others
 
     def begin(self, gradients: Sequence[Array]) -> None:
         """Copy samples of this rank's gradients, which the exchanged ones will replace."""
+        self._read_betas()
         self._gradients = self._sampled(gradients, self._shards)
         self._often = self._arrived_often(self._shards)
 
@@ -127,7 +132,7 @@ class Following(Generic[Array]):
         """
         arenas = self._states[LOST]
         lost = self._lost(self._gradients, *self._kept(self._own))
-        self._add(arenas, KEPT, arenas.residual, lost)
+        self._add(arenas, self._fading * arenas.residual, lost)
         return arenas.candidate
 
     def finish(self, exchanged: Sequence[Array], gain: float, ranks: int, lost: Array) -> None:
@@ -145,23 +150,29 @@ class Following(Generic[Array]):
         same = self._shards == self._wholes  # without owners
         often = self._often if same else self._arrived_often(self._wholes)
         now = self._by_class(mean * mean, often, self._wholes, self._whole_scales)
-        self._add(energy, KEPT, energy.residual, now)
+        self._add(energy, self._fading * energy.residual, now)
         ops.assign(self._states[FACTORS].candidate, self._factors(energy.candidate, lost))
         for owned in self._owned:
             before, after = self._kept(owned)
             came = self._sampled(exchanged, self._shards) * (1.0 / gain) + after - before
             lost = self._lost(came * unit, before * unit, after * unit)
-            self._add(told, 1.0, told.candidate, lost)
+            self._add(told, told.candidate, lost)
         arrivals = self._states[ARRIVALS]
         views = self._views(arrivals, arrivals.residual), self._views(arrivals, arrivals.candidate)
         for at, before, after in zip(self._positions, *views, strict=True):
             ops.follow(before, RATE, exchanged[at], after)
 
-    def _add(self, arenas: Arenas[Array], kept: float, before: Array, now: Array) -> None:
-        """Write kept * before + now to a candidate; 0 where that is not finite."""
-        ops = self._ops
-        ops.update_velocity(before, kept, now, arenas.candidate)
-        ops.assign(arenas.candidate, ops.finite(arenas.candidate))
+    def _read_betas(self) -> None:
+        """Read Adam's second betas, which a scheduler or a checkpoint may have changed."""
+        names = (self._bucket.gradients[at].spec.name for at in self._positions)
+        betas = tuple(self._momenta.of(name).beta2 or 0.0 for name in names)
+        if betas != self._betas:
+            self._betas = betas
+            self._fading = self._ops.transposed(self._constant(betas), CLASSES)
+
+    def _add(self, arenas: Arenas[Array], before: Any, now: Any) -> None:
+        """Write before + now to a candidate; 0 where that is not finite."""
+        self._ops.assign(arenas.candidate, self._ops.finite(before + now))
 
     def swap(self) -> None:
         """Make the states of the next step the present ones."""

@@ -33,7 +33,7 @@ Velocities are kept, committed and rolled back as residuals are, in two arenas a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.config import AUTO
@@ -50,17 +50,18 @@ LOSS = 0.5  # d of an element that is sent in every step, at the largest learnin
 
 @dataclass(frozen=True)
 class Momentum:
-    """Momentum factor of one tensor in a step, and whether it is Nesterov's."""
+    """Momentum factor of one tensor in a step, whether it is Nesterov's, and Adam's second beta."""
 
     factor: float  # m, in [0, 1)
     nesterov: bool
+    beta2: float | None = None  # only for `core.arrivals`
 
 
 class Momenta:
     """The momentum of every tensor in the present step.
 
     Args:
-        config: `momentum` and `nesterov` for all tensors and steps.
+        config: `momentum`, `nesterov` and `beta2` for all tensors and steps.
         now: returns the next step's momentum by tensor name, if an optimizer has it.
         velocities: returns the optimizer's momentum buffers, flat, by tensor name, for when
             momentum correction begins again.
@@ -72,7 +73,8 @@ class Momenta:
         now: Callable[[], Mapping[str, Momentum]] | None = None,
         velocities: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._common, self._now = Momentum(config.momentum, config.nesterov), now
+        self._common = Momentum(config.momentum, config.nesterov, config.beta2)
+        self._now = now
         self.velocities = velocities
         self._own: Mapping[str, Momentum] = {}
         self._plain = False  # whether velocities are sent without Nesterov's term
@@ -89,7 +91,7 @@ class Momenta:
     def of(self, name: str) -> Momentum:
         """Momentum of the tensor `name`."""
         own = self._own.get(name, self._common)
-        return Momentum(own.factor, own.nesterov and not self._plain)
+        return replace(own, nesterov=False) if self._plain else own
 
 
 class Correction(Generic[Array]):

@@ -55,9 +55,7 @@ class Whole(Rounds):
     @classmethod
     def beside(cls, config: Method) -> Whole:
         """What another method's settings say of the tensors and the optimizer."""
-        own = config.common(
-            without=("warmup", "ratios", "schedule", "follows_arrivals")
-        )  # of levels
+        own = config.common(without=("warmup", "ratios", "schedule", "beta2"))  # of levels
         return cls(**own | {"exchange": "reduce", "min_numel": EVERYTHING})
 
 

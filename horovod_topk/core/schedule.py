@@ -177,8 +177,7 @@ class Schedule:
         settings = self._config.at(ratio)
         profile = {} if self._schedule is None else self._schedule.profile(ratio)
         if not corrects:
-            off = dict.fromkeys(("nesterov", "taken_over", "follows_arrivals"), False)
-            profile |= {"momentum": 0.0, **off}
+            profile |= {"momentum": 0.0, "nesterov": False, "taken_over": False, "beta2": None}
         return replace(settings, **profile) if profile else settings
 
     def _check_profiles(self, schedule: schedules.Schedule) -> None:

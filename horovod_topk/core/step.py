@@ -104,7 +104,8 @@ class Step(Generic[Array]):
     ) -> None:
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
-        self._correction = Correction(plan.config, momenta or Momenta(plan.config), decay, ops)
+        self._momenta = momenta or Momenta(plan.config)
+        self._correction = Correction(plan.config, self._momenta, decay, ops)
         self._number, self.samples, self._timer = number, False, timer or StepTimer()
         self._told: list[Any] = []  # the host's measures in the payloads; at first none
         self.probe: Probe[Array] | None = None
@@ -332,7 +333,7 @@ class Step(Generic[Array]):
         if plan.config.follows_arrivals and followed[ARRIVALS].plan.numel:
             part = self._exchange.part or 0
             kept = storage.residuals, storage.owned
-            bucket.following = Following(plan, *kept, part, followed, ops)
+            bucket.following = Following(plan, *kept, part, followed, ops, self._momenta)
         return bucket
 
     def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:

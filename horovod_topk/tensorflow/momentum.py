@@ -79,7 +79,8 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
         return Fitted(compressor, config)
     if follows and why_inactive(process_set) is None:
         note_followed(kind)
-        return Fitted(compressor, replace(config, follows_arrivals=True), arrivals=ByArrivals())
+        beta2 = _number(_present(optimizer, "beta_2"))
+        return Fitted(compressor, replace(config, beta2=beta2), arrivals=ByArrivals())
     own = None if setting is None else _number(_present(optimizer, setting))
     nesterov = setting == "momentum" and bool(optimizer.nesterov)
     settings = settings_of(kind, None if own is None else (own, nesterov), WORDS)
@@ -113,6 +114,8 @@ def _why_left(optimizer: Any, config: Method) -> str:
     if not _number(_present(optimizer, setting)):
         return "it has none, or one that changes by itself"
     is_adam = _is_adam(optimizer) and config.velocity_kept == AUTO
+    if is_adam and _number(_present(optimizer, "beta_2")) is None:
+        return "its beta_2 changes by itself"
     return why_not_by_arrivals(config) if is_adam else why_not_corrected(config)
 
 

@@ -92,8 +92,8 @@ class Exchange:
     def config(self) -> Method:
         """The settings, without what was given back to the optimizer."""
         fitted = self._fitted
-        if fitted.arrivals is not None:
-            return replace(fitted.config, follows_arrivals=fitted.arrivals.is_on)
+        if fitted.arrivals is not None and not fitted.arrivals.is_on:
+            return replace(fitted.config, beta2=None)
         if fitted.taken is None or fitted.taken.is_over:
             return fitted.config
         return replace(fitted.config, momentum=0.0, nesterov=False, taken_over=False)

@@ -22,6 +22,7 @@ from torch.optim import AdamW
 
 from horovod_topk.core.arrivals import LIMIT, RATE
 from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.momentum import Momentum
 from horovod_topk.ops.torch_moments import Arrived, Moment, Numbers, prepare
 
 __all__ = ["AdamSteps", "Arrived", "arrived"]
@@ -69,6 +70,18 @@ def arrived(compressor: Compressor[Tensor]) -> dict[str, Arrived]:
     if compressor.step.flagged:
         return {}
     return {name: Arrived(*pair) for name, pair in compressor.step.arrivals().items()}
+
+
+def second_betas(optimizer: Callable[[], Any], names: Mapping[Any, str]) -> dict[str, Momentum]:
+    """The second beta of each parameter in the next step, by tensor name.
+
+    optimizer: returns the Adam or AdamW.
+    """
+    found = dict[str, Momentum]()
+    for group in optimizer().param_groups:
+        own = Momentum(0.0, False, float(group["betas"][1]))
+        found |= {names[p]: own for p in group["params"] if p in names}
+    return found
 
 
 def _added(optimizer: Any, group: Mapping[str, Any], parameters: Sequence[Any]) -> list[Tensor]:

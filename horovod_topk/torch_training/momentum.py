@@ -263,7 +263,8 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
         log.info("TopKEF leaves momentum to %s: %s", kind, why)
     elif follows:
         note_followed(kind)
-        config = replace(config, follows_arrivals=True)
+        decays = (float(group["betas"][1]) for group in optimizer.param_groups)
+        config = replace(config, beta2=max(decays))
     else:
         config = replace(config, **own_momentum(optimizer), taken_over=True)
     return config

@@ -38,7 +38,7 @@ ROWS: list[Method] = [
     for name, settings in (("PowerSGD", {"rank": 2}), ("RandomK", {"ratio": 0.1}))
     for exchange in ("reduce", "allgather", "allreduce")
 ]
-FOLLOWS = TopK(0.1, min_numel=64, follows_arrivals=True)
+FOLLOWS = TopK(0.1, min_numel=64, beta2=0.999)
 each_method = pytest.mark.parametrize(
     "method", ROWS, ids=lambda method: f"{type(method).__name__}-{method.exchange}"
 )

@@ -25,7 +25,8 @@ from horovod_topk.ops.torch_moments import Moment, Numbers, prepare
 from horovod_topk.torch_training.adam import AdamSteps, Arrived
 
 Array = NDArray[Any]
-FOLLOWS = TopK(ratio=0.1, min_numel=1000, values="int8", follows_arrivals=True)
+BETA2 = 0.98
+FOLLOWS = TopK(ratio=0.1, min_numel=1000, values="int8", beta2=BETA2)
 SPECS = [
     TensorSpec("large", (60, 40), "float32"),
     TensorSpec("small", (90,), "float32"),
@@ -82,9 +83,9 @@ class Reference:
             is_sent = np.abs(whole - left) * 2 > np.abs(whole)
             sums = [gradient, np.where(is_sent, whole, 0), np.where(is_sent, left, 0)]
             came, selected, rounding = (self.by_class(each, often) for each in sums)
-            self.lost[rank] = 0.99 * self.lost[rank] + came - selected + rounding
+            self.lost[rank] = BETA2 * self.lost[rank] + came - selected + rounding
         self.phi = self.phi * np.float32(0.9) + np.float32(0.1) * (g != 0)
-        self.energy = 0.99 * self.energy + self.by_class(g, often)
+        self.energy = BETA2 * self.energy + self.by_class(g, often)
 
     @property
     def factors(self) -> Array:
@@ -167,7 +168,7 @@ def test_owners_tell_what_they_lose() -> None:
             e, left = (
                 each[rank]["large"].reshape(-1)[mine] for each in (before, world.residuals())
             )
-            expected[rank] = 0.99 * expected[rank] + taken(g, e, left)
+            expected[rank] = BETA2 * expected[rank] + taken(g, e, left)
             e, left = (each[rank]["large"].reshape(-1) for each in (owned, world.owned()))
             came = exchanged[rank]["large"].reshape(-1)[mine] + left - e
             expected[rank] += taken(came, e, left)
@@ -185,7 +186,7 @@ def test_a_sample_of_a_large_tensor_has_its_energies(kind: str) -> None:
         draw = random.standard_normal if kind == "normal" else partial_t(random)
         gradients = [{"huge": draw(1 << 18).astype(np.float32)} for _ in range(2)]
         exchanged = world.step(gradients)
-        total = 0.99 * total + float(np.square(exchanged[0]["huge"], dtype="f8").sum())
+        total = BETA2 * total + float(np.square(exchanged[0]["huge"], dtype="f8").sum())
     assert saved(world, "energy")[0]["huge"].sum() == pytest.approx(total, rel=0.15)
     (bucket,) = world.plan.buckets
     assert state_plan(bucket, "energy").numel == CLASSES

@@ -136,6 +136,43 @@ def test_steps_are_those_of_the_formula(make: Any, take: Any, exchange: str) -> 
     assert (group["lr"], group["weight_decay"], group["betas"]) == (LR, DECAY, BETAS)
 
 
+class Valleys(Task):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Valley(), Valley()
+
+    def loss(self, rank: int, step: int) -> Tensor:
+        return self.first.loss(rank, step) + self.second.loss(rank, step)
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    first, second = parameters
+    groups = [{"params": [first], "betas": (0.9, 0.5)}, {"params": [second]}]
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS)
+
+
+def test_energies_fade_as_fast_as_the_mean_square() -> None:
+    """Each parameter group has its own second beta, which may change."""
+    setup = Setup(build=Valleys, optimizer=two_groups)
+    task: Any = setup.task()
+    optimizer = setup.distributed(task, auto())
+    applied, expected = list[list[Tensor]](), torch.zeros(2)
+    optimizer.register_step_post_hook(
+        lambda *_: applied.append([p.grad.clone() for p in task.parameters()])
+    )
+    for step in range(6):
+        if step == 3:
+            optimizer.param_groups[1]["betas"] = (0.9, 0.1)
+        training.ordinary(task, optimizer, step)
+        found = TopKEF.of(optimizer).state_dict()["state.energy"]["residuals"]
+        betas = torch.tensor([group["betas"][1] for group in optimizer.param_groups])
+        expected = betas * expected + torch.stack([g.square().sum() for g in applied[-1]])
+        energies = torch.stack([found[f"{name}.weight"].sum() for name in ("first", "second")])
+        torch.testing.assert_close(energies, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kept", [True, False], ids=["saved", "not saved"])
 def test_the_optimizers_state_is_its_own(kept: bool) -> None:
