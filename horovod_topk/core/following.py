@@ -115,23 +115,23 @@ class Following(Generic[Array]):
         )
         self._betas: tuple[float, ...] = ()  # Adam's second betas in the last step
         self._fading: Any = None  # the same for each class of each tensor
-        # Of the present step, for the samples of this rank's shards:
-        self._gradients: Any = None  # this rank's gradients
-        self._often: Any = None  # 1 for elements that arrived often before it, 0 for others
+        self._gradients: Sequence[Array] = ()  # this rank's, in the present step
 
     def begin(self, gradients: Sequence[Array]) -> None:
-        """Copy samples of this rank's gradients, which the exchanged ones will replace."""
+        """Note this rank's gradients, which the exchanged ones replace after `told`."""
         self._read_betas()
-        self._gradients = self._sampled(gradients, self._shards)
-        self._often = self._arrived_often(self._shards)
+        self._gradients = gradients
 
     def told(self) -> Array:
         """The numbers that this rank sends: D' of each class of each tensor, flat.
 
         They lack what this rank loses as an owner in this step, which is not known yet.
         """
-        arenas = self._states[LOST]
-        lost = self._lost(self._gradients, *self._kept(self._own))
+        arenas, gradients = self._states[LOST], self._gradients
+        lost = self._lost_by_kernel(gradients)
+        if lost is None:
+            came = self._sampled(gradients, self._shards)
+            lost = self._lost(came, *self._kept(self._own))
         self._add(arenas, self._fading * arenas.residual, lost)
         return arenas.candidate
 
@@ -145,11 +145,10 @@ class Following(Generic[Array]):
             lost: the mean over ranks of what they have told.
         """
         ops, energy, told = self._ops, self._states[ENERGY], self._states[LOST]
+        self._gradients = ()
         unit = 1.0 / ranks if self._bucket.reduction == "sum" else 1.0
         mean: Any = self._sampled(exchanged, self._wholes) * (unit / gain)
-        same = self._shards == self._wholes  # without owners
-        often = self._often if same else self._arrived_often(self._wholes)
-        now = self._by_class(mean * mean, often, self._wholes, self._whole_scales)
+        now = self._by_class(mean * mean, self._wholes, self._whole_scales)
         self._add(energy, self._fading * energy.residual, now)
         ops.assign(self._states[FACTORS].candidate, self._factors(energy.candidate, lost))
         for owned in self._owned:
@@ -211,11 +210,23 @@ class Following(Generic[Array]):
         is_selected = abs(whole - after) * 2.0 > abs(whole)  # its rounded value was sent
         selected: Any = self._ops.cast(is_selected, self._bucket.residual_dtype)
         energy = came * came - (whole * whole - after * after) * selected
-        return self._by_class(energy, self._often, self._shards, self._shard_scales)
+        return self._by_class(energy, self._shards, self._shard_scales)
 
-    def _by_class(self, values: Any, often: Any, samples: Sequence[_Sample], scales: Array) -> Any:
+    def _lost_by_kernel(self, gradients: Sequence[Array]) -> Any:
+        """`_lost` of this rank's gradients; None: there is no kernel."""
+        ops, states, at = self._ops, self._states[ARRIVALS], self._positions
+        picks = [each.pick for each in self._shards]
+        residuals = self._before(self._own), self._views(self._own, self._own.candidate)
+        arrivals = self._views(states, states.residual)
+        sums: Any = ops.lost([gradients[i] for i in at], *residuals, arrivals, picks)
+        if sums is None:
+            return None
+        own: Any = ops.cast(sums, self._bucket.residual_dtype)
+        return ops.transposed(own * self._shard_scales, CLASSES)
+
+    def _by_class(self, values: Any, samples: Sequence[_Sample], scales: Array) -> Any:
         """Add up samples over the elements of each class of each tensor, and scale the sums."""
-        ops, sizes = self._ops, [each.size for each in samples]
+        ops, sizes, often = self._ops, [each.size for each in samples], self._arrived_often(samples)
         classes = values * often, values - values * often
         sums: Any = ops.joined([ops.segment_sums(each, sizes) for each in classes])
         return ops.transposed(sums * scales, CLASSES)
@@ -230,14 +241,17 @@ class Following(Generic[Array]):
 
     def _kept(self, arenas: Arenas[Array]) -> tuple[Any, Any]:
         """Sample a residual before this step, and after it."""
-        ops, dtype, before = self._ops, self._bucket.residual_dtype, list[Any]()
-        for at in self._positions:
-            piece = arenas.plan.tensors[at]
-            kept, scale = arenas.stretch(piece.start, piece.stop, ops)
-            before.append(kept if scale == 1.0 else kept * scale)  # type: ignore[operator]
+        ops, dtype = self._ops, self._bucket.residual_dtype
+        pairs: Any = self._before(arenas)
+        before = [kept if scale == 1.0 else kept * scale for kept, scale in pairs]
         picks = [each.pick_within for each in self._shards]
         after = self._views(arenas, arenas.candidate)
         return ops.blocks(before, picks, dtype), ops.blocks(after, picks, dtype)
+
+    def _before(self, arenas: Arenas[Array]) -> list[tuple[Array, float]]:
+        """Each tensor's residual before this step, and the factor that it is to be scaled by."""
+        pieces = [arenas.plan.tensors[at] for at in self._positions]
+        return [arenas.stretch(piece.start, piece.stop, self._ops) for piece in pieces]
 
     def _sampled(self, tensors: Sequence[Array], samples: Sequence[_Sample]) -> Any:
         """Samples of all followed tensors of a bucket, flat, in the residual's dtype."""

@@ -117,6 +117,15 @@ def _declare(library: Library) -> None:
         "topkef_orthonormal": [address, number, number, ctypes.c_int],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
         "topkef_follow": [address, real, address, address, number, *[ctypes.c_int] * 2],
+        "topkef_lost": [
+            *[address] * 2,
+            real,
+            *[address] * 2,
+            number,
+            address,
+            ctypes.c_int,
+            address,
+        ],
         "topkef_prepare_moment": [*[address] * 4, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
@@ -128,7 +137,7 @@ def _declare(library: Library) -> None:
     library.topkef_encode_shards.restype = None
     library.topkef_decode.restype = number
     silent = "take", "subtract_at", "place", "random_index", "random_bits", "product", "orthonormal"
-    later = "update_velocity", "moments", "pack_ternary", "follow", "prepare_moment"
+    later = "update_velocity", "moments", "pack_ternary", "follow", "lost", "prepare_moment"
     for name in (*silent, *later):
         getattr(library, f"topkef_{name}").restype = None
 

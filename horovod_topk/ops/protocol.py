@@ -228,6 +228,29 @@ class Ops(Protocol[Array]):
         """
         ...
 
+    def lost(
+        self,
+        gradients: Sequence[Array],
+        before: Sequence[tuple[Array, float]],
+        after: Sequence[Array],
+        arrivals: Sequence[Array],
+        picks: Sequence[Pick],
+    ) -> Array | None:
+        """The energy that error feedback takes away in samples, as `core.following` defines it.
+
+        Args:
+            gradients: of any shape; the others are flat.
+            before: a shard's residual before the step, and the factor that it is to be scaled by.
+            after: a shard's residual after the step.
+            arrivals: phi of all elements.
+            picks: the samples; see `blocks`.
+
+        Returns:
+            float64, flat: for each tensor a sum over elements with phi > 1/2, then for each tensor
+            a sum over the others. None: there is no kernel for these arrays.
+        """
+        ...
+
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
         """u[index] -= (loss * r) u[index], with r = min(1, |u| / |a|), or 1 without `sums`.
 

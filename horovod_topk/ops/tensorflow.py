@@ -223,6 +223,9 @@ class TensorFlowOps(FactorVerbs):
         kept = mean.value * _scalar(1.0 - rate, mean.dtype)
         _write(out, kept + arrived * _scalar(rate, mean.dtype))
 
+    def lost(self, *samples: Any) -> None:
+        return None
+
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:
         u, lost = tf.gather(velocity.value, index.value), _scalar(loss, velocity.dtype)
         if sums is not None:

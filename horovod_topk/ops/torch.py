@@ -139,6 +139,26 @@ class TorchOps(FactorVerbs):
         torch.mul(mean, 1.0 - rate, out=out)
         out.add_(gradient.reshape(-1).ne(0).to(out.dtype), alpha=rate)
 
+    def lost(
+        self,
+        gradients: Sequence[Tensor],
+        before: Sequence[tuple[Tensor, float]],
+        after: Sequence[Tensor],
+        arrivals: Sequence[Tensor],
+        picks: Sequence[Pick],
+    ) -> Tensor | None:
+        library = self._library(arrivals[0].device.type)
+        if library is None or any(g.dtype != arrivals[0].dtype for g in gradients):
+            return None
+        out = torch.empty(len(picks), 2, dtype=torch.float64)
+        tensors = zip(gradients, before, after, arrivals, picks, strict=True)
+        for (gradient, (e, scale), left, phi, pick), to in zip(tensors, out, strict=True):
+            packed = _packed(gradient)
+            places = packed.data_ptr(), e.data_ptr(), scale, left.data_ptr(), phi.data_ptr()
+            size = phi.numel(), native.integers(pick), phi.element_size()
+            library.topkef_lost(*places, *size, to.data_ptr())
+        return out.t().reshape(-1)
+
     def damp(self, velocity: Tensor, index: Tensor, sums: Tensor | None, loss: float) -> None:
         u = velocity[index]
         lost = torch.full((), loss, dtype=u.dtype, device=u.device)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from horovod_topk.core.arrivals import CLASSES, LEAST, STATES
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.rounds import state_plan
-from horovod_topk.core.shards import first_block
+from horovod_topk.core.shards import first_block, shard_numel
 from horovod_topk.errors import ConfigError
 from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
+from horovod_topk.ops.torch import DTYPES, TorchOps
 from horovod_topk.ops.torch_moments import Moment, Numbers, prepare
 from horovod_topk.torch_training.adam import AdamSteps, Arrived
 
@@ -142,9 +143,10 @@ def test_ranks_have_the_same_factors_and_arrivals(backend: Backend, exchange: st
     assert 0.1 < world.ranks[0].stats().step_factor < 0.9
 
 
-def test_owners_tell_what_they_lose() -> None:
+@pytest.mark.parametrize("backend", [NUMPY, NATIVE], ids=lambda each: each.name)
+def test_owners_tell_what_they_lose(backend: Backend) -> None:
     """An owner selects again; what that takes away enters D one step later."""
-    world = worlds(NUMPY, 3, exchange="sharded")
+    world = worlds(backend, 3, exchange="sharded")
     expected = [np.zeros(CLASSES) for _ in range(3)]
     for step in range(6):
         gradients, before, owned = drawn(3, step), world.residuals(), world.owned()
@@ -367,6 +369,29 @@ def test_the_kernel_prepares_moments_to_the_same_bits() -> None:
         prepare([Moment(prepared[-1], added, gradient, arrived)], numbers)
     assert torch.equal(*prepared)
     assert not torch.equal(prepared[0], start)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("numel", "pick"),
+    [(100, (1, 0, 1)), (5000, (1, 0, 3)), (20000, (3, 1, 1)), (40001, (3, 2, 5)), (512, (3, 1, 1))],
+)
+def test_the_kernel_finds_what_a_sample_loses(
+    dtype: str, numel: int, pick: tuple[int, int, int]
+) -> None:
+    ops, kind = TorchOps(), DTYPES[dtype]
+    own, (shards, first, parts) = shard_numel(numel, *pick[:2]), pick
+    gradient, arrivals = torch.randn(numel, dtype=kind), torch.rand(numel, dtype=kind)
+    before, left = torch.randn(own, dtype=kind), torch.randn(own, dtype=kind)
+    left *= torch.rand(own) < 0.5
+    found = ops.lost([gradient], [(before, 0.5)], [left], [arrivals], [pick])
+    assert found is not None
+    g, phi = (ops.blocks([each], [(shards, first, parts)], dtype) for each in (gradient, arrivals))
+    e, rest = (ops.blocks([each], [(1, 0, parts)], dtype) for each in (before * 0.5, left))
+    is_sent = (g + e - rest).abs() * 2 > (g + e).abs()
+    lost = g**2 - ((g + e) ** 2 - rest**2) * is_sent
+    expected = torch.stack([lost[phi > 0.5].double().sum(), lost[phi <= 0.5].double().sum()])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
 @each_backend

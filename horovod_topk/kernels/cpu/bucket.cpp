@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -636,6 +637,23 @@ void topkef_follow(const void *mean, double rate, const void *gradient, void *ou
     passes->follow(before + at, rate, g + at, to + at, n, count >= CACHED);
     passes->fence();
   });
+}
+
+void topkef_lost(const void *gradient, const void *before, double scale, const void *after,
+                 const void *arrivals, int64_t count, const int64_t *pick, int width, double *out) {
+  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
+  auto g = static_cast<const uint8_t *>(gradient), e = static_cast<const uint8_t *>(before);
+  auto rest = static_cast<const uint8_t *>(after), phi = static_cast<const uint8_t *>(arrivals);
+  const int64_t shards = pick[0], first = pick[1], parts = pick[2];
+  KeepDenormals keep;
+  double sums[2 * LANES] = {};
+  for (int64_t block = 0;; block += parts) {
+    const int64_t whole = (first + block * shards) * SHARD_BLOCK, own = block * SHARD_BLOCK;
+    if (whole >= count) break;
+    passes->lose(g + whole * width, e + own * width, scale, rest + own * width, phi + whole * width,
+                 std::min(SHARD_BLOCK, count - whole), sums);
+  }
+  for (int of = 0; of < 2; ++of) out[of] = std::accumulate(sums + of * LANES, sums + (of + 1) * LANES, 0.0);
 }
 
 void topkef_prepare_moment(void *moment, const void *gradient, const void *arrivals,

@@ -335,6 +335,27 @@ void prepare(void *moment, const void *gradient, const void *arrivals, const top
   }
 }
 
+template <class R>
+void lose(const void *gradient, const void *before, double scale, const void *after, const void *arrivals,
+          int64_t n, double *sums) {
+  auto g = static_cast<const R *>(gradient), e = static_cast<const R *>(before);
+  auto rest = static_cast<const R *>(after), phi = static_cast<const R *>(arrivals);
+  const R factor = (R)scale, half = (R)0.5;
+  auto add = [&](int64_t i, int64_t lane) {
+    const R came = load(g, i), whole = came + load(e, i) * factor, left = load(rest, i);
+    const bool is_sent = std::abs(whole - left) * 2 > std::abs(whole);
+    const R sent = whole * whole - left * left;
+    const double lost = (double)(came * came - (is_sent ? sent : (R)0));
+    const bool often = load(phi, i) > half;
+    sums[lane] += often ? lost : 0.0;
+    sums[topkef::LANES + lane] += often ? 0.0 : lost;
+  };
+  int64_t i = 0;
+  for (; i + topkef::LANES <= n; i += topkef::LANES)
+    for (int64_t lane = 0; lane < topkef::LANES; ++lane) add(i + lane, lane);
+  for (; i < n; ++i) add(i, i % topkef::LANES);
+}
+
 template <class R, class G>
 bool compensate(const void *residual, const void *gradient, void *sums, int64_t n, bool past_caches) {
   auto e = static_cast<const R *>(residual);
@@ -420,6 +441,7 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->spread = spread<R>;
   passes->update_velocity = update_velocity<R>;
   passes->follow = follow<R>;
+  passes->lose = lose<R>;
   passes->prepare = prepare<R>;
   passes->damp = damp<R>;
   passes->product = product<R>;

@@ -234,6 +234,13 @@ using Accelerate = void (*)(const void *velocity, double factor, const void *gra
 using Follow = void (*)(const void *mean, double rate, const void *gradient, void *out, int64_t n,
                         bool past_caches);
 
+constexpr int64_t LANES = 16;  // of a sum whose order is fixed
+
+/* Add to the first LANES sums the energy that error feedback takes away of elements with arrivals above
+ * 1/2, to the others that of the rest; see `topkef_lost`. */
+using Lose = void (*)(const void *gradient, const void *before, double scale, const void *after,
+                      const void *arrivals, int64_t n, double *sums);
+
 /* Adam's first moment before its own update; see `topkef_prepare_moment`. */
 using Prepare = void (*)(void *moment, const void *gradient, const void *arrivals,
                          const topkef_adam *adam, int64_t n);
@@ -286,6 +293,7 @@ struct Passes {
   Deliver deliver[DTYPES];     // [gradient's dtype]
   Accelerate update_velocity;
   Follow follow;
+  Lose lose;
   Prepare prepare;
   Damp damp;
   Product product;

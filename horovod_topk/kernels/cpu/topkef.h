@@ -116,6 +116,14 @@ TOPKEF_API void topkef_update_velocity(const void *velocity, double factor, cons
 TOPKEF_API void topkef_follow(const void *mean, double rate, const void *gradient, void *out,
                               int64_t count, int width, int threads);
 
+/* The energy that error feedback takes away in a sample of a tensor of `count` elements of 4 or 8 bytes; see
+ * `horovod_topk.ops.protocol.Ops.lost`. The gradient and the arrivals are whole, the residual before (times
+ * `scale`) and after are of one shard. pick: shards, the shard's first block, every which block of it. out:
+ * two numbers. */
+TOPKEF_API void topkef_lost(const void *gradient, const void *before, double scale, const void *after,
+                            const void *arrivals, int64_t count, const int64_t *pick, int width,
+                            double *out);
+
 /* Numbers of one step of Adam for `topkef_prepare_moment`. */
 typedef struct {
   double beta, again, now, later;      /* beta1, s_t / s_(t-1) / beta1, s_t / beta1, 1 / beta1 - 1 */
