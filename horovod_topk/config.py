@@ -113,7 +113,7 @@ class Settings:
     velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
     taken_over: bool = False  # whether `momentum` is the optimizer's own; adapters set it
     follow_lr: bool = False  # rescale residuals when the learning rate changes
-    beta2: float | None = None  # of an Adam whose step depends on arrivals; adapters set it
+    beta2: float | None = None  # Adam's, if its step depends on arrivals; adapters set it
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
     name: str | None = None  # prefix of the collectives' names; None: derived from the plan
 

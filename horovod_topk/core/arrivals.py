@@ -20,12 +20,12 @@ is its rounding error, which is sent later.
     D' = beta2 D + sum of g^2 - sum of s^2 + sum of r^2    on each rank
     c  = sqrt(E' / (E' + max(0, mean of D' over ranks)))
 
-E and D fade as fast as Adam's v, so that c estimates the root of what v has over what v would have
-with dense gradients. Large gradients of the first steps, which are sent late and partly cancelled
-out, count as long as in dense training. All energy that is taken away counts as common to the
-ranks: noise of single ranks does not cancel out, as it differs from step to step, and so is sent
-later. Where tensors have owners, D also has what an
-owner's own error feedback takes away, one step later.
+E and D fade as fast as Adam's mean square v, so that c estimates the root of v, divided by the root
+that it would have with dense gradients. Large gradients of the first steps, which are sent late and
+partly cancel out, count as long as in dense training. All energy that is taken away counts as
+common to the ranks: noise of single ranks does not cancel out, as it differs from step to step, and
+so is sent later. Where tensors have owners, D also has what an owner's own error feedback takes
+away, one step later.
 
 Each rank sends D' with its payload, so that all ranks compute a step's c from the step's own
 numbers. phi, E and c are states of the method that are equal on all ranks; D is a state of each

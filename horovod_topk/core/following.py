@@ -81,7 +81,7 @@ class Following(Generic[Array]):
         part: this rank's number among the owners.
         states: arenas of the states, by name.
         ops: operations on the arrays.
-        momenta: Adam's second beta of each tensor.
+        momenta: they have Adam's second beta of each tensor.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Following(Generic[Array]):
         )
         self._betas: tuple[float, ...] = ()  # Adam's second betas in the last step
         self._fading: Any = None  # the same for each class of each tensor
-        self._gradients: Sequence[Array] = ()  # this rank's, in the present step
+        self._gradients: Sequence[Array] = ()  # this rank's, from `begin` to `told`
 
     def begin(self, gradients: Sequence[Array]) -> None:
         """Note this rank's gradients, which the exchanged ones replace after `told`."""
@@ -128,11 +128,13 @@ class Following(Generic[Array]):
         They lack what this rank loses as an owner in this step, which is not known yet.
         """
         arenas, gradients = self._states[LOST], self._gradients
-        lost = self._lost_by_kernel(gradients)
-        if lost is None:
-            came = self._sampled(gradients, self._shards)
-            lost = self._lost(came, *self._kept(self._own))
-        self._add(arenas, self._fading * arenas.residual, lost)
+        if gradients:
+            lost = self._lost_by_kernel(gradients)
+            if lost is None:
+                came = self._sampled(gradients, self._shards)
+                lost = self._lost(came, *self._kept(self._own))
+            self._add(arenas, self._fading * arenas.residual, lost)
+            self._gradients = ()
         return arenas.candidate
 
     def finish(self, exchanged: Sequence[Array], gain: float, ranks: int, lost: Array) -> None:
@@ -145,7 +147,6 @@ class Following(Generic[Array]):
             lost: the mean over ranks of what they have told.
         """
         ops, energy, told = self._ops, self._states[ENERGY], self._states[LOST]
-        self._gradients = ()
         unit = 1.0 / ranks if self._bucket.reduction == "sum" else 1.0
         mean: Any = self._sampled(exchanged, self._wholes) * (unit / gain)
         now = self._by_class(mean * mean, self._wholes, self._whole_scales)

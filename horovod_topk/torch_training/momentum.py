@@ -263,8 +263,8 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
         log.info("TopKEF leaves momentum to %s: %s", kind, why)
     elif follows:
         note_followed(kind)
-        decays = (float(group["betas"][1]) for group in optimizer.param_groups)
-        config = replace(config, beta2=max(decays))
+        beta2 = max(float(group["betas"][1]) for group in optimizer.param_groups)
+        config = replace(config, beta2=beta2)  # in each step a group's own counts: `second_betas`
     else:
         config = replace(config, **own_momentum(optimizer), taken_over=True)
     return config

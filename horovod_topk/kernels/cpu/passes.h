@@ -234,7 +234,7 @@ using Accelerate = void (*)(const void *velocity, double factor, const void *gra
 using Follow = void (*)(const void *mean, double rate, const void *gradient, void *out, int64_t n,
                         bool past_caches);
 
-constexpr int64_t LANES = 16;  // of a sum whose order is fixed
+constexpr int64_t LANES = 16;  // partial sums of `Lose`: element i is added to number i % LANES
 
 /* Add to the first LANES sums the energy that error feedback takes away of elements with arrivals above
  * 1/2, to the others that of the rest; see `topkef_lost`. */
