@@ -65,8 +65,9 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
     normalises = _is_adam(optimizer)
     is_known = normalises or _is_a(optimizer, "SGD")
     asked = compressor.deferred.get("momentum")
-    why = _why_left(optimizer, config) if asked == AUTO else ""
-    follows = asked == AUTO and not why and normalises and config.velocity_kept == AUTO
+    follows = normalises and asked == AUTO and config.velocity_kept == AUTO
+    why_not = why_not_by_arrivals if follows else why_not_corrected
+    why = _why_left(optimizer, follows=follows) or why_not(config) if asked == AUTO else ""
     config = fitted(config, compressor.deferred, normalises=normalises if is_known else None)
     kind, setting = type(optimizer).__name__, _setting_of(optimizer)
     if why:
@@ -106,17 +107,19 @@ def _prepare_return(optimizer: Any, taken: Taken, guard: Guard, compressor: Comp
     taken.waits = lambda: compressor.waits_handed_over
 
 
-def _why_left(optimizer: Any, config: Method) -> str:
-    """Reason why momentum="auto" does not take the momentum over; empty: it does."""
+def _why_left(optimizer: Any, *, follows: bool) -> str:
+    """Reason why momentum="auto" cannot take this optimizer's momentum over; empty: it can.
+
+    follows: whether Adam's step would depend on arrivals.
+    """
     setting = _setting_of(optimizer)
     if setting is None:
         return f"it is none of {WORDS.known}"
     if not _number(_present(optimizer, setting)):
         return "it has none, or one that changes by itself"
-    is_adam = _is_adam(optimizer) and config.velocity_kept == AUTO
-    if is_adam and _number(_present(optimizer, "beta_2")) is None:
+    if follows and _number(_present(optimizer, "beta_2")) is None:
         return "its beta_2 changes by itself"
-    return why_not_by_arrivals(config) if is_adam else why_not_corrected(config)
+    return ""
 
 
 def check_not_twice(optimizer: Any, config: Method) -> None:

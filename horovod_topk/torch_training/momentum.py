@@ -252,10 +252,11 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
         ConfigError: momentum would be applied twice, or cannot be taken over.
     """
     normalises = isinstance(optimizer, (Adam, AdamW))
-    follows = normalises and deferred.get("momentum") == AUTO and config.velocity_kept == AUTO
     is_known = normalises or isinstance(optimizer, SGD)
     asked, kind = deferred.get("momentum"), type(optimizer).__name__
-    why = _why_left(optimizer, config) if asked == AUTO else ""
+    follows = normalises and asked == AUTO and config.velocity_kept == AUTO
+    why_not = why_not_by_arrivals if follows else why_not_corrected
+    why = _why_left(optimizer) or why_not(config) if asked == AUTO else ""
     config = fitted(config, deferred, normalises=normalises if is_known else None)
     if asked is None:
         check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
@@ -270,8 +271,8 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
     return config
 
 
-def _why_left(optimizer: Any, config: Method) -> str:
-    """Reason why momentum="auto" does not take the momentum over; empty: it does."""
+def _why_left(optimizer: Any) -> str:
+    """Reason why momentum="auto" cannot take this optimizer's momentum over; empty: it can."""
     if not isinstance(optimizer, KNOWN):
         return f"it is none of {WORDS.known}"
     if not _steps_as_known(optimizer):
@@ -281,9 +282,6 @@ def _why_left(optimizer: Any, config: Method) -> str:
         return "it is dampened"
     if not any(each[0] for each in found if each is not None):
         return "it has none"
-    is_adam = isinstance(optimizer, (Adam, AdamW)) and config.velocity_kept == AUTO
-    if why := why_not_by_arrivals(config) if is_adam else why_not_corrected(config):
-        return why
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     wide = torch.float32, torch.float64
     narrow = {str(p.dtype) for p in parameters if p.requires_grad and p.dtype not in wide}
