@@ -113,7 +113,7 @@ class Settings:
     velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
     taken_over: bool = False  # whether `momentum` is the optimizer's own; adapters set it
     follow_lr: bool = False  # rescale residuals when the learning rate changes
-    beta2: float | None = None  # Adam's, if its step depends on arrivals; adapters set it
+    beta2: float | None = None  # Adam's second beta, if its step depends on arrivals
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
     name: str | None = None  # prefix of the collectives' names; None: derived from the plan
 
@@ -216,10 +216,8 @@ class Settings:
     def _is_off(self, name: str) -> bool:
         if name == "velocity_kept" and not self.momentum:
             return True
-        if name in ("momentum", "nesterov") and self.taken_over:
+        if name == "beta2" or (name in ("momentum", "nesterov") and self.taken_over):
             return True  # the optimizer's: may change, or differ before a broadcast
-        if name == "beta2":
-            return True  # the optimizer's, too
         return name in OPTIONAL and getattr(self, name) == OPTIONAL[name]
 
 

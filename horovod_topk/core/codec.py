@@ -107,7 +107,7 @@ class PayloadCodec(Generic[Array]):
         self._given[bucket.ordinal], self._measured[bucket.ordinal] = numbers, []
 
     def tell(self, bucket: BucketPlan, numbers: Callable[[], Array]) -> None:
-        """Set the numbers that this rank sends of a bucket's tensors in the step that begins.
+        """Set the numbers that this rank sends about a bucket's tensors in the step that begins.
 
         numbers: returns them, flat; called once the bucket is encoded.
         """
@@ -310,7 +310,7 @@ class PayloadCodec(Generic[Array]):
         return flags
 
     def _read_told(self, bucket: BucketPlan, gathered: Array) -> None:
-        """Average over ranks the numbers that each has sent of the bucket's tensors."""
+        """Average over ranks the numbers that describe a bucket's tensors."""
         count, ops, dtype = bucket.tensor_measures, self._ops, bucket.residual_dtype
         width = bucket.layout.payload_bytes // bucket.writers
         at = HEADER_BYTES + wire.MEASURE * (len(bucket.measures) - count)

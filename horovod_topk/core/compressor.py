@@ -265,7 +265,7 @@ class Compressor(State[Array]):
 
     @property
     def _corrects(self) -> bool:
-        """Whether the next step has what the settings say of momentum; else it is plainly dense."""
+        """Whether the next step corrects momentum or follows arrivals, if the settings do."""
         if self.config.follows_arrivals:
             return not self.guard.is_over
         return self.velocity is None or self.guard.corrects
@@ -286,7 +286,7 @@ class Compressor(State[Array]):
 
         Args:
             ratio: ratio of the level.
-            corrects: whether the level has what the settings say of momentum.
+            corrects: whether the level corrects momentum or follows arrivals, if the settings do.
             exchange: how gradients travel at this level.
         """
         settings = self.schedule.settings(ratio, corrects=corrects)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.arrivals import (
@@ -43,27 +44,27 @@ class _Sample:
     shards: int = 1
     first: int = 0
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Every which block is in the sample; odd, as even ones could be of the same columns."""
         return max(1, -(-shard_numel(self.numel, self.shards, self.first) // SAMPLE)) | 1
 
-    @property
+    @cached_property
     def share(self) -> float:
         """The sample's share of the tensor's elements."""
         return self.size / self.numel
 
-    @property
+    @cached_property
     def pick(self) -> tuple[int, int, int]:
         """The sample of a whole tensor, for `Ops.blocks`."""
         return self.shards, self.first, self.parts
 
-    @property
+    @cached_property
     def pick_within(self) -> tuple[int, int, int]:
         """The sample of an array that has the shard's elements alone."""
         return 1, 0, self.parts
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements of the sample."""
         return shard_numel(shard_numel(self.numel, self.shards, self.first), self.parts, 0)
@@ -81,7 +82,7 @@ class Following(Generic[Array]):
         part: this rank's number among the owners.
         states: arenas of the states, by name.
         ops: operations on the arrays.
-        momenta: they have Adam's second beta of each tensor.
+        momenta: give Adam's second beta of each tensor.
     """
 
     def __init__(
@@ -201,7 +202,8 @@ class Following(Generic[Array]):
     def _lost(self, came: Any, before: Any, after: Any) -> Any:
         """The energy that error feedback takes away, for each class of each tensor: flat.
 
-        It is that of what came, less that of what was selected, plus that of its rounding errors.
+        This is the energy of what was to be sent, less that of the selected elements, plus that of
+        their rounding errors.
 
         Args:
             came: samples of what was to be sent.
@@ -214,7 +216,7 @@ class Following(Generic[Array]):
         return self._by_class(energy, self._shards, self._shard_scales)
 
     def _lost_by_kernel(self, gradients: Sequence[Array]) -> Any:
-        """`_lost` of this rank's gradients; None: there is no kernel."""
+        """Compute `_lost` for this rank's gradients in a kernel; None if there is no kernel."""
         ops, states, at = self._ops, self._states[ARRIVALS], self._positions
         picks = [each.pick for each in self._shards]
         residuals = self._before(self._own), self._views(self._own, self._own.candidate)
@@ -265,7 +267,7 @@ class Following(Generic[Array]):
         return [self._ops.view(array, pieces[at].start, pieces[at].stop) for at in self._positions]
 
     def _constant(self, numbers: Sequence[float]) -> Array:
-        """Make an array of a number for each tensor, and repeat it for each class."""
+        """Make an array of numbers, one for each tensor, and repeat it for each class."""
         ops, own = self._ops, [*numbers] * CLASSES
         size, dtype = 4 * len(own), self._bucket.residual_dtype
         data = ops.zeros(size, "uint8", self._bucket.device)

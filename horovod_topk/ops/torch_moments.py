@@ -58,7 +58,7 @@ def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
 
 
 def _chunks(moments: Sequence[Moment]) -> Iterator[list[Moment]]:
-    """Stretches of at most `CHUNK` elements, or of one moment: they need copies of it."""
+    """Split moments into lists of at most `CHUNK` elements, whose copies fit into memory."""
     chunk, numel = list[Moment](), 0
     for each in moments:
         if chunk and numel + each.moment.numel() > CHUNK:

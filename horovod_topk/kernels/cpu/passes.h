@@ -236,8 +236,8 @@ using Follow = void (*)(const void *mean, double rate, const void *gradient, voi
 
 constexpr int64_t LANES = 16;  // partial sums of `Lose`: element i is added to number i % LANES
 
-/* Add to the first LANES sums the energy that error feedback takes away of elements with arrivals above
- * 1/2, to the others that of the rest; see `topkef_lost`. */
+/* Add up the energy that error feedback takes away: that of elements with arrivals above 1/2 in the first
+ * LANES sums, that of the rest in the others; see `topkef_lost`. */
 using Lose = void (*)(const void *gradient, const void *before, double scale, const void *after,
                       const void *arrivals, int64_t n, double *sums);
 

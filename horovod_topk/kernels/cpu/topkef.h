@@ -118,8 +118,7 @@ TOPKEF_API void topkef_follow(const void *mean, double rate, const void *gradien
 
 /* The energy that error feedback takes away in a sample of a tensor of `count` elements of 4 or 8 bytes; see
  * `horovod_topk.ops.protocol.Ops.lost`. The gradient and the arrivals are whole, the residual before (times
- * `scale`) and after are of one shard. pick: as in `Ops.blocks`. out:
- * two numbers. */
+ * `scale`) and after are of one shard. pick: as in `Ops.blocks`. out: two numbers. */
 TOPKEF_API void topkef_lost(const void *gradient, const void *before, double scale, const void *after,
                             const void *arrivals, int64_t count, const int64_t *pick, int width,
                             double *out);
