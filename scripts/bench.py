@@ -39,6 +39,7 @@ from horovod_topk.ops.tensorflow import Array, Buffer
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.tensorflow.planning import Settings
 from horovod_topk.tensorflow.state import OptimizerState
+from horovod_topk.tensorflow.timing import GraphTimer
 from horovod_topk.tensorflow.variables import Stores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +102,10 @@ class Collective(Alone):
     """The same as a collective."""
 
     size = 2  # type: ignore[assignment]
+
+    def __init__(self, twice: Callable[[Any], Any]) -> None:
+        super().__init__(twice)
+        self.timer = GraphTimer()
 
 
 def compute_with_one_thread() -> None:
