@@ -7,14 +7,21 @@ its steps are too large. So ranks exchange gradients without any momentum, and A
 is corrected; its mean square v is its own:
 
     phi' = phi + ([G is not 0] - phi) / 10            how often an element arrives
-    m'   = b m + (1 - b) c G,  b = beta1 sqrt(phi')   G: the exchanged gradient
+    m'   = b m + (1 - b) c G,  b = beta1 phi'^(1/4)   G: the exchanged gradient
     p    = p - lr m' / sqrt(v)                        c <= 1: of its tensor and class
 
-An element that always arrives has Adam's momentum, and one that hardly arrives has none. A tensor's
-elements are split into two classes, those with phi > 1/2 before the step and the others. Error
-feedback loses no gradient, so it is known how much of a class's energy (sum of squares) it takes
-away: as much as what a rank selects, s, has less than its gradients g. s is not rounded yet, and r
-is its rounding error, which is sent later.
+An element that always arrives has Adam's momentum, and the rarer one arrives, the less it has.
+Which elements a rank sends depends on v, too: those with the largest |e + g| v^(-1/4), with e its
+residual. Adam divides by sqrt(v), and so moves the weight of a small gradient as far as that of a
+large one. By magnitude alone small gradients would wait for long, and by |e + g| / sqrt(v) nearly
+all elements would wait equally long. v is at least a hundredth of its mean in the tensor here, or
+elements that have never arrived would come before all others (`horovod_topk.ops.Ops.weighted`).
+Owners of sums select by magnitude.
+
+A tensor's elements are split into two classes, those with phi > 1/2 before the step and the others.
+Error feedback loses no gradient, so it is known how much of a class's energy (sum of squares) it
+takes away: as much as what a rank selects, s, has less than its gradients g. s is not rounded yet,
+and r is its rounding error, which is sent later.
 
     E' = beta2 E + sum of G^2
     D' = beta2 D + sum of g^2 - sum of s^2 + sum of r^2    on each rank

@@ -65,6 +65,7 @@ class PayloadCodec(Generic[Array]):
         self._sealed: dict[bytes, Sequence[Any]] = {}  # measures in payloads, by fingerprint
         self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's, for each piece
         self._of_tensors: dict[int, Callable[[], Array]] = {}  # see `tell`; by the bucket's ordinal
+        self._squares: dict[int, Sequence[Array | None]] = {}  # see `weigh`; the same
         self._kernels: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
         self._encoders: dict[bytes, Fused[Array] | None] = {}  # kernels that encode, too
         self._committed: Callable[[], Any] = lambda: 0
@@ -114,6 +115,13 @@ class PayloadCodec(Generic[Array]):
         own = self._given.get(bucket.ordinal, [0.0] * _own(bucket))
         self._of_tensors[bucket.ordinal] = numbers
         self._given[bucket.ordinal] = [*own]  # another object: the payload lacks these numbers
+
+    def weigh(self, bucket: BucketPlan, squares: Sequence[Array | None]) -> None:
+        """Set Adam's mean squares, by which the method may select in the step that begins.
+
+        squares: one array for each gradient, of its shape and the residual's dtype, or None.
+        """
+        self._squares[bucket.ordinal] = squares
 
     def measures(self, bucket: BucketPlan) -> Array:
         """This rank's measures of an encoded bucket, as the uint8 bytes of a payload."""
@@ -167,12 +175,14 @@ class PayloadCodec(Generic[Array]):
         """Fill a payload, by the method's kernel if there is one."""
         bucket = arenas.plan
         kernel = self._encoders.get(bucket.fingerprint) or self._encoder(bucket)
-        if kernel is not None:
+        squares = self._squares_for(bucket)
+        if kernel is not None and (kernel.weighs or not squares):
             if bucket.config.measured:
                 for position in range(len(bucket.tensors)):
                     self._measure(bucket, position, self.compensate(arenas, gradients, position)[0])
             streams = self._streams(bucket)
-            kernel.encode(arenas.residual, arenas.candidate, gradients, payload, streams)
+            pair = arenas.residual, arenas.candidate
+            kernel.encode(*pair, gradients, payload, streams, squares)
             return
         sent = []
         for position in range(len(bucket.tensors)):
@@ -224,9 +234,9 @@ class PayloadCodec(Generic[Array]):
             streams = list[Stream]()
             if isinstance(arenas[0].plan.config, Seeded):
                 streams = [stream for each in arenas for stream in self._streams(each.plan)]
-            first.encode_shards(
-                kernels, residuals, candidates, gradients, payloads, factors, velocities, streams
-            )
+            squares = self._squares_for(arenas[0].plan) if self._squares else ()
+            memory = residuals, candidates, gradients, payloads
+            first.encode_shards(kernels, *memory, factors, velocities, streams, squares)
         else:
             gradients = correct(gradients, velocities, self._ops)
             for each, payload in zip(arenas, payloads, strict=True):
@@ -427,7 +437,18 @@ class PayloadCodec(Generic[Array]):
             return method.encode_announced(ops, bucket, piece, values, announced, key)
         if key is not None and isinstance(method, SeededCodec):
             return method.encode_keyed(ops, bucket, piece, values, key)
-        return method.encode(ops, bucket, piece, values)
+        squares = self._squares_for(bucket)
+        square = squares[piece.gradient] if squares else None
+        if square is None:
+            return method.encode(ops, bucket, piece, values)
+        if bucket.parts > 1:
+            square = ops.shard(square, bucket.parts, piece.first)
+        return method.encode_weighted(ops, bucket, piece, values, square)
+
+    def _squares_for(self, bucket: BucketPlan) -> Sequence[Array | None]:
+        """Adam's mean squares for a bucket's selection; owners select sums by magnitude."""
+        squares = () if bucket.leg == "gather" else self._squares.get(bucket.ordinal, ())
+        return squares if any(each is not None for each in squares) else ()
 
     def _read(
         self, bucket: BucketPlan, gathered: Array, *, rows: bool = True, ago: int = 0

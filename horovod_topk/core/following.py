@@ -123,6 +123,13 @@ class Following(Generic[Array]):
         self._read_betas()
         self._gradients = gradients
 
+    def squares(self) -> list[Array | None]:
+        """Adam's mean square of each gradient before this step; None where it is not known."""
+        ops, dtype = self._ops, self._bucket.residual_dtype
+        names = [tensor.spec.name for tensor in self._bucket.gradients]
+        found = [self._momenta.of(name).squares for name in names]
+        return [None if v is None or ops.dtype(v) != dtype else v for v in found]
+
     def told(self) -> Array:
         """The numbers that this rank sends: D' of each class of each tensor, flat.
 

@@ -33,7 +33,7 @@ Velocities are kept, committed and rolled back as residuals are, in two arenas a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.config import AUTO
@@ -50,11 +50,12 @@ LOSS = 0.5  # d of an element that is sent in every step, at the largest learnin
 
 @dataclass(frozen=True)
 class Momentum:
-    """Momentum factor of one tensor in a step, whether it is Nesterov's, and Adam's second beta."""
+    """Momentum of one tensor in a step, and what is known of Adam's second moment."""
 
     factor: float  # m, in [0, 1)
     nesterov: bool
-    beta2: float | None = None  # only for `core.arrivals`
+    beta2: float | None = None  # only for `core.arrivals`, as `squares`
+    squares: Any = field(default=None, compare=False)  # Adam's mean square of the tensor, if any
 
 
 class Momenta:

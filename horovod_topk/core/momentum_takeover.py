@@ -58,22 +58,25 @@ def why_not_by_arrivals(config: Method) -> str:
     return ""
 
 
-def fitted(config: Method, deferred: Mapping[str, str], *, normalises: bool | None) -> Method:
+def fitted(
+    config: Method, deferred: Mapping[str, str], *, normalises: bool | None, follows: bool
+) -> Method:
     """Fill in the defaults that depend on the optimizer: the share of velocity, and `warmup`.
 
-    Only SGD gets a warm-up with larger ratios. With Adam, whose step depends on the squares of
-    gradients, training near the largest stable learning rate did not recover from a warm-up.
-    Elastic jobs have none, as ranks that join may not know the number of steps.
+    SGD gets a warm-up with larger ratios, and Adam if its steps depend on arrivals. Other Adams did
+    not recover from one near the largest stable learning rate. Elastic jobs have none, as ranks
+    that join may not know the number of steps.
 
     Args:
         config: the settings.
         deferred: names of the settings that the user has left to the compressor.
         normalises: whether the optimizer divides by the root of a mean square, as Adam, or not, as
             SGD; None: not known.
+        follows: whether Adam's steps depend on arrivals.
     """
     if normalises and config.velocity_kept == AUTO:
         config = replace(config, velocity_kept=0.0)
-    if "warmup" in deferred and normalises is False and not elastic():
+    if "warmup" in deferred and (normalises is False or follows) and not elastic():
         config = replace(config, warmup=AUTO)
     return config
 

@@ -156,6 +156,7 @@ class Step(Generic[Array]):
         if bucket.following is not None:
             bucket.following.begin(gradients)
             self._codec.tell(bucket.plan, bucket.following.told)
+            self._codec.weigh(bucket.plan, bucket.following.squares())
         if self.samples:
             bucket.gradient = total_of([self._ops.square(gradient) for gradient in gradients])
         velocities = None

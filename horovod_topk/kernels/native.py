@@ -153,6 +153,7 @@ class Correction(ctypes.Structure):
         ("nesterov", ctypes.c_char_p),
         ("losses", ctypes.POINTER(ctypes.c_double)),
         ("graded", ctypes.c_int),
+        ("squares", ctypes.POINTER(ctypes.c_void_p)),
     )
 
     @classmethod
@@ -173,6 +174,11 @@ class Correction(ctypes.Structure):
         self.velocities, self.following = _addresses(velocities), _addresses(following)
         self.momenta, self.nesterov = _numbers(momenta), bytes(nesterov)
         self.losses, self.graded = _numbers(losses), graded
+        return self
+
+    def with_squares(self, squares: Sequence[int | None]) -> Correction:
+        """Set the addresses of Adam's mean squares, one for each gradient; None: there are none."""
+        self.squares = _addresses(squares)
         return self
 
 
@@ -254,7 +260,7 @@ class Bucket:
         return None if wrong < 0 else divmod(wrong, self.tensors)
 
 
-def _addresses(each: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+def _addresses(each: Sequence[int | None]) -> ctypes.Array[ctypes.c_void_p]:
     """Convert addresses to a ctypes array."""
     return (ctypes.c_void_p * len(each))(*each)
 

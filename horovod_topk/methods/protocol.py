@@ -295,6 +295,12 @@ class Codec(Method):
         """Encode a piece of e + g: `values`, [n] of the residual's dtype, n > 0."""
         return _encoded(ops, bucket, piece, values, self, self.pack, self.unpack)
 
+    def encode_weighted(
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, squares: Array
+    ) -> Sent[Array]:
+        """`encode`, given Adam's mean square of each element, [n]; ignores it unless overridden."""
+        return self.encode(ops, bucket, piece, values)
+
     def decode(self, ops: Ops[Array], bucket: Bucket, piece: Any, gathered: Array) -> Read[Array]:
         """Decode one piece, n > 0, from payloads one after another."""
         return _decoded(ops, bucket, piece, gathered, self, self.unpack)

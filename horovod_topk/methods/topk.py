@@ -267,9 +267,22 @@ class TopK(Codec):
 
     def encode(self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array) -> Sent[Array]:
         """`Codec.encode`."""
+        return self._encoded(ops, bucket, piece, values, values)
+
+    def encode_weighted(
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, squares: Array
+    ) -> Sent[Array]:
+        """`Codec.encode_weighted`: selects by |a| v^(-1/4), with Adam's mean square v."""
+        keys = ops.weighted(values, squares) if piece.index else values
+        return self._encoded(ops, bucket, piece, values, keys)
+
+    def _encoded(
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, keys: Array
+    ) -> Sent[Array]:
+        """Encode the values with the largest keys."""
         kind, dtype = self.value_kind(bucket.residual_dtype), bucket.residual_dtype
         select = ops.sample if self.selection == "sampled" else ops.select
-        index = select(values, piece.k) if piece.index else None
+        index = select(keys, piece.k) if piece.index else None
         chosen = values if index is None else ops.take(values, index)
         data = ops.pack_values(chosen, kind)
         rows = ops.load(data, ops.numel(data), 0, ops.numel(data))

@@ -32,6 +32,10 @@ LIMIT = 2.0**127  # values with a scale saturate here, so that no multiple overf
 UNIT = 65536  # for exact sums, magnitudes are multiples of largest / 65536
 INDEX_BYTES = {"int16": 2, "int32": 4}
 TILE = 512  # elements of a tile in float64 sums, a power of two
+FLOAT_BITS = {  # dtype -> number of the mantissa's bits, and the bits of 1
+    "float32": (23, 0x3F800000),
+    "float64": (52, 0x3FF0000000000000),
+}
 SHARD_BLOCK = 512  # consecutive elements of a shard, so that memory is read in stretches
 _MOST_LOW_BITS = 31
 

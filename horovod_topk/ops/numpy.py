@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_topk.ops import coding
-from horovod_topk.ops.coding import SHARD_BLOCK
+from horovod_topk.ops.coding import FLOAT_BITS, SHARD_BLOCK
 from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
 from horovod_topk.ops.protocol import Pick
@@ -88,6 +88,17 @@ class NumpyOps(FactorVerbs):
             is_below = np.abs(u) < np.abs(sums)
             lost = lost * np.divide(np.abs(u), np.abs(sums), out=np.ones_like(u), where=is_below)
         velocity[index] = u - lost * u
+
+    def weighted(self, values: Array, squares: Array) -> Array:
+        flat, (mantissa, one) = squares.reshape(-1), FLOAT_BITS[values.dtype.name]
+        kind = f"int{8 * values.itemsize}"
+        stride = max(flat.size // 64, 16) | 1
+        sample = flat[: flat.size // stride * stride].reshape(-1, stride)[:, :16]
+        mean = values.dtype.type(sample.mean(dtype="float64") if sample.size else 0.0)
+        least = max((int(mean.view(kind)) >> mantissa) - 7, 0) << mantissa
+        bits = np.maximum(np.abs(flat).view(kind), np.array(least, kind))
+        weights: Array = (one // 4 * 5 - bits // 4).view(values.dtype)
+        return values * weights
 
     def select(self, candidate: Array, k: int) -> Array:
         magnitude = np.abs(candidate)

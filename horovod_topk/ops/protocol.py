@@ -67,6 +67,8 @@ class Fused(Protocol[Taken]):
         9   elements of a block, or of a column, for the kinds 6 to 10; else 0
     """
 
+    weighs: bool  # whether `encode` can select by squares
+
     def encode(
         self,
         residual: Taken,
@@ -74,11 +76,14 @@ class Fused(Protocol[Taken]):
         gradients: Sequence[Taken],
         payload: Taken,
         streams: Sequence[Stream] = (),
+        squares: Sequence[Taken | None] = (),
     ) -> None:
         """Fill flags, values and indices of a payload; leave in `candidate` what is not sent.
 
         residual, candidate: the bucket's arenas. Other bytes of the payload do not change.
         streams: random numbers, one stream for each tensor, for kinds of values that draw some.
+        squares: for each gradient, the squares to select by, as `Ops.weighted` does, or None.
+            Empty: by magnitude. Only if the kernel `weighs`.
         """
         ...
 
@@ -139,6 +144,7 @@ class SupportsOnePass(Protocol[Array]):
         factors: Sequence[Sequence[float]],
         velocities: Velocities[Array] | None,
         streams: Sequence[Stream] = (),
+        squares: Sequence[Array | None] = (),
     ) -> None:
         """As `Fused.encode` of each of `kernels`, of which this one is the first.
 
@@ -147,6 +153,7 @@ class SupportsOnePass(Protocol[Array]):
         factors: for each kernel, the factor of each tensor's residual; empty: all are 1.
         velocities: momentum correction, with the bits of `update_velocity` and `damp`.
         streams: as in `Fused.encode`, shard by shard.
+        squares: as in `Fused.encode`.
         """
         ...
 
@@ -260,6 +267,20 @@ class Ops(Protocol[Array]):
         index: int64, unique.
         sums: a, the sent values before they were rounded, one for each index.
         loss: in [0, 1]; in a graph a scalar.
+        """
+        ...
+
+    def weighted(self, values: Array, squares: Array) -> Array:
+        """values times about squares^(-1/4), by which the k largest are selected.
+
+        A weight has the bits (5/4 of those of 1) - b // 4, with b the square's bits, but at least
+        those of a power of 2 that is 1/128 to 1/64 of a sample's mean. The squares are divided into
+        rows of s elements, s = max(n // 64, 16) | 1, without the rest. The sample is the first 16
+        elements of each row; its mean is 0 if there are no rows.
+
+        Args:
+            values: [n], float32 or float64.
+            squares: n elements of the same dtype, not negative.
         """
         ...
 

@@ -234,6 +234,18 @@ class TensorFlowOps(FactorVerbs):
         where = index.value[:, tf.newaxis]
         _write(velocity, tf.tensor_scatter_nd_sub(velocity.value, where, lost * u))
 
+    def weighted(self, values: Array, squares: Array) -> Array:
+        flat, (mantissa, one) = _flat(squares), coding.FLOAT_BITS[values.dtype.name]
+        kind = tf.int32 if values.dtype == tf.float32 else tf.int64
+        stride = max(flat.shape[0] // 64, 16) | 1
+        rows = flat.shape[0] // stride
+        sample = tf.cast(tf.reshape(flat[: rows * stride], [rows, stride])[:, :16], tf.float64)
+        mean = tf.cast(tf.reduce_sum(sample) / max(16 * rows, 1), values.dtype)
+        power = tf.bitwise.right_shift(tf.bitcast(mean, kind), mantissa)
+        least = tf.bitwise.left_shift(tf.maximum(power - 7, 0), mantissa)
+        bits = tf.maximum(tf.bitcast(tf.abs(flat), kind), least)
+        return Buffer(tf.bitcast(one // 4 * 5 - bits // 4, values.dtype) * _flat(values))
+
     def select(self, candidate: Array, k: int) -> Array:
         values, numel = candidate.value, candidate.numel
         if k == numel:
@@ -519,6 +531,8 @@ def find_operations() -> Any:
 class BucketOperations:
     """`horovod_topk.ops.Fused` as graph operations, which also run eagerly."""
 
+    weighs = True
+
     def __init__(self, recipe: Sequence[int], operations: Any) -> None:
         self._recipe, self._operations = list(recipe), operations
         self._numel = recipe[HEAD::EACH]
@@ -534,12 +548,14 @@ class BucketOperations:
         gradients: Sequence[Array],
         payload: Array,
         streams: Sequence[Stream] = (),
+        squares: Sequence[Array | None] = (),
     ) -> None:
         keys = [_scalar(number, tf.int64) for each in streams for number in each.numbers()]
         stretches = [(at, at + n) for at, n in zip(self._starts, self._numel, strict=True)]
         left, filled = self._operations.topkef_encode(
             residuals=[_stretch_of(residual, *stretch).value for stretch in stretches],
             gradients=[_flat(gradient) for gradient in gradients],
+            squares=[tf.zeros([0], residual.dtype) if v is None else _flat(v) for v in squares],
             template=payload.value,
             keys=tf.stack(keys) if keys else tf.zeros([0], tf.int64),
             recipe=self._recipe,

@@ -166,6 +166,19 @@ class TorchOps(FactorVerbs):
             lost = lost * torch.where(u.abs() < sums.abs(), u.abs() / sums.abs(), 1.0)
         velocity[index] = u - lost * u
 
+    def weighted(self, values: Tensor, squares: Tensor) -> Tensor:
+        flat, (mantissa, one) = squares.reshape(-1), coding.FLOAT_BITS[self.dtype(values)]
+        kind = torch.int32 if values.dtype == torch.float32 else torch.int64
+        stride = max(flat.numel() // 64, 16) | 1
+        sample = flat[: flat.numel() // stride * stride].view(-1, stride)[:, :16].double()
+        mean = (sample.mean() if sample.numel() else sample.sum()).to(values.dtype).view(kind)
+        least = ((mean >> mantissa) - 7).clamp_(min=0) << mantissa
+        bits = flat.abs().view(kind).clamp_(min=least)
+        return (
+            bits.div_(4, rounding_mode="floor").neg_().add_(one // 4 * 5).view(values.dtype)
+            * values
+        )
+
     def select(self, candidate: Tensor, k: int) -> Tensor:
         magnitude = candidate.abs()
         if k == magnitude.numel():
@@ -509,6 +522,8 @@ class CpuTernary:
 class CpuBucket:
     """`horovod_topk.ops.Fused` for tensors in host memory, with torch's number of threads."""
 
+    weighs = True
+
     def __init__(self, recipe: Sequence[int], library: native.Library) -> None:
         self._kernel = native.Bucket(recipe, library)
         self._payload_bytes, width = recipe[4], recipe[1]
@@ -523,9 +538,10 @@ class CpuBucket:
         gradients: Sequence[Tensor],
         payload: Tensor,
         streams: Sequence[Stream] = (),
+        squares: Sequence[Tensor | None] = (),
     ) -> None:
         arenas = [residual], [candidate]
-        self.encode_shards([self], *arenas, gradients, [payload], [()], None, streams)
+        self.encode_shards([self], *arenas, gradients, [payload], [()], None, streams, squares)
 
     def encode_shards(
         self,
@@ -537,13 +553,17 @@ class CpuBucket:
         factors: Sequence[Sequence[float]],
         velocities: Velocities[Tensor] | None,
         streams: Sequence[Stream] = (),
+        squares: Sequence[Tensor | None] = (),
     ) -> None:
         packed = [g if g.is_contiguous() and not g.is_neg() else _packed(g) for g in gradients]
         starts, correction = [each._starts for each in kernels], None
-        if velocities is not None or any(factors):
+        weighing = [None if v is None else _packed(v) for v in squares]
+        if velocities is not None or any(factors) or weighing:
             pairs = zip(factors, starts, strict=True)
             scales = [each or [1.0] * len(tensors) for each, tensors in pairs]
             correction = self._correction(scales, velocities)
+        if correction is not None and weighing:
+            correction.with_squares([None if v is None else v.data_ptr() for v in weighing])
         self._kernel.encode_shards(
             [each._kernel for each in kernels],
             [e.data_ptr() + at for e, each in zip(residuals, starts, strict=True) for at in each],

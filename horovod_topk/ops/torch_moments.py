@@ -108,8 +108,7 @@ def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
     beta1, before, now = numbers.beta1, numbers.before, numbers.now
     ops: Foreach = torch
     phis = [each.arrived.arrivals for each in moments]
-    # In float32 torch's roots may be off by one unit in the last place.
-    kept = [phi.double().sqrt().to(phi.dtype) for phi in phis]
+    kept = [_root(_root(phi)) for phi in phis]
     ops._foreach_mul_(kept, beta1)
     factors = [_factor(each, numbers) for each in moments]
     weights, others = ops._foreach_mul(factors, now / beta1), ops._foreach_neg(kept)
@@ -125,6 +124,11 @@ def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
     written, added = [each.moment for each in moments], [each.added for each in moments]
     ops._foreach_mul_(written, kept)
     ops._foreach_add_(written, ops._foreach_mul(weights, added))
+
+
+def _root(array: Tensor) -> Tensor:
+    """Correctly rounded square roots, which torch's own are not in float32."""
+    return array.double().sqrt().to(array.dtype)
 
 
 def _factor(each: Moment, numbers: Numbers) -> Tensor:

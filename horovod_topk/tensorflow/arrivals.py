@@ -3,7 +3,7 @@
 Before an update the optimizer's first moment is prepared, so that the optimizer's own code then
 computes the one that is wanted:
 
-    m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 sqrt(phi),  s_t = 1 - beta1^t
+    m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 phi^(1/4),  s_t = 1 - beta1^t
 
 m_t is what Adam divides by s_t, so that updates have no bias to correct. The first update is Adam's
 own.
@@ -51,6 +51,13 @@ class ByArrivals:
         for variable in variables if self.is_on else ():
             self._states[id(unwrap(variable))] = state
 
+    def squares(self, optimizer: Any, variables: Iterable[Any]) -> list[Any]:
+        """Adam's mean square of each variable; None where the optimizer has not made it yet."""
+        if not self.is_on:
+            return []
+        slots = [_square_of(optimizer, variable) for variable in variables]
+        return [None if slot is None else tf.convert_to_tensor(slot) for slot in slots]
+
     def update(
         self, optimizer: Any, gradient: Any, variable: Any, update: Callable[[], Any]
     ) -> Any:
@@ -77,6 +84,19 @@ class ByArrivals:
             return update()
 
 
+def _square_of(optimizer: Any, variable: Any) -> Any:
+    """The tf.Variable with Adam's mean square of one variable, if there is one."""
+    if is_legacy(optimizer):
+        key = getattr(unwrap(variable), "_unique_id", None)
+        return optimizer._slots.get(key, {}).get("v")
+    if not getattr(optimizer, "_velocities", None):
+        return None
+    try:
+        return slot_of(optimizer, variable, "_velocities")
+    except KeyError:
+        return None
+
+
 def _prepared(
     moment: Any, gradient: Any, arrivals: Any, factors: Any, beta1: Any, steps: Any
 ) -> Any:
@@ -95,7 +115,7 @@ def _prepared(
     again = tf.cast(tf.math.divide_no_nan(now, before), moment.dtype)  # 0 in the first update
     first, now = tf.cast(wide, moment.dtype), tf.cast(now, moment.dtype)
     arrivals = tf.reshape(arrivals, moment.shape)
-    kept = first * tf.sqrt(arrivals)
+    kept = first * tf.sqrt(tf.sqrt(arrivals))
     has_arrived = tf.cast(tf.not_equal(gradient, 0), moment.dtype)
     factor = tf.where(arrived_often(arrivals, has_arrived), factors[0], factors[1])
     wanted = again * kept * moment + now * (1.0 - kept) * factor * gradient

@@ -23,6 +23,7 @@ def step(
     state: VariableState,
     due: Any,
     rate: Any = None,
+    squares: Sequence[Any] = (),
     *,
     plain: bool = False,
 ) -> tuple[list[Any], Any, Any, Any]:
@@ -34,6 +35,7 @@ def step(
         state: the state variables, which a finite step updates.
         due: whether to measure `Squares` in this step, [] bool.
         rate: the learning rate, [] float64, if residuals are rescaled by it.
+        squares: Adam's mean square of each tensor, or None; empty: with other optimizers.
         plain: whether velocities are sent without Nesterov's term.
 
     Returns:
@@ -50,7 +52,9 @@ def step(
     if plan.config.clip_norm is not None:
         clip(list(arrays.values()), plan.config.clip_norm, plan.reduction, state.collective.size)
     of = {b.ordinal: [arrays[t.spec.name] for t in b.tensors] for b in plan.buckets}
-    run, timer = state.step(plan, cached.name, rate, plain=plain), state.timer
+    known = zip([spec.name for spec in cached.specs], squares, strict=True) if squares else ()
+    run = state.step(plan, cached.name, rate, dict(known), plain=plain)
+    timer = state.timer
     timer.begin()
     run.turn()
     for ordinal, own in of.items():

@@ -68,7 +68,12 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
     follows = normalises and asked == AUTO and config.velocity_kept == AUTO
     why_not = why_not_by_arrivals if follows else why_not_corrected
     why = _why_left(optimizer, follows=follows) or why_not(config) if asked == AUTO else ""
-    config = fitted(config, compressor.deferred, normalises=normalises if is_known else None)
+    config = fitted(
+        config,
+        compressor.deferred,
+        normalises=normalises if is_known else None,
+        follows=follows and not why,
+    )
     kind, setting = type(optimizer).__name__, _setting_of(optimizer)
     if why:
         log.info("TopKEF leaves momentum to %s: %s", kind, why)

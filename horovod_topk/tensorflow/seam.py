@@ -148,7 +148,10 @@ class Exchange:
         sparse = [g if is_sparse(g) else None for g in grads]
         local = scaling.divided(grads, scale, variables)
         rate = rate_of(optimizer) if config.follow_lr else None
-        exchanged = scaling.multiplied(self.state.exchange(local, variables, rate), scale)
+        by = self._fitted.arrivals
+        squares = [] if by is None else by.squares(optimizer, variables)
+        exchanged = self.state.exchange(local, variables, rate, squares)
+        exchanged = scaling.multiplied(exchanged, scale)
         if all(gradient is None for gradient in sparse):
             return exchanged
         theirs = self._by_horovod(sparse, variables, use_generic_names)

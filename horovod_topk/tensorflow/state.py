@@ -88,7 +88,11 @@ class OptimizerState(Attached[VariableState]):
     # Methods that the patched optimizers and tapes call.
 
     def exchange(
-        self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any = None
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        rate: Any = None,
+        squares: Sequence[Any] = (),
     ) -> list[Any]:
         """Return exchanged gradients, in a graph or eagerly; None for a missing or sparse gradient.
 
@@ -96,6 +100,7 @@ class OptimizerState(Attached[VariableState]):
             gradients: one a variable.
             variables: the variables, in the same order in all calls.
             rate: the learning rate, [] float64, if residuals follow it.
+            squares: Adam's mean square of each variable, or None; empty: with other optimizers.
 
         Raises:
             ShapeChangedError, UnsupportedDtypeError: the gradients cannot be compressed.
@@ -110,7 +115,8 @@ class OptimizerState(Attached[VariableState]):
         if mine:
             dense, theirs = [gradients[i] for i in mine], [unwrap(variables[i]) for i in mine]
             cached = self._plan([self._names[i] for i in mine], dense, theirs)
-            for i, exchanged in zip(mine, self._run(cached, dense, rate), strict=True):
+            known = [squares[i] for i in mine] if squares else []
+            for i, exchanged in zip(mine, self._run(cached, dense, rate, known), strict=True):
                 result[i] = exchanged
         return result
 
@@ -145,20 +151,24 @@ class OptimizerState(Attached[VariableState]):
         velocities = self._stores.velocities
         return with_momentum(gradients, variables, self._names, self._config, velocities)
 
-    def _run(self, cached: CachedPlan, gradients: list[Any], rate: Any) -> list[Any]:
+    def _run(
+        self, cached: CachedPlan, gradients: list[Any], rate: Any, squares: list[Any]
+    ) -> list[Any]:
         schedule = self._state.schedule_in_graphs
         schedule.begin()
         if not tf.executing_eagerly():
-            return list(schedule.traced(lambda at: self._build(cached, at, gradients, rate)))
+            return list(
+                schedule.traced(lambda at: self._build(cached, at, gradients, rate, squares))
+            )
         branch = self._state.branch
         key = cached.name, branch
         if key not in self._functions:
             self._functions[key] = tf.function(
-                lambda dense, lr: self._build(cached, branch, dense, lr), autograph=False
+                lambda *given: self._build(cached, branch, *given), autograph=False
             )
         self._raised = None
         try:
-            return self._functions[key](gradients, rate)
+            return self._functions[key](gradients, rate, squares)
         except tf.errors.OpError:
             if self._raised is not None:
                 raise self._raised from None
@@ -181,26 +191,33 @@ class OptimizerState(Attached[VariableState]):
         self._state.plan = cached.plan
         return cached
 
-    def _build(self, cached: CachedPlan, branch: Branch, gradients: list[Any], rate: Any) -> Any:
+    def _build(
+        self,
+        cached: CachedPlan,
+        branch: Branch,
+        gradients: list[Any],
+        rate: Any,
+        squares: list[Any],
+    ) -> Any:
         """Build the graph of one step, with the function that ends it on the host."""
         cached = cached.at(branch.ratio, corrects=branch.corrects)
         with tf.name_scope("topkef"):
             due = tf.equal(self._state.schedule_in_graphs.read() % MEASURED, 0)
-            exchanged, flags, squares, seconds = step(
-                cached, gradients, self._state, due, rate, plain=branch.plain
+            exchanged, flags, sums, seconds = step(
+                cached, gradients, self._state, due, rate, squares, plain=branch.plain
             )
             # TensorFlow keeps this function, and Keras 3 its graphs, until the process ends.
             this, key = weakref.ref(self), (cached.name, branch.corrects)
             self._traced[key] = cached
 
-            def count(flags: Any, squares: Any, seconds: Any) -> tuple[int, int, list[float]]:
+            def count(flags: Any, sums: Any, seconds: Any) -> tuple[int, int, list[float]]:
                 state = this()
                 if state is None:
                     return -1, 0, [0.0] * len(HOST)
                 cached, times = state._traced[key], seconds_of(seconds.numpy())
-                return state._count(cached, flags, squares.numpy(), times)
+                return state._count(cached, flags, sums.numpy(), times)
 
-            arguments, kinds = [flags, squares, seconds], [tf.int32, tf.int32, tf.float32]
+            arguments, kinds = [flags, sums, seconds], [tf.int32, tf.int32, tf.float32]
             level, stage, numbers = tf.py_function(count, arguments, kinds)
             self._state.schedule_in_graphs.take(level)
             self._state.schedule_in_graphs.enter(tf.ensure_shape(stage, []))

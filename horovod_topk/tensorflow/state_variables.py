@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
 from horovod_topk.core.exchange.selection import exchange_of
 from horovod_topk.core.measures import HOST, VERDICT, Rows
-from horovod_topk.core.momentum import Momenta, check_dtypes
+from horovod_topk.core.momentum import Momenta, Momentum, check_dtypes
 from horovod_topk.core.part import Part
 from horovod_topk.core.plan import BucketPlan, Plan, TensorSpec
 from horovod_topk.core.residual import Arenas, Squares
@@ -158,13 +159,22 @@ class VariableState(State[Array]):
             part.pieces = {n: part.pieces[n] for n in self._names if n in part.pieces}
         self.meet([name for name in variables if name in self.later])
 
-    def step(self, plan: Plan, name: str, rate: Any = None, *, plain: bool = False) -> Step[Array]:
+    def step(
+        self,
+        plan: Plan,
+        name: str,
+        rate: Any = None,
+        squares: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        plain: bool = False,
+    ) -> Step[Array]:
         """Make a step over the state variables, for one graph.
 
         Args:
             plan: the buckets, with the settings of the step.
             name: prefix of the collectives' names.
             rate: the learning rate, if residuals are rescaled by it.
+            squares: Adam's mean square of each tensor, or None, by name.
             plain: whether velocities are sent without Nesterov's term.
         """
         exchange = self.exchange
@@ -200,7 +210,10 @@ class VariableState(State[Array]):
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
         codec.draw_from(lambda: committed, partial(_rank_in_graph, self.config, self.collective))
-        momenta = Momenta(plan.config)
+        of_adam = Momentum(0.0, False, plan.config.beta2)
+        known = {name: Buffer(v) for name, v in squares.items() if v is not None}
+        own = {name: replace(of_adam, squares=v) for name, v in known.items()}
+        momenta = Momenta(plan.config, lambda: own)
         momenta.turn(plain=plain)
         shared = self.ops, codec, exchange, name, momenta
         return Step(plan, storage, *shared, decay=decay, number=self._number)

@@ -216,9 +216,12 @@ def slots_of(optimizer: Any) -> list[Any]:
     return [slot for slot in slots if slot is not None]
 
 
-def slot_of(optimizer: Any, variable: Any) -> Any:
-    """The tf.Variable with an optimizer's momentum of one variable. Not for legacy optimizers."""
-    slots = getattr(optimizer, "momentums", None) or optimizer._momentums
+def slot_of(optimizer: Any, variable: Any, kind: str = "_momentums") -> Any:
+    """The tf.Variable with an optimizer's momentum of one variable. Not for legacy optimizers.
+
+    kind: "_velocities" for Adam's mean square.
+    """
+    slots = getattr(optimizer, kind.lstrip("_"), None) or getattr(optimizer, kind)
     if hasattr(optimizer, "_index_dict"):  # tf-keras
         return slots[optimizer._index_dict[optimizer._var_key(variable)]]
     return unwrap(slots[optimizer._get_variable_index(variable)])

@@ -3,7 +3,7 @@
 Before a step of the optimizer its first moment is prepared, so that the optimizer's own code then
 computes the one that is wanted:
 
-    m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 sqrt(phi),  s_t = 1 - beta1^t
+    m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 phi^(1/4),  s_t = 1 - beta1^t
 
 m_t is what Adam divides by s_t, so that steps have no bias to correct. The first step is Adam's
 own. Nothing else of the optimizer changes: between exchange and step gradients are gradients, and
@@ -72,15 +72,18 @@ def arrived(compressor: Compressor[Tensor]) -> dict[str, Arrived]:
     return {name: Arrived(*pair) for name, pair in compressor.step.arrivals().items()}
 
 
-def second_betas(optimizer: Callable[[], Any], names: Mapping[Any, str]) -> dict[str, Momentum]:
-    """The second beta of each parameter in the next step, by tensor name.
+def second_moments(optimizer: Callable[[], Any], names: Mapping[Any, str]) -> dict[str, Momentum]:
+    """The second beta and the mean square of each parameter in the next step, by tensor name.
 
     optimizer: returns the Adam or AdamW.
     """
-    found = dict[str, Momentum]()
-    for group in optimizer().param_groups:
-        own = Momentum(0.0, False, float(group["betas"][1]))
-        found |= {names[p]: own for p in group["params"] if p in names}
+    found, adam = dict[str, Momentum](), optimizer()
+    for group in adam.param_groups:
+        beta2 = float(group["betas"][1])
+        for p in group["params"]:
+            if p in names:
+                squares = adam.state[p].get("exp_avg_sq") if p in adam.state else None
+                found[names[p]] = Momentum(0.0, False, beta2, squares)
     return found
 
 

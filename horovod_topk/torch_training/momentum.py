@@ -257,7 +257,9 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
     follows = normalises and asked == AUTO and config.velocity_kept == AUTO
     why_not = why_not_by_arrivals if follows else why_not_corrected
     why = _why_left(optimizer) or why_not(config) if asked == AUTO else ""
-    config = fitted(config, deferred, normalises=normalises if is_known else None)
+    config = fitted(
+        config, deferred, normalises=normalises if is_known else None, follows=follows and not why
+    )
     if asked is None:
         check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
     elif why:
@@ -265,7 +267,7 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
     elif follows:
         note_followed(kind)
         beta2 = max(float(group["betas"][1]) for group in optimizer.param_groups)
-        config = replace(config, beta2=beta2)  # in each step a group's own counts: `second_betas`
+        config = replace(config, beta2=beta2)  # in each step a group's own counts: `second_moments`
     else:
         config = replace(config, **own_momentum(optimizer), taken_over=True)
     return config

@@ -30,7 +30,7 @@ from horovod_topk.core.stats import Stats, describe
 from horovod_topk.core.timing import Timed
 from horovod_topk.methods.protocol import Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch_training.adam import AdamSteps, arrived, second_betas
+from horovod_topk.torch_training.adam import AdamSteps, arrived, second_moments
 from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.clipping import clip_alone
 from horovod_topk.torch_training.hooks import Hooks
@@ -115,7 +115,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         if loan is not None:
             momenta = Momenta(config, loan.now, loan.velocities)
         elif config.follows_arrivals:
-            momenta = Momenta(config, partial(second_betas, self._optimizer, self._names))
+            momenta = Momenta(config, partial(second_moments, self._optimizer, self._names))
         self._compressor = self._state = Compressor(
             plan, ops, PayloadCodec(ops), exchange, name, momenta, collective.timer
         )

@@ -86,6 +86,11 @@ class Side:
         given_ = [self.array(g.copy()) for g in gradients]
         self.codec.encode_shards(self.residuals, given_, self.payloads, own)
 
+    def weigh(self, squares: list[Array | None]) -> None:
+        """Select by these mean squares of the gradients."""
+        own = [None if v is None else self.array(v.copy()) for v in squares]
+        self.codec.weigh(self.velocity.plan, own)
+
     def swap(self) -> None:
         """Commit."""
         for arenas in (*self.residuals, self.velocity):
@@ -180,6 +185,50 @@ def test_the_bits_of_the_verbs(
             both.fused.rescale(factors)
             both.verbs.rescale(factors)
         both.step(both.gradients(scale), momenta, damping, commit=step != 2)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", ["none", "mixed"])
+@pytest.mark.parametrize("selection", ["exact", "sampled"])
+def test_selection_by_mean_squares_has_the_bits_of_the_verbs(
+    isa: str, selection: str, kind: str, dtype: str, parts: int
+) -> None:
+    """Squares of very different sizes, zeros among them, infinite ones, and tensors without any."""
+    both = Both(dtype, parts, selection=selection, values="int4")
+    sizes = enumerate(t.spec.numel for t in both.bucket.tensors)
+    squares: list[Array | None] = [
+        None if at == 2 else (both.rng.standard_normal(n) ** 8 * 1e-9).astype(dtype)
+        for at, n in sizes
+    ]
+    for v in squares[5:]:
+        assert v is not None
+        v[:: v.size // 3 + 1] = 0.0
+    for step, last in enumerate((0.0, np.inf, np.nan, 1e-30)):
+        assert squares[6] is not None
+        squares[6][-1] = last
+        for side in (both.fused, both.verbs):
+            side.weigh(squares)
+        momenta = momenta_of(kind, len(SIZES))
+        both.step(both.gradients(1.0 + step), momenta, GRADED, commit=step != 1)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_what_moves_adam_most_is_selected(weighted: bool) -> None:
+    """A tenth of the elements has 81 times larger squares, and gradients of 4 times the size."""
+    both = Both("float32", sizes=(20_000,), values="float32")
+    is_large = np.arange(20_000) % 10 == 0
+    v = np.where(is_large, 81.0, 1.0).astype(np.float32)
+    for side in (both.fused, both.verbs):
+        side.weigh([v if weighted else None])
+    gradients = both.gradients()
+    gradients[0] *= np.where(is_large, 2.9, 1.0).astype(np.float32)
+    both.step(gradients, None, UNDAMPED, commit=True)
+    sent = gradients[0] != np.asarray(both.fused.residuals[0].residual)
+    assert sent.sum() == 400
+    share = (sent & is_large).sum() / sent.sum()
+    assert (share < 0.2) if weighted else (share > 0.8)
 
 
 @pytest.mark.one_in(3)

@@ -262,7 +262,7 @@ def reference_steps(
             p = p * (1 - lr * decay)
         else:
             g = g + decay * p
-        b = beta1 * phi.double().sqrt() if t > 1 else torch.zeros_like(p)
+        b = beta1 * phi.double() ** 0.25 if t > 1 else torch.zeros_like(p)
         m = b * m + (1 - b) * (c.double() if t > 1 else 1.0) * g
         v = beta2 * v + (1 - beta2) * g**2
         p = p - lr * m / ((v / (1 - beta2**t)).sqrt() + 1e-8)

@@ -14,6 +14,7 @@
 #include "passes.h"
 #include "tensor.h"
 #include "topkef.h"
+#include "weights.h"
 #include "workers.h"
 
 #if defined(__x86_64__)
@@ -218,6 +219,7 @@ struct Group {
   uint8_t *const *payloads;
   const topkef_correction *correction;
   const int64_t *keys;
+  const uint64_t *least_squares;  // bits, one for each tensor, shard after shard; null: there are no squares
 
   const TensorRecipe &recipe(int64_t s) const { return shards[s]->tensors[(size_t)tensor]; }
 
@@ -228,6 +230,10 @@ struct Group {
     Source source{residuals[at], gradients[g], candidates[at]};
     if (keys) source.key = keys + 3 * at;
     if (correction && correction->scales) source.scale = correction->scales[at];
+    if (least_squares && !recipe(s).sends_all()) {
+      source.squares = correction->squares[g];
+      source.least_square = least_squares[at];
+    }
     if (!correction || !correction->velocities) return source;
     source.velocity = correction->velocities[g];
     source.following = correction->following[g];
@@ -302,6 +308,25 @@ struct Group {
     }
   }
 };
+
+/* The least square that has a weight of its own, for each tensor of each shard; empty without squares. */
+std::vector<uint64_t> least_squares_of(topkef_bucket *const *shards, int64_t count,
+                                       const topkef_correction *correction, int threads) {
+  if (!correction || !correction->squares) return {};
+  const int64_t tensors = shards[0]->recipe.tensors;
+  std::vector<uint64_t> found((size_t)(count * tensors));
+  parallel(count * tensors, threads, [&](int64_t i) {
+    const topkef_bucket &shard = *shards[i / tensors];
+    const TensorRecipe &tensor = shard.tensors[(size_t)(i % tensors)];
+    const void *squares = correction->squares[tensor.gradient];
+    if (!squares || tensor.sends_all()) return;
+    const ShardLayout layout = shard.recipe.shard_layout(tensor);
+    found[(size_t)i] = shard.recipe.residual_bytes == 8
+                           ? least_square(static_cast<const double *>(squares), tensor.numel, layout)
+                           : least_square(static_cast<const float *>(squares), tensor.numel, layout);
+  });
+  return found;
+}
 
 /* How many of one rank's indices are below `from`. */
 int64_t entries_before(const Rows &rows, int64_t rank, int64_t from) {
@@ -443,12 +468,13 @@ void topkef_encode_shards(topkef_bucket *const *shards, int64_t count, const voi
                           const int64_t *keys, int threads) {
   KeepDenormals keep;  // each task has one of its own, for its own thread
   threads = std::max(threads, 1);
+  const std::vector<uint64_t> least = least_squares_of(shards, count, correction, threads);
   std::vector<Group> groups;
   std::vector<Task> tasks;
   std::vector<int64_t> split;
   for (int64_t t = 0; t < shards[0]->recipe.tensors; ++t) {
     const Group group{shards,     count,    t,          residuals, gradients,
-                      candidates, payloads, correction, keys};
+                      candidates, payloads, correction, keys,      least.empty() ? nullptr : least.data()};
     const int64_t parts = group.parts(threads);
     groups.push_back(group);
     for (int64_t p = 0; p < parts; ++p) tasks.push_back({t, p, parts});

@@ -27,14 +27,15 @@ template <>
 struct Real<float> {
   using Bits = uint32_t;
   static constexpr Bits magnitude = 0x7fffffffu;
-  static constexpr Bits infinity = 0x7f800000u, octave = 1u << 23;
+  static constexpr Bits infinity = 0x7f800000u, octave = 1u << 23, one = 0x3f800000u;
 };
 
 template <>
 struct Real<double> {
   using Bits = uint64_t;
   static constexpr Bits magnitude = 0x7fffffffffffffffu;
-  static constexpr Bits infinity = 0x7ff0000000000000u, octave = (Bits)1 << 52;
+  static constexpr Bits infinity = 0x7ff0000000000000u, octave = (Bits)1 << 52,
+                        one = 0x3ff0000000000000u;
 };
 
 template <class To, class From>

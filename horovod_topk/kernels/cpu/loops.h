@@ -28,12 +28,12 @@ using topkef::Stretch;
 
 /* Compute up to 64 elements one by one; bit i of the result is set if element i is a candidate. */
 template <class R, class G>
-inline uint64_t lanes_slowly(const R *e, const G *g, R *out, typename Real<R>::Bits least,
+inline uint64_t lanes_slowly(const R *e, const G *g, const R *w, R *out, typename Real<R>::Bits least,
                              int count) {
   uint64_t found = 0;
   for (int i = 0; i < count; ++i) {
     R a = load(e, i) + (R)widen(load(g, i));
-    bool is = magnitude_bits(a) >= least;
+    bool is = magnitude_bits(w ? a * w[i] : a) >= least;
     found |= (uint64_t)is << i;
     store(out, i, is ? (R)0 : a);
   }
@@ -42,8 +42,8 @@ inline uint64_t lanes_slowly(const R *e, const G *g, R *out, typename Real<R>::B
 
 #ifndef TOPKEF_LANES
 template <class R, class G>
-inline uint64_t lanes(const R *e, const G *g, R *out, typename Real<R>::Bits least) {
-  return lanes_slowly<R, G>(e, g, out, least, 64);
+inline uint64_t lanes(const R *e, const G *g, const R *w, R *out, typename Real<R>::Bits least) {
+  return lanes_slowly<R, G>(e, g, w, out, least, 64);
 }
 inline void fence() {}
 #endif
@@ -65,30 +65,35 @@ inline int trailing_zeros(uint64_t bits) {
 template <class R>
 struct End {
   uint32_t *index;
-  R *value;
+  R *value, *key;
   int64_t size;
 
   explicit End(const List &list)
-      : index(list.index), value(static_cast<R *>(list.value)), size(list.size) {}
+      : index(list.index),
+        value(static_cast<R *>(list.value)),
+        key(static_cast<R *>(list.key)),
+        size(list.size) {}
 
-  /* Element `i` of e and g, which is element `first + i` of the tensor. */
+  /* Element `i` of a tile, which is element `first + i` of the tensor. */
   template <class G>
-  void write(int64_t at, const R *e, const G *g, int64_t first, int64_t i) {
+  void write(int64_t at, const Tile<R, G> &tile, int64_t first, int64_t i) {
+    const R a = load(tile.e, i) + (R)widen(load(tile.g, i));
     index[at] = (uint32_t)(first + i);
-    value[at] = load(e, i) + (R)widen(load(g, i));
+    value[at] = a;
+    if (tile.w) key[at] = a * tile.w[i];
   }
 };
 
-/* Append the elements of set bits; the first of e and g is element `at` of the tensor. Two entries are
+/* Append the elements of set bits; the first of the tile is element `at` of the tensor. Two entries are
  * always written, even if there are fewer, since a branch on their number could not be predicted. */
 template <class R, class G>
-inline void append(uint64_t found, int64_t at, const R *e, const G *g, End<R> *end) {
+inline void append(uint64_t found, int64_t at, const Tile<R, G> &tile, End<R> *end) {
   int count = __builtin_popcountll(found);
   int64_t size = end->size;
   for (int i = 0; i < 2; ++i, found &= found - 1)
-    end->write(size + i, e, g, at, trailing_zeros(found) & 63);
+    end->write(size + i, tile, at, trailing_zeros(found) & 63);
   for (int i = 2; i < count; ++i, found &= found - 1)
-    end->write(size + i, e, g, at, trailing_zeros(found));
+    end->write(size + i, tile, at, trailing_zeros(found));
   end->size = size + count;
 }
 
@@ -99,9 +104,9 @@ inline void gather_few(Tile<R, G> *tile, R *out, Stretch *stretch, int64_t count
   for (int64_t i = 0; i < count; ++i, ++stretch->at) {
     int64_t at = stretch->at;
     tile->take(at, 1);
-    bool is = lanes_slowly<R, G>(tile->e, tile->g, out + at,
+    bool is = lanes_slowly<R, G>(tile->e, tile->g, tile->w, out + at,
                                  (typename Real<R>::Bits)stretch->least, 1);
-    if (is) end.write(end.size++, tile->e, tile->g, at, 0);
+    if (is) end.write(end.size++, *tile, at, 0);
   }
   stretch->list.size = end.size;
 }
@@ -118,8 +123,8 @@ inline void gather_turns(Tile<R, G> *tile, R *out, Stretch *stretches, int64_t c
       const auto least = (typename Real<R>::Bits)stretch.least;
       for (int64_t i = at; i < at + turn; i += TILE) {
         tile->take(i, TILE);
-        uint64_t found = lanes<R, G>(tile->e, tile->g, out + i, least);
-        append(found, i, tile->e, tile->g, &end);
+        uint64_t found = lanes<R, G>(tile->e, tile->g, tile->w, out + i, least);
+        append(found, i, *tile, &end);
       }
       stretch.list.size = end.size;
       stretch.at = at + turn;
@@ -187,7 +192,7 @@ inline void gather_block(const topkef::Shard &shard, int64_t parts, const R *nex
     for (int64_t i = 0; next && i < TILE; i += 64 / (int64_t)sizeof(R)) __builtin_prefetch(next + i);
     if (next) next += TILE;
     tile.take(stretch.at, TILE);
-    append(lanes<R, G>(tile.e, tile.g, out + stretch.at, least), stretch.at, tile.e, tile.g, &end);
+    append(lanes<R, G>(tile.e, tile.g, tile.w, out + stretch.at, least), stretch.at, tile, &end);
   }
   stretch.list.size = end.size;
 }
@@ -224,6 +229,14 @@ void sum(const Source &source, int64_t at, int64_t count, void *sums, ShardLayou
     at += run;
     to += run;
   }
+}
+
+template <class R>
+void weigh(const Source &source, int64_t at, int64_t count, void *values, ShardLayout layout) {
+  auto squares = static_cast<const R *>(source.squares);
+  auto to = static_cast<R *>(values);
+  for (int64_t i = 0; i < count; ++i)
+    to[i] *= weight_of(load(squares, layout.natural(at + i)), (typename Real<R>::Bits)source.least_square);
 }
 
 template <class R>
@@ -328,7 +341,7 @@ void prepare(void *moment, const void *gradient, const void *arrivals, const top
   const R beta = (R)adam->beta, again = (R)adam->again, now = (R)adam->now, later = (R)adam->later;
   const R often = (R)adam->often, rarely = (R)adam->rarely, rate = (R)adam->rate, limit = (R)adam->limit;
   for (int64_t i = 0; i < n; ++i) {
-    const R b = beta * (R)std::sqrt(phi[i]);
+    const R b = beta * (R)std::sqrt(std::sqrt(phi[i]));
     const R before = g[i] != 0 ? phi[i] - rate : phi[i];
     const R c = before > limit ? often : rarely;
     m[i] = (again * b) * m[i] + (now * c * ((R)1 - b) - later) * g[i];
@@ -441,6 +454,7 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->spread = spread<R>;
   passes->update_velocity = update_velocity<R>;
   passes->follow = follow<R>;
+  passes->weigh = weigh<R>;
   passes->lose = lose<R>;
   passes->prepare = prepare<R>;
   passes->damp = damp<R>;

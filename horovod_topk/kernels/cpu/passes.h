@@ -97,6 +97,7 @@ constexpr int64_t FOLDED = 512;  // elements of a tile; longer blocks are summed
 struct List {
   uint32_t *index;
   void *value;    // of the residual's dtype
+  void *key;      // weighted values, by which entries are selected; `value` itself without weights
   void *scratch;  // as many of the same width
   int64_t size;
   int64_t capacity;  // SLACK more are allocated
@@ -158,9 +159,11 @@ struct Source {
   bool graded = false;             // or, if graded, a smaller share, the larger a is relative to u'
   bool nesterov = false;
   const int64_t *key = nullptr;    // two words and the committed steps; null: no random numbers
+  const void *squares = nullptr;   // Adam's mean squares, for weights (weights.h), in the gradient's layout
+  uint64_t least_square = 0;       // bits; smaller squares weigh as this one
 };
 
-/* out = a, except where |a| >= least: these entries are appended to the list, and out is 0. Every stretch
+/* out = a, except where |a| >= least, or |a| times its weight: these entries are appended to the list, and out is 0. Every stretch
  * is processed to its end, or until its list has no room for a block. */
 using Gather = void (*)(const Source &source, Stretch *stretches, int64_t count, ShardLayout layout);
 
@@ -177,6 +180,9 @@ using GatherShards = void (*)(const Shard *shards, int64_t count, int64_t parts)
 
 /* sums[0..count) = a, from element `at` on. */
 using Sum = void (*)(const Source &source, int64_t at, int64_t count, void *sums, ShardLayout layout);
+
+/* Multiply the weights of elements from `at` on to `values`. */
+using Weigh = void (*)(const Source &source, int64_t at, int64_t count, void *values, ShardLayout layout);
 
 /* The cut of the k best of several lists, 1 <= k <= their sizes. Their scratch memory is contiguous, from
  * that of the first list on. */
@@ -275,6 +281,7 @@ struct Passes {
   Gather gather[DTYPES];       // [gradient's dtype]
   GatherShards gather_shards[DTYPES];  // [gradient's dtype]
   Sum sum[DTYPES];             // [gradient's dtype]
+  Weigh weigh;
   Compensate compensate[DTYPES];  // the same
   Choose choose;
   Drop drop;

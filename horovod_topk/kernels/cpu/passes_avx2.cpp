@@ -30,7 +30,7 @@ inline __m128i halves(__m256 a) {
 inline bool is_aligned(const void *pointer) { return ((uintptr_t)pointer & 31u) == 0; }
 
 template <class R, class G>
-inline uint64_t lanes(const float *e, const G *g, float *out, uint32_t least) {
+inline uint64_t lanes(const float *e, const G *g, const float *w, float *out, uint32_t least) {
   // Magnitudes are below 2**31: a signed comparison orders them, also with least - 1 = -1.
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   const __m256i below = _mm256_set1_epi32((int)least - 1);
@@ -38,7 +38,8 @@ inline uint64_t lanes(const float *e, const G *g, float *out, uint32_t least) {
   uint64_t found = 0;
   for (int v = 0; v < 8; ++v) {
     __m256 a = _mm256_add_ps(load8(e + 8 * v), load8(g + 8 * v));
-    __m256i bits = _mm256_and_si256(_mm256_castps_si256(a), magnitude);
+    __m256 key = w ? _mm256_mul_ps(a, _mm256_loadu_ps(w + 8 * v)) : a;
+    __m256i bits = _mm256_and_si256(_mm256_castps_si256(key), magnitude);
     __m256 is = _mm256_castsi256_ps(_mm256_cmpgt_epi32(bits, below));
     __m256 rest = _mm256_andnot_ps(is, a);
     if (aligned)

@@ -37,13 +37,14 @@ inline __m256i halves(__m512 a) {
 inline bool is_aligned(const void *pointer) { return ((uintptr_t)pointer & 63u) == 0; }
 
 template <class R, class G>
-inline uint64_t lanes(const float *e, const G *g, float *out, uint32_t least) {
+inline uint64_t lanes(const float *e, const G *g, const float *w, float *out, uint32_t least) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), limit = _mm512_set1_epi32((int)least);
   const bool aligned = is_aligned(out);
   uint64_t found = 0;
   for (int v = 0; v < 4; ++v) {
     __m512 a = _mm512_add_ps(load16(e + 16 * v), load16(g + 16 * v));
-    __m512i bits = _mm512_and_si512(_mm512_castps_si512(a), magnitude);
+    __m512 key = w ? _mm512_mul_ps(a, _mm512_loadu_ps(w + 16 * v)) : a;
+    __m512i bits = _mm512_and_si512(_mm512_castps_si512(key), magnitude);
     __mmask16 is = _mm512_cmpge_epu32_mask(bits, limit);
     __m512 rest = _mm512_maskz_mov_ps((__mmask16)~is, a);
     if (aligned)
@@ -204,7 +205,8 @@ inline int64_t part(Parting<float> *parting, int64_t from, int64_t to, uint32_t 
   for (; at + 16 <= to; at += 16) {
     __m512i index = _mm512_loadu_si512(parting->index + at);
     __m512i value = _mm512_loadu_si512(parting->value + at);
-    __m512i bits = _mm512_min_epu32(_mm512_and_si512(value, magnitude), infinity);
+    __m512i key = _mm512_loadu_si512(parting->key + at);
+    __m512i bits = _mm512_min_epu32(_mm512_and_si512(key, magnitude), infinity);
     __mmask16 keep = _mm512_cmpge_epu32_mask(bits, limit);
     __mmask16 ties = _mm512_cmpeq_epu32_mask(bits, limit);
     for (; ties; ties &= (__mmask16)(ties - 1))  // few, or of one magnitude
@@ -217,6 +219,8 @@ inline int64_t part(Parting<float> *parting, int64_t from, int64_t to, uint32_t 
                         _mm512_maskz_compress_epi32(drop, value));
     _mm512_storeu_si512(parting->kept_index + parting->kept, _mm512_maskz_compress_epi32(keep, index));
     _mm512_storeu_si512(parting->kept_value + parting->kept, _mm512_maskz_compress_epi32(keep, value));
+    if (parting->key != parting->value)
+      _mm512_storeu_si512(parting->kept_key + parting->kept, _mm512_maskz_compress_epi32(keep, key));
     parting->kept += kept;
     parting->dropped->size += 16 - kept;
   }

@@ -1,4 +1,4 @@
-/* Selects the k largest magnitudes among candidates; of equals those with the lower index.
+/* Selects the k largest magnitudes of keys among candidates; of equals those with the lower index.
  *
   * Repeated histograms narrow the range down to one magnitude: two or three rounds, of which only the
   * first reads all candidates. Everything is local to the file that includes it. */
@@ -79,15 +79,15 @@ inline int64_t keep_near(typename Real<R>::Bits *bits, int64_t size, int64_t *k)
   return kept;
 }
 
-/* Copy the magnitudes of all lists to the scratch memory, from that of the first list on. */
+/* Copy the magnitudes of all keys to the scratch memory, from that of the first list on. */
 template <class R>
 inline int64_t magnitudes(const topkef::Stretch *stretches, int64_t count) {
   auto bits = static_cast<typename Real<R>::Bits *>(stretches[0].list.scratch);
   int64_t total = 0;
   for (int64_t s = 0; s < count; ++s) {
-    auto value = static_cast<const R *>(stretches[s].list.value);
+    auto key = static_cast<const R *>(stretches[s].list.key);
     int64_t size = stretches[s].list.size;
-    for (int64_t i = 0; i < size; ++i) bits[total + i] = rank_bits(value[i]);
+    for (int64_t i = 0; i < size; ++i) bits[total + i] = rank_bits(key[i]);
     total += size;
   }
   return total;
@@ -117,24 +117,28 @@ struct Dropped {
 template <class R>
 struct Parting {
   const uint32_t *index;
-  const R *value;
+  const R *value, *key;
   uint32_t *kept_index;  // at or before `index`, as `kept_value` is at or before `value`
-  R *kept_value, *out;
+  R *kept_value, *kept_key, *out;
   int64_t kept = 0, ties;
   Dropped<R> batch[2], *dropped = batch;
 
   Parting(const topkef::List &list, const topkef::List &to, R *put_back_to, int64_t ties_kept)
       : index(list.index),
         value(static_cast<const R *>(list.value)),
+        key(static_cast<const R *>(list.key)),
         kept_index(to.index + to.size),
         kept_value(static_cast<R *>(to.value) + to.size),
+        kept_key(static_cast<R *>(to.key) + to.size),
         out(put_back_to),
         ties(ties_kept) {}
 
   /* Without a branch, which could not be predicted. */
-  void take(bool keep, uint32_t j, R a) {
-    kept_index[kept] = dropped->index[dropped->size] = j;
+  void take(bool keep, int64_t i) {
+    const R a = value[i], weighted = key[i];
+    kept_index[kept] = dropped->index[dropped->size] = index[i];
     kept_value[kept] = dropped->value[dropped->size] = a;
+    kept_key[kept] = weighted;
     kept += keep;
     dropped->size += !keep;
   }
@@ -151,12 +155,11 @@ template <class R>
 inline void part_slowly(Parting<R> *parting, int64_t from, int64_t to,
                         typename Real<R>::Bits least) {
   for (int64_t i = from; i < to; ++i) {
-    R a = parting->value[i];
-    auto bits = rank_bits(a);
+    auto bits = rank_bits(parting->key[i]);
     bool tie = bits == least;
     bool keep = (bits > least) | (tie & (parting->ties > 0));
     parting->ties -= tie;
-    parting->take(keep, parting->index[i], a);
+    parting->take(keep, i);
   }
 }
 

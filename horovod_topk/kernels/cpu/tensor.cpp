@@ -190,21 +190,27 @@ alignas(64) thread_local double WholeTensor::memory_[KEPT + PACE];
 template <class R>
 class ListMemory {
  public:
-  List list(int64_t capacity) {
+  List list(int64_t capacity, bool weighted = false) {
+    const auto size = (size_t)(capacity + SLACK);
     if (allocated_ < capacity) {
-      index_.reset(new uint32_t[(size_t)(capacity + SLACK)]);
-      value_.reset(new R[(size_t)(capacity + SLACK)]);
-      scratch_.reset(new typename Real<R>::Bits[(size_t)(capacity + SLACK)]);
+      index_.reset(new uint32_t[size]);
+      value_.reset(new R[size]);
+      scratch_.reset(new typename Real<R>::Bits[size]);
       allocated_ = capacity;
     }
-    return {index_.get(), value_.get(), scratch_.get(), 0, capacity};
+    if (weighted && weighted_ < capacity) {
+      key_.reset(new R[size]);
+      weighted_ = capacity;
+    }
+    R *const value = value_.get();
+    return {index_.get(), value, weighted ? key_.get() : value, scratch_.get(), 0, capacity};
   }
 
  private:
   std::unique_ptr<uint32_t[]> index_;
-  std::unique_ptr<R[]> value_;
+  std::unique_ptr<R[]> value_, key_;
   std::unique_ptr<typename Real<R>::Bits[]> scratch_;
-  int64_t allocated_ = 0;
+  int64_t allocated_ = 0, weighted_ = 0;
 };
 
 /* Memory that a thread reuses for every tensor, so that it stays cached. */
@@ -243,7 +249,7 @@ class TopK final : public Encoder {
     Bits least = first_threshold(source);
     stretches_.resize((size_t)(division.parts * streams_));
     memory_ = division.parts > 1 ? &own_memory_ : Workspace<R>::own().slot(division.slot);
-    start(least);
+    start(least, source.squares);
   }
 
   void gather(const Source &source, uint8_t *, int64_t part) override {
@@ -323,6 +329,7 @@ class TopK final : public Encoder {
       int64_t first = row * sample.stride;
       prefetch(source, std::min(first + AHEAD * sample.stride, tensor_.numel - 1));
       sum_(glance, first, sample.run, value + row * sample.run, layout_);
+      if (source.squares) passes_->weigh(source, first, sample.run, value + row * sample.run, layout_);
     }
     all.list.size = sample.size();
     return (Bits)passes_->choose(&all, 1, rank).least;
@@ -334,19 +341,21 @@ class TopK final : public Encoder {
     __builtin_prefetch(static_cast<const uint8_t *>(source.gradient) +
                        natural * dtype_bytes(tensor_.dtype));
     if (source.velocity) __builtin_prefetch(static_cast<const R *>(source.velocity) + natural);
+    if (source.squares) __builtin_prefetch(static_cast<const R *>(source.squares) + natural);
   }
 
-  /* Only add: another pass stores the new velocities. */
+  /* Only add: another pass stores the new velocities, and weights are for selection alone. */
   static Source without_following(Source source) {
     source.following = nullptr;
+    source.squares = nullptr;
     return source;
   }
 
   /* Go to the beginning of all stretches, with empty lists, contiguous in memory. */
-  void start(Bits least) {
+  void start(Bits least, bool weighted) {
     int64_t room = 0;
     for (int64_t s = 0; s < cuts(); ++s) room += room_of(s);
-    List all = memory_->list(room);
+    List all = memory_->list(room, weighted);
     for (int64_t s = 0; s < cuts(); ++s) {
       Stretch &stretch = stretches_[(size_t)s];
       int64_t from = beginning(tensor_.numel, s, cuts());
@@ -354,6 +363,7 @@ class TopK final : public Encoder {
       stretch.list.capacity = room_of(s) - SLACK;
       all.index += room_of(s);
       all.value = static_cast<R *>(all.value) + room_of(s);
+      all.key = static_cast<R *>(all.key) + room_of(s);
       all.scratch = static_cast<Bits *>(all.scratch) + room_of(s);
     }
   }
@@ -376,7 +386,7 @@ class TopK final : public Encoder {
   void look_again(const Source &source) {
     by_sample_ = false;
     for (Bits least : {generous_threshold(source), Bits{0}}) {
-      start(least);
+      start(least, source.squares);
       for (int64_t p = 0; p < cuts() / streams_; ++p) gather(source, nullptr, p);
       if (found() >= tensor_.k) return;
     }

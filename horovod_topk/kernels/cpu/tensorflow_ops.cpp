@@ -70,6 +70,7 @@ struct Api {
                                                TF_Status *);
   void (*TF_OpKernelConstruction_Failure)(TF_Construction *, TF_Status *);
   void (*TF_OpKernelContext_Failure)(TF_Context *, TF_Status *);
+  int (*TF_NumInputs)(TF_Context *);
   void (*TF_GetInput)(TF_Context *, int, TF_Tensor **, TF_Status *);
   void (*TF_SetOutput)(TF_Context *, int, const TF_Tensor *, TF_Status *);
   TF_Tensor *(*TF_NewTensor)(int, const int64_t *, int, void *, size_t, Free, void *);
@@ -106,6 +107,7 @@ bool find_tensorflow() {
   FIND(TF_OpKernelConstruction_GetAttrInt64);
   FIND(TF_OpKernelConstruction_Failure);
   FIND(TF_OpKernelContext_Failure);
+  FIND(TF_NumInputs);
   FIND(TF_GetInput);
   FIND(TF_SetOutput);
   FIND(TF_NewTensor);
@@ -283,7 +285,7 @@ void encode(void *state, TF_Context *context) {
   const int64_t tensors = kernel->tensors(), width = kernel->residual_bytes();
   Status status;
   std::vector<Input> inputs;
-  for (int64_t i = 0; i <= tensors + kernel->gradients() + 1; ++i) {
+  for (int64_t i = 0; i < tf.TF_NumInputs(context); ++i) {
     inputs.emplace_back(context, (int)i, status);
     if (!status.ok()) return tf.TF_OpKernelContext_Failure(context, status);
   }
@@ -301,7 +303,19 @@ void encode(void *state, TF_Context *context) {
         output(kernel, context, t, width == 8 ? DOUBLE : FLOAT, numel, numel * width));
     if (!candidates.back()) return;
   }
-  const Input &empty = inputs[inputs.size() - 2], &keys = inputs.back();
+  const auto last = (int64_t)inputs.size() - 2;  // position of the template
+  std::vector<const void *> squares;
+  for (int64_t i = tensors + kernel->gradients(); i < last; ++i)
+    squares.push_back(inputs[(size_t)i].bytes() ? inputs[(size_t)i].data() : nullptr);
+  if (!squares.empty())
+    for (int64_t t = 0; t < tensors; ++t) {
+      const Input &v = inputs[(size_t)(tensors + kernel->gradients() + kernel->gradient(t))];
+      const int64_t needed = v.bytes() ? kernel->reach(t) * width : 0;
+      if (!check_size(context, "squares", t, std::min(v.bytes(), needed), needed)) return;
+    }
+  topkef_correction correction{};
+  correction.squares = squares.data();
+  const Input &empty = inputs[(size_t)last], &keys = inputs.back();
   const int64_t bytes = kernel->payload_bytes();
   if (keys.bytes() && !check_size(context, "keys", 0, keys.bytes(), 3 * 8 * tensors)) return;
   if (!check_size(context, "template", 0, empty.bytes(), bytes)) return;
@@ -309,7 +323,7 @@ void encode(void *state, TF_Context *context) {
   if (!payload) return;
   std::memcpy(payload, empty.data(), (size_t)bytes);
   topkef_encode(kernel->bucket, residuals.data(), gradients.data(), candidates.data(), payload,
-                nullptr, keys.bytes() ? static_cast<const int64_t *>(keys.data()) : nullptr,
+                squares.empty() ? nullptr : &correction, keys.bytes() ? static_cast<const int64_t *>(keys.data()) : nullptr,
                 (int)kernel->threads);
 }
 
@@ -371,8 +385,9 @@ __attribute__((constructor)) void define_operations() {
   if (!find_tensorflow()) return;
   const char *gradients = "G: list({half, bfloat16, float, double}) >= 1";
   define("TopkefEncode",
-         {"R: {float, double}", "N: int >= 1", gradients, "recipe: list(int)", "threads: int"},
-         {"residuals: N * R", "gradients: G", "template: uint8", "keys: int64"},
+         {"R: {float, double}", "N: int >= 1", "S: int >= 0", gradients, "recipe: list(int)",
+          "threads: int"},
+         {"residuals: N * R", "gradients: G", "squares: S * R", "template: uint8", "keys: int64"},
          {"candidates: N * R", "payload: uint8"}, encode);
   define("TopkefDecode", {gradients, "recipe: list(int)", "threads: int"},
          {"gathered: uint8", "flags: bool", "scale: double"}, {"gradients: G"}, decode);

@@ -12,6 +12,7 @@
 
 #include "float_formats.h"
 #include "passes.h"
+#include "weights.h"
 
 namespace {
 
@@ -55,6 +56,7 @@ class Tile {
  public:
   const R *e = nullptr;  // the first loaded elements, ready to be added
   const G *g = nullptr;
+  const R *w = nullptr;  // their weights; null: all are 1
 
   Tile(const topkef::Source &source, topkef::ShardLayout layout) : source_(source), layout_(layout) {}
 
@@ -66,6 +68,7 @@ class Tile {
     if (source_.scale != 1) scale(count);
     if constexpr (std::is_same_v<R, G>)
       if (source_.velocity) correct(natural, count);
+    if (source_.squares) weigh(natural, count);
   }
 
  private:
@@ -84,11 +87,19 @@ class Tile {
     g = source_.nesterov ? ahead_ : velocity_;
   }
 
+  inline void weigh(int64_t natural, int64_t count) {
+    auto squares = static_cast<const R *>(source_.squares) + natural;
+    const auto least = (typename Real<R>::Bits)source_.least_square;
+    for (int64_t i = 0; i < count; ++i) weights_[i] = weight_of(load(squares, i), least);
+    w = weights_;
+  }
+
   const topkef::Source &source_;
   const topkef::ShardLayout layout_;
   alignas(64) R scaled_[TILE];
   alignas(64) R velocity_[TILE];
   alignas(64) R ahead_[TILE];
+  alignas(64) R weights_[TILE];
 };
 
 }  // namespace

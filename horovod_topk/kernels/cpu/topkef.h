@@ -38,7 +38,8 @@ TOPKEF_API void topkef_bucket_free(topkef_bucket *bucket);
  *     u' -= loss * u'           where a was sent, but in tensors that are sent whole
  *     u' -= loss * min(1, |u'| / |a|) * u'   there with `graded`
  *
-  * Velocities and gradients then have the residuals' dtype, and velocities the gradients' layout. */
+  * Velocities and gradients then have the residuals' dtype, and velocities the gradients' layout. With
+  * squares v, of the same dtype and layout, the largest |a| v^(-1/4) are selected (weights.h). */
 typedef struct topkef_correction {
   const double *scales;           /* one a tensor, shard after shard; NULL: all are 1 */
   const void *const *velocities;  /* one a gradient, as all that follow; NULL: there are none */
@@ -47,6 +48,7 @@ typedef struct topkef_correction {
   const uint8_t *nesterov;        /* 0 or 1 */
   const double *losses;           /* in [0, 1] */
   int graded;                     /* 0 or 1, for all */
+  const void *const *squares;     /* Adam's mean squares, one a gradient, or NULL; NULL: there are none */
 } topkef_correction;
 
 /* Write flags, values and indices to `payload`, and what is not sent to the candidates.
@@ -130,7 +132,7 @@ typedef struct {
 } topkef_adam;
 
 /* Prepare Adam's first moment for its own update; see `horovod_topk.torch_training.adam`. With b = beta *
- * sqrt(arrivals), moment = again * b * moment + (now * c * (1 - b) - later) * gradient. */
+ * arrivals^(1/4), moment = again * b * moment + (now * c * (1 - b) - later) * gradient. */
 TOPKEF_API void topkef_prepare_moment(void *moment, const void *gradient, const void *arrivals,
                                       const topkef_adam *adam, int64_t count, int width, int threads);
 

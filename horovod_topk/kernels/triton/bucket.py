@@ -40,6 +40,8 @@ class TritonBucket:
         geometry: how work is divided; the default suits the device.
     """
 
+    weighs = False
+
     def __init__(
         self, recipe: Sequence[int], device: str, geometry: Geometry | None = None
     ) -> None:
@@ -61,10 +63,12 @@ class TritonBucket:
         gradients: Sequence[Tensor],
         payload: Tensor,
         streams: Sequence[object] = (),
+        squares: Sequence[object] = (),
     ) -> None:
         """Fill flags, values and indices of a payload; leave in `candidate` what is not sent.
 
         streams: random numbers; unused, as the supported kinds of values draw none.
+        squares: empty, as this kernel cannot select by them.
         """
         flat = [gradient.resolve_neg().contiguous() for gradient in gradients]
         with _on(self._device):

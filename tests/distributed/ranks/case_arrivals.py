@@ -94,7 +94,7 @@ class Reference:
         else:
             g = g + DECAY * self.p
         self.steps += 1
-        b = BETAS[0] * self.phi.sqrt() * (self.steps > 1)
+        b = BETAS[0] * self.phi**0.25 * (self.steps > 1)
         c = torch.where(often, *factors.double()) if self.steps > 1 else 1.0
         self.m = b * self.m + (1 - b) * c * g
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g**2
@@ -134,6 +134,38 @@ def test_steps_are_those_of_the_formula(make: Any, take: Any, exchange: str) -> 
     assert 0.0999 < least < 0.95
     (group,) = optimizer.param_groups
     assert (group["lr"], group["weight_decay"], group["betas"]) == (LR, DECAY, BETAS)
+
+
+@pytest.mark.world_size(2)
+def test_ranks_send_what_moves_adams_weights_most() -> None:
+    """Keys are |e + g| v^(-1/4), within a tenth; squares v far below their mean weigh as others."""
+    setup = Setup(build=Slopes, optimizer=adamw)
+    task: Any = setup.task()
+    optimizer = setup.distributed(task, auto())
+    by_magnitude = list[bool]()
+    for step in range(STEPS):
+        residuals = TopKEF.of(optimizer).state_dict()["residuals"]
+        waiting = residuals["weight"].view(40, 30).clone() if residuals else torch.zeros(40, 30)
+        v = optimizer.state[task.weight].get("exp_avg_sq", torch.ones(40, 30)).clone()
+        (gradient,) = torch.autograd.grad(task.loss(hvd.rank(), step), [task.weight])
+        training.ordinary(task, optimizer, step)
+        left = TopKEF.of(optimizer).state_dict()["residuals"]["weight"].view(40, 30)
+        sent, magnitude = left == 0, (waiting + gradient).abs()
+        least = 2.0 ** (v.mean().log2().floor() - 7)
+        keys = magnitude * v.clamp(min=least) ** -0.25
+        assert sent.sum() == 240
+        assert keys[sent].min() > keys[~sent].max() / 1.25
+        by_magnitude.append(bool(magnitude[sent].min() >= magnitude[~sent].max()))
+    assert by_magnitude[0] and not any(by_magnitude[1:])
+
+
+class Slopes(Valley):
+    """A valley that is much steeper in some directions."""
+
+    def loss(self, rank: int, step: int) -> Tensor:
+        noise = 0.1 * training.noise(rank, step, (40, 30))
+        steep = torch.logspace(-1, 1, 30)
+        return (steep * (self.weight - noise)).square().sum()
 
 
 class Valleys(Task):

@@ -80,7 +80,7 @@ class Reference:
         self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
         g, self.steps = np.array(gradient, "f8"), self.steps + 1
         self.p *= 1 - LR * self.decay
-        b = BETAS[0] * np.sqrt(self.phi) * (self.steps > 1)
+        b = BETAS[0] * self.phi**0.25 * (self.steps > 1)
         c = np.where(often, *factors) if self.steps > 1 else 1.0
         self.m = b * self.m + (1 - b) * c * g
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g**2
@@ -107,6 +107,36 @@ def test_updates_are_those_of_the_formula(kind: str, graph: bool) -> None:
         np.testing.assert_allclose(run.variable.numpy(), reference.p, 1e-4, 2e-5)
         assert_ranks_equal([run.variable.numpy(), factors, phi])
     assert 0.0999 < TopKEF.of(run.optimizer).stats().step_factor < 0.95
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "legacy", "Keras 3"])
+@pytest.mark.parametrize("graph", [True, False])
+def test_ranks_send_what_moves_adams_weights_most(kind: str, graph: bool) -> None:
+    """Keys are |e + g| v^(-1/4), within a tenth; squares v far below their mean weigh as others."""
+    library: Any = LIBRARIES[kind] if kind == "Keras 3" else tf_keras
+    run = Run(library, kinds(library).get(kind, library.optimizers.Adam), auto(), graph=graph)
+    steep, waiting = np.logspace(-1, 1, SHAPE[1]), np.zeros(SHAPE)
+    by_magnitude = list[bool]()
+    for step in range(STEPS):
+        v = np.ones(SHAPE) if step == 0 else squares_of(run)
+        magnitude = np.abs(waiting + (gradient := steep * noise(hvd.rank(), step, SHAPE)))
+        run._apply(tf.constant(gradient, tf.float32))
+        (found,) = TopKEF.of(run.optimizer).state_dict()["residuals"].values()
+        waiting = np.array(found).reshape(SHAPE)
+        keys = magnitude * np.maximum(v, 2.0 ** (np.floor(np.log2(v.mean())) - 7)) ** -0.25
+        sent = waiting == 0
+        assert sent.sum() == 300
+        assert keys[sent].min() > keys[~sent].max() / 1.25
+        by_magnitude.append(magnitude[sent].min() >= magnitude[~sent].max())
+    assert by_magnitude[0] and not any(by_magnitude[1:])
+
+
+def squares_of(run: Run) -> np.ndarray[Any, Any]:
+    """Adam's mean square of the variable."""
+    optimizer = run.optimizer
+    if hasattr(optimizer, "_hyper"):
+        return np.array(optimizer.get_slot(run.variable, "v"))
+    return np.array(optimizer._velocities[0])
 
 
 def test_keras_3_takes_the_steps_of_tf_keras() -> None:

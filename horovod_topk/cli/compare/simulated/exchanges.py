@@ -24,7 +24,7 @@ from horovod_topk.core.rates import Rates
 from horovod_topk.core.substitute import Substitute
 from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
-from horovod_topk.torch_training.adam import AdamSteps, arrived, second_betas
+from horovod_topk.torch_training.adam import AdamSteps, arrived, second_moments
 from horovod_topk.torch_training.momentum import Loan, fit_momentum
 from horovod_topk.torch_training.specs import spec_of
 
@@ -104,8 +104,8 @@ def compressed(
         config = replace(config, follow_lr=True)
     names = {p: name for name, p in model.named_parameters()}
     if not config.taken_over:
-        betas = partial(second_betas, lambda: optimizer, names)
-        momenta = Momenta(config, betas) if config.follows_arrivals else None
+        moments = partial(second_moments, lambda: optimizer, names)
+        momenta = Momenta(config, moments) if config.follows_arrivals else None
         made = Compressed(model, ranks, config, momenta)
         if momenta is not None:
             adam = AdamSteps(names, lambda: arrived(made.compressors[0]))
