@@ -14,9 +14,9 @@ An element that always arrives has Adam's momentum, and the rarer one arrives, t
 Which elements a rank sends depends on v, too: those with the largest |e + g| v^(-1/4), with e its
 residual. Adam divides by sqrt(v), and so moves the weight of a small gradient as far as that of a
 large one. By magnitude alone small gradients would wait for long, and by |e + g| / sqrt(v) nearly
-all elements would wait equally long. v is at least a hundredth of its mean in the tensor here, or
+all elements would wait equally long. v counts as about a hundredth of its mean, at least, or
 elements that have never arrived would come before all others (`horovod_topk.ops.Ops.weighted`).
-Owners of sums select by magnitude.
+Owners of sums select by the same rule.
 
 A tensor's elements are split into two classes, those with phi > 1/2 before the step and the others.
 Error feedback loses no gradient, so it is known how much of a class's energy (sum of squares) it

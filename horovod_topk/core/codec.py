@@ -65,7 +65,7 @@ class PayloadCodec(Generic[Array]):
         self._sealed: dict[bytes, Sequence[Any]] = {}  # measures in payloads, by fingerprint
         self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's, for each piece
         self._of_tensors: dict[int, Callable[[], Array]] = {}  # see `tell`; by the bucket's ordinal
-        self._squares: dict[int, Sequence[Array | None]] = {}  # see `weigh`; the same
+        self._squares: dict[tuple[int, bool], Sequence[Array | None]] = {}  # see `weigh`
         self._kernels: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
         self._encoders: dict[bytes, Fused[Array] | None] = {}  # kernels that encode, too
         self._committed: Callable[[], Any] = lambda: 0
@@ -121,7 +121,19 @@ class PayloadCodec(Generic[Array]):
 
         squares: one array for each gradient, of its shape and the residual's dtype, or None.
         """
-        self._squares[bucket.ordinal] = squares
+        self._squares[bucket.ordinal, False] = squares
+
+    def weigh_sums(self, back: BucketPlan) -> None:
+        """Set the mean squares of an owner's shards, by which it may select sums.
+
+        back: the plan of its shards, with their places in the gradients.
+        """
+        squares, parts = self._squares.get((back.ordinal, False)), back.parts
+        if squares:
+            pairs = [(squares[piece.gradient], piece.first) for piece in back.tensors]
+            self._squares[back.ordinal, True] = [
+                None if v is None else self._ops.shard(v, parts, first) for v, first in pairs
+            ]
 
     def measures(self, bucket: BucketPlan) -> Array:
         """This rank's measures of an encoded bucket, as the uint8 bytes of a payload."""
@@ -446,8 +458,8 @@ class PayloadCodec(Generic[Array]):
         return method.encode_weighted(ops, bucket, piece, values, square)
 
     def _squares_for(self, bucket: BucketPlan) -> Sequence[Array | None]:
-        """Adam's mean squares for a bucket's selection; owners select sums by magnitude."""
-        squares = () if bucket.leg == "gather" else self._squares.get(bucket.ordinal, ())
+        """Adam's mean squares for a bucket's selection."""
+        squares = self._squares.get((bucket.ordinal, bucket.leg == "gather"), ())
         return squares if any(each is not None for each in squares) else ()
 
     def _read(

@@ -173,6 +173,7 @@ class ShardedBucket(Generic[Array]):
             self._codec.flag_all(self._owned.plan, self._back)
             self._pending = self._gather()
             raise
+        self._codec.weigh_sums(self._plan.back[self._collective.rank])
         self._codec.encode(self._owned, self._totals, self._back)
         if not isinstance(flags, list):  # a graph cannot raise: pass the flags on to all ranks
             self._ops.store_flags(self._back, self._owned.plan.layout.flags_at, flags)
