@@ -14,7 +14,7 @@ An element that always arrives has Adam's momentum, and the rarer one arrives, t
 Which elements a rank sends depends on v, too: those with the largest |e + g| v^(-1/4), with e its
 residual. Adam divides by sqrt(v), and so moves the weight of a small gradient as far as that of a
 large one. By magnitude alone small gradients would wait for long, and by |e + g| / sqrt(v) nearly
-all elements would wait equally long. v counts as about a hundredth of its mean, at least, or
+all elements would wait equally long. v counts as 1/256 to 1/128 of its mean, at least, or
 elements that have never arrived would come before all others (`horovod_topk.ops.Ops.weighted`).
 Owners of sums select by the same rule.
 

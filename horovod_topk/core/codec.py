@@ -13,6 +13,8 @@ all of it for a bucket at once, with bitwise the same result.
 
 from __future__ import annotations
 
+import functools
+import logging
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,7 +42,15 @@ from horovod_topk.methods.protocol import (
 from horovod_topk.ops import Fused, Ops, SupportsOnePass, Velocities
 from horovod_topk.ops.philox import Stream
 
+log = logging.getLogger("horovod_topk")
+
 Array = TypeVar("Array")
+
+
+@functools.cache
+def _note_without_kernel() -> None:
+    """Log, once, that a kernel is not used."""
+    log.info("TopKEF: the Triton kernels cannot select by Adam's mean squares: PyTorch encodes")
 
 
 class PayloadCodec(Generic[Array]):
@@ -65,7 +75,8 @@ class PayloadCodec(Generic[Array]):
         self._sealed: dict[bytes, Sequence[Any]] = {}  # measures in payloads, by fingerprint
         self._measured: dict[int, list[Sequence[Array]]] = {}  # the method's, for each piece
         self._of_tensors: dict[int, Callable[[], Array]] = {}  # see `tell`; by the bucket's ordinal
-        self._squares: dict[tuple[int, bool], Sequence[Array | None]] = {}  # see `weigh`
+        self._squares: dict[int, Sequence[Array | None]] = {}  # see `weigh`
+        self._shares: dict[int, Sequence[Array | None]] = {}  # see `weigh_sums`
         self._kernels: dict[bytes, Fused[Array] | None] = {}  # by the bucket's fingerprint
         self._encoders: dict[bytes, Fused[Array] | None] = {}  # kernels that encode, too
         self._committed: Callable[[], Any] = lambda: 0
@@ -120,18 +131,20 @@ class PayloadCodec(Generic[Array]):
         """Set Adam's mean squares, by which the method may select in the step that begins.
 
         squares: one array for each gradient, of its shape and the residual's dtype, or None.
+            Empty: there are none; call it so after the step, to free their memory.
         """
-        self._squares[bucket.ordinal, False] = squares
+        self._squares[bucket.ordinal] = squares
+        self._shares.pop(bucket.ordinal, None)
 
     def weigh_sums(self, back: BucketPlan) -> None:
         """Set the mean squares of an owner's shards, by which it may select sums.
 
         back: the plan of its shards, with their places in the gradients.
         """
-        squares, parts = self._squares.get((back.ordinal, False)), back.parts
+        squares, parts = self._squares.get(back.ordinal), back.parts
         if squares:
             pairs = [(squares[piece.gradient], piece.first) for piece in back.tensors]
-            self._squares[back.ordinal, True] = [
+            self._shares[back.ordinal] = [
                 None if v is None else self._ops.shard(v, parts, first) for v, first in pairs
             ]
 
@@ -188,7 +201,9 @@ class PayloadCodec(Generic[Array]):
         bucket = arenas.plan
         kernel = self._encoders.get(bucket.fingerprint) or self._encoder(bucket)
         squares = self._squares_for(bucket)
-        if kernel is not None and (kernel.weighs or not squares):
+        if kernel is not None and squares and not kernel.weighs:
+            _note_without_kernel()
+        elif kernel is not None:
             if bucket.config.measured:
                 for position in range(len(bucket.tensors)):
                     self._measure(bucket, position, self.compensate(arenas, gradients, position)[0])
@@ -459,7 +474,8 @@ class PayloadCodec(Generic[Array]):
 
     def _squares_for(self, bucket: BucketPlan) -> Sequence[Array | None]:
         """Adam's mean squares for a bucket's selection."""
-        squares = self._squares.get((bucket.ordinal, bucket.leg == "gather"), ())
+        known = self._shares if bucket.leg == "gather" else self._squares
+        squares = known.get(bucket.ordinal, ())
         return squares if any(each is not None for each in squares) else ()
 
     def _read(

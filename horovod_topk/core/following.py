@@ -82,7 +82,7 @@ class Following(Generic[Array]):
         part: this rank's number among the owners.
         states: arenas of the states, by name.
         ops: operations on the arrays.
-        momenta: give Adam's second beta of each tensor.
+        momenta: give Adam's second beta and mean square of each tensor.
     """
 
     def __init__(
@@ -124,11 +124,18 @@ class Following(Generic[Array]):
         self._gradients = gradients
 
     def squares(self) -> list[Array | None]:
-        """Adam's mean square of each gradient before this step; None where it is not known."""
-        ops, dtype = self._ops, self._bucket.residual_dtype
-        names = [tensor.spec.name for tensor in self._bucket.gradients]
-        found = [self._momenta.of(name).squares for name in names]
-        return [None if v is None or ops.dtype(v) != dtype else v for v in found]
+        """Adam's mean square of each gradient before this step; None where none can be used."""
+        specs = [tensor.spec for tensor in self._bucket.gradients]
+        found = [self._momenta.of(spec.name).squares for spec in specs]
+        each = zip(specs, found, self._gradients, strict=True)
+        return [
+            v if v is not None and self._is_like(v, spec.numel, g) else None for spec, v, g in each
+        ]
+
+    def _is_like(self, squares: Array, numel: int, gradient: Array) -> bool:
+        ops = self._ops
+        is_there = ops.device(squares) == ops.device(gradient) and ops.numel(squares) == numel
+        return is_there and ops.dtype(squares) == self._bucket.residual_dtype
 
     def told(self) -> Array:
         """The numbers that this rank sends: D' of each class of each tensor, flat.

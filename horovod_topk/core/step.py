@@ -357,5 +357,7 @@ class Step(Generic[Array]):
                 if bucket.following is not None:
                     bucket.following.swap()
                 bucket.committed_last = True
+            if bucket.following is not None:
+                self._codec.weigh(bucket.plan, ())
             bucket.flags = ()
         return bool(finished)

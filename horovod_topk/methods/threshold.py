@@ -140,6 +140,12 @@ class Threshold(Codec):
         """`Codec.encode`: that of Top-K."""
         return self._top.encode(ops, bucket, piece, values)
 
+    def encode_weighted(
+        self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, squares: Array
+    ) -> Sent[Array]:
+        """`Codec.encode_weighted`: that of Top-K. The threshold is for magnitudes all the same."""
+        return self._top.encode_weighted(ops, bucket, piece, values, squares)
+
     def measure(
         self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array
     ) -> Sequence[Array]:

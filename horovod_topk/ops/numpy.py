@@ -94,8 +94,9 @@ class NumpyOps(FactorVerbs):
         kind = f"int{8 * values.itemsize}"
         stride = max(flat.size // 64, 16) | 1
         sample = flat[: flat.size // stride * stride].reshape(-1, stride)[:, :16]
-        mean = values.dtype.type(sample.mean(dtype="float64") if sample.size else 0.0)
+        mean = np.abs(values.dtype.type(sample.mean(dtype="float64") if sample.size else 0.0))
         least = max((int(mean.view(kind)) >> mantissa) - 7, 0) << mantissa
+        least = least if mean != 0 else int(values.dtype.type(np.inf).view(kind))
         bits = np.maximum(np.abs(flat).view(kind), np.array(least, kind))
         weights: Array = (one // 4 * 5 - bits // 4).view(values.dtype)
         return values * weights

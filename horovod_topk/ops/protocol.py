@@ -274,9 +274,9 @@ class Ops(Protocol[Array]):
         """values times about squares^(-1/4), by which the k largest are selected.
 
         A weight has the bits (5/4 of those of 1) - b // 4, with b the square's bits, but at least
-        those of a power of 2 that is 1/128 to 1/64 of a sample's mean. The squares are divided into
-        rows of s elements, s = max(n // 64, 16) | 1, without the rest. The sample is the first 16
-        elements of each row; its mean is 0 if there are no rows.
+        those of a power of 2 that is 1/256 to 1/128 of a sample's mean. The squares are divided
+        into rows of s elements, s = max(n // 64, 16) | 1, without the rest. The sample is the first
+        16 elements of each row. If it is empty or all 0, all elements weigh alike.
 
         Args:
             values: [n], float32 or float64.

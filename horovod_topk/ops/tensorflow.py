@@ -240,9 +240,11 @@ class TensorFlowOps(FactorVerbs):
         stride = max(flat.shape[0] // 64, 16) | 1
         rows = flat.shape[0] // stride
         sample = tf.cast(tf.reshape(flat[: rows * stride], [rows, stride])[:, :16], tf.float64)
-        mean = tf.cast(tf.reduce_sum(sample) / max(16 * rows, 1), values.dtype)
+        mean = tf.abs(tf.cast(tf.reduce_sum(sample) / max(16 * rows, 1), values.dtype))
         power = tf.bitwise.right_shift(tf.bitcast(mean, kind), mantissa)
         least = tf.bitwise.left_shift(tf.maximum(power - 7, 0), mantissa)
+        infinity = tf.bitcast(tf.constant(math.inf, values.dtype), kind)
+        least = tf.where(tf.not_equal(mean, 0), least, infinity)
         bits = tf.maximum(tf.bitcast(tf.abs(flat), kind), least)
         return Buffer(tf.bitcast(one // 4 * 5 - bits // 4, values.dtype) * _flat(values))
 

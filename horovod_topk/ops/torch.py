@@ -171,8 +171,9 @@ class TorchOps(FactorVerbs):
         kind = torch.int32 if values.dtype == torch.float32 else torch.int64
         stride = max(flat.numel() // 64, 16) | 1
         sample = flat[: flat.numel() // stride * stride].view(-1, stride)[:, :16].double()
-        mean = (sample.mean() if sample.numel() else sample.sum()).to(values.dtype).view(kind)
-        least = ((mean >> mantissa) - 7).clamp_(min=0) << mantissa
+        mean = (sample.mean() if sample.numel() else sample.sum()).to(values.dtype).abs()
+        least = ((mean.view(kind) >> mantissa) - 7).clamp_(min=0) << mantissa
+        least = torch.where(mean != 0, least, torch.full_like(mean, math.inf).view(kind))
         bits = flat.abs().view(kind).clamp_(min=least)
         return (
             bits.div_(4, rounding_mode="floor").neg_().add_(one // 4 * 5).view(values.dtype)

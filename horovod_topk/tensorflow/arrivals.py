@@ -55,6 +55,7 @@ class ByArrivals:
         """Adam's mean square of each variable; None where the optimizer has not made it yet."""
         if not self.is_on:
             return []
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         slots = [_square_of(optimizer, variable) for variable in variables]
         return [None if slot is None else tf.convert_to_tensor(slot) for slot in slots]
 
@@ -87,13 +88,12 @@ class ByArrivals:
 def _square_of(optimizer: Any, variable: Any) -> Any:
     """The tf.Variable with Adam's mean square of one variable, if there is one."""
     if is_legacy(optimizer):
-        key = getattr(unwrap(variable), "_unique_id", None)
-        return optimizer._slots.get(key, {}).get("v")
+        return optimizer.get_slot(variable, "v") if optimizer._slots else None
     if not getattr(optimizer, "_velocities", None):
         return None
     try:
         return slot_of(optimizer, variable, "_velocities")
-    except KeyError:
+    except KeyError:  # a variable that the optimizer does not know yet
         return None
 
 

@@ -221,7 +221,9 @@ def slot_of(optimizer: Any, variable: Any, kind: str = "_momentums") -> Any:
 
     kind: "_velocities" for Adam's mean square.
     """
-    slots = getattr(optimizer, kind.lstrip("_"), None) or getattr(optimizer, kind)
+    slots: Any = getattr(optimizer, kind, None)
+    if slots is None and kind == "_momentums":
+        slots = optimizer.momentums  # of tf-keras' SGD
     if hasattr(optimizer, "_index_dict"):  # tf-keras
         return slots[optimizer._index_dict[optimizer._var_key(variable)]]
     return unwrap(slots[optimizer._get_variable_index(variable)])

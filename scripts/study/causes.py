@@ -1,7 +1,7 @@
-"""Makes the table that shows what compressed AdamW lacks at high learning rates.
+"""Makes the tables that show how AdamW's default came about.
 
-Each line of docs/results/adam_causes.jsonl is a run. The runs come from a simulation by hand whose
-code is not kept; it selects elements by Top-K, and sends their values in float32.
+Each line of docs/results/adam_causes.jsonl and adam_selection.jsonl is a run. The runs come from a
+simulation by hand whose code is not kept; it sends k elements of each tensor, in float32.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ GPT = "byte GPT, 0.0025, 1,000 steps", "0.005, 2,000 steps"
 
 def causes(study: Study) -> str:
     """Table with a row for each variant: how many more bits a byte it needs than dense, in %."""
-    lines = (RESULTS / "adam_causes.jsonl").read_text().splitlines()
-    runs = [json.loads(line) for line in lines]
-    bits = {(run["variant"], run["case"], run["seed"]): run["bits_per_byte"] for run in runs}
-    rows = []
-    for variant in dict.fromkeys(run["variant"] for run in runs if run["variant"] != DENSE):
+    bits, rows = _bits("adam_causes.jsonl"), []
+    for variant in _variants(bits):
         row = [variant]
         for rate in RATES:
             found = [c for m in MODELS for c in _costs(bits, variant, f"{m}, {rate}")]
@@ -34,6 +31,28 @@ def causes(study: Study) -> str:
         row += [", ".join(f"{cost:+.1f}%" for cost in _costs(bits, variant, case)) for case in GPT]
         rows.append(row)
     return table(["", *RATES, *GPT], rows)
+
+
+def selection(study: Study) -> str:
+    """Table with a row for each variant, and each seed's cost in each case: % more bits a byte."""
+    bits = _bits("adam_selection.jsonl")
+    cases = list(dict.fromkeys(case for _, case, _ in bits))
+    rows = [
+        [variant, *(", ".join(f"{c:+.1f}" for c in _costs(bits, variant, case)) for case in cases)]
+        for variant in _variants(bits)
+    ]
+    return table(["", *cases], rows)
+
+
+def _bits(name: str) -> dict[tuple[str, str, int], Any]:
+    """Bits a byte of each run in a file, by variant, case and seed."""
+    runs = [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+    return {(run["variant"], run["case"], run["seed"]): run["bits_per_byte"] for run in runs}
+
+
+def _variants(bits: dict[tuple[str, str, int], Any]) -> list[str]:
+    """The variants other than dense, in their order."""
+    return [each for each in dict.fromkeys(name for name, _, _ in bits) if each != DENSE]
 
 
 def _costs(bits: dict[tuple[str, str, int], Any], variant: str, case: str) -> list[float]:

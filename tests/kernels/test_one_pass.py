@@ -197,7 +197,7 @@ def test_selection_by_mean_squares_has_the_bits_of_the_verbs(
 ) -> None:
     """Squares of very different sizes, zeros among them, infinite ones, and tensors without any."""
     both = Both(dtype, parts, selection=selection, values="int4")
-    sizes = enumerate(t.spec.numel for t in both.bucket.tensors)
+    sizes = enumerate(sizes_of(both))
     squares: list[Array | None] = [
         None if at == 2 else (both.rng.standard_normal(n) ** 8 * 1e-9).astype(dtype)
         for at, n in sizes
@@ -205,13 +205,18 @@ def test_selection_by_mean_squares_has_the_bits_of_the_verbs(
     for v in squares[5:]:
         assert v is not None
         v[:: v.size // 3 + 1] = 0.0
-    for step, last in enumerate((0.0, np.inf, np.nan, 1e-30)):
+    squares[4] = np.zeros(sizes_of(both)[4], dtype)
+    for step, last in enumerate((0.0, np.inf, np.nan, np.copysign(np.nan, -1.0), 1e-30)):
         assert squares[6] is not None
-        squares[6][-1] = last
+        squares[6][[0, -1]] = last
         for side in (both.fused, both.verbs):
             side.weigh(squares)
         momenta = momenta_of(kind, len(SIZES))
         both.step(both.gradients(1.0 + step), momenta, GRADED, commit=step != 1)
+
+
+def sizes_of(both: Both) -> list[int]:
+    return [t.spec.numel for t in both.bucket.tensors]
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -163,7 +163,7 @@ struct Source {
   uint64_t least_square = 0;       // bits; smaller squares weigh as this one
 };
 
-/* out = a, except where |a| >= least, or |a| times its weight: these entries are appended to the list, and out is 0. Every stretch
+/* out = a, except where |a|, times its weight if there are squares, is >= least: these entries are appended to the list, and out is 0. Every stretch
  * is processed to its end, or until its list has no room for a block. */
 using Gather = void (*)(const Source &source, Stretch *stretches, int64_t count, ShardLayout layout);
 
@@ -181,7 +181,7 @@ using GatherShards = void (*)(const Shard *shards, int64_t count, int64_t parts)
 /* sums[0..count) = a, from element `at` on. */
 using Sum = void (*)(const Source &source, int64_t at, int64_t count, void *sums, ShardLayout layout);
 
-/* Multiply the weights of elements from `at` on to `values`. */
+/* Multiply `values` by the weights of elements from `at` on. */
 using Weigh = void (*)(const Source &source, int64_t at, int64_t count, void *values, ShardLayout layout);
 
 /* The cut of the k best of several lists, 1 <= k <= their sizes. Their scratch memory is contiguous, from

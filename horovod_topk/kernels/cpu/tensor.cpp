@@ -249,7 +249,7 @@ class TopK final : public Encoder {
     Bits least = first_threshold(source);
     stretches_.resize((size_t)(division.parts * streams_));
     memory_ = division.parts > 1 ? &own_memory_ : Workspace<R>::own().slot(division.slot);
-    start(least, source.squares);
+    start(least, source.squares != nullptr);
   }
 
   void gather(const Source &source, uint8_t *, int64_t part) override {
@@ -386,7 +386,7 @@ class TopK final : public Encoder {
   void look_again(const Source &source) {
     by_sample_ = false;
     for (Bits least : {generous_threshold(source), Bits{0}}) {
-      start(least, source.squares);
+      start(least, source.squares != nullptr);
       for (int64_t p = 0; p < cuts() / streams_; ++p) gather(source, nullptr, p);
       if (found() >= tensor_.k) return;
     }

@@ -307,7 +307,9 @@ void encode(void *state, TF_Context *context) {
   std::vector<const void *> squares;
   for (int64_t i = tensors + kernel->gradients(); i < last; ++i)
     squares.push_back(inputs[(size_t)i].bytes() ? inputs[(size_t)i].data() : nullptr);
-  if (!squares.empty())
+  const auto known = (int64_t)squares.size();
+  if (known && !check_size(context, "squares", known, known, kernel->gradients())) return;
+  if (known)
     for (int64_t t = 0; t < tensors; ++t) {
       const Input &v = inputs[(size_t)(tensors + kernel->gradients() + kernel->gradient(t))];
       const int64_t needed = v.bytes() ? kernel->reach(t) * width : 0;

@@ -147,7 +147,7 @@ def test_a_momentum_that_cannot_be_taken_over_is_refused() -> None:
     ("optimizer", "kept", "early", "momentum"),
     [
         (heavy_ball, "auto", ((60, 0.2),), 0.9),
-        (training.adamw, 0.0, (), 0.0),
+        (training.adamw, 0.0, ((60, 0.2),), 0.0),
         (adagrad, "auto", (), 0.0),
     ],
 )

@@ -31,11 +31,19 @@ class Run:
     """A variable whose gradients are given: they point to one side and then to the other."""
 
     def __init__(
-        self, library: Any, kind: Any, compression: TopKEF, *, graph: bool, **settings: Any
+        self,
+        library: Any,
+        kind: Any,
+        compression: TopKEF,
+        *,
+        graph: bool,
+        around: Any = None,
+        **settings: Any,
     ) -> None:
         self.library, self.variable = library, tf.Variable(noise(9, 0, SHAPE))
         self.compression = compression
         made = kind(LR, beta_1=BETAS[0], beta_2=BETAS[1], epsilon=1e-7, **settings)
+        made = made if around is None else around(made, initial_scale=1.0)
         self.optimizer = distributed(library, made, compression)
         self._apply = tf.function(self._take) if graph else self._take
 
@@ -109,12 +117,14 @@ def test_updates_are_those_of_the_formula(kind: str, graph: bool) -> None:
     assert 0.0999 < TopKEF.of(run.optimizer).stats().step_factor < 0.95
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "legacy", "Keras 3"])
+@pytest.mark.parametrize("kind", ["AdamW", "legacy", "Keras 3", "scaled"])
 @pytest.mark.parametrize("graph", [True, False])
 def test_ranks_send_what_moves_adams_weights_most(kind: str, graph: bool) -> None:
     """Keys are |e + g| v^(-1/4), within a tenth; squares v far below their mean weigh as others."""
-    library: Any = LIBRARIES[kind] if kind == "Keras 3" else tf_keras
-    run = Run(library, kinds(library).get(kind, library.optimizers.Adam), auto(), graph=graph)
+    library: Any = LIBRARIES["Keras 3"] if kind in ("Keras 3", "scaled") else tf_keras
+    around = library.optimizers.LossScaleOptimizer if kind == "scaled" else None
+    adam = kinds(library).get(kind, library.optimizers.Adam)
+    run = Run(library, adam, auto(), graph=graph, around=around)
     steep, waiting = np.logspace(-1, 1, SHAPE[1]), np.zeros(SHAPE)
     by_magnitude = list[bool]()
     for step in range(STEPS):
@@ -133,7 +143,7 @@ def test_ranks_send_what_moves_adams_weights_most(kind: str, graph: bool) -> Non
 
 def squares_of(run: Run) -> np.ndarray[Any, Any]:
     """Adam's mean square of the variable."""
-    optimizer = run.optimizer
+    optimizer = getattr(run.optimizer, "inner_optimizer", run.optimizer)
     if hasattr(optimizer, "_hyper"):
         return np.array(optimizer.get_slot(run.variable, "v"))
     return np.array(optimizer._velocities[0])
