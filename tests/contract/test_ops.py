@@ -1267,6 +1267,32 @@ def test_transposed(backend: Backend, wide: str, rows: int, columns: int) -> Non
 
 
 @each_way
+@pytest.mark.parametrize("wide", WIDE)
+@pytest.mark.parametrize("numel", [1, 16, 17, 1000, 70_001])
+@pytest.mark.parametrize("zeros", [1, 3, 0], ids=["zeros", "some zeros", "no zeros"])
+def test_weights_are_near_the_inverse_fourth_root(
+    backend: Backend, wide: str, numel: int, zeros: int
+) -> None:
+    rng = np.random.default_rng(numel)
+    values = rng.standard_normal(numel).astype(wide)
+    squares = (rng.standard_normal(numel) ** 8 * 1e-9).astype(wide)
+    squares[:: zeros or numel + 1] = 0.0 if zeros else squares[0]
+    given_ = backend.array(values, wide), backend.array(squares, wide)
+    found, stride = backend.ops.weighted(*given_), max(numel // 64, 16) | 1
+    weights = backend.numpy(found).astype("f8") / values
+    rows = squares[: numel // stride * stride].reshape(-1, stride)[:, :16]
+    if rows.any():
+        least = 2.0 ** (np.floor(np.log2(rows.astype("f8").mean())) - 7)
+        ratio = weights * np.maximum(squares, least) ** 0.25
+        assert ratio.min() > 0.99
+        assert ratio.max() < 1.19
+    else:
+        np.testing.assert_allclose(weights, weights[0], rtol=1e-6)
+    theirs = NUMPY.ops.weighted(NUMPY.array(values, wide), NUMPY.array(squares, wide))
+    assert bits(backend, found) == canonical(backend, NUMPY.numpy(theirs))
+
+
+@each_way
 @given(data=st.data(), wide=st.sampled_from(WIDE))
 def test_divided_by_one_number(backend: Backend, data: st.DataObject, wide: str) -> None:
     array = data.draw(arrays(backend, wide, min_size=1))
