@@ -12,11 +12,11 @@ is corrected; its mean square v is its own:
 
 An element that always arrives has Adam's momentum, and the rarer one arrives, the less it has.
 Which elements a rank sends depends on v, too: those with the largest |e + g| v^(-1/4), with e its
-residual. Adam divides by sqrt(v), and so moves the weight of a small gradient as far as that of a
-large one. By magnitude alone small gradients would wait for long, and by |e + g| / sqrt(v) nearly
-all elements would wait equally long. v counts as 1/256 to 1/128 of its mean, at least, or
-elements that have never arrived would come before all others (`horovod_topk.ops.Ops.weighted`).
-Owners of sums select by the same rule.
+residual. Adam divides by sqrt(v), so that a weight whose gradients are small moves as far as one
+whose gradients are large. By magnitude alone small gradients would wait for long, and by |e + g| /
+sqrt(v) nearly all elements would wait equally long. v counts as 1/256 to 1/128 of its mean, at
+least, or elements that have never arrived would come before all others
+(`horovod_topk.ops.Ops.weighted`). Owners of sums select by the same rule.
 
 A tensor's elements are split into two classes, those with phi > 1/2 before the step and the others.
 Error feedback loses no gradient, so it is known how much of a class's energy (sum of squares) it

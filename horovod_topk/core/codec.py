@@ -128,7 +128,7 @@ class PayloadCodec(Generic[Array]):
         self._given[bucket.ordinal] = [*own]  # another object: the payload lacks these numbers
 
     def weigh(self, bucket: BucketPlan, squares: Sequence[Array | None]) -> None:
-        """Set Adam's mean squares, by which the method may select in the step that begins.
+        """Set Adam's mean squares for the step that begins; Top-K selects by them.
 
         squares: one array for each gradient, of its shape and the residual's dtype, or None.
             Empty: there are none; call it so after the step, to free their memory.
@@ -137,7 +137,7 @@ class PayloadCodec(Generic[Array]):
         self._shares.pop(bucket.ordinal, None)
 
     def weigh_sums(self, back: BucketPlan) -> None:
-        """Set the mean squares of an owner's shards, by which it may select sums.
+        """Split the mean squares as this rank, an owner, needs them to select from its sums.
 
         back: the plan of its shards, with their places in the gradients.
         """

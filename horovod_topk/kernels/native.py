@@ -177,7 +177,7 @@ class Correction(ctypes.Structure):
         return self
 
     def with_squares(self, squares: Sequence[int | None]) -> Correction:
-        """Set the addresses of Adam's mean squares, one for each gradient; None: there are none."""
+        """Set the addresses of Adam's mean squares, one for each gradient. None: it has none."""
         self.squares = _addresses(squares)
         return self
 

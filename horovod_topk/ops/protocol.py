@@ -271,7 +271,7 @@ class Ops(Protocol[Array]):
         ...
 
     def weighted(self, values: Array, squares: Array) -> Array:
-        """values times about squares^(-1/4), by which the k largest are selected.
+        """Multiply values by weights of about squares^(-1/4); the k largest products are sent.
 
         A weight has the bits (5/4 of those of 1) - b // 4, with b the square's bits, but at least
         those of a power of 2 that is 1/256 to 1/128 of a sample's mean. The squares are divided

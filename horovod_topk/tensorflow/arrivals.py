@@ -52,7 +52,7 @@ class ByArrivals:
             self._states[id(unwrap(variable))] = state
 
     def squares(self, optimizer: Any, variables: Iterable[Any]) -> list[Any]:
-        """Adam's mean square of each variable; None where the optimizer has not made it yet."""
+        """Return Adam's mean square of each variable; None where it does not exist yet."""
         if not self.is_on:
             return []
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
@@ -86,7 +86,7 @@ class ByArrivals:
 
 
 def _square_of(optimizer: Any, variable: Any) -> Any:
-    """The tf.Variable with Adam's mean square of one variable, if there is one."""
+    """Return the tf.Variable with Adam's mean square of a variable; None: there is none yet."""
     if is_legacy(optimizer):
         return optimizer.get_slot(variable, "v") if optimizer._slots else None
     if not getattr(optimizer, "_velocities", None):

@@ -210,9 +210,8 @@ class VariableState(State[Array]):
         if isinstance(self.config, Seeded):
             committed = self.schedule_in_graphs.read()
         codec.draw_from(lambda: committed, partial(_rank_in_graph, self.config, self.collective))
-        of_adam = Momentum(0.0, False, plan.config.beta2)
-        known = {name: Buffer(v) for name, v in squares.items() if v is not None}
-        own = {name: replace(of_adam, squares=v) for name, v in known.items()}
+        known, beta2 = [(n, v) for n, v in squares.items() if v is not None], plan.config.beta2
+        own = {n: Momentum(0.0, False, beta2, Buffer(v)) for n, v in known}
         momenta = Momenta(plan.config, lambda: own)
         momenta.turn(plain=plain)
         shared = self.ops, codec, exchange, name, momenta

@@ -73,7 +73,7 @@ def arrived(compressor: Compressor[Tensor]) -> dict[str, Arrived]:
 
 
 def second_moments(optimizer: Callable[[], Any], names: Mapping[Any, str]) -> dict[str, Momentum]:
-    """The second beta and the mean square of each parameter in the next step, by tensor name.
+    """Return beta 2 and the mean square v of each parameter for the next step, by tensor name.
 
     optimizer: returns the Adam or AdamW.
     """
@@ -82,7 +82,7 @@ def second_moments(optimizer: Callable[[], Any], names: Mapping[Any, str]) -> di
         beta2 = float(group["betas"][1])
         for p in group["params"]:
             if p in names:
-                squares = adam.state[p].get("exp_avg_sq") if p in adam.state else None
+                squares = adam.state.get(p, {}).get("exp_avg_sq")
                 found[names[p]] = Momentum(0.0, False, beta2, squares)
     return found
 

@@ -226,17 +226,10 @@ void sum(const Source &source, int64_t at, int64_t count, void *sums, ShardLayou
     run = run < stop - at ? run : stop - at;
     tile.take(at, run);
     for (int64_t i = 0; i < run; ++i) to[i] = load(tile.e, i) + (R)widen(load(tile.g, i));
+    for (int64_t i = 0; tile.w && i < run; ++i) to[i] *= tile.w[i];
     at += run;
     to += run;
   }
-}
-
-template <class R>
-void weigh(const Source &source, int64_t at, int64_t count, void *values, ShardLayout layout) {
-  auto squares = static_cast<const R *>(source.squares);
-  auto to = static_cast<R *>(values);
-  for (int64_t i = 0; i < count; ++i)
-    to[i] *= weight_of(load(squares, layout.natural(at + i)), (typename Real<R>::Bits)source.least_square);
 }
 
 template <class R>
@@ -454,7 +447,6 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->spread = spread<R>;
   passes->update_velocity = update_velocity<R>;
   passes->follow = follow<R>;
-  passes->weigh = weigh<R>;
   passes->lose = lose<R>;
   passes->prepare = prepare<R>;
   passes->damp = damp<R>;

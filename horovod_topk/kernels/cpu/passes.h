@@ -163,8 +163,9 @@ struct Source {
   uint64_t least_square = 0;       // bits; smaller squares weigh as this one
 };
 
-/* out = a, except where |a|, times its weight if there are squares, is >= least: these entries are appended to the list, and out is 0. Every stretch
- * is processed to its end, or until its list has no room for a block. */
+/* out = a, except where |a|, times its weight if there are squares, is >= least: these entries are appended
+ * to the list, and out is 0. Every stretch is processed to its end, or until its list has no room for a
+ * block. */
 using Gather = void (*)(const Source &source, Stretch *stretches, int64_t count, ShardLayout layout);
 
 /* A stretch of a shard, and the shard's layout. */
@@ -178,11 +179,8 @@ struct Shard {
  * stretch is processed to its end, or until its list has no room. */
 using GatherShards = void (*)(const Shard *shards, int64_t count, int64_t parts);
 
-/* sums[0..count) = a, from element `at` on. */
+/* sums[0..count) = a from element `at` on, or a times its weight if there are squares. */
 using Sum = void (*)(const Source &source, int64_t at, int64_t count, void *sums, ShardLayout layout);
-
-/* Multiply `values` by the weights of elements from `at` on. */
-using Weigh = void (*)(const Source &source, int64_t at, int64_t count, void *values, ShardLayout layout);
 
 /* The cut of the k best of several lists, 1 <= k <= their sizes. Their scratch memory is contiguous, from
  * that of the first list on. */
@@ -281,7 +279,6 @@ struct Passes {
   Gather gather[DTYPES];       // [gradient's dtype]
   GatherShards gather_shards[DTYPES];  // [gradient's dtype]
   Sum sum[DTYPES];             // [gradient's dtype]
-  Weigh weigh;
   Compensate compensate[DTYPES];  // the same
   Choose choose;
   Drop drop;

@@ -329,7 +329,6 @@ class TopK final : public Encoder {
       int64_t first = row * sample.stride;
       prefetch(source, std::min(first + AHEAD * sample.stride, tensor_.numel - 1));
       sum_(glance, first, sample.run, value + row * sample.run, layout_);
-      if (source.squares) passes_->weigh(source, first, sample.run, value + row * sample.run, layout_);
     }
     all.list.size = sample.size();
     return (Bits)passes_->choose(&all, 1, rank).least;
@@ -344,10 +343,9 @@ class TopK final : public Encoder {
     if (source.squares) __builtin_prefetch(static_cast<const R *>(source.squares) + natural);
   }
 
-  /* Only add: another pass stores the new velocities, and weights are for selection alone. */
+  /* Only add: another pass stores the new velocities. */
   static Source without_following(Source source) {
     source.following = nullptr;
-    source.squares = nullptr;
     return source;
   }
 
@@ -413,7 +411,9 @@ class TopK final : public Encoder {
     }
     std::copy_backward(list.index + from, list.index + list.size, list.index + size);
     std::copy_backward(value + from, value + list.size, value + size);
-    sum_(without_following(source), 0, length, value, layout_);
+    Source unweighted = without_following(source);
+    unweighted.squares = nullptr;
+    sum_(unweighted, 0, length, value, layout_);
     for (int64_t i = 0; i < length; ++i) {
       list.index[i] = (uint32_t)i;
       store(static_cast<R *>(source.candidate), i, (R)0);

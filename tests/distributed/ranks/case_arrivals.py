@@ -138,7 +138,7 @@ def test_steps_are_those_of_the_formula(make: Any, take: Any, exchange: str) -> 
 
 @pytest.mark.world_size(2)
 def test_ranks_send_what_moves_adams_weights_most() -> None:
-    """Keys are |e + g| v^(-1/4), within a tenth; squares v far below their mean weigh as others."""
+    """Weights are about v^(-1/4); a v far below its mean counts as a larger one."""
     setup = Setup(build=Slopes, optimizer=adamw)
     task: Any = setup.task()
     optimizer = setup.distributed(task, auto())

@@ -120,7 +120,7 @@ def test_updates_are_those_of_the_formula(kind: str, graph: bool) -> None:
 @pytest.mark.parametrize("kind", ["AdamW", "legacy", "Keras 3", "scaled"])
 @pytest.mark.parametrize("graph", [True, False])
 def test_ranks_send_what_moves_adams_weights_most(kind: str, graph: bool) -> None:
-    """Keys are |e + g| v^(-1/4), within a tenth; squares v far below their mean weigh as others."""
+    """Weights are about v^(-1/4); a v far below its mean counts as a larger one."""
     library: Any = LIBRARIES["Keras 3"] if kind in ("Keras 3", "scaled") else tf_keras
     around = library.optimizers.LossScaleOptimizer if kind == "scaled" else None
     adam = kinds(library).get(kind, library.optimizers.Adam)
@@ -142,7 +142,7 @@ def test_ranks_send_what_moves_adams_weights_most(kind: str, graph: bool) -> Non
 
 
 def squares_of(run: Run) -> np.ndarray[Any, Any]:
-    """Adam's mean square of the variable."""
+    """Return Adam's mean square v of the variable."""
     optimizer = getattr(run.optimizer, "inner_optimizer", run.optimizer)
     if hasattr(optimizer, "_hyper"):
         return np.array(optimizer.get_slot(run.variable, "v"))
