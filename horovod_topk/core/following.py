@@ -24,6 +24,7 @@ from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.shards import first_block, shard_numel
 from horovod_topk.ops import Ops
+from horovod_topk.ops.protocol import Place
 
 Array = TypeVar("Array")
 
@@ -105,6 +106,12 @@ class Following(Generic[Array]):
         firsts = [pieces[at].first for at in self._positions]
         places = zip(sizes, firsts, strict=True)
         self._shards = [_Sample(numel, parts, first) for numel, first in places]
+        self._places = tuple(self._place(*each) for each in enumerate(self._positions))
+        plans = [arenas.plan for arenas in (*residuals, *owned)]
+        # Gradients of which not all elements are sent.
+        self._selecting = sorted(
+            {each.gradient for plan in plans for each in plan.tensors if not each.sends_all}
+        )
         weights = [1.0] * len(sizes)
         if parts > 1:  # ranks without a shard tell 0
             names = [bucket.gradients[at].spec.name for at in self._positions]
@@ -125,16 +132,17 @@ class Following(Generic[Array]):
 
     def squares(self) -> list[Array | None]:
         """Adam's mean square of each gradient before this step; None where none can be used."""
-        specs = [tensor.spec for tensor in self._bucket.gradients]
-        found = [self._momenta.of(spec.name).squares for spec in specs]
-        each = zip(specs, found, self._gradients, strict=True)
-        return [
-            v if v is not None and self._is_like(v, spec.numel, g) else None for spec, v, g in each
-        ]
+        found: list[Array | None] = [None] * len(self._gradients)
+        for at in self._selecting:
+            spec, gradient = self._bucket.gradients[at].spec, self._gradients[at]
+            v = self._momenta.of(spec.name).squares
+            if v is not None and self._is_like(v, spec.numel, gradient):
+                found[at] = v
+        return found
 
     def _is_like(self, squares: Array, numel: int, gradient: Array) -> bool:
         ops = self._ops
-        is_there = ops.device(squares) == ops.device(gradient) and ops.numel(squares) == numel
+        is_there = ops.numel(squares) == numel and ops.device(squares) == ops.device(gradient)
         return is_there and ops.dtype(squares) == self._bucket.residual_dtype
 
     def told(self) -> Array:
@@ -176,6 +184,11 @@ class Following(Generic[Array]):
         views = self._views(arrivals, arrivals.residual), self._views(arrivals, arrivals.candidate)
         for at, before, after in zip(self._positions, *views, strict=True):
             ops.follow(before, RATE, exchanged[at], after)
+
+    def _place(self, position: int, at: int) -> Place:
+        """Where the sample of what a rank loses is, of the followed tensor at a position."""
+        own, whole = self._own.plan.tensors[at], self._states[ARRIVALS].plan.tensors[at]
+        return own.start, whole.start, whole.numel, *self._shards[position].pick
 
     def _read_betas(self) -> None:
         """Read Adam's second betas, which a scheduler or a checkpoint may have changed."""
@@ -231,15 +244,15 @@ class Following(Generic[Array]):
 
     def _lost_by_kernel(self, gradients: Sequence[Array]) -> Any:
         """Compute `_lost` for this rank's gradients in a kernel; None if there is no kernel."""
-        ops, states, at = self._ops, self._states[ARRIVALS], self._positions
-        picks = [each.pick for each in self._shards]
-        residuals = self._before(self._own), self._views(self._own, self._own.candidate)
-        arrivals = self._views(states, states.residual)
-        sums: Any = ops.lost([gradients[i] for i in at], *residuals, arrivals, picks)
+        ops, phi = self._ops, self._states[ARRIVALS].residual
+        own = [gradients[at] for at in self._positions]
+        before, after, every = self._own.unscaled()
+        factors = [every[at] for at in self._positions] if every else []
+        sums: Any = ops.lost(own, before, factors, after, phi, self._places)
         if sums is None:
             return None
-        own: Any = ops.cast(sums, self._bucket.residual_dtype)
-        return ops.transposed(own * self._shard_scales, CLASSES)
+        lost: Any = ops.cast(sums, self._bucket.residual_dtype)
+        return ops.transposed(lost * self._shard_scales, CLASSES)
 
     def _by_class(self, values: Any, samples: Sequence[_Sample], scales: Array) -> Any:
         """Add up samples over the elements of each class of each tensor, and scale the sums."""

@@ -74,7 +74,8 @@ class Arenas(Generic[Array]):
     def unscaled(self) -> tuple[Array, Array, list[float]]:
         """Residual, candidate and the factors of the residual's tensors that are not applied yet.
 
-        The candidate is to be overwritten. Factors: one for each tensor; empty if all are 1.
+        The candidate is to be overwritten in this step, or has been. Factors: one for each tensor;
+        empty if all are 1.
         """
         self._candidate.factors.clear()
         waiting = self._residual.factors

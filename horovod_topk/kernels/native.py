@@ -117,15 +117,7 @@ def _declare(library: Library) -> None:
         "topkef_orthonormal": [address, number, number, ctypes.c_int],
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
         "topkef_follow": [address, real, address, address, number, *[ctypes.c_int] * 2],
-        "topkef_lost": [
-            *[address] * 2,
-            real,
-            *[address] * 2,
-            number,
-            address,
-            ctypes.c_int,
-            address,
-        ],
+        "topkef_lost": [*[address] * 6, number, *[ctypes.c_int] * 2, address],
         "topkef_prepare_moment": [*[address] * 4, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
@@ -159,7 +151,7 @@ class Correction(ctypes.Structure):
     @classmethod
     def of(cls, scales: Sequence[float]) -> Correction:
         """A correction with factors of residuals only: one for each tensor, shard by shard."""
-        return cls(scales=_numbers(scales))
+        return cls(scales=numbers(scales))
 
     def with_velocities(
         self,
@@ -171,14 +163,14 @@ class Correction(ctypes.Structure):
         graded: bool,
     ) -> Correction:
         """Set the addresses of velocities and their numbers, one for each gradient."""
-        self.velocities, self.following = _addresses(velocities), _addresses(following)
-        self.momenta, self.nesterov = _numbers(momenta), bytes(nesterov)
-        self.losses, self.graded = _numbers(losses), graded
+        self.velocities, self.following = addresses(velocities), addresses(following)
+        self.momenta, self.nesterov = numbers(momenta), bytes(nesterov)
+        self.losses, self.graded = numbers(losses), graded
         return self
 
     def with_squares(self, squares: Sequence[int | None]) -> Correction:
         """Set the addresses of Adam's mean squares, one for each gradient. None: it has none."""
-        self.squares = _addresses(squares)
+        self.squares = addresses(squares)
         return self
 
 
@@ -260,9 +252,15 @@ class Bucket:
         return None if wrong < 0 else divmod(wrong, self.tensors)
 
 
-def _addresses(each: Sequence[int | None]) -> ctypes.Array[ctypes.c_void_p]:
+def addresses(each: Sequence[int | None]) -> ctypes.Array[ctypes.c_void_p]:
     """Convert addresses to a ctypes array."""
     return (ctypes.c_void_p * len(each))(*each)
+
+
+@functools.cache
+def table(rows: tuple[tuple[int, ...], ...]) -> ctypes.Array[ctypes.c_int64] | None:
+    """Convert rows of integers, which never change, to a ctypes array; None if there are none."""
+    return integers([number for row in rows for number in row])
 
 
 def integers(each: Sequence[int]) -> ctypes.Array[ctypes.c_int64] | None:
@@ -270,6 +268,6 @@ def integers(each: Sequence[int]) -> ctypes.Array[ctypes.c_int64] | None:
     return (ctypes.c_int64 * len(each))(*each) if each else None
 
 
-def _numbers(each: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+def numbers(each: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
     """Convert floats to a ctypes array."""
     return (ctypes.c_double * len(each))(*each)

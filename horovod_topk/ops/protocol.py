@@ -29,6 +29,8 @@ from horovod_topk.ops.philox import Stream
 
 Array = TypeVar("Array")
 Pick = tuple[int, int, int]  # a sample of a tensor: see `Ops.blocks`
+# For `Ops.lost`: first element in the residuals and in phi, number of elements, and the sample.
+Place = tuple[int, int, int, int, int, int]
 HEAD, EACH = 9, 10  # numbers in a recipe for the bucket, and for each tensor
 Taken = TypeVar("Taken", contravariant=True)  # arrays, in a protocol that returns none
 
@@ -238,19 +240,21 @@ class Ops(Protocol[Array]):
     def lost(
         self,
         gradients: Sequence[Array],
-        before: Sequence[tuple[Array, float]],
-        after: Sequence[Array],
-        arrivals: Sequence[Array],
-        picks: Sequence[Pick],
+        before: Array,
+        factors: Sequence[float],
+        after: Array,
+        arrivals: Array,
+        places: tuple[Place, ...],
     ) -> Array | None:
         """The energy that error feedback takes away in samples, as `core.following` defines it.
 
         Args:
-            gradients: of any shape; the others are flat.
-            before: a shard's residual before the step, and the factor that it is to be scaled by.
-            after: a shard's residual after the step.
+            gradients: of any shape; the other arrays are flat, with all tensors one after another.
+            before: residuals of one shard of each tensor before the step.
+            factors: what each tensor's residual is to be multiplied by. Empty: all are 1.
+            after: the residuals after the step.
             arrivals: phi of all elements.
-            picks: the samples; see `blocks`.
+            places: where the tensors and their samples are.
 
         Returns:
             float64, flat: for each tensor a sum over elements with phi > 1/2, then for each tensor

@@ -23,7 +23,7 @@ from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.orthonormal import FactorVerbs
 from horovod_topk.ops.philox import Stream, words
-from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick, Velocities
+from horovod_topk.ops.protocol import EACH, HEAD, Fused, Pick, Place, Velocities
 
 log = logging.getLogger("horovod_topk")
 
@@ -142,22 +142,23 @@ class TorchOps(FactorVerbs):
     def lost(
         self,
         gradients: Sequence[Tensor],
-        before: Sequence[tuple[Tensor, float]],
-        after: Sequence[Tensor],
-        arrivals: Sequence[Tensor],
-        picks: Sequence[Pick],
+        before: Tensor,
+        factors: Sequence[float],
+        after: Tensor,
+        arrivals: Tensor,
+        places: tuple[Place, ...],
     ) -> Tensor | None:
-        library = self._library(arrivals[0].device.type)
-        if library is None or any(g.dtype != arrivals[0].dtype for g in gradients):
+        library = self._library(arrivals.device.type)
+        if library is None or any(g.dtype != arrivals.dtype for g in gradients):
             return None
-        out = torch.empty(len(picks), 2, dtype=torch.float64)
-        tensors = zip(gradients, before, after, arrivals, picks, strict=True)
-        for (gradient, (e, scale), left, phi, pick), to in zip(tensors, out, strict=True):
-            packed = _packed(gradient)
-            places = packed.data_ptr(), e.data_ptr(), scale, left.data_ptr(), phi.data_ptr()
-            size = phi.numel(), native.integers(pick), phi.element_size()
-            library.topkef_lost(*places, *size, to.data_ptr())
-        return out.t().reshape(-1)
+        out = torch.empty(2 * len(places), dtype=torch.float64)
+        packed = [_packed(gradient) for gradient in gradients]
+        scales = native.numbers(factors) if factors else None
+        arenas = before.data_ptr(), scales, after.data_ptr(), arrivals.data_ptr()
+        size = native.table(places), len(places), arrivals.element_size()
+        given = native.addresses([gradient.data_ptr() for gradient in packed])
+        library.topkef_lost(given, *arenas, *size, torch.get_num_threads(), out.data_ptr())
+        return out
 
     def damp(self, velocity: Tensor, index: Tensor, sums: Tensor | None, loss: float) -> None:
         u = velocity[index]

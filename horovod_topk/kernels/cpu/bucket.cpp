@@ -665,21 +665,28 @@ void topkef_follow(const void *mean, double rate, const void *gradient, void *ou
   });
 }
 
-void topkef_lost(const void *gradient, const void *before, double scale, const void *after,
-                 const void *arrivals, int64_t count, const int64_t *pick, int width, double *out) {
+void topkef_lost(const void *const *gradients, const void *before, const double *scales, const void *after,
+                 const void *arrivals, const int64_t *places, int64_t count, int width, int threads,
+                 double *out) {
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
-  auto g = static_cast<const uint8_t *>(gradient), e = static_cast<const uint8_t *>(before);
-  auto rest = static_cast<const uint8_t *>(after), phi = static_cast<const uint8_t *>(arrivals);
-  const int64_t shards = pick[0], first = pick[1], parts = pick[2];
-  KeepDenormals keep;
-  double sums[2 * LANES] = {};
-  for (int64_t block = 0;; block += parts) {
-    const int64_t whole = (first + block * shards) * SHARD_BLOCK, own = block * SHARD_BLOCK;
-    if (whole >= count) break;
-    passes->lose(g + whole * width, e + own * width, scale, rest + own * width, phi + whole * width,
-                 std::min(SHARD_BLOCK, count - whole), sums);
-  }
-  for (int of = 0; of < 2; ++of) out[of] = std::accumulate(sums + of * LANES, sums + (of + 1) * LANES, 0.0);
+  auto e = static_cast<const uint8_t *>(before), rest = static_cast<const uint8_t *>(after);
+  auto phi = static_cast<const uint8_t *>(arrivals);
+  parallel(count, threads, [&](int64_t i) {
+    KeepDenormals keep;
+    const int64_t *place = places + 6 * i;
+    const int64_t kept = place[0], arrived = place[1], numel = place[2];
+    const int64_t shards = place[3], first = place[4], parts = place[5];
+    auto g = static_cast<const uint8_t *>(gradients[i]);
+    double sums[2 * LANES] = {};
+    for (int64_t block = 0;; block += parts) {
+      const int64_t whole = (first + block * shards) * SHARD_BLOCK, own = kept + block * SHARD_BLOCK;
+      if (whole >= numel) break;
+      passes->lose(g + whole * width, e + own * width, scales ? scales[i] : 1.0, rest + own * width,
+                   phi + (arrived + whole) * width, std::min(SHARD_BLOCK, numel - whole), sums);
+    }
+    for (int of = 0; of < 2; ++of)
+      out[of * count + i] = std::accumulate(sums + of * LANES, sums + (of + 1) * LANES, 0.0);
+  });
 }
 
 void topkef_prepare_moment(void *moment, const void *gradient, const void *arrivals,

@@ -113,6 +113,18 @@ inline void positions(uint64_t word, uint32_t base, uint32_t *to) {
   }
 }
 
+/* Weights of 64 elements (weights.h), loaded in two halves as well. */
+inline int64_t weigh_lanes(const float *squares, uint32_t least, float *to) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), limit = _mm512_set1_epi32((int)least);
+  const __m512i none = _mm512_set1_epi32((int)(Real<float>::one / 4 * 5));
+  for (int v = 0; v < 4; ++v) {
+    __m512i bits = _mm512_and_si512(_mm512_castps_si512(load16(squares + 16 * v)), magnitude);
+    bits = _mm512_srli_epi32(_mm512_max_epu32(bits, limit), 2);
+    _mm512_storeu_si512(to + 16 * v, _mm512_sub_epi32(none, bits));
+  }
+  return 64;
+}
+
 /* A bit for each value, in groups of eight: set if it is below 0. */
 inline void signs_of(const float *values, int64_t eights, uint8_t *to) {
   for (int64_t i = 0; i < eights; ++i)

@@ -37,6 +37,12 @@ inline int64_t stream_difference(const R *, const float *, R *, int64_t) {
 }
 #endif
 
+/* Weights of a tile, where an instruction set has its own way; returns how many were computed. */
+template <class R>
+inline int64_t weigh_lanes(const R *, typename Real<R>::Bits, R *) {
+  return 0;
+}
+
 /* to[0..n) = from[0..n), with non-temporal stores from the first cache line on. */
 template <class R>
 inline void put_past_caches(const R *from, R *to, int64_t n) {
@@ -90,7 +96,8 @@ class Tile {
   inline void weigh(int64_t natural, int64_t count) {
     auto squares = static_cast<const R *>(source_.squares) + natural;
     const auto least = (typename Real<R>::Bits)source_.least_square;
-    for (int64_t i = 0; i < count; ++i) weights_[i] = weight_of(load(squares, i), least);
+    int64_t i = count == TILE ? weigh_lanes(squares, least, weights_) : 0;
+    for (; i < count; ++i) weights_[i] = weight_of(load(squares, i), least);
     w = weights_;
   }
 

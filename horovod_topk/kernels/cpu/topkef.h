@@ -118,12 +118,14 @@ TOPKEF_API void topkef_update_velocity(const void *velocity, double factor, cons
 TOPKEF_API void topkef_follow(const void *mean, double rate, const void *gradient, void *out,
                               int64_t count, int width, int threads);
 
-/* The energy that error feedback takes away in a sample of a tensor of `count` elements of 4 or 8 bytes; see
- * `horovod_topk.ops.protocol.Ops.lost`. The gradient and the arrivals are whole, the residual before (times
- * `scale`) and after are of one shard. pick: as in `Ops.blocks`. out: two numbers. */
-TOPKEF_API void topkef_lost(const void *gradient, const void *before, double scale, const void *after,
-                            const void *arrivals, int64_t count, const int64_t *pick, int width,
-                            double *out);
+/* The energy that error feedback takes away in samples of `count` tensors, elements of 4 or 8 bytes; see
+ * `horovod_topk.ops.protocol.Ops.lost`. Gradients and arrivals are whole, residuals before and after are of
+ * one shard. scales: of the residuals before; null: all are 1. places: six numbers a tensor, its first
+ * element in the residuals and in the arrivals, its number of elements, and the sample as in `Ops.blocks`.
+ * out: a number a tensor for elements that arrive often, then one a tensor for the others. */
+TOPKEF_API void topkef_lost(const void *const *gradients, const void *before, const double *scales,
+                            const void *after, const void *arrivals, const int64_t *places, int64_t count,
+                            int width, int threads, double *out);
 
 /* Numbers of one step of Adam for `topkef_prepare_moment`. */
 typedef struct {
