@@ -10,6 +10,10 @@ is corrected; its mean square v is its own:
     m'   = b m + (1 - b) c G,  b = beta1 phi'^(1/4)   G: the exchanged gradient
     p    = p - lr m' / sqrt(v)                        c <= 1: of its tensor and class
 
+In Adam's first 200 steps |m'| is at most sqrt(v), so that no weight moves farther than lr in a
+step. v is young then, and an element that arrives for the first time is about sqrt(t) times as
+large as sqrt(v) in step t; dense Adam's momentum divides that by ten, and b hardly does.
+
 An element that always arrives has Adam's momentum, and the rarer one arrives, the less it has.
 Which elements a rank sends depends on v, too: those with the largest |e + g| v^(-1/4), with e its
 residual. Adam divides by sqrt(v), so that a weight whose gradients are small moves as far as one
@@ -55,6 +59,7 @@ CLASSES = 2  # of elements: those that arrive often, and the others
 OFTEN = 0.5  # phi above which an element arrives often
 RATE = 0.1  # weight of the present step in phi
 LEAST = 0.1  # smallest c
+YOUNG = 200  # steps of Adam in which |m'| is at most sqrt(v)
 LIMIT = (1.0 - RATE) * OFTEN  # what phi' has to be above, less what arrived in the step
 
 

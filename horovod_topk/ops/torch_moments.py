@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class Moment:
     added: Tensor  # the gradient that the optimizer adds: with weight decay, or negated
     gradient: Tensor  # as it was exchanged, but for a factor
     arrived: Arrived
+    square: Tensor | None = None  # Adam's v before the step; None: moments are not limited by it
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ class Numbers:
     now: float  # the same after the next one
     rate: float  # an element is of the first class if phi - rate > limit where it has arrived, ...
     limit: float  # ... and if phi > limit where it has not
+    beta2: float  # the optimizer's
+    spread: float  # 1 - beta2^t after the next step
+
+    @property
+    def most(self) -> float:
+        """The largest |m'|, in the optimizer's units and divided by beta1, for a v of 1."""
+        return self.now / self.beta1 / math.sqrt(self.spread)
 
 
 def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
@@ -75,13 +84,17 @@ class _Adam(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_double)
-        for name in ("beta", "again", "now", "later", "often", "rarely", "rate", "limit")
+        for name in (
+            *("beta", "again", "now", "later", "often", "rarely", "rate", "limit"),
+            *("beta2", "most"),
+        )
     )
 
 
 def _fits(each: Moment) -> bool:
     """Whether the CPU kernel can read and write a moment's tensors."""
-    tensors = each.moment, each.gradient, each.arrived.arrivals
+    tensors = [each.moment, each.gradient, each.arrived.arrivals]
+    tensors += [] if each.square is None else [each.square]
     return each.moment.dtype in (torch.float32, torch.float64) and all(
         tensor.device.type == "cpu"
         and tensor.dtype == each.moment.dtype
@@ -95,9 +108,10 @@ def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
     beta1, before, now = numbers.beta1, numbers.before, numbers.now
     often, rarely = each.arrived.factors.tolist()
     weights = now / before / beta1, now / beta1, 1.0 / beta1 - 1.0
-    adam = _Adam(beta1, *weights, often, rarely, numbers.rate, numbers.limit)
-    tensors = each.moment, each.gradient, each.arrived.arrivals
-    places = [tensor.data_ptr() for tensor in tensors]
+    factors = often, rarely, numbers.rate, numbers.limit
+    adam = _Adam(beta1, *weights, *factors, numbers.beta2, numbers.most)
+    tensors = each.moment, each.gradient, each.arrived.arrivals, each.square
+    places = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     size = each.moment.numel(), each.moment.element_size(), torch.get_num_threads()
     if each.moment.numel():
         library.topkef_prepare_moment(*places, ctypes.addressof(adam), *size)
@@ -114,7 +128,6 @@ def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
     weights, others = ops._foreach_mul(factors, now / beta1), ops._foreach_neg(kept)
     ops._foreach_add_(others, 1.0)
     ops._foreach_mul_(weights, others)
-    ops._foreach_sub_(weights, 1.0 / beta1 - 1.0)
     ops._foreach_mul_(kept, now / before / beta1)
     shapes = [each.moment.shape for each in moments]
     weights, kept = (
@@ -124,6 +137,17 @@ def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
     written, added = [each.moment for each in moments], [each.added for each in moments]
     ops._foreach_mul_(written, kept)
     ops._foreach_add_(written, ops._foreach_mul(weights, added))
+    for each in moments:
+        if each.square is not None:
+            _limit(each.moment, each.added, each.square, numbers)
+    ops._foreach_sub_(written, ops._foreach_mul(added, 1.0 / beta1 - 1.0))
+
+
+def _limit(moment: Tensor, added: Tensor, square: Tensor, numbers: Numbers) -> None:
+    """Limit a moment, in place, by the v that the step will compute."""
+    now = square * numbers.beta2 + added * added * (1.0 - numbers.beta2)
+    limit = _root(now) * numbers.most
+    torch.minimum(torch.maximum(moment, -limit), limit, out=moment)
 
 
 def _root(array: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Before an update the optimizer's first moment is prepared, so that the optimizer
 computes the one that is wanted:
 
     m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 phi^(1/4),  s_t = 1 - beta1^t
+    |m_t| <= s_t sqrt(v_t / (1 - beta2^t))          in its first steps
 
 m_t is what Adam divides by s_t, so that updates have no bias to correct. The first update is Adam's
 own.
@@ -13,13 +14,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.arrivals import arrived_often
+from horovod_topk.core.arrivals import YOUNG, arrived_often
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.takeover import is_legacy, slot_of
@@ -76,11 +77,16 @@ class ByArrivals:
             return update()
         legacy = is_legacy(optimizer)
         moment = optimizer.get_slot(variable, "m") if legacy else slot_of(optimizer, variable)
-        beta1 = optimizer._get_hyper("beta_1") if legacy else optimizer.beta_1
+        betas = (
+            [optimizer._get_hyper(name) for name in ("beta_1", "beta_2")]
+            if legacy
+            else [optimizer.beta_1, optimizer.beta_2]
+        )
+        square = tf.convert_to_tensor(_square_of(optimizer, variable))
         steps = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.float64)
         arrivals, factors = (tf.cast(each, moment.dtype) for each in known)
         gradient = tf.cast(gradient, moment.dtype)
-        prepared = _prepared(moment, gradient, arrivals, factors, beta1, steps)
+        prepared = _prepared(moment, square, gradient, arrivals, factors, betas, steps)
         with tf.control_dependencies([moment.assign(prepared)]):
             return update()
 
@@ -98,19 +104,25 @@ def _square_of(optimizer: Any, variable: Any) -> Any:
 
 
 def _prepared(
-    moment: Any, gradient: Any, arrivals: Any, factors: Any, beta1: Any, steps: Any
+    moment: Any,
+    square: Any,
+    gradient: Any,
+    arrivals: Any,
+    factors: Any,
+    betas: Sequence[Any],
+    steps: Any,
 ) -> Any:
     """Compute the first moment that the optimizer has to begin its update with.
 
     Args:
-        moment: the first moment after `steps` updates.
+        moment, square: both moments after `steps` updates.
         gradient: the gradient of the next one.
         arrivals: phi of each element, flat.
         factors: c of each class.
-        beta1: the optimizer's.
+        betas: the optimizer's beta 1 and beta 2.
         steps: number of updates so far, [] float64.
     """
-    wide = tf.cast(beta1, tf.float64)
+    wide, of_square = (tf.cast(each, tf.float64) for each in betas)
     before, now = 1.0 - tf.pow(wide, steps), 1.0 - tf.pow(wide, steps + 1.0)
     again = tf.cast(tf.math.divide_no_nan(now, before), moment.dtype)  # 0 in the first update
     first, now = tf.cast(wide, moment.dtype), tf.cast(now, moment.dtype)
@@ -119,5 +131,11 @@ def _prepared(
     has_arrived = tf.cast(tf.not_equal(gradient, 0), moment.dtype)
     factor = tf.where(arrived_often(arrivals, has_arrived), factors[0], factors[1])
     wanted = again * kept * moment + now * (1.0 - kept) * factor * gradient
+    fading, spread = (
+        tf.cast(each, moment.dtype) for each in (of_square, 1.0 - tf.pow(of_square, steps + 1.0))
+    )
+    most = now * tf.sqrt((fading * square + (1.0 - fading) * tf.square(gradient)) / spread)
+    limited = tf.maximum(tf.minimum(wanted, most), -most)
+    wanted = tf.where(steps < YOUNG, limited, wanted)
     prepared = (wanted - (1.0 - first) * gradient) / first
     return tf.where(tf.equal(steps, 0.0), moment, prepared)

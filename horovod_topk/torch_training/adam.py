@@ -4,6 +4,7 @@ Before a step of the optimizer its first moment is prepared, so that the optimiz
 computes the one that is wanted:
 
     m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 phi^(1/4),  s_t = 1 - beta1^t
+    |m_t| <= s_t sqrt(v_t / (1 - beta2^t))          in its first steps
 
 m_t is what Adam divides by s_t, so that steps have no bias to correct. The first step is Adam's
 own. Nothing else of the optimizer changes: between exchange and step gradients are gradients, and
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from horovod_topk.core.arrivals import LIMIT, RATE
+from horovod_topk.core.arrivals import LIMIT, RATE, YOUNG
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.ops.torch_moments import Arrived, Moment, Numbers, prepare
@@ -50,7 +51,7 @@ class AdamSteps:
             return
         arrived = self._arrived()
         for group in optimizer.param_groups if arrived else ():
-            beta1 = float(group["betas"][0])
+            beta1, beta2 = map(float, group["betas"])
             known = [p for p in group["params"] if self._names.get(p) in arrived]
             known = [p for p in known if p.grad is not None and "exp_avg" in optimizer.state[p]]
             for step, alike in _by_step(known, optimizer) if beta1 else ():
@@ -58,11 +59,20 @@ class AdamSteps:
                     continue
                 pairs = zip(alike, _added(optimizer, group, alike), strict=True)
                 moments = [
-                    Moment(optimizer.state[p]["exp_avg"], added, p.grad, arrived[self._names[p]])
+                    _moment(optimizer.state[p], added, p.grad, arrived[self._names[p]], step)
                     for p, added in pairs
                 ]
                 before, now = 1.0 - beta1**step, 1.0 - beta1 ** (step + 1)
-                prepare(moments, Numbers(beta1, before, now, RATE, LIMIT))
+                spread = 1.0 - beta2 ** (step + 1)
+                prepare(moments, Numbers(beta1, before, now, RATE, LIMIT, beta2, spread))
+
+
+def _moment(
+    state: Mapping[str, Any], added: Tensor, gradient: Tensor, arrived: Arrived, step: int
+) -> Moment:
+    """Return a parameter's first moment after `step` steps, and what it is prepared from."""
+    square = state["exp_avg_sq"] if step < YOUNG else None
+    return Moment(state["exp_avg"], added, gradient, arrived, square)
 
 
 def arrived(compressor: Compressor[Tensor]) -> dict[str, Arrived]:

@@ -1,7 +1,8 @@
 """Makes the tables that show how AdamW's default came about.
 
-Each line of docs/results/adam_causes.jsonl and adam_selection.jsonl is a run. The runs come from a
-simulation by hand whose code is not kept; it sends k elements of each tensor, in float32.
+Each line of adam_causes.jsonl, adam_selection.jsonl and adam_limits.jsonl in docs/results is a run.
+The runs come from a simulation by hand whose code is not kept; it sends k elements of each tensor,
+in float32.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def causes(study: Study) -> str:
     return table(["", *RATES, *GPT], rows)
 
 
-def selection(study: Study) -> str:
-    """Make a table of what each variant costs: % more bits a byte than dense, seed by seed."""
-    bits = _bits("adam_selection.jsonl")
+def variants(study: Study, name: str) -> str:
+    """Make a table of what each variant of a file costs: % more bits a byte than dense, by seed."""
+    bits = _bits(f"adam_{name}.jsonl")
     cases = list(dict.fromkeys(case for _, case, _ in bits))
     rows = [
         [variant, *(", ".join(f"{c:+.1f}" for c in _costs(bits, variant, case)) for case in cases)]

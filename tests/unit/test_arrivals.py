@@ -14,7 +14,7 @@ from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend
 from oracle.world import World
 from torch import Tensor, nn
 
-from horovod_topk.core.arrivals import CLASSES, LEAST, STATES
+from horovod_topk.core.arrivals import CLASSES, LEAST, LIMIT, RATE, STATES, YOUNG
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.rounds import state_plan
 from horovod_topk.core.shards import first_block, shard_numel
@@ -265,6 +265,8 @@ def reference_steps(
         b = beta1 * phi.double() ** 0.25 if t > 1 else torch.zeros_like(p)
         m = b * m + (1 - b) * (c.double() if t > 1 else 1.0) * g
         v = beta2 * v + (1 - beta2) * g**2
+        most = (v / (1 - beta2**t)).sqrt() if 1 < t <= YOUNG else torch.full_like(v, torch.inf)
+        m = m.clamp(-most, most)
         p = p - lr * m / ((v / (1 - beta2**t)).sqrt() + 1e-8)
         yield p
 
@@ -306,23 +308,44 @@ def test_steps_of_adam_are_those_of_the_formula(
 
 
 def test_elements_that_always_arrive_have_adams_own_steps() -> None:
-    """Once there is no bias to correct."""
+    """Once there is no bias to correct, and v is old enough."""
     parameter = nn.Parameter(torch.randn(40))
     twin = nn.Parameter(parameter.detach().clone())
     settings: dict[str, Any] = {"betas": (0.5, 0.99)}
     optimizer = torch.optim.AdamW([parameter], **settings)
     plain = torch.optim.AdamW([twin], **settings)
     adam = AdamSteps({parameter: "p"}, lambda: {"p": Arrived(torch.ones(40), torch.ones(2))})
-    for step in range(45):
+    for step in range(YOUNG + 5):
         parameter.grad = torch.randn(40)
         twin.grad = parameter.grad.clone()
-        if step > 40:
+        if step >= YOUNG:
             adam.prepare(optimizer)
         optimizer.step()
         plain.step()
         torch.testing.assert_close(parameter, twin, rtol=1e-6, atol=1e-7)
     moments = (o.state[p]["exp_avg"] for o, p in ((optimizer, parameter), (plain, twin)))
     torch.testing.assert_close(*moments, rtol=1e-5, atol=1e-7)
+
+
+def test_no_weight_moves_farther_than_the_learning_rate_while_v_is_young() -> None:
+    parameter, settings = nn.Parameter(torch.zeros(40)), {"lr": 0.5, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([parameter], **settings)
+    adam = AdamSteps(
+        {parameter: "p"}, lambda: {"p": Arrived(torch.full((40,), 0.1), torch.ones(2))}
+    )
+    optimizer.register_step_pre_hook(lambda it, *_: adam.prepare(it))
+    moved = list[float]()
+    for step in range(YOUNG + 1):
+        before = parameter.detach().clone()
+        # Elements arrive for the first time after 150 steps, and again when v is old.
+        parameter.grad = torch.full((40,), 3.0 if step in (0, 150, YOUNG) else 0.0)
+        if step == 0:
+            parameter.grad[:20] = 0.0
+        optimizer.step()
+        moved.append(float((parameter.detach() - before).abs().max()))
+    assert max(moved[:YOUNG]) == pytest.approx(0.5, rel=1e-4)
+    assert moved[150] == pytest.approx(0.5, rel=1e-4)
+    assert moved[YOUNG] > 1.0
 
 
 def test_a_fused_step_that_a_scaler_skips_changes_no_moment() -> None:
@@ -358,17 +381,41 @@ def test_a_first_step_that_is_skipped_is_made_later() -> None:
     assert torch.equal(parameter, twin)
 
 
-def test_the_kernel_prepares_moments_to_the_same_bits() -> None:
+@pytest.mark.parametrize("limited", [False, True])
+def test_the_kernel_prepares_moments_to_the_same_bits(limited: bool) -> None:
     assert native.find().library is not None
-    numbers = Numbers(0.9, 0.4, 0.5, 0.1, 0.45)
+    numbers = Numbers(0.9, 0.4, 0.5, 0.1, 0.45, 0.99, 0.3)
     gradient = torch.randn(999) * (torch.rand(999) < 0.5)
     arrived = Arrived(torch.rand(999), torch.tensor([0.75, 0.3]))
     start, prepared = torch.randn(999), list[Tensor]()
+    square = torch.rand(999) if limited else None
     for added in (gradient, gradient.clone()):  # the kernel takes one that is as it was exchanged
         prepared.append(start.clone())
-        prepare([Moment(prepared[-1], added, gradient, arrived)], numbers)
+        prepare([Moment(prepared[-1], added, gradient, arrived, square)], numbers)
     assert torch.equal(*prepared)
+    if square is not None:
+        most = (0.99 * square + 0.01 * gradient**2).sqrt() * numbers.most * 1.00001
+        assert ((prepared[0] + (1 / 0.9 - 1) * gradient).abs() <= most + 1e-6).all()
     assert not torch.equal(prepared[0], start)
+
+
+@pytest.mark.parametrize("steps", [1, YOUNG - 1, YOUNG])
+def test_keras_and_torch_prepare_the_same_moments(steps: int) -> None:
+    tf = pytest.importorskip("tensorflow")
+    keras = pytest.importorskip("horovod_topk.tensorflow.arrivals")
+    gradient = torch.randn(999) * (torch.rand(999) < 0.5)
+    arrived = Arrived(torch.rand(999), torch.tensor([0.75, 0.3]))
+    moment, square = torch.randn(999), torch.rand(999)
+    arrays = [
+        tf.constant(each.numpy())
+        for each in (moment, square, gradient, arrived.arrivals, arrived.factors)
+    ]
+    found = keras._prepared(*arrays, (0.9, 0.99), tf.constant(steps, tf.float64))
+    before, now = 1 - 0.9**steps, 1 - 0.9 ** (steps + 1)
+    numbers = Numbers(0.9, before, now, RATE, LIMIT, 0.99, 1 - 0.99 ** (steps + 1))
+    young = square if steps < YOUNG else None
+    prepare([Moment(moment, gradient, gradient, arrived, young)], numbers)
+    np.testing.assert_allclose(found.numpy(), moment.numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -327,17 +327,24 @@ void follow(const void *mean, double rate, const void *gradient, void *out, int6
 }
 
 template <class R>
-void prepare(void *moment, const void *gradient, const void *arrivals, const topkef_adam *adam,
-             int64_t n) {
+void prepare(void *moment, const void *gradient, const void *arrivals, const void *squares,
+             const topkef_adam *adam, int64_t n) {
   auto m = static_cast<R *>(moment);
+  auto v = static_cast<const R *>(squares);
+  const R fading = (R)adam->beta2, fresh = (R)(1.0 - adam->beta2), most = (R)adam->most;
   auto g = static_cast<const R *>(gradient), phi = static_cast<const R *>(arrivals);
   const R beta = (R)adam->beta, again = (R)adam->again, now = (R)adam->now, later = (R)adam->later;
-  const R often = (R)adam->often, rarely = (R)adam->rarely, rate = (R)adam->rate, limit = (R)adam->limit;
+  const R often = (R)adam->often, rarely = (R)adam->rarely, rate = (R)adam->rate, above = (R)adam->limit;
   for (int64_t i = 0; i < n; ++i) {
     const R b = beta * (R)std::sqrt(std::sqrt(phi[i]));
     const R before = g[i] != 0 ? phi[i] - rate : phi[i];
-    const R c = before > limit ? often : rarely;
-    m[i] = (again * b) * m[i] + (now * c * ((R)1 - b) - later) * g[i];
+    const R c = before > above ? often : rarely;
+    R sum = (again * b) * m[i] + (now * c * ((R)1 - b)) * g[i];
+    if (v) {
+      const R limit = most * std::sqrt(fading * v[i] + fresh * (g[i] * g[i]));
+      sum = sum > limit ? limit : sum < -limit ? -limit : sum;
+    }
+    m[i] = sum - later * g[i];
   }
 }
 

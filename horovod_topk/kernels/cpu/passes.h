@@ -246,7 +246,7 @@ using Lose = void (*)(const void *gradient, const void *before, double scale, co
                       const void *arrivals, int64_t n, double *sums);
 
 /* Adam's first moment before its own update; see `topkef_prepare_moment`. */
-using Prepare = void (*)(void *moment, const void *gradient, const void *arrivals,
+using Prepare = void (*)(void *moment, const void *gradient, const void *arrivals, const void *squares,
                          const topkef_adam *adam, int64_t n);
 
 /* out[row, at] = scale * sum of left[row, i] * right[i, at], or out -= that sum if `subtracts`: for

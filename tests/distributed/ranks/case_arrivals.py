@@ -98,8 +98,9 @@ class Reference:
         c = torch.where(often, *factors.double()) if self.steps > 1 else 1.0
         self.m = b * self.m + (1 - b) * c * g
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g**2
-        root = (self.v / (1 - BETAS[1] ** self.steps)).sqrt() + 1e-8
-        self.p = self.p - LR * self.m / root
+        root = (self.v / (1 - BETAS[1] ** self.steps)).sqrt()
+        self.m = self.m.clamp(-root, root) if self.steps > 1 else self.m
+        self.p = self.p - LR * self.m / (root + 1e-8)
 
 
 @pytest.mark.world_size(2, 3)

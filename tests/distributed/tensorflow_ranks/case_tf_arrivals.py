@@ -93,6 +93,8 @@ class Reference:
         self.m = b * self.m + (1 - b) * c * g
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g**2
         unbias = np.sqrt(1 - BETAS[1] ** self.steps)
+        most = np.sqrt(self.v) / unbias if self.steps > 1 else np.inf
+        self.m = np.clip(self.m, -most, most)
         self.p = self.p - LR * self.m * unbias / (np.sqrt(self.v) + 1e-7)
 
 
