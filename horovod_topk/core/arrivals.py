@@ -10,9 +10,10 @@ is corrected; its mean square v is its own:
     m'   = b m + (1 - b) c G,  b = beta1 phi'^(1/4)   G: the exchanged gradient
     p    = p - lr m' / sqrt(v)                        c <= 1: of its tensor and class
 
-In Adam's first 200 steps |m'| is at most sqrt(v), so that no weight moves farther than lr in a
-step. v is young then, and an element that arrives for the first time is about sqrt(t) times as
-large as sqrt(v) in step t; dense Adam's momentum divides that by ten, and b hardly does.
+with v that of the step, divided by 1 - beta2^t. In Adam's first 200 steps |m'| is at most sqrt(v),
+so that no weight moves farther than lr, weight decay aside. v is young then: an element that first
+arrives in step t is about sqrt(t) times as large as sqrt(v). Dense Adam's momentum divides that by
+ten, and b at most by two.
 
 An element that always arrives has Adam's momentum, and the rarer one arrives, the less it has.
 Which elements a rank sends depends on v, too: those with the largest |e + g| v^(-1/4), with e its

@@ -131,7 +131,10 @@ class Following(Generic[Array]):
         self._gradients = gradients
 
     def squares(self) -> list[Array | None]:
-        """Adam's mean square of each gradient before this step; None where none can be used."""
+        """Adam's mean square of each gradient before this step; None where none can be used.
+
+        It is of use where some elements are sent and others are not.
+        """
         found: list[Array | None] = [None] * len(self._gradients)
         for at in self._selecting:
             spec, gradient = self._bucket.gradients[at].spec, self._gradients[at]

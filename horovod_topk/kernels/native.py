@@ -257,7 +257,7 @@ def addresses(each: Sequence[int | None]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(each))(*each)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def table(rows: tuple[tuple[int, ...], ...]) -> ctypes.Array[ctypes.c_int64] | None:
     """Convert rows of integers, which never change, to a ctypes array; None if there are none."""
     return integers([number for row in rows for number in row])

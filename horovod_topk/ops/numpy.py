@@ -79,7 +79,7 @@ class NumpyOps(FactorVerbs):
         real = mean.dtype.type
         np.add(mean * real(1.0 - rate), real(rate) * (gradient.reshape(-1) != 0), out=out)
 
-    def lost(self, *samples: Any) -> None:
+    def lost(self, *arrays: Any) -> None:
         return None
 
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:

@@ -223,7 +223,7 @@ class TensorFlowOps(FactorVerbs):
         kept = mean.value * _scalar(1.0 - rate, mean.dtype)
         _write(out, kept + arrived * _scalar(rate, mean.dtype))
 
-    def lost(self, *samples: Any) -> None:
+    def lost(self, *arrays: Any) -> None:
         return None
 
     def damp(self, velocity: Array, index: Array, sums: Array | None, loss: float) -> None:

@@ -46,12 +46,12 @@ class Numbers:
     rate: float  # an element is of the first class if phi - rate > limit where it has arrived, ...
     limit: float  # ... and if phi > limit where it has not
     beta2: float  # the optimizer's
-    spread: float  # 1 - beta2^t after the next step
+    correction2: float  # 1 - beta2^t after the next step
 
     @property
     def most(self) -> float:
         """The largest |m'|, in the optimizer's units and divided by beta1, for a v of 1."""
-        return self.now / self.beta1 / math.sqrt(self.spread)
+        return self.now / self.beta1 / math.sqrt(self.correction2)
 
 
 def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
@@ -109,7 +109,8 @@ def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
     often, rarely = each.arrived.factors.tolist()
     weights = now / before / beta1, now / beta1, 1.0 / beta1 - 1.0
     factors = often, rarely, numbers.rate, numbers.limit
-    adam = _Adam(beta1, *weights, *factors, numbers.beta2, numbers.most)
+    most = 0.0 if each.square is None else numbers.most
+    adam = _Adam(beta1, *weights, *factors, numbers.beta2, most)
     tensors = each.moment, each.gradient, each.arrived.arrivals, each.square
     places = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     size = each.moment.numel(), each.moment.element_size(), torch.get_num_threads()
@@ -147,7 +148,8 @@ def _limit(moment: Tensor, added: Tensor, square: Tensor, numbers: Numbers) -> N
     """Limit a moment, in place, by the v that the step will compute."""
     now = square * numbers.beta2 + added * added * (1.0 - numbers.beta2)
     limit = _root(now) * numbers.most
-    torch.minimum(torch.maximum(moment, -limit), limit, out=moment)
+    torch.where(moment < -limit, -limit, moment, out=moment)
+    torch.where(moment > limit, limit, moment, out=moment)
 
 
 def _root(array: Tensor) -> Tensor:

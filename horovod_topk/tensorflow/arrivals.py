@@ -103,6 +103,13 @@ def _square_of(optimizer: Any, variable: Any) -> Any:
         return None
 
 
+def _wide(number: Any) -> Any:
+    """Convert a number or a scalar to float64; a number by way of no other dtype."""
+    if isinstance(number, int | float):
+        return tf.constant(number, tf.float64)
+    return tf.cast(number, tf.float64)
+
+
 def _prepared(
     moment: Any,
     square: Any,
@@ -122,20 +129,23 @@ def _prepared(
         betas: the optimizer's beta 1 and beta 2.
         steps: number of updates so far, [] float64.
     """
-    wide, of_square = (tf.cast(each, tf.float64) for each in betas)
+    wide, of_square = map(_wide, betas)
     before, now = 1.0 - tf.pow(wide, steps), 1.0 - tf.pow(wide, steps + 1.0)
     again = tf.cast(tf.math.divide_no_nan(now, before), moment.dtype)  # 0 in the first update
-    first, now = tf.cast(wide, moment.dtype), tf.cast(now, moment.dtype)
+    first, fresh, now = (tf.cast(each, moment.dtype) for each in (wide, 1.0 - wide, now))
     arrivals = tf.reshape(arrivals, moment.shape)
     kept = first * tf.sqrt(tf.sqrt(arrivals))
     has_arrived = tf.cast(tf.not_equal(gradient, 0), moment.dtype)
     factor = tf.where(arrived_often(arrivals, has_arrived), factors[0], factors[1])
     wanted = again * kept * moment + now * (1.0 - kept) * factor * gradient
-    fading, spread = (
-        tf.cast(each, moment.dtype) for each in (of_square, 1.0 - tf.pow(of_square, steps + 1.0))
-    )
-    most = now * tf.sqrt((fading * square + (1.0 - fading) * tf.square(gradient)) / spread)
-    limited = tf.maximum(tf.minimum(wanted, most), -most)
-    wanted = tf.where(steps < YOUNG, limited, wanted)
-    prepared = (wanted - (1.0 - first) * gradient) / first
+
+    def limited() -> Any:
+        correction2 = 1.0 - tf.pow(of_square, steps + 1.0)
+        numbers = of_square / correction2, (1.0 - of_square) / correction2
+        fading, added = (tf.cast(each, moment.dtype) for each in numbers)
+        most = now * tf.sqrt(fading * square + added * tf.square(gradient))
+        return tf.maximum(tf.minimum(wanted, most), -most)
+
+    moved = tf.cond(steps < YOUNG, limited, lambda: wanted)
+    prepared = (moved - fresh * gradient) / first
     return tf.where(tf.equal(steps, 0.0), moment, prepared)

@@ -63,8 +63,8 @@ class AdamSteps:
                     for p, added in pairs
                 ]
                 before, now = 1.0 - beta1**step, 1.0 - beta1 ** (step + 1)
-                spread = 1.0 - beta2 ** (step + 1)
-                prepare(moments, Numbers(beta1, before, now, RATE, LIMIT, beta2, spread))
+                correction2 = 1.0 - beta2 ** (step + 1)
+                prepare(moments, Numbers(beta1, before, now, RATE, LIMIT, beta2, correction2))
 
 
 def _moment(

@@ -1,6 +1,6 @@
 /* Coders that send all elements of a tensor in few bits: one for each method, as its docstring defines.
  *
-  * A coder measures a block of elements, writes its scale, and then the codes, tile by tile. Blocks longer
+ * A coder measures a block of elements, writes its scale, and then the codes, tile by tile. Blocks longer
  * than `TILED` are measured in tiles of FOLDED. Elements are float32, finite and within `LIMIT`.
  * Everything is local to the file that includes it. */
 #ifndef TOPKEF_CODERS_H

@@ -148,7 +148,7 @@ struct ShardLayout {
  *     u' = momentum * u + g
  *     a  = scale * e + u'        with `nesterov`: scale * e + (momentum * u' + g)
  *
-  * Each product and sum is rounded. Velocities have the gradient's layout and the residual's dtype. */
+ * Each product and sum is rounded. Velocities have the gradient's layout and the residual's dtype. */
 struct Source {
   const void *residual, *gradient;
   void *candidate;

@@ -1,7 +1,7 @@
 /* Selects the k largest magnitudes of keys among candidates; of equals those with the lower index.
  *
-  * Repeated histograms narrow the range down to one magnitude: two or three rounds, of which only the
-  * first reads all candidates. Everything is local to the file that includes it. */
+ * Repeated histograms narrow the range down to one magnitude: two or three rounds, of which only the
+ * first reads all candidates. Everything is local to the file that includes it. */
 #ifndef TOPKEF_SELECT_K_H
 #define TOPKEF_SELECT_K_H
 

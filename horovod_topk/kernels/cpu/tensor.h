@@ -37,8 +37,8 @@ struct Division {
  *
  *     begin(source, division); gather(source, payload, 0 ... parts - 1); finish(source, payload)
  *
-  * With one part, the same thread calls all three, one after the other. Shards in one pass use
-  * `Passes::gather_shards` instead of `gather`, and then `relieve`, until it returns true. */
+ * With one part, the same thread calls all three, one after the other. Shards in one pass use
+ * `Passes::gather_shards` instead of `gather`, and then `relieve`, until it returns true. */
 class Encoder {
  public:
   virtual ~Encoder() = default;

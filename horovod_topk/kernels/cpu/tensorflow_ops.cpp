@@ -6,8 +6,8 @@
  *                                                                                 payload
  *     TopkefDecode(gathered: uint8, flags: bool, scale: double) -> gradients: G, flat
  *
-  * Both have the attributes `recipe`, as in topkef.h, and `threads`. `template` is an empty payload,
-  * `keys` are as in topkef.h, or empty.
+ * Both have the attributes `recipe`, as in topkef.h, and `threads`. `template` is an empty payload,
+ * `keys` are as in topkef.h, or empty.
  */
 #include <dlfcn.h>
 
@@ -324,9 +324,9 @@ void encode(void *state, TF_Context *context) {
   auto payload = static_cast<uint8_t *>(output(kernel, context, tensors, UINT8, bytes, bytes));
   if (!payload) return;
   std::memcpy(payload, empty.data(), (size_t)bytes);
+  auto streams = keys.bytes() ? static_cast<const int64_t *>(keys.data()) : nullptr;
   topkef_encode(kernel->bucket, residuals.data(), gradients.data(), candidates.data(), payload,
-                squares.empty() ? nullptr : &correction, keys.bytes() ? static_cast<const int64_t *>(keys.data()) : nullptr,
-                (int)kernel->threads);
+                squares.empty() ? nullptr : &correction, streams, (int)kernel->threads);
 }
 
 void decode(void *state, TF_Context *context) {

@@ -1,9 +1,9 @@
 /* The C interface of the CPU kernels: one bucket encoded or decoded in one call.
  *
-  * It is independent of frameworks: arrays are pointers to contiguous elements in row-major order, of any
-  * alignment. A recipe has all that a call needs of the plan; its layout is in the docstring of
-  * `horovod_topk.ops.protocol.Fused`. Results have the same bits as those of the operations in
-  * `horovod_topk.ops`, for any instruction set and number of threads.
+ * It is independent of frameworks: arrays are pointers to contiguous elements in row-major order, of any
+ * alignment. A recipe has all that a call needs of the plan; its layout is in the docstring of
+ * `horovod_topk.ops.protocol.Fused`. Results have the same bits as those of the operations in
+ * `horovod_topk.ops`, for any instruction set and number of threads.
  */
 #ifndef TOPKEF_H
 #define TOPKEF_H
@@ -38,8 +38,8 @@ TOPKEF_API void topkef_bucket_free(topkef_bucket *bucket);
  *     u' -= loss * u'           where a was sent, but in tensors that are sent whole
  *     u' -= loss * min(1, |u'| / |a|) * u'   there with `graded`
  *
-  * Velocities and gradients then have the residuals' dtype, and velocities the gradients' layout. With
-  * squares v, of the same dtype and layout, the largest |a| v^(-1/4) are selected (weights.h). */
+ * Velocities and gradients then have the residuals' dtype, and velocities the gradients' layout. With
+ * squares v, of the same dtype and layout, the largest |a| v^(-1/4) are selected (weights.h). */
 typedef struct topkef_correction {
   const double *scales;           /* one a tensor, shard after shard; NULL: all are 1 */
   const void *const *velocities;  /* one a gradient, as all that follow; NULL: there are none */
@@ -53,10 +53,10 @@ typedef struct topkef_correction {
 
 /* Write flags, values and indices to `payload`, and what is not sent to the candidates.
  *
-  * residuals, candidates: a pointer for each tensor; candidates must overlap nothing else. gradients: as
-  * many pointers as the recipe's tensors refer to. correction: NULL for none. keys: keys of random
-  * numbers, three numbers for each tensor, shard after shard: two words, and the number of committed
-  * steps; NULL if the kind of values draws none. */
+ * residuals, candidates: a pointer for each tensor; candidates must overlap nothing else. gradients: as
+ * many pointers as the recipe's tensors refer to. correction: NULL for none. keys: keys of random
+ * numbers, three numbers for each tensor, shard after shard: two words, and the number of committed
+ * steps; NULL if the kind of values draws none. */
 TOPKEF_API void topkef_encode(topkef_bucket *bucket, const void *const *residuals,
                               const void *const *gradients, void *const *candidates,
                               uint8_t *payload, const topkef_correction *correction,
@@ -65,7 +65,7 @@ TOPKEF_API void topkef_encode(topkef_bucket *bucket, const void *const *residual
 /* The same for shards of one bucket, which have the same tensors and gradients: in one pass over the
  * gradients, if possible.
  *
-  * residuals, candidates: a pointer for each tensor, shard after shard. payloads: one for each shard. */
+ * residuals, candidates: a pointer for each tensor, shard after shard. payloads: one for each shard. */
 TOPKEF_API void topkef_encode_shards(topkef_bucket *const *shards, int64_t count,
                                      const void *const *residuals, const void *const *gradients,
                                      void *const *candidates, uint8_t *const *payloads,
@@ -74,9 +74,9 @@ TOPKEF_API void topkef_encode_shards(topkef_bucket *const *shards, int64_t count
 
 /* Replace gradients by `scale` times the sum over `ranks` payloads, added in their order.
  *
-  * flags: a byte for each tensor; if it is not 0 the gradient becomes NaN and the entries are not read.
-  * Returns -1, or rank * tensors + tensor for the first indices that do not ascend or are outside
-  * their tensor: then nothing has been written. */
+ * flags: a byte for each tensor; if it is not 0 the gradient becomes NaN and the entries are not read.
+ * Returns -1, or rank * tensors + tensor for the first indices that do not ascend or are outside
+ * their tensor: then nothing has been written. */
 TOPKEF_API int64_t topkef_decode(const topkef_bucket *bucket, const uint8_t *gathered,
                                  int64_t ranks, double scale, const uint8_t *flags,
                                  void *const *gradients, int threads);

@@ -1,7 +1,7 @@
 /* What elements weigh when they are selected by magnitude times weight: about v^(-1/4), with Adam's mean
  * square v. Computed from the bits of v, so that all instruction sets get the same.
  *
-  * Everything is local to the file that includes it. */
+ * Everything is local to the file that includes it. */
 #ifndef TOPKEF_WEIGHTS_H
 #define TOPKEF_WEIGHTS_H
 
