@@ -10,10 +10,10 @@ is corrected; its mean square v is its own:
     m'   = b m + (1 - b) c G,  b = beta1 phi'^(1/4)   G: the exchanged gradient
     p    = p - lr m' / sqrt(v)                        c <= 1: of its tensor and class
 
-with v that of the step, divided by 1 - beta2^t. In Adam's first 200 steps |m'| is at most sqrt(v),
-so that no weight moves farther than lr, weight decay aside. v is young then: an element that first
-arrives in step t is about sqrt(t) times as large as sqrt(v). Dense Adam's momentum divides that by
-ten, and b at most by two.
+with v that of the step, divided by 1 - beta2^t. While v is young, an element that first arrives in
+step t is about sqrt(t) times as large as sqrt(v). Dense Adam moves its weight by 1 - beta1 times
+that, and so at most by lr in the first 1 / (1 - beta1)^2 steps, 100 of them with beta1 = 0.9. In
+these steps |m'| is at most sqrt(v): b is smaller than beta1, and would let weights move farther.
 
 An element that always arrives has Adam's momentum, and the rarer one arrives, the less it has.
 Which elements a rank sends depends on v, too: those with the largest |e + g| v^(-1/4), with e its
@@ -60,7 +60,6 @@ CLASSES = 2  # of elements: those that arrive often, and the others
 OFTEN = 0.5  # phi above which an element arrives often
 RATE = 0.1  # weight of the present step in phi
 LEAST = 0.1  # smallest c
-YOUNG = 200  # steps of Adam in which |m'| is at most sqrt(v)
 LIMIT = (1.0 - RATE) * OFTEN  # what phi' has to be above, less what arrived in the step
 
 
@@ -72,6 +71,11 @@ def arrived_often(arrivals: Any, has_arrived: Any) -> Any:
         has_arrived: 1 for elements that arrived in the step, 0 for others.
     """
     return arrivals - RATE * has_arrived > LIMIT
+
+
+def is_limited(beta1: Any, step: Any) -> Any:
+    """Whether |m'| is at most sqrt(v) in a step of Adam; the first is step 1."""
+    return (1.0 - beta1) ** 2 * step <= 1.0
 
 
 def elements(name: str, numel: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.arrivals import YOUNG, arrived_often
+from horovod_topk.core.arrivals import arrived_often, is_limited
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.takeover import is_legacy, slot_of
@@ -146,6 +146,6 @@ def _prepared(
         most = now * tf.sqrt(fading * square + added * tf.square(gradient))
         return tf.maximum(tf.minimum(wanted, most), -most)
 
-    moved = tf.cond(steps < YOUNG, limited, lambda: wanted)
+    moved = tf.cond(is_limited(wide, steps + 1.0), limited, lambda: wanted)
     prepared = (moved - fresh * gradient) / first
     return tf.where(tf.equal(steps, 0.0), moment, prepared)

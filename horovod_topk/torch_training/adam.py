@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from horovod_topk.core.arrivals import LIMIT, RATE, YOUNG
+from horovod_topk.core.arrivals import LIMIT, RATE, is_limited
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.ops.torch_moments import Arrived, Moment, Numbers, prepare
@@ -58,8 +58,9 @@ class AdamSteps:
                 if not step:  # the first step is to come, as a skipped one does not count
                     continue
                 pairs = zip(alike, _added(optimizer, group, alike), strict=True)
+                limited = is_limited(beta1, step + 1)
                 moments = [
-                    _moment(optimizer.state[p], added, p.grad, arrived[self._names[p]], step)
+                    _moment(optimizer.state[p], added, p.grad, arrived[self._names[p]], limited)
                     for p, added in pairs
                 ]
                 before, now = 1.0 - beta1**step, 1.0 - beta1 ** (step + 1)
@@ -68,10 +69,10 @@ class AdamSteps:
 
 
 def _moment(
-    state: Mapping[str, Any], added: Tensor, gradient: Tensor, arrived: Arrived, step: int
+    state: Mapping[str, Any], added: Tensor, gradient: Tensor, arrived: Arrived, limited: bool
 ) -> Moment:
-    """Return a parameter's first moment after `step` steps, and what it is prepared from."""
-    square = state["exp_avg_sq"] if step < YOUNG else None
+    """Return a parameter's first moment, and what it is prepared from."""
+    square = state["exp_avg_sq"] if limited else None
     return Moment(state["exp_avg"], added, gradient, arrived, square)
 
 
