@@ -34,7 +34,7 @@ def causes(study: Study) -> str:
     return table(["", *RATES, *GPT], rows)
 
 
-def variants(study: Study, name: str) -> str:
+def by_seed(study: Study, name: str) -> str:
     """Make a table of what each variant of a file costs: % more bits a byte than dense, by seed."""
     bits = _bits(f"adam_{name}.jsonl")
     cases = list(dict.fromkeys(case for _, case, _ in bits))

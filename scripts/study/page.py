@@ -368,7 +368,7 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
         *(patience, loops, within, beyond, same_ends, total, scatter, curves, bars, machine),
         *(matrix.progress, matrix.brief, matrix.worst, matrix.means, matrix.cells, matrix.dots),
         *(matrix.parts, panels, catalogue, calls, runs, expenses.expenses, causes.causes),
-        causes.variants,
+        causes.by_seed,
     )
 }
 
