@@ -74,7 +74,7 @@ def arrived_often(arrivals: Any, has_arrived: Any) -> Any:
 
 
 def is_limited(beta1: Any, step: Any) -> Any:
-    """Whether |m'| is at most sqrt(v) in a step of Adam; the first is step 1."""
+    """Whether TopKEF limits Adam's step number `step` to |m'| <= sqrt(v); steps count from 1."""
     return (1.0 - beta1) ** 2 * step <= 1.0
 
 

@@ -52,7 +52,7 @@ def _bits(name: str) -> dict[tuple[str, str, int], Any]:
 
 
 def _variants(bits: dict[tuple[str, str, int], Any]) -> list[str]:
-    """The variants other than dense, in their order."""
+    """List the variants other than dense, in the order of the file."""
     return [each for each in dict.fromkeys(name for name, _, _ in bits) if each != DENSE]
 
 
