@@ -143,7 +143,7 @@ class Threshold(Codec):
     def encode_weighted(
         self, ops: Ops[Array], bucket: Bucket, piece: Any, values: Array, squares: Array
     ) -> Sent[Array]:
-        """`Codec.encode_weighted`: that of Top-K. The threshold itself ignores the weights."""
+        """As `Codec.encode_weighted`. Weights decide which elements are sent, not how many."""
         return self._top.encode_weighted(ops, bucket, piece, values, squares)
 
     def measure(
