@@ -27,10 +27,12 @@ OPTIONAL: dict[str, object] = {
     "velocity_kept": 0.0,
     "taken_over": False,
     "follow_lr": False,
+    "by_arrivals": None,
     "beta2": None,
     "ratios": None,
 }  # setting -> the value that switches it off
 TAKE_OVER = "optimizer"  # value of `momentum`: take over the optimizer's own momentum
+ADAM, SGD = "adam", "sgd"  # values of `by_arrivals`
 AUTO = "auto"  # value of a setting that the optimizer and the job decide
 DEFERRED: Mapping[str, tuple[str, ...]] = {
     "momentum": (TAKE_OVER, AUTO),
@@ -38,7 +40,7 @@ DEFERRED: Mapping[str, tuple[str, ...]] = {
     "warmup": (AUTO,),
     "guard": (AUTO,),
 }  # setting -> values that are decided once the optimizer and the job are known
-BY_ADAPTERS = {"taken_over", "beta2"}  # settings that adapters set, not users
+BY_ADAPTERS = {"taken_over", "by_arrivals", "beta2"}  # settings that adapters set, not users
 
 
 Stretches = tuple[tuple[int, float], ...]
@@ -113,6 +115,7 @@ class Settings:
     velocity_kept: float | str = 0.0  # share of a sent element's velocity that stays
     taken_over: bool = False  # whether `momentum` is the optimizer's own; adapters set it
     follow_lr: bool = False  # rescale residuals when the learning rate changes
+    by_arrivals: str | None = None  # "adam" or "sgd", if its step depends on arrivals
     beta2: float | None = None  # Adam's second beta, if its step depends on arrivals
     ratios: Rules | None = None  # for some tensors, instead of the method's ratio; None: none
     name: str | None = None  # prefix of the collectives' names; None: derived from the plan
@@ -157,8 +160,13 @@ class Settings:
 
     @property
     def follows_arrivals(self) -> bool:
-        """Whether Adam's step depends on how often elements arrive; see `core.arrivals`."""
-        return self.beta2 is not None
+        """Whether the optimizer's step depends on how often elements arrive: `core.arrivals`."""
+        return self.by_arrivals is not None
+
+    @property
+    def follows_energies(self) -> bool:
+        """Whether that step also depends on the energy that error feedback takes away: Adam's."""
+        return self.by_arrivals == ADAM
 
     @property
     def needed_measures(self) -> tuple[str, ...]:
@@ -207,8 +215,6 @@ class Settings:
         version adds one. Ranks compare settings whose `ratios` are resolved.
         """
         agreed = {name: value for name, value in asdict(self).items() if not self._is_off(name)}
-        if self.follows_arrivals:
-            agreed["follows_arrivals"] = True
         if self.schedule is not None:
             agreed["schedule"] = [type(self.schedule).__name__, asdict(self.schedule)]
         return agreed

@@ -1,21 +1,43 @@
-"""What Adam's step needs to know of elements that arrive rarely, or with delay.
+"""What an optimizer's step needs to know of elements that arrive rarely, or with delay.
 
-An element that is sent once in a hundred steps arrives as the sum of a hundred gradients. Adam
-would repeat this large value over its next ten steps; and as what was not sent adds up, quick
-changes of a gradient cancel out before they are sent, so that Adam's mean square misses them and
-its steps are too large. So ranks exchange gradients without any momentum, and Adam's first moment m
-is corrected; its mean square v is its own:
+An element that is sent once in a hundred steps arrives as the sum of a hundred gradients. Momentum
+would spread this large value over the next ten steps, and so delay it once more. So ranks exchange
+gradients without any momentum, and each element has a momentum of its own at the optimizer: the
+more often it arrives, the more it has. An element that always arrives has the optimizer's momentum.
 
-    phi' = phi + ([G is not 0] - phi) / 10            how often an element arrives
-    m'   = b m + (1 - b) c G,  b = beta1 phi'^(1/4)   G: the exchanged gradient
-    p    = p - lr m' / sqrt(v)                        c <= 1: of its tensor and class
+    phi' = phi + ([G is not 0] - phi) / 10    how often an element arrives
+    b    = beta1 phi'^(1/4)                   SGD: its momentum in place of Adam's beta1
+
+G is the exchanged gradient.
+
+**SGD** applies every gradient once, whenever it arrives: a gradient moves its weight by lr c / (1 -
+momentum) in all, as in dense SGD but for c. R is what earlier ones have still to move, and M what
+SGD applies in place of its momentum buffer:
+
+    M  = (1 - b) (R + c G) / (1 - momentum)
+    R' = b (R + c G)
+    c  = (1 - 1/2 phi' (lr / largest lr so far)^2) min(1, 3/2 n / |G|)
+    n' = n + (|G| - n) / 20                   |G|: the norm of a tensor
+
+Large steps are taken at once where dense SGD spreads them over ten steps, so that training would
+diverge near the largest learning rate at which dense SGD is stable. Two factors keep it stable.
+Elements that arrive in nearly every step have the largest gradients; they move less while the
+learning rate is near its largest value. And a tensor's gradient that is suddenly larger than those
+of the last steps is scaled down to 1.5 times their mean norm. No element of a tensor that is sent
+whole moves less for arriving often, and while everything is sent at full precision phi is 1.
+
+**Adam** divides by the root of a mean square v of gradients. As what was not sent adds up, quick
+changes of a gradient cancel out before they are sent, so that v misses them and steps are too
+large. So Adam's first moment m is corrected; v is its own:
+
+    m' = b m + (1 - b) c G                    c <= 1: of its tensor and class
+    p  = p - lr m' / sqrt(v)
 
 with v that of the step, divided by 1 - beta2^t. While v is young, an element that first arrives in
 step t is about sqrt(t) times as large as sqrt(v). Dense Adam moves its weight by 1 - beta1 times
 that, and so at most by lr in the first 1 / (1 - beta1)^2 steps, 100 of them with beta1 = 0.9. In
 these steps |m'| is at most sqrt(v): b is smaller than beta1, and would let weights move farther.
 
-An element that always arrives has Adam's momentum, and the rarer one arrives, the less it has.
 Which elements a rank sends depends on v, too: those with the largest |e + g| v^(-1/4), with e its
 residual. Adam divides by sqrt(v), so that a weight whose gradients are small moves as far as one
 whose gradients are large. By magnitude alone small gradients would wait for long, and by |e + g| /
@@ -49,17 +71,27 @@ their elements may be rounded to zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from horovod_topk.methods.protocol import Piece
+from horovod_topk.config import ADAM, SGD
+from horovod_topk.methods.protocol import Method, Piece
+
+Array = TypeVar("Array")
 
 ARRIVALS, ENERGY, LOST, FACTORS = "arrivals", "energy", "lost", "factors"  # states: phi, E, D, c
-STATES = (ARRIVALS, ENERGY, FACTORS, LOST)
-SHARED = (ARRIVALS, ENERGY, FACTORS)  # equal on all ranks
+NORMS = "norms"  # SGD's n
+OF_ADAM = (ARRIVALS, ENERGY, FACTORS, LOST)
+OF_SGD = (ARRIVALS, NORMS, FACTORS)  # FACTORS: min(1, 3/2 n / |G|)
+STATES = (*OF_ADAM, NORMS)
+SHARED = (ARRIVALS, ENERGY, FACTORS, NORMS)  # equal on all ranks
 CLASSES = 2  # of elements: those that arrive often, and the others
 OFTEN = 0.5  # phi above which an element arrives often
 RATE = 0.1  # weight of the present step in phi
-LEAST = 0.1  # smallest c
+LEAST = 0.1  # smallest c of Adam
+LOSS = 0.5  # SGD: what an element that always arrives loses at the largest learning rate
+SPIKE = 1.5  # SGD: largest norm of a tensor's gradient, divided by the mean of earlier ones
+NORM_RATE = 0.05  # weight of the present step in n
 LIMIT = (1.0 - RATE) * OFTEN  # what phi' has to be above, less what arrived in the step
 
 
@@ -78,9 +110,34 @@ def is_limited(beta1: Any, step: Any) -> Any:
     return (1.0 - beta1) ** 2 * step <= 1.0
 
 
-def elements(name: str, numel: int) -> int:
+@dataclass(frozen=True)
+class Arrived(Generic[Array]):
+    """What Adam's step needs to know of one tensor in the exchanged step."""
+
+    arrivals: Array  # phi of each element after the step, flat
+    factors: Array  # c of each class
+
+
+@dataclass(frozen=True)
+class ArrivedToSgd(Generic[Array]):
+    """What SGD's step needs to know of one tensor in the exchanged step."""
+
+    arrivals: Array  # phi of each element after the step, flat
+    before: Array  # the same before the step
+    factor: Array  # min(1, 3/2 n / |G|), one element
+    loss: Any  # what an element that always arrives loses: a number, in a graph a scalar
+
+
+def states(config: Method) -> tuple[str, ...]:
+    """Names of the states that an optimizer's step depends on with these settings."""
+    return {ADAM: OF_ADAM, SGD: OF_SGD, None: ()}[config.by_arrivals]
+
+
+def elements(name: str, numel: int, config: Method) -> int:
     """Number of elements of a state for a tensor of `numel` elements."""
-    return numel if name == ARRIVALS or not numel else CLASSES
+    if name == ARRIVALS or not numel:
+        return numel
+    return CLASSES if config.follows_energies else 1
 
 
 def followed(pieces: Sequence[Piece]) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from horovod_topk.config import AUTO
+from horovod_topk.config import ADAM, AUTO, SGD
 from horovod_topk.core.base_compressor import elastic
 from horovod_topk.errors import ConfigError
 from horovod_topk.methods.protocol import Method, Rounds
@@ -49,8 +49,27 @@ def why_not_corrected(config: Method) -> str:
     return ""
 
 
+def rule_of_arrivals(config: Method, asked: str | None, *, normalises: bool | None) -> str | None:
+    """Rule by which these settings would have an optimizer's step depend on arrivals.
+
+    Args:
+        config: the settings.
+        asked: what the user has left to the compressor of `momentum`, if anything.
+        normalises: whether the optimizer divides by the root of a mean square, as Adam, or not, as
+            SGD; None: not known.
+
+    Returns:
+        A value of `by_arrivals`. None: there is no such rule, or the settings correct velocities.
+    """
+    if asked != AUTO or config.velocity_kept != AUTO or normalises is None:
+        return None
+    if normalises:
+        return ADAM
+    return None if isinstance(config, Rounds) else SGD
+
+
 def why_not_by_arrivals(config: Method) -> str:
-    """Reason why Adam's step on these gradients does not depend on arrivals; empty: it can."""
+    """Reason why no step on these gradients depends on arrivals; empty: it can."""
     if why := why_not_corrected(config):
         return why
     if isinstance(config, Rounds):
@@ -72,7 +91,7 @@ def fitted(
         deferred: names of the settings that the user has left to the compressor.
         normalises: whether the optimizer divides by the root of a mean square, as Adam, or not, as
             SGD; None: not known.
-        follows: whether Adam's steps depend on arrivals.
+        follows: whether the optimizer's steps depend on arrivals.
     """
     if normalises and config.velocity_kept == AUTO:
         config = replace(config, velocity_kept=0.0)
@@ -148,7 +167,7 @@ def note_taken(kind: str, momentum: float) -> None:
 
 
 def note_followed(kind: str) -> None:
-    """Log that an Adam's steps depend on how often elements arrive."""
+    """Log that an optimizer's steps depend on how often elements arrive."""
     log.info("TopKEF: steps of %s depend on how often elements arrive", kind)
 
 

@@ -324,7 +324,7 @@ def _plan_bucket(
 ) -> BucketPlan:
     parts = [Piece(spec, spec.numel, position) for position, spec in enumerate(specs)]
     measures = config.measures
-    if config.follows_arrivals:
+    if config.follows_energies:
         if len(specs) > BUCKET_TENSORS:
             raise ConfigError(
                 f"a group has {len(specs)} tensors, and {BUCKET_TENSORS} at most can be sent "

@@ -55,7 +55,8 @@ class Whole(Rounds):
     @classmethod
     def beside(cls, config: Method) -> Whole:
         """What another method's settings say of the tensors and the optimizer."""
-        own = config.common(without=("warmup", "ratios", "schedule", "beta2"))  # of levels
+        of_levels = "warmup", "ratios", "schedule"
+        own = config.common(without=(*of_levels, "by_arrivals", "beta2"))
         return cls(**own | {"exchange": "reduce", "min_numel": EVERYTHING})
 
 
@@ -324,7 +325,7 @@ def state_plan(bucket: BucketPlan, name: str) -> BucketPlan:
 def _state_elements(bucket: BucketPlan, piece: Piece, name: str) -> int:
     """Number of elements of one named state for one tensor."""
     if name in arrivals.STATES:
-        return arrivals.elements(name, piece.numel)
+        return arrivals.elements(name, piece.numel, bucket.config)
     state = {} if piece.whole else _method(bucket).state(piece)
     return state[name].numel if name in state else 0
 
@@ -333,7 +334,7 @@ def state_names(plan: Plan) -> list[str]:
     """Names of the method's state beside residuals, for any tensor of a plan."""
     method: object = plan.config
     if not isinstance(method, Rounds):
-        return list(arrivals.STATES) if plan.config.follows_arrivals else []
+        return list(arrivals.states(plan.config))
     pieces = (piece for piece in plan.tensors() if not piece.whole)
     return sorted({name for piece in pieces for name in method.state(piece)})
 

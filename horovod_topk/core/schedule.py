@@ -177,7 +177,8 @@ class Schedule:
         settings = self._config.at(ratio)
         profile = {} if self._schedule is None else self._schedule.profile(ratio)
         if not corrects:
-            profile |= {"momentum": 0.0, "nesterov": False, "taken_over": False, "beta2": None}
+            profile |= {"momentum": 0.0, "nesterov": False, "taken_over": False}
+            profile |= {"by_arrivals": None, "beta2": None}
         return replace(settings, **profile) if profile else settings
 
     def _check_profiles(self, schedule: schedules.Schedule) -> None:

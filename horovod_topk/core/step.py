@@ -20,16 +20,19 @@ builds a step while it traces, and decides by a condition in the graph.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from horovod_topk.core.arrivals import ARRIVALS, STATES
+from horovod_topk.config import SGD
+from horovod_topk.core.arrivals import ARRIVALS, LOSS, STATES, Arrived, ArrivedToSgd
 from horovod_topk.core.codec import PayloadCodec
+from horovod_topk.core.energies import Energies
 from horovod_topk.core.exchange import BucketExchange, Exchange
 from horovod_topk.core.following import Following
 from horovod_topk.core.measures import HOST, own_measures, total_of
 from horovod_topk.core.momentum import Correction, Momenta
+from horovod_topk.core.norms import Norms
 from horovod_topk.core.plan import BucketPlan, Plan
 from horovod_topk.core.probe import Probe
 from horovod_topk.core.residual import Arenas, Squares
@@ -64,7 +67,10 @@ class Bucket(Generic[Array]):
     measurable: bool = False  # whether arenas and payload still belong to one step
     measures: bool = False  # whether it has measures of its own arrays, computed in each step
     gradient: Any = None  # sum of squares of its gradients, in a sampled step
-    following: Following[Array] | None = None  # if Adam's step depends on arrivals
+    following: Following[Array] | None = None  # if the optimizer's step depends on arrivals
+    energies: Energies[Array] | None = None  # if Adam's does
+    norms: Norms[Array] | None = None  # if SGD's does
+    selecting: Collection[str] = ()  # names of the tensors of which not all elements are sent
 
 
 class Step(Generic[Array]):
@@ -105,6 +111,7 @@ class Step(Generic[Array]):
         self.name = name
         self._storage, self._ops, self._codec, self._exchange = storage, ops, codec, exchange
         self._momenta = momenta or Momenta(plan.config)
+        self._decay = decay
         self._correction = Correction(plan.config, self._momenta, decay, ops)
         self._number, self.samples, self._timer = number, False, timer or StepTimer()
         self._told: list[Any] = []  # the host's measures in the payloads; at first none
@@ -153,10 +160,10 @@ class Step(Generic[Array]):
         bucket.committed_last, bucket.measurable = False, True
         if bucket.measures:
             self._tell(bucket, gradients)
-        if bucket.following is not None:
-            bucket.following.begin(gradients)
-            self._codec.tell(bucket.plan, bucket.following.told)
-            self._codec.weigh(bucket.plan, bucket.following.squares())
+        if bucket.energies is not None:
+            bucket.energies.begin(gradients)
+            self._codec.tell(bucket.plan, bucket.energies.told)
+            self._codec.weigh(bucket.plan, bucket.energies.squares())
         if self.samples:
             bucket.gradient = total_of([self._ops.square(gradient) for gradient in gradients])
         velocities = None
@@ -223,9 +230,13 @@ class Step(Generic[Array]):
             bucket.exchange.drain()
             raise
         self.received.add(ordinal)
-        if bucket.following is not None:
+        if bucket.energies is not None:
             lost = self._codec.told[ordinal]
-            bucket.following.finish(targets, gain, self._exchange.ranks, lost)
+            bucket.energies.finish(targets, gain, self._exchange.ranks, lost)
+        if bucket.norms is not None:
+            bucket.norms.finish(targets, gain)
+        if bucket.following is not None:
+            bucket.following.finish(targets)
         timer.decompressing += time.perf_counter() - timer.exposed - began
         if self.probe is not None:
             self.probe.finish(ordinal, targets, gain)
@@ -248,14 +259,33 @@ class Step(Generic[Array]):
         sums = [total_of(gradient), total_of(left)]
         return [*sums, total_of([sums[1], *regained])] if regained else sums
 
-    def arrivals(self) -> dict[str, tuple[Array, Array]]:
-        """phi of a tensor's elements after the last step, and c of its classes in it, by name."""
-        found = dict[str, tuple[Array, Array]]()
+    def arrivals(self) -> dict[str, Arrived[Array]]:
+        """What Adam's step needs to know of the last step's arrivals, by tensor name."""
+        found = dict[str, Arrived[Array]]()
+        for following, bucket in self._followed():
+            if bucket.energies is not None:
+                factors = bucket.energies.latest(committed=bucket.committed_last)
+                for name, (phi, _) in following.latest(committed=bucket.committed_last).items():
+                    found[name] = Arrived(phi, factors[name])
+        return found
+
+    def arrivals_to_sgd(self) -> dict[str, ArrivedToSgd[Array]]:
+        """What SGD's step needs to know of the last step's arrivals, by tensor name."""
+        found = dict[str, ArrivedToSgd[Array]]()
+        for following, bucket in self._followed():
+            if bucket.norms is not None:
+                factors = bucket.norms.latest(committed=bucket.committed_last)
+                for name, phis in following.latest(committed=bucket.committed_last).items():
+                    loss = LOSS * self._decay(name) ** 2 if name in bucket.selecting else 0.0
+                    found[name] = ArrivedToSgd(*phis, factors[name], loss)
+        return found
+
+    def _followed(self) -> Iterator[tuple[Following[Array], Bucket[Array]]]:
+        """Buckets that are followed, and whose arenas are those of the last step."""
         for ordinal, bucket in self._buckets.items():
             is_known = bucket.committed_last or ordinal in self.received
             if bucket.following is not None and is_known:
-                found |= bucket.following.latest(committed=bucket.committed_last)
-        return found
+                yield bucket.following, bucket
 
     def commit(self) -> bool:
         """Make the candidates of all finished buckets the state.
@@ -329,12 +359,22 @@ class Step(Generic[Array]):
         memory = storage.residuals, storage.owned, states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
         bucket = Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
+        holders = [each.plan for each in (*storage.residuals, *storage.owned)]
+        bucket.selecting = {
+            each.spec.name for plan in holders for each in plan.tensors if not each.sends_all
+        }
         bucket.measures = not set(plan.config.measures) <= set(HOST)
         followed = {name: own for name, own in storage.states.items() if name in STATES}
         if plan.config.follows_arrivals and followed[ARRIVALS].plan.numel:
-            part = self._exchange.part or 0
-            kept = storage.residuals, storage.owned
-            bucket.following = Following(plan, *kept, part, followed, ops, self._momenta)
+            of_sgd = plan.config.by_arrivals == SGD
+            everything = of_sgd and plan.config.ratio == 1.0
+            bucket.following = Following(followed[ARRIVALS], ops, everything=everything)
+            if of_sgd:
+                bucket.norms = Norms(plan, followed, ops)
+            else:
+                part = self._exchange.part or 0
+                kept = storage.residuals, storage.owned
+                bucket.energies = Energies(plan, *kept, part, followed, ops, self._momenta)
         return bucket
 
     def _tell(self, bucket: Bucket[Array], gradients: Sequence[Array]) -> None:
@@ -354,10 +394,11 @@ class Step(Generic[Array]):
                 bucket.exchange.swap()
                 if bucket.velocity is not None:
                     bucket.velocity.swap()
-                if bucket.following is not None:
-                    bucket.following.swap()
+                for each in (bucket.following, bucket.energies, bucket.norms):
+                    if each is not None:
+                        each.swap()
                 bucket.committed_last = True
-            if bucket.following is not None:
+            if bucket.energies is not None:
                 self._codec.weigh(bucket.plan, ())
             bucket.flags = ()
         return bool(finished)

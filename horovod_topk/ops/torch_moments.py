@@ -18,21 +18,14 @@ Foreach = Any  # torch's operations on lists of tensors have no annotations
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """Arrivals of one tensor in the step that is about to be applied."""
-
-    arrivals: Tensor  # phi of each element, flat
-    factors: Tensor  # c of each class
-
-
-@dataclass(frozen=True)
 class Moment:
     """One parameter's first moment, and what it is prepared from."""
 
     moment: Tensor  # it is written
     added: Tensor  # the gradient that the optimizer adds: with weight decay, or negated
     gradient: Tensor  # as it was exchanged, but for a factor
-    arrived: Arrived
+    arrivals: Tensor  # phi of each element after the step's exchange, flat
+    factors: Tensor  # c of each class
     square: Tensor | None = None  # Adam's v before the step; None: moments are not limited by it
 
 
@@ -93,7 +86,7 @@ class _Adam(ctypes.Structure):
 
 def _fits(each: Moment) -> bool:
     """Whether the CPU kernel can read and write a moment's tensors."""
-    tensors = [each.moment, each.gradient, each.arrived.arrivals]
+    tensors = [each.moment, each.gradient, each.arrivals]
     tensors += [] if each.square is None else [each.square]
     return each.moment.dtype in (torch.float32, torch.float64) and all(
         tensor.device.type == "cpu"
@@ -106,12 +99,12 @@ def _fits(each: Moment) -> bool:
 
 def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
     beta1, before, now = numbers.beta1, numbers.before, numbers.now
-    often, rarely = each.arrived.factors.tolist()
+    often, rarely = each.factors.tolist()
     weights = now / before / beta1, now / beta1, 1.0 / beta1 - 1.0
     factors = often, rarely, numbers.rate, numbers.limit
     most = 0.0 if each.square is None else numbers.most
     adam = _Adam(beta1, *weights, *factors, numbers.beta2, most)
-    tensors = each.moment, each.gradient, each.arrived.arrivals, each.square
+    tensors = each.moment, each.gradient, each.arrivals, each.square
     places = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     size = each.moment.numel(), each.moment.element_size(), torch.get_num_threads()
     if each.moment.numel():
@@ -122,7 +115,7 @@ def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
     """As `topkef_prepare_moment` of kernels/cpu/topkef.h, for float32 bit for bit."""
     beta1, before, now = numbers.beta1, numbers.before, numbers.now
     ops: Foreach = torch
-    phis = [each.arrived.arrivals for each in moments]
+    phis = [each.arrivals for each in moments]
     kept = [_root(_root(phi)) for phi in phis]
     ops._foreach_mul_(kept, beta1)
     factors = [_factor(each, numbers) for each in moments]
@@ -159,6 +152,6 @@ def _root(array: Tensor) -> Tensor:
 
 def _factor(each: Moment, numbers: Numbers) -> Tensor:
     """Expand a tensor's factors c, one for each class, to one for each element: flat."""
-    phi, (often, rarely) = each.arrived.arrivals, each.arrived.factors
+    phi, (often, rarely) = each.arrivals, each.factors
     has_arrived = each.gradient.reshape(-1).ne(0).to(phi)
     return torch.where(phi - numbers.rate * has_arrived > numbers.limit, often, rarely)

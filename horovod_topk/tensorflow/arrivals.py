@@ -1,13 +1,16 @@
-"""Adam's and AdamW's updates of Keras on compressed gradients, by `horovod_topk.core.arrivals`.
+"""Keras' updates on compressed gradients, by `horovod_topk.core.arrivals`.
 
-Before an update the optimizer's first moment is prepared, so that the optimizer's own code then
-computes the one that is wanted:
+Before an update the optimizer's momentum is prepared, so that the optimizer's own code then
+computes the one that is wanted. Adam and AdamW:
 
     m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 phi^(1/4),  s_t = 1 - beta1^t
     |m_t| <= s_t sqrt(v_t / (1 - beta2^t))          in its first steps
 
 m_t is what Adam divides by s_t, so that updates have no bias to correct. The first update is Adam's
-own.
+own. SGD, whose m_t has the learning rate lr in it, with m its momentum:
+
+    m_t = (1 - b) (R - lr c G) / (1 - m),  b = m phi^(1/4)
+    R   = b0 (1 - m) m_(t-1) / (1 - b0),   b0 = b of the update before
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.arrivals import arrived_often, is_limited
+from horovod_topk.core.arrivals import RATE, Arrived, ArrivedToSgd, arrived_often, is_limited
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.takeover import is_legacy, slot_of
@@ -30,7 +33,7 @@ log = logging.getLogger("horovod_topk")
 
 @dataclass
 class ByArrivals:
-    """Has the updates of one Adam depend on how often elements arrive."""
+    """Has the updates of one optimizer depend on how often elements arrive."""
 
     is_on: bool = field(default=True, compare=False)  # False: variables are too narrow for it
     _states: weakref.WeakValueDictionary[int, OptimizerState] = field(
@@ -54,41 +57,83 @@ class ByArrivals:
 
     def squares(self, optimizer: Any, variables: Iterable[Any]) -> list[Any]:
         """Return Adam's mean square of each variable; None where it does not exist yet."""
-        if not self.is_on:
-            return []
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        if not self.is_on or is_sgd(optimizer):
+            return []
         slots = [_square_of(optimizer, variable) for variable in variables]
         return [None if slot is None else tf.convert_to_tensor(slot) for slot in slots]
 
     def update(
-        self, optimizer: Any, gradient: Any, variable: Any, update: Callable[[], Any]
+        self,
+        optimizer: Any,
+        gradient: Any,
+        variable: Any,
+        update: Callable[[], Any],
+        rate: Callable[[], Any],
     ) -> Any:
-        """Prepare the first moment of a variable, then call the optimizer's own update of it.
+        """Prepare the momentum of a variable, then call the optimizer's own update of it.
 
         Args:
             optimizer: of Keras 3 or tf-keras, legacy or not.
             gradient: the gradient that the update applies.
             variable: the variable, of the optimizer's library.
             update: the update; its result is returned.
+            rate: returns its learning rate.
         """
         state = self._states.get(id(unwrap(variable)))
         known = None if state is None else state.arrivals_of(variable)
         if known is None:
             return update()
-        legacy = is_legacy(optimizer)
-        moment = optimizer.get_slot(variable, "m") if legacy else slot_of(optimizer, variable)
-        betas = (
-            [optimizer._get_hyper(name) for name in ("beta_1", "beta_2")]
-            if legacy
-            else [optimizer.beta_1, optimizer.beta_2]
-        )
-        square = tf.convert_to_tensor(_square_of(optimizer, variable))
-        steps = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.float64)
-        arrivals, factors = (tf.cast(each, moment.dtype) for each in known)
-        gradient = tf.cast(gradient, moment.dtype)
-        prepared = _prepared(moment, square, gradient, arrivals, factors, betas, steps)
-        with tf.control_dependencies([moment.assign(prepared)]):
+        prepare: Any = _prepare_sgd if isinstance(known, ArrivedToSgd) else _prepare_adam
+        with tf.control_dependencies([prepare(optimizer, gradient, variable, known, rate)]):
             return update()
+
+
+def is_sgd(optimizer: Any) -> bool:
+    """Whether an optimizer, of a rule of arrivals, is SGD."""
+    return not (hasattr(optimizer, "beta_1") or "beta_1" in getattr(optimizer, "_hyper", ()))
+
+
+def _prepare_sgd(
+    optimizer: Any, gradient: Any, variable: Any, known: ArrivedToSgd[Any], rate: Callable[[], Any]
+) -> Any:
+    """Write the momentum that SGD has to begin its update of a variable with."""
+    if is_legacy(optimizer):
+        slot = optimizer.get_slot(variable, "momentum")
+        momentum = optimizer._get_hyper("momentum")
+    else:
+        slot, momentum = slot_of(optimizer, variable), optimizer.momentum
+    own = tf.cast(_wide(momentum), slot.dtype)
+    left, step = tf.cast(1.0 - _wide(momentum), slot.dtype), tf.cast(rate(), slot.dtype)
+    phi = tf.reshape(tf.cast(known.arrivals, slot.dtype), slot.shape)
+    gradient = tf.cast(gradient, slot.dtype)
+    has_arrived = tf.cast(tf.not_equal(gradient, 0), slot.dtype)
+    before = tf.clip_by_value((phi - RATE * has_arrived) / (1.0 - RATE), 0.0, 1.0)
+    # Where nothing has arrived before, the momentum is that of SGD without compression.
+    before = tf.where(tf.reduce_max(before) < RATE / 2, tf.ones_like(before), before)
+    b, b_before = (own * tf.sqrt(tf.sqrt(each)) for each in (phi, before))
+    c = tf.cast(known.factor, slot.dtype) * (1.0 - tf.cast(_wide(known.loss), slot.dtype) * phi)
+    waiting = b_before * left / (1.0 - b_before) * slot
+    moved = (1.0 - b) / left * (waiting - step * c * gradient)
+    return slot.assign((moved + step * gradient) / own)
+
+
+def _prepare_adam(
+    optimizer: Any, gradient: Any, variable: Any, known: Arrived[Any], _: Callable[[], Any]
+) -> Any:
+    """Write the first moment that Adam has to begin its update of a variable with."""
+    legacy = is_legacy(optimizer)
+    moment = optimizer.get_slot(variable, "m") if legacy else slot_of(optimizer, variable)
+    betas = (
+        [optimizer._get_hyper(name) for name in ("beta_1", "beta_2")]
+        if legacy
+        else [optimizer.beta_1, optimizer.beta_2]
+    )
+    square = tf.convert_to_tensor(_square_of(optimizer, variable))
+    steps = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.float64)
+    arrivals, factors = (tf.cast(each, moment.dtype) for each in (known.arrivals, known.factors))
+    gradient = tf.cast(gradient, moment.dtype)
+    return moment.assign(_prepared(moment, square, gradient, arrivals, factors, betas, steps))
 
 
 def _square_of(optimizer: Any, variable: Any) -> Any:

@@ -74,6 +74,11 @@ class VariableRates:
         now, largest = self._following(name, rate)
         return tf.where(largest > 0, now / largest, 1.0)
 
+    def decay_now(self, name: str) -> Any:
+        """The learning rate of the last committed step as a share of the largest one: float64."""
+        now, largest = tf.unstack(self.variables[name], num=2)
+        return tf.where(largest > 0, now / largest, 1.0)
+
     def take_on(self, names: tuple[str, ...], rate: Any) -> None:
         """Note in a graph that residuals are in units of a new learning rate now."""
         for name in names:

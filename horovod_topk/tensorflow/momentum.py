@@ -9,7 +9,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_topk.config import AUTO
+from horovod_topk.config import ADAM, AUTO
 from horovod_topk.core.base_compressor import why_inactive
 from horovod_topk.core.momentum_takeover import (
     Own,
@@ -19,6 +19,7 @@ from horovod_topk.core.momentum_takeover import (
     fitted,
     none_to_correct,
     note_followed,
+    rule_of_arrivals,
     settings_of,
     warn_of_clipping,
     why_not_by_arrivals,
@@ -65,14 +66,15 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
     normalises = _is_adam(optimizer)
     is_known = normalises or _is_a(optimizer, "SGD")
     asked = compressor.deferred.get("momentum")
-    follows = normalises and asked == AUTO and config.velocity_kept == AUTO
-    why_not = why_not_by_arrivals if follows else why_not_corrected
-    why = _why_left(optimizer, follows=follows) or why_not(config) if asked == AUTO else ""
+    rule = rule_of_arrivals(config, asked, normalises=normalises if is_known else None)
+    why_not = why_not_corrected if rule is None else why_not_by_arrivals
+    why = _why_left(optimizer, rule) or why_not(config) if asked == AUTO else ""
+    follows = rule is not None and not why
     config = fitted(
         config,
         compressor.deferred,
         normalises=normalises if is_known else None,
-        follows=follows and not why,
+        follows=follows,
     )
     kind, setting = type(optimizer).__name__, _setting_of(optimizer)
     if why:
@@ -85,8 +87,9 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
         return Fitted(compressor, config)
     if follows and why_inactive(process_set) is None:
         note_followed(kind)
-        beta2 = _number(_present(optimizer, "beta_2"))
-        return Fitted(compressor, replace(config, beta2=beta2), arrivals=ByArrivals())
+        beta2 = _number(_present(optimizer, "beta_2")) if normalises else None
+        config = replace(config, by_arrivals=rule, beta2=beta2)
+        return Fitted(compressor, config, arrivals=ByArrivals())
     own = None if setting is None else _number(_present(optimizer, setting))
     nesterov = setting == "momentum" and bool(optimizer.nesterov)
     settings = settings_of(kind, None if own is None else (own, nesterov), WORDS)
@@ -112,17 +115,17 @@ def _prepare_return(optimizer: Any, taken: Taken, guard: Guard, compressor: Comp
     taken.waits = lambda: compressor.waits_handed_over
 
 
-def _why_left(optimizer: Any, *, follows: bool) -> str:
-    """Reason why momentum="auto" cannot take this optimizer's momentum over; empty: it can.
+def _why_left(optimizer: Any, rule: str | None) -> str:
+    """Reason why momentum="auto" leaves this optimizer as it is; empty: there is none.
 
-    follows: whether Adam's step would depend on arrivals.
+    rule: by which its step would depend on arrivals, if it would.
     """
     setting = _setting_of(optimizer)
     if setting is None:
         return f"it is none of {WORDS.known}"
     if not _number(_present(optimizer, setting)):
         return "it has none, or one that changes by itself"
-    if follows and _number(_present(optimizer, "beta_2")) is None:
+    if rule == ADAM and _number(_present(optimizer, "beta_2")) is None:
         return "its beta_2 changes by itself"
     return ""
 

@@ -93,9 +93,9 @@ class Exchange:
         """The settings, without what was given back to the optimizer."""
         fitted = self._fitted
         if fitted.arrivals is not None and not fitted.arrivals.is_on:
-            is_ours = "warmup" in fitted.compressor.deferred  # for Adams that follow arrivals
-            warmup = None if is_ours else fitted.config.warmup
-            return replace(fitted.config, beta2=None, warmup=warmup)
+            is_ours = "warmup" in fitted.compressor.deferred and fitted.config.follows_energies
+            warmup = None if is_ours else fitted.config.warmup  # Adam has one if it follows
+            return replace(fitted.config, by_arrivals=None, beta2=None, warmup=warmup)
         if fitted.taken is None or fitted.taken.is_over:
             return fitted.config
         return replace(fitted.config, momentum=0.0, nesterov=False, taken_over=False)

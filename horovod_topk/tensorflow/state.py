@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_topk.core.arrivals import Arrived, ArrivedToSgd
 from horovod_topk.core.attached import Attached
 from horovod_topk.core.base_compressor import check_elastic, check_steps_kept, elastic
 from horovod_topk.core.measures import HOST
@@ -138,7 +139,7 @@ class OptimizerState(Attached[VariableState]):
         """The variable with the velocity, flat, of one of the model's variables."""
         return self._state.velocity_of(self._name_of[id(unwrap(variable))])
 
-    def arrivals_of(self, variable: Any) -> tuple[Any, Any] | None:
+    def arrivals_of(self, variable: Any) -> Arrived[Any] | ArrivedToSgd[Any] | None:
         """As `VariableState.arrivals_of`, for one of the model's variables."""
         return self._state.arrivals_of(self._name_of[id(unwrap(variable))])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.arrivals import ARRIVALS, FACTORS
+from horovod_topk.core.arrivals import ARRIVALS, FACTORS, LOSS, Arrived, ArrivedToSgd
 from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
@@ -111,6 +111,8 @@ class VariableState(State[Array]):
         self.rates = VariableRates() if config.follow_lr else None
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
+        # Whether the last step has selected elements, so that SGD's arrivals have a loss.
+        self._selects = apart(lambda: tf.Variable(False, trainable=False))
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
@@ -179,6 +181,7 @@ class VariableState(State[Array]):
         """
         exchange = self.exchange
         assert exchange is not None  # `know` has chosen it
+        self._selects.assign(plan.config.ratio < 1.0)
 
         def arenas_of(key: str, bucket: BucketPlan, at: int, rate: Any) -> VariableArenas:
             names = [tensor.spec.name for tensor in bucket.tensors]
@@ -248,12 +251,22 @@ class VariableState(State[Array]):
         at = HOST.index(name)
         return Buffer(self._numbers.read_value()[at : at + 1])
 
-    def arrivals_of(self, name: str) -> tuple[Any, Any] | None:
-        """The variables with a tensor's arrivals phi and factors c; None: it is not followed."""
+    def arrivals_of(self, name: str) -> Arrived[Any] | ArrivedToSgd[Any] | None:
+        """What an update needs to know of a tensor's arrivals; None: it is not followed.
+
+        SGD's phi is that after the step, also in place of that before it.
+        """
         key = METHOD_STATE + ARRIVALS
         if key not in self.parts or name not in self.parts[key].pieces:
             return None
-        return self._variable(key, name, 0), self._variable(METHOD_STATE + FACTORS, name, 0)
+        phi = self._variable(key, name, 0)
+        factors = self._variable(METHOD_STATE + FACTORS, name, 0)
+        if self.config.follows_energies:
+            return Arrived(phi, factors)
+        is_small = self.parts[key].specs[name].numel < self.config.min_numel
+        selects = 0.0 if is_small or self.config.own.get(name) == 1.0 else self._selects
+        decay = 1.0 if self.rates is None else self.rates.decay_now(name)
+        return ArrivedToSgd(phi, phi, factors, LOSS * decay**2 * tf.cast(selects, tf.float64))
 
     def _renew_numbers(self) -> None:
         """Set the measures of the next step after a state was loaded."""

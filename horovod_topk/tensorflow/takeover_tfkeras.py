@@ -103,21 +103,25 @@ def _drop_loaded(optimizer: Any, taken: Taken) -> None:
 
 
 def update_by_arrivals(optimizer: Any, by: ByArrivals) -> None:
-    """Have each update of an Adam depend on arrivals, whether XLA compiles it or not."""
+    """Have each update depend on arrivals, whether XLA compiles it or not."""
     if is_legacy(optimizer):
         own = optimizer._resource_apply_dense
 
         def dense(gradient: Any, variable: Any, *rest: Any) -> Any:
-            return by.update(optimizer, gradient, variable, lambda: own(gradient, variable, *rest))
+            update = functools.partial(own, gradient, variable, *rest)
+            rate = functools.partial(optimizer._decayed_lr, variable.dtype.base_dtype)
+            return by.update(optimizer, gradient, variable, update, rate)
 
         optimizer._resource_apply_dense = dense
         return
     update, compiled = optimizer.update_step, optimizer._update_step_xla
 
     def plain(gradient: Any, variable: Any) -> Any:
-        return by.update(optimizer, gradient, variable, lambda: update(gradient, variable))
+        own = functools.partial(update, gradient, variable)
+        return by.update(optimizer, gradient, variable, own, lambda: optimizer.learning_rate)
 
     def by_xla(gradient: Any, variable: Any, key: int) -> Any:
-        return by.update(optimizer, gradient, variable, lambda: compiled(gradient, variable, key))
+        own = functools.partial(compiled, gradient, variable, key)
+        return by.update(optimizer, gradient, variable, own, lambda: optimizer.learning_rate)
 
     optimizer.update_step, optimizer._update_step_xla = plain, by_xla

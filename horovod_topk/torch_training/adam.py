@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from horovod_topk.core.arrivals import LIMIT, RATE, is_limited
+from horovod_topk.core.arrivals import LIMIT, RATE, Arrived, is_limited
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum import Momentum
-from horovod_topk.ops.torch_moments import Arrived, Moment, Numbers, prepare
-
-__all__ = ["AdamSteps", "Arrived", "arrived"]
+from horovod_topk.ops.torch_moments import Moment, Numbers, prepare
+from horovod_topk.torch_training.added import added_by, applies_nothing
 
 
 class AdamSteps:
@@ -39,15 +38,14 @@ class AdamSteps:
     """
 
     def __init__(
-        self, names: Mapping[Any, str], arrived: Callable[[], Mapping[str, Arrived]]
+        self, names: Mapping[Any, str], arrived: Callable[[], Mapping[str, Arrived[Tensor]]]
     ) -> None:
         self._names, self._arrived = names, arrived
 
     @torch.no_grad()
     def prepare(self, optimizer: Any) -> None:
         """Prepare the first moments for the optimizer's step, once gradients are exchanged."""
-        found = getattr(optimizer, "found_inf", None)  # of a GradScaler, in a fused step
-        if found is not None and bool(found):  # it applies nothing
+        if applies_nothing(optimizer):
             return
         arrived = self._arrived()
         for group in optimizer.param_groups if arrived else ():
@@ -69,18 +67,20 @@ class AdamSteps:
 
 
 def _moment(
-    state: Mapping[str, Any], added: Tensor, gradient: Tensor, arrived: Arrived, limited: bool
+    state: Mapping[str, Any],
+    added: Tensor,
+    gradient: Tensor,
+    arrived: Arrived[Tensor],
+    limited: bool,
 ) -> Moment:
     """Return a parameter's first moment, and what it is prepared from."""
     square = state["exp_avg_sq"] if limited else None
-    return Moment(state["exp_avg"], added, gradient, arrived, square)
+    return Moment(state["exp_avg"], added, gradient, arrived.arrivals, arrived.factors, square)
 
 
-def arrived(compressor: Compressor[Tensor]) -> dict[str, Arrived]:
+def arrived(compressor: Compressor[Tensor]) -> dict[str, Arrived[Tensor]]:
     """The arrivals of a compressor's last step, by tensor name; empty if it was not compressed."""
-    if compressor.step.flagged:
-        return {}
-    return {name: Arrived(*pair) for name, pair in compressor.step.arrivals().items()}
+    return {} if compressor.step.flagged else compressor.step.arrivals()
 
 
 def second_moments(optimizer: Callable[[], Any], names: Mapping[Any, str]) -> dict[str, Momentum]:
@@ -100,12 +100,7 @@ def second_moments(optimizer: Callable[[], Any], names: Mapping[Any, str]) -> di
 
 def _added(optimizer: Any, group: Mapping[str, Any], parameters: Sequence[Any]) -> list[Tensor]:
     """Gradients as the optimizer adds them to its first moments: with L2 decay, or negated."""
-    gradients = [p.grad for p in parameters]
-    scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, in a fused step
-    if scale is not None:
-        gradients = [gradient / scale for gradient in gradients]
-    if group.get("maximize"):
-        gradients = [-gradient for gradient in gradients]
+    gradients = added_by(optimizer, group, parameters)
     decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
     decay = 0.0 if decoupled else group["weight_decay"]
     if decay:

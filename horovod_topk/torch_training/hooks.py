@@ -17,6 +17,7 @@ from horovod_topk.torch_training.adam import AdamSteps
 from horovod_topk.torch_training.buckets import Buckets
 from horovod_topk.torch_training.clipping_late import LateClipping
 from horovod_topk.torch_training.scaling import warn_of_scaler
+from horovod_topk.torch_training.sgd import SgdSteps
 from horovod_topk.torch_training.stepping import closure_of, with_one_exchange
 
 LOOKS = 8  # calls of the hook that look for a loss scaler; each Horovod step makes two calls
@@ -32,7 +33,7 @@ class Hooks(abc.ABC):
         compressor: the compressor of the optimizer's gradients.
         buckets: the same gradients, as they become ready.
         loan: the optimizer's own momentum, if it was taken over.
-        adam: what prepares its steps, if they depend on arrivals.
+        steps: what prepares its steps, if they depend on arrivals.
         has_scaler: whether the loss's scaler is known.
     """
 
@@ -43,12 +44,12 @@ class Hooks(abc.ABC):
         compressor: Compressor[Tensor],
         buckets: Buckets,
         loan: momentum.Loan | None,
-        adam: AdamSteps | None,
+        steps: AdamSteps | SgdSteps | None,
         *,
         has_scaler: bool = False,
     ) -> None:
         self._compressor, self._buckets = compressor, buckets
-        self._loan, self._adam = loan, adam
+        self._loan, self._steps = loan, steps
         self._prepared = 0  # number of exchanges when a step was last prepared
         config = compressor.plan.config
         keeps = config.momentum or config.ratio < 1.0 or config.withheld()
@@ -137,9 +138,9 @@ class Hooks(abc.ABC):
     def _prepare(self, optimizer: Any) -> None:
         """Prepare the optimizer's own step, if it depends on arrivals: once for each exchange."""
         exchanges = self._buckets.exchanges
-        if self._adam is None or self._is_around(optimizer) or exchanges == self._prepared:
+        if self._steps is None or self._is_around(optimizer) or exchanges == self._prepared:
             return
-        self._adam.prepare(optimizer)
+        self._steps.prepare(optimizer)
         self._prepared = exchanges
 
     def _take_back(self, optimizer: Any) -> None:

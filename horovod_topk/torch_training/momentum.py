@@ -35,6 +35,7 @@ from horovod_topk.core.momentum_takeover import (
     none_to_correct,
     not_a_momentum,
     note_followed,
+    rule_of_arrivals,
     settings_of,
     warn_of_loaded,
     why_not_by_arrivals,
@@ -254,20 +255,20 @@ def fit_momentum(optimizer: Any, config: Method, deferred: Mapping[str, str]) ->
     normalises = isinstance(optimizer, (Adam, AdamW))
     is_known = normalises or isinstance(optimizer, SGD)
     asked, kind = deferred.get("momentum"), type(optimizer).__name__
-    follows = normalises and asked == AUTO and config.velocity_kept == AUTO
-    why_not = why_not_by_arrivals if follows else why_not_corrected
+    rule = rule_of_arrivals(config, asked, normalises=normalises if is_known else None)
+    why_not = why_not_corrected if rule is None else why_not_by_arrivals
     why = _why_left(optimizer) or why_not(config) if asked == AUTO else ""
-    config = fitted(
-        config, deferred, normalises=normalises if is_known else None, follows=follows and not why
-    )
+    follows = rule is not None and not why
+    config = fitted(config, deferred, normalises=normalises if is_known else None, follows=follows)
     if asked is None:
         check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
     elif why:
         log.info("TopKEF leaves momentum to %s: %s", kind, why)
     elif follows:
         note_followed(kind)
-        beta2 = max(float(group["betas"][1]) for group in optimizer.param_groups)
-        config = replace(config, beta2=beta2)  # in each step a group's own counts: `second_moments`
+        # In each step a group's own beta 2 counts: `second_moments`.
+        betas = [float(group["betas"][1]) for group in optimizer.param_groups if normalises]
+        config = replace(config, by_arrivals=rule, beta2=max(betas, default=None))
     else:
         config = replace(config, **own_momentum(optimizer), taken_over=True)
     return config

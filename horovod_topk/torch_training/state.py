@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from horovod_topk.config import ADAM, SGD
 from horovod_topk.core.agreement import agree
 from horovod_topk.core.attached import Attached
 from horovod_topk.core.base_compressor import check_elastic, elastic, guarded
@@ -38,6 +39,7 @@ from horovod_topk.torch_training.momentum import Loan, advise, fit_momentum, han
 from horovod_topk.torch_training.preprocessing import ExchangesOwn, Preprocessing
 from horovod_topk.torch_training.rates import followed, has_rates
 from horovod_topk.torch_training.scaling import Scaler
+from horovod_topk.torch_training.sgd import SgdSteps
 from horovod_topk.torch_training.stepping import check_evaluates_once
 
 log = logging.getLogger("horovod_topk")
@@ -114,7 +116,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         momenta, loan = Momenta(config), self._loan
         if loan is not None:
             momenta = Momenta(config, loan.now, loan.velocities)
-        elif config.follows_arrivals:
+        elif config.follows_energies:
             momenta = Momenta(config, partial(second_moments, self._optimizer, self._names))
         self._compressor = self._state = Compressor(
             plan, ops, PayloadCodec(ops), exchange, name, momenta, collective.timer
@@ -131,10 +133,13 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
 
     def _watch(self, optimizer: Any, accumulations: Any) -> None:
         """Register hooks on the optimizer's steps; for `accumulations` see `Hooks.watch`."""
-        adam = None
-        if self._compressor.config.follows_arrivals:
-            adam = AdamSteps(self._names, partial(arrived, self._compressor))
-        shared = self._compressor, self._buckets, self._loan, adam
+        compressor: Compressor[Tensor] = self._compressor
+        steps: AdamSteps | SgdSteps | None = None
+        if compressor.config.by_arrivals == ADAM:
+            steps = AdamSteps(self._names, partial(arrived, compressor))
+        elif compressor.config.by_arrivals == SGD:
+            steps = SgdSteps(self._names, lambda: compressor)
+        shared = compressor, self._buckets, self._loan, steps
         self._hooks = type(self).hooks(*shared, has_scaler=self._has_scaler)
         self._hooks.watch(optimizer, accumulations)
         _LIVE.add(self)

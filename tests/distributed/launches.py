@@ -146,6 +146,7 @@ TORCH = named("torch", "alone", "nodes", "ddp")
 DDP = (
     *(
         "arrivals",
+        "sgd_arrivals",
         "checkpoint",
         "clipping",
         "commit_or_roll_back",
@@ -164,7 +165,7 @@ KERAS = ("keras", "tf_taking", "tf_auto")
 STATES = ("state", "checkpoint", "tf_lives", "tf_applying", "worked_example")
 STEPS = (
     *("tf_scaling", "tf_warmup", "tf_momentum", "tf_rates", "tf_sparse", "tf_guard"),
-    *("tf_arrivals", "tf_handover"),
+    *("tf_arrivals", "tf_sgd_arrivals", "tf_handover"),
 )
 
 JOBS = (

@@ -38,7 +38,7 @@ ROWS: list[Method] = [
     for name, settings in (("PowerSGD", {"rank": 2}), ("RandomK", {"ratio": 0.1}))
     for exchange in ("reduce", "allgather", "allreduce")
 ]
-FOLLOWS = TopK(0.1, min_numel=64, beta2=0.999)
+FOLLOWS = TopK(0.1, min_numel=64, by_arrivals="adam", beta2=0.999)
 each_method = pytest.mark.parametrize(
     "method", ROWS, ids=lambda method: f"{type(method).__name__}-{method.exchange}"
 )
@@ -318,7 +318,7 @@ def test_steps_of_ranks_that_join_are_those_of_the_others() -> None:
     def step(rank: Rank) -> list[bytes]:
         rank.step({name: swing * each for name, each in drawn.items()})
         pairs = rank._state.step.arrivals().values()
-        return [each.numpy().tobytes() for pair in pairs for each in pair]
+        return [x.numpy().tobytes() for each in pairs for x in (each.arrivals, each.factors)]
 
     for count in range(12):
         if count == 6:

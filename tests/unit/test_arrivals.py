@@ -14,7 +14,15 @@ from oracle.backends import NATIVE, NUMPY, TENSORFLOW, TORCH, Backend
 from oracle.world import World
 from torch import Tensor, nn
 
-from horovod_topk.core.arrivals import CLASSES, LEAST, LIMIT, RATE, STATES, is_limited
+from horovod_topk.core.arrivals import (
+    CLASSES,
+    LEAST,
+    LIMIT,
+    OF_ADAM,
+    RATE,
+    Arrived,
+    is_limited,
+)
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.rounds import state_plan
 from horovod_topk.core.shards import first_block, shard_numel
@@ -23,11 +31,11 @@ from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import DTYPES, TorchOps
 from horovod_topk.ops.torch_moments import Moment, Numbers, prepare
-from horovod_topk.torch_training.adam import AdamSteps, Arrived
+from horovod_topk.torch_training.adam import AdamSteps
 
 Array = NDArray[Any]
 BETA2 = 0.98
-FOLLOWS = TopK(ratio=0.1, min_numel=1000, values="int8", beta2=BETA2)
+FOLLOWS = TopK(ratio=0.1, min_numel=1000, values="int8", by_arrivals="adam", beta2=BETA2)
 SPECS = [
     TensorSpec("large", (60, 40), "float32"),
     TensorSpec("small", (90,), "float32"),
@@ -124,7 +132,7 @@ def test_states_are_those_of_the_formulas(backend: Backend, reduction: str) -> N
     for name, reference in references.items():
         for rank in range(3):
             assert np.array_equal(saved(world, "arrivals")[rank][name], reference.phi)
-            of = {key: saved(world, key)[rank][name] for key in STATES if key != "arrivals"}
+            of = {key: saved(world, key)[rank][name] for key in OF_ADAM if key != "arrivals"}
             np.testing.assert_allclose(of["energy"], reference.energy, 1e-4)
             np.testing.assert_allclose(of["lost"], reference.lost[rank], 1e-3, 1e-3)
             np.testing.assert_allclose(of["factors"], reference.factors, 1e-4)
@@ -206,7 +214,7 @@ def test_a_step_that_is_rolled_back_leaves_the_states_alone() -> None:
     world = worlds(NUMPY)
     for step in range(4):
         world.step(drawn(3, step))
-    before = {key: saved(world, key) for key in STATES}
+    before = {key: saved(world, key) for key in OF_ADAM}
     broken = drawn(3, 9)
     broken[1]["large"][0, 0] = np.nan
     world.step(broken)
@@ -224,7 +232,7 @@ def test_a_restarted_run_goes_on_with_the_same_states() -> None:
                 new.load_state_dict(rank.state_dict())
         if step > 4:
             results.append(other.step(drawn(3, step)))
-            for key in STATES:
+            for key in OF_ADAM:
                 pairs = zip(saved(one, key), saved(other, key), strict=True)
                 assert all(np.array_equal(a[n], b[n]) for a, b in pairs for n in a)
 
@@ -236,7 +244,7 @@ def test_states_that_do_not_fit_are_no_error(way: str) -> None:
     for step in range(3):
         world.step(drawn(3, step))
     state = world.ranks[0].state_dict()
-    for key in STATES:
+    for key in OF_ADAM:
         if way == "absent":
             del state[f"state.{key}"]
         else:
@@ -288,7 +296,7 @@ def test_steps_of_adam_are_those_of_the_formula(
     settings = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.99), **more}
     optimizer = kind([parameter, untouched], fused=fused, **settings)
     plain = kind([twin], fused=fused, **settings)
-    arrived = dict[str, Arrived]()
+    arrived = dict[str, Arrived[Tensor]]()
     adam = AdamSteps({parameter: "known", untouched: "whole"}, lambda: arrived)
     optimizer.register_step_pre_hook(lambda it, *_: adam.prepare(it))
     steps, found = list[tuple[Tensor, Tensor, Tensor]](), list[Tensor]()
@@ -389,12 +397,12 @@ def test_the_kernel_prepares_moments_to_the_same_bits(limited: bool) -> None:
     assert native.find().library is not None
     numbers = Numbers(0.9, 0.4, 0.5, 0.1, 0.45, 0.99, 0.3)
     gradient = torch.randn(999) * (torch.rand(999) < 0.5)
-    arrived = Arrived(torch.rand(999), torch.tensor([0.75, 0.3]))
+    arrived = torch.rand(999), torch.tensor([0.75, 0.3])
     start, prepared = torch.randn(999), list[Tensor]()
     square = torch.rand(999) if limited else None
     for added in (gradient, gradient.clone()):  # the kernel takes one that is as it was exchanged
         prepared.append(start.clone())
-        prepare([Moment(prepared[-1], added, gradient, arrived, square)], numbers)
+        prepare([Moment(prepared[-1], added, gradient, *arrived, square)], numbers)
     assert torch.equal(*prepared)
     if square is not None:
         most = (0.99 * square + 0.01 * gradient**2).sqrt() * numbers.most * 1.00001
@@ -408,18 +416,15 @@ def test_keras_and_torch_prepare_the_same_moments(steps: int, beta2: float) -> N
     tf = pytest.importorskip("tensorflow")
     keras = pytest.importorskip("horovod_topk.tensorflow.arrivals")
     gradient = torch.randn(999) * (torch.rand(999) < 0.5)
-    arrived = Arrived(torch.rand(999), torch.tensor([0.75, 0.3]))
+    arrived = torch.rand(999), torch.tensor([0.75, 0.3])
     moment, square = torch.randn(999), torch.rand(999)
-    arrays = [
-        tf.constant(each.numpy())
-        for each in (moment, square, gradient, arrived.arrivals, arrived.factors)
-    ]
+    arrays = [tf.constant(each.numpy()) for each in (moment, square, gradient, *arrived)]
     found = keras._prepared(*arrays, (0.9, beta2), tf.constant(steps, tf.float64))
     before, now = 1 - 0.9**steps, 1 - 0.9 ** (steps + 1)
     numbers = Numbers(0.9, before, now, RATE, LIMIT, beta2, 1 - beta2 ** (steps + 1))
     young = square if is_limited(0.9, steps + 1) else None
     assert (young is None) == (steps >= YOUNG)
-    prepare([Moment(moment, gradient, gradient, arrived, young)], numbers)
+    prepare([Moment(moment, gradient, gradient, *arrived, young)], numbers)
     np.testing.assert_allclose(found.numpy(), moment.numpy(), rtol=2e-6, atol=1e-6)
 
 
@@ -480,3 +485,59 @@ def test_auto_does_not_choose_an_exchange_that_hides_what_a_rank_has_sent() -> N
     world = World(make_plan(SPECS, replace(FOLLOWS, exchange="auto")), 4, NUMPY)
     assert {rank.exchange.kind for rank in world.ranks} <= {"allgather", "sharded"}
     world.step(drawn(4, 0))
+
+
+# SGD's states.
+
+TO_SGD = replace(FOLLOWS, by_arrivals="sgd", beta2=None)
+
+
+@each_backend
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+@pytest.mark.parametrize("reduction", ["average", "sum"])
+def test_sgds_states_are_those_of_the_formulas(
+    backend: Backend, exchange: str, reduction: str
+) -> None:
+    plan = make_plan(SPECS, replace(TO_SGD, exchange=exchange), reduction)
+    world, phis, norms = World(plan, 3, backend), dict[str, Array](), dict[str, float]()
+    for step in range(8):
+        gradients = drawn(3, step)
+        if step == 5:
+            gradients = [{n: 10 * g for n, g in one.items()} for one in gradients]
+        exchanged = world.step(gradients)
+        for name in FOLLOWED:
+            g = exchanged[0][name].reshape(-1)
+            phi = phis.get(name, np.zeros(g.size, np.float32))
+            phis[name] = phi * np.float32(0.9) + np.float32(0.1) * (g != 0)
+            norm = float(np.linalg.norm(g.astype("f8")))
+            before = norms.get(name, 0.0)
+            factor = min(1.0, 1.5 * before / norm) if before else 1.0
+            norms[name] = 0.95 * before + 0.05 * norm if before else norm
+            for rank in range(3):
+                assert np.array_equal(saved(world, "arrivals")[rank][name], phis[name])
+                found = {key: saved(world, key)[rank][name] for key in ("norms", "factors")}
+                np.testing.assert_allclose(found["norms"], norms[name], 1e-5)
+                np.testing.assert_allclose(found["factors"], factor, 1e-5)
+            assert step > 5 or (factor < 0.5) == (step == 5), "the case has a spike"
+        if step == 5:
+            assert world.ranks[0].stats().step_factor < 0.5
+
+
+@pytest.mark.parametrize("backend", [NUMPY, TORCH], ids=lambda each: each.name)
+def test_a_gradient_of_zeros_and_one_that_is_not_finite_leave_norms_usable(
+    backend: Backend,
+) -> None:
+    world = World(make_plan(SPECS, TO_SGD), 2, backend)
+    zeros = {s.name: np.zeros(s.shape, np.float32) for s in SPECS}
+    broken = drawn(2, 1)
+    broken[0]["large"][0, 0] = np.inf
+    for gradients in ([zeros, zeros], drawn(2, 0), broken, [zeros, zeros], drawn(2, 2)):
+        world.step([{n: g.copy() for n, g in one.items()} for one in gradients])
+        for key in ("norms", "factors"):
+            assert all(np.isfinite(each).all() for each in saved(world, key)[0].values())
+    assert saved(world, "norms")[0]["large"] > 0
+
+
+def test_a_payload_of_sgd_carries_no_measures() -> None:
+    plan, plain = (make_plan(SPECS, each) for each in (TO_SGD, replace(TO_SGD, by_arrivals=None)))
+    assert plan.buckets[0].payload_bytes == plain.buckets[0].payload_bytes

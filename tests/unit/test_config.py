@@ -42,6 +42,7 @@ def test_the_defaults() -> None:
         "velocity_kept": 0.0,
         "taken_over": False,
         "follow_lr": False,
+        "by_arrivals": None,
         "beta2": None,
         "ratios": None,
         "name": None,
@@ -78,11 +79,12 @@ def test_all_settings_are_agreed_between_ranks() -> None:
         "guard": Guard(),
         "schedule": ByGradient(),
         "probe_every": 9,
+        "by_arrivals": "adam",
         "beta2": 0.999,
     }
     everything = TopK(clip_norm=1.0, warmup=100, **optional)
     own = {"momentum", "nesterov", "beta2"}  # of the optimizer: a broadcast makes them equal
-    agreed = [*(name for name in names if name not in own), "follows_arrivals"]
+    agreed = [name for name in names if name not in own]
     assert list(everything.agreed()) == agreed
     given = dataclasses.replace(everything, taken_over=False, beta2=None)
     assert list(given.agreed()) == [name for name in names if name not in ("taken_over", "beta2")]

@@ -73,6 +73,7 @@ ROOMS = {
         "horovod_topk.kernels",
     },
     "ops/torch_packing.py": {"torch", "horovod_topk.ops.coding"},
+    "ops/torch_buffers.py": {"torch", "horovod_topk.kernels"},
     "ops/torch_moments.py": {"torch", "horovod_topk.kernels"},
     "ops/tensorflow.py": {
         "horovod_topk.ops.orthonormal",
@@ -183,6 +184,7 @@ ROOMS = {
         "torch",
         "horovod_topk.core",
         "horovod_topk.ops.torch",
+        "horovod_topk.ops.torch_buffers",
         "horovod_topk.ops.torch_moments",
         "horovod_topk.config",
         "horovod_topk.errors",

@@ -315,9 +315,9 @@ def test_auto_leaves_a_momentum_that_it_cannot_correct(
 
 
 @pytest.mark.usefixtures("among_others")
-def test_auto_takes_a_momentum_over_and_a_tape_has_none() -> None:
+def test_auto_has_sgd_step_by_arrivals_and_a_tape_has_none() -> None:
     compressor = TopKEF(momentum="auto", follow_lr="auto")
     config = wrapped(SGD(momentum=0.9), compressor)._allreduce_grads.config
-    assert (config.momentum, config.taken_over, config.follow_lr) == (0.9, True, True)
+    assert (config.by_arrivals, config.momentum, config.follow_lr) == ("sgd", 0.0, True)
     hvd.DistributedGradientTape(tf.GradientTape(), compression=compressor)
     assert (compressor.config.momentum, compressor.config.follow_lr) == (0.0, False)

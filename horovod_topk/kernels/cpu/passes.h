@@ -249,6 +249,10 @@ using Lose = void (*)(const void *gradient, const void *before, double scale, co
 using Prepare = void (*)(void *moment, const void *gradient, const void *arrivals, const void *squares,
                          const topkef_adam *adam, int64_t n);
 
+/* SGD's momentum buffer before its own update; see `topkef_prepare_buffer`. */
+using PrepareBuffer = void (*)(void *buffer, const void *added, const void *parameter, const void *before,
+                               const void *arrivals, const topkef_sgd *sgd, int64_t n);
+
 /* out[row, at] = scale * sum of left[row, i] * right[i, at], or out -= that sum if `subtracts`: for
  * `rows` rows and n of a matrix' `width` columns; i below `inner`, added in this order, each product and
  * sum rounded. */
@@ -299,6 +303,7 @@ struct Passes {
   Follow follow;
   Lose lose;
   Prepare prepare;
+  PrepareBuffer prepare_buffer;
   Damp damp;
   Product product;
   Orthonormalise orthonormalise;

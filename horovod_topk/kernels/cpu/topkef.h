@@ -142,6 +142,19 @@ TOPKEF_API void topkef_prepare_moment(void *moment, const void *gradient, const 
                                       const void *squares, const topkef_adam *adam, int64_t count,
                                       int width, int threads);
 
+/* Numbers of one step of SGD for `topkef_prepare_buffer`. */
+typedef struct {
+  double momentum, decay; /* the optimizer's */
+  double factor, loss;    /* c = factor * (1 - loss * arrivals) */
+} topkef_sgd;
+
+/* Prepare SGD's momentum buffer for its own update; see `horovod_topk.torch_training.sgd`. `added` is the
+ * gradient as SGD adds it, but for the decay of `parameter` (null: none); `before` has the arrivals before
+ * the step (null: the buffer is dense SGD's). */
+TOPKEF_API void topkef_prepare_buffer(void *buffer, const void *added, const void *parameter,
+                                      const void *before, const void *arrivals, const topkef_sgd *sgd,
+                                      int64_t count, int width, int threads);
+
 /* `count` random numbers of 1 to 32 bits; see `horovod_topk.ops.protocol.Ops.random_bits`. key: as in
  * `topkef_random_index`. */
 TOPKEF_API void topkef_random_bits(const int64_t *key, int64_t count, int bits, int64_t *out);

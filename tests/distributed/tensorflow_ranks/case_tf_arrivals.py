@@ -42,7 +42,8 @@ class Run:
     ) -> None:
         self.library, self.variable = library, tf.Variable(noise(9, 0, SHAPE))
         self.compression = compression
-        made = kind(LR, beta_1=BETAS[0], beta_2=BETAS[1], epsilon=1e-7, **settings)
+        of_adam = {"beta_1": BETAS[0], "beta_2": BETAS[1], "epsilon": 1e-7}
+        made = kind(LR, **(settings if kind.__name__ == "SGD" else of_adam | settings))
         made = made if around is None else around(made, initial_scale=1.0)
         self.optimizer = distributed(library, made, compression)
         self._apply = tf.function(self._take) if graph else self._take

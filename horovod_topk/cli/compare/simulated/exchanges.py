@@ -26,6 +26,7 @@ from horovod_topk.methods import METHODS, Method
 from horovod_topk.ops.torch import TorchOps
 from horovod_topk.torch_training.adam import AdamSteps, arrived, second_moments
 from horovod_topk.torch_training.momentum import Loan, fit_momentum
+from horovod_topk.torch_training.sgd import SgdSteps
 from horovod_topk.torch_training.specs import spec_of
 
 Gradients = list[Tensor]  # gradients of one rank, in the order of the model's parameters
@@ -105,11 +106,13 @@ def compressed(
     names = {p: name for name, p in model.named_parameters()}
     if not config.taken_over:
         moments = partial(second_moments, lambda: optimizer, names)
-        momenta = Momenta(config, moments) if config.follows_arrivals else None
+        momenta = Momenta(config, moments) if config.follows_energies else None
         made = Compressed(model, ranks, config, momenta)
-        if momenta is not None:
-            adam = AdamSteps(names, lambda: arrived(made.compressors[0]))
-            optimizer.register_step_pre_hook(lambda it, *_: adam.prepare(it))
+        steps: AdamSteps | SgdSteps = SgdSteps(names, lambda: made.compressors[0])
+        if config.follows_energies:
+            steps = AdamSteps(names, lambda: arrived(made.compressors[0]))
+        if config.follows_arrivals:
+            optimizer.register_step_pre_hook(lambda it, *_: steps.prepare(it))
     else:
         loan = Loan(optimizer, names)
         optimizer.register_step_pre_hook(lambda it, *_: loan.lend(it))

@@ -1,0 +1,79 @@
+"""`Norms` finds gradients that are suddenly large; see SGD in `horovod_topk.core.arrivals`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from horovod_topk.core.arrivals import FACTORS, NORM_RATE, NORMS, SPIKE, followed
+from horovod_topk.core.plan import BucketPlan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.samples import Sample
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
+
+
+class Norms(Generic[Array]):
+    """Follows the norms of the exchanged gradients of one bucket, step after step.
+
+    Args:
+        bucket: the bucket.
+        states: arenas of the states, by name.
+        ops: operations on the arrays.
+    """
+
+    def __init__(
+        self, bucket: BucketPlan, states: Mapping[str, Arenas[Array]], ops: Ops[Array]
+    ) -> None:
+        self._bucket, self._states, self._ops = bucket, states, ops
+        self._positions = followed(bucket.gradients)
+        self._samples = [Sample(bucket.gradients[at].spec.numel) for at in self._positions]
+        shares = [1.0 / each.share for each in self._samples]
+        data = ops.zeros(4 * len(shares), "uint8", bucket.device)
+        ops.store_bytes(data, 0, struct.pack(f"<{len(shares)}f", *shares))
+        rows = ops.load(data, 4 * len(shares), 0, 4 * len(shares))
+        self._scales: Any = ops.row(
+            ops.unpack_values(rows, len(shares), "float32", bucket.residual_dtype), 0
+        )
+
+    def finish(self, exchanged: Sequence[Array], gain: float) -> None:
+        """Compute the factors of a step, and the means of the next one.
+
+        Args:
+            exchanged: the gradients of all ranks, times `gain`.
+            gain: factor of the exchanged gradients.
+        """
+        ops, dtype, means = self._ops, self._bucket.residual_dtype, self._states[NORMS]
+        tensors = [exchanged[at] for at in self._positions]
+        sampled: Any = ops.blocks(tensors, [each.pick for each in self._samples], dtype)
+        sampled = sampled * (1.0 / gain)
+        sums: Any = ops.segment_sums(sampled * sampled, [each.size for each in self._samples])
+        norms: Any = ops.finite(ops.root(ops.cast(ops.finite(sums * self._scales), "float64")))
+        before: Any = means.residual
+        is_known: Any = ops.cast(before > 0.0, dtype)
+        after = before * (1.0 - NORM_RATE) + norms * NORM_RATE
+        ops.assign(means.candidate, norms + (after - norms) * is_known)
+        allowed: Any = ops.finite(ops.divided(before * SPIKE, norms))
+        # min(1, allowed) is exact: it is 1 where the difference is not negative.
+        is_spike: Any = ops.cast(allowed < 1.0, dtype) * is_known * ops.cast(norms > 0.0, dtype)
+        ops.assign(self._states[FACTORS].candidate, (allowed - 1.0) * is_spike + 1.0)
+
+    def swap(self) -> None:
+        """Make the states of the next step the present ones."""
+        for name in (NORMS, FACTORS):
+            self._states[name].swap()
+
+    def latest(self, *, committed: bool) -> dict[str, Array]:
+        """Return the factor of the last step of each tensor by name, one element each.
+
+        committed: whether that step is committed.
+        """
+        arenas = self._states[FACTORS]
+        array = arenas.residual if committed else arenas.candidate
+        pieces = (arenas.plan.tensors[at] for at in self._positions)
+        return {
+            self._bucket.gradients[at].spec.name: self._ops.view(array, piece.start, piece.stop)
+            for at, piece in zip(self._positions, pieces, strict=True)
+        }

@@ -1,0 +1,192 @@
+"""Steps of SGD depend on how often elements arrive, on every rank alike."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import training
+import world
+from case_arrivals import Valley, auto, by_closure, clipped
+from horovod_topk.core.arrivals import LOSS
+from horovod_topk.guard import Guard
+from plain import PlainTopKEF as TopKEF
+from resuming import assert_resumes
+from training import Setup
+from witness import assert_ranks_equal
+from world import hvd
+
+LR, DECAY, MOMENTUM, STEPS = 0.02, 0.1, 0.9, 10
+
+
+def heavy_ball(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+
+
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, weight_decay=DECAY, nesterov=True)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM, weight_decay=DECAY, fused=True)
+
+
+def falling(task: Any, optimizer: Any, step: int) -> None:
+    """The learning rate and the momentum fall, as schedulers let them."""
+    for group in optimizer.param_groups:
+        group["lr"], group["momentum"] = LR * 0.8**step, MOMENTUM - 0.05 * step
+    training.ordinary(task, optimizer, step)
+
+
+class Reference:
+    """SGD by the formulas of `horovod_topk.core.arrivals`, in float64."""
+
+    def __init__(self, start: Tensor, *, nesterov: bool) -> None:
+        self.p, self.nesterov, self.largest = start.detach().double().clone(), nesterov, 0.0
+        self.phi, self.buffer, self.norm = torch.zeros_like(self.p), torch.zeros_like(self.p), 0.0
+
+    def step(self, gradient: Tensor, group: dict[str, Any], factor: float) -> None:
+        """gradient: the one that the optimizer applied; group: its settings in the step."""
+        lr, m = group["lr"], group["momentum"]
+        before, self.phi = self.phi, 0.9 * self.phi + 0.1 * (gradient != 0)
+        if not before.any():
+            before = torch.ones_like(before)
+        self.largest = max(self.largest, lr)
+        g = gradient.double() + DECAY * self.p
+        b0, b = m * before**0.25, m * self.phi**0.25
+        c = factor * (1 - LOSS * self.phi * (lr / self.largest) ** 2)
+        waiting = b0 * (1 - m) / (1 - b0) * self.buffer
+        self.buffer = (1 - b) / (1 - m) * (waiting + c * g)
+        self.p -= lr * (g + m * self.buffer if self.nesterov else self.buffer)
+
+
+@pytest.mark.world_size(2, 3)
+@pytest.mark.parametrize(
+    ("make", "take", "exchange"),
+    [
+        (heavy_ball, training.ordinary, "allgather"),
+        (nesterov, falling, "sharded"),
+        (heavy_ball, clipped, "sharded"),
+        (fused, by_closure, "allgather"),
+    ],
+    ids=["SGD", "Nesterov", "clipped", "closure"],
+)
+def test_steps_are_those_of_the_formula(make: Any, take: Any, exchange: str) -> None:
+    setup = Setup(build=Valley, optimizer=make)
+    task: Any = setup.task()
+    optimizer = setup.distributed(task, auto(exchange=exchange, follow_lr="auto"))
+    reference = Reference(task.weight, nesterov=make is nesterov)
+    applied = list[Tensor]()
+    optimizer.register_step_post_hook(lambda *_: applied.append(task.weight.grad.clone()))
+    for step in range(STEPS):
+        take(task, optimizer, step)
+        state = TopKEF.of(optimizer).state_dict()
+        (phi,), (factor,) = (
+            state[f"state.{key}"]["residuals"].values() for key in ("arrivals", "factors")
+        )
+        reference.step(applied[-1], optimizer.param_groups[0], float(factor))
+        torch.testing.assert_close(phi.view(40, 30).double(), reference.phi, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(task.weight.double(), reference.p, rtol=1e-4, atol=1e-5)
+        assert_ranks_equal([task.weight.detach(), phi, factor])
+    assert reference.phi.min() < 0.1 < 0.3 < reference.phi.max()
+
+
+@pytest.mark.world_size(2)
+def test_what_is_sent_whole_has_the_optimizers_own_momentum() -> None:
+    """While everything is sent, and once any of it has."""
+    for settings, whole in (({}, True),):
+        setup = Setup(build=Valley, optimizer=heavy_ball)
+        task, twin = setup.task(), setup.task()
+        optimizer = setup.distributed(task, auto(**settings))
+        if whole:
+            TopKEF.of(optimizer).set_ratio(1.0)
+        dense = setup.distributed(twin, auto(ratio=1.0))
+        for step in range(40 if whole else 5):
+            training.ordinary(task, optimizer, step)
+            training.ordinary(twin, dense, step)
+        for one, other in zip(task.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.world_size(2)
+def test_training_goes_on_dense_after_a_fall_back() -> None:
+    """What has arrived by then is applied once; the optimizer has its momentum as ever."""
+    setup = Setup(build=Valley, optimizer=heavy_ball)
+    task: Any = setup.task()
+    optimizer = setup.distributed(task, auto(guard=Guard(nonfinite=2)))
+    for step in range(6):
+        training.ordinary(task, optimizer, step)
+    buffer, p = optimizer.state[task.weight]["momentum_buffer"], task.weight
+    for _ in range(2):
+        optimizer.zero_grad()
+        (task.loss(hvd.rank(), 0) * torch.nan).backward()
+        is_ddp = world.CONTROLLER == "torchrun"
+        if not is_ddp:
+            optimizer.synchronize()
+        p.grad.zero_()
+        with contextlib.nullcontext() if is_ddp else optimizer.skip_synchronize():
+            optimizer.step()
+    (phi,) = TopKEF.of(optimizer).state_dict()["state.arrivals"]["residuals"].values()
+    b = MOMENTUM * phi.view(40, 30).double() ** 0.25
+    before, start = buffer.double().clone(), p.detach().double().clone()
+    training.ordinary(task, optimizer, 6)
+    assert TopKEF.of(optimizer)._compressor.guard.is_over
+    own = b * (1 - MOMENTUM) / (1 - b) * before + p.grad + DECAY * start
+    torch.testing.assert_close(buffer.double(), own, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(p.double(), start - LR * own, rtol=1e-4, atol=1e-5)
+    assert_ranks_equal([p.detach(), buffer])
+
+
+def test_a_restarted_run_takes_the_same_steps(tmp_path: Path) -> None:
+    """`assert_resumes` restores TopKEF's state alone, so that this SGD has none."""
+    setup = Setup(build=Valley, optimizer=lambda parameters: Stateless(parameters, lr=LR))
+    assert_resumes(setup, auto, tmp_path, training.ordinary)
+
+
+class Stateless(torch.optim.SGD):
+    """An SGD that begins anew in each step, so that nothing but its gradients matters."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, momentum=MOMENTUM, **settings)
+        self.register_step_post_hook(lambda it, *_: it.state.clear())
+
+
+def test_settings_that_name_a_momentum_correct_velocities() -> None:
+    for make, settings, follows in (
+        (heavy_ball, {}, True),
+        (nesterov, {}, True),
+        (heavy_ball, {"momentum": "optimizer"}, False),
+        (heavy_ball, {"velocity_kept": 0.5}, False),
+        (heavy_ball, {"momentum": 0}, False),
+        (heavy_ball, {"ratio": 1.0}, False),
+        (training.plain_sgd, {}, False),
+    ):
+        setup = Setup(build=Valley, optimizer=make)
+        optimizer = setup.distributed(setup.task(), auto(**settings))
+        config = TopKEF.of(optimizer)._compressor.config
+        assert config.follows_arrivals is follows, settings
+        assert not (follows and config.momentum)
+
+
+def test_a_group_without_momentum_is_left_alone() -> None:
+    def two_groups(parameters: Any) -> torch.optim.Optimizer:
+        first, second = parameters
+        groups = [{"params": [first], "momentum": 0.0}, {"params": [second]}]
+        return torch.optim.SGD(groups, lr=LR, momentum=MOMENTUM)
+
+    from case_arrivals import Valleys
+
+    setup = Setup(build=Valleys, optimizer=two_groups)
+    task: Any = setup.task()
+    optimizer = setup.distributed(task, auto())
+    first: nn.Parameter = task.first.weight
+    for step in range(4):
+        before = first.detach().clone()
+        training.ordinary(task, optimizer, step)
+        torch.testing.assert_close(first.detach(), before - LR * first.grad)
+    assert "momentum_buffer" not in optimizer.state.get(first, {})

@@ -1,0 +1,120 @@
+"""Updates of Keras' SGD depend on how often elements arrive, on all ranks alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tf_keras
+from case_tf_arrivals import LR, SHAPE, STEPS, Run, auto
+from kerasses import LIBRARIES
+from proof import assert_ranks_equal
+
+from horovod_topk import checkpoint
+from horovod_topk.core.arrivals import LOSS
+from plain import PlainTopKEF as TopKEF
+
+MOMENTUM = 0.9
+BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+
+
+def sgd_of(library: Any, kind: str) -> Any:
+    return library.optimizers.legacy.SGD if kind == "legacy" else library.optimizers.SGD
+
+
+def fitted(**settings: Any) -> TopKEF:
+    return auto(**{"follow_lr": "auto"} | settings)
+
+
+class Reference:
+    """SGD by the formulas of `horovod_topk.core.arrivals`, in float64."""
+
+    def __init__(self, start: Any, *, nesterov: bool) -> None:
+        self.p, self.nesterov = np.array(start, "f8"), nesterov
+        self.phi, self.buffer, self.largest = np.zeros_like(self.p), np.zeros_like(self.p), 0.0
+
+    def step(self, gradient: Any, lr: float, factor: float) -> None:
+        before, self.phi = self.phi, 0.9 * self.phi + 0.1 * (gradient != 0)
+        before = before if before.any() else np.ones_like(before)
+        self.largest = max(self.largest, lr)
+        c = factor * (1 - LOSS * self.phi * (lr / self.largest) ** 2)
+        b0, b = MOMENTUM * before**0.25, MOMENTUM * self.phi**0.25
+        waiting = b0 * (1 - MOMENTUM) / (1 - b0) * self.buffer
+        self.buffer = (1 - b) / (1 - MOMENTUM) * (waiting - lr * c * gradient)
+        self.p += MOMENTUM * self.buffer - lr * gradient if self.nesterov else self.buffer
+
+
+@pytest.mark.parametrize(
+    ("kind", "graph", "nesterov"),
+    [("SGD", True, False), ("SGD", False, True), ("legacy", True, True), ("legacy", False, False)],
+)
+def test_updates_are_those_of_the_formula(kind: str, graph: bool, nesterov: bool) -> None:
+    library: Any = tf_keras  # that of Keras 3 exchanges within the step, unseen
+    settings = {"momentum": MOMENTUM, "nesterov": nesterov}
+    run = Run(library, sgd_of(library, kind), fitted(), graph=graph, **settings)
+    reference = Reference(run.variable.numpy(), nesterov=nesterov)
+    for step in range(STEPS):
+        rate = LR * 0.8**step
+        run.optimizer.learning_rate.assign(rate) if step else None
+        applied = run.take(step).astype("f8")
+        reference.step(applied, rate, float(run.state("factors")[0]))
+        phi = run.state("arrivals").reshape(SHAPE)
+        np.testing.assert_allclose(phi, reference.phi, 1e-5, 1e-6)
+        np.testing.assert_allclose(run.variable.numpy(), reference.p, 1e-4, 2e-5)
+        assert_ranks_equal([run.variable.numpy(), phi])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_keras_3_takes_the_steps_of_tf_keras(nesterov: bool) -> None:
+    """Whose steps are compared with the formula."""
+    settings: Any = {"momentum": MOMENTUM, "nesterov": nesterov}
+    runs = [
+        Run(
+            library,
+            library.optimizers.SGD,
+            fitted(name=name.replace(" ", "")),
+            graph=True,
+            **settings,
+        )
+        for name, library in LIBRARIES.items()
+    ]
+    for step in range(STEPS):
+        for run in runs:
+            run.take(step)
+        one, other = (run.variable.numpy() for run in runs)
+        np.testing.assert_allclose(one, other, 1e-4, 1e-5)
+
+
+@BOTH
+def test_nothing_is_lost_of_what_arrives_while_everything_is_sent(library: Any) -> None:
+    """`set_ratio(1.0)`: elements that always arrive have the optimizer's own momentum."""
+    run = Run(library, library.optimizers.SGD, fitted(name="whole"), graph=False, momentum=MOMENTUM)
+    run.optimizer.build([run.variable]) if hasattr(run.optimizer, "build") else None
+    run.take(0)
+    TopKEF.of(run.optimizer).set_ratio(1.0)
+    run.take(1)
+    assert np.array_equal(run.state("arrivals"), np.ones(1200, "f4"))
+
+
+@pytest.mark.slow
+@BOTH
+def test_a_checkpoint_has_the_states(library: Any, tmp_path: Path) -> None:
+    folder = hvd.broadcast_object(str(tmp_path))
+    kind = library.optimizers.SGD
+    run, again = (
+        Run(library, kind, fitted(name=n), graph=True, momentum=MOMENTUM) for n in ("run", "again")
+    )
+    for step in range(5):
+        run.take(step)
+    checkpoint.save(folder, TopKEF.of(run.optimizer))
+    again.copy_from(run)
+    hvd.allgather_object(0, name="saved by all")
+    checkpoint.load(folder, again.compression)
+    for step in range(5, STEPS):
+        run.take(step)
+        again.take(step)
+        assert np.array_equal(run.state("arrivals"), again.state("arrivals"))
+    assert np.array_equal(run.variable.numpy(), again.variable.numpy())
