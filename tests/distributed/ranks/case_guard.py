@@ -27,6 +27,7 @@ from world import TopKEF, hvd
 
 STORM = Guard(nonfinite=2, trend=None, residual=None)
 SPARSE = {"ratio": 0.05, "min_numel": 0, "warmup": None}
+VELOCITIES = SPARSE | {"momentum": "optimizer", "velocity_kept": "auto"}
 
 
 def nesterov(parameters: Any) -> torch.optim.Optimizer:
@@ -115,7 +116,7 @@ def test_with_more_ranks_it_is_dense_training_within_rounding(settings: dict[str
 
 def test_the_optimizer_gets_the_mean_velocity() -> None:
     """SGD's buffer has the mean velocity, with weight decay added, and not scaled by 1 - m."""
-    task, ours, _ = fallen(Setup(), TopKEF(**SPARSE, guard=STORM), 1)
+    task, ours, _ = fallen(Setup(), TopKEF(**VELOCITIES, guard=STORM), 1)
     before = training.snapshot(task)
     assert not any("momentum_buffer" in ours.state[p] for p in task.parameters())
     training.ordinary(task, ours, 7)
@@ -127,13 +128,14 @@ def test_the_optimizer_gets_the_mean_velocity() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [training.sgd, training.adamw])
-def test_it_comes_back_after_a_cool_down(optimizer: Any) -> None:
+@pytest.mark.parametrize("settings", [SPARSE, VELOCITIES], ids=["arrivals", "velocities"])
+def test_it_comes_back_after_a_cool_down(settings: Any, optimizer: Any) -> None:
     guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=3)
-    task, ours, seen = fallen(Setup(optimizer=optimizer), TopKEF(**SPARSE, guard=guard), 7)
-    dense = 5 if optimizer is training.sgd else 4  # nothing is handed over where Adam keeps it
+    task, ours, seen = fallen(Setup(optimizer=optimizer), TopKEF(**settings, guard=guard), 7)
+    dense = 5 if settings is VELOCITIES else 4  # nothing is handed over without velocities
     assert [each.level for each in seen[6:]] == [1.0] * dense + [0.05] * (7 - dense)
     assert_ranks_equal(task.parameters())
-    assert TopKEF.of(ours).stats().momentum == (0.9 if optimizer is training.sgd else 0.0)
+    assert TopKEF.of(ours).stats().momentum == (0.9 if settings is VELOCITIES else 0.0)
     assert TopKEF.of(ours).stats().residual_norm > 0.0
 
 
@@ -195,7 +197,7 @@ def test_a_run_that_goes_back_to_a_dense_step_comes_back_alike(optimizer: Any) -
 def test_a_run_that_goes_back_to_before_has_its_velocities_again() -> None:
     guard = Guard(nonfinite=2, trend=None, residual=None, cool_down=2)
     task = Setup().task()
-    optimizer = Setup().distributed(task, TopKEF(**SPARSE, guard=guard))
+    optimizer = Setup().distributed(task, TopKEF(**VELOCITIES, guard=guard))
     for step in range(3):
         training.ordinary(task, optimizer, step)
     kept = saved(task, optimizer)

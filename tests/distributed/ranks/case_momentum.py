@@ -144,23 +144,23 @@ def test_a_momentum_that_cannot_be_taken_over_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "kept", "early", "momentum"),
+    ("optimizer", "kept", "early", "rule"),
     [
-        (heavy_ball, "auto", ((60, 0.2),), 0.9),
-        (training.adamw, 0.0, ((60, 0.2),), 0.0),
-        (adagrad, "auto", (), 0.0),
+        (heavy_ball, "auto", ((60, 0.2),), "sgd"),
+        (training.adamw, 0.0, ((60, 0.2),), "adam"),
+        (adagrad, "auto", (), None),
     ],
 )
 def test_the_default_depends_on_the_kind_of_optimizer(
-    optimizer: Any, kept: object, early: object, momentum: float
+    optimizer: Any, kept: object, early: object, rule: str | None
 ) -> None:
     setup = Setup(optimizer=optimizer)
     for compression in (DefaultTopKEF, DefaultTopKEF(), DefaultTopKEF.compact()):
         config = TopKEF.of(setup.distributed(setup.task(), compression))._compressor.plan.config
         assert (config.values, config.ratio, config.follow_lr) == ("int4", 0.02, True)
-        assert config.momentum == momentum
+        assert config.momentum == 0.0
         assert (config.velocity_kept, config.stretches) == (kept, early)
-        assert config.follows_arrivals == (optimizer is training.adamw)
+        assert config.by_arrivals == rule
 
 
 def test_what_was_explicit_means_what_it_meant() -> None:

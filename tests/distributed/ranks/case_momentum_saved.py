@@ -25,9 +25,9 @@ def auto(**settings: Any) -> TopKEF:
     return TopKEF(**given | settings)
 
 
-def taking(optimizer: Any) -> TopKEF:
-    """A compressor that takes over the momentum of this optimizer."""
-    return auto() if optimizer is heavy_ball else auto(momentum="optimizer")
+def taking() -> TopKEF:
+    """A compressor that takes over the optimizer's momentum."""
+    return auto(momentum="optimizer")
 
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [heavy_ball, training.adamw])
@@ -105,7 +105,7 @@ def test_a_compressed_checkpoint_goes_on_without_compression(
     optimizer: Any, by_broadcast: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has the tensors of a dense one, zeros for what the optimizer did without."""
-    saved, dense = trained(optimizer, taking(optimizer)), trained(optimizer, DENSE)
+    saved, dense = trained(optimizer, taking()), trained(optimizer, DENSE)
     assert saved[1]["param_groups"] == dense[1]["param_groups"]
     assert {k: set(v) for k, v in saved[1]["state"].items()} == {
         k: set(v) for k, v in dense[1]["state"].items()
@@ -116,7 +116,7 @@ def test_a_compressed_checkpoint_goes_on_without_compression(
     task, plain = resumed(saved, optimizer, DENSE, by_broadcast=by_broadcast)
     training.ordinary(task, plain, 4)
     assert_ranks_equal(task)
-    again, ours = resumed(saved, optimizer, taking(optimizer), by_broadcast=by_broadcast)
+    again, ours = resumed(saved, optimizer, taking(), by_broadcast=by_broadcast)
     training.ordinary(again, ours, 4)
     assert_ranks_equal(again)
     assert not TopKEF.of(ours).stats().warnings
@@ -130,7 +130,7 @@ def test_what_is_loaded_after_some_steps_is_dropped_and_saved_as_it_came(
     saved = trained(optimizer, DENSE)
     setup = Setup(optimizer=optimizer)
     task = setup.task()
-    ours = setup.distributed(task, taking(optimizer))
+    ours = setup.distributed(task, taking())
     training.ordinary(task, ours, 0)
     ours.load_state_dict(copy.deepcopy(saved[1]))
     for key, own in ours.state_dict()["state"].items():
@@ -143,18 +143,20 @@ def test_what_is_loaded_after_some_steps_is_dropped_and_saved_as_it_came(
 
 
 @pytest.mark.parametrize("by_broadcast", [False, True])
-def test_the_first_moment_of_adam_goes_on_with_and_without_compression(
-    by_broadcast: bool, caplog: pytest.LogCaptureFixture
+@OPTIMIZERS
+def test_momentum_goes_on_with_and_without_compression(
+    optimizer: Any, by_broadcast: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where its step depends on arrivals, it is the optimizer's own."""
+    """Where steps depend on arrivals, it is the optimizer's own."""
+    name = "exp_avg" if optimizer is training.adamw else "momentum_buffer"
     for before, after in ((DENSE, auto()), (auto(), DENSE)):
-        saved = trained(training.adamw, before)
-        task, ours = resumed(saved, training.adamw, after, by_broadcast=by_broadcast)
+        saved = trained(optimizer, before)
+        task, ours = resumed(saved, optimizer, after, by_broadcast=by_broadcast)
         loaded = ours.state_dict()["state"]
         for key, own in saved[1]["state"].items():
             if hvd.rank() == 0 or not by_broadcast:
-                assert torch.equal(loaded[key]["exp_avg"], own["exp_avg"])
-        assert any(own["exp_avg"].any() for own in loaded.values())
+                assert torch.equal(loaded[key][name], own[name])
+        assert any(own[name].any() for own in loaded.values())
         training.ordinary(task, ours, 4)
         assert_ranks_equal(task)
     assert SAID not in caplog.text
@@ -165,7 +167,7 @@ def test_broadcasting_the_state_of_new_optimizers_moves_no_parameter() -> None:
     setup = Setup(optimizer=heavy_ball)
     task = setup.task()
     before = training.snapshot(task)
-    ours = setup.distributed(task, auto())
+    ours = setup.distributed(task, taking())
     ours.param_groups[0]["weight_decay"] = 0.1
     ours.param_groups[0]["lr"] = 0.25 if hvd.rank() == 0 else 0.5
     hvd.broadcast_optimizer_state(ours, root_rank=0)
