@@ -63,8 +63,9 @@ class Settings:
         warmup: larger ratios for the first steps. A number of steps: the ratio falls through
             0.25, 0.0625 and so on until it reaches `ratio` after that many steps. Pairs
             (until, ratio): this ratio as long as fewer than `until` steps are committed. "auto":
-            with SGD ten times `ratio`, at most 0.25, in the first 60 steps; none with other
-            optimizers and in elastic jobs. None: off.
+            with SGD, and with Adam and AdamW if their steps depend on arrivals, ten times `ratio`,
+            at most 0.25, in the first 60 steps; none with other optimizers and in elastic jobs.
+            None: off.
         schedule: decides the ratio of each step after `warmup` from measures of all ranks: one of
             `horovod_topk.schedules`. None: each step has `ratio`.
         guard: rules for ending compression and going on with dense gradients: a
@@ -79,10 +80,9 @@ class Settings:
             exchanged gradients have the size of gradients, and PyTorch's parameter groups stay as
             they are. A number: give the optimizer a momentum of 0 yourself; exchanged gradients are
             velocities then, up to 1 / (1 - momentum) times larger: clip with `clip_norm`. "auto":
-            with SGD as "optimizer" where there is a momentum that can be taken over and not
-            everything is sent, else 0; `velocity_kept` is "auto" then unless it is given. Adam and
-            AdamW keep their momentum, which then depends on how often an element arrives
-            (`horovod_topk.core.arrivals`). 0: off.
+            SGD, Adam and AdamW keep their momentum, which then depends on how often an element
+            arrives (`horovod_topk.core.arrivals`); as "optimizer", where that can be, if
+            `velocity_kept` is given. 0: off.
         nesterov: whether that momentum is Nesterov's.
         velocity_kept: share of the velocity of a sent element that stays, in [0, 1]
             (`horovod_topk.core.momentum`). 0: masking, as in the paper. "auto": 0 for Adam and

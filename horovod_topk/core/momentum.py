@@ -18,7 +18,7 @@ Elements that are sent in nearly every step have a small residual, and lose half
 They have the largest gradients, where a large learning rate makes training unstable first. Elements
 that were sent rarely lose little. When the learning rate falls, training is more stable, and
 velocities are hardly damped. With Adam and AdamW, which divide by the size of the gradients they
-get, "auto" is masking; `momentum="auto"` does not correct their momentum at the ranks
+get, "auto" is masking. `momentum="auto"` corrects no velocities, but prepares the optimizer's steps
 (`horovod_topk.core.arrivals`). Tensors that are sent whole are not damped, so that at ratio 1 the
 sum over steps is that of heavy-ball momentum.
 

@@ -170,7 +170,7 @@ class State(Counting[Array]):
         )
 
     def _step_factor(self) -> float:
-        """The smallest factor of Adam's last step; 1 if there is none. Waits for the device."""
+        """The smallest factor of the last step; 1 if there is none. Waits for the device."""
         part = self.parts.get(METHOD_STATE + FACTORS)
         arrays = [part.residual(name) for name in part.pieces] if part is not None else []
         numbers = [x for each in arrays for x in self._numbers_of(each) if x > 0.0]

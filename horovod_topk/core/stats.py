@@ -71,7 +71,7 @@ class Stats:
     probe_cosine: float | None = None  # with probe_every=: cosine of applied and dense gradient
     probe_error: float | None = None  # norm of their difference / norm of the dense gradient
     level: float = 1.0  # the ratio level of the last step
-    step_factor: float = 1.0  # smallest factor of Adam's last step in any tensor: `core.arrivals`
+    step_factor: float = 1.0  # smallest factor of the last step in any tensor: `core.arrivals`
     compress_seconds: float = 0.0  # of all steps so far; see `core.timing.Seconds`
     exchange_seconds: float = 0.0  # from a step's first collective to its last, of all steps
     exposed_seconds: float = 0.0  # waiting in collectives, of all steps
