@@ -123,7 +123,6 @@ class ArrivedToSgd(Generic[Array]):
     """What SGD's step needs to know of one tensor in the exchanged step."""
 
     arrivals: Array  # phi of each element after the step, flat
-    before: Array  # the same before the step
     factor: Array  # min(1, 3/2 n / |G|), one element
     loss: Any  # what an element that always arrives loses: a number, in a graph a scalar
 
@@ -138,6 +137,19 @@ def elements(name: str, numel: int, config: Method) -> int:
     if name == ARRIVALS or not numel:
         return numel
     return CLASSES if config.follows_energies else 1
+
+
+def selecting(config: Method, pieces: Sequence[Piece]) -> set[str]:
+    """Names of the gradients of which ranks or owners send some elements only.
+
+    They are equal on all ranks, also where some of them own no shard.
+    """
+    legs = "direct", "gather"
+    return {
+        piece.spec.name
+        for piece in pieces
+        if not all(config.piece(piece, leg).sends_all for leg in legs)
+    }
 
 
 def followed(pieces: Sequence[Piece]) -> list[int]:

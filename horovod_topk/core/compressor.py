@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
+from horovod_topk.core.arrivals import NORMS
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Exchange, Traffic
 from horovod_topk.core.exchange.selection import dense_beside
@@ -261,6 +262,8 @@ class Compressor(State[Array]):
         if factors:
             for registry in self._sent():
                 registry.rescale(factors)
+            if NORMS in self.states:  # what has waited may arrive as large as it is now
+                self.states[NORMS].rescale({name: max(1.0, f) for name, f in factors.items()})
             self.step.forget_gradients()
 
     @property

@@ -26,29 +26,27 @@ class Following(Generic[Array]):
 
     def finish(self, exchanged: Sequence[Array]) -> None:
         """Compute phi after a step, once the bucket's gradients are exchanged."""
-        for (after, before), gradient in zip(
-            self.latest(committed=False).values(),
-            (exchanged[at] for at in self._positions),
-            strict=True,
+        arenas = self._arrivals
+        befores, afters = self._views(arenas.residual), self._views(arenas.candidate)
+        for at, before, after in zip(
+            self._positions, befores.values(), afters.values(), strict=True
         ):
             if self._everything:
                 phi: Any = before
                 self._ops.assign(after, phi * 0.0 + 1.0)
             else:
-                self._ops.follow(before, RATE, gradient, after)
+                self._ops.follow(before, RATE, exchanged[at], after)
 
     def swap(self) -> None:
         """Make phi after the step the present one."""
         self._arrivals.swap()
 
-    def latest(self, *, committed: bool) -> dict[str, tuple[Array, Array]]:
-        """Return phi after the last step, and before it, by tensor name: flat arrays.
+    def latest(self, *, committed: bool) -> dict[str, Array]:
+        """Return phi after the last step by tensor name: flat arrays.
 
         committed: whether that step is committed.
         """
-        arenas = self._arrivals.candidate, self._arrivals.residual
-        after, before = map(self._views, reversed(arenas) if committed else arenas)
-        return {name: (phi, before[name]) for name, phi in after.items()}
+        return self._views(self._arrivals.residual if committed else self._arrivals.candidate)
 
     @property
     def _positions(self) -> list[int]:

@@ -11,6 +11,7 @@ from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.samples import Sample
 from horovod_topk.ops import Ops
+from horovod_topk.ops.coding import LIMIT
 
 Array = TypeVar("Array")
 
@@ -50,15 +51,19 @@ class Norms(Generic[Array]):
         sampled: Any = ops.blocks(tensors, [each.pick for each in self._samples], dtype)
         sampled = sampled * (1.0 / gain)
         sums: Any = ops.segment_sums(sampled * sampled, [each.size for each in self._samples])
-        norms: Any = ops.finite(ops.root(ops.cast(ops.finite(sums * self._scales), "float64")))
+        scaled: Any = sums * self._scales
+        norms: Any = ops.finite(ops.root(ops.cast(ops.finite(scaled), "float64")))
         before: Any = means.residual
         is_known: Any = ops.cast(before > 0.0, dtype)
-        after = before * (1.0 - NORM_RATE) + norms * NORM_RATE
-        ops.assign(means.candidate, norms + (after - norms) * is_known)
+        counts: Any = ops.cast(norms > 0.0, dtype)  # n waits while gradients are 0
+        rates = is_known * (NORM_RATE - 1.0) + 1.0
+        ops.assign(means.candidate, before + (norms - before) * rates * counts)
         allowed: Any = ops.finite(ops.divided(before * SPIKE, norms))
         # min(1, allowed) is exact: it is 1 where the difference is not negative.
-        is_spike: Any = ops.cast(allowed < 1.0, dtype) * is_known * ops.cast(norms > 0.0, dtype)
-        ops.assign(self._states[FACTORS].candidate, (allowed - 1.0) * is_spike + 1.0)
+        is_spike: Any = ops.cast(allowed < 1.0, dtype) * is_known * counts
+        is_over: Any = ops.cast(scaled > LIMIT, dtype) * is_known  # too large for a factor but 0
+        factors = ((allowed - 1.0) * is_spike + 1.0) * (is_over * -1.0 + 1.0)
+        ops.assign(self._states[FACTORS].candidate, factors)
 
     def swap(self) -> None:
         """Make the states of the next step the present ones."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.config import SGD
-from horovod_topk.core.arrivals import ARRIVALS, LOSS, STATES, Arrived, ArrivedToSgd
+from horovod_topk.core.arrivals import ARRIVALS, LOSS, STATES, Arrived, ArrivedToSgd, selecting
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.energies import Energies
 from horovod_topk.core.exchange import BucketExchange, Exchange
@@ -265,7 +265,7 @@ class Step(Generic[Array]):
         for following, bucket in self._followed():
             if bucket.energies is not None:
                 factors = bucket.energies.latest(committed=bucket.committed_last)
-                for name, (phi, _) in following.latest(committed=bucket.committed_last).items():
+                for name, phi in following.latest(committed=bucket.committed_last).items():
                     found[name] = Arrived(phi, factors[name])
         return found
 
@@ -275,9 +275,9 @@ class Step(Generic[Array]):
         for following, bucket in self._followed():
             if bucket.norms is not None:
                 factors = bucket.norms.latest(committed=bucket.committed_last)
-                for name, phis in following.latest(committed=bucket.committed_last).items():
+                for name, phi in following.latest(committed=bucket.committed_last).items():
                     loss = LOSS * self._decay(name) ** 2 if name in bucket.selecting else 0.0
-                    found[name] = ArrivedToSgd(*phis, factors[name], loss)
+                    found[name] = ArrivedToSgd(phi, factors[name], loss)
         return found
 
     def _followed(self) -> Iterator[tuple[Following[Array], Bucket[Array]]]:
@@ -359,18 +359,15 @@ class Step(Generic[Array]):
         memory = storage.residuals, storage.owned, states
         exchange = self._exchange.of(plan, *memory, ops, self._codec)
         bucket = Bucket(plan, exchange, storage.velocity, storage.residuals or storage.owned)
-        holders = [each.plan for each in (*storage.residuals, *storage.owned)]
-        bucket.selecting = {
-            each.spec.name for plan in holders for each in plan.tensors if not each.sends_all
-        }
         bucket.measures = not set(plan.config.measures) <= set(HOST)
         followed = {name: own for name, own in storage.states.items() if name in STATES}
         if plan.config.follows_arrivals and followed[ARRIVALS].plan.numel:
             of_sgd = plan.config.by_arrivals == SGD
-            everything = of_sgd and plan.config.ratio == 1.0
+            everything = of_sgd and plan.config.ratio == 1.0 and not plan.config.withheld()
             bucket.following = Following(followed[ARRIVALS], ops, everything=everything)
             if of_sgd:
                 bucket.norms = Norms(plan, followed, ops)
+                bucket.selecting = selecting(plan.config, plan.gradients)
             else:
                 part = self._exchange.part or 0
                 kept = storage.residuals, storage.owned

@@ -119,7 +119,8 @@ def _declare(library: Library) -> None:
         "topkef_follow": [address, real, address, address, number, *[ctypes.c_int] * 2],
         "topkef_lost": [*[address] * 6, number, *[ctypes.c_int] * 2, address],
         "topkef_prepare_moment": [*[address] * 5, number, *[ctypes.c_int] * 2],
-        "topkef_prepare_buffer": [*[address] * 6, number, *[ctypes.c_int] * 2],
+        "topkef_prepare_buffer": [*[address] * 5, number, *[ctypes.c_int] * 2],
+        "topkef_restore_buffer": [*[address] * 2, real, number, *[ctypes.c_int] * 2],
     }
     for name, types in arguments.items():
         getattr(library, name).argtypes = types
@@ -131,7 +132,7 @@ def _declare(library: Library) -> None:
     library.topkef_decode.restype = number
     silent = "take", "subtract_at", "place", "random_index", "random_bits", "product", "orthonormal"
     later = "update_velocity", "moments", "pack_ternary", "follow", "lost"
-    prepared = "prepare_moment", "prepare_buffer"
+    prepared = "prepare_moment", "prepare_buffer", "restore_buffer"
     for name in (*silent, *later, *prepared):
         getattr(library, f"topkef_{name}").restype = None
 

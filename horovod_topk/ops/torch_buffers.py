@@ -1,4 +1,4 @@
-"""SGD's momentum buffer before its own update; see `horovod_topk.torch_training.sgd`."""
+"""SGD's momentum buffer around its own update; see `horovod_topk.torch_training.sgd`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class Buffer:
     added: Tensor  # the gradient that the optimizer adds, but for weight decay
     parameter: Tensor
     arrivals: Tensor  # phi of each element after the step's exchange, flat
-    before: Tensor | None  # the same before it; None: the buffer is dense SGD's
     factor: float  # c of an element that never arrives
     loss: float  # what an element that always arrives loses
 
@@ -34,25 +33,34 @@ class Numbers:
 
 
 def prepare(buffers: Sequence[Buffer], numbers: Numbers) -> None:
-    """Prepare the momentum buffers of parameters."""
+    """Prepare the momentum buffers of parameters for the optimizer's update."""
     library = native.find().library
     for each in buffers:
-        if library is not None and _fits(each):
-            _by_kernel(library, each, numbers)
+        tensors = [each.buffer, each.added, each.parameter, each.arrivals]
+        if library is not None and _fit(tensors):
+            sgd = _Sgd(numbers.momentum, numbers.decay, each.factor, each.loss)
+            places = [tensor.data_ptr() for tensor in tensors]
+            if not numbers.decay:
+                places[2] = 0
+            library.topkef_prepare_buffer(*places, ctypes.addressof(sgd), *_size(each.buffer))
         else:
-            _by_torch(each, numbers)
+            _prepare_by_torch(each, numbers)
 
 
-def release(buffer: Tensor, arrivals: Tensor, momentum: float) -> None:
-    """Make a buffer that of dense SGD, in place: with the same updates still to come.
+def restore(buffer: Tensor, arrivals: Tensor, momentum: float) -> None:
+    """Turn a prepared buffer, after the update, back into dense SGD's, in place.
 
     Args:
-        buffer: a prepared buffer, after the optimizer's step.
-        arrivals: phi of each element after that step, flat.
-        momentum: the optimizer's.
+        buffer: the buffer.
+        arrivals: phi of each element, flat: what the buffer was prepared with.
+        momentum: the optimizer's, in that update.
     """
-    b = _root(_root(arrivals)) * momentum
-    buffer.mul_((b * ((1.0 - momentum) / momentum) / (1.0 - b)).view(buffer.shape))
+    library = native.find().library
+    if library is not None and _fit([buffer, arrivals]):
+        places = buffer.data_ptr(), arrivals.data_ptr()
+        library.topkef_restore_buffer(*places, momentum, *_size(buffer))
+    else:
+        _restore_by_torch(buffer, arrivals, momentum)
 
 
 class _Sgd(ctypes.Structure):
@@ -61,44 +69,37 @@ class _Sgd(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_double) for name in ("momentum", "decay", "factor", "loss"))
 
 
-def _tensors(each: Buffer) -> list[Tensor | None]:
-    return [each.buffer, each.added, each.parameter, each.before, each.arrivals]
+def _size(buffer: Tensor) -> tuple[int, int, int]:
+    return buffer.numel(), buffer.element_size(), torch.get_num_threads()
 
 
-def _fits(each: Buffer) -> bool:
-    """Whether the CPU kernel can read and write a parameter's tensors."""
-    return each.buffer.dtype in (torch.float32, torch.float64) and all(
+def _fit(tensors: Sequence[Tensor]) -> bool:
+    """Whether the CPU kernels can read and write these tensors, the first a buffer."""
+    return tensors[0].dtype in (torch.float32, torch.float64) and all(
         tensor.device.type == "cpu"
-        and tensor.dtype == each.buffer.dtype
+        and tensor.dtype == tensors[0].dtype
         and tensor.is_contiguous()
         and not tensor.is_neg()
-        for tensor in _tensors(each)
-        if tensor is not None
+        for tensor in tensors
     )
 
 
-def _by_kernel(library: native.Library, each: Buffer, numbers: Numbers) -> None:
-    sgd = _Sgd(numbers.momentum, numbers.decay, each.factor, each.loss)
-    places = [0 if tensor is None else tensor.data_ptr() for tensor in _tensors(each)]
-    if not numbers.decay:
-        places[2] = 0
-    size = each.buffer.numel(), each.buffer.element_size(), torch.get_num_threads()
-    if each.buffer.numel():
-        library.topkef_prepare_buffer(*places, ctypes.addressof(sgd), *size)
-
-
-def _by_torch(each: Buffer, numbers: Numbers) -> None:
+def _prepare_by_torch(each: Buffer, numbers: Numbers) -> None:
     """As `topkef_prepare_buffer` of kernels/cpu/topkef.h, for float32 bit for bit."""
     momentum, left = numbers.momentum, 1.0 - numbers.momentum
     phi, added = each.arrivals.view(each.buffer.shape), each.added
     if numbers.decay:
         added = added + each.parameter.detach() * numbers.decay
-    before = torch.ones_like(phi) if each.before is None else each.before.view(phi.shape)
-    b, b_before = (_root(_root(share)) * momentum for share in (phi, before))
-    waiting = b_before * left / (1.0 - b_before) * each.buffer
+    b = _root(_root(phi)) * momentum
     kept = (1.0 - phi * each.loss) * each.factor
-    moved = (1.0 - b) / left * (waiting + kept * added)
+    moved = (1.0 - b) / left * (each.buffer * momentum + kept * added)
     each.buffer.copy_((moved - added) / momentum)
+
+
+def _restore_by_torch(buffer: Tensor, arrivals: Tensor, momentum: float) -> None:
+    """As `topkef_restore_buffer` of kernels/cpu/topkef.h, for float32 bit for bit."""
+    b = _root(_root(arrivals)) * momentum
+    buffer.mul_((b * ((1.0 - momentum) / momentum) / (1.0 - b)).view(buffer.shape))
 
 
 def _root(array: Tensor) -> Tensor:

@@ -7,10 +7,11 @@ computes the one that is wanted. Adam and AdamW:
     |m_t| <= s_t sqrt(v_t / (1 - beta2^t))          in its first steps
 
 m_t is what Adam divides by s_t, so that updates have no bias to correct. The first update is Adam's
-own. SGD, whose m_t has the learning rate lr in it, with m its momentum:
+own. SGD, whose m_t has the learning rate lr in it, with mu its momentum, updates with M in place of
+m_t; after the update m_t is dense SGD's again:
 
-    m_t = (1 - b) (R - lr c G) / (1 - m),  b = m phi^(1/4)
-    R   = b0 (1 - m) m_(t-1) / (1 - b0),   b0 = b of the update before
+    M   = (1 - b) (mu m_(t-1) - lr c G) / (1 - mu),  b = mu phi^(1/4)
+    m_t = b (1 - mu) M / ((1 - b) mu)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.arrivals import RATE, Arrived, ArrivedToSgd, arrived_often, is_limited
+from horovod_topk.core.arrivals import Arrived, ArrivedToSgd, arrived_often, is_limited
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.takeover import is_legacy, slot_of
@@ -71,7 +72,7 @@ class ByArrivals:
         update: Callable[[], Any],
         rate: Callable[[], Any],
     ) -> Any:
-        """Prepare the momentum of a variable, then call the optimizer's own update of it.
+        """Call the optimizer's own update of a variable with another momentum.
 
         Args:
             optimizer: of Keras 3 or tf-keras, legacy or not.
@@ -84,8 +85,9 @@ class ByArrivals:
         known = None if state is None else state.arrivals_of(variable)
         if known is None:
             return update()
-        prepare: Any = _prepare_sgd if isinstance(known, ArrivedToSgd) else _prepare_adam
-        with tf.control_dependencies([prepare(optimizer, gradient, variable, known, rate)]):
+        if isinstance(known, ArrivedToSgd):
+            return _update_sgd(optimizer, gradient, variable, known, update, rate)
+        with tf.control_dependencies([_prepare_adam(optimizer, gradient, variable, known)]):
             return update()
 
 
@@ -94,33 +96,38 @@ def is_sgd(optimizer: Any) -> bool:
     return not (hasattr(optimizer, "beta_1") or "beta_1" in getattr(optimizer, "_hyper", ()))
 
 
-def _prepare_sgd(
-    optimizer: Any, gradient: Any, variable: Any, known: ArrivedToSgd[Any], rate: Callable[[], Any]
+def _update_sgd(
+    optimizer: Any,
+    gradient: Any,
+    variable: Any,
+    known: ArrivedToSgd[Any],
+    update: Callable[[], Any],
+    rate: Callable[[], Any],
 ) -> Any:
-    """Write the momentum that SGD has to begin its update of a variable with."""
+    """Update a variable with the momentum that SGD is to have; for arguments see `ByArrivals`."""
     if is_legacy(optimizer):
         slot = optimizer.get_slot(variable, "momentum")
-        momentum = optimizer._get_hyper("momentum")
+        momentum = _wide(optimizer._get_hyper("momentum"))
     else:
-        slot, momentum = slot_of(optimizer, variable), optimizer.momentum
-    own = tf.cast(_wide(momentum), slot.dtype)
-    left, step = tf.cast(1.0 - _wide(momentum), slot.dtype), tf.cast(rate(), slot.dtype)
+        slot, momentum = slot_of(optimizer, variable), _wide(optimizer.momentum)
+    mu, left, share = (
+        tf.cast(each, slot.dtype)
+        for each in (momentum, 1.0 - momentum, tf.math.divide_no_nan(1.0 - momentum, momentum))
+    )
+    gradient, step = tf.cast(gradient, slot.dtype), tf.cast(rate(), slot.dtype)
     phi = tf.reshape(tf.cast(known.arrivals, slot.dtype), slot.shape)
-    gradient = tf.cast(gradient, slot.dtype)
-    has_arrived = tf.cast(tf.not_equal(gradient, 0), slot.dtype)
-    before = tf.clip_by_value((phi - RATE * has_arrived) / (1.0 - RATE), 0.0, 1.0)
-    # Where nothing has arrived before, the momentum is that of SGD without compression.
-    before = tf.where(tf.reduce_max(before) < RATE / 2, tf.ones_like(before), before)
-    b, b_before = (own * tf.sqrt(tf.sqrt(each)) for each in (phi, before))
+    b = mu * tf.sqrt(tf.sqrt(phi))
     c = tf.cast(known.factor, slot.dtype) * (1.0 - tf.cast(_wide(known.loss), slot.dtype) * phi)
-    waiting = b_before * left / (1.0 - b_before) * slot
-    moved = (1.0 - b) / left * (waiting - step * c * gradient)
-    return slot.assign((moved + step * gradient) / own)
+    moved = (1.0 - b) / left * (mu * slot - step * c * gradient)
+    prepared = slot.assign(tf.math.divide_no_nan(moved + step * gradient, mu))
+    with tf.control_dependencies([prepared]):
+        result = update()
+    with tf.control_dependencies([] if result is None else [result]):
+        restored = slot.assign(slot * (b * share / (1.0 - b)))
+    return None if result is None else tf.group(result, restored)
 
 
-def _prepare_adam(
-    optimizer: Any, gradient: Any, variable: Any, known: Arrived[Any], _: Callable[[], Any]
-) -> Any:
+def _prepare_adam(optimizer: Any, gradient: Any, variable: Any, known: Arrived[Any]) -> Any:
     """Write the first moment that Adam has to begin its update of a variable with."""
     legacy = is_legacy(optimizer)
     moment = optimizer.get_slot(variable, "m") if legacy else slot_of(optimizer, variable)

@@ -11,7 +11,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.arrivals import ARRIVALS, FACTORS, LOSS, Arrived, ArrivedToSgd
+from horovod_topk.config import SGD
+from horovod_topk.core.arrivals import (
+    ARRIVALS,
+    FACTORS,
+    LOSS,
+    NORMS,
+    Arrived,
+    ArrivedToSgd,
+    selecting,
+)
 from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.exchange import Collective
@@ -111,8 +120,8 @@ class VariableState(State[Array]):
         self.rates = VariableRates() if config.follow_lr else None
         self.last_squares = Squares()
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
-        # Whether the last step has selected elements, so that SGD's arrivals have a loss.
-        self._selects = apart(lambda: tf.Variable(False, trainable=False))
+        # Whether the last step has sent some elements of a tensor only: 1 or 0, by name.
+        self._selects: dict[str, Any] = {}
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
@@ -181,15 +190,22 @@ class VariableState(State[Array]):
         """
         exchange = self.exchange
         assert exchange is not None  # `know` has chosen it
-        self._selects.assign(plan.config.ratio < 1.0)
+        self._note_arrivals(plan)
 
-        def arenas_of(key: str, bucket: BucketPlan, at: int, rate: Any) -> VariableArenas:
+        def arenas_of(
+            key: str, bucket: BucketPlan, at: int, rate: Any, least: float = 0.0
+        ) -> VariableArenas:
             names = [tensor.spec.name for tensor in bucket.tensors]
             variables = [self._variable(key, name, at) for name in names]
             factors = None
             if rate is not None and self.rates is not None:
-                factors = [self.rates.factor(name, rate) for name in names]
+                factors = [tf.maximum(self.rates.factor(name, rate), least) for name in names]
             return VariableArenas(bucket, variables, self.ops, factors)
+
+        def state_of(name: str, bucket: BucketPlan) -> VariableArenas:
+            # What has waited may arrive as large as it is now.
+            rescaled = (rate, 1.0) if name == NORMS else (None,)
+            return arenas_of(METHOD_STATE + name, state_plan(bucket, name), 0, *rescaled)
 
         def storage(bucket: BucketPlan) -> Storage[Array]:
             holders, owned = exchange.holders(bucket), exchange.owned(bucket)
@@ -197,10 +213,7 @@ class VariableState(State[Array]):
                 [arenas_of(RESIDUALS, each, at, rate) for at, each in enumerate(holders)],
                 [arenas_of(OWNED, each, 0, rate) for each in owned],
                 arenas_of(VELOCITY, bucket, 0, None) if plan.config.momentum else None,
-                {
-                    each: arenas_of(METHOD_STATE + each, state_plan(bucket, each), 0, None)
-                    for each in state_names(plan)
-                },
+                {each: state_of(each, bucket) for each in state_names(plan)},
             )
 
         rates = None if rate is None else self.rates  # not self: graphs outlive this state
@@ -252,10 +265,7 @@ class VariableState(State[Array]):
         return Buffer(self._numbers.read_value()[at : at + 1])
 
     def arrivals_of(self, name: str) -> Arrived[Any] | ArrivedToSgd[Any] | None:
-        """What an update needs to know of a tensor's arrivals; None: it is not followed.
-
-        SGD's phi is that after the step, also in place of that before it.
-        """
+        """What an update needs to know of a tensor's arrivals; None: it is not followed."""
         key = METHOD_STATE + ARRIVALS
         if key not in self.parts or name not in self.parts[key].pieces:
             return None
@@ -263,10 +273,19 @@ class VariableState(State[Array]):
         factors = self._variable(METHOD_STATE + FACTORS, name, 0)
         if self.config.follows_energies:
             return Arrived(phi, factors)
-        is_small = self.parts[key].specs[name].numel < self.config.min_numel
-        selects = 0.0 if is_small or self.config.own.get(name) == 1.0 else self._selects
         decay = 1.0 if self.rates is None else self.rates.decay_now(name)
-        return ArrivedToSgd(phi, phi, factors, LOSS * decay**2 * tf.cast(selects, tf.float64))
+        return ArrivedToSgd(phi, factors, LOSS * decay**2 * self._selects[name])
+
+    def _note_arrivals(self, plan: Plan) -> None:
+        """Assign in a step what its updates need to know, beside what `commit` assigns."""
+        if self.config.by_arrivals == SGD:
+            found = [selecting(plan.config, bucket.gradients) for bucket in plan.buckets]
+            for name in (tensor.spec.name for tensor in plan.tensors()):
+                self._selects[name].assign(float(any(name in names for names in found)))
+        if self.config.follows_arrivals and not plan.config.follows_arrivals:
+            for key in (METHOD_STATE + ARRIVALS, METHOD_STATE + FACTORS):
+                for (piece,) in filter(None, self.parts[key].pieces.values()):
+                    piece.write(Buffer(tf.ones_like(piece.read().value)))  # as without compression
 
     def _renew_numbers(self) -> None:
         """Set the measures of the next step after a state was loaded."""
@@ -322,6 +341,8 @@ class VariableState(State[Array]):
             if key.startswith(METHOD_STATE):
                 name = key.removeprefix(METHOD_STATE)
                 make(self.parts[key], stores.methods[name], (state_plan(bucket, name),), {})
+        for name in (t.spec.name for t in bucket.tensors if self.config.by_arrivals == SGD):
+            self._selects.setdefault(name, apart(lambda: tf.Variable(0.0, False, dtype="float64")))
         if self.rates is not None:
             for spec in (tensor.spec for tensor in bucket.tensors):
                 rates = replace(spec, shape=(2,), dtype="float64")

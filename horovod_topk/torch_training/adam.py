@@ -65,6 +65,9 @@ class AdamSteps:
                 correction2 = 1.0 - beta2 ** (step + 1)
                 prepare(moments, Numbers(beta1, before, now, RATE, LIMIT, beta2, correction2))
 
+    def restore(self) -> None:
+        """Nothing: after the step its first moment is the one that was wanted."""
+
 
 def _moment(
     state: Mapping[str, Any],

@@ -155,6 +155,8 @@ class Hooks(abc.ABC):
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._take_back(optimizer)
+        if self._steps is not None:
+            self._steps.restore()
         self._check_after(optimizer)
         self._check_clipping(optimizer)  # if a closure has exchanged within the step
         if self._buckets.are_applied():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from horovod_topk.core.arrivals import ARRIVALS, RATE, ArrivedToSgd
+from horovod_topk.core.arrivals import FACTORS, NORMS, RATE, ArrivedToSgd
+from horovod_topk.core.norms import Norms
+from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.residual import Arenas
+from horovod_topk.core.rounds import state_plan
 from horovod_topk.kernels import native
-from horovod_topk.ops.torch_buffers import Buffer, Numbers, _by_torch, prepare
+from horovod_topk.methods.topk import TopK
+from horovod_topk.ops.torch import TorchOps
+from horovod_topk.ops.torch_buffers import (
+    Buffer,
+    Numbers,
+    _prepare_by_torch,
+    _restore_by_torch,
+    prepare,
+    restore,
+)
 from horovod_topk.torch_training.sgd import SgdSteps
 
 LR, MOMENTUM, DECAY, LOSS, FACTOR = 0.05, 0.9, 0.1, 0.25, 0.75
@@ -22,20 +36,14 @@ class Exchanged:
     """Stands for a compressor whose last step had these arrivals."""
 
     def __init__(self, numel: int) -> None:
-        self.phi, self.before = torch.zeros(numel), torch.zeros(numel)
-        self.states, self.loss, self.factor = {ARRIVALS: self}, LOSS, FACTOR
-        self.pieces = {"p": ()}
-        self.plan = SimpleNamespace(config=SimpleNamespace(follows_arrivals=True))
+        self.phi, self.loss, self.factor, self.is_over = torch.zeros(numel), LOSS, FACTOR, False
         self.step = SimpleNamespace(flagged=(), arrivals_to_sgd=self.arrivals)
 
-    def residual(self, name: str) -> Tensor:
-        return self.phi
-
     def arrivals(self) -> dict[str, ArrivedToSgd[Tensor]]:
-        return {"p": ArrivedToSgd(self.phi, self.before, torch.tensor([self.factor]), self.loss)}
+        known = ArrivedToSgd(self.phi, torch.tensor([self.factor]), self.loss)
+        return {} if self.is_over else {"p": known}
 
     def take(self, gradient: Tensor) -> None:
-        self.before = self.phi
         self.phi = self.phi * (1 - RATE) + RATE * gradient.view(-1).ne(0)
 
 
@@ -45,6 +53,7 @@ def prepared(parameter: Tensor, **settings: Any) -> tuple[Any, Exchanged]:
     optimizer, exchanged = torch.optim.SGD([parameter], **own), Exchanged(parameter.numel())
     steps: Any = SgdSteps({parameter: "p"}, lambda: exchanged)  # type: ignore[arg-type, return-value]
     optimizer.register_step_pre_hook(lambda it, *_: steps.prepare(it))
+    optimizer.register_step_post_hook(lambda *_: steps.restore())
     return optimizer, exchanged
 
 
@@ -107,7 +116,7 @@ def test_a_rare_gradient_moves_its_weight_at_once() -> None:
 
 
 def test_the_momentum_of_a_dense_run_is_kept() -> None:
-    """Before anything has arrived, buffers are those of SGD without compression."""
+    """Between steps buffers are those of SGD without compression."""
     parameter = nn.Parameter(torch.zeros(40))
     optimizer, exchanged = prepared(parameter, weight_decay=0.0)
     waiting = torch.randn(40)
@@ -133,7 +142,7 @@ def test_what_waits_is_applied_once_after_compression_has_ended() -> None:
         exchanged.take(gradient)
         parameter.grad = gradient.clone()
         optimizer.step()
-    exchanged.plan.config.follows_arrivals = False
+    exchanged.is_over = True
     for _ in range(300):
         parameter.grad = torch.zeros(40)
         optimizer.step()
@@ -144,23 +153,24 @@ def test_what_waits_is_applied_once_after_compression_has_ended() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("decay", [DECAY, 0.0])
-@pytest.mark.parametrize("dense", [False, True])
-def test_the_kernel_prepares_buffers_to_the_same_bits(
-    dtype: torch.dtype, decay: float, dense: bool
+def test_the_kernels_prepare_and_restore_buffers_to_the_same_bits(
+    dtype: torch.dtype, decay: float
 ) -> None:
     assert native.find().library is not None
     gradient, phi = sparse(9999).to(dtype), torch.rand(9999).to(dtype)
     parameter, start = torch.randn(9999).to(dtype), torch.randn(9999).to(dtype)
-    before = None if dense else torch.rand(9999).to(dtype)
-    one, other = (
-        Buffer(start.clone(), gradient, parameter, phi, before, FACTOR, LOSS) for _ in range(2)
-    )
+    one, other = (Buffer(start.clone(), gradient, parameter, phi, FACTOR, LOSS) for _ in range(2))
     numbers = Numbers(MOMENTUM, decay)
-    prepare([one], numbers)
-    _by_torch(other, numbers)
     tolerance = 0.0 if dtype == torch.float32 else 1e-12  # torch's roots are nearly rounded
+    prepare([one], numbers)
+    _prepare_by_torch(other, numbers)
     torch.testing.assert_close(one.buffer, other.buffer, rtol=tolerance, atol=tolerance)
     assert not torch.equal(one.buffer, start)
+    prepared = one.buffer.clone()
+    restore(one.buffer, phi, MOMENTUM)
+    _restore_by_torch(other.buffer, phi, MOMENTUM)
+    torch.testing.assert_close(one.buffer, other.buffer, rtol=tolerance, atol=tolerance)
+    assert not torch.equal(one.buffer, prepared)
 
 
 def test_a_fused_step_that_a_scaler_skips_changes_no_buffer() -> None:
@@ -176,23 +186,73 @@ def test_a_fused_step_that_a_scaler_skips_changes_no_buffer() -> None:
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], before)
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-def test_keras_and_torch_prepare_the_same_buffers(fresh: bool) -> None:
+def test_a_fused_step_has_buffers_of_parameters_that_are_not_compressed() -> None:
+    parameter, other = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = torch.optim.SGD([parameter, other], lr=LR, momentum=MOMENTUM, fused=True)
+    exchanged = Exchanged(4)
+    steps: Any = SgdSteps({parameter: "p"}, lambda: exchanged)  # type: ignore[arg-type, return-value]
+    optimizer.register_step_pre_hook(lambda it, *_: steps.prepare(it))
+    exchanged.take(torch.ones(4))
+    parameter.grad, other.grad = torch.ones(4), torch.ones(4)
+    optimizer.step()
+    torch.testing.assert_close(other.detach(), torch.full((4,), 1 - LR))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_keras_and_torch_take_the_same_steps(nesterov: bool) -> None:
+    """From the same buffer, also while a tensor's gradient is zero for many steps."""
     tf = pytest.importorskip("tensorflow")
     keras: Any = pytest.importorskip("keras")
     arrivals = pytest.importorskip("horovod_topk.tensorflow.arrivals")
-    gradient, start = sparse(999), torch.randn(999)
-    before = None if fresh else torch.rand(999)
-    phi = (0.0 if before is None else before * (1 - RATE)) + RATE * gradient.ne(0)
-    variable = keras.Variable(np.zeros(999, "f4"))
-    optimizer = keras.optimizers.SGD(LR, momentum=MOMENTUM)
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.zeros(99))
+    twin, exchanged = prepared(parameter, nesterov=nesterov, weight_decay=0.0)
+    twin.state[parameter]["momentum_buffer"] = torch.randn(99)
+    variable = keras.Variable(np.zeros(99, "f4"))
+    optimizer = keras.optimizers.SGD(LR, momentum=MOMENTUM, nesterov=nesterov)
     optimizer.build([variable])
-    optimizer.momentums[0].assign(-LR * start.numpy())
-    known = ArrivedToSgd(*[tf.constant(phi.numpy())] * 2, tf.constant([FACTOR]), LOSS)
-    arrivals._prepare_sgd(
-        optimizer, tf.constant(gradient.numpy()), variable, known, lambda: optimizer.learning_rate
-    )
-    own = Buffer(start, gradient, start, phi, before, FACTOR, LOSS)
-    prepare([own], Numbers(MOMENTUM, 0.0))
-    found = keras.ops.convert_to_numpy(optimizer.momentums[0]) / -LR
-    np.testing.assert_allclose(found, own.buffer.numpy(), rtol=1e-3, atol=1e-4)
+    optimizer.momentums[0].assign(-LR * twin.state[parameter]["momentum_buffer"].numpy())
+    for step in range(60):
+        gradient = sparse(99) * (step < 4 or step > 50)
+        exchanged.take(gradient)
+        parameter.grad = gradient.clone()
+        twin.step()
+        known = ArrivedToSgd(tf.constant(exchanged.phi.numpy()), tf.constant([FACTOR]), LOSS)
+        own, given = partial(optimizer.update_step, learning_rate=LR), tf.constant(gradient.numpy())
+        arrivals._update_sgd(
+            optimizer, given, variable, known, lambda: own(given, variable), lambda: LR
+        )
+        found = keras.ops.convert_to_numpy(variable)
+        np.testing.assert_allclose(found, parameter.detach().numpy(), rtol=1e-3, atol=1e-5)
+
+
+def norms_of(numels: list[int]) -> tuple[dict[str, Arenas[Tensor]], Norms[Tensor]]:
+    """SGD's states for tensors of these sizes, and what follows their norms."""
+    specs = [TensorSpec(f"t{i}", (numel,), "float32") for i, numel in enumerate(numels)]
+    (bucket,) = make_plan(specs, TopK(by_arrivals="sgd"), "average").buckets
+    states = {}
+    for name in (NORMS, FACTORS):
+        own = state_plan(bucket, name)
+        states[name] = Arenas(own, torch.zeros(own.numel), torch.zeros(own.numel))
+    return states, Norms(bucket, states, TorchOps())
+
+
+def test_a_spike_is_scaled_down_to_one_and_a_half_mean_norms() -> None:
+    states, norms = norms_of([4000, 100])
+    for scale, factor in ((1.0, 1.0), (1.0, 1.0), (10.0, 0.15), (0.0, 1.0), (1e30, 0.0)):
+        before = states[NORMS].residual.clone()
+        norms.finish([torch.full((4000,), scale), torch.ones(100)], 1.0)
+        norms.swap()
+        found, after = states[FACTORS].residual, states[NORMS].residual
+        assert found.tolist() == pytest.approx([factor, 1.0], rel=1e-5)
+        if scale in (0.0, 1e30):
+            assert torch.equal(after[0], before[0])
+    assert float(after[0]) == pytest.approx(4000**0.5 * (1 + 9 / 20), rel=1e-5)
+
+
+def test_a_tensor_with_a_gradient_in_every_fifth_step_keeps_all_of_it() -> None:
+    states, norms = norms_of([4000])
+    for step in range(40):
+        norms.finish([torch.full((4000,), float(step % 5 == 0))], 1.0)
+        norms.swap()
+        assert float(states[FACTORS].residual) == 1.0

@@ -700,16 +700,24 @@ void topkef_prepare_moment(void *moment, const void *gradient, const void *arriv
   });
 }
 
-void topkef_prepare_buffer(void *buffer, const void *added, const void *parameter, const void *before,
-                           const void *arrivals, const topkef_sgd *sgd, int64_t count, int width, int threads) {
+void topkef_prepare_buffer(void *buffer, const void *added, const void *parameter, const void *arrivals,
+                           const topkef_sgd *sgd, int64_t count, int width, int threads) {
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
   auto m = static_cast<uint8_t *>(buffer);
   auto a = static_cast<const uint8_t *>(added), p = static_cast<const uint8_t *>(parameter);
-  auto earlier = static_cast<const uint8_t *>(before), phi = static_cast<const uint8_t *>(arrivals);
+  auto phi = static_cast<const uint8_t *>(arrivals);
   in_chunks(count, width, threads, [&](int64_t at, int64_t n) {
-    passes->prepare_buffer(m + at, a + at, p ? p + at : nullptr, earlier ? earlier + at : nullptr, phi + at,
-                           sgd, n);
+    passes->prepare_buffer(m + at, a + at, p ? p + at : nullptr, phi + at, sgd, n);
   });
+}
+
+void topkef_restore_buffer(void *buffer, const void *arrivals, double momentum, int64_t count, int width,
+                           int threads) {
+  const Passes *passes = width == 8 ? double_passes() : fastest_passes();
+  auto m = static_cast<uint8_t *>(buffer);
+  auto phi = static_cast<const uint8_t *>(arrivals);
+  in_chunks(count, width, threads,
+            [&](int64_t at, int64_t n) { passes->restore_buffer(m + at, phi + at, momentum, n); });
 }
 
 void topkef_product(const void *left, const void *right, int64_t m, int64_t k, int64_t n, double scale,

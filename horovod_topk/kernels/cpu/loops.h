@@ -349,20 +349,29 @@ void prepare(void *moment, const void *gradient, const void *arrivals, const voi
 }
 
 template <class R>
-void prepare_buffer(void *buffer, const void *added, const void *parameter, const void *before,
-                    const void *arrivals, const topkef_sgd *sgd, int64_t n) {
+void prepare_buffer(void *buffer, const void *added, const void *parameter, const void *arrivals,
+                    const topkef_sgd *sgd, int64_t n) {
   auto m = static_cast<R *>(buffer);
   auto a = static_cast<const R *>(added), p = static_cast<const R *>(parameter);
-  auto earlier = static_cast<const R *>(before), phi = static_cast<const R *>(arrivals);
+  auto phi = static_cast<const R *>(arrivals);
   const R mu = (R)sgd->momentum, left = (R)(1.0 - sgd->momentum), decay = (R)sgd->decay;
   const R factor = (R)sgd->factor, loss = (R)sgd->loss;
   for (int64_t i = 0; i < n; ++i) {
     const R b = mu * (R)std::sqrt(std::sqrt(phi[i]));
-    const R b_before = earlier ? mu * (R)std::sqrt(std::sqrt(earlier[i])) : mu;
     const R add = p ? a[i] + decay * p[i] : a[i];
-    const R waiting = b_before * left / ((R)1 - b_before) * m[i];
-    const R moved = ((R)1 - b) / left * (waiting + factor * ((R)1 - loss * phi[i]) * add);
+    const R moved = ((R)1 - b) / left * (mu * m[i] + factor * ((R)1 - loss * phi[i]) * add);
     m[i] = (moved - add) / mu;
+  }
+}
+
+template <class R>
+void restore_buffer(void *buffer, const void *arrivals, double momentum, int64_t n) {
+  auto m = static_cast<R *>(buffer);
+  auto phi = static_cast<const R *>(arrivals);
+  const R mu = (R)momentum, share = (R)((1.0 - momentum) / momentum);
+  for (int64_t i = 0; i < n; ++i) {
+    const R b = mu * (R)std::sqrt(std::sqrt(phi[i]));
+    m[i] *= b * share / ((R)1 - b);
   }
 }
 
@@ -475,6 +484,7 @@ constexpr void fill_common(topkef::Passes *passes, const char *isa) {
   passes->lose = lose<R>;
   passes->prepare = prepare<R>;
   passes->prepare_buffer = prepare_buffer<R>;
+  passes->restore_buffer = restore_buffer<R>;
   passes->damp = damp<R>;
   passes->product = product<R>;
   passes->orthonormalise = orthonormalise<R>;

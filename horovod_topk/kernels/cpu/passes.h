@@ -250,8 +250,11 @@ using Prepare = void (*)(void *moment, const void *gradient, const void *arrival
                          const topkef_adam *adam, int64_t n);
 
 /* SGD's momentum buffer before its own update; see `topkef_prepare_buffer`. */
-using PrepareBuffer = void (*)(void *buffer, const void *added, const void *parameter, const void *before,
-                               const void *arrivals, const topkef_sgd *sgd, int64_t n);
+using PrepareBuffer = void (*)(void *buffer, const void *added, const void *parameter, const void *arrivals,
+                               const topkef_sgd *sgd, int64_t n);
+
+/* The same buffer after that update; see `topkef_restore_buffer`. */
+using RestoreBuffer = void (*)(void *buffer, const void *arrivals, double momentum, int64_t n);
 
 /* out[row, at] = scale * sum of left[row, i] * right[i, at], or out -= that sum if `subtracts`: for
  * `rows` rows and n of a matrix' `width` columns; i below `inner`, added in this order, each product and
@@ -304,6 +307,7 @@ struct Passes {
   Lose lose;
   Prepare prepare;
   PrepareBuffer prepare_buffer;
+  RestoreBuffer restore_buffer;
   Damp damp;
   Product product;
   Orthonormalise orthonormalise;

@@ -149,11 +149,14 @@ typedef struct {
 } topkef_sgd;
 
 /* Prepare SGD's momentum buffer for its own update; see `horovod_topk.torch_training.sgd`. `added` is the
- * gradient as SGD adds it, but for the decay of `parameter` (null: none); `before` has the arrivals before
- * the step (null: the buffer is dense SGD's). */
+ * gradient as SGD adds it, but for the decay of `parameter` (null: none). */
 TOPKEF_API void topkef_prepare_buffer(void *buffer, const void *added, const void *parameter,
-                                      const void *before, const void *arrivals, const topkef_sgd *sgd,
-                                      int64_t count, int width, int threads);
+                                      const void *arrivals, const topkef_sgd *sgd, int64_t count, int width,
+                                      int threads);
+
+/* Turn that buffer, after the update, back into dense SGD's. */
+TOPKEF_API void topkef_restore_buffer(void *buffer, const void *arrivals, double momentum, int64_t count,
+                                      int width, int threads);
 
 /* `count` random numbers of 1 to 32 bits; see `horovod_topk.ops.protocol.Ops.random_bits`. key: as in
  * `topkef_random_index`. */

@@ -34,17 +34,15 @@ class Reference:
 
     def __init__(self, start: Any, *, nesterov: bool) -> None:
         self.p, self.nesterov = np.array(start, "f8"), nesterov
-        self.phi, self.buffer, self.largest = np.zeros_like(self.p), np.zeros_like(self.p), 0.0
+        self.phi, self.waiting, self.largest = np.zeros_like(self.p), np.zeros_like(self.p), 0.0
 
     def step(self, gradient: Any, lr: float, factor: float) -> None:
-        before, self.phi = self.phi, 0.9 * self.phi + 0.1 * (gradient != 0)
-        before = before if before.any() else np.ones_like(before)
+        self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
         self.largest = max(self.largest, lr)
         c = factor * (1 - LOSS * self.phi * (lr / self.largest) ** 2)
-        b0, b = MOMENTUM * before**0.25, MOMENTUM * self.phi**0.25
-        waiting = b0 * (1 - MOMENTUM) / (1 - b0) * self.buffer
-        self.buffer = (1 - b) / (1 - MOMENTUM) * (waiting - lr * c * gradient)
-        self.p += MOMENTUM * self.buffer - lr * gradient if self.nesterov else self.buffer
+        b, whole = MOMENTUM * self.phi**0.25, self.waiting - lr * c * gradient
+        moved, self.waiting = (1 - b) / (1 - MOMENTUM) * whole, b * whole
+        self.p += MOMENTUM * moved - lr * gradient if self.nesterov else moved
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def compressed(
             steps = AdamSteps(names, lambda: arrived(made.compressors[0]))
         if config.follows_arrivals:
             optimizer.register_step_pre_hook(lambda it, *_: steps.prepare(it))
+            optimizer.register_step_post_hook(lambda *_: steps.restore())
     else:
         loan = Loan(optimizer, names)
         optimizer.register_step_pre_hook(lambda it, *_: loan.lend(it))
