@@ -190,7 +190,7 @@ class VariableState(State[Array]):
         """
         exchange = self.exchange
         assert exchange is not None  # `know` has chosen it
-        self._note_arrivals(plan)
+        self._note_selecting(plan)
 
         def arenas_of(
             key: str, bucket: BucketPlan, at: int, rate: Any, least: float = 0.0
@@ -276,16 +276,12 @@ class VariableState(State[Array]):
         decay = 1.0 if self.rates is None else self.rates.decay_now(name)
         return ArrivedToSgd(phi, factors, LOSS * decay**2 * self._selects[name])
 
-    def _note_arrivals(self, plan: Plan) -> None:
-        """Assign in a step what its updates need to know, beside what `commit` assigns."""
-        if self.config.by_arrivals == SGD:
-            found = [selecting(plan.config, bucket.gradients) for bucket in plan.buckets]
-            for name in (tensor.spec.name for tensor in plan.tensors()):
-                self._selects[name].assign(float(any(name in names for names in found)))
-        if self.config.follows_arrivals and not plan.config.follows_arrivals:
-            for key in (METHOD_STATE + ARRIVALS, METHOD_STATE + FACTORS):
-                for (piece,) in filter(None, self.parts[key].pieces.values()):
-                    piece.write(Buffer(tf.ones_like(piece.read().value)))  # as without compression
+    def _note_selecting(self, plan: Plan) -> None:
+        """Assign in a step of SGD which tensors have elements that wait."""
+        for bucket in plan.buckets if self.config.by_arrivals == SGD else ():
+            found = selecting(plan.config, bucket.gradients)
+            for name in (each.spec.name for each in bucket.gradients):
+                self._selects[name].assign(float(name in found))
 
     def _renew_numbers(self) -> None:
         """Set the measures of the next step after a state was loaded."""
