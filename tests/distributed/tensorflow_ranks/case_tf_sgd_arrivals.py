@@ -8,13 +8,16 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
+import tensorflow as tf
 import tf_keras
 from case_tf_arrivals import LR, SHAPE, STEPS, Run, auto
 from kerasses import LIBRARIES
 from proof import assert_ranks_equal
+from tapes import noise
 
 from horovod_topk import checkpoint
 from horovod_topk.core.arrivals import LOSS
+from horovod_topk.guard import Guard
 from plain import PlainTopKEF as TopKEF
 
 MOMENTUM = 0.9
@@ -116,3 +119,25 @@ def test_a_checkpoint_has_the_states(library: Any, tmp_path: Path) -> None:
         again.take(step)
         assert np.array_equal(run.state("arrivals"), again.state("arrivals"))
     assert np.array_equal(run.variable.numpy(), again.variable.numpy())
+
+
+@pytest.mark.slow
+def test_after_a_fall_back_updates_are_sgds_own() -> None:
+    settings: Any = {"guard": Guard(nonfinite=2), "name": "falls"}
+    kind: Any = tf_keras.optimizers.SGD
+    run = Run(tf_keras, kind, fitted(**settings), graph=True, momentum=MOMENTUM)
+    for step in range(3):
+        run.take(step)
+    assert run.state("arrivals").min() < 0.5
+    for _ in range(2):
+        run._apply(tf.fill(SHAPE, np.nan))
+    (slot,) = run.optimizer.momentums
+    slot.assign(np.zeros(SHAPE, "f4"))
+    weight, velocity = np.array(noise(9, 0, SHAPE), "f8"), np.zeros(SHAPE)
+    run.variable.assign(weight.astype("f4"))
+    for step in range(6):
+        gradient = run.take(step).astype("f8")
+        velocity = MOMENTUM * velocity - LR * float(run.state("factors")[0]) * gradient
+        weight += velocity
+        np.testing.assert_allclose(run.variable.numpy(), weight, 1e-4, 1e-5)
+    assert run.state("arrivals").min() == 1.0
