@@ -57,7 +57,8 @@ class Norms(Generic[Array]):
         is_known: Any = ops.cast(before > 0.0, dtype)
         counts: Any = ops.cast(norms > 0.0, dtype)  # n waits while gradients are 0
         rates = is_known * (NORM_RATE - 1.0) + 1.0
-        ops.assign(means.candidate, before + (norms - before) * rates * counts)
+        after: Any = before + (norms - before) * rates * counts
+        ops.assign(means.candidate, ops.finite(after))
         allowed: Any = ops.finite(ops.divided(before * SPIKE, norms))
         # min(1, allowed) is exact: it is 1 where the difference is not negative.
         is_spike: Any = ops.cast(allowed < 1.0, dtype) * is_known * counts

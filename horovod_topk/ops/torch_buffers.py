@@ -20,7 +20,6 @@ class Buffer:
     added: Tensor  # the gradient that the optimizer adds, but for weight decay
     parameter: Tensor
     arrivals: Tensor  # phi of each element after the step's exchange, flat
-    factor: float  # c of an element that never arrives
     loss: float  # what an element that always arrives loses
 
 
@@ -38,7 +37,7 @@ def prepare(buffers: Sequence[Buffer], numbers: Numbers) -> None:
     for each in buffers:
         tensors = [each.buffer, each.added, each.parameter, each.arrivals]
         if library is not None and _fit(tensors):
-            sgd = _Sgd(numbers.momentum, numbers.decay, each.factor, each.loss)
+            sgd = _Sgd(numbers.momentum, numbers.decay, each.loss)
             places = [tensor.data_ptr() for tensor in tensors]
             if not numbers.decay:
                 places[2] = 0
@@ -66,7 +65,7 @@ def restore(buffer: Tensor, arrivals: Tensor, momentum: float) -> None:
 class _Sgd(ctypes.Structure):
     """`topkef_sgd` of kernels/cpu/topkef.h."""
 
-    _fields_ = tuple((name, ctypes.c_double) for name in ("momentum", "decay", "factor", "loss"))
+    _fields_ = tuple((name, ctypes.c_double) for name in ("momentum", "decay", "loss"))
 
 
 def _size(buffer: Tensor) -> tuple[int, int, int]:
@@ -91,7 +90,7 @@ def _prepare_by_torch(each: Buffer, numbers: Numbers) -> None:
     if numbers.decay:
         added = added + each.parameter.detach() * numbers.decay
     b = _root(_root(phi)) * momentum
-    kept = (1.0 - phi * each.loss) * each.factor
+    kept = 1.0 - phi * each.loss
     moved = (1.0 - b) / left * (each.buffer * momentum + kept * added)
     each.buffer.copy_((moved - added) / momentum)
 

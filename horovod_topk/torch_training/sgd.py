@@ -1,23 +1,23 @@
 """Adapts SGD's steps to compressed gradients; see `horovod_topk.core.arrivals`.
 
-Before a step of the optimizer its momentum buffer B is prepared, so that the optimizer's own code
-then computes the one that is wanted, M; after the step it is dense SGD's again. With mu the
-optimizer's momentum, and G a gradient and weight decay as SGD adds them:
+For a step of the optimizer its momentum buffer B is prepared, so that the optimizer's own code
+computes the one that is wanted, M; after the step it is dense SGD's again. With mu the optimizer's
+momentum, G a limited gradient, and g = G and weight decay as SGD adds them:
 
-    M  = (1 - b) (mu B + c G) / (1 - mu),  b = mu phi^(1/4)    SGD: p = p - lr M
+    M  = (1 - b) (mu B + c g) / (1 - mu),  b = mu phi^(1/4)    SGD: p = p - lr M
     B' = b (1 - mu) M / ((1 - b) mu)
 
-Nesterov's SGD computes p = p - lr (G + mu M). With both forms a gradient moves its weight by lr c
-/ (1 - mu) in all, as it does in dense SGD but for c; of Nesterov's, the first lr G is not
-multiplied by c. mu B is what earlier gradients have still to move, divided by lr / (1 - mu), with
-compression and without: training may go on either way, in the same run or from a checkpoint.
+Nesterov's SGD computes p = p - lr (g + mu M). With both forms a gradient moves its weight by lr c
+/ (1 - mu) in all, as it does in dense SGD but for c (in Nesterov's first lr g, c is 1). mu B is
+what earlier gradients have still to move, divided by lr / (1 - mu), with compression and without:
+training may go on either way, in the same run or from a checkpoint.
 
-Nothing else of the optimizer changes: between exchange and step gradients are gradients.
+Nothing else of the optimizer changes: outside its step gradients are gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,11 @@ from torch import Tensor
 
 from horovod_topk.core.arrivals import ArrivedToSgd
 from horovod_topk.core.compressor import Compressor
+from horovod_topk.core.momentum_takeover import not_a_momentum
 from horovod_topk.ops.torch_buffers import Buffer, Numbers, prepare, restore
 from horovod_topk.torch_training.added import added_by, applies_nothing
+
+Found = Sequence[tuple[Any, ArrivedToSgd[Tensor]]]  # parameters, and what arrived of them
 
 
 class SgdSteps:
@@ -42,38 +45,82 @@ class SgdSteps:
     ) -> None:
         self._names, self._compressor = names, compressor
         self._prepared: list[tuple[Tensor, Tensor, float]] = []  # buffers of this step
+        self._limited: list[tuple[Any, Tensor, Tensor]] = []  # parameters, and their gradients
 
     @torch.no_grad()
     def prepare(self, optimizer: Any) -> None:
-        """Prepare the momentum buffers for the optimizer's step, once gradients are exchanged."""
-        self._prepared.clear()
+        """Prepare gradients and buffers for the optimizer's step, once gradients are exchanged.
+
+        Raises:
+            ConfigError: a group's momentum is 1 or more, or it has a dampening; nothing has changed.
+        """
         step = self._compressor().step
-        if step.flagged or applies_nothing(optimizer):
-            return
-        arrived = step.arrivals_to_sgd()
+        arrived = {} if step.flagged else step.arrivals_to_sgd()
+        groups = []
         for group in optimizer.param_groups:
-            momentum = float(group["momentum"])
             applied = [p for p in group["params"] if p.grad is not None]
-            found = [p for p in applied if self._names.get(p) in arrived]
-            if momentum and found:
-                for p in applied:  # a fused step needs all of them
-                    if optimizer.state[p].get("momentum_buffer") is None:
-                        optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                pairs = zip(found, added_by(optimizer, group, found), strict=True)
-                buffers = [self._buffer(optimizer, p, g, arrived) for p, g in pairs]
-                prepare(buffers, Numbers(momentum, float(group["weight_decay"])))
-                self._prepared += [(each.buffer, each.arrivals, momentum) for each in buffers]
+            known = [(p, self._names.get(p)) for p in applied]
+            found = [(p, arrived[name]) for p, name in known if name in arrived]
+            if found and group["momentum"]:
+                _check(optimizer, group)
+                _make_buffers(optimizer, applied if group.get("fused") else [p for p, _ in found])
+                groups.append((group, found))
+        if applies_nothing(optimizer):
+            return
+        self._prepared.clear()
+        self._limit([each for _, found in groups for each in found])
+        for group, found in groups:
+            momentum, decay = float(group["momentum"]), float(group["weight_decay"])
+            pairs = zip(found, added_by(optimizer, group, [p for p, _ in found]), strict=True)
+            buffers = [
+                Buffer(optimizer.state[p]["momentum_buffer"], g, p, own.arrivals, float(own.loss))
+                for (p, own), g in pairs
+            ]
+            prepare(buffers, Numbers(momentum, decay))
+            self._prepared += [(each.buffer, each.arrivals, momentum) for each in buffers]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Turn the buffers that were prepared back into dense SGD's, after the step."""
+        """Turn gradients and buffers back into those of dense SGD, after the step."""
         for buffer, arrivals, momentum in self._prepared:
             restore(buffer, arrivals, momentum)
+        for p, limited, gradient in self._limited:
+            if p.grad is limited:
+                p.grad = gradient
         self._prepared.clear()
+        self._limited.clear()
 
-    def _buffer(
-        self, optimizer: Any, p: Any, added: Tensor, arrived: Mapping[str, ArrivedToSgd[Tensor]]
-    ) -> Buffer:
-        """A parameter's momentum buffer, and what it is prepared from."""
-        own, buffer = arrived[self._names[p]], optimizer.state[p]["momentum_buffer"]
-        return Buffer(buffer, added, p, own.arrivals, float(own.factor), float(own.loss))
+    def _limit(self, found: Found) -> None:
+        """Scale gradients down that are suddenly large, until `restore`."""
+        factors = _numbers([own.factor for _, own in found])
+        for (p, _), factor in zip(found, factors, strict=True):
+            if factor < 1.0:
+                gradient, p.grad = p.grad, p.grad * factor
+                self._limited.append((p, p.grad, gradient))
+
+
+def _check(optimizer: Any, group: Mapping[str, Any]) -> None:
+    """Refuse a momentum that has become invalid during training."""
+    momentum, dampening = float(group["momentum"]), float(group["dampening"])
+    if not 0.0 < momentum < 1.0 or dampening:
+        shown = f"momentum={momentum:g} and dampening={dampening:g}"
+        raise not_a_momentum(f"a parameter group of {type(optimizer).__name__}", shown)
+
+
+def _make_buffers(optimizer: Any, parameters: Sequence[Any]) -> None:
+    """Make the momentum buffers that are missing: zeros."""
+    for p in parameters:
+        if optimizer.state[p].get("momentum_buffer") is None:
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def _numbers(scalars: Sequence[Tensor]) -> list[float]:
+    """Read tensors of one element, waiting once for each device."""
+    of: dict[torch.device, list[int]] = {}
+    for at, scalar in enumerate(scalars):
+        of.setdefault(scalar.device, []).append(at)
+    found = [0.0] * len(scalars)
+    for places in of.values():
+        for at, number in zip(places, torch.cat([scalars[at] for at in places]).tolist(), strict=True):
+            found[at] = number
+    return found

@@ -1,6 +1,6 @@
-"""Makes the tables that show how AdamW's default came about.
+"""Makes the tables that show how the rules of AdamW and SGD came about.
 
-Each line of adam_causes.jsonl, adam_selection.jsonl and adam_limits.jsonl in docs/results is a run.
+Each line of sgd_factors.jsonl and of adam_*.jsonl in docs/results is a run; null: it diverged.
 The runs come from a simulation by hand whose code is not kept; it sends k elements of each tensor,
 in float32.
 """
@@ -8,6 +8,7 @@ in float32.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from typing import Any
 
@@ -36,19 +37,25 @@ def causes(study: Study) -> str:
 
 def by_seed(study: Study, name: str) -> str:
     """Make a table of what each variant of a file costs: % more bits a byte than dense, by seed."""
-    bits = _bits(f"adam_{name}.jsonl")
+    bits = _bits(f"{name}.jsonl")
     cases = list(dict.fromkeys(case for _, case, _ in bits))
     rows = [
-        [variant, *(", ".join(f"{c:+.1f}" for c in _costs(bits, variant, case)) for case in cases)]
+        [variant, *(", ".join(map(_shown, _costs(bits, variant, case))) for case in cases)]
         for variant in _variants(bits)
     ]
     return table(["", *cases], rows)
 
 
+def _shown(cost: float) -> str:
+    return "diverged" if math.isinf(cost) else f"{cost:+.1f}"
+
+
 def _bits(name: str) -> dict[tuple[str, str, int], Any]:
     """Read how many bits a byte each run of a file ended at, by variant, case and seed."""
     runs = [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
-    return {(run["variant"], run["case"], run["seed"]): run["bits_per_byte"] for run in runs}
+    ends = [math.inf if run["bits_per_byte"] is None else run["bits_per_byte"] for run in runs]
+    keys = [(run["variant"], run["case"], run["seed"]) for run in runs]
+    return dict(zip(keys, ends, strict=True))
 
 
 def _variants(bits: dict[tuple[str, str, int], Any]) -> list[str]:

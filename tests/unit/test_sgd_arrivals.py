@@ -74,9 +74,9 @@ def test_steps_are_those_of_the_formula(nesterov: bool, more: dict[str, Any]) ->
         parameter.grad = gradient.view(8, 5).clone()
         optimizer.step()
         phi = exchanged.phi.double()
-        g = gradient.double() * (-1 if "maximize" in more else 1) + DECAY * p
+        g = FACTOR * gradient.double() * (-1 if "maximize" in more else 1) + DECAY * p
         b = MOMENTUM * phi**0.25
-        whole = waiting + FACTOR * (1 - LOSS * phi) * g
+        whole = waiting + (1 - LOSS * phi) * g
         moved, waiting = (1 - b) * whole / (1 - MOMENTUM), b * whole
         p = p - LR * (g + MOMENTUM * moved if nesterov else moved)
         torch.testing.assert_close(parameter.view(-1).double(), p, rtol=1e-4, atol=1e-5)
@@ -159,7 +159,7 @@ def test_the_kernels_prepare_and_restore_buffers_to_the_same_bits(
     assert native.find().library is not None
     gradient, phi = sparse(9999).to(dtype), torch.rand(9999).to(dtype)
     parameter, start = torch.randn(9999).to(dtype), torch.randn(9999).to(dtype)
-    one, other = (Buffer(start.clone(), gradient, parameter, phi, FACTOR, LOSS) for _ in range(2))
+    one, other = (Buffer(start.clone(), gradient, parameter, phi, LOSS) for _ in range(2))
     numbers = Numbers(MOMENTUM, decay)
     tolerance = 0.0 if dtype == torch.float32 else 1e-12  # torch's roots are nearly rounded
     prepare([one], numbers)

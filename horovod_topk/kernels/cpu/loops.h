@@ -355,11 +355,11 @@ void prepare_buffer(void *buffer, const void *added, const void *parameter, cons
   auto a = static_cast<const R *>(added), p = static_cast<const R *>(parameter);
   auto phi = static_cast<const R *>(arrivals);
   const R mu = (R)sgd->momentum, left = (R)(1.0 - sgd->momentum), decay = (R)sgd->decay;
-  const R factor = (R)sgd->factor, loss = (R)sgd->loss;
+  const R loss = (R)sgd->loss;
   for (int64_t i = 0; i < n; ++i) {
     const R b = mu * (R)std::sqrt(std::sqrt(phi[i]));
     const R add = p ? a[i] + decay * p[i] : a[i];
-    const R moved = ((R)1 - b) / left * (mu * m[i] + factor * ((R)1 - loss * phi[i]) * add);
+    const R moved = ((R)1 - b) / left * (mu * m[i] + ((R)1 - loss * phi[i]) * add);
     m[i] = (moved - add) / mu;
   }
 }

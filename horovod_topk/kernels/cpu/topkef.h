@@ -145,7 +145,7 @@ TOPKEF_API void topkef_prepare_moment(void *moment, const void *gradient, const 
 /* Numbers of one step of SGD for `topkef_prepare_buffer`. */
 typedef struct {
   double momentum, decay; /* the optimizer's */
-  double factor, loss;    /* c = factor * (1 - loss * arrivals) */
+  double loss;            /* c = 1 - loss * arrivals */
 } topkef_sgd;
 
 /* Prepare SGD's momentum buffer for its own update; see `horovod_topk.torch_training.sgd`. `added` is the
