@@ -298,9 +298,13 @@ class State(Counting[Array]):
         self.has_changed()
 
     def shared_state(self) -> dict[str, Any]:
-        """A state dict with the method's state that is equal on all ranks, and nothing else."""
+        """A state dict with the state that is equal on all ranks, and nothing else.
+
+        That is the method's, and learning rates.
+        """
         shared = {key: self._packed(key) for key, p in self.parts.items() if p.facts.get(SHARED)}
-        return self.unwrapped(pack_state(self.config.ratio, [], {}) | shared)
+        rates = {} if self.rates is None else self.rates.saved()
+        return self.unwrapped(pack_state(self.config.ratio, [], {}) | shared) | rates
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
         """Load the `shared_state` of another rank; a step under way is abandoned.
@@ -325,6 +329,14 @@ class State(Counting[Array]):
             part.check(within, names)
         for part, within in pairs:
             part.take_on(within, [name for name in part.pieces if name in names])
+        if self.rates is not None:
+            own = self.rates.saved()
+            theirs = {
+                key: {name: rate for name, rate in rates_of(shared, key).items() if name in names}
+                for key in own
+            }
+            units, largest = theirs[RATES] | own[RATES], own[LARGEST] | theirs[LARGEST]
+            self.rates.load({RATES: units, LARGEST: largest})  # residuals stay in their own units
 
     def meet(self, names: Collection[str]) -> None:
         """Copy loaded state to tensors that have just become known.

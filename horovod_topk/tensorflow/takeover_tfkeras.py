@@ -103,25 +103,29 @@ def _drop_loaded(optimizer: Any, taken: Taken) -> None:
 
 
 def update_by_arrivals(optimizer: Any, by: ByArrivals) -> None:
-    """Have each update depend on arrivals, whether XLA compiles it or not."""
+    """Have each update depend on arrivals; what XLA compiles calls the same `update_step`."""
     if is_legacy(optimizer):
         own = optimizer._resource_apply_dense
 
         def dense(gradient: Any, variable: Any, *rest: Any) -> Any:
-            update = functools.partial(own, gradient, variable, *rest)
+            def update(limited: Any) -> Any:
+                return own(limited, variable, *rest)
+
             rate = functools.partial(optimizer._decayed_lr, variable.dtype.base_dtype)
             return by.update(optimizer, gradient, variable, update, rate)
 
         optimizer._resource_apply_dense = dense
         return
-    update, compiled = optimizer.update_step, optimizer._update_step_xla
+    own_step, compiled = optimizer.update_step, optimizer._update_step_xla
 
-    def plain(gradient: Any, variable: Any) -> Any:
-        own = functools.partial(update, gradient, variable)
-        return by.update(optimizer, gradient, variable, own, lambda: optimizer.learning_rate)
+    def step(gradient: Any, variable: Any) -> Any:
+        def update(limited: Any) -> Any:
+            return own_step(limited, variable)
 
-    def by_xla(gradient: Any, variable: Any, key: int) -> Any:
-        own = functools.partial(compiled, gradient, variable, key)
-        return by.update(optimizer, gradient, variable, own, lambda: optimizer.learning_rate)
+        return by.update(optimizer, gradient, variable, update, lambda: optimizer.learning_rate)
 
-    optimizer.update_step, optimizer._update_step_xla = plain, by_xla
+    def keyed(gradient: Any, variable: Any, key: int) -> Any:
+        """XLA compiles an update once for each key: one that depends on arrivals has another."""
+        return compiled(gradient, variable, -key if by.follows(variable) else key)
+
+    optimizer.update_step, optimizer._update_step_xla = step, keyed

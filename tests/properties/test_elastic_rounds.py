@@ -25,6 +25,7 @@ from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.exchange.selection import make_exchange
 from horovod_topk.core.plan import TensorSpec, make_plan
+from horovod_topk.core.rates import Rates
 from horovod_topk.core.schedule import Clock
 from horovod_topk.elastic import Manager
 from horovod_topk.methods import METHODS
@@ -39,6 +40,7 @@ ROWS: list[Method] = [
     for exchange in ("reduce", "allgather", "allreduce")
 ]
 FOLLOWS = TopK(0.1, min_numel=64, by_arrivals="adam", beta2=0.999)
+OF_SGD = TopK(0.1, min_numel=64, by_arrivals="sgd", follow_lr=True)
 each_method = pytest.mark.parametrize(
     "method", ROWS, ids=lambda method: f"{type(method).__name__}-{method.exchange}"
 )
@@ -78,6 +80,8 @@ class _Fallible:
 class Rank(Attached[Compressor[Any]]):
     """One process: a real compressor and its manager."""
 
+    rate = 0.1  # learning rate
+
     def __init__(self, method: Method, backend: Backend, commit_dir: Path | None) -> None:
         self._stand_for_nothing("rank", "")
         self.active, self.framework = True, backend.name
@@ -90,6 +94,8 @@ class Rank(Attached[Compressor[Any]]):
         plan, place, ops = make_plan(SPECS, self.method), self.place_of, self.backend.ops
         exchange = make_exchange(self.method.exchange, place, in_rounds=self.method.in_rounds)
         self._state = Compressor(plan, ops, PayloadCodec(ops), exchange, "job")
+        if self.method.follow_lr:
+            self._state.rates = Rates(lambda: {spec.name: self.rate for spec in SPECS})
         assert self.manager is not None
         self.manager.save()  # type: ignore[attr-defined]
 
@@ -327,3 +333,25 @@ def test_steps_of_ranks_that_join_are_those_of_the_others() -> None:
         first, *others = job.together(step)
         assert all(other == first for other in others)
     assert job.together(lambda rank: rank._state.stats().step_factor)[0] < 0.9
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.05, 0.05), (0.1, 0.05, 0.01), (0.1, 0.1, 0.2)])
+def test_ranks_that_join_have_the_learning_rates_of_the_others(
+    rates: tuple[float, float, float],
+) -> None:
+    """Those before a job has grown, and in the step in which it grows."""
+    job = Job(OF_SGD, 2)
+
+    def step(rank: Rank) -> list[object]:
+        rank.rate = rates[(count > 3) + (count > 5)]
+        rank.step(drawn)
+        pairs = rank._state.step.arrivals_to_sgd().values()
+        known = [(x.arrivals.tolist(), float(x.factor), float(x.loss)) for x in pairs]
+        return [known, rank.array("state.norms").tolist()]
+
+    for count in range(12):
+        if count == 6:
+            job.leave([], joining=1)
+        drawn = {s.name: job.random.standard_normal(s.shape, "f4") for s in SPECS}
+        first, *others = job.together(step)
+        assert all(other == first for other in others)

@@ -219,7 +219,7 @@ def test_keras_and_torch_take_the_same_steps(nesterov: bool) -> None:
         twin.step()
         known = ArrivedToSgd(tf.constant(exchanged.phi.numpy()), tf.constant([FACTOR]), LOSS)
         given = tf.constant(gradient.numpy())
-        own = partial(optimizer.update_step, given, variable, LR)
+        own = partial(optimizer.update_step, variable=variable, learning_rate=LR)
         arrivals._update_sgd(optimizer, given, variable, known, own, lambda: LR)
         found = keras.ops.convert_to_numpy(variable)
         np.testing.assert_allclose(found, parameter.detach().numpy(), rtol=1e-3, atol=1e-5)

@@ -55,9 +55,9 @@ class Reference:
         lr, m = group["lr"], group["momentum"]
         self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
         self.largest = max(self.largest, lr)
-        g = gradient.double() + DECAY * self.p
+        g = factor * gradient.double() + DECAY * self.p
         b = m * self.phi**0.25
-        c = factor * (1 - LOSS * self.phi * (lr / self.largest) ** 2)
+        c = 1 - LOSS * self.phi * (lr / self.largest) ** 2
         whole = m * self.buffer + c * g
         moved, self.buffer = (1 - b) / (1 - m) * whole, b * whole / m
         self.p -= lr * (g + m * moved if self.nesterov else moved)

@@ -42,7 +42,7 @@ class Reference:
     def step(self, gradient: Any, lr: float, factor: float) -> None:
         self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
         self.largest = max(self.largest, lr)
-        c = factor * (1 - LOSS * self.phi * (lr / self.largest) ** 2)
+        c, gradient = 1 - LOSS * self.phi * (lr / self.largest) ** 2, factor * gradient
         b, whole = MOMENTUM * self.phi**0.25, self.waiting - lr * c * gradient
         moved, self.waiting = (1 - b) / (1 - MOMENTUM) * whole, b * whole
         self.p += MOMENTUM * moved - lr * gradient if self.nesterov else moved
@@ -141,3 +141,19 @@ def test_after_a_fall_back_updates_are_sgds_own() -> None:
         weight += velocity
         np.testing.assert_allclose(run.variable.numpy(), weight, 1e-4, 1e-5)
     assert run.state("arrivals").min() == 1.0
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_updates_that_xla_compiles_are_the_same(kind: str) -> None:
+    settings: Any = {"momentum": MOMENTUM} if kind == "SGD" else {}
+    made: Any = getattr(tf_keras.optimizers, kind)
+    plain, compiled = (
+        Run(tf_keras, made, fitted(name=name), graph=True, **settings)
+        for name in ("plain", "compiled")
+    )
+    compiled.optimizer.jit_compile = True  # as Keras sets it where there is a GPU
+    for step in range(6):
+        plain.take(step)
+        compiled.take(step)
+        one, other = plain.variable.numpy(), compiled.variable.numpy()
+        np.testing.assert_allclose(one, other, 1e-4, 1e-5)
