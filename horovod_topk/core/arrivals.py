@@ -125,6 +125,7 @@ class ArrivedToSgd(Generic[Array]):
     arrivals: Array  # phi of each element after the step, flat
     factor: Array  # min(1, 3/2 n / |G|), one element
     loss: Any  # what an element that always arrives loses: a number, in a graph a scalar
+    begins: Any = 0.0  # 1 in the first step that is committed, in a graph
 
 
 def states(config: Method) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.arrivals import Arrived, ArrivedToSgd, arrived_often, is_limited
+from horovod_topk.core.arrivals import RATE, Arrived, ArrivedToSgd, arrived_often, is_limited
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.takeover import is_legacy, slot_of
@@ -120,7 +120,7 @@ def _update_sgd(
     )
     gradient, step = gradient * tf.cast(known.factor, gradient.dtype), tf.cast(rate(), slot.dtype)
     added = tf.cast(gradient, slot.dtype)
-    phi = tf.reshape(tf.cast(known.arrivals, slot.dtype), slot.shape)
+    phi = tf.reshape(tf.cast(_begun(known, slot), slot.dtype), slot.shape)
     b = mu * tf.sqrt(tf.sqrt(phi))
     c = 1.0 - tf.cast(_wide(known.loss), slot.dtype) * phi
     moved = (1.0 - b) / left * (mu * slot - step * c * added)
@@ -130,6 +130,17 @@ def _update_sgd(
     with tf.control_dependencies([] if result is None else [result]):
         restored = slot.assign(slot * (b * share / (1.0 - b)))
     return None if result is None else tf.group(result, restored)
+
+
+def _begun(known: ArrivedToSgd[Any], slot: Any) -> Any:
+    """Have phi begin at 1 where a momentum is that of dense updates; returns phi."""
+    phi = tf.convert_to_tensor(known.arrivals)
+
+    def begun() -> Any:
+        is_new = (tf.reduce_max(phi) <= 1.5 * RATE) & tf.reduce_any(tf.not_equal(slot, 0))
+        return known.arrivals.assign(tf.where(is_new, phi + (1.0 - RATE), phi)).read_value()
+
+    return tf.cond(known.begins > 0, begun, lambda: phi)
 
 
 def _prepare_adam(optimizer: Any, gradient: Any, variable: Any, known: Arrived[Any]) -> Any:

@@ -122,6 +122,7 @@ class VariableState(State[Array]):
         self._numbers = apart(_of_host) if set(HOST) & set(config.needed_measures) else None
         # Whether the last step has sent some elements of a tensor only: 1 or 0, by name.
         self._selects: dict[str, Any] = {}
+        self._begins = apart(lambda: tf.Variable(0.0, False))  # 1 if it is the first one
         self.arrived: dict[int, Rows] = {}  # measures of all ranks in the last step, by bucket
         self._specs: dict[str, TensorSpec] = {}
 
@@ -274,10 +275,13 @@ class VariableState(State[Array]):
         if self.config.follows_energies:
             return Arrived(phi, factors)
         decay = 1.0 if self.rates is None else self.rates.decay_now(name)
-        return ArrivedToSgd(phi, factors, LOSS * decay**2 * self._selects[name])
+        loss = LOSS * decay**2 * self._selects[name]
+        return ArrivedToSgd(phi, factors, loss, self._begins)
 
     def _note_selecting(self, plan: Plan) -> None:
         """Assign in a step of SGD which tensors have elements that wait."""
+        if self.config.by_arrivals == SGD:
+            self._begins.assign(tf.cast(self.schedule_in_graphs.read() == 0, tf.float32))
         for bucket in plan.buckets if self.config.by_arrivals == SGD else ():
             found = selecting(plan.config, bucket.gradients)
             for name in (each.spec.name for each in bucket.gradients):

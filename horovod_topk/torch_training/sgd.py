@@ -10,7 +10,8 @@ momentum, G a limited gradient, and g = G and weight decay as SGD adds them:
 Nesterov's SGD computes p = p - lr (g + mu M). With both forms a gradient moves its weight by lr c
 / (1 - mu) in all, as it does in dense SGD but for c (in Nesterov's first lr g, c is 1). mu B is
 what earlier gradients have still to move, divided by lr / (1 - mu), with compression and without:
-training may go on either way, in the same run or from a checkpoint.
+training may go on either way, in the same run or from a checkpoint. After dense steps phi is 1
+before the first compressed one, or what has still to move would move at once.
 
 Nothing else of the optimizer changes: outside its step gradients are gradients.
 """
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_topk.core.arrivals import ArrivedToSgd
+from horovod_topk.core.arrivals import RATE, ArrivedToSgd
+from horovod_topk.core.base_compressor import elastic
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum_takeover import not_a_momentum
 from horovod_topk.ops.torch_buffers import Buffer, Numbers, prepare, restore
@@ -44,6 +46,7 @@ class SgdSteps:
         self, names: Mapping[Any, str], compressor: Callable[[], Compressor[Tensor]]
     ) -> None:
         self._names, self._compressor = names, compressor
+        self._is_new, self._was_dense = True, False  # before the first step; after a dense one
         self._prepared: list[tuple[Tensor, Tensor, float]] = []  # buffers of this step
         self._limited: list[tuple[Any, Tensor, Tensor]] = []  # parameters, and their gradients
 
@@ -52,11 +55,11 @@ class SgdSteps:
         """Prepare gradients and buffers for the optimizer's step, once gradients are exchanged.
 
         Raises:
-            ConfigError: a group's momentum is 1 or more, or it has a dampening; nothing has changed.
+            ConfigError: a group has a momentum of 1 or more, or a dampening; nothing has changed.
         """
         step = self._compressor().step
         arrived = {} if step.flagged else step.arrivals_to_sgd()
-        groups = []
+        groups: list[tuple[Any, Found]] = []
         for group in optimizer.param_groups:
             applied = [p for p in group["params"] if p.grad is not None]
             known = [(p, self._names.get(p)) for p in applied]
@@ -68,6 +71,8 @@ class SgdSteps:
         if applies_nothing(optimizer):
             return
         self._prepared.clear()
+        if not step.flagged:
+            self._begin(optimizer, [each for _, found in groups for each in found])
         self._limit([each for _, found in groups for each in found])
         for group, found in groups:
             momentum, decay = float(group["momentum"]), float(group["weight_decay"])
@@ -89,6 +94,17 @@ class SgdSteps:
                 p.grad = gradient
         self._prepared.clear()
         self._limited.clear()
+
+    def _begin(self, optimizer: Any, found: Found) -> None:
+        """Have phi begin at 1 where a buffer is that of dense steps.
+
+        Not in elastic jobs, where a rank that joins does not know of them.
+        """
+        for p, own in found if (self._is_new or self._was_dense) and not elastic() else ():
+            moves = bool(optimizer.state[p]["momentum_buffer"].any())
+            if moves and (self._was_dense or float(own.arrivals.max()) <= 1.5 * RATE):
+                own.arrivals.copy_((p.grad != 0).flatten() * RATE + (1.0 - RATE))
+        self._is_new, self._was_dense = False, not found
 
     def _limit(self, found: Found) -> None:
         """Scale gradients down that are suddenly large, until `restore`."""
@@ -121,6 +137,8 @@ def _numbers(scalars: Sequence[Tensor]) -> list[float]:
         of.setdefault(scalar.device, []).append(at)
     found = [0.0] * len(scalars)
     for places in of.values():
-        for at, number in zip(places, torch.cat([scalars[at] for at in places]).tolist(), strict=True):
+        for at, number in zip(
+            places, torch.cat([scalars[at] for at in places]).tolist(), strict=True
+        ):
             found[at] = number
     return found

@@ -16,6 +16,7 @@ from horovod_topk.core.norms import Norms
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.core.rounds import state_plan
+from horovod_topk.errors import ConfigError
 from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import TorchOps
@@ -127,6 +128,9 @@ def test_the_momentum_of_a_dense_run_is_kept() -> None:
         exchanged.take(gradient)
         parameter.grad = gradient
         optimizer.step()
+        if not step:  # as fast as dense SGD
+            own = torch.where(gradient != 0, MOMENTUM * waiting + gradient, MOMENTUM * waiting)
+            torch.testing.assert_close(parameter.detach(), -LR * own, rtol=1e-4, atol=1e-5)
     total = -LR / (1 - MOMENTUM) * (MOMENTUM * waiting + 1.0)
     torch.testing.assert_close(parameter.detach(), total, rtol=1e-4, atol=1e-5)
 
@@ -186,6 +190,52 @@ def test_a_fused_step_that_a_scaler_skips_changes_no_buffer() -> None:
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], before)
 
 
+@pytest.mark.parametrize(("momentum", "dampening"), [(1.0, 0.0), (0.9, 0.5)])
+def test_an_invalid_momentum_is_an_error_before_anything_changes(
+    momentum: float, dampening: float
+) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer, exchanged = prepared(parameter)
+    optimizer.param_groups[0].update(momentum=momentum, dampening=dampening)
+    exchanged.take(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    with pytest.raises(ConfigError, match=f"has momentum={momentum:g} and dampening={dampening:g}"):
+        optimizer.step()
+    assert not optimizer.state and torch.equal(parameter.grad, torch.ones(4))
+
+
+def test_after_dense_steps_what_has_still_to_move_does_not_move_at_once() -> None:
+    """As when a guard tries dense gradients: phi is 1 after them."""
+    parameter = nn.Parameter(torch.zeros(40))
+    optimizer, exchanged = prepared(parameter, weight_decay=0.0)
+    exchanged.loss, exchanged.factor = 0.0, 1.0
+    for step in range(20):
+        exchanged.is_over = 5 < step < 12
+        gradient = torch.ones(40) if step == 11 else torch.zeros(40)
+        exchanged.take(gradient if step != 11 else torch.zeros(40))
+        parameter.grad, before = gradient, parameter.detach().clone()
+        optimizer.step()
+        if step == 12:
+            moved = parameter.detach() - before
+            assert float(moved.abs().max()) < 1.5 * MOMENTUM * LR  # dense: MOMENTUM * LR
+    expected = torch.full((40,), -LR / (1 - MOMENTUM))
+    assert torch.all(parameter.detach() < 0.5 * expected)
+
+
+def test_large_spikes_are_scaled_down_without_rounding_errors() -> None:
+    parameter = nn.Parameter(torch.zeros(40))
+    optimizer, exchanged = prepared(parameter, weight_decay=0.0, nesterov=True)
+    exchanged.factor = 1e-12
+    gradient = torch.full((40,), 1e12)
+    exchanged.take(gradient)
+    parameter.grad = gradient
+    optimizer.step()
+    assert parameter.grad is gradient and float(gradient[0]) == float(torch.tensor(1e12))
+    b = MOMENTUM * RATE**0.25
+    moved = -LR * (1 + MOMENTUM * (1 - b) / (1 - MOMENTUM) * (1 - LOSS * RATE))
+    torch.testing.assert_close(parameter.detach(), torch.full((40,), moved), rtol=1e-5, atol=1e-6)
+
+
 def test_a_fused_step_has_buffers_of_parameters_that_are_not_compressed() -> None:
     parameter, other = (nn.Parameter(torch.ones(4)) for _ in range(2))
     optimizer = torch.optim.SGD([parameter, other], lr=LR, momentum=MOMENTUM, fused=True)
@@ -217,7 +267,8 @@ def test_keras_and_torch_take_the_same_steps(nesterov: bool) -> None:
         exchanged.take(gradient)
         parameter.grad = gradient.clone()
         twin.step()
-        known = ArrivedToSgd(tf.constant(exchanged.phi.numpy()), tf.constant([FACTOR]), LOSS)
+        phi = tf.Variable((exchanged.phi if step else gradient.ne(0) * RATE).numpy())
+        known = ArrivedToSgd(phi, tf.constant([FACTOR]), LOSS, tf.constant(float(step == 0)))
         given = tf.constant(gradient.numpy())
         own = partial(optimizer.update_step, variable=variable, learning_rate=LR)
         arrivals._update_sgd(optimizer, given, variable, known, own, lambda: LR)
