@@ -14,10 +14,11 @@ G is the exchanged gradient.
 momentum) in all, as in dense SGD but for c. R is what earlier ones have still to move, and M what
 SGD applies in place of its momentum buffer:
 
-    M  = (1 - b) (R + c G) / (1 - momentum)
-    R' = b (R + c G)
-    c  = (1 - 1/2 phi' (lr / largest lr so far)^2) min(1, 3/2 n / |G|)
-    n' = n + (|G| - n) / 20                   |G|: the norm of a tensor
+    L  = min(1, 3/2 n / |G|) G                |G|: the norm of a tensor
+    M  = (1 - b) (R + c L) / (1 - momentum)
+    R' = b (R + c L)
+    c  = 1 - 1/2 phi' (lr / largest lr so far)^2
+    n' = n + (|G| - n) / 20
 
 Large steps are taken at once where dense SGD spreads them over ten steps, so that training would
 diverge near the largest learning rate at which dense SGD is stable. Two factors keep it stable.
@@ -25,6 +26,11 @@ Elements that arrive in nearly every step have the largest gradients; they move 
 learning rate is near its largest value. And a tensor's gradient that is suddenly larger than those
 of the last steps is scaled down to 1.5 times their mean norm. No element of a tensor that is sent
 whole moves less for arriving often, and while everything is sent at full precision phi is 1.
+
+Steps in which a tensor's G is 0 leave n as it is. Where residuals grow because the learning rate
+has fallen (`horovod_topk.core.rates`), n grows as much, since G may. n counts gradients that were
+scaled down as large as they were, so that a lasting change is followed; the second of two spikes
+is limited less.
 
 **Adam** divides by the root of a mean square v of gradients. As what was not sent adds up, quick
 changes of a gradient cancel out before they are sent, so that v misses them and steps are too
