@@ -71,15 +71,16 @@ class SgdSteps:
         if applies_nothing(optimizer):
             return
         self._prepared.clear()
-        if not step.flagged:
-            self._begin(optimizer, [each for _, found in groups for each in found])
-        self._limit([each for _, found in groups for each in found])
-        for group, found in groups:
+        every = [each for _, found in groups for each in found]
+        self._begin(optimizer, every)
+        self._was_dense = self._was_dense if step.flagged else not arrived
+        self._limit(every)
+        for group, pairs in groups:
             momentum, decay = float(group["momentum"]), float(group["weight_decay"])
-            pairs = zip(found, added_by(optimizer, group, [p for p, _ in found]), strict=True)
+            added = added_by(optimizer, group, [p for p, _ in pairs])
             buffers = [
                 Buffer(optimizer.state[p]["momentum_buffer"], g, p, own.arrivals, float(own.loss))
-                for (p, own), g in pairs
+                for (p, own), g in zip(pairs, added, strict=True)
             ]
             prepare(buffers, Numbers(momentum, decay))
             self._prepared += [(each.buffer, each.arrivals, momentum) for each in buffers]
@@ -104,7 +105,7 @@ class SgdSteps:
             moves = bool(optimizer.state[p]["momentum_buffer"].any())
             if moves and (self._was_dense or float(own.arrivals.max()) <= 1.5 * RATE):
                 own.arrivals.copy_((p.grad != 0).flatten() * RATE + (1.0 - RATE))
-        self._is_new, self._was_dense = False, not found
+        self._is_new = self._is_new and not found
 
     def _limit(self, found: Found) -> None:
         """Scale gradients down that are suddenly large, until `restore`."""
