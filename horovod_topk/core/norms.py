@@ -15,6 +15,8 @@ from horovod_topk.ops.coding import LIMIT
 
 Array = TypeVar("Array")
 
+TINY = 2.0**-100  # factor of a tensor whose norm overflows; 0 is that of one without a step
+
 
 class Norms(Generic[Array]):
     """Follows the norms of the exchanged gradients of one bucket, step after step.
@@ -62,8 +64,8 @@ class Norms(Generic[Array]):
         allowed: Any = ops.finite(ops.divided(before * SPIKE, norms))
         # min(1, allowed) is exact: it is 1 where the difference is not negative.
         is_spike: Any = ops.cast(allowed < 1.0, dtype) * is_known * counts
-        is_over: Any = ops.cast(scaled > LIMIT, dtype) * is_known  # too large for a factor but 0
-        factors = ((allowed - 1.0) * is_spike + 1.0) * (is_over * -1.0 + 1.0)
+        is_over: Any = ops.cast(scaled > LIMIT, dtype) * is_known  # |G| overflows
+        factors = ((allowed - 1.0) * is_spike + 1.0) * (is_over * -1.0 + 1.0) + is_over * TINY
         ops.assign(self._states[FACTORS].candidate, factors)
 
     def swap(self) -> None:

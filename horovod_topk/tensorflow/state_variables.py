@@ -276,7 +276,8 @@ class VariableState(State[Array]):
             return Arrived(phi, factors)
         decay = 1.0 if self.rates is None else self.rates.decay_now(name)
         loss = LOSS * decay**2 * self._selects[name]
-        return ArrivedToSgd(phi, factors, loss, self._begins)
+        known = tf.where(factors > 0, factors, tf.ones_like(factors))  # 0 before the first step
+        return ArrivedToSgd(phi, known, loss, self._begins)
 
     def _note_selecting(self, plan: Plan) -> None:
         """Assign in a step of SGD which tensors have elements that wait."""
