@@ -41,8 +41,8 @@ DDP and TopKEF, at three link speeds.
 - **Ranks**: {hosts} hosts with one rank each, on Gloo. No GPU.
 - **Network**: emulated. The hosts are network namespaces of one machine (`scripts/netlab`). They
   share its {cores} CPU cores, which also carry the packets.
-- **TopKEF**: bare `TopKEF()`, momentum included, unless the name says otherwise. These runs are of a
-  version that corrected SGD's momentum at the ranks; what is sent has the same size now.
+- **TopKEF**: bare `TopKEF()`, momentum included, unless the name says otherwise. These runs are
+  of a version that corrected SGD's momentum at the ranks; what is sent has the same size now.
 
 ## Summary
 
