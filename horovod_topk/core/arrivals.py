@@ -129,7 +129,6 @@ class ArrivedToSgd(Generic[Array]):
     """What SGD's step needs to know of one tensor in the exchanged step."""
 
     arrivals: Array  # phi of each element after the step, flat
-    factor: Array  # min(1, 3/2 n / |G|), one element
     loss: Any  # what an element that always arrives loses: a number, in a graph a scalar
     begins: Any = 0.0  # 1 in the first step that is committed, in a graph
 

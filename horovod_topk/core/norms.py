@@ -41,11 +41,11 @@ class Norms(Generic[Array]):
             ops.unpack_values(rows, len(shares), "float32", bucket.residual_dtype), 0
         )
 
-    def finish(self, exchanged: Sequence[Array], gain: float) -> None:
-        """Compute the factors of a step, and the means of the next one.
+    def limit(self, exchanged: Sequence[Array], gain: float) -> None:
+        """Scale gradients down that are suddenly large, and follow the means of their norms.
 
         Args:
-            exchanged: the gradients of all ranks, times `gain`.
+            exchanged: the gradients of all ranks, times `gain`; they are written.
             gain: factor of the exchanged gradients.
         """
         ops, dtype, means = self._ops, self._bucket.residual_dtype, self._states[NORMS]
@@ -67,21 +67,9 @@ class Norms(Generic[Array]):
         is_over: Any = ops.cast(scaled > LIMIT, dtype) * is_known  # |G| overflows
         factors = ((allowed - 1.0) * is_spike + 1.0) * (is_over * -1.0 + 1.0) + is_over * TINY
         ops.assign(self._states[FACTORS].candidate, factors)
+        ops.limit(tensors, self._states[FACTORS].candidate)
 
     def swap(self) -> None:
         """Make the states of the next step the present ones."""
         for name in (NORMS, FACTORS):
             self._states[name].swap()
-
-    def latest(self, *, committed: bool) -> dict[str, Array]:
-        """Return the factor of the last step of each tensor by name, one element each.
-
-        committed: whether that step is committed.
-        """
-        arenas = self._states[FACTORS]
-        array = arenas.residual if committed else arenas.candidate
-        pieces = (arenas.plan.tensors[at] for at in self._positions)
-        return {
-            self._bucket.gradients[at].spec.name: self._ops.view(array, piece.start, piece.stop)
-            for at, piece in zip(self._positions, pieces, strict=True)
-        }

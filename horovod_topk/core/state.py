@@ -323,20 +323,20 @@ class State(Counting[Array]):
         self, shared: Mapping[str, Any], names: Collection[str], others: Collection[str]
     ) -> None:
         """Copy shared state to the tensors `names`; it may also have that of `others`."""
-        mine = without(shared, others)
+        mine, rates = (
+            without(shared, others),
+            {key: rates_of(shared, key) for key in (RATES, LARGEST)},
+        )
         pairs = [(self.parts[key], mine[key]) for key in parts_of(mine) if key in self.parts]
         for part, within in pairs:
             part.check(within, names)
         for part, within in pairs:
             part.take_on(within, [name for name in part.pieces if name in names])
         if self.rates is not None:
-            own = self.rates.saved()
-            theirs = {
-                key: {name: rate for name, rate in rates_of(shared, key).items() if name in names}
-                for key in own
-            }
-            units, largest = theirs[RATES] | own[RATES], own[LARGEST] | theirs[LARGEST]
-            self.rates.load({RATES: units, LARGEST: largest})  # residuals stay in their own units
+            # Residuals that are in other units are zero: of ranks that joined, or went back.
+            for key, own in (saved := self.rates.saved()).items():
+                saved[key] = own | {name: r for name, r in rates[key].items() if name in names}
+            self.rates.load(saved)
 
     def meet(self, names: Collection[str]) -> None:
         """Copy loaded state to tensors that have just become known.

@@ -233,13 +233,13 @@ class Step(Generic[Array]):
         if bucket.energies is not None:
             lost = self._codec.told[ordinal]
             bucket.energies.finish(targets, gain, self._exchange.ranks, lost)
-        if bucket.norms is not None:
-            bucket.norms.finish(targets, gain)
         if bucket.following is not None:
             bucket.following.finish(targets)
         timer.decompressing += time.perf_counter() - timer.exposed - began
         if self.probe is not None:
             self.probe.finish(ordinal, targets, gain)
+        if bucket.norms is not None:
+            bucket.norms.limit(targets, gain)
         return bucket.flags
 
     def sample(self) -> list[Array]:
@@ -274,10 +274,9 @@ class Step(Generic[Array]):
         found = dict[str, ArrivedToSgd[Array]]()
         for following, bucket in self._followed():
             if bucket.norms is not None:
-                factors = bucket.norms.latest(committed=bucket.committed_last)
                 for name, phi in following.latest(committed=bucket.committed_last).items():
                     loss = LOSS * self._decay(name) ** 2 if name in bucket.selecting else 0.0
-                    found[name] = ArrivedToSgd(phi, factors[name], loss)
+                    found[name] = ArrivedToSgd(phi, loss)
         return found
 
     def _followed(self) -> Iterator[tuple[Following[Array], Bucket[Array]]]:

@@ -216,6 +216,11 @@ class NumpyOps(FactorVerbs):
         out: Array = np.divide(array, by, out=np.zeros_like(array), where=by != 0)
         return out
 
+    def limit(self, arrays: Sequence[Array], factors: Array) -> None:
+        for array, factor in zip(arrays, factors.tolist(), strict=True):
+            if factor < 1.0:
+                array *= array.dtype.type(factor)
+
     def root(self, array: Array) -> Array:
         return np.sqrt(array)
 

@@ -443,6 +443,10 @@ class Ops(Protocol[Array]):
         """array / by, a new array; `by` has one element, or as many. 0 where `by` is 0."""
         ...
 
+    def limit(self, arrays: Sequence[Array], factors: Array) -> None:
+        """Multiply each array by its factor, in place, if that is less than 1."""
+        ...
+
     def root(self, array: Array) -> Array:
         """Square roots of non-negative float64, a new array.
 

@@ -346,6 +346,11 @@ class TensorFlowOps(FactorVerbs):
     def divided(self, array: Array, by: Array) -> Array:
         return Buffer(tf.math.divide_no_nan(array.value, by.value))
 
+    def limit(self, arrays: Sequence[Array], factors: Array) -> None:
+        for at, array in enumerate(arrays):
+            factor, value = tf.cast(factors.value[at], array.dtype), array.value
+            _write(array, tf.cond(factor < 1.0, lambda v=value, f=factor: v * f, lambda v=value: v))
+
     def root(self, array: Array) -> Array:
         return Buffer(tf.sqrt(array.value))
 

@@ -315,6 +315,11 @@ class TorchOps(FactorVerbs):
     def divided(self, array: Tensor, by: Tensor) -> Tensor:
         return torch.where(by != 0, array / by, torch.zeros_like(array))
 
+    def limit(self, arrays: Sequence[Tensor], factors: Tensor) -> None:
+        for array, factor in zip(arrays, factors.tolist(), strict=True):
+            if factor < 1.0:
+                array.mul_(factor)
+
     def root(self, array: Tensor) -> Tensor:
         return array.sqrt()
 

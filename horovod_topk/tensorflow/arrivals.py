@@ -8,7 +8,7 @@ computes the one that is wanted. Adam and AdamW:
 
 m_t is what Adam divides by s_t, so that updates have no bias to correct. The first update is Adam's
 own. SGD, whose m_t has the learning rate lr in it, with mu its momentum, updates with M in place of
-m_t; after the update m_t is dense SGD's again. G is limited here:
+m_t; after the update m_t is dense SGD's again:
 
     M   = (1 - b) (mu m_(t-1) - lr c G) / (1 - mu),  b = mu phi^(1/4)
     m_t = b (1 - mu) M / ((1 - b) mu)
@@ -69,7 +69,7 @@ class ByArrivals:
         optimizer: Any,
         gradient: Any,
         variable: Any,
-        update: Callable[[Any], Any],
+        update: Callable[[], Any],
         rate: Callable[[], Any],
     ) -> Any:
         """Call the optimizer's own update of a variable with another momentum.
@@ -78,17 +78,17 @@ class ByArrivals:
             optimizer: of Keras 3 or tf-keras, legacy or not.
             gradient: the gradient that the update applies.
             variable: the variable, of the optimizer's library.
-            update: the update by a gradient; its result is returned.
+            update: the update; its result is returned.
             rate: returns its learning rate.
         """
         state = self._states.get(id(unwrap(variable)))
         known = None if state is None else state.arrivals_of(variable)
         if known is None:
-            return update(gradient)
+            return update()
         if isinstance(known, ArrivedToSgd):
             return _update_sgd(optimizer, gradient, variable, known, update, rate)
         with tf.control_dependencies([_prepare_adam(optimizer, gradient, variable, known)]):
-            return update(gradient)
+            return update()
 
     def follows(self, variable: Any) -> bool:
         """Whether the updates of a variable depend on arrivals from now on."""
@@ -105,7 +105,7 @@ def _update_sgd(
     gradient: Any,
     variable: Any,
     known: ArrivedToSgd[Any],
-    update: Callable[[Any], Any],
+    update: Callable[[], Any],
     rate: Callable[[], Any],
 ) -> Any:
     """Update a variable with the momentum that SGD is to have; for arguments see `ByArrivals`."""
@@ -118,15 +118,14 @@ def _update_sgd(
         tf.cast(each, slot.dtype)
         for each in (momentum, 1.0 - momentum, tf.math.divide_no_nan(1.0 - momentum, momentum))
     )
-    gradient, step = gradient * tf.cast(known.factor, gradient.dtype), tf.cast(rate(), slot.dtype)
-    added = tf.cast(gradient, slot.dtype)
+    gradient, step = tf.cast(gradient, slot.dtype), tf.cast(rate(), slot.dtype)
     phi = tf.reshape(tf.cast(_begun(known, slot), slot.dtype), slot.shape)
     b = mu * tf.sqrt(tf.sqrt(phi))
     c = 1.0 - tf.cast(_wide(known.loss), slot.dtype) * phi
-    moved = (1.0 - b) / left * (mu * slot - step * c * added)
-    prepared = slot.assign(tf.math.divide_no_nan(moved + step * added, mu))
+    moved = (1.0 - b) / left * (mu * slot - step * c * gradient)
+    prepared = slot.assign(tf.math.divide_no_nan(moved + step * gradient, mu))
     with tf.control_dependencies([prepared]):
-        result = update(gradient)
+        result = update()
     with tf.control_dependencies([] if result is None else [result]):
         restored = slot.assign(slot * (b * share / (1.0 - b)))
     return None if result is None else tf.group(result, restored)

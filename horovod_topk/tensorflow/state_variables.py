@@ -271,13 +271,10 @@ class VariableState(State[Array]):
         if key not in self.parts or name not in self.parts[key].pieces:
             return None
         phi = self._variable(key, name, 0)
-        factors = self._variable(METHOD_STATE + FACTORS, name, 0)
         if self.config.follows_energies:
-            return Arrived(phi, factors)
+            return Arrived(phi, self._variable(METHOD_STATE + FACTORS, name, 0))
         decay = 1.0 if self.rates is None else self.rates.decay_now(name)
-        loss = LOSS * decay**2 * self._selects[name]
-        known = tf.where(factors > 0, factors, tf.ones_like(factors))  # 0 before the first step
-        return ArrivedToSgd(phi, known, loss, self._begins)
+        return ArrivedToSgd(phi, LOSS * decay**2 * self._selects[name], self._begins)
 
     def _note_selecting(self, plan: Plan) -> None:
         """Assign in a step of SGD which tensors have elements that wait."""

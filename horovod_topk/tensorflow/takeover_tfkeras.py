@@ -108,9 +108,7 @@ def update_by_arrivals(optimizer: Any, by: ByArrivals) -> None:
         own = optimizer._resource_apply_dense
 
         def dense(gradient: Any, variable: Any, *rest: Any) -> Any:
-            def update(limited: Any) -> Any:
-                return own(limited, variable, *rest)
-
+            update = functools.partial(own, gradient, variable, *rest)
             rate = functools.partial(optimizer._decayed_lr, variable.dtype.base_dtype)
             return by.update(optimizer, gradient, variable, update, rate)
 
@@ -119,9 +117,7 @@ def update_by_arrivals(optimizer: Any, by: ByArrivals) -> None:
     own_step, compiled = optimizer.update_step, optimizer._update_step_xla
 
     def step(gradient: Any, variable: Any) -> Any:
-        def update(limited: Any) -> Any:
-            return own_step(limited, variable)
-
+        update = functools.partial(own_step, gradient, variable)
         return by.update(optimizer, gradient, variable, update, lambda: optimizer.learning_rate)
 
     def keyed(gradient: Any, variable: Any, key: int) -> Any:

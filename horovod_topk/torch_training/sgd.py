@@ -2,18 +2,19 @@
 
 For a step of the optimizer its momentum buffer B is prepared, so that the optimizer's own code
 computes the one that is wanted, M; after the step it is dense SGD's again. With mu the optimizer's
-momentum, G a limited gradient, and g = G and weight decay as SGD adds them:
+momentum, and g the exchanged gradient and weight decay as SGD adds them:
 
     M  = (1 - b) (mu B + c g) / (1 - mu),  b = mu phi^(1/4)    SGD: p = p - lr M
     B' = b (1 - mu) M / ((1 - b) mu)
 
 Nesterov's SGD computes p = p - lr (g + mu M). With both forms a gradient moves its weight by lr c
 / (1 - mu) in all, as it does in dense SGD but for c (in Nesterov's first lr g, c is 1). mu B is
-what earlier gradients have still to move, divided by lr / (1 - mu), with compression and without:
-training may go on either way, in the same run or from a checkpoint. After dense steps phi is 1
-before the first compressed one, or what has still to move would move at once.
+what earlier gradients have still to move, divided by lr / (1 - mu) (with Nesterov's form, by mu
+times that), with compression and without: training may go on either way, in the same run or from a
+checkpoint. After dense steps phi is 1 before the first compressed one, or what has still to move
+would move at once.
 
-Nothing else of the optimizer changes: outside its step gradients are gradients.
+Nothing else of the optimizer changes: between exchange and step gradients are gradients.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum_takeover import not_a_momentum
 from horovod_topk.ops.torch_buffers import Buffer, Numbers, prepare, restore
 from horovod_topk.torch_training.added import added_by, applies_nothing
+
+TINY = 1e-6  # phi below this, before a step, is that of a run without earlier steps
 
 Found = Sequence[tuple[Any, ArrivedToSgd[Tensor]]]  # parameters, and what arrived of them
 
@@ -48,11 +51,10 @@ class SgdSteps:
         self._names, self._compressor = names, compressor
         self._is_new, self._was_dense = True, False  # before the first step; after a dense one
         self._prepared: list[tuple[Tensor, Tensor, float]] = []  # buffers of this step
-        self._limited: list[tuple[Any, Tensor, Tensor]] = []  # parameters, and their gradients
 
     @torch.no_grad()
     def prepare(self, optimizer: Any) -> None:
-        """Prepare gradients and buffers for the optimizer's step, once gradients are exchanged.
+        """Prepare the momentum buffers for the optimizer's step, once gradients are exchanged.
 
         Raises:
             ConfigError: a group has a momentum of 1 or more, or a dampening; nothing has changed.
@@ -66,20 +68,20 @@ class SgdSteps:
             found = [(p, arrived[name]) for p, name in known if name in arrived]
             if found and group["momentum"]:
                 _check(optimizer, group)
-                _make_buffers(optimizer, applied if group.get("fused") else [p for p, _ in found])
                 groups.append((group, found))
+        for group, pairs in groups:
+            is_fused = group.get("fused")  # a fused step needs buffers of all parameters
+            _make_buffers(optimizer, group["params"] if is_fused else [p for p, _ in pairs])
         if applies_nothing(optimizer):
             return
         self._prepared.clear()
-        every = [each for _, found in groups for each in found]
-        self._begin(optimizer, every)
-        self._was_dense = self._was_dense if step.flagged else not arrived
-        self._limit(every)
+        self._begin(optimizer, [each for _, pairs in groups for each in pairs])
+        self._was_dense = self._was_dense if step.flagged else not (arrived or elastic())
         for group, pairs in groups:
             momentum, decay = float(group["momentum"]), float(group["weight_decay"])
             added = added_by(optimizer, group, [p for p, _ in pairs])
             buffers = [
-                Buffer(optimizer.state[p]["momentum_buffer"], g, p, own.arrivals, float(own.loss))
+                Buffer(optimizer.state[p]["momentum_buffer"], g, p, own.arrivals, own.loss)
                 for (p, own), g in zip(pairs, added, strict=True)
             ]
             prepare(buffers, Numbers(momentum, decay))
@@ -87,33 +89,23 @@ class SgdSteps:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Turn gradients and buffers back into those of dense SGD, after the step."""
+        """Turn the buffers that were prepared back into dense SGD's, after the step."""
         for buffer, arrivals, momentum in self._prepared:
             restore(buffer, arrivals, momentum)
-        for p, limited, gradient in self._limited:
-            if p.grad is limited:
-                p.grad = gradient
         self._prepared.clear()
-        self._limited.clear()
 
     def _begin(self, optimizer: Any, found: Found) -> None:
         """Have phi begin at 1 where a buffer is that of dense steps.
 
-        Not in elastic jobs, where a rank that joins does not know of them.
+        A rank that joins an elastic job later has what the others have.
         """
-        for p, own in found if (self._is_new or self._was_dense) and not elastic() else ():
+        is_new = self._is_new and not (elastic() and self._compressor().counter.committed)
+        for p, own in found if is_new or self._was_dense else ():
             moves = bool(optimizer.state[p]["momentum_buffer"].any())
-            if moves and (self._was_dense or float(own.arrivals.max()) <= 1.5 * RATE):
-                own.arrivals.copy_((p.grad != 0).flatten() * RATE + (1.0 - RATE))
+            arrived = (p.grad != 0).flatten() * RATE
+            if moves and (self._was_dense or float((own.arrivals - arrived).max()) < TINY):
+                own.arrivals.copy_(arrived + (1.0 - RATE))
         self._is_new = self._is_new and not found
-
-    def _limit(self, found: Found) -> None:
-        """Scale gradients down that are suddenly large, until `restore`."""
-        factors = _numbers([own.factor for _, own in found])
-        for (p, _), factor in zip(found, factors, strict=True):
-            if factor < 1.0:
-                gradient, p.grad = p.grad, p.grad * factor
-                self._limited.append((p, p.grad, gradient))
 
 
 def _check(optimizer: Any, group: Mapping[str, Any]) -> None:
@@ -129,17 +121,3 @@ def _make_buffers(optimizer: Any, parameters: Sequence[Any]) -> None:
     for p in parameters:
         if optimizer.state[p].get("momentum_buffer") is None:
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-
-
-def _numbers(scalars: Sequence[Tensor]) -> list[float]:
-    """Read tensors of one element, waiting once for each device."""
-    of: dict[torch.device, list[int]] = {}
-    for at, scalar in enumerate(scalars):
-        of.setdefault(scalar.device, []).append(at)
-    found = [0.0] * len(scalars)
-    for places in of.values():
-        for at, number in zip(
-            places, torch.cat([scalars[at] for at in places]).tolist(), strict=True
-        ):
-            found[at] = number
-    return found

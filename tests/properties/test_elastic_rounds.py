@@ -346,8 +346,8 @@ def test_ranks_that_join_have_the_learning_rates_of_the_others(
         rank.rate = rates[(count > 3) + (count > 5)]
         rank.step(drawn)
         pairs = rank._state.step.arrivals_to_sgd().values()
-        known = [(x.arrivals.tolist(), float(x.factor), float(x.loss)) for x in pairs]
-        return [known, rank.array("state.norms").tolist()]
+        known = [(x.arrivals.tolist(), float(x.loss)) for x in pairs]
+        return [known, *(rank.array(f"state.{name}").tolist() for name in ("norms", "factors"))]
 
     for count in range(12):
         if count == 6:

@@ -26,6 +26,6 @@ class _ByArrivals:
             self,
             gradient,
             variable,
-            lambda limited: base.update_step(limited, variable, learning_rate),
+            lambda: base.update_step(gradient, variable, learning_rate),
             lambda: learning_rate,
         )

@@ -50,12 +50,12 @@ class Reference:
         self.p, self.nesterov, self.largest = start.detach().double().clone(), nesterov, 0.0
         self.phi, self.buffer = torch.zeros_like(self.p), torch.zeros_like(self.p)
 
-    def step(self, gradient: Tensor, group: dict[str, Any], factor: float) -> None:
+    def step(self, gradient: Tensor, group: dict[str, Any]) -> None:
         """gradient: the one that the optimizer applied; group: its settings in the step."""
         lr, m = group["lr"], group["momentum"]
         self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
         self.largest = max(self.largest, lr)
-        g = factor * gradient.double() + DECAY * self.p
+        g = gradient.double() + DECAY * self.p
         b = m * self.phi**0.25
         c = 1 - LOSS * self.phi * (lr / self.largest) ** 2
         whole = m * self.buffer + c * g
@@ -87,7 +87,7 @@ def test_steps_are_those_of_the_formula(make: Any, take: Any, exchange: str) -> 
         (phi,), (factor,) = (
             state[f"state.{key}"]["residuals"].values() for key in ("arrivals", "factors")
         )
-        reference.step(applied[-1], optimizer.param_groups[0], float(factor))
+        reference.step(applied[-1], optimizer.param_groups[0])
         torch.testing.assert_close(phi.view(40, 30).double(), reference.phi, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(task.weight.double(), reference.p, rtol=1e-4, atol=1e-5)
         buffer = optimizer.state[task.weight]["momentum_buffer"].double()

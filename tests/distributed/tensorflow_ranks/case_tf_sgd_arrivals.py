@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 from case_tf_arrivals import LR, SHAPE, STEPS, Run, auto
-from kerasses import LIBRARIES
+from kerasses import LIBRARIES, distributed
 from proof import assert_ranks_equal
 from tapes import noise
 
@@ -39,10 +39,10 @@ class Reference:
         self.p, self.nesterov = np.array(start, "f8"), nesterov
         self.phi, self.waiting, self.largest = np.zeros_like(self.p), np.zeros_like(self.p), 0.0
 
-    def step(self, gradient: Any, lr: float, factor: float) -> None:
+    def step(self, gradient: Any, lr: float) -> None:
         self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
         self.largest = max(self.largest, lr)
-        c, gradient = 1 - LOSS * self.phi * (lr / self.largest) ** 2, factor * gradient
+        c = 1 - LOSS * self.phi * (lr / self.largest) ** 2
         b, whole = MOMENTUM * self.phi**0.25, self.waiting - lr * c * gradient
         moved, self.waiting = (1 - b) / (1 - MOMENTUM) * whole, b * whole
         self.p += MOMENTUM * moved - lr * gradient if self.nesterov else moved
@@ -61,7 +61,7 @@ def test_updates_are_those_of_the_formula(kind: str, graph: bool, nesterov: bool
         rate = LR * 0.8**step
         run.optimizer.learning_rate.assign(rate) if step else None
         applied = run.take(step).astype("f8")
-        reference.step(applied, rate, float(run.state("factors")[0]))
+        reference.step(applied, rate)
         phi = run.state("arrivals").reshape(SHAPE)
         np.testing.assert_allclose(phi, reference.phi, 1e-5, 1e-6)
         np.testing.assert_allclose(run.variable.numpy(), reference.p, 1e-4, 2e-5)
@@ -137,7 +137,7 @@ def test_after_a_fall_back_updates_are_sgds_own() -> None:
     run.variable.assign(weight.astype("f4"))
     for step in range(6):
         gradient = run.take(step).astype("f8")
-        velocity = MOMENTUM * velocity - LR * float(run.state("factors")[0]) * gradient
+        velocity = MOMENTUM * velocity - LR * gradient
         weight += velocity
         np.testing.assert_allclose(run.variable.numpy(), weight, 1e-4, 1e-5)
     assert run.state("arrivals").min() == 1.0
@@ -157,3 +157,21 @@ def test_updates_that_xla_compiles_are_the_same(kind: str) -> None:
         compiled.take(step)
         one, other = plain.variable.numpy(), compiled.variable.numpy()
         np.testing.assert_allclose(one, other, 1e-4, 1e-5)
+
+
+@BOTH
+def test_variables_of_no_dimension_train(library: Any) -> None:
+    scale, weight = tf.Variable(1.0), tf.Variable(noise(9, 0, SHAPE))
+    made = library.optimizers.SGD(LR, momentum=MOMENTUM)
+    optimizer = distributed(library, made, fitted(name="scalar"))
+    for step in range(4):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(scale * weight - noise(hvd.rank(), step, SHAPE)))
+        if library is tf_keras:
+            pairs = optimizer.compute_gradients(loss, [scale, weight], tape=tape)
+        else:
+            gradients = tape.gradient(loss, [scale, weight])
+            pairs = zip(gradients, [scale, weight], strict=True)
+        optimizer.apply_gradients(pairs)
+    assert_ranks_equal([scale.numpy(), weight.numpy()])
+    assert float(scale.numpy()) < 1.0
