@@ -82,7 +82,7 @@ class Settings:
             velocities then, up to 1 / (1 - momentum) times larger: clip with `clip_norm`. "auto":
             SGD, Adam and AdamW keep their momentum, which then depends on how often an element
             arrives (`horovod_topk.core.arrivals`); as "optimizer", where that can be, if
-            `velocity_kept` is given. 0: off.
+            `velocity_kept` is given, and with SGD for methods that exchange sums. 0: off.
         nesterov: whether that momentum is Nesterov's.
         velocity_kept: share of the velocity of a sent element that stays, in [0, 1]
             (`horovod_topk.core.momentum`). 0: masking, as in the paper. "auto": 0 for Adam and

@@ -11,8 +11,8 @@ more often it arrives, the more it has. An element that always arrives has the o
 G is the exchanged gradient.
 
 **SGD** applies every gradient once, whenever it arrives: a gradient moves its weight by lr c / (1 -
-momentum) in all, as in dense SGD but for c. R is what earlier ones have still to move, and M what
-SGD applies in place of its momentum buffer:
+momentum) in all, as in dense SGD but for c. The exchange gives users limited gradients L. R is what
+earlier ones have still to move, and M what SGD applies in place of its momentum buffer:
 
     L  = min(1, 3/2 n / |G|) G                |G|: the norm of a tensor
     M  = (1 - b) (R + c L) / (1 - momentum)
