@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +18,7 @@ from horovod_topk.core.arrivals import (
 from horovod_topk.core.momentum import Momenta
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
-from horovod_topk.core.samples import Sample
+from horovod_topk.core.samples import Sample, constants
 from horovod_topk.core.shards import first_block, shard_numel
 from horovod_topk.ops import Ops
 from horovod_topk.ops.protocol import Place
@@ -248,12 +247,7 @@ class Energies(Generic[Array]):
 
     def _constant(self, numbers: Sequence[float]) -> Array:
         """Make an array of numbers, one for each tensor, and repeat it for each class."""
-        ops, own = self._ops, [*numbers] * CLASSES
-        size, dtype = 4 * len(own), self._bucket.residual_dtype
-        data = ops.zeros(size, "uint8", self._bucket.device)
-        ops.store_bytes(data, 0, struct.pack(f"<{len(own)}f", *own))
-        rows = ops.unpack_values(ops.load(data, size, 0, size), len(own), "float32", dtype)
-        return ops.row(rows, 0)
+        return constants([*numbers] * CLASSES, self._bucket, self._ops)
 
 
 def _weight(name: str, numel: int, owners: int) -> float:

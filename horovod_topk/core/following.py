@@ -42,7 +42,7 @@ class Following(Generic[Array]):
         self._arrivals.swap()
 
     def latest(self, *, committed: bool) -> dict[str, Array]:
-        """Return phi after the last step by tensor name: flat arrays.
+        """Return phi of each element after the last step: a flat array for each tensor name.
 
         committed: whether that step is committed.
         """

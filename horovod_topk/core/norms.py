@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from horovod_topk.core.arrivals import FACTORS, NORM_RATE, NORMS, SPIKE, followed
 from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.residual import Arenas
-from horovod_topk.core.samples import Sample
+from horovod_topk.core.samples import Sample, constants
 from horovod_topk.ops import Ops
 from horovod_topk.ops.coding import LIMIT
 
@@ -33,13 +32,7 @@ class Norms(Generic[Array]):
         self._bucket, self._states, self._ops = bucket, states, ops
         self._positions = followed(bucket.gradients)
         self._samples = [Sample(bucket.gradients[at].spec.numel) for at in self._positions]
-        shares = [1.0 / each.share for each in self._samples]
-        data = ops.zeros(4 * len(shares), "uint8", bucket.device)
-        ops.store_bytes(data, 0, struct.pack(f"<{len(shares)}f", *shares))
-        rows = ops.load(data, 4 * len(shares), 0, 4 * len(shares))
-        self._scales: Any = ops.row(
-            ops.unpack_values(rows, len(shares), "float32", bucket.residual_dtype), 0
-        )
+        self._scales: Any = constants([1.0 / each.share for each in self._samples], bucket, ops)
 
     def limit(self, exchanged: Sequence[Array], gain: float) -> None:
         """Scale gradients down that are suddenly large, and follow the means of their norms.

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
+from horovod_topk.core.plan import BucketPlan
 from horovod_topk.core.shards import shard_numel
+from horovod_topk.ops import Ops
+
+Array = TypeVar("Array")
 
 SAMPLE = 1 << 15  # elements of a tensor that sums are computed from, at most
 
@@ -26,7 +33,7 @@ class Sample:
 
     @cached_property
     def parts(self) -> int:
-        """Every which block is in the sample; odd, as even ones could be of the same columns."""
+        """One block of so many is in the sample: an odd number, or all could be of one column."""
         return max(1, -(-shard_numel(self.numel, self.shards, self.first) // SAMPLE)) | 1
 
     @cached_property
@@ -48,3 +55,13 @@ class Sample:
     def size(self) -> int:
         """Number of elements of the sample."""
         return shard_numel(shard_numel(self.numel, self.shards, self.first), self.parts, 0)
+
+
+def constants(numbers: Sequence[float], bucket: BucketPlan, ops: Ops[Array]) -> Array:
+    """Make an array of float32 numbers on a bucket's device, in the dtype of its residuals."""
+    size = 4 * len(numbers)
+    data = ops.zeros(size, "uint8", bucket.device)
+    ops.store_bytes(data, 0, struct.pack(f"<{len(numbers)}f", *numbers))
+    loaded = ops.load(data, size, 0, size)
+    rows = ops.unpack_values(loaded, len(numbers), "float32", bucket.residual_dtype)
+    return ops.row(rows, 0)

@@ -323,10 +323,8 @@ class State(Counting[Array]):
         self, shared: Mapping[str, Any], names: Collection[str], others: Collection[str]
     ) -> None:
         """Copy shared state to the tensors `names`; it may also have that of `others`."""
-        mine, rates = (
-            without(shared, others),
-            {key: rates_of(shared, key) for key in (RATES, LARGEST)},
-        )
+        mine = without(shared, others)
+        rates = {key: rates_of(shared, key) for key in (RATES, LARGEST)}
         pairs = [(self.parts[key], mine[key]) for key in parts_of(mine) if key in self.parts]
         for part, within in pairs:
             part.check(within, names)

@@ -1,4 +1,4 @@
-"""SGD's momentum buffer around its own update; see `horovod_topk.torch_training.sgd`."""
+"""Prepares and restores the momentum buffers of `horovod_topk.torch_training.sgd`."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class ByArrivals:
 
 
 def is_sgd(optimizer: Any) -> bool:
-    """Whether an optimizer, of a rule of arrivals, is SGD."""
+    """Whether an optimizer is SGD; it is that, Adam or AdamW."""
     return not (hasattr(optimizer, "beta_1") or "beta_1" in getattr(optimizer, "_hyper", ()))
 
 
@@ -143,7 +143,7 @@ def _begun(known: ArrivedToSgd[Any], slot: Any) -> Any:
 
 
 def _prepare_adam(optimizer: Any, gradient: Any, variable: Any, known: Arrived[Any]) -> Any:
-    """Write the first moment that Adam has to begin its update of a variable with."""
+    """Prepare the first moment that Adam begins its update of a variable with."""
     legacy = is_legacy(optimizer)
     moment = optimizer.get_slot(variable, "m") if legacy else slot_of(optimizer, variable)
     betas = (

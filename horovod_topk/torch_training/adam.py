@@ -66,7 +66,7 @@ class AdamSteps:
                 prepare(moments, Numbers(beta1, before, now, RATE, LIMIT, beta2, correction2))
 
     def restore(self) -> None:
-        """Nothing: after the step its first moment is the one that was wanted."""
+        """Do nothing: after the step Adam's first moment is the one that was wanted."""
 
 
 def _moment(

@@ -339,7 +339,7 @@ def test_steps_of_ranks_that_join_are_those_of_the_others() -> None:
 def test_ranks_that_join_have_the_learning_rates_of_the_others(
     rates: tuple[float, float, float],
 ) -> None:
-    """Those before a job has grown, and in the step in which it grows."""
+    """The learning rate may change before the job grows, and in the step in which it grows."""
     job = Job(OF_SGD, 2)
 
     def step(rank: Rank) -> list[object]:

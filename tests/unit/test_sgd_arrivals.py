@@ -1,4 +1,4 @@
-"""SGD's steps by arrivals, against their formulas."""
+"""Compares SGD's steps on compressed gradients with their formulas."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_steps_are_those_of_the_formula(nesterov: bool, more: dict[str, Any]) ->
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_gradient_moves_its_weight_as_far_as_with_dense_sgd(nesterov: bool) -> None:
-    """Whenever it arrives: lr / (1 - momentum) in all, but for the loss."""
+    """It moves its weight by lr / (1 - momentum) in all, whenever it arrives."""
     parameter = nn.Parameter(torch.zeros(3))
     optimizer, exchanged = prepared(parameter, nesterov=nesterov, weight_decay=0.0)
     exchanged.loss = 0.0
@@ -102,7 +102,7 @@ def test_a_gradient_moves_its_weight_as_far_as_with_dense_sgd(nesterov: bool) ->
 
 
 def test_a_rare_gradient_moves_its_weight_at_once() -> None:
-    """More than half of it, where dense SGD moves a tenth."""
+    """The first step is about half of the whole move; with dense SGD it is a tenth."""
     parameter = nn.Parameter(torch.zeros(40))
     optimizer, exchanged = prepared(parameter, weight_decay=0.0)
     exchanged.loss = 0.0
@@ -205,7 +205,7 @@ def test_an_invalid_momentum_is_an_error_before_anything_changes(
 
 
 def test_after_dense_steps_what_has_still_to_move_does_not_move_at_once() -> None:
-    """As when a guard tries dense gradients: phi is 1 after them."""
+    """Phi is 1 after dense steps, such as those that a guard tries."""
     parameter = nn.Parameter(torch.zeros(40))
     optimizer, exchanged = prepared(parameter, weight_decay=0.0)
     exchanged.loss = 0.0
@@ -236,7 +236,7 @@ def test_a_fused_step_has_buffers_of_parameters_that_are_not_compressed() -> Non
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_keras_and_torch_take_the_same_steps(nesterov: bool) -> None:
-    """From the same buffer, also while a tensor's gradient is zero for many steps."""
+    """They begin with the same buffer, and a gradient is zero for many steps."""
     tf = pytest.importorskip("tensorflow")
     keras: Any = pytest.importorskip("keras")
     arrivals = pytest.importorskip("horovod_topk.tensorflow.arrivals")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +153,19 @@ def squares_of(run: Run) -> np.ndarray[Any, Any]:
     return np.array(optimizer._velocities[0])
 
 
-def test_keras_3_takes_the_steps_of_tf_keras() -> None:
-    """Whose steps are compared with the formula."""
+def assert_libraries_agree(kind: str, make: Callable[..., TopKEF], **settings: Any) -> None:
+    """Compare the steps of Keras 3 with those of tf-keras.
+
+    kind: class name of the optimizer; make: makes the compressor of a name; settings: the
+    optimizer's.
+    """
     runs = [
         Run(
             library,
-            library.optimizers.AdamW,
-            auto(name=name.replace(" ", "")),
+            getattr(library.optimizers, kind),
+            make(name=name.replace(" ", "")),
             graph=True,
-            weight_decay=DECAY,
+            **settings,
         )
         for name, library in LIBRARIES.items()
     ]
@@ -169,6 +174,11 @@ def test_keras_3_takes_the_steps_of_tf_keras() -> None:
             run.take(step)
         one, other = (run.variable.numpy() for run in runs)
         np.testing.assert_allclose(one, other, 1e-4, 1e-5)
+
+
+def test_keras_3_takes_the_steps_of_tf_keras() -> None:
+    """Steps of tf-keras are compared with the formula above."""
+    assert_libraries_agree("AdamW", auto, weight_decay=DECAY)
 
 
 @pytest.mark.slow

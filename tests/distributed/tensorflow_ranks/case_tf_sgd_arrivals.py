@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from case_tf_arrivals import LR, SHAPE, STEPS, Run, auto
+from case_tf_arrivals import LR, SHAPE, STEPS, Run, assert_libraries_agree, auto
 from kerasses import LIBRARIES, distributed
 from proof import assert_ranks_equal
 from tapes import noise
@@ -70,23 +70,8 @@ def test_updates_are_those_of_the_formula(kind: str, graph: bool, nesterov: bool
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_keras_3_takes_the_steps_of_tf_keras(nesterov: bool) -> None:
-    """Whose steps are compared with the formula."""
-    settings: Any = {"momentum": MOMENTUM, "nesterov": nesterov}
-    runs = [
-        Run(
-            library,
-            library.optimizers.SGD,
-            fitted(name=name.replace(" ", "")),
-            graph=True,
-            **settings,
-        )
-        for name, library in LIBRARIES.items()
-    ]
-    for step in range(STEPS):
-        for run in runs:
-            run.take(step)
-        one, other = (run.variable.numpy() for run in runs)
-        np.testing.assert_allclose(one, other, 1e-4, 1e-5)
+    """Steps of tf-keras are compared with the formula above."""
+    assert_libraries_agree("SGD", fitted, momentum=MOMENTUM, nesterov=nesterov)
 
 
 @BOTH
