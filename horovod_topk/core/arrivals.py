@@ -6,7 +6,8 @@ gradients without any momentum, and each element has a momentum of its own at th
 more often it arrives, the more it has. An element that always arrives has the optimizer's momentum.
 
     phi' = phi + ([G is not 0] - phi) / 10    how often an element arrives
-    b    = beta1 phi'^(1/4)                   SGD: its momentum in place of Adam's beta1
+    b    = momentum phi'^(1/4)                SGD
+    b    = beta1 phi'^(1/2)                   Adam
 
 G is the exchanged gradient.
 
@@ -34,15 +35,21 @@ is limited less.
 
 **Adam** divides by the root of a mean square v of gradients. As what was not sent adds up, quick
 changes of a gradient cancel out before they are sent, so that v misses them and steps are too
-large. So Adam's first moment m is corrected; v is its own:
+large. A gradient that stays the same adds up: its sum over T steps has T times the energy of the T
+gradients, and steps are too small. So Adam's first moment m is corrected; v is its own:
 
-    m' = b m + (1 - b) c G                    c <= 1: of its tensor and class
-    p  = p - lr m' / sqrt(v)
+    m'   = b m + (1 - b) c G                  c: of its tensor and class
+    |m'| <= far sqrt(v)
+    far  = max(1, rms(p) / 5 / lr)            rms(p): root mean square of the tensor's weights
+    p    = p - lr m' / sqrt(v)
 
-with v that of the step, divided by 1 - beta2^t. While v is young, an element that first arrives in
-step t is about sqrt(t) times as large as sqrt(v). Dense Adam moves its weight by 1 - beta1 times
-that, and so at most by lr in the first 1 / (1 - beta1)^2 steps, 100 of them with beta1 = 0.9. In
-these steps |m'| is at most sqrt(v): b is smaller than beta1, and would let weights move farther.
+with v that of the step, divided by 1 - beta2^t. An element that waits for T steps, or first arrives
+in step T, has a G of up to sqrt(T) times sqrt(v). Dense Adam takes ten steps for what its weight
+then moves in one or two. So no weight moves by more than a fifth of its tensor's rms in a step, or
+by lr if that is more. This is no limit where learning rates are small for the weights, and it keeps
+training stable where they are large. In the first 1 / (1 - beta1)^2 steps, 100 of them with beta1 =
+0.9, far is 1: until then dense Adam, too, moves by at most lr a weight whose gradient first
+arrives.
 
 Which elements a rank sends depends on v, too: those with the largest |e + g| v^(-1/4), with e its
 residual. Adam divides by sqrt(v), so that a weight whose gradients are small moves as far as one
@@ -58,14 +65,15 @@ and r is its rounding error, which is sent later.
 
     E' = beta2 E + sum of G^2
     D' = beta2 D + sum of g^2 - sum of s^2 + sum of r^2    on each rank
-    c  = sqrt(E' / (E' + max(0, mean of D' over ranks)))
+    c  = sqrt(E' / (E' + mean of D' over ranks))
 
-E and D fade as fast as Adam's mean square v, so that c estimates the root of v, divided by the root
-that it would have with dense gradients. Large gradients of the first steps, which are sent late and
-partly cancel out, count as long as in dense training. All energy that is taken away counts as
-common to the ranks: noise of single ranks does not cancel out, as it differs from step to step, and
-so is sent later. Where tensors have owners, D also has what an owner's own error feedback takes
-away, one step later.
+c is at least 0.1, and at most 1 for elements that arrive often, 2 for the others. E and D fade as
+fast as Adam's mean square v, so that c estimates the root of v, divided by the root that it would
+have with dense gradients. Large gradients of the first steps, which are sent late and partly cancel
+out, count as long as in dense training. All energy that is taken away counts as common to the
+ranks: noise of single ranks does not cancel out, as it differs from step to step, and so is sent
+later. Where tensors have owners, D also has what an owner's own error feedback takes away, one step
+later.
 
 Each rank sends D' with its payload, so that all ranks compute a step's c from the step's own
 numbers. phi, E and c are states of the method that are equal on all ranks; D is a state of each
@@ -95,6 +103,10 @@ CLASSES = 2  # of elements: those that arrive often, and the others
 OFTEN = 0.5  # phi above which an element arrives often
 RATE = 0.1  # weight of the present step in phi
 LEAST = 0.1  # smallest c of Adam
+MOST = 1.0, 2.0  # largest c of Adam, of each class
+FARTHEST = 0.2  # of a tensor's rms: how far Adam may move its weights in a step, if lr is less
+SLOWEST = 1e-30  # a smaller lr counts as this one
+FREE = 2.0**20  # largest far
 LOSS = 0.5  # SGD: what an element that always arrives loses at the largest learning rate
 SPIKE = 1.5  # SGD: largest norm of a tensor's gradient, divided by the mean of earlier ones
 NORM_RATE = 0.05  # weight of the present step in n
@@ -111,8 +123,8 @@ def arrived_often(arrivals: Any, has_arrived: Any) -> Any:
     return arrivals - RATE * has_arrived > LIMIT
 
 
-def is_limited(beta1: Any, step: Any) -> Any:
-    """Whether TopKEF limits Adam's step number `step` to |m'| <= sqrt(v); steps count from 1."""
+def is_young(beta1: Any, step: Any) -> Any:
+    """Whether weights move by at most lr in Adam's step number `step`; they count from 1."""
     return (1.0 - beta1) ** 2 * step <= 1.0
 
 

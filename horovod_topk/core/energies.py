@@ -12,6 +12,7 @@ from horovod_topk.core.arrivals import (
     FACTORS,
     LEAST,
     LOST,
+    MOST,
     OFTEN,
     followed,
 )
@@ -76,6 +77,8 @@ class Energies(Generic[Array]):
         self._shard_scales = self._constant(
             [w / each.share if each.size else 0.0 for w, each in pairs]
         )
+        least = [most**-2 - 1.0 for most in MOST] * len(sizes)
+        self._least: Any = constants(least, bucket, ops)  # D / E that the largest c belongs to
         self._betas: tuple[float, ...] = ()  # Adam's second betas in the last step
         self._fading: Any = None  # the same for each class of each tensor
         self._gradients: Sequence[Array] = ()  # this rank's, from `begin` to `told`
@@ -173,7 +176,8 @@ class Energies(Generic[Array]):
 
     def _factors(self, energy: Any, lost: Any) -> Array:
         """The factors c, given E' and the mean of D'; 1 where there is no energy."""
-        ops, lost = self._ops, (lost + abs(lost)) * 0.5  # at least 0
+        ops, least = self._ops, energy * self._least
+        lost = least + (lost - least + abs(lost - least)) * 0.5  # at least that
         share: Any = ops.finite(ops.divided(lost, energy + lost))
         kept: Any = share * (LEAST**2 - 1.0) + 1.0
         return ops.root(ops.cast(kept, "float64"))

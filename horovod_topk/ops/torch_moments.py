@@ -26,7 +26,8 @@ class Moment:
     gradient: Tensor  # as it was exchanged, but for a factor
     arrivals: Tensor  # phi of each element after the step's exchange, flat
     factors: Tensor  # c of each class
-    square: Tensor | None = None  # Adam's v before the step; None: moments are not limited by it
+    square: Tensor  # Adam's v before the step
+    far: Tensor  # how far weights may move, divided by the learning rate: []
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Numbers:
 
     @property
     def most(self) -> float:
-        """The largest |m'|, in the optimizer's units and divided by beta1, for a v of 1."""
+        """The largest |m'| where far and v are 1, in the optimizer's units, divided by beta1."""
         return self.now / self.beta1 / math.sqrt(self.correction2)
 
 
@@ -86,8 +87,7 @@ class _Adam(ctypes.Structure):
 
 def _fits(each: Moment) -> bool:
     """Whether the CPU kernel can read and write a moment's tensors."""
-    tensors = [each.moment, each.gradient, each.arrivals]
-    tensors += [] if each.square is None else [each.square]
+    tensors = each.moment, each.gradient, each.arrivals, each.square
     return each.moment.dtype in (torch.float32, torch.float64) and all(
         tensor.device.type == "cpu"
         and tensor.dtype == each.moment.dtype
@@ -102,10 +102,9 @@ def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
     often, rarely = each.factors.tolist()
     weights = now / before / beta1, now / beta1, 1.0 / beta1 - 1.0
     factors = often, rarely, numbers.rate, numbers.limit
-    most = 0.0 if each.square is None else numbers.most
-    adam = _Adam(beta1, *weights, *factors, numbers.beta2, most)
+    adam = _Adam(beta1, *weights, *factors, numbers.beta2, float(each.far) * numbers.most)
     tensors = each.moment, each.gradient, each.arrivals, each.square
-    places = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    places = [tensor.data_ptr() for tensor in tensors]
     size = each.moment.numel(), each.moment.element_size(), torch.get_num_threads()
     if each.moment.numel():
         library.topkef_prepare_moment(*places, ctypes.addressof(adam), *size)
@@ -116,7 +115,7 @@ def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
     beta1, before, now = numbers.beta1, numbers.before, numbers.now
     ops: Foreach = torch
     phis = [each.arrivals for each in moments]
-    kept = [_root(_root(phi)) for phi in phis]
+    kept = [_root(phi) for phi in phis]
     ops._foreach_mul_(kept, beta1)
     factors = [_factor(each, numbers) for each in moments]
     weights, others = ops._foreach_mul(factors, now / beta1), ops._foreach_neg(kept)
@@ -131,18 +130,21 @@ def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
     written, added = [each.moment for each in moments], [each.added for each in moments]
     ops._foreach_mul_(written, kept)
     ops._foreach_add_(written, ops._foreach_mul(weights, added))
-    for each in moments:
-        if each.square is not None:
-            _limit(each.moment, each.added, each.square, numbers)
+    limits = _limits(moments, numbers)
+    ops._foreach_minimum_(written, limits)
+    ops._foreach_maximum_(written, ops._foreach_neg(limits))
     ops._foreach_sub_(written, ops._foreach_mul(added, 1.0 / beta1 - 1.0))
 
 
-def _limit(moment: Tensor, added: Tensor, square: Tensor, numbers: Numbers) -> None:
-    """Limit a moment, in place, by the v that the step will compute."""
-    now = square * numbers.beta2 + added * added * (1.0 - numbers.beta2)
-    limit = _root(now) * numbers.most
-    torch.where(moment < -limit, -limit, moment, out=moment)
-    torch.where(moment > limit, limit, moment, out=moment)
+def _limits(moments: Sequence[Moment], numbers: Numbers) -> list[Tensor]:
+    """The largest magnitudes of moments, by the v that the step will compute."""
+    ops: Foreach = torch
+    added = [each.added for each in moments]
+    squares = ops._foreach_mul(added, added)
+    ops._foreach_mul_(squares, 1.0 - numbers.beta2)
+    ops._foreach_add_(squares, ops._foreach_mul([each.square for each in moments], numbers.beta2))
+    most = [(each.far.double() * numbers.most).to(each.moment.dtype) for each in moments]
+    return [_root(square) * limit for square, limit in zip(squares, most, strict=True)]
 
 
 def _root(array: Tensor) -> Tensor:

@@ -3,12 +3,12 @@
 Before an update the optimizer's momentum is prepared, so that the optimizer's own code then
 computes the one that is wanted. Adam and AdamW:
 
-    m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 phi^(1/4),  s_t = 1 - beta1^t
-    |m_t| <= s_t sqrt(v_t / (1 - beta2^t))          in its first steps
+    m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 phi^(1/2),  s_t = 1 - beta1^t
+    |m_t| <= far s_t sqrt(v_t / (1 - beta2^t)),     far = max(1, rms(p) / 5 / lr)
 
 m_t is what Adam divides by s_t, so that updates have no bias to correct. The first update is Adam's
-own. SGD, whose m_t has the learning rate lr in it, with mu its momentum, updates with M in place of
-m_t; after the update m_t is dense SGD's again:
+own; in the first ones far is 1. SGD, whose m_t has the learning rate lr in it, with mu its
+momentum, updates with M in place of m_t; after the update m_t is dense SGD's again:
 
     M   = (1 - b) (mu m_(t-1) - lr c G) / (1 - mu),  b = mu phi^(1/4)
     m_t = b (1 - mu) M / ((1 - b) mu)
@@ -24,7 +24,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.arrivals import RATE, Arrived, ArrivedToSgd, arrived_often, is_limited
+from horovod_topk.core.arrivals import (
+    FARTHEST,
+    FREE,
+    RATE,
+    SLOWEST,
+    Arrived,
+    ArrivedToSgd,
+    arrived_often,
+    is_young,
+)
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.takeover import is_legacy, slot_of
@@ -87,7 +96,7 @@ class ByArrivals:
             return update()
         if isinstance(known, ArrivedToSgd):
             return _update_sgd(optimizer, gradient, variable, known, update, rate)
-        with tf.control_dependencies([_prepare_adam(optimizer, gradient, variable, known)]):
+        with tf.control_dependencies([_prepare_adam(optimizer, gradient, variable, known, rate)]):
             return update()
 
     def follows(self, variable: Any) -> bool:
@@ -142,8 +151,14 @@ def _begun(known: ArrivedToSgd[Any], slot: Any) -> Any:
     return tf.cond(known.begins > 0, begun, lambda: phi)
 
 
-def _prepare_adam(optimizer: Any, gradient: Any, variable: Any, known: Arrived[Any]) -> Any:
-    """Prepare the first moment that Adam begins its update of a variable with."""
+def _prepare_adam(
+    optimizer: Any,
+    gradient: Any,
+    variable: Any,
+    known: Arrived[Any],
+    rate: Callable[[], Any],
+) -> Any:
+    """Prepare the first moment of Adam's update; for arguments see `ByArrivals.update`."""
     legacy = is_legacy(optimizer)
     moment = optimizer.get_slot(variable, "m") if legacy else slot_of(optimizer, variable)
     betas = (
@@ -155,7 +170,16 @@ def _prepare_adam(optimizer: Any, gradient: Any, variable: Any, known: Arrived[A
     steps = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.float64)
     arrivals, factors = (tf.cast(each, moment.dtype) for each in (known.arrivals, known.factors))
     gradient = tf.cast(gradient, moment.dtype)
-    return moment.assign(_prepared(moment, square, gradient, arrivals, factors, betas, steps))
+    own = moment, square, gradient, arrivals, factors
+    return moment.assign(_prepared(*own, betas, steps, _far(variable, rate())))
+
+
+def _far(variable: Any, rate: Any) -> Any:
+    """How far a variable's elements may move in an update, divided by the learning rate: []."""
+    weights = tf.convert_to_tensor(unwrap(variable))
+    rms = tf.sqrt(tf.reduce_mean(tf.square(weights)))
+    most = FARTHEST * rms / tf.maximum(tf.cast(rate, rms.dtype), SLOWEST)
+    return tf.clip_by_value(most, 1.0, FREE)
 
 
 def _square_of(optimizer: Any, variable: Any) -> Any:
@@ -185,6 +209,7 @@ def _prepared(
     factors: Any,
     betas: Sequence[Any],
     steps: Any,
+    far: Any,
 ) -> Any:
     """Compute the first moment that the optimizer has to begin its update with.
 
@@ -195,24 +220,22 @@ def _prepared(
         factors: c of each class.
         betas: the optimizer's beta 1 and beta 2.
         steps: number of updates so far, [] float64.
+        far: how far elements may move once v is old, divided by the learning rate: [].
     """
     wide, of_square = map(_wide, betas)
     before, now = 1.0 - tf.pow(wide, steps), 1.0 - tf.pow(wide, steps + 1.0)
     again = tf.cast(tf.math.divide_no_nan(now, before), moment.dtype)  # 0 in the first update
     first, fresh, now = (tf.cast(each, moment.dtype) for each in (wide, 1.0 - wide, now))
     arrivals = tf.reshape(arrivals, moment.shape)
-    kept = first * tf.sqrt(tf.sqrt(arrivals))
+    kept = first * tf.sqrt(arrivals)
     has_arrived = tf.cast(tf.not_equal(gradient, 0), moment.dtype)
     factor = tf.where(arrived_often(arrivals, has_arrived), factors[0], factors[1])
     wanted = again * kept * moment + now * (1.0 - kept) * factor * gradient
-
-    def limited() -> Any:
-        correction2 = 1.0 - tf.pow(of_square, steps + 1.0)
-        numbers = of_square / correction2, (1.0 - of_square) / correction2
-        fading, added = (tf.cast(each, moment.dtype) for each in numbers)
-        most = now * tf.sqrt(fading * square + added * tf.square(gradient))
-        return tf.maximum(tf.minimum(wanted, most), -most)
-
-    moved = tf.cond(is_limited(wide, steps + 1.0), limited, lambda: wanted)
+    correction2 = 1.0 - tf.pow(of_square, steps + 1.0)
+    numbers = of_square / correction2, (1.0 - of_square) / correction2
+    fading, added = (tf.cast(each, moment.dtype) for each in numbers)
+    far = tf.where(is_young(wide, steps + 1.0), 1.0, tf.cast(far, now.dtype))
+    most = far * now * tf.sqrt(fading * square + added * tf.square(gradient))
+    moved = tf.maximum(tf.minimum(wanted, most), -most)
     prepared = (moved - fresh * gradient) / first
     return tf.where(tf.equal(steps, 0.0), moment, prepared)

@@ -3,12 +3,12 @@
 Before a step of the optimizer its first moment is prepared, so that the optimizer's own code then
 computes the one that is wanted:
 
-    m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 phi^(1/4),  s_t = 1 - beta1^t
-    |m_t| <= s_t sqrt(v_t / (1 - beta2^t))          in its first steps
+    m_t = s_t (b m_(t-1) / s_(t-1) + (1 - b) c G),  b = beta1 phi^(1/2),  s_t = 1 - beta1^t
+    |m_t| <= far s_t sqrt(v_t / (1 - beta2^t)),     far = max(1, rms(p) / 5 / lr)
 
 m_t is what Adam divides by s_t, so that steps have no bias to correct. The first step is Adam's
-own. Nothing else of the optimizer changes: between exchange and step gradients are gradients, and
-its state dict has its own moments.
+own. far is 1 in the first steps. Nothing else of the optimizer changes: between exchange and step
+gradients are gradients, and its state dict has its own moments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from horovod_topk.core.arrivals import LIMIT, RATE, Arrived, is_limited
+from horovod_topk.core.arrivals import FARTHEST, FREE, LIMIT, RATE, SLOWEST, Arrived, is_young
 from horovod_topk.core.compressor import Compressor
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.ops.torch_moments import Moment, Numbers, prepare
@@ -55,11 +55,11 @@ class AdamSteps:
             for step, alike in _by_step(known, optimizer) if beta1 else ():
                 if not step:  # the first step is to come, as a skipped one does not count
                     continue
-                pairs = zip(alike, _added(optimizer, group, alike), strict=True)
-                limited = is_limited(beta1, step + 1)
+                gradients = _added(optimizer, group, alike)
+                fars = _fars(alike, float(group["lr"]), young=is_young(beta1, step + 1))
                 moments = [
-                    _moment(optimizer.state[p], added, p.grad, arrived[self._names[p]], limited)
-                    for p, added in pairs
+                    _moment(optimizer.state[p], added, p.grad, arrived[self._names[p]], far)
+                    for p, added, far in zip(alike, gradients, fars, strict=True)
                 ]
                 before, now = 1.0 - beta1**step, 1.0 - beta1 ** (step + 1)
                 correction2 = 1.0 - beta2 ** (step + 1)
@@ -74,11 +74,25 @@ def _moment(
     added: Tensor,
     gradient: Tensor,
     arrived: Arrived[Tensor],
-    limited: bool,
+    far: Tensor,
 ) -> Moment:
     """Return a parameter's first moment, and what it is prepared from."""
-    square = state["exp_avg_sq"] if limited else None
-    return Moment(state["exp_avg"], added, gradient, arrived.arrivals, arrived.factors, square)
+    own = state["exp_avg"], added, gradient, arrived.arrivals, arrived.factors
+    return Moment(*own, state["exp_avg_sq"], far)
+
+
+def _fars(parameters: Sequence[Any], rate: float, *, young: bool) -> Sequence[Tensor]:
+    """How far each parameter's weights may move in a step, divided by the learning rate: []."""
+    if young:
+        return [torch.ones(())] * len(parameters)
+    ops: Any = torch  # operations on lists of tensors have no annotations
+    norms = ops._foreach_norm([p.detach() for p in parameters])
+    of_rms = FARTHEST / max(rate, SLOWEST)
+    fars = ops._foreach_mul(norms, [of_rms / max(1, p.numel()) ** 0.5 for p in parameters])
+    ops._foreach_clamp_min_(fars, 1.0)
+    ops._foreach_clamp_max_(fars, FREE)
+    found: Sequence[Tensor] = fars
+    return found
 
 
 def arrived(compressor: Compressor[Tensor]) -> dict[str, Arrived[Tensor]]:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from horovod_topk.core.arrivals import (
     CLASSES,
+    FARTHEST,
     LEAST,
     LIMIT,
     OF_ADAM,
     RATE,
     Arrived,
-    is_limited,
+    is_young,
 )
 from horovod_topk.core.plan import TensorSpec, make_plan
 from horovod_topk.core.rounds import state_plan
@@ -31,7 +32,7 @@ from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import DTYPES, TorchOps
 from horovod_topk.ops.torch_moments import Moment, Numbers, prepare
-from horovod_topk.torch_training.adam import AdamSteps
+from horovod_topk.torch_training.adam import AdamSteps, _fars
 
 Array = NDArray[Any]
 BETA2 = 0.98
@@ -101,7 +102,7 @@ class Reference:
 
     @property
     def factors(self) -> Array:
-        lost = np.maximum(0, self.lost.mean(0))
+        lost = np.maximum([0, -0.75] * self.energy, self.lost.mean(0))
         total = self.energy + lost
         share = np.divide(lost, total, out=np.zeros(CLASSES), where=total > 0)
         found: Array = np.sqrt(1 - (1 - LEAST**2) * share)
@@ -268,16 +269,18 @@ def reference_steps(
     p, m, v = start.double(), torch.zeros_like(start).double(), torch.zeros_like(start).double()
     lr, decay, (beta1, beta2) = settings["lr"], settings["weight_decay"], settings["betas"]
     for t, (gradient, phi, c) in enumerate(steps, 1):
+        rms = float(p.square().mean().sqrt())
         g = -gradient.double() if settings.get("maximize") else gradient.double()
         if kind is torch.optim.AdamW:
             p = p * (1 - lr * decay)
         else:
             g = g + decay * p
-        b = beta1 * phi.double() ** 0.25 if t > 1 else torch.zeros_like(p)
+        b = beta1 * phi.double() ** 0.5 if t > 1 else torch.zeros_like(p)
         m = b * m + (1 - b) * (c.double() if t > 1 else 1.0) * g
         v = beta2 * v + (1 - beta2) * g**2
-        most = (v / (1 - beta2**t)).sqrt() if t > 1 else torch.full_like(v, torch.inf)
-        m = m.clamp(-most, most)
+        root = (v / (1 - beta2**t)).sqrt()
+        far = 1.0 if is_young(beta1, t) else max(1.0, FARTHEST * rms / lr)
+        m = m.clamp(-far * root, far * root) if t > 1 else m
         p = p - lr * m / ((v / (1 - beta2**t)).sqrt() + 1e-8)
         yield p
 
@@ -293,16 +296,16 @@ def test_steps_of_adam_are_those_of_the_formula(
     torch.manual_seed(0)
     parameter, untouched = nn.Parameter(torch.randn(8, 5)), nn.Parameter(torch.randn(6))
     twin = nn.Parameter(untouched.detach().clone())
-    settings = {"lr": 0.05, "weight_decay": 0.1, "betas": (0.9, 0.99), **more}
+    settings = {"lr": 0.15, "weight_decay": 0.1, "betas": (0.5, 0.99), **more}  # young: 4 steps
     optimizer = kind([parameter, untouched], fused=fused, **settings)
     plain = kind([twin], fused=fused, **settings)
     arrived = dict[str, Arrived[Tensor]]()
     adam = AdamSteps({parameter: "known", untouched: "whole"}, lambda: arrived)
     optimizer.register_step_pre_hook(lambda it, *_: adam.prepare(it))
     steps, found = list[tuple[Tensor, Tensor, Tensor]](), list[Tensor]()
-    start, factors = parameter.detach().clone(), torch.tensor([0.75, 0.5])
-    for _ in range(6):
-        gradient = torch.randn(8, 5) * (torch.rand(8, 5) < 0.5)
+    start, factors = parameter.detach().clone(), torch.tensor([0.75, 1.5])
+    for step in range(6):
+        gradient = torch.randn(8, 5) * (torch.rand(8, 5) < 0.5) * (8 if step > 3 else 1)
         phi = torch.rand(40)
         before = (phi - 0.1 * gradient.view(-1).ne(0)) / 0.9
         c = torch.where(before > 0.5, factors[0], factors[1]).view(8, 5)
@@ -338,8 +341,10 @@ def test_elements_that_always_arrive_have_adams_own_steps() -> None:
     torch.testing.assert_close(*moments, rtol=1e-5, atol=1e-7)
 
 
-def test_no_weight_moves_farther_than_the_learning_rate_while_v_is_young() -> None:
-    parameter, settings = nn.Parameter(torch.zeros(40)), {"lr": 0.5, "weight_decay": 0.0}
+@pytest.mark.parametrize("start", [0.0, 8.0])
+def test_no_weight_moves_farther_than_the_limit(start: float) -> None:
+    """It is the learning rate while v is young, and later a fifth of the rms, if that is more."""
+    parameter, settings = nn.Parameter(torch.full((40,), start)), {"lr": 0.5, "weight_decay": 0.0}
     optimizer = torch.optim.AdamW([parameter], **settings)
     adam = AdamSteps(
         {parameter: "p"}, lambda: {"p": Arrived(torch.full((40,), 0.1), torch.ones(2))}
@@ -356,7 +361,9 @@ def test_no_weight_moves_farther_than_the_learning_rate_while_v_is_young() -> No
         moved.append(float((parameter.detach() - before).abs().max()))
     assert max(moved[:YOUNG]) == pytest.approx(0.5, rel=1e-4)
     assert moved[50] == pytest.approx(0.5, rel=1e-4)
-    assert moved[YOUNG] > 1.0
+    rms = float(before.square().mean().sqrt())
+    assert moved[YOUNG] == pytest.approx(max(0.5, FARTHEST * rms), rel=1e-4)
+    assert (moved[YOUNG] > 1.0) == (start > 0.0)
 
 
 def test_a_fused_step_that_a_scaler_skips_changes_no_moment() -> None:
@@ -392,39 +399,43 @@ def test_a_first_step_that_is_skipped_is_made_later() -> None:
     assert torch.equal(parameter, twin)
 
 
-@pytest.mark.parametrize("limited", [False, True])
-def test_the_kernel_prepares_moments_to_the_same_bits(limited: bool) -> None:
+@pytest.mark.parametrize("far", [1.0, 1.7, 1e6])
+def test_the_kernel_prepares_moments_to_the_same_bits(far: float) -> None:
     assert native.find().library is not None
     numbers = Numbers(0.9, 0.4, 0.5, 0.1, 0.45, 0.99, 0.3)
     gradient = torch.randn(999) * (torch.rand(999) < 0.5)
     arrived = torch.rand(999), torch.tensor([0.75, 0.3])
     start, prepared = torch.randn(999), list[Tensor]()
-    square = torch.rand(999) if limited else None
+    square = torch.rand(999)
     for added in (gradient, gradient.clone()):  # the kernel takes one that is as it was exchanged
         prepared.append(start.clone())
-        prepare([Moment(prepared[-1], added, gradient, *arrived, square)], numbers)
+        prepare(
+            [Moment(prepared[-1], added, gradient, *arrived, square, torch.tensor(far))], numbers
+        )
     assert torch.equal(*prepared)
-    if square is not None:
-        most = (0.99 * square + 0.01 * gradient**2).sqrt() * numbers.most * 1.00001
-        assert ((prepared[0] + (1 / 0.9 - 1) * gradient).abs() <= most + 1e-6).all()
+    most = (0.99 * square + 0.01 * gradient**2).sqrt() * numbers.most * far * 1.00001
+    assert ((prepared[0] + (1 / 0.9 - 1) * gradient).abs() <= most + 1e-6).all()
     assert not torch.equal(prepared[0], start)
 
 
 @pytest.mark.parametrize("beta2", [0.99, 0.9999])
 @pytest.mark.parametrize("steps", [1, YOUNG - 1, YOUNG])
-def test_keras_and_torch_prepare_the_same_moments(steps: int, beta2: float) -> None:
+@pytest.mark.parametrize("rate", [0.0, 0.01, 1.0])
+def test_keras_and_torch_prepare_the_same_moments(rate: float, steps: int, beta2: float) -> None:
     tf = pytest.importorskip("tensorflow")
     keras = pytest.importorskip("horovod_topk.tensorflow.arrivals")
+    weights, young = torch.rand(999), is_young(0.9, steps + 1)
+    assert young == (steps < YOUNG)
+    (far,), its_far = _fars([weights], rate, young=young), keras._far(tf.Variable(weights), rate)
+    assert float(its_far) == pytest.approx({0.0: 2.0**20, 0.01: 20 * 3**-0.5, 1.0: 1.0}[rate], 0.1)
     gradient = torch.randn(999) * (torch.rand(999) < 0.5)
     arrived = torch.rand(999), torch.tensor([0.75, 0.3])
     moment, square = torch.randn(999), torch.rand(999)
     arrays = [tf.constant(each.numpy()) for each in (moment, square, gradient, *arrived)]
-    found = keras._prepared(*arrays, (0.9, beta2), tf.constant(steps, tf.float64))
+    found = keras._prepared(*arrays, (0.9, beta2), tf.constant(steps, tf.float64), its_far)
     before, now = 1 - 0.9**steps, 1 - 0.9 ** (steps + 1)
     numbers = Numbers(0.9, before, now, RATE, LIMIT, beta2, 1 - beta2 ** (steps + 1))
-    young = square if is_limited(0.9, steps + 1) else None
-    assert (young is None) == (steps >= YOUNG)
-    prepare([Moment(moment, gradient, gradient, *arrived, young)], numbers)
+    prepare([Moment(moment, gradient, gradient, *arrived, square, far)], numbers)
     np.testing.assert_allclose(found.numpy(), moment.numpy(), rtol=2e-6, atol=1e-6)
 
 

@@ -696,7 +696,7 @@ void topkef_prepare_moment(void *moment, const void *gradient, const void *arriv
   auto g = static_cast<const uint8_t *>(gradient), phi = static_cast<const uint8_t *>(arrivals);
   auto v = static_cast<const uint8_t *>(squares);
   in_chunks(count, width, threads, [&](int64_t at, int64_t n) {
-    passes->prepare(m + at, g + at, phi + at, v ? v + at : nullptr, adam, n);
+    passes->prepare(m + at, g + at, phi + at, v + at, adam, n);
   });
 }
 

@@ -336,15 +336,12 @@ void prepare(void *moment, const void *gradient, const void *arrivals, const voi
   const R beta = (R)adam->beta, again = (R)adam->again, now = (R)adam->now, later = (R)adam->later;
   const R often = (R)adam->often, rarely = (R)adam->rarely, rate = (R)adam->rate, above = (R)adam->limit;
   for (int64_t i = 0; i < n; ++i) {
-    const R b = beta * (R)std::sqrt(std::sqrt(phi[i]));
+    const R b = beta * std::sqrt(phi[i]);
     const R before = g[i] != 0 ? phi[i] - rate : phi[i];
     const R c = before > above ? often : rarely;
-    R sum = (again * b) * m[i] + (now * c * ((R)1 - b)) * g[i];
-    if (v) {
-      const R limit = most * std::sqrt(fading * v[i] + fresh * (g[i] * g[i]));
-      sum = sum > limit ? limit : sum < -limit ? -limit : sum;
-    }
-    m[i] = sum - later * g[i];
+    const R sum = (again * b) * m[i] + (now * c * ((R)1 - b)) * g[i];
+    const R limit = most * std::sqrt(fading * v[i] + fresh * (g[i] * g[i]));
+    m[i] = (sum > limit ? limit : sum < -limit ? -limit : sum) - later * g[i];
   }
 }
 

@@ -131,13 +131,13 @@ TOPKEF_API void topkef_lost(const void *const *gradients, const void *before, co
 typedef struct {
   double beta, again, now, later;      /* beta1, s_t / s_(t-1) / beta1, s_t / beta1, 1 / beta1 - 1 */
   double often, rarely, rate, limit;   /* c of both classes; an element's class: phi - rate > limit */
-  double beta2, most;                  /* of v; s_t / beta1 / sqrt(1 - beta2^t) */
+  double beta2, most;                  /* of v; far s_t / beta1 / sqrt(1 - beta2^t) */
 } topkef_adam;
 
 /* Prepare Adam's first moment for its own update; see `horovod_topk.torch_training.adam`. With b = beta *
- * arrivals^(1/4), moment = again * b * moment + now * c * (1 - b) * gradient, less later * gradient. With
- * `squares`, Adam's mean square before the step, the magnitude of the first sum is limited to
- * most * sqrt(beta2 * squares + (1 - beta2) * gradient^2). Null: it is not. */
+ * arrivals^(1/2), moment = again * b * moment + now * c * (1 - b) * gradient, less later * gradient. The
+ * magnitude of the sum is limited to most * sqrt(beta2 * squares + (1 - beta2) * gradient^2), with Adam's
+ * mean squares before the step. */
 TOPKEF_API void topkef_prepare_moment(void *moment, const void *gradient, const void *arrivals,
                                       const void *squares, const topkef_adam *adam, int64_t count,
                                       int width, int threads);

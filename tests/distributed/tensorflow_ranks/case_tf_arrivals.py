@@ -19,8 +19,8 @@ from horovod_topk import checkpoint
 from horovod_topk.guard import Guard
 from plain import PlainTopKEF as TopKEF
 
-LR, DECAY, STEPS, SHAPE = 0.05, 0.125, 8, (60, 20)
-BETAS = 0.9, 0.99
+LR, DECAY, STEPS, SHAPE = 0.01, 0.125, 8, (60, 20)
+BETAS = 0.5, 0.99  # the first 4 steps are young
 BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 
 
@@ -89,13 +89,14 @@ class Reference:
         often = self.phi > 0.5
         self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
         g, self.steps = np.array(gradient, "f8"), self.steps + 1
+        far = max(1.0, 0.2 * np.sqrt(np.square(self.p).mean()) / LR) if self.steps > 4 else 1.0
         self.p *= 1 - LR * self.decay
-        b = BETAS[0] * self.phi**0.25 * (self.steps > 1)
+        b = BETAS[0] * self.phi**0.5 * (self.steps > 1)
         c = np.where(often, *factors) if self.steps > 1 else 1.0
         self.m = b * self.m + (1 - b) * c * g
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g**2
         unbias = np.sqrt(1 - BETAS[1] ** self.steps)
-        most = np.sqrt(self.v) / unbias if self.steps > 1 else np.inf
+        most = far * np.sqrt(self.v) / unbias if self.steps > 1 else np.inf
         self.m = np.clip(self.m, -most, most)
         self.p = self.p - LR * self.m * unbias / (np.sqrt(self.v) + 1e-7)
 
