@@ -61,19 +61,23 @@ least, or elements that have never arrived would come before all others
 A tensor's elements are split into two classes, those with phi > 1/2 before the step and the others.
 Error feedback loses no gradient, so it is known how much of a class's energy (sum of squares) it
 takes away: as much as what a rank selects, s, has less than its gradients g. s is not rounded yet,
-and r is its rounding error, which is sent later.
+and r is its rounding error, which is sent later. Where a gradient stays the same, sums have more
+energy than the gradients: D is negative then.
 
     E' = beta2 E + sum of G^2
-    D' = beta2 D + sum of g^2 - sum of s^2 + sum of r^2    on each rank
-    c  = sqrt(E' / (E' + mean of D' over ranks))
+    D' = beta2 D + sum of g^2 - sum of s^2 + sum of r^2    on each of R ranks
+    D" = mean of D' over ranks, divided by R where it is negative
+    c  = sqrt(E' / (E' + D"))
 
-c is at least 0.1, and at most 1 for elements that arrive often, 2 for the others. E and D fade as
-fast as Adam's mean square v, so that c estimates the root of v, divided by the root that it would
-have with dense gradients. Large gradients of the first steps, which are sent late and partly cancel
-out, count as long as in dense training. All energy that is taken away counts as common to the
-ranks: noise of single ranks does not cancel out, as it differs from step to step, and so is sent
-later. Where tensors have owners, D also has what an owner's own error feedback takes away, one step
-later.
+c is 0.1 at least, and 1 at most for elements that arrive often, 2 for the others. (The formula is
+c^2 = 1 - 0.99 D" / (E' + D"), so that c nears 0.1.) E and D fade as fast as Adam's mean square v,
+so that c estimates the root of v, divided by the root that it would have with dense gradients.
+Large gradients of the first steps, which are sent late and partly cancel out, count as long as in
+dense training. Energy that is taken away counts as common to the ranks: noise of single ranks does
+not cancel out, as it differs from step to step, and so is sent later. Energy that is gained does
+not: ranks send the same element in different steps, and an R-th of a rank's energy is in the mean
+of their gradients. Where tensors have owners, D also has what an owner's own error feedback takes
+away, one step later.
 
 Each rank sends D' with its payload, so that all ranks compute a step's c from the step's own
 numbers. phi, E and c are states of the method that are equal on all ranks; D is a state of each
@@ -104,8 +108,8 @@ OFTEN = 0.5  # phi above which an element arrives often
 RATE = 0.1  # weight of the present step in phi
 LEAST = 0.1  # smallest c of Adam
 MOST = 1.0, 2.0  # largest c of Adam, of each class
-FARTHEST = 0.2  # of a tensor's rms: how far Adam may move its weights in a step, if lr is less
-SLOWEST = 1e-30  # a smaller lr counts as this one
+FARTHEST = 0.2  # share of a tensor's rms that Adam may move its weights by in a step
+SLOWEST = 1e-30  # a smaller lr counts as this one, so that far is a number
 FREE = 2.0**20  # largest far
 LOSS = 0.5  # SGD: what an element that always arrives loses at the largest learning rate
 SPIKE = 1.5  # SGD: largest norm of a tensor's gradient, divided by the mean of earlier ones

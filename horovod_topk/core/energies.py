@@ -77,8 +77,8 @@ class Energies(Generic[Array]):
         self._shard_scales = self._constant(
             [w / each.share if each.size else 0.0 for w, each in pairs]
         )
-        least = [most**-2 - 1.0 for most in MOST] * len(sizes)
-        self._least: Any = constants(least, bucket, ops)  # D / E that the largest c belongs to
+        gains = [1.0 - most**-2 for most in MOST] * len(sizes)
+        self._gains: Any = constants(gains, bucket, ops)  # largest share of E that counts as gained
         self._betas: tuple[float, ...] = ()  # Adam's second betas in the last step
         self._fading: Any = None  # the same for each class of each tensor
         self._gradients: Sequence[Array] = ()  # this rank's, from `begin` to `told`
@@ -135,7 +135,8 @@ class Energies(Generic[Array]):
         mean: Any = self._sampled(exchanged, self._wholes) * (unit / gain)
         now = self._by_class(mean * mean, self._wholes, self._whole_scales)
         self._add(energy, self._fading * energy.residual, now)
-        ops.assign(self._states[FACTORS].candidate, self._factors(energy.candidate, lost))
+        factors = self._factors(energy.candidate, lost, ranks)
+        ops.assign(self._states[FACTORS].candidate, factors)
         for owned in self._owned:
             before, after = self._kept(owned)
             came = self._sampled(exchanged, self._shards) * (1.0 / gain) + after - before
@@ -174,10 +175,12 @@ class Energies(Generic[Array]):
         names = [self._bucket.gradients[at].spec.name for at in self._positions]
         return dict(zip(names, views, strict=True))
 
-    def _factors(self, energy: Any, lost: Any) -> Array:
+    def _factors(self, energy: Any, lost: Any, ranks: int) -> Array:
         """The factors c, given E' and the mean of D'; 1 where there is no energy."""
-        ops, least = self._ops, energy * self._least
-        lost = least + (lost - least + abs(lost - least)) * 0.5  # at least that
+        ops, most = self._ops, energy * self._gains
+        gained = (abs(lost) - lost) * (0.5 / ranks)  # 0 where energy is taken away
+        gained = gained - (gained - most + abs(gained - most)) * 0.5  # at most that
+        lost = (lost + abs(lost)) * 0.5 - gained
         share: Any = ops.finite(ops.divided(lost, energy + lost))
         kept: Any = share * (LEAST**2 - 1.0) + 1.0
         return ops.root(ops.cast(kept, "float64"))

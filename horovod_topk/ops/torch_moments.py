@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ class Moment:
     arrivals: Tensor  # phi of each element after the step's exchange, flat
     factors: Tensor  # c of each class
     square: Tensor  # Adam's v before the step
-    far: Tensor  # how far weights may move, divided by the learning rate: []
+    limit: Tensor  # the largest |m'| where v is 1, in the optimizer's units, divided by beta1: []
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,6 @@ class Numbers:
     rate: float  # an element is of the first class if phi - rate > limit where it has arrived, ...
     limit: float  # ... and if phi > limit where it has not
     beta2: float  # the optimizer's
-    correction2: float  # 1 - beta2^t after the next step
-
-    @property
-    def most(self) -> float:
-        """The largest |m'| where far and v are 1, in the optimizer's units, divided by beta1."""
-        return self.now / self.beta1 / math.sqrt(self.correction2)
 
 
 def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
@@ -102,7 +95,7 @@ def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
     often, rarely = each.factors.tolist()
     weights = now / before / beta1, now / beta1, 1.0 / beta1 - 1.0
     factors = often, rarely, numbers.rate, numbers.limit
-    adam = _Adam(beta1, *weights, *factors, numbers.beta2, float(each.far) * numbers.most)
+    adam = _Adam(beta1, *weights, *factors, numbers.beta2, float(each.limit))
     tensors = each.moment, each.gradient, each.arrivals, each.square
     places = [tensor.data_ptr() for tensor in tensors]
     size = each.moment.numel(), each.moment.element_size(), torch.get_num_threads()
@@ -143,12 +136,13 @@ def _limits(moments: Sequence[Moment], numbers: Numbers) -> list[Tensor]:
     squares = ops._foreach_mul(added, added)
     ops._foreach_mul_(squares, 1.0 - numbers.beta2)
     ops._foreach_add_(squares, ops._foreach_mul([each.square for each in moments], numbers.beta2))
-    most = [(each.far.double() * numbers.most).to(each.moment.dtype) for each in moments]
-    return [_root(square) * limit for square, limit in zip(squares, most, strict=True)]
+    return [_root(square) * each.limit for square, each in zip(squares, moments, strict=True)]
 
 
 def _root(array: Tensor) -> Tensor:
-    """Correctly rounded square roots, which torch's own are not in float32."""
+    """Square roots; on CPUs correctly rounded ones, which torch's own are not in float32."""
+    if array.device.type != "cpu":
+        return array.sqrt()
     return array.double().sqrt().to(array.dtype)
 
 

@@ -234,7 +234,8 @@ def _prepared(
     correction2 = 1.0 - tf.pow(of_square, steps + 1.0)
     numbers = of_square / correction2, (1.0 - of_square) / correction2
     fading, added = (tf.cast(each, moment.dtype) for each in numbers)
-    far = tf.where(is_young(wide, steps + 1.0), 1.0, tf.cast(far, now.dtype))
+    far = tf.cast(far, now.dtype)
+    far = tf.where(is_young(wide, steps + 1.0), tf.ones_like(far), far)
     most = far * now * tf.sqrt(fading * square + added * tf.square(gradient))
     moved = tf.maximum(tf.minimum(wanted, most), -most)
     prepared = (moved - fresh * gradient) / first

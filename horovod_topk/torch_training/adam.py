@@ -14,6 +14,7 @@ gradients are gradients, and its state dict has its own moments.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,21 +50,21 @@ class AdamSteps:
             return
         arrived = self._arrived()
         for group in optimizer.param_groups if arrived else ():
-            beta1, beta2 = map(float, group["betas"])
+            beta1, beta2, rate = map(float, (*group["betas"], group["lr"]))
             known = [p for p in group["params"] if self._names.get(p) in arrived]
             known = [p for p in known if p.grad is not None and "exp_avg" in optimizer.state[p]]
             for step, alike in _by_step(known, optimizer) if beta1 else ():
                 if not step:  # the first step is to come, as a skipped one does not count
                     continue
-                gradients = _added(optimizer, group, alike)
-                fars = _fars(alike, float(group["lr"]), young=is_young(beta1, step + 1))
-                moments = [
-                    _moment(optimizer.state[p], added, p.grad, arrived[self._names[p]], far)
-                    for p, added, far in zip(alike, gradients, fars, strict=True)
-                ]
                 before, now = 1.0 - beta1**step, 1.0 - beta1 ** (step + 1)
-                correction2 = 1.0 - beta2 ** (step + 1)
-                prepare(moments, Numbers(beta1, before, now, RATE, LIMIT, beta2, correction2))
+                most = now / beta1 / math.sqrt(1.0 - beta2 ** (step + 1))  # where far and v are 1
+                limits = _limits(alike, most, None if is_young(beta1, step + 1) else rate)
+                gradients = _added(optimizer, group, alike)
+                moments = [
+                    _moment(optimizer.state[p], added, p.grad, arrived[self._names[p]], limit)
+                    for p, added, limit in zip(alike, gradients, limits, strict=True)
+                ]
+                prepare(moments, Numbers(beta1, before, now, RATE, LIMIT, beta2))
 
     def restore(self) -> None:
         """Do nothing: after the step Adam's first moment is the one that was wanted."""
@@ -74,23 +75,27 @@ def _moment(
     added: Tensor,
     gradient: Tensor,
     arrived: Arrived[Tensor],
-    far: Tensor,
+    limit: Tensor,
 ) -> Moment:
     """Return a parameter's first moment, and what it is prepared from."""
     own = state["exp_avg"], added, gradient, arrived.arrivals, arrived.factors
-    return Moment(*own, state["exp_avg_sq"], far)
+    return Moment(*own, state["exp_avg_sq"], limit)
 
 
-def _fars(parameters: Sequence[Any], rate: float, *, young: bool) -> Sequence[Tensor]:
-    """How far each parameter's weights may move in a step, divided by the learning rate: []."""
-    if young:
-        return [torch.ones(())] * len(parameters)
+def _limits(parameters: Sequence[Any], most: float, rate: float | None) -> Sequence[Tensor]:
+    """Compute far of each parameter, times `most`: [].
+
+    rate: the learning rate; None: far is 1.
+    """
+    if rate is None:
+        return [torch.tensor(most, dtype=p.dtype) for p in parameters]
     ops: Any = torch  # operations on lists of tensors have no annotations
     norms = ops._foreach_norm([p.detach() for p in parameters])
     of_rms = FARTHEST / max(rate, SLOWEST)
     fars = ops._foreach_mul(norms, [of_rms / max(1, p.numel()) ** 0.5 for p in parameters])
     ops._foreach_clamp_min_(fars, 1.0)
     ops._foreach_clamp_max_(fars, FREE)
+    ops._foreach_mul_(fars, most)
     found: Sequence[Tensor] = fars
     return found
 

@@ -32,7 +32,7 @@ from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import DTYPES, TorchOps
 from horovod_topk.ops.torch_moments import Moment, Numbers, prepare
-from horovod_topk.torch_training.adam import AdamSteps, _fars
+from horovod_topk.torch_training.adam import AdamSteps, _limits
 
 Array = NDArray[Any]
 BETA2 = 0.98
@@ -102,7 +102,8 @@ class Reference:
 
     @property
     def factors(self) -> Array:
-        lost = np.maximum([0, -0.75] * self.energy, self.lost.mean(0))
+        lost = self.lost.mean(0)
+        lost = np.where(lost < 0, np.maximum([0, -0.75] * self.energy, lost / len(self.lost)), lost)
         total = self.energy + lost
         share = np.divide(lost, total, out=np.zeros(CLASSES), where=total > 0)
         found: Array = np.sqrt(1 - (1 - LEAST**2) * share)
@@ -188,6 +189,46 @@ def test_owners_tell_what_they_lose(backend: Backend) -> None:
             expected[rank] += taken(came, e, left)
     for rank in range(3):
         np.testing.assert_allclose(saved(world, "lost")[rank]["large"], expected[rank], 1e-3, 1e-2)
+
+
+@pytest.mark.parametrize(("ranks", "mean"), [(1, 0.2), (8, 0.2), (8, 0.05)])
+def test_the_factor_of_rare_elements_is_the_ratio_of_energies(ranks: int, mean: float) -> None:
+    """Gradients with a constant part add up; how much of it the mean has depends on the ranks."""
+    spec = TensorSpec("only", (100, 100), "float32")
+    config = replace(FOLLOWS, ratio=0.02, values="float32", beta2=0.99)
+    world = World(make_plan([spec], config), ranks, NATIVE)
+    random, dense = np.random.default_rng(0), np.zeros(CLASSES)
+    signs = np.sign(random.standard_normal(spec.shape))
+    for _ in range(300):
+        noise = random.standard_normal((ranks, *spec.shape))
+        gradients = [{"only": (mean * signs + each).astype(np.float32)} for each in noise]
+        often = saved(world, "arrivals")[0].get("only", np.zeros(10_000)) > 0.5
+        average = np.mean([one["only"] for one in gradients], 0).reshape(-1)
+        dense = 0.99 * dense + Reference(1, 1).by_class(average, often)
+        world.step(gradients)
+    energy, factors = (saved(world, key)[0]["only"] for key in ("energy", "factors"))
+    expected = np.sqrt(energy[1] / dense[1])
+    assert 1.0 < expected < 1.9
+    np.testing.assert_allclose(factors[1], expected, rtol=0.06)
+
+
+@each_backend
+def test_factors_are_at_most_1_for_elements_that_arrive_often_and_2_for_others(
+    backend: Backend,
+) -> None:
+    found = dict[int, Array]()
+    for power, fading in ((1, 1.0), (8, 0.9)):  # sums have much more energy than gradients
+        world, random = worlds(backend, 1, values="float32"), np.random.default_rng(0)
+        steady = {s.name: random.random(s.shape) ** power for s in SPECS}
+        for step in range(40):
+            world.step([{n: (fading**step * g).astype("f4") for n, g in steady.items()}])
+        lost, found[power] = (
+            np.stack([saved(world, key)[0][n] for n in ("large", "other")])
+            for key in ("lost", "factors")
+        )
+        assert (lost[:, int(power == 1)] < 0).all()
+    np.testing.assert_allclose(found[1][:, 1], (1 + 0.99 * 3) ** 0.5, rtol=1e-3)
+    assert found[8][:, 0].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy"])
@@ -321,6 +362,33 @@ def test_steps_of_adam_are_those_of_the_formula(
         torch.testing.assert_close(mine.double(), its, rtol=1e-4, atol=1e-5)
 
 
+def test_each_parameter_has_the_limit_of_its_group_and_its_weights() -> None:
+    torch.manual_seed(0)
+    rates, starts = (0.1, 0.4), [torch.randn(8, 5), torch.randn(6) * 4.0]
+    parameters = [nn.Parameter(each.clone()) for each in starts]
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters, rates, strict=True)]
+    groups[0]["params"].insert(0, nn.Parameter(torch.randn(6) * 9.0))  # beside another one
+    optimizer = torch.optim.AdamW(groups, betas=(0.5, 0.99), weight_decay=0.0)
+    names, factors = {p: str(p.numel()) for p in parameters}, torch.tensor([1.0, 2.0])
+    arrived = dict[str, Arrived[Tensor]]()
+    adam = AdamSteps(names | {groups[0]["params"][0]: "beside"}, lambda: arrived)
+    optimizer.register_step_pre_hook(lambda it, *_: adam.prepare(it))
+    steps: list[list[tuple[Tensor, Tensor, Tensor]]] = [[], []]
+    for step in range(6):
+        for p, own in zip(parameters, steps, strict=True):
+            p.grad = torch.randn(p.shape) * (9 if step == 5 else 1)
+            phi = torch.full((p.numel(),), 0.2)  # arrived rarely before this step
+            own.append((p.grad, phi.view(p.shape), torch.full(p.shape, 2.0)))
+            arrived[names[p]] = Arrived(phi, factors)
+        arrived["beside"] = Arrived(torch.ones(6), factors)
+        groups[0]["params"][0].grad = torch.randn(6)
+        optimizer.step()
+    for p, lr, own, start in zip(parameters, rates, steps, starts, strict=True):
+        settings = {"lr": lr, "weight_decay": 0.0, "betas": (0.5, 0.99)}
+        *_, its = reference_steps(torch.optim.AdamW, settings, own, start)
+        torch.testing.assert_close(p.detach().double(), its, rtol=1e-4, atol=1e-5)
+
+
 def test_elements_that_always_arrive_have_adams_own_steps() -> None:
     """Once there is no bias to correct, and v is old enough."""
     parameter = nn.Parameter(torch.randn(40))
@@ -399,10 +467,10 @@ def test_a_first_step_that_is_skipped_is_made_later() -> None:
     assert torch.equal(parameter, twin)
 
 
-@pytest.mark.parametrize("far", [1.0, 1.7, 1e6])
-def test_the_kernel_prepares_moments_to_the_same_bits(far: float) -> None:
+@pytest.mark.parametrize("limit", [1.0, 1.7, 1e6])
+def test_the_kernel_prepares_moments_to_the_same_bits(limit: float) -> None:
     assert native.find().library is not None
-    numbers = Numbers(0.9, 0.4, 0.5, 0.1, 0.45, 0.99, 0.3)
+    numbers = Numbers(0.9, 0.4, 0.5, 0.1, 0.45, 0.99)
     gradient = torch.randn(999) * (torch.rand(999) < 0.5)
     arrived = torch.rand(999), torch.tensor([0.75, 0.3])
     start, prepared = torch.randn(999), list[Tensor]()
@@ -410,10 +478,10 @@ def test_the_kernel_prepares_moments_to_the_same_bits(far: float) -> None:
     for added in (gradient, gradient.clone()):  # the kernel takes one that is as it was exchanged
         prepared.append(start.clone())
         prepare(
-            [Moment(prepared[-1], added, gradient, *arrived, square, torch.tensor(far))], numbers
+            [Moment(prepared[-1], added, gradient, *arrived, square, torch.tensor(limit))], numbers
         )
     assert torch.equal(*prepared)
-    most = (0.99 * square + 0.01 * gradient**2).sqrt() * numbers.most * far * 1.00001
+    most = (0.99 * square + 0.01 * gradient**2).sqrt() * limit * 1.00001
     assert ((prepared[0] + (1 / 0.9 - 1) * gradient).abs() <= most + 1e-6).all()
     assert not torch.equal(prepared[0], start)
 
@@ -421,21 +489,28 @@ def test_the_kernel_prepares_moments_to_the_same_bits(far: float) -> None:
 @pytest.mark.parametrize("beta2", [0.99, 0.9999])
 @pytest.mark.parametrize("steps", [1, YOUNG - 1, YOUNG])
 @pytest.mark.parametrize("rate", [0.0, 0.01, 1.0])
-def test_keras_and_torch_prepare_the_same_moments(rate: float, steps: int, beta2: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keras_and_torch_prepare_the_same_moments(
+    dtype: torch.dtype, rate: float, steps: int, beta2: float
+) -> None:
     tf = pytest.importorskip("tensorflow")
     keras = pytest.importorskip("horovod_topk.tensorflow.arrivals")
-    weights, young = torch.rand(999), is_young(0.9, steps + 1)
+    weights, young = torch.rand(999, dtype=dtype), is_young(0.9, steps + 1)
     assert young == (steps < YOUNG)
-    (far,), its_far = _fars([weights], rate, young=young), keras._far(tf.Variable(weights), rate)
+    variable = tf.Variable(weights.numpy())
+    its_far = tf.function(lambda: keras._far(variable, rate))()
     assert float(its_far) == pytest.approx({0.0: 2.0**20, 0.01: 20 * 3**-0.5, 1.0: 1.0}[rate], 0.1)
-    gradient = torch.randn(999) * (torch.rand(999) < 0.5)
-    arrived = torch.rand(999), torch.tensor([0.75, 0.3])
-    moment, square = torch.randn(999), torch.rand(999)
+    gradient = torch.randn(999, dtype=dtype) * (torch.rand(999) < 0.5)
+    arrived = torch.rand(999, dtype=dtype), torch.tensor([0.75, 0.3], dtype=dtype)
+    moment, square = torch.randn(999, dtype=dtype), torch.rand(999, dtype=dtype)
     arrays = [tf.constant(each.numpy()) for each in (moment, square, gradient, *arrived)]
-    found = keras._prepared(*arrays, (0.9, beta2), tf.constant(steps, tf.float64), its_far)
+    prepared = tf.function(keras._prepared)
+    found = prepared(*arrays, (0.9, beta2), tf.constant(steps, tf.float64), its_far)
     before, now = 1 - 0.9**steps, 1 - 0.9 ** (steps + 1)
-    numbers = Numbers(0.9, before, now, RATE, LIMIT, beta2, 1 - beta2 ** (steps + 1))
-    prepare([Moment(moment, gradient, gradient, *arrived, square, far)], numbers)
+    numbers = Numbers(0.9, before, now, RATE, LIMIT, beta2)
+    most = now / 0.9 / (1 - beta2 ** (steps + 1)) ** 0.5
+    (limit,) = _limits([weights], most, None if young else rate)
+    prepare([Moment(moment, gradient, gradient, *arrived, square, limit)], numbers)
     np.testing.assert_allclose(found.numpy(), moment.numpy(), rtol=2e-6, atol=1e-6)
 
 

@@ -19,7 +19,7 @@ from horovod_topk import checkpoint
 from horovod_topk.guard import Guard
 from plain import PlainTopKEF as TopKEF
 
-LR, DECAY, STEPS, SHAPE = 0.01, 0.125, 8, (60, 20)
+LR, DECAY, STEPS, SHAPE = 0.15, 0.125, 8, (60, 20)
 BETAS = 0.5, 0.99  # the first 4 steps are young
 BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 
@@ -89,8 +89,8 @@ class Reference:
         often = self.phi > 0.5
         self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
         g, self.steps = np.array(gradient, "f8"), self.steps + 1
-        far = max(1.0, 0.2 * np.sqrt(np.square(self.p).mean()) / LR) if self.steps > 4 else 1.0
         self.p *= 1 - LR * self.decay
+        far = max(1.0, 0.2 * np.sqrt(np.square(self.p).mean()) / LR) if self.steps > 4 else 1.0
         b = BETAS[0] * self.phi**0.5 * (self.steps > 1)
         c = np.where(often, *factors) if self.steps > 1 else 1.0
         self.m = b * self.m + (1 - b) * c * g
