@@ -118,7 +118,7 @@ def _declare(library: Library) -> None:
         "topkef_update_velocity": [address, real, address, address, number, *[ctypes.c_int] * 2],
         "topkef_follow": [address, real, address, address, number, *[ctypes.c_int] * 2],
         "topkef_lost": [*[address] * 6, number, *[ctypes.c_int] * 2, address],
-        "topkef_prepare_moment": [*[address] * 5, number, *[ctypes.c_int] * 2],
+        "topkef_prepare_moment": [*[address] * 6, number, *[ctypes.c_int] * 2],
         "topkef_prepare_buffer": [*[address] * 5, number, *[ctypes.c_int] * 2],
         "topkef_restore_buffer": [*[address] * 2, real, number, *[ctypes.c_int] * 2],
     }

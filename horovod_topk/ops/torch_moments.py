@@ -45,7 +45,7 @@ def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
     """Prepare the first moments of parameters."""
     library, rest = native.find().library, list[Moment]()
     for each in moments:
-        if library is not None and each.added is each.gradient and _fits(each):
+        if library is not None and _fits(each):
             _by_kernel(library, each, numbers)
         else:
             rest.append(each)
@@ -80,7 +80,7 @@ class _Adam(ctypes.Structure):
 
 def _fits(each: Moment) -> bool:
     """Whether the CPU kernel can read and write a moment's tensors."""
-    tensors = each.moment, each.gradient, each.arrivals, each.square
+    tensors = each.moment, each.added, each.gradient, each.arrivals, each.square
     return each.moment.dtype in (torch.float32, torch.float64) and all(
         tensor.device.type == "cpu"
         and tensor.dtype == each.moment.dtype
@@ -96,7 +96,7 @@ def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
     weights = now / before / beta1, now / beta1, 1.0 / beta1 - 1.0
     factors = often, rarely, numbers.rate, numbers.limit
     adam = _Adam(beta1, *weights, *factors, numbers.beta2, float(each.limit))
-    tensors = each.moment, each.gradient, each.arrivals, each.square
+    tensors = each.moment, each.added, each.gradient, each.arrivals, each.square
     places = [tensor.data_ptr() for tensor in tensors]
     size = each.moment.numel(), each.moment.element_size(), torch.get_num_threads()
     if each.moment.numel():

@@ -31,7 +31,7 @@ from horovod_topk.errors import ConfigError
 from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import DTYPES, TorchOps
-from horovod_topk.ops.torch_moments import Moment, Numbers, prepare
+from horovod_topk.ops.torch_moments import Moment, Numbers, _by_torch, prepare
 from horovod_topk.torch_training.adam import AdamSteps, _limits
 
 Array = NDArray[Any]
@@ -468,21 +468,20 @@ def test_a_first_step_that_is_skipped_is_made_later() -> None:
 
 
 @pytest.mark.parametrize("limit", [1.0, 1.7, 1e6])
-def test_the_kernel_prepares_moments_to_the_same_bits(limit: float) -> None:
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_the_kernel_prepares_moments_to_the_same_bits(decay: float, limit: float) -> None:
     assert native.find().library is not None
     numbers = Numbers(0.9, 0.4, 0.5, 0.1, 0.45, 0.99)
     gradient = torch.randn(999) * (torch.rand(999) < 0.5)
-    arrived = torch.rand(999), torch.tensor([0.75, 0.3])
+    added, square = gradient + decay * torch.randn(999), torch.rand(999)
     start, prepared = torch.randn(999), list[Tensor]()
-    square = torch.rand(999)
-    for added in (gradient, gradient.clone()):  # the kernel takes one that is as it was exchanged
+    own = added, gradient, torch.rand(999), torch.tensor([0.75, 0.3]), square, torch.tensor(limit)
+    for by in (prepare, _by_torch):
         prepared.append(start.clone())
-        prepare(
-            [Moment(prepared[-1], added, gradient, *arrived, square, torch.tensor(limit))], numbers
-        )
+        by([Moment(prepared[-1], *own)], numbers)
     assert torch.equal(*prepared)
-    most = (0.99 * square + 0.01 * gradient**2).sqrt() * limit * 1.00001
-    assert ((prepared[0] + (1 / 0.9 - 1) * gradient).abs() <= most + 1e-6).all()
+    most = (0.99 * square + 0.01 * added**2).sqrt() * limit * 1.00001
+    assert ((prepared[0] + (1 / 0.9 - 1) * added).abs() <= most + 1e-6).all()
     assert not torch.equal(prepared[0], start)
 
 

@@ -689,14 +689,16 @@ void topkef_lost(const void *const *gradients, const void *before, const double 
   });
 }
 
-void topkef_prepare_moment(void *moment, const void *gradient, const void *arrivals, const void *squares,
-                           const topkef_adam *adam, int64_t count, int width, int threads) {
+void topkef_prepare_moment(void *moment, const void *added, const void *gradient, const void *arrivals,
+                           const void *squares, const topkef_adam *adam, int64_t count, int width,
+                           int threads) {
   const Passes *passes = width == 8 ? double_passes() : fastest_passes();
   auto m = static_cast<uint8_t *>(moment);
+  auto a = static_cast<const uint8_t *>(added);
   auto g = static_cast<const uint8_t *>(gradient), phi = static_cast<const uint8_t *>(arrivals);
   auto v = static_cast<const uint8_t *>(squares);
   in_chunks(count, width, threads, [&](int64_t at, int64_t n) {
-    passes->prepare(m + at, g + at, phi + at, v + at, adam, n);
+    passes->prepare(m + at, a + at, g + at, phi + at, v + at, adam, n);
   });
 }
 

@@ -327,9 +327,10 @@ void follow(const void *mean, double rate, const void *gradient, void *out, int6
 }
 
 template <class R>
-void prepare(void *moment, const void *gradient, const void *arrivals, const void *squares,
+void prepare(void *moment, const void *added, const void *gradient, const void *arrivals, const void *squares,
              const topkef_adam *adam, int64_t n) {
   auto m = static_cast<R *>(moment);
+  auto a = static_cast<const R *>(added);
   auto v = static_cast<const R *>(squares);
   const R fading = (R)adam->beta2, fresh = (R)(1.0 - adam->beta2), most = (R)adam->most;
   auto g = static_cast<const R *>(gradient), phi = static_cast<const R *>(arrivals);
@@ -339,9 +340,9 @@ void prepare(void *moment, const void *gradient, const void *arrivals, const voi
     const R b = beta * std::sqrt(phi[i]);
     const R before = g[i] != 0 ? phi[i] - rate : phi[i];
     const R c = before > above ? often : rarely;
-    const R sum = (again * b) * m[i] + (now * c * ((R)1 - b)) * g[i];
-    const R limit = most * std::sqrt(fading * v[i] + fresh * (g[i] * g[i]));
-    m[i] = (sum > limit ? limit : sum < -limit ? -limit : sum) - later * g[i];
+    const R sum = (again * b) * m[i] + (now * c * ((R)1 - b)) * a[i];
+    const R limit = most * std::sqrt(fading * v[i] + fresh * (a[i] * a[i]));
+    m[i] = (sum > limit ? limit : sum < -limit ? -limit : sum) - later * a[i];
   }
 }
 

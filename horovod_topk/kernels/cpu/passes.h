@@ -246,8 +246,8 @@ using Lose = void (*)(const void *gradient, const void *before, double scale, co
                       const void *arrivals, int64_t n, double *sums);
 
 /* Adam's first moment before its own update; see `topkef_prepare_moment`. */
-using Prepare = void (*)(void *moment, const void *gradient, const void *arrivals, const void *squares,
-                         const topkef_adam *adam, int64_t n);
+using Prepare = void (*)(void *moment, const void *added, const void *gradient, const void *arrivals,
+                         const void *squares, const topkef_adam *adam, int64_t n);
 
 /* SGD's momentum buffer before its own update; see `topkef_prepare_buffer`. */
 using PrepareBuffer = void (*)(void *buffer, const void *added, const void *parameter, const void *arrivals,

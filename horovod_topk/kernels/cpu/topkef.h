@@ -135,12 +135,13 @@ typedef struct {
 } topkef_adam;
 
 /* Prepare Adam's first moment for its own update; see `horovod_topk.torch_training.adam`. With b = beta *
- * arrivals^(1/2), moment = again * b * moment + now * c * (1 - b) * gradient, less later * gradient. The
- * magnitude of the sum is limited to most * sqrt(beta2 * squares + (1 - beta2) * gradient^2), with Adam's
- * mean squares before the step. */
-TOPKEF_API void topkef_prepare_moment(void *moment, const void *gradient, const void *arrivals,
-                                      const void *squares, const topkef_adam *adam, int64_t count,
-                                      int width, int threads);
+ * arrivals^(1/2), moment = again * b * moment + now * c * (1 - b) * added, less later * added. The
+ * magnitude of the sum is limited to most * sqrt(beta2 * squares + (1 - beta2) * added^2), with Adam's
+ * mean squares before the step. `added` is the gradient as Adam adds it, and may be `gradient`, of
+ * which it is only read what has arrived. */
+TOPKEF_API void topkef_prepare_moment(void *moment, const void *added, const void *gradient,
+                                      const void *arrivals, const void *squares, const topkef_adam *adam,
+                                      int64_t count, int width, int threads);
 
 /* Numbers of one step of SGD for `topkef_prepare_buffer`. */
 typedef struct {
