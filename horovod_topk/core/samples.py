@@ -33,7 +33,7 @@ class Sample:
 
     @cached_property
     def parts(self) -> int:
-        """One block of so many is in the sample: an odd number, or all could be of one column."""
+        """One of so many blocks is sampled. It is odd, or all of them could be of one column."""
         return max(1, -(-shard_numel(self.numel, self.shards, self.first) // SAMPLE)) | 1
 
     @cached_property

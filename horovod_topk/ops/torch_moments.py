@@ -26,7 +26,7 @@ class Moment:
     arrivals: Tensor  # phi of each element after the step's exchange, flat
     factors: Tensor  # c of each class
     square: Tensor  # Adam's v before the step
-    limit: Tensor  # the largest |m'| where v is 1, in the optimizer's units, divided by beta1: []
+    most: Tensor  # the largest |m'| where v is 1, in the optimizer's units, divided by beta1: []
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
     often, rarely = each.factors.tolist()
     weights = now / before / beta1, now / beta1, 1.0 / beta1 - 1.0
     factors = often, rarely, numbers.rate, numbers.limit
-    adam = _Adam(beta1, *weights, *factors, numbers.beta2, float(each.limit))
+    adam = _Adam(beta1, *weights, *factors, numbers.beta2, float(each.most))
     tensors = each.moment, each.added, each.gradient, each.arrivals, each.square
     places = [tensor.data_ptr() for tensor in tensors]
     size = each.moment.numel(), each.moment.element_size(), torch.get_num_threads()
@@ -130,17 +130,17 @@ def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
 
 
 def _limits(moments: Sequence[Moment], numbers: Numbers) -> list[Tensor]:
-    """The largest magnitudes of moments, by the v that the step will compute."""
+    """Return the largest magnitude of each moment, given the v that the step will compute."""
     ops: Foreach = torch
     added = [each.added for each in moments]
     squares = ops._foreach_mul(added, added)
     ops._foreach_mul_(squares, 1.0 - numbers.beta2)
     ops._foreach_add_(squares, ops._foreach_mul([each.square for each in moments], numbers.beta2))
-    return [_root(square) * each.limit for square, each in zip(squares, moments, strict=True)]
+    return [_root(square) * each.most for square, each in zip(squares, moments, strict=True)]
 
 
 def _root(array: Tensor) -> Tensor:
-    """Square roots; on CPUs correctly rounded ones, which torch's own are not in float32."""
+    """Return square roots; on CPUs they are correctly rounded, unlike torch's own in float32."""
     if array.device.type != "cpu":
         return array.sqrt()
     return array.double().sqrt().to(array.dtype)

@@ -105,7 +105,7 @@ class ByArrivals:
 
 
 def is_sgd(optimizer: Any) -> bool:
-    """Whether an optimizer is SGD; it is that, Adam or AdamW."""
+    """Whether an optimizer is SGD. Otherwise it is Adam or AdamW."""
     return not (hasattr(optimizer, "beta_1") or "beta_1" in getattr(optimizer, "_hyper", ()))
 
 
@@ -220,7 +220,7 @@ def _prepared(
         factors: c of each class.
         betas: the optimizer's beta 1 and beta 2.
         steps: number of updates so far, [] float64.
-        far: how far elements may move once v is old, divided by the learning rate: [].
+        far: how far elements may move after the first steps, divided by the learning rate: [].
     """
     wide, of_square = map(_wide, betas)
     before, now = 1.0 - tf.pow(wide, steps), 1.0 - tf.pow(wide, steps + 1.0)

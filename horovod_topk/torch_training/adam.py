@@ -57,12 +57,12 @@ class AdamSteps:
                 if not step:  # the first step is to come, as a skipped one does not count
                     continue
                 before, now = 1.0 - beta1**step, 1.0 - beta1 ** (step + 1)
-                most = now / beta1 / math.sqrt(1.0 - beta2 ** (step + 1))  # where far and v are 1
-                limits = _limits(alike, most, None if is_young(beta1, step + 1) else rate)
+                unit = now / beta1 / math.sqrt(1.0 - beta2 ** (step + 1))  # where far and v are 1
+                largest = _largest(alike, unit, None if is_young(beta1, step + 1) else rate)
                 gradients = _added(optimizer, group, alike)
                 moments = [
-                    _moment(optimizer.state[p], added, p.grad, arrived[self._names[p]], limit)
-                    for p, added, limit in zip(alike, gradients, limits, strict=True)
+                    _moment(optimizer.state[p], added, p.grad, arrived[self._names[p]], most)
+                    for p, added, most in zip(alike, gradients, largest, strict=True)
                 ]
                 prepare(moments, Numbers(beta1, before, now, RATE, LIMIT, beta2))
 
@@ -75,27 +75,27 @@ def _moment(
     added: Tensor,
     gradient: Tensor,
     arrived: Arrived[Tensor],
-    limit: Tensor,
+    most: Tensor,
 ) -> Moment:
     """Return a parameter's first moment, and what it is prepared from."""
     own = state["exp_avg"], added, gradient, arrived.arrivals, arrived.factors
-    return Moment(*own, state["exp_avg_sq"], limit)
+    return Moment(*own, state["exp_avg_sq"], most)
 
 
-def _limits(parameters: Sequence[Any], most: float, rate: float | None) -> Sequence[Tensor]:
-    """Compute far of each parameter, times `most`: [].
+def _largest(parameters: Sequence[Any], unit: float, rate: float | None) -> Sequence[Tensor]:
+    """Return the largest |m'| of each parameter where v is 1: far times `unit`, [].
 
-    rate: the learning rate; None: far is 1.
+    rate: the learning rate; None: no weight may move by more than that.
     """
     if rate is None:
-        return [torch.tensor(most, dtype=p.dtype) for p in parameters]
+        return [torch.tensor(unit, dtype=p.dtype) for p in parameters]
     ops: Any = torch  # operations on lists of tensors have no annotations
     norms = ops._foreach_norm([p.detach() for p in parameters])
     of_rms = FARTHEST / max(rate, SLOWEST)
     fars = ops._foreach_mul(norms, [of_rms / max(1, p.numel()) ** 0.5 for p in parameters])
     ops._foreach_clamp_min_(fars, 1.0)
     ops._foreach_clamp_max_(fars, FREE)
-    ops._foreach_mul_(fars, most)
+    ops._foreach_mul_(fars, unit)
     found: Sequence[Tensor] = fars
     return found
 

@@ -32,7 +32,7 @@ from horovod_topk.kernels import native
 from horovod_topk.methods.topk import TopK
 from horovod_topk.ops.torch import DTYPES, TorchOps
 from horovod_topk.ops.torch_moments import Moment, Numbers, _by_torch, prepare
-from horovod_topk.torch_training.adam import AdamSteps, _limits
+from horovod_topk.torch_training.adam import AdamSteps, _largest
 
 Array = NDArray[Any]
 BETA2 = 0.98
@@ -193,7 +193,7 @@ def test_owners_tell_what_they_lose(backend: Backend) -> None:
 
 @pytest.mark.parametrize(("ranks", "mean"), [(1, 0.2), (8, 0.2)])
 def test_the_factor_of_rare_elements_is_the_ratio_of_energies(ranks: int, mean: float) -> None:
-    """Gradients with a constant part add up; how much of it the mean has depends on the ranks."""
+    """Constant parts of gradients add up on each rank; the mean over ranks has less of that."""
     spec = TensorSpec("only", (100, 100), "float32")
     config = replace(FOLLOWS, ratio=0.02, values="float32", beta2=0.99)
     world = World(make_plan([spec], config), ranks, NATIVE)
@@ -337,7 +337,12 @@ def test_steps_of_adam_are_those_of_the_formula(
     torch.manual_seed(0)
     parameter, untouched = nn.Parameter(torch.randn(8, 5)), nn.Parameter(torch.randn(6))
     twin = nn.Parameter(untouched.detach().clone())
-    settings = {"lr": 0.15, "weight_decay": 0.1, "betas": (0.5, 0.99), **more}  # young: 4 steps
+    settings = {
+        "lr": 0.15,
+        "weight_decay": 0.1,
+        "betas": (0.5, 0.99),
+        **more,
+    }  # for 4 steps far is 1
     optimizer = kind([parameter, untouched], fused=fused, **settings)
     plain = kind([twin], fused=fused, **settings)
     arrived = dict[str, Arrived[Tensor]]()
@@ -411,7 +416,7 @@ def test_elements_that_always_arrive_have_adams_own_steps() -> None:
 
 @pytest.mark.parametrize("start", [0.0, 8.0])
 def test_no_weight_moves_farther_than_the_limit(start: float) -> None:
-    """It is the learning rate while v is young, and later a fifth of the rms, if that is more."""
+    """It is the learning rate for 100 steps, and later a fifth of the rms if that is more."""
     parameter, settings = nn.Parameter(torch.full((40,), start)), {"lr": 0.5, "weight_decay": 0.0}
     optimizer = torch.optim.AdamW([parameter], **settings)
     adam = AdamSteps(
@@ -510,7 +515,7 @@ def test_keras_and_torch_prepare_the_same_moments(
     before, now = 1 - 0.9**steps, 1 - 0.9 ** (steps + 1)
     numbers = Numbers(0.9, before, now, RATE, LIMIT, beta2)
     most = now / 0.9 / (1 - beta2 ** (steps + 1)) ** 0.5
-    (limit,) = _limits([weights], most, None if young else rate)
+    (limit,) = _largest([weights], most, None if young else rate)
     prepare([Moment(moment, gradient, gradient, *arrived, square, limit)], numbers)
     np.testing.assert_allclose(found.numpy(), moment.numpy(), rtol=2e-6, atol=1e-6)
 

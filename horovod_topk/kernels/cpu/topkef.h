@@ -137,8 +137,8 @@ typedef struct {
 /* Prepare Adam's first moment for its own update; see `horovod_topk.torch_training.adam`. With b = beta *
  * arrivals^(1/2), moment = again * b * moment + now * c * (1 - b) * added, less later * added. The
  * magnitude of the sum is limited to most * sqrt(beta2 * squares + (1 - beta2) * added^2), with Adam's
- * mean squares before the step. `added` is the gradient as Adam adds it, and may be `gradient`, of
- * which it is only read what has arrived. */
+ * mean squares before the step. `added` is the gradient as Adam adds it: with weight decay, or negated. It
+ * may be `gradient`, which only tells which elements have arrived. */
 TOPKEF_API void topkef_prepare_moment(void *moment, const void *added, const void *gradient,
                                       const void *arrivals, const void *squares, const topkef_adam *adam,
                                       int64_t count, int width, int threads);

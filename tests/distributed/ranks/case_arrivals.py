@@ -18,7 +18,7 @@ from training import Setup, Task
 from witness import assert_ranks_equal
 from world import hvd
 
-LR, DECAY, STEPS, BETAS = 0.01, 0.1, 8, (0.5, 0.99)  # the first 4 steps are young
+LR, DECAY, STEPS, BETAS = 0.01, 0.1, 8, (0.5, 0.99)  # for 4 steps far is 1
 
 
 class Valley(Task):

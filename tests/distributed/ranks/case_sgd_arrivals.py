@@ -98,7 +98,7 @@ def test_steps_are_those_of_the_formula(make: Any, take: Any, exchange: str) -> 
 
 @pytest.mark.world_size(2)
 def test_what_is_sent_whole_has_the_optimizers_own_momentum() -> None:
-    """`set_ratio(1.0)` takes the steps of dense SGD."""
+    """After `set_ratio(1.0)` weights move as with dense SGD."""
     setup = Setup(build=Valley, optimizer=heavy_ball)
     task, twin = setup.task(), setup.task()
     optimizer = setup.distributed(task, auto())
@@ -140,7 +140,7 @@ def test_training_goes_on_dense_after_a_fall_back() -> None:
 
 @pytest.mark.world_size(2, 3)
 def test_ranks_agree_where_owners_alone_select() -> None:
-    """A rank that owns no shard of a tensor agrees with the others, too."""
+    """All ranks have the same weights, also a rank that owns no shard of the tensor."""
     setup = Setup(build=Valley, optimizer=heavy_ball)
     task: Any = setup.task()
     settings = {"ratio": 1.0, "gather_ratio": 0.05, "exchange": "sharded"}

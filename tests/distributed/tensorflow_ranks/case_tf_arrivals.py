@@ -20,7 +20,7 @@ from horovod_topk.guard import Guard
 from plain import PlainTopKEF as TopKEF
 
 LR, DECAY, STEPS, SHAPE = 0.15, 0.125, 8, (60, 20)
-BETAS = 0.5, 0.99  # the first 4 steps are young
+BETAS = 0.5, 0.99  # for 4 steps far is 1
 BOTH = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 
 
