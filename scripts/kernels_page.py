@@ -30,8 +30,8 @@ yardstick is `r += g`, the addition of a gradient to a residual of the same size
 can cost less. One thread, medians, random gradients, no GPU.
 
 **Encoding is only a part of a step.** With AVX kernels, encoding a gradient costs 1.3 to 1.5 times
-`r += g` (first table). Encoding, decoding two payloads and committing the step together cost 19 ms
-where `r += g` costs 7, for a ResNet-50 ([benchmarks.md](benchmarks.md)).
+`r += g` (first table). What all of a step costs with the default's settings and an optimizer is in
+[benchmarks.md](benchmarks.md).
 
 **GPUs** have Triton kernels for float32 and float16 values, with plain indices and the allgather
 exchange. They have run in Triton's interpreter and were compiled ahead of time, never on a GPU.

@@ -13,14 +13,19 @@ from typing import Any
 
 from horovod_topk.cli.compare.result import Found
 from study import pictures
-from study.markdown import rounded, table
+from study.markdown import rounded, spread, table
 from study.results import DENSE, RESULTS, Row, Study, end, shown
 
 RATES = ("best", "half", "limit")  # in the order of a grid's learning rates
 WORDS = {"best": "best rate", "half": "half of it", "limit": "largest rate"}
-OPTIMIZERS = {"momentum": "SGD with momentum", "nesterov": "Nesterov", "adamw": "AdamW"}
+OPTIMIZERS = {
+    "momentum": "SGD with momentum",
+    "nesterov": "Nesterov",
+    "adamw": "AdamW",
+    "adam": "Adam",
+}
 METRICS = {"%": "bits a byte", " points": "accuracy"}
-UNITS = {"bits_per_byte": "%", "accuracy": " points"}
+UNITS = {"bits_per_byte": "%", "mse": "%", "accuracy": " points"}
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,18 @@ def brief(study: Study, name: str) -> str:
     return table(["", *(f"{steps:,} steps, {WORDS[rate]}" for steps, rate in columns)], rows)
 
 
+def signed(study: Study, name: str, metric: str) -> str:
+    """A compressor's mean cost by optimizer, gains included, with its standard error over runs."""
+    groups = grouped(study, lambda p: (p.found.metric.name, str(p.options["optimizer"])))
+    said = []
+    for (of, optimizer), found in groups.items():
+        costs = [cost for row in _rows(found, name) for cost in row.costs]
+        if of == metric:
+            figure = spread(costs, "+", UNITS[metric])
+            said.append(f"{figure} with {OPTIMIZERS[optimizer]} ({len(costs)} runs)")
+    return ", ".join(said)
+
+
 def worst(study: Study, name: str, count: str) -> str:
     """List the cells in which a compressor costs most, `count` for each metric, worst first."""
     said = []
@@ -148,10 +165,9 @@ def worst(study: Study, name: str, count: str) -> str:
     return "; ".join(said)
 
 
-def parts(study: Study, name: str) -> str:
-    """Tabulate the mean costs of another study's compressors, by optimizer and metric."""
-    other = Study(name)
-    groups = grouped(other, lambda p: (str(p.options["optimizer"]), UNITS[p.found.metric.name]))
+def parts(study: Study) -> str:
+    """Tabulate the mean costs of all compressors, by optimizer and metric."""
+    groups = grouped(study, lambda p: (str(p.options["optimizer"]), UNITS[p.found.metric.name]))
     ways = sorted(groups, key=lambda way: (list(OPTIMIZERS).index(way[0]), way[1] != "%"))
     names = dict.fromkeys(name for each in groups.values() for p in each for name in p.rows)
     rows = [
@@ -195,6 +211,26 @@ def cells(study: Study, *names: str) -> str:
         )
     header = ["model", "optimizer", "steps", "rate", "shards", "clipped to", "dense"]
     return table([*header, *names], rows)
+
+
+def by_loop(study: Study, name: str) -> str:
+    """Tabulate what a compressor costs, seed by seed: a row for each model and optimizer."""
+    groups = grouped(study, lambda p: (str(p.options["model"]), str(p.options["optimizer"])))
+    ways = dict.fromkeys(
+        (p.rate, str(p.options["shards"])) for found in groups.values() for p in found
+    )
+    rows = []
+    for (model, optimizer), found in sorted(groups.items()):
+        at = {(p.rate, str(p.options["shards"])): p for p in found}
+        costs = [
+            _costs(at[way].rows.get(name), UNITS[at[way].found.metric.name])
+            if way in at
+            else "not run"
+            for way in ways
+        ]
+        rows.append([model, OPTIMIZERS[optimizer], *costs])
+    head = [f"{WORDS[rate]}, {shards} shards" for rate, shards in ways]
+    return table(["model", "optimizer", *head], rows)
 
 
 def _costs(row: Row | None, unit: str) -> str:

@@ -5,7 +5,8 @@
 A page's template is scripts/study/NAME.md, its settings are scripts/study/NAME.toml. In the
 template `{{...}}` is replaced, for example
 `{{difference | Byte GPT, SGD, equal shards | allgather int4 0.024}}`. It names one of the functions
-below, with its arguments after bars. Titles of cases may be patterns as of file names.
+below, with its arguments after bars. Titles of cases may be patterns as of file names. Figures of
+another study have its name first: `{{unseen/brief | default}}`.
 """
 
 from __future__ import annotations
@@ -367,8 +368,8 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
         *(difference, fewer, costs, dense, summary, across, alike, everything, variants, seeds),
         *(patience, loops, within, beyond, same_ends, total, scatter, curves, bars, machine),
         *(matrix.progress, matrix.brief, matrix.worst, matrix.means, matrix.cells, matrix.dots),
-        *(matrix.parts, panels, catalogue, calls, runs, expenses.expenses, causes.causes),
-        causes.by_seed,
+        *(matrix.parts, matrix.by_loop, matrix.signed, panels, catalogue, calls, runs),
+        *(expenses.expenses, causes.causes, causes.by_seed),
     )
 }
 
@@ -381,10 +382,11 @@ def made(study: Study, text: str) -> str:
     """
 
     def put(found: re.Match[str]) -> str:
-        name, *arguments = " ".join(found[1].split()).split(" | ")
+        whole, *arguments = " ".join(found[1].split()).split(" | ")
+        other, _, name = whole.rpartition("/")
         if name not in FUNCTIONS:
             raise ValueError(f"{{{{{found[1]}}}}}: write one of {', '.join(FUNCTIONS)}")
-        return FUNCTIONS[name](study, *arguments)
+        return FUNCTIONS[name](Study(other) if other else study, *arguments)
 
     blocks = (
         filled(re.sub(r"\{\{(.*?)\}\}", put, block, flags=re.S))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
-import pytest
-
 import bench
 import bench_gpu
 import bench_kernels
+from horovod_topk.core.plan import TensorSpec
 
 NUMEL = 5_000
 
@@ -47,13 +44,17 @@ def test_kernels() -> None:
         assert "portable, sampled" in page
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("way", [bench.in_torch, bench.in_tensorflow], ids=["torch", "tensorflow"])
-def test_compression(way) -> None:
-    ms = bench.milliseconds({"PyTorch": way(0.01), "the floor": bench.triad()}, repeats=1)
-    page = bench.report(ms, argparse.Namespace(ratio=0.01, repeats=1))
-    assert "| PyTorch |" in page
-    assert all(each > 0 for each in ms.values())
+def test_compression() -> None:
+    steps = bench.ways(
+        [TensorSpec("weight", (64, 80), "float32"), TensorSpec("bias", (64,), "float32")]
+    )
+    taken = bench.measure(steps, repeats=2)
+    page = bench.report(taken, repeats=2)
+    assert "| TopKEF, AdamW | " in page
+    assert "| dense, AdamW |  |  |  | " in page
+    times = [ms for turns in taken.values() for each in turns for ms in each.values()]
+    assert len(times) == 2 * (1 + 3 + 1 + 3 + 1 + 2 + 1)
+    assert all(ms > 0 for ms in times)
 
 
 def test_the_one_for_gpus_can_be_imported() -> None:

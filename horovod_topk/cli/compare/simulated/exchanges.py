@@ -149,7 +149,7 @@ class Compressed:
 
     def mean(self, gradients: list[Gradients]) -> Gradients:
         """`Exchange.mean`: exchange and commit as Horovod's optimizer with a compressor does."""
-        pairs = list(zip(self.compressors, map(self._in_buckets, gradients), strict=True))
+        pairs = list(zip(self.compressors, map(self.in_buckets, gradients), strict=True))
         for compressor, buckets in pairs:
             for ordinal, bucket in buckets.items():
                 compressor.launch(ordinal, bucket)
@@ -171,7 +171,8 @@ class Compressed:
         for compressor, loss in zip(self.compressors, losses, strict=True):
             compressor.guard.report(loss)
 
-    def _in_buckets(self, gradients: Gradients) -> dict[int, list[Tensor]]:
+    def in_buckets(self, gradients: Gradients) -> dict[int, list[Tensor]]:
+        """Split a rank's gradients into the plan's buckets, by ordinal."""
         return {
             bucket.ordinal: [gradients[self._positions[t.spec.name]] for t in bucket.tensors]
             for bucket in self._plan.buckets
