@@ -59,6 +59,7 @@ class SgdSteps:
         Raises:
             ConfigError: a group has a momentum of 1 or more, or a dampening; nothing has changed.
         """
+        self.restore()  # what a step that raised has left
         step = self._compressor().step
         arrived = {} if step.flagged else step.arrivals_to_sgd()
         groups: list[tuple[Any, Found]] = []
@@ -74,7 +75,6 @@ class SgdSteps:
             _make_buffers(optimizer, group["params"] if is_fused else [p for p, _ in pairs])
         if applies_nothing(optimizer):
             return
-        self._prepared.clear()
         self._begin(optimizer, [each for _, pairs in groups for each in pairs])
         self._was_dense = self._was_dense if step.flagged else not (arrived or elastic())
         for group, pairs in groups:

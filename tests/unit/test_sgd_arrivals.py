@@ -116,6 +116,27 @@ def test_a_rare_gradient_moves_its_weight_at_once() -> None:
     assert 0.45 < float(moved.min()) <= float(moved.max()) < 0.6
 
 
+def test_a_step_that_raises_leaves_no_prepared_momentum() -> None:
+    """In the next step it would move weights by 20 learning rates here, and not by 2."""
+    parameter = nn.Parameter(torch.zeros(40))
+    optimizer, exchanged = prepared(parameter, weight_decay=0.0)
+    exchanged.loss = 0.0
+
+    def fail(*_: Any) -> None:
+        raise InterruptedError
+
+    last = optimizer.register_step_pre_hook(fail)
+    parameter.grad = torch.ones(40)
+    exchanged.take(parameter.grad)
+    with pytest.raises(InterruptedError):
+        optimizer.step()
+    last.remove()
+    parameter.grad = torch.zeros(40)
+    exchanged.take(parameter.grad)
+    optimizer.step()
+    assert 2 < float(parameter.detach().abs().max()) / LR < 3
+
+
 def test_the_momentum_of_a_dense_run_is_kept() -> None:
     """Between steps buffers are those of SGD without compression."""
     parameter = nn.Parameter(torch.zeros(40))
