@@ -165,6 +165,22 @@ def worst(study: Study, name: str, count: str) -> str:
     return "; ".join(said)
 
 
+def beyond_seeds(study: Study, name: str) -> str:
+    """Count the cells in which a compressor costs more than 2%, 1 point, and dense's own seeds.
+
+    Largest rates do not count. Each of these cells is named.
+    """
+    found = [p for p in places(study) if p.rate != "limit" and name in p.rows]
+    said = []
+    for place in found:
+        metric, cost = place.found.metric.name, place.rows[name].cost
+        ends = [x for x in (end(metric, run) for run in _dense(place).values()) if x is not None]
+        differs = 100 * (max(ends) - min(ends)) / (1 if metric == "accuracy" else min(ends))
+        if cost > max({"%": 2.0, " points": 1.0}[UNITS[metric]], differs):
+            said.append(f"{cost:+.2f}{UNITS[metric]} ({_described(place)})")
+    return f"{len(said)} of {len(found)} cells: {'; '.join(said)}"
+
+
 def parts(study: Study) -> str:
     """Tabulate the mean costs of all compressors, by optimizer and metric."""
     groups = grouped(study, lambda p: (str(p.options["optimizer"]), UNITS[p.found.metric.name]))
