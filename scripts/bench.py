@@ -96,11 +96,11 @@ class Clock:
         self._last = time.perf_counter()
 
     def skip(self) -> None:
-        """Leave out what was done since the last part."""
+        """Do not count the time since the last part."""
         self._last = time.perf_counter()
 
     def end(self, part: str) -> None:
-        """Count the time since the last part, or since `skip`, as this part."""
+        """Record the time since the last part, or since `skip`, as the time of this part."""
         self.parts[part] = 1e3 * (time.perf_counter() - self._last)
         self.skip()
 
@@ -183,20 +183,20 @@ class Alone:
     rank, process_set_id = 0, 0
 
     def size(self) -> int:
-        """As a process set."""
+        """Return the number of ranks in the process set."""
         return 2
 
     def included(self) -> bool:
-        """As a process set."""
+        """Return whether this rank is in the process set."""
         return True
 
     def allgather(self, payload: Array, name: str) -> Done:
-        """This payload, twice."""
+        """Return this payload, twice."""
         return Done(Buffer(tf.concat([payload.value, payload.value], 0)))
 
 
 class Collective(Alone):
-    """The same as a collective."""
+    """Stands in for a collective of these two ranks."""
 
     size = 2  # type: ignore[assignment]
 
@@ -228,7 +228,7 @@ class InTensorflow:
 
 
 def triad(specs: Sequence[TensorSpec]) -> Callable[[], Parts]:
-    """`r += g` over as many elements: the floor for anything that reads both and writes one."""
+    """Return a step that computes `r += g` over as many elements."""
     residual, gradient = (torch.ones(sum(spec.numel for spec in specs)) for _ in range(2))
 
     def step() -> Parts:
@@ -241,7 +241,7 @@ def triad(specs: Sequence[TensorSpec]) -> Callable[[], Parts]:
 
 
 def ways(specs: Sequence[TensorSpec]) -> dict[str, Callable[[], Parts]]:
-    """What is timed, by name."""
+    """Return the steps to time, by name."""
     return {
         FLOOR: triad(specs),
         "TopKEF, AdamW": InTorch(specs, "adamw", DEFAULT),
@@ -254,7 +254,7 @@ def ways(specs: Sequence[TensorSpec]) -> dict[str, Callable[[], Parts]]:
 
 
 def measure(steps: dict[str, Callable[[], Parts]], repeats: int) -> dict[str, list[Parts]]:
-    """Time steps, taking turns, so that a noisy neighbour meets them all."""
+    """Time the steps in turns, so that other load on the machine slows all of them alike."""
     taken: dict[str, list[Parts]] = {name: [] for name in steps}
     for turn in tqdm(range(SETTLE + repeats), disable=None):
         for name, step in steps.items():
@@ -265,7 +265,7 @@ def measure(steps: dict[str, Callable[[], Parts]], repeats: int) -> dict[str, li
 
 
 def report(taken: dict[str, list[Parts]], repeats: int) -> str:
-    """The page."""
+    """Return the page."""
     found = {
         name: {part: statistics.median(each[part] for each in turns) for part in turns[0]}
         for name, turns in taken.items()
@@ -300,7 +300,7 @@ def report(taken: dict[str, list[Parts]], repeats: int) -> str:
 
 
 def main() -> int:
-    """Measures, prints the table and writes the page."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=10)
     args = parser.parse_args()

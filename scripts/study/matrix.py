@@ -143,7 +143,7 @@ def brief(study: Study, name: str) -> str:
 
 
 def signed(study: Study, name: str, metric: str) -> str:
-    """A compressor's mean cost by optimizer, gains included, with its standard error over runs."""
+    """Return a compressor's mean cost by optimizer, gains included, and its standard error."""
     groups = grouped(study, lambda p: (p.found.metric.name, str(p.options["optimizer"])))
     said = []
     for (of, optimizer), found in groups.items():
@@ -166,9 +166,9 @@ def worst(study: Study, name: str, count: str) -> str:
 
 
 def beyond_seeds(study: Study, name: str) -> str:
-    """Count the cells in which a compressor costs more than 2%, 1 point, and dense's own seeds.
+    """Count and name the cells in which a compressor costs more than dense's own seeds differ.
 
-    Largest rates do not count. Each of these cells is named.
+    It also has to cost more than 2%, or 1 point. Cells at the largest rate do not count.
     """
     found = [p for p in places(study) if p.rate != "limit" and name in p.rows]
     said = []

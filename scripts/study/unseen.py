@@ -20,13 +20,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, OneCycl
 sys.path.append(str(Path(__file__).parents[1]))
 
 from study.loops import Loop, Patches, Text
+from study.networks import BYTES
 
-BYTES = 256
 NOISE = 0.5  # standard deviation, of pixels with a standard deviation of about 1
 
 
 class Hashed(nn.Module):
-    """The next byte from embeddings of hashed n-grams: [N, T] -> [N, T, 256].
+    """Predicts the next byte from embeddings of hashed n-grams: [N, T] -> [N, T, 256].
 
     Most rows of the tables have no gradient in a step.
     """
@@ -50,7 +50,7 @@ class Hashed(nn.Module):
 
 
 class Lstm(nn.Module):
-    """Two LSTM layers with dropout over bytes: [N, T] -> [N, T, 256]."""
+    """Predicts the next byte with two LSTM layers and dropout: [N, T] -> [N, T, 256]."""
 
     def __init__(self, width: int = 48, hidden: int = 112) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Lstm(nn.Module):
 
 
 class Gated(nn.Module):
-    """A transformer with RMS norms and gated layers, without biases: [N, T] -> [N, T, 256]."""
+    """A transformer that has RMS norms and gated layers, and no biases: [N, T] -> [N, T, 256]."""
 
     def __init__(self, width: int = 72, layers: int = 3, heads: int = 4, longest: int = 64) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Gated(nn.Module):
 
 
 class GatedLayer(nn.Module):
-    """Causal attention and a gated layer (Shazeer 2020), each beside a shortcut."""
+    """Adds causal attention, then a gated layer (Shazeer 2020), to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Unet(nn.Module):
         self.noise = nn.Conv2d(width, 3, 3, padding=1)
 
     def forward(self, noisy: Tensor) -> Tensor:
-        """The patches less the noise that it finds."""
+        """Subtract the noise that it finds."""
         high = self.before(noisy)
         low = self.low(nn.functional.avg_pool2d(high, 2))
         both = torch.cat([high, nn.functional.interpolate(low, scale_factor=2)], dim=1)
@@ -130,33 +130,33 @@ def _convolved(before: int, after: int) -> nn.Sequential:
 
 
 class HashedLoop(Text):
-    """340 thousand parameters; Adam, no weight decay; the rate falls linearly from the start."""
+    """Trains `Hashed`, which has 340 thousand parameters, with a rate that falls from the start."""
 
     model, batch_size = Hashed, 4
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Adam, or SGD without weight decay."""
+        """Return Adam or SGD, both without weight decay."""
         if self._kind == "adam":
             return Adam(model.parameters(), lr=self._lr)
         return _sgd(model, self._kind, self._lr, weight_decay=0.0)
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
-        """A straight line to zero."""
+        """Return a schedule whose rate falls linearly to zero."""
         return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / self.steps))
 
 
 class LstmLoop(Text):
-    """210 thousand parameters; the rate is constant, then a fifth, then a 25th."""
+    """Trains `Lstm`, which has 210 thousand parameters, with a rate that falls in two steps."""
 
     model, batch_size, length = Lstm, 4, 33
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
-        """Two falls, at 60% and 85% of the steps."""
+        """Return a schedule that divides the rate by 5 after 60% and after 85% of the steps."""
         falls = [round(share * self.steps) for share in (0.6, 0.85)]
         return MultiStepLR(optimizer, falls, gamma=0.2)
 
     def score(self, model: nn.Module) -> dict[str, float]:
-        """Bits a byte, without dropout."""
+        """Return bits a byte, computed without dropout."""
         model.eval()
         found = super().score(model)
         model.train()
@@ -164,12 +164,12 @@ class LstmLoop(Text):
 
 
 class GatedLoop(Text):
-    """180 thousand parameters; AdamW with betas 0.9, 0.95 and weight decay 0.1."""
+    """Trains `Gated`, which has 180 thousand parameters, as language models often are."""
 
     model, batch_size = Gated, 2
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """AdamW as language models are trained with it, or SGD with momentum 0.95."""
+        """Return AdamW with a beta 2 of 0.95 and more weight decay, or SGD with momentum 0.95."""
         if self._kind == "adamw":
             settings = {"betas": (0.9, 0.95), "weight_decay": 0.1}
             return AdamW(model.parameters(), lr=self._lr, **settings)
@@ -177,7 +177,7 @@ class GatedLoop(Text):
 
 
 class UnetLoop(Patches):
-    """59 thousand parameters; OneCycleLR, which moves momentum, too."""
+    """Trains `Unet`, which has 59 thousand parameters, to remove noise from patches."""
 
     batch_size = 4
     model = Unet
@@ -187,22 +187,22 @@ class UnetLoop(Patches):
         self._peak = options["lr"]
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
-        """OneCycleLR with its own settings; momentum between 0.85 and 0.95."""
+        """Return OneCycleLR with PyTorch's defaults; it moves momentum between 0.85 and 0.95."""
         return OneCycleLR(optimizer, max_lr=self._peak, total_steps=self.steps + 1)
 
     def batches(self, rank: int, ranks: int, seed: int) -> Iterator[tuple[Tensor, ...]]:
-        """Patches and their noise."""
+        """Yield patches, and the noise to add to them."""
         generator = torch.Generator().manual_seed(10_000 + 1000 * seed + rank)
         for patches, _ in super().batches(rank, ranks, seed):
             yield patches, NOISE * torch.randn(patches.shape, generator=generator)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Mean squared error."""
+        """Return the mean squared error."""
         patches, noise = batch
         return mse_loss(model(patches + noise), patches)
 
     def score(self, model: nn.Module) -> dict[str, float]:
-        """Mean squared error, with the same noise each time."""
+        """Return the mean squared error; all scores use the same noise."""
         patches, _ = self.columns(self.split)
         noise = NOISE * torch.randn(patches.shape, generator=torch.Generator().manual_seed(7))
         model.eval()

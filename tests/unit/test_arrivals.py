@@ -337,12 +337,8 @@ def test_steps_of_adam_are_those_of_the_formula(
     torch.manual_seed(0)
     parameter, untouched = nn.Parameter(torch.randn(8, 5)), nn.Parameter(torch.randn(6))
     twin = nn.Parameter(untouched.detach().clone())
-    settings = {
-        "lr": 0.15,
-        "weight_decay": 0.1,
-        "betas": (0.5, 0.99),
-        **more,
-    }  # for 4 steps far is 1
+    # With these betas far is 1 for 4 steps.
+    settings = {"lr": 0.15, "weight_decay": 0.1, "betas": (0.5, 0.99), **more}
     optimizer = kind([parameter, untouched], fused=fused, **settings)
     plain = kind([twin], fused=fused, **settings)
     arrived = dict[str, Arrived[Tensor]]()
