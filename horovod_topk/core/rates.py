@@ -21,10 +21,20 @@ multiplied by the rates of those later steps, with and without compression. The 
 should have been applied already is in e. Zheng et al. do the same, and if every element is sent,
 rates change nothing.
 
-The factors of a run multiply to (largest rate) / (present rate) at most, and so does the growth of
-e: lr * e, the update that it holds, does not grow. Rates below `SMALLEST`, such as 0, and NaN are
-ignored: e stays in units of the last valid rate, and what such a step sends of it is applied at
-that step's rate. Values that are sent saturate, and the residual keeps the rest.
+Where the rate falls below a tenth of the largest one so far, residuals are in units of that tenth:
+
+    e' = e * max(lr, largest / 10) / max(lr', largest' / 10)
+
+So a residual grows tenfold at most, and what is exchanged stays about as large as gradients are.
+Without this bound the last steps of a schedule that ends at 0 exchange ever larger gradients, which
+clipping cuts down; and if the rate then rises again, the optimizer's momentum and Adam's mean
+square still hold them. A residual that waits at a rate below the tenth is applied at the rate of
+the step that sends it: it moves its weight less far than it should, by a tenth of the largest rate
+times the residual at most.
+
+Negative and infinite rates and NaN are ignored, and units below 1e-12, such as those of 0 before
+there was a larger rate: e stays in the units that it has. Values that are sent saturate, and the
+residual keeps the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +48,8 @@ from horovod_topk.errors import StateDictError
 
 RATES = "rates"  # key in a state dict: learning rates by tensor, with learning-rate rescaling
 LARGEST = "largest_rates"  # key in a state dict: the largest learning rates so far
-SMALLEST = 1e-12  # smaller rates are ignored, so that float32 residuals do not overflow
+SMALLEST = 1e-12  # smaller units are ignored, so that float32 residuals do not overflow
+FLOOR = 0.1  # residuals are in units of the rate, or of this share of the largest one so far
 
 
 class Followed(Protocol):
@@ -75,20 +86,24 @@ class Rates:
         self.largest = self.units | dict(saved.get(LARGEST, {}))
 
     def decay(self, name: str) -> float:
-        """A tensor's present rate as a share of its largest one; 1 where there is none."""
-        return self.units[name] / self.largest[name] if name in self.largest else 1.0
+        """The rate in whose units a residual is, divided by the largest so far; 1 without one."""
+        return self.units[name] / self.largest[name] if name in self.units else 1.0
 
     def turn(self) -> dict[str, float]:
-        """Note the present learning rates as the units of residuals.
+        """Note the units that the present learning rates give residuals.
 
         Returns:
-            The factor that rescales the residual of each tensor whose rate has changed.
+            The factor that rescales the residual of each tensor whose units have changed.
         """
-        now = {name: rate for name, rate in self._now().items() if _is_rate(rate)}
-        changed = {name for name in now.keys() & self.units.keys() if now[name] != self.units[name]}
-        factors = {name: self.units[name] / now[name] for name in sorted(changed)}
-        self.units |= now
-        self.largest |= {n: max(rate, self.largest.get(n, rate)) for n, rate in now.items()}
+        factors = dict[str, float]()
+        for name, rate in self._now().items():
+            largest = max(rate, self.largest.get(name, 0.0))
+            unit = max(rate, FLOOR * largest)
+            if rate >= 0.0 and is_unit(unit):
+                before = self.units.get(name, unit)
+                self.units[name], self.largest[name] = unit, largest
+                if before != unit:
+                    factors[name] = before / unit
         return factors
 
 
@@ -109,10 +124,10 @@ def rates_of(state: Mapping[str, Any], key: str = RATES) -> dict[str, float]:
     return {name: float(rate) for name, rate in rates.items()}
 
 
-def is_followed(rate: Any) -> Any:
-    """Whether residuals are rescaled to a learning rate: a number, or a library's scalar."""
+def is_unit(rate: Any) -> Any:
+    """Whether residuals can be in units of a rate: a number, or a library's scalar."""
     return (rate >= SMALLEST) & (rate < math.inf)
 
 
 def _is_rate(rate: object) -> bool:
-    return isinstance(rate, Real) and bool(is_followed(float(rate)))
+    return isinstance(rate, Real) and bool(is_unit(float(rate)))

@@ -1,7 +1,7 @@
 """Learning-rate rescaling in graphs; `horovod_topk.core.rates` has the mathematics.
 
-Each residual has a variable of two rates, [2] float64: the rate in whose units the residual is, and
-the largest rate so far; 0 while there is none. A step that commits assigns them, like the residual;
+Each residual has a variable of two rates, [2] float64: the one in whose units the residual is, and
+the largest so far; 0 while there is none. A step that commits assigns them, like the residual;
 a step that is skipped leaves them unchanged.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.rates import LARGEST, RATES, is_followed
+from horovod_topk.core.rates import FLOOR, LARGEST, RATES, is_unit
 from horovod_topk.errors import ConfigError
 
 
@@ -66,26 +66,31 @@ class VariableRates:
 
     def factor(self, name: str, rate: Any) -> Any:
         """The factor, [] float64, that rescales a residual to a new learning rate."""
-        unit = self.variables[name][0]
-        return tf.where((unit > 0) & is_followed(rate), unit / rate, 1.0)
+        before, (now, _) = self.variables[name][0], self._following(name, rate)
+        return tf.where(before > 0, before / now, 1.0)
 
     def decay(self, name: str, rate: Any) -> Any:
-        """The present learning rate as a share of the largest one so far, [] float64."""
+        """The rate in whose units a residual is at `rate`, divided by the largest so far: float64.
+
+        It is 1 where no rate is known, [].
+        """
         now, largest = self._following(name, rate)
         return tf.where(largest > 0, now / largest, 1.0)
 
     def decay_now(self, name: str) -> Any:
-        """The learning rate of the last committed step as a share of the largest one: float64."""
+        """`decay` after the last committed step."""
         now, largest = tf.unstack(self.variables[name], num=2)
         return tf.where(largest > 0, now / largest, 1.0)
 
     def take_on(self, names: tuple[str, ...], rate: Any) -> None:
-        """Note in a graph that residuals are in units of a new learning rate now."""
+        """Note in a graph that residuals are in the units of a new learning rate now."""
         for name in names:
             self.variables[name].assign(tf.stack(self._following(name, rate)))
 
     def _following(self, name: str, rate: Any) -> tuple[Any, Any]:
-        """The present and the largest rate of a tensor after a step at `rate` is committed."""
-        unit, largest = tf.unstack(self.variables[name], num=2)
-        now = tf.where(is_followed(rate), rate, unit)
-        return now, tf.maximum(largest, now)
+        """The unit and the largest rate of a tensor after a step at `rate` is committed."""
+        before, largest = tf.unstack(self.variables[name], num=2)
+        most = tf.maximum(rate, largest)
+        unit = tf.maximum(rate, FLOOR * most)
+        is_known = (rate >= 0.0) & is_unit(unit)
+        return tf.where(is_known, unit, before), tf.where(is_known, most, largest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,32 @@ def test_a_scheduler_is_heard_of() -> None:
         optimizer.step()
         scheduler.step()
         assert rates.turn() == {"a": 2.0, "b": 2.0}
+
+
+def test_units_stay_above_a_tenth_of_the_largest_rate() -> None:
+    """A residual grows tenfold at most, however far a rate falls, and shrinks as it rises again."""
+    optimizer = optimizer_of(a=0.0)
+    rates, factor = rates_of(optimizer), 1.0
+    largest = 0.0
+    for rate in (0.25, 1.0, 0.5, 0.125, 1e-3, 0.0, 0.2, 1e-6, 1.0, 2.0):
+        optimizer.param_groups[0]["lr"] = rate
+        factor *= rates.turn().get("a", 1.0)
+        largest = max(largest, rate)
+        unit = max(rate, largest / 10)
+        assert rates.units["a"] == pytest.approx(unit)
+        assert factor == pytest.approx(0.25 / unit)
+        assert rates.decay("a") == pytest.approx(unit / largest)
+
+
+def test_what_is_no_rate_leaves_units_as_they_are() -> None:
+    optimizer = optimizer_of(a=0.0)
+    rates = rates_of(optimizer)
+    for rate in (0.0, 1e-13, -1.0, math.nan, math.inf, 0.5, -1.0, math.nan, math.inf):
+        optimizer.param_groups[0]["lr"] = rate
+        assert rates.turn() == {}
+        assert rates.units == rates.largest == ({"a": 0.5} if 0.5 in rates.units.values() else {})
+        assert rates.decay("a") == 1.0
+    assert rates.saved() == {"rates": {"a": 0.5}, "largest_rates": {"a": 0.5}}
 
 
 def test_parameters_that_horovod_does_not_know_are_left_out() -> None:

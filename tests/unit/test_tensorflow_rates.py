@@ -61,8 +61,9 @@ def test_an_optimizer_without_a_rate_is_named() -> None:
         (0.0, 0.5, 3.0, 0.5),  # nothing was noted
         (0.5, 0.25, 6.0, 0.25),
         (0.5, 0.5, 3.0, 0.5),
-        (0.5, 0.0, 3.0, 0.5),  # not followed, as `core.rates` has it
-        (0.5, 1e-13, 3.0, 0.5),
+        (0.5, 0.0625, 15.0, 0.1),  # a tenth of the largest rate, at least
+        (0.5, 0.0, 15.0, 0.1),
+        (0.0, 1e-13, 3.0, 0.0),  # ignored, as `core.rates` has it
         (0.5, -1.0, 3.0, 0.5),
         (0.5, float("nan"), 3.0, 0.5),
         (0.5, float("inf"), 3.0, 0.5),
@@ -80,12 +81,11 @@ def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: fl
     (bucket,) = make_plan([TensorSpec("w", (2,), "float32")], TopK()).buckets
     now = tf.constant(rate, tf.float64)
     factors, ops = [rates.factor("w", now)], TensorFlowOps()
-    assert VariableArenas(bucket, [kept], ops, factors).residual.value.numpy().tolist() == [
-        owed,
-        -owed,
-    ]
-    assert float(rates.decay("w", now)) == (then / (2 * unit) if unit else 1.0)
+    scaled = VariableArenas(bucket, [kept], ops, factors).residual.value.numpy()
+    assert scaled.tolist() == pytest.approx([owed, -owed])
+    assert float(rates.decay("w", now)) == pytest.approx(then / (2 * unit) if unit else 1.0)
     rates.take_on(("w",), now)
-    assert rates.saved() == {"rates": {"w": then}, "largest_rates": {"w": 2 * unit or then}}
+    saved = {"rates": {"w": then}, "largest_rates": {"w": 2 * unit or then}}
+    assert rates.saved() == (saved if then else {"rates": {}, "largest_rates": {}})
     assert kept.numpy().tolist() == [3.0, -3.0]
     assert VariableArenas(bucket, [kept], ops).residual.value.numpy().tolist() == [3.0, -3.0]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, LambdaLR, OneCycleLR
 
 import training
 from horovod_topk.errors import ConfigError, RepeatedSynchronizeError
@@ -131,7 +131,7 @@ class Velocities(ErrorFeedback):
 
     def __init__(self, task: Task, make: Any, kept: float | str, **settings: Any) -> None:
         super().__init__(task, make, **settings)
-        self.kept, self.factor, self.rates = kept, 0.0, [0.0]
+        self.kept, self.factor, self.rates, self.unit = kept, 0.0, [0.0], 0.0
         self.velocities = [
             {name: np.zeros(p.numel(), np.float32) for name, p in task.named_parameters()}
             for _ in range(self.ranks)
@@ -148,8 +148,9 @@ class Velocities(ErrorFeedback):
         """Set the rate and momentum of the next step; with "auto", rescale residuals."""
         self.factor = momentum
         self.rates.append(rate)
-        if self.kept == "auto" and self.rates[-2]:
-            ratio = np.float32(self.rates[-2] / rate)
+        before, self.unit = self.unit, max(rate, max(self.rates) / 10)
+        if self.kept == "auto" and before:
+            ratio = np.float32(before / self.unit)
             self.residuals = [
                 {name: e * ratio for name, e in own.items()} for own in self.residuals
             ]
@@ -158,7 +159,7 @@ class Velocities(ErrorFeedback):
         """Share of the velocity that stays where an element was sent."""
         if self.kept != "auto":
             return self.kept
-        decay = self.rates[-1] / max(self.rates)
+        decay = self.unit / max(self.rates)
         return 1 - 0.5 * decay**2 * np.minimum(1, abs(velocity / sums))
 
     def exchange(self, batches: Any) -> dict[str, np.ndarray]:
@@ -410,3 +411,41 @@ def test_a_closure_that_fails_leaves_parameter_groups_as_they_were() -> None:
         optimizer.step(fail)
     after = optimizer.param_groups[0]
     assert all(after[key] == before[key] for key in ("lr", "momentum", "nesterov"))
+
+
+class Wandering(Task):
+    """Gradients are noise, whatever the parameters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(60, 50))
+
+    def loss(self, rank: int, step: int) -> Tensor:
+        return (self.weight * training.noise(rank, step, (60, 50))).mean()
+
+
+@pytest.mark.parametrize("make", [heavy_ball, nesterov, training.adamw])
+def test_learning_rates_may_end_at_zero_and_restart(make: Any) -> None:
+    """Neither are gradients much larger at the end of a cycle, nor is the next step."""
+    setup, norms, moved = Setup(Wandering, make), list[float](), list[float]()
+    task = setup.task()
+    optimizer = setup.distributed(task, TopKEF(ratio=0.02, momentum="auto", follow_lr="auto"))
+    schedule = CosineAnnealingWarmRestarts(optimizer, 40)
+    for step in range(70):
+        before = training.snapshot(task)
+        training.ordinary(task, optimizer, step)
+        schedule.step()
+        (now,), (old,) = training.snapshot(task), before
+        norms.append(float(task.weight.grad.norm()))
+        moved.append(float((now - old).norm()))
+    print(
+        "XXX",
+        make.__name__,
+        max(norms[10:30]),
+        max(norms[30:50]),
+        max(moved[10:30]),
+        max(moved[40:50]),
+        max(moved[50:]),
+    )
+    assert max(norms[30:50]) < 3 * max(norms[10:30])
+    assert max(moved[40:50]) < 3 * max(moved[10:30])

@@ -31,7 +31,7 @@ class Run:
     def __init__(
         self, library: Any, compression: TopKEF, *, graph: bool = False, momentum: float = 0.0
     ) -> None:
-        values = (0.2, 0.05, 0.1, 0.002)
+        values = (0.2, 0.05, 0.1, 0.02)
         self.schedule = library.optimizers.schedules.PiecewiseConstantDecay([0, 2, 3], values)
         self.variables = [tf.Variable(noise(9, i, shape)) for i, shape in enumerate(SHAPES)]
         self.compression = compression
