@@ -65,6 +65,9 @@ class SgdSteps:
         groups: list[tuple[Any, Found]] = []
         for group in optimizer.param_groups:
             applied = [p for p in group["params"] if p.grad is not None]
+            for p in applied:
+                if p.grad.is_sparse:  # Horovod makes it so again after a dense exchange
+                    p.grad = p.grad.to_dense()
             known = [(p, self._names.get(p)) for p in applied]
             found = [(p, arrived[name]) for p, name in known if name in arrived]
             if found and group["momentum"]:

@@ -18,7 +18,7 @@ from horovod_topk.guard import Guard
 from plain import PlainTopKEF as TopKEF
 from resuming import assert_resumes
 from training import Setup
-from witness import assert_ranks_equal
+from witness import assert_ranks_equal, assert_same
 from world import hvd
 
 LR, DECAY, MOMENTUM, STEPS = 0.02, 0.1, 0.9, 10
@@ -200,3 +200,24 @@ def test_a_group_without_momentum_is_left_alone() -> None:
         training.ordinary(task, optimizer, step)
         torch.testing.assert_close(first.detach(), before - LR * first.grad)
     assert "momentum_buffer" not in optimizer.state.get(first, {})
+
+
+@pytest.mark.horovod
+@pytest.mark.parametrize("make", [heavy_ball, nesterov])
+def test_an_embedding_may_have_sparse_gradients(make: Any) -> None:
+    """It is trained as one whose gradients are dense."""
+
+    def dense() -> Any:
+        task = training.Embedded()
+        task.embedding.sparse = False
+        return task
+
+    found = list[list[Tensor]]()
+    for build in (training.Embedded, dense):
+        setup = Setup(build=build, optimizer=make)
+        task = setup.task()
+        optimizer = setup.distributed(task, auto())
+        for step in range(STEPS):
+            training.ordinary(task, optimizer, step)
+        found.append(training.snapshot(task))
+    assert_same(*found)
