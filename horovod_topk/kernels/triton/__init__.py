@@ -13,7 +13,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 
-from horovod_topk.kernels.triton.tables import FLOAT16, FLOAT32, HEAD, PACKED, SHARE
+from horovod_topk.kernels.triton.tables import AS_IS, FLOAT16, FLOAT32, HEAD, PACKED, SHARE
 
 _FLOAT64 = 8  # bytes
 _MOST = 2**31 - 2**20  # elements of a bucket, bytes of a payload: indices are 32-bit
@@ -42,6 +42,8 @@ def _unfit(recipe: Sequence[int]) -> str | None:
         return "its gradients are split into shards"
     if PACKED in recipe[HEAD + 3 :: SHARE]:
         return "its indices are packed; indices='plain' are not"
+    if recipe[2] == FLOAT16 and AS_IS in recipe[HEAD + 3 :: SHARE]:
+        return "it has float32 values beside float16 ones"
     numel = sum(recipe[HEAD::SHARE])
     if recipe[1] == _FLOAT64:
         return "residuals are float64"

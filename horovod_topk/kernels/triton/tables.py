@@ -19,6 +19,7 @@ HEAD, SHARE = 9, 10  # numbers in a recipe for the bucket, and for each tensor
 FLOAT32, FLOAT16 = 0, 1  # kinds of values that the kernels support
 _USED = 7  # numbers of a tensor that are used: gradients are not split into shards
 PACKED = 1  # a kind of indices that the kernels do not support
+AS_IS = 3  # the kind of a tensor that is sent whole, in the residual's dtype: float32 here
 SEARCHED, CARRIED, SAMPLED = 0, 1, 2  # how a tensor's threshold is found: see `_rule`
 _SAMPLED_ROWS, _SHORTEST_ROW = 1024, 2048  # these and the next two as in `Ops.sample`
 _TAKEN = 16
@@ -92,8 +93,11 @@ class Tables:
     @cached_property
     def shares(self) -> list[tuple[int, ...]]:
         """The recipe's numbers for each tensor."""
-        body = self.recipe[HEAD:]
-        return [body[at : at + _USED] for at in range(0, len(body), SHARE)]
+        body, found = self.recipe[HEAD:], list[tuple[int, ...]]()
+        for at in range(0, len(body), SHARE):
+            numel, k, start, index, *places = body[at : at + _USED]
+            found.append((numel, k, start, 0 if index == AS_IS else index, *places))
+        return found
 
     @cached_property
     def numel(self) -> int:
