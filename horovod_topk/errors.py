@@ -95,7 +95,7 @@ class StateDictError(TopKError, ValueError):
 
 
 class NotAttachedError(TopKError, LookupError):
-    """No distributed optimizer, or more than one, uses this compressor."""
+    """A compressor has no optimizer, several ones, or another one than the optimizer that steps."""
 
 
 class OutsideOptimizerError(TopKError, RuntimeError):

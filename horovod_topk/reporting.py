@@ -123,6 +123,8 @@ def note(event: str, **details: str) -> None:
 
 def watch(state: State) -> None:
     """Count the steps and bytes of an optimizer, and pass reported values to it."""
+    if state in _watched:
+        return
     _watched.add(state)
     if _file() is not None:
         state.on_step(_count)

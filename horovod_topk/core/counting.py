@@ -29,6 +29,7 @@ class Counting(Generic[Array]):
         steps, rolled_back: number of committed steps, and of steps that were rolled back.
         seconds: total of all these steps.
         sample: shares of the last sampled step.
+        callbacks: functions that are called at the end of every step.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class Counting(Generic[Array]):
         self.seconds, self.sample = Seconds(), Sample()
         self._counted: tuple[Plan, int] | None = None  # a plan, and the bytes of memory it takes
         self._begun = 0  # what a loaded checkpoint adds to the number of ended steps
-        self._callbacks: list[Callable[[StepCounters], None]] = []
+        self.callbacks: list[Callable[[StepCounters], None]] = []
 
     def squares(self) -> Squares:
         """Sums of squares of the gradients and residuals of the last step. Waits for the device."""
@@ -65,7 +66,7 @@ class Counting(Generic[Array]):
                 f"on_step() was given {callback!r}",
                 cure="Pass a function of one argument, a StepCounters",
             )
-        self._callbacks.append(callback)
+        self.callbacks.append(callback)
 
     def end_step(
         self,
@@ -83,7 +84,7 @@ class Counting(Generic[Array]):
         self.steps += committed
         self.rolled_back += not committed
         self.seconds += seconds
-        if not self._callbacks:
+        if not self.callbacks:
             return
         assert self.plan is not None  # of the step
         counters = StepCounters(
@@ -98,7 +99,7 @@ class Counting(Generic[Array]):
             memory_bytes=self.memory_bytes,
             fell_back=fell_back,
         )
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             callback(counters)
 
     @property

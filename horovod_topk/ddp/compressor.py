@@ -78,8 +78,11 @@ class Compressor(TrainingCompressor):
     ) -> None:
         """Compress a model's gradients. Call it on every rank, before the first backward.
 
+        Call it again, between two steps, to replace the optimizer by a new one: residuals stay, and
+        momentum, warm-up, statistics and the guard start anew.
+
         Args:
-            model: the wrapped model, without a communication hook.
+            model: the wrapped model, without a communication hook of others.
             optimizer: the optimizer of all parameters that the model trains, and of no others.
             groups: lists of parameters that are compressed and sent together. Others fill buckets
                 of 25 MiB, from the last parameter to the first.
@@ -89,8 +92,14 @@ class Compressor(TrainingCompressor):
                 combined.
             PlanMismatchError: ranks have different models or settings.
         """
-        arguments = self.hook(model, optimizer, groups)  # it refuses other models than DDP
-        model.register_comm_hook(*arguments)
+        hooks = getattr(model, "_comm_hooks", ())
+        states = [s for _, s in hooks if isinstance(s, DDPState) and not s.is_copy]
+        if states:
+            states[0].replace(model, optimizer, self, groups)
+            self.attached(states[0])
+        elif (name := horovods()) is None or TORCHS[name] not in [hook for hook, _ in hooks]:
+            arguments = self.hook(model, optimizer, groups)  # it refuses other models than DDP
+            model.register_comm_hook(*arguments)
 
     def hook(
         self, model: DistributedDataParallel, optimizer: Optimizer, groups: Groups | None = None

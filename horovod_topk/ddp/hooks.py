@@ -9,6 +9,7 @@ import torch
 
 from horovod_topk.errors import StepBeforeSynchronizeError
 from horovod_topk.torch_training import hooks
+from horovod_topk.torch_training.other_optimizers import OtherOptimizers
 from horovod_topk.torch_training.stepping import check_all_are_known, closure_of
 
 CURE = (
@@ -20,10 +21,29 @@ NOT_NOW = (
     "step() was called on gradients that were not exchanged, or were applied already",
     "Run a step's last backward() outside of no_sync(), and zero_grad() after the step",
 )
+INCOMPLETE = (
+    "it has no gradient, and step() was called on others that were not exchanged",
+    "If it is frozen or unused, pass find_unused_parameters=True to DistributedDataParallel",
+)
 
 
 class Hooks(hooks.Hooks):
     """Step hooks that refuse gradients whose buckets DDP did not pass to the compressor."""
+
+    others: OtherOptimizers  # set by `watch`
+
+    def watch(self, optimizer: Any, accumulations: Any) -> None:
+        """As `hooks.Hooks.watch`."""
+        super().watch(optimizer, accumulations)
+        self.others = OtherOptimizers(optimizer, self._buckets)
+
+    def remove(self) -> None:
+        """As `hooks.Hooks.remove`."""
+        super().remove()
+        self.others.allow()
+
+    def _check_after(self, optimizer: Any) -> None:
+        self.others.applied = -1
 
     def _check_before(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if closure_of(args, kwargs) is None:
@@ -38,5 +58,10 @@ class Hooks(hooks.Hooks):
         slots = self._buckets.slots.values()
         gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
         if not any(slot.exchanged for slot in slots) and any(map(torch.any, gradients)):
+            missing = [slot.spec.name for slot in slots if not slot.has_fired]
+            if 0 < len(missing) < len(slots):
+                problem, cure = INCOMPLETE
+                raise StepBeforeSynchronizeError(problem, cure=cure, tensor=missing[0])
             problem, cure = NOT_NOW if self._buckets.exchanges else NEVER
             raise StepBeforeSynchronizeError(problem, cure=cure)
+        self.others.applied = self._buckets.exchanges

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_topk.errors import ConfigError, UnsupportedOperationError
+from horovod_topk.torch_training.replacing import REWRAP
 
 _SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # by name: importing them takes a second
 
@@ -53,7 +54,7 @@ def _of_options(model: DistributedDataParallel) -> Iterator[tuple[str, str, None
     for hook, state in model._comm_hooks:
         if not getattr(state, "is_copy", False):  # copying a model registers its hook again
             reason = f"the model has a hook, {hook.__qualname__}, and can have only one"
-            yield reason, "Compress by one hook; set_ratio(1.0) sends dense gradients", None
+            yield reason, f"To replace a compressor's optimizer, call attach(); else {REWRAP}", None
     if model._use_python_reducer:
         reason = "torch._dynamo.config.optimize_ddp='python_reducer' hands over no buckets"
         yield reason, "Leave optimize_ddp at its default", None

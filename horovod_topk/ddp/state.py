@@ -31,9 +31,11 @@ from horovod_topk.core.base_compressor import BaseCompressor
 from horovod_topk.ddp.collective import GroupCollective
 from horovod_topk.ddp.hooks import Hooks
 from horovod_topk.ddp.refusals import refuse_join
+from horovod_topk.errors import ConfigError
 from horovod_topk.torch_training import specs
 from horovod_topk.torch_training.copies import CopiedState
 from horovod_topk.torch_training.momentum import check_not_twice
+from horovod_topk.torch_training.replacing import REWRAP, check_inherits, inherited
 from horovod_topk.torch_training.stepping import check_optimizer
 
 
@@ -47,9 +49,11 @@ class DDPState(CopiedState):
         optimizer: the optimizer of its parameters.
         compressor: the compressor with the settings.
         groups: lists of parameters that are sent together.
+        before: the state of the optimizer that is replaced, if there is one.
     """
 
     hooks = Hooks
+    _hooks: Hooks
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class DDPState(CopiedState):
         optimizer: Any,
         compressor: BaseCompressor,
         groups: Sequence[Sequence[Tensor]] | None = None,
+        before: DDPState | None = None,
     ) -> None:
         names = specs.trained_names(model.module, model.parameters_to_ignore)
         label = f"a {type(model.module).__name__} with {len(names)} parameters"
@@ -71,11 +76,42 @@ class DDPState(CopiedState):
             check_not_twice(optimizer, config.momentum, nesterov=config.nesterov)
             self._leave(optimizer, config)
             return
+        if before is not None:
+            changed = {*names.values()} ^ {*before._names.values()}
+            check_inherits(before._compressor.config, config, changed)
         config = self._fit_settings(optimizer, config, compressor.deferred)
         plan = specs.plan_of(optimizer, names, config, "average", groups or ())
         self._attach(optimizer, plan, GroupCollective(model.process_group), compressor.grad_scaler)
+        if before is not None:
+            self.load_state_dict(inherited(before._compressor, self.state_dict()))
         self._watch(optimizer, ((p, specs.accumulation_of(p)) for p in names))
         model.join_hook = refuse_join  # type: ignore[method-assign]
+
+    def replace(
+        self,
+        model: DistributedDataParallel,
+        optimizer: Any,
+        compressor: BaseCompressor,
+        groups: Sequence[Sequence[Tensor]] | None = None,
+    ) -> None:
+        """Compress for another optimizer from the next backward on; see `inherited`.
+
+        DDP can register no second hook, so this object takes over the content of a new state.
+
+        Raises:
+            ConfigError, StateDictError, PlanMismatchError: as `attach`; nothing has changed.
+        """
+        if optimizer is self._optimizer():
+            raise ConfigError(
+                "compression is attached to this model and this optimizer already",
+                cure=f"Pass a new optimizer to replace this one, or {REWRAP}",
+            )
+        new = DDPState(model, optimizer, compressor, groups, before=self)
+        if self.active:
+            self._drop_step()
+            self._hooks.remove()
+            new._compressor.callbacks += self._compressor.callbacks
+        vars(self).update(vars(new))
 
     def take(self, bucket: Any) -> Future[Tensor]:
         """Note the ready gradients of DDP's bucket; launch buckets that are complete with them.
@@ -93,6 +129,7 @@ class DDPState(CopiedState):
             self._failed = None
         self._futures.append((future, buffer))
         with self._failing_later(), torch.no_grad():
+            self._hooks.others.check_is_alive()
             for p, gradient in specs.gradients_in(buffer, bucket.parameters()):
                 slot = self._buckets.slots[id(p)]
                 if self._buckets.add(slot, gradient, gradient):

@@ -55,6 +55,7 @@ class Hooks(abc.ABC):
         keeps = config.momentum or config.ratio < 1.0 or config.withheld()
         self._looks = LOOKS if keeps and not has_scaler else 0  # calls left that look for a scaler
         self._of_scaler: tuple[str, ...] = ()
+        self._handles: list[Any] = []  # of the registered hooks
 
     def watch(self, optimizer: Any, accumulations: Iterable[tuple[Tensor, Any]]) -> None:
         """Register the hooks on an optimizer and on the accumulation of its gradients.
@@ -67,9 +68,16 @@ class Hooks(abc.ABC):
         if self._loan is not None:
             note_taken(type(optimizer).__name__, factor)
         for p, accumulation in accumulations:
-            accumulation.register_prehook(partial(self._before_accumulation, id(p)))
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+            before = partial(self._before_accumulation, id(p))
+            self._handles.append(accumulation.register_prehook(before))
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def remove(self) -> None:
+        """Remove the hooks: the optimizer's gradients are no longer compressed."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     @property
     def warnings(self) -> tuple[str, ...]:

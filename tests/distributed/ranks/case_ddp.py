@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +21,7 @@ from horovod_topk.ddp import exchange
 from horovod_topk.errors import (
     ConfigError,
     NotAttachedError,
+    RepeatedSynchronizeError,
     StepBeforeSynchronizeError,
     UnsupportedOperationError,
 )
@@ -151,6 +154,32 @@ def test_a_parameter_that_is_frozen_later_stays_where_it_is() -> None:
     assert_ranks_equal(task.parameters())
 
 
+def test_a_parameter_that_ddp_waits_for_is_named() -> None:
+    """DDP itself says so one step later only."""
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    task.net[0].weight.requires_grad_(False)
+    with (
+        nothing_changes(task, optimizer),
+        pytest.raises(StepBeforeSynchronizeError, match=r"net.0.weight.*find_unused_parameters=T"),
+    ):
+        training.ordinary(task, optimizer, 1)
+
+
+def test_a_second_backward_in_one_step_is_refused() -> None:
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    optimizer.zero_grad()
+    task.loss(hvd.rank(), 1).backward()
+    with (
+        nothing_changes(task, optimizer),
+        pytest.raises(RepeatedSynchronizeError, match=r"inside no_sync\(\)"),
+    ):
+        task.loss(hvd.rank(), 2).backward()
+
+
 def test_one_backward_through_two_models() -> None:
     """To the bit what each of them does alone."""
 
@@ -227,8 +256,10 @@ def test_a_second_hook_is_refused_and_dense_steps_go_through_the_first() -> None
     task = Setup().task()
     optimizer = Setup().distributed(task, TopKEF(**SPARSE))
     training.ordinary(task, optimizer, 0)
-    with pytest.raises(ConfigError, match=r"hook, exchange, and .*set_ratio\(1.0\)"):
+    with pytest.raises(ConfigError, match="attached to this model and this optimizer already"):
         TopKEF().attach(optimizer.ddp, optimizer)
+    with pytest.raises(ConfigError, match=r"hook, exchange, and .*call attach\(\)"):
+        TopKEF().hook(optimizer.ddp, training.adamw(task.parameters()))
     TopKEF.of(optimizer).set_ratio(1.0)
     training.ordinary(task, optimizer, 1)
     assert TopKEF.of(optimizer).stats().residual_norm == 0
@@ -294,6 +325,199 @@ def test_joining_is_refused() -> None:
     optimizer = Setup().distributed(task, TopKEF(**SPARSE))
     with pytest.raises(UnsupportedOperationError, match=r"join\(\) was called"):
         optimizer.ddp.join()
+
+
+# Another optimizer for the same model.
+
+
+def replaced(optimizer: Any, make: Callable[[Any], Any], compression: Any) -> Any:
+    """A new optimizer of the model, attached in the place of the first."""
+    other = make(optimizer.ddp.parameters())
+    other.ddp = optimizer.ddp
+    compression.attach(other.ddp, other)
+    return other
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_a_new_optimizer_inherits_residuals(exchange: str) -> None:
+    """To the bit the formulas, whose residuals do not depend on the optimizer."""
+    setup = Setup()
+    task, compression = setup.task(), TopKEF(**SPARSE, exchange=exchange)
+    optimizer = setup.distributed(task, compression)
+    expected = ErrorFeedback(setup.task(), setup.optimizer, ranks=hvd.size(), ratio=0.1)
+    state, steps = TopKEF.of(optimizer), list[int]()
+    state.on_step(lambda counters: steps.append(counters.step))
+    memory = weakref.ref(state._compressor)
+    for step in range(8):
+        if step == 4:
+            before = state.state_dict()
+            optimizer = replaced(optimizer, training.adamw, compression)
+            expected.optimizer = training.adamw(expected.task.parameters())
+            after = state.state_dict()
+            for part in (lambda d: d, lambda d: d.get("owned", {"residuals": {}})):
+                kept, now = part(before)["residuals"], part(after)["residuals"]
+                assert kept.keys() == now.keys()
+                assert all(torch.equal(kept[name], now[name]) for name in kept)
+            gc.collect()
+            assert memory() is None, "memory of the first optimizer's residuals is still held"
+        training.ordinary(task, optimizer, step)
+        expected.step([step])
+    if exchange == "allgather":
+        assert_same(training.snapshot(task), training.snapshot(expected.task))
+    assert_ranks_equal(task.parameters())
+    assert TopKEF.of(optimizer) is state is compression.behind
+    assert (state.stats().steps, state.stats().rolled_back) == (4, 0)
+    assert steps == list(range(1, 9))
+
+
+@pytest.mark.parametrize("make", [training.sgd, training.adamw])
+def test_a_new_optimizer_has_its_own_momentum(make: Callable[[Any], Any]) -> None:
+    """To the bit a new model's, once the first optimizer has sent all residuals."""
+    settings = {**SPARSE, "momentum": "auto", "follow_lr": True}
+
+    def train(anew: bool) -> list[Tensor]:
+        other = training.adamw if make is training.sgd else training.sgd
+        task = Setup().task()
+        optimizer = Setup(optimizer=other).distributed(task, TopKEF(**settings))
+        for step in range(5):
+            if step == 4:
+                TopKEF.of(optimizer).set_ratio(1.0)
+            training.ordinary(task, optimizer, step)
+        if anew:
+            del task.__dict__["loss"]
+            optimizer = Setup(optimizer=make).distributed(task, TopKEF(**settings))
+        else:
+            optimizer = replaced(optimizer, make, TopKEF(**settings))
+        for step in range(5, 12):
+            training.ordinary(task, optimizer, step)
+        assert TopKEF.of(optimizer).stats().rolled_back == 0
+        return training.snapshot(task)
+
+    assert_same(train(anew=False), train(anew=True))
+
+
+def test_residuals_that_a_falling_rate_has_enlarged_are_gradients_again() -> None:
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**{**SPARSE, "follow_lr": True}))
+    training.ordinary(task, optimizer, 0)
+    optimizer.param_groups[0]["lr"] *= 0.5
+    training.ordinary(task, optimizer, 1)
+    before = residuals(optimizer)
+    other = replaced(optimizer, training.adamw, TopKEF(**{**SPARSE, "follow_lr": True}))
+    for name, kept in residuals(other).items():
+        torch.testing.assert_close(kept, 0.5 * before[name])
+    training.ordinary(task, other, 2)
+    assert TopKEF.of(other).stats().steps == 1
+
+
+@pytest.mark.parametrize("in_closure", [True, False])
+def test_a_step_of_an_optimizer_that_is_not_attached(in_closure: bool) -> None:
+    """It used to train without error feedback, and no one was told."""
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    other = training.adamw(task.parameters())
+
+    def closure() -> Tensor:
+        other.zero_grad()
+        loss = task.loss(hvd.rank(), 1)
+        loss.backward()
+        return loss
+
+    if not in_closure:
+        closure()
+    with (
+        nothing_changes(task, optimizer),
+        pytest.raises(NotAttachedError, match=r"AdamW.step\(\) was called.*Attach the compressor"),
+    ):
+        other.step(closure if in_closure else None)
+    other = replaced(optimizer, training.adamw, TopKEF(**SPARSE))
+    for step in range(2, 4):
+        training.ordinary(task, other, step)
+    assert (TopKEF.of(other).stats().steps, TopKEF.of(other).stats().rolled_back) == (2, 0)
+    with nothing_changes(task, other), pytest.raises(NotAttachedError, match=r"SGD.step\(\) was"):
+        training.ordinary(task, optimizer, 4)  # the one that was replaced
+
+
+def test_a_deleted_optimizer_is_an_error_of_backward() -> None:
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**{**SPARSE, "follow_lr": True}))
+    training.ordinary(task, optimizer, 0)
+    model, state = optimizer.ddp, TopKEF.of(optimizer)
+    before = state.state_dict()["residuals"]
+    del optimizer
+    gc.collect()
+    with pytest.raises(NotAttachedError, match=r"was deleted\. Attach the compressor again"):
+        task.loss(hvd.rank(), 1).backward()
+    other = training.adamw(task.parameters())
+    TopKEF(**SPARSE).attach(model, other)
+    assert all(torch.equal(state.residual(name), kept) for name, kept in before.items())
+    training.ordinary(task, other, 2)
+    assert state.stats().steps == 1
+
+
+def test_a_model_wrapped_anew_steps_while_the_old_one_is_there() -> None:
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    training.ordinary(task, optimizer, 0)
+    model, other = DistributedDataParallel(task), training.adamw(task.parameters())
+    TopKEF(**SPARSE).attach(model, other)
+
+    def closure() -> Tensor:
+        other.zero_grad()
+        loss = model(hvd.rank(), 1)
+        loss.backward()
+        return loss
+
+    other.step(closure)
+    assert adapter.TopKEF.of(model).stats().steps == TopKEF.of(optimizer).stats().steps == 1
+
+
+@pytest.mark.parametrize("is_inner", [True, False])
+def test_an_optimizer_around_another_one(is_inner: bool) -> None:
+    """Compression may be attached to either of them."""
+
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+    task = Setup().task()
+    model, inner = DistributedDataParallel(task), training.sgd(task.parameters())
+    around = Around(inner)
+    TopKEF(**SPARSE).attach(model, inner if is_inner else around)
+    for step in range(4):
+        around.zero_grad()
+        model(hvd.rank(), step).backward()
+        around.step()
+    stats = adapter.TopKEF.of(model).stats()
+    assert (stats.steps, stats.rolled_back) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "frozen", "says"),
+    [
+        ({"exchange": "sharded"}, False, "TopK with exchange='sharded' cannot .*Attach the same"),
+        ({}, True, r"net.0.weight.*requires_grad was changed.*DistributedDataParallel\(model.mod"),
+    ],
+    ids=["exchange", "frozen"],
+)
+def test_a_new_optimizer_that_is_refused_changes_nothing(
+    settings: dict[str, Any], frozen: bool, says: str
+) -> None:
+    plain, _ = run(Setup(), TopKEF(**SPARSE))
+    task = Setup().task()
+    optimizer = Setup().distributed(task, TopKEF(**SPARSE))
+    for step in range(6):
+        training.ordinary(task, optimizer, step)
+        task.net[0].weight.requires_grad_(not frozen)
+        with pytest.raises(ConfigError, match=says):
+            replaced(optimizer, training.adamw, TopKEF(**SPARSE, **settings))
+        task.net[0].weight.requires_grad_(True)
+    assert_same(training.snapshot(task), plain)
 
 
 # Copies.
@@ -422,3 +646,4 @@ def test_the_environment_asks_for_torchs_own_hooks(
     for one, other in zip(ours, dense, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
     assert not adapter.TopKEF.of(optimizer.ddp).active
+    TopKEF().attach(optimizer.ddp, training.adamw(optimizer.ddp.parameters()))  # the hook stays
