@@ -49,6 +49,9 @@ def why_not_corrected(config: Method) -> str:
     return ""
 
 
+HAS_NONE = "it has none"  # why "auto" leaves the momentum of an optimizer, without a warning
+
+
 def rule_of_arrivals(config: Method, asked: str | None, *, normalises: bool | None) -> str | None:
     """Rule by which these settings would have an optimizer's step depend on arrivals.
 
@@ -208,11 +211,36 @@ def warn_of_clipping(momentum: float, seen: str) -> str:
     return text
 
 
-def advise(kind: str) -> None:
-    """Warn that error feedback alone trains much worse with this optimizer (docs/frontier.md)."""
-    log.warning(
-        "TopKEF: %s divides by the mean square of gradients that arrive late and all at once, and "
-        "trains language models much worse than without compression. Pass momentum='auto', the "
-        "default of TopKEF, so that its steps take this into account",
-        kind,
+def advise(kind: str) -> str:
+    """Warn that error feedback alone trains much worse with this optimizer (docs/frontier.md).
+
+    Returns:
+        The warning.
+    """
+    text = (
+        f"TopKEF: {kind} divides by the mean square of gradients that arrive late and all at once, "
+        "and trains language models much worse than without compression. Pass momentum='auto', "
+        "the default of TopKEF, so that its steps take this into account"
     )
+    log.warning("%s", text)
+    return text
+
+
+def warn_of_unknown(kind: str, why: str) -> str:
+    """Warn that an optimizer's steps do not take into account that gradients arrive late.
+
+    Args:
+        kind: name of the optimizer's class.
+        why: clause of the sentence that says why they do not.
+
+    Returns:
+        The warning.
+    """
+    text = (
+        f"TopKEF does not adapt the steps of {kind}: {why}. Elements that wait arrive late and all "
+        "at once. Adapted steps, those of SGD, Adam and AdamW with float32 parameters, take that "
+        "into account; these do not, and training may be worse than without compression. Compare "
+        "the two. momentum=0 turns this warning off"
+    )
+    log.warning("%s", text)
+    return text

@@ -16,7 +16,6 @@ momentum, updates with M in place of m_t; after the update m_t is dense SGD's ag
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,11 +33,10 @@ from horovod_topk.core.arrivals import (
     arrived_often,
     is_young,
 )
+from horovod_topk.core.momentum_takeover import warn_of_unknown
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
 from horovod_topk.tensorflow.takeover import is_legacy, slot_of
-
-log = logging.getLogger("horovod_topk")
 
 
 @dataclass
@@ -50,15 +48,19 @@ class ByArrivals:
         default_factory=weakref.WeakValueDictionary, compare=False, repr=False
     )  # state of the exchange of each variable, by its id
 
-    def leave_narrow(self, optimizer: Any, variables: Iterable[Any]) -> None:
-        """Leave updates as they are if a variable is narrower than float32."""
+    def leave_narrow(self, optimizer: Any, variables: Iterable[Any]) -> list[str]:
+        """Leave updates as they are if a variable is narrower than float32.
+
+        Returns:
+            The warnings that were given: one or none.
+        """
         for inner in map(unwrap, variables) if self.is_on else ():
             if inner.dtype not in (tf.float32, tf.float64):
                 self.is_on, kind = False, type(optimizer).__name__
                 self._states.clear()
                 why = f"variable {inner.name!r} is {inner.dtype.name}"
-                log.info("TopKEF leaves momentum to %s after all: %s", kind, why)
-                return
+                return [warn_of_unknown(kind, why)]
+        return []
 
     def follow(self, state: OptimizerState, variables: Iterable[Any]) -> None:
         """Note the state of these variables' exchange."""

@@ -12,6 +12,7 @@ import tensorflow as tf
 from horovod_topk.config import ADAM, AUTO
 from horovod_topk.core.base_compressor import why_inactive
 from horovod_topk.core.momentum_takeover import (
+    HAS_NONE,
     Own,
     Words,
     advise,
@@ -22,6 +23,7 @@ from horovod_topk.core.momentum_takeover import (
     rule_of_arrivals,
     settings_of,
     warn_of_clipping,
+    warn_of_unknown,
     why_not_by_arrivals,
     why_not_corrected,
 )
@@ -47,6 +49,7 @@ class Fitted:
     config: Method  # the compressor's settings, with the momentum that was taken over
     taken: Taken | None = None
     arrivals: ByArrivals | None = None
+    warnings: tuple[str, ...] = ()  # about the optimizer
 
 
 def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitted:
@@ -79,12 +82,10 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
     kind, setting = type(optimizer).__name__, _setting_of(optimizer)
     if why:
         log.info("TopKEF leaves momentum to %s: %s", kind, why)
-        asked = None
-    if asked is None:
+    if asked is None or why:
         check_not_twice(optimizer, config)
-        if hvd.is_initialized() and why_inactive(process_set) is None:
-            _advise(optimizer, config)
-        return Fitted(compressor, config)
+        is_active = hvd.is_initialized() and why_inactive(process_set) is None
+        return Fitted(compressor, config, warnings=_advise(optimizer, config, why, is_active))
     if follows and why_inactive(process_set) is None:
         note_followed(kind)
         beta2 = _number(_present(optimizer, "beta_2")) if normalises else None
@@ -123,8 +124,9 @@ def _why_left(optimizer: Any, rule: str | None) -> str:
     setting = _setting_of(optimizer)
     if setting is None:
         return f"it is none of {WORDS.known}"
-    if not _number(_present(optimizer, setting)):
-        return "it has none, or one that changes by itself"
+    own = _number(_present(optimizer, setting))
+    if not own:
+        return "it changes by itself" if own is None else HAS_NONE
     if rule == ADAM and _number(_present(optimizer, "beta_2")) is None:
         return "its beta_2 changes by itself"
     return ""
@@ -223,9 +225,19 @@ def _number(value: Any) -> float | None:
         return None if callable(value) else float(value)
 
 
-def _advise(optimizer: Any, config: Method) -> None:
-    """Warn about an Adam or AdamW whose own momentum could be corrected, but is not."""
-    if config.momentum or not config.error_feedback or why_not_corrected(config):
-        return
+def _advise(optimizer: Any, config: Method, why: str, is_active: bool) -> tuple[str, ...]:
+    """Warn about an optimizer whose steps do not take into account that gradients arrive late.
+
+    why: why "auto" has left its momentum, if it has.
+
+    Returns:
+        The warnings that were given: one or none.
+    """
+    if config.momentum or not config.error_feedback or why_not_corrected(config) or not is_active:
+        return ()
+    kind = type(optimizer).__name__
+    if why and why != HAS_NONE:
+        return (warn_of_unknown(kind, why),)
     if _is_adam(optimizer) and _number(_present(optimizer, "beta_1")) != 0.0:
-        advise(type(optimizer).__name__)
+        return (advise(kind),)
+    return ()

@@ -86,7 +86,7 @@ class Exchange:
         self._stock = stock
         taken = fitted.taken
         self._followers = [each for each in (taken, fitted.arrivals) if each is not None]
-        self._warnings: list[str] = [] if taken is None else taken.warnings  # of the optimizer
+        self._warnings: list[str] = [*fitted.warnings] if taken is None else taken.warnings
 
     @property
     def config(self) -> Method:
@@ -130,7 +130,7 @@ class Exchange:
         optimizer = self._optimizer()
         grads, variables = list(grads), list(vars)
         for each in self._followers:
-            each.leave_narrow(optimizer, variables)
+            self._warnings += each.leave_narrow(optimizer, variables)
         config = self.config
         check_not_twice(optimizer, config)
         # Horovod would exchange sparse gradients, and no momentum would be applied to them.

@@ -14,7 +14,6 @@ applied.
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +22,10 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_topk.core.guard import DENSE, HANDING_OVER
-from horovod_topk.core.momentum_takeover import warn_of_loaded
+from horovod_topk.core.momentum_takeover import warn_of_loaded, warn_of_unknown
 from horovod_topk.errors import UnsupportedOperationError
 from horovod_topk.tensorflow.planning import unwrap
 from horovod_topk.tensorflow.state import OptimizerState
-
-log = logging.getLogger("horovod_topk")
 
 
 @dataclass
@@ -81,22 +78,25 @@ class Taken:
             )
         return next(iter(found), None)
 
-    def leave_narrow(self, optimizer: Any, variables: Iterable[Any]) -> None:
+    def leave_narrow(self, optimizer: Any, variables: Iterable[Any]) -> list[str]:
         """Give the momentum back if settings allow it and a variable is narrower than float32.
 
         Args:
             optimizer: the optimizer of the momentum, before it has made its own variables.
             variables: the model's variables.
+
+        Returns:
+            The warnings that were given: one or none.
         """
         if not (self.may_leave and self.is_over):
-            return
+            return []
         for inner in map(unwrap, variables):
             if inner.dtype not in (tf.float32, tf.float64):
                 self.is_over, kind = False, type(optimizer).__name__
                 set_momentum(optimizer, self.setting, self.value)
                 why = f"variable {inner.name!r} is {inner.dtype.name}"
-                log.info("TopKEF leaves momentum to %s after all: %s", kind, why)
-                return
+                return [warn_of_unknown(kind, why)]
+        return []
 
     def warn_of_loaded(self, optimizer: Any) -> None:
         """Warn that loaded momentum variables are ignored."""

@@ -28,6 +28,7 @@ from horovod_topk.config import AUTO
 from horovod_topk.core.guard import Watch
 from horovod_topk.core.momentum import Momentum
 from horovod_topk.core.momentum_takeover import (
+    HAS_NONE,
     Own,
     Words,
     check_once,
@@ -38,6 +39,7 @@ from horovod_topk.core.momentum_takeover import (
     rule_of_arrivals,
     settings_of,
     warn_of_loaded,
+    warn_of_unknown,
     why_not_by_arrivals,
     why_not_corrected,
 )
@@ -284,7 +286,7 @@ def _why_left(optimizer: Any) -> str:
     if None in found:
         return "it is dampened"
     if not any(each[0] for each in found if each is not None):
-        return "it has none"
+        return HAS_NONE
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     wide = torch.float32, torch.float64
     narrow = {str(p.dtype) for p in parameters if p.requires_grad and p.dtype not in wide}
@@ -385,16 +387,25 @@ def hand_over(optimizer: Any, momentum: float, *, nesterov: bool) -> None:
         log.warning("TopKEF compresses nothing, and leaves momentum=%s to %s", momentum, name)
 
 
-def advise(optimizer: Any, config: Method) -> None:
-    """Warn about an Adam or AdamW whose own momentum could be corrected, but is not."""
+def advise(optimizer: Any, config: Method, asked: str | None) -> tuple[str, ...]:
+    """Warn about an optimizer whose steps do not take into account that gradients arrive late.
+
+    asked: the momentum that is left to the compressor; None: it was given, or there is none.
+
+    Returns:
+        The warnings that were given: one or none.
+    """
     if config.momentum or config.follows_arrivals:
-        return
+        return ()
     if not config.error_feedback or why_not_corrected(config):
-        return
-    if not isinstance(optimizer, (Adam, AdamW)):
-        return
-    if any(group["betas"][0] for group in optimizer.param_groups):
-        advise_of(type(optimizer).__name__)
+        return ()
+    kind, why = type(optimizer).__name__, _why_left(optimizer)
+    if asked == AUTO and why and why != HAS_NONE:
+        return (warn_of_unknown(kind, why),)
+    is_adam = isinstance(optimizer, (Adam, AdamW))
+    if is_adam and any(group["betas"][0] for group in optimizer.param_groups):
+        return (advise_of(kind),)
+    return ()
 
 
 def _off(group: Any) -> str:

@@ -71,6 +71,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
         self._names = names
         self._buckets = Buckets(names)
         self._loan: Loan | None = None
+        self._advice: tuple[str, ...] = ()  # warnings about the optimizer
 
     def _fit_settings(self, optimizer: Any, config: Method, deferred: Mapping[str, str]) -> Method:
         """Fill in the settings that depend on the optimizer; its momentum may be taken over.
@@ -87,7 +88,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
             config = optimizer.exchange_settings(config)
         if config.taken_over:
             self._loan = Loan(optimizer, self._names)
-        advise(optimizer, config)
+        self._advice = advise(optimizer, config, deferred.get("momentum"))
         return config
 
     def _attach(
@@ -164,7 +165,7 @@ class TrainingState(Attached[Compressor[Tensor]], abc.ABC):
     def stats(self) -> Stats:
         """As `Attached.stats`."""
         if self.active:
-            self.warnings = self._hooks.warnings
+            self.warnings = (*self._advice, *self._hooks.warnings)
         return super().stats()
 
     @torch.no_grad()

@@ -257,7 +257,9 @@ def test_auto_leaves_a_momentum_that_it_cannot_correct(
     assert f"TopKEF leaves momentum to {type(optimizer).__name__}: {why}" in caplog.text
     before = dict(optimizer.param_groups[0])
     training.ordinary(task, optimizer, 0)
-    assert TopKEF.of(optimizer).stats().momentum == 0.0
+    stats = TopKEF.of(optimizer).stats()
+    assert stats.momentum == 0.0
+    assert [why in warning for warning in stats.warnings] == [True] * (kind != "none")
     assert all(optimizer.param_groups[0][key] == before[key] for key in before if key != "params")
 
 
