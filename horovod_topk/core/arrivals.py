@@ -21,7 +21,7 @@ earlier ones have still to move, and M what SGD applies in place of its momentum
     c  = 1 - 1/2 phi' (lr / largest lr so far)^2
     n' = n + (|G| - n) / 20
 
-In c, a rate below a tenth of the largest one counts as that tenth, as for residuals.
+In c, lr is the rate in whose units residuals are: it falls by a twentieth in a step at most.
 
 Large steps are taken at once where dense SGD spreads them over ten steps, so that training would
 diverge near the largest learning rate at which dense SGD is stable. Two factors keep it stable.

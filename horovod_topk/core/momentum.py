@@ -14,7 +14,7 @@ smaller, as a lower learning rate does. The setting `velocity_kept` is 1 - d. Wi
 
     d = 1/2 min(1, |u'| / |a|) (lr / largest lr so far)^2
 
-with rates of a tenth of the largest one at least, as for residuals (`horovod_topk.core.rates`).
+with lr the rate in whose units residuals are (`horovod_topk.core.rates`).
 Elements that are sent in nearly every step have a small residual, and lose half of their velocity.
 They have the largest gradients, where a large learning rate makes training unstable first. Elements
 that were sent rarely lose little. When the learning rate falls, training is more stable, and

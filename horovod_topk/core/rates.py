@@ -21,20 +21,21 @@ multiplied by the rates of those later steps, with and without compression. The 
 should have been applied already is in e. Zheng et al. do the same, and if every element is sent,
 rates change nothing.
 
-Where the rate falls below a tenth of the largest one so far, residuals are in units of that tenth:
+A residual grows by a twentieth in a step at most. It is in units of a rate L that follows lr at
+once where lr rises, and not faster than that where lr falls:
 
-    e' = e * max(lr, largest / 10) / max(lr', largest' / 10)
+    L' = max(lr', 19/20 L)        e' = e * L / L'
 
-So a residual grows tenfold at most, and what is exchanged stays about as large as gradients are.
-Without this bound the last steps of a schedule that ends at 0 exchange ever larger gradients, which
-clipping cuts down; and if the rate then rises again, the optimizer's momentum and Adam's mean
-square still hold them. A residual that waits at a rate below the tenth is applied at the rate of
-the step that sends it: it moves its weight less far than it should, by a tenth of the largest rate
-times the residual at most.
+In a schedule of many steps L is lr but for the last 40 steps or so. An element waits some tens of
+steps, so that what is exchanged stays about as large as gradients are. Without this bound the last
+steps of a short cycle exchange ever larger gradients, which clipping cuts down; and where the rate
+then rises again, the optimizer's momentum and Adam's mean square still hold them, in units of the
+lowest rate: SGD diverges. What waits while the rate falls faster is applied at the lower rate of
+the step that sends it, as without rescaling: its weight moves less far than in theory.
 
-Negative and infinite rates and NaN are ignored, and units below 1e-12, such as those of 0 before
-there was a larger rate: e stays in the units that it has. Values that are sent saturate, and the
-residual keeps the rest.
+Negative and infinite rates and NaN are ignored, and L below 1e-12, such as 0 before there was a
+larger rate: e stays in the units that it has. Values that are sent saturate, and the residual keeps
+the rest.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from horovod_topk.errors import StateDictError
 RATES = "rates"  # key in a state dict: learning rates by tensor, with learning-rate rescaling
 LARGEST = "largest_rates"  # key in a state dict: the largest learning rates so far
 SMALLEST = 1e-12  # smaller units are ignored, so that float32 residuals do not overflow
-FLOOR = 0.1  # residuals are in units of the rate, or of this share of the largest one so far
+FALL = 0.95  # the units of residuals fall to this share in a step, at most
 
 
 class Followed(Protocol):
@@ -97,12 +98,12 @@ class Rates:
         """
         factors = dict[str, float]()
         for name, rate in self._now().items():
-            largest = max(rate, self.largest.get(name, 0.0))
-            unit = max(rate, FLOOR * largest)
+            before = self.units.get(name, 0.0)
+            unit = max(rate, FALL * before)
             if rate >= 0.0 and is_unit(unit):
-                before = self.units.get(name, unit)
-                self.units[name], self.largest[name] = unit, largest
-                if before != unit:
+                self.units[name] = unit
+                self.largest[name] = max(rate, self.largest.get(name, 0.0))
+                if before and before != unit:
                     factors[name] = before / unit
         return factors
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_topk.core.rates import FLOOR, LARGEST, RATES, is_unit
+from horovod_topk.core.rates import FALL, LARGEST, RATES, is_unit
 from horovod_topk.errors import ConfigError
 
 
@@ -90,7 +90,7 @@ class VariableRates:
     def _following(self, name: str, rate: Any) -> tuple[Any, Any]:
         """The unit and the largest rate of a tensor after a step at `rate` is committed."""
         before, largest = tf.unstack(self.variables[name], num=2)
-        most = tf.maximum(rate, largest)
-        unit = tf.maximum(rate, FLOOR * most)
+        unit = tf.maximum(rate, FALL * before)
         is_known = (rate >= 0.0) & is_unit(unit)
-        return tf.where(is_known, unit, before), tf.where(is_known, most, largest)
+        largest = tf.where(is_known, tf.maximum(rate, largest), largest)
+        return tf.where(is_known, unit, before), largest

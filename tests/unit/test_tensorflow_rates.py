@@ -59,10 +59,11 @@ def test_an_optimizer_without_a_rate_is_named() -> None:
     ("unit", "rate", "owed", "then"),
     [
         (0.0, 0.5, 3.0, 0.5),  # nothing was noted
-        (0.5, 0.25, 6.0, 0.25),
+        (0.5, 0.48, 3.125, 0.48),
         (0.5, 0.5, 3.0, 0.5),
-        (0.5, 0.0625, 15.0, 0.1),  # a tenth of the largest rate, at least
-        (0.5, 0.0, 15.0, 0.1),
+        (0.5, 2.0, 0.75, 2.0),
+        (0.5, 0.25, 3 / 0.95, 0.475),  # a twentieth less, at most
+        (0.5, 0.0, 3 / 0.95, 0.475),
         (0.0, 1e-13, 3.0, 0.0),  # ignored, as `core.rates` has it
         (0.5, -1.0, 3.0, 0.5),
         (0.5, float("nan"), 3.0, 0.5),
@@ -83,9 +84,10 @@ def test_the_same_update_is_owed(unit: float, rate: float, owed: float, then: fl
     factors, ops = [rates.factor("w", now)], TensorFlowOps()
     scaled = VariableArenas(bucket, [kept], ops, factors).residual.value.numpy()
     assert scaled.tolist() == pytest.approx([owed, -owed])
-    assert float(rates.decay("w", now)) == pytest.approx(then / (2 * unit) if unit else 1.0)
+    largest = max(2 * unit, then)
+    assert float(rates.decay("w", now)) == pytest.approx(then / largest if unit else 1.0)
     rates.take_on(("w",), now)
-    saved = {"rates": {"w": then}, "largest_rates": {"w": 2 * unit or then}}
+    saved = {"rates": {"w": then}, "largest_rates": {"w": largest}}
     assert rates.saved() == (saved if then else {"rates": {}, "largest_rates": {}})
     assert kept.numpy().tolist() == [3.0, -3.0]
     assert VariableArenas(bucket, [kept], ops).residual.value.numpy().tolist() == [3.0, -3.0]

@@ -17,7 +17,7 @@ from witness import assert_ranks_equal, assert_residuals, assert_same, residuals
 from world import hvd
 
 SPARSE = {"ratio": 0.05, "min_numel": 0}
-FACTORS = (0.2, 1.0, 1.0, 0.5, 0.2, 0.1)  # of a learning rate, step by step
+FACTORS = (0.2, 1.0, 1.0, 0.95, 0.92, 0.9)  # of a learning rate, step by step
 
 
 def groups_of(task: Any) -> Any:

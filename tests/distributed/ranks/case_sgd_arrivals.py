@@ -47,17 +47,18 @@ class Reference:
     """SGD by the formulas of `horovod_topk.core.arrivals`, in float64."""
 
     def __init__(self, start: Tensor, *, nesterov: bool) -> None:
-        self.p, self.nesterov, self.largest = start.detach().double().clone(), nesterov, 0.0
+        self.p, self.nesterov = start.detach().double().clone(), nesterov
+        self.unit = self.largest = 0.0  # learning rates
         self.phi, self.buffer = torch.zeros_like(self.p), torch.zeros_like(self.p)
 
     def step(self, gradient: Tensor, group: dict[str, Any]) -> None:
         """gradient: the one that the optimizer applied; group: its settings in the step."""
         lr, m = group["lr"], group["momentum"]
         self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
-        self.largest = max(self.largest, lr)
+        self.unit, self.largest = max(lr, 0.95 * self.unit), max(self.largest, lr)
         g = gradient.double() + DECAY * self.p
         b = m * self.phi**0.25
-        c = 1 - LOSS * self.phi * (lr / self.largest) ** 2
+        c = 1 - LOSS * self.phi * (self.unit / self.largest) ** 2
         whole = m * self.buffer + c * g
         moved, self.buffer = (1 - b) / (1 - m) * whole, b * whole / m
         self.p -= lr * (g + m * moved if self.nesterov else moved)

@@ -148,7 +148,7 @@ class Velocities(ErrorFeedback):
         """Set the rate and momentum of the next step; with "auto", rescale residuals."""
         self.factor = momentum
         self.rates.append(rate)
-        before, self.unit = self.unit, max(rate, max(self.rates) / 10)
+        before, self.unit = self.unit, max(rate, 0.95 * self.unit)
         if self.kept == "auto" and before:
             ratio = np.float32(before / self.unit)
             self.residuals = [

@@ -37,12 +37,13 @@ class Reference:
 
     def __init__(self, start: Any, *, nesterov: bool) -> None:
         self.p, self.nesterov = np.array(start, "f8"), nesterov
-        self.phi, self.waiting, self.largest = np.zeros_like(self.p), np.zeros_like(self.p), 0.0
+        self.phi, self.waiting = np.zeros_like(self.p), np.zeros_like(self.p)
+        self.unit = self.largest = 0.0  # learning rates
 
     def step(self, gradient: Any, lr: float) -> None:
         self.phi = 0.9 * self.phi + 0.1 * (gradient != 0)
-        self.largest = max(self.largest, lr)
-        c = 1 - LOSS * self.phi * (lr / self.largest) ** 2
+        self.unit, self.largest = max(lr, 0.95 * self.unit), max(self.largest, lr)
+        c = 1 - LOSS * self.phi * (self.unit / self.largest) ** 2
         b, whole = MOMENTUM * self.phi**0.25, self.waiting - lr * c * gradient
         moved, self.waiting = (1 - b) / (1 - MOMENTUM) * whole, b * whole
         self.p += MOMENTUM * moved - lr * gradient if self.nesterov else moved
