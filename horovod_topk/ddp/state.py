@@ -131,8 +131,8 @@ class DDPState(CopiedState):
         with self._failing_later(), torch.no_grad():
             self._hooks.others.check_is_alive()
             for p, gradient in specs.gradients_in(buffer, bucket.parameters()):
-                slot = self._buckets.slots[id(p)]
-                if self._buckets.add(slot, gradient, gradient):
+                slot = self._buckets.slots.get(id(p))  # None: frozen when compression was attached
+                if slot is not None and self._buckets.add(slot, gradient, gradient):
                     self._launch(slot.ordinal)
         if bucket.is_last():
             self._end_backward()

@@ -154,6 +154,22 @@ def test_a_parameter_that_is_frozen_later_stays_where_it_is() -> None:
     assert_ranks_equal(task.parameters())
 
 
+def test_a_parameter_may_be_frozen_before_compression_is_attached() -> None:
+    task = Setup().task()
+    model = DistributedDataParallel(task, find_unused_parameters=True)
+    task.net[0].weight.requires_grad_(False)
+    optimizer = training.sgd(p for p in task.parameters() if p.requires_grad)
+    TopKEF(**SPARSE).attach(model, optimizer)
+    before = task.net[0].weight.detach().clone()
+    for step in range(3):
+        optimizer.zero_grad()
+        model(hvd.rank(), step).backward()
+        optimizer.step()
+    assert torch.equal(task.net[0].weight, before)
+    assert adapter.TopKEF.of(model).stats().steps == 3
+    assert_ranks_equal(task.parameters())
+
+
 def test_a_parameter_that_ddp_waits_for_is_named() -> None:
     """DDP itself says so one step later only."""
     task = Setup().task()
