@@ -243,7 +243,7 @@ class Compressor(State[Array]):
             self.registry.scale(rescaling(self.plan.reduction, before, ranks))
         self._momenta.turn(plain=self.guard.is_handing_over)
         if self.rates is not None:
-            self._follow(self.rates.turn())
+            self._follow(self.rates.turn(self.counter.committed))
         if self.velocity is not None and self.guard.is_taking_back:
             for name, velocity in self._momenta.velocities().items():
                 self.velocity.assign(name, velocity)

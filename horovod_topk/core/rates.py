@@ -76,6 +76,8 @@ class Rates:
         self._now = now
         self.units: dict[str, float] = {}
         self.largest: dict[str, float] = {}
+        self._before: dict[str, float] = {}  # units at the end of the last committed step,
+        self._committed = 0  # and the number of that step
 
     def saved(self) -> dict[str, dict[str, float]]:
         """`Followed.saved`."""
@@ -84,27 +86,32 @@ class Rates:
     def load(self, saved: Mapping[str, Mapping[str, float]]) -> None:
         """`Followed.load`."""
         self.units = dict(saved.get(RATES, {}))
+        self._before = dict(self.units)
         self.largest = self.units | dict(saved.get(LARGEST, {}))
 
     def decay(self, name: str) -> float:
         """The rate in whose units a residual is, divided by the largest so far; 1 without one."""
         return self.units[name] / self.largest[name] if name in self.units else 1.0
 
-    def turn(self) -> dict[str, float]:
+    def turn(self, committed: int) -> dict[str, float]:
         """Note the units that the present learning rates give residuals.
+
+        committed: number of committed steps; a step that is tried again has the same units.
 
         Returns:
             The factor that rescales the residual of each tensor whose units have changed.
         """
+        if committed != self._committed:
+            self._before, self._committed = dict(self.units), committed
         factors = dict[str, float]()
         for name, rate in self._now().items():
-            before = self.units.get(name, 0.0)
-            unit = max(rate, FALL * before)
+            unit = max(rate, FALL * self._before.get(name, 0.0))
             if rate >= 0.0 and is_unit(unit):
+                now = self.units.get(name, unit)
                 self.units[name] = unit
                 self.largest[name] = max(rate, self.largest.get(name, 0.0))
-                if before and before != unit:
-                    factors[name] = before / unit
+                if now != unit:
+                    factors[name] = now / unit
         return factors
 
 

@@ -13,7 +13,7 @@ from oracle.backends import NUMPY, TORCH, Backend, each_backend
 from oracle.world import Gradients, World, same_bits
 
 from horovod_topk.core.plan import Plan, TensorSpec, make_plan
-from horovod_topk.core.rates import SMALLEST, Rates, rates_of
+from horovod_topk.core.rates import FALL, SMALLEST, Rates, rates_of
 from horovod_topk.core.reshard import pending
 from horovod_topk.errors import StateDictError
 from horovod_topk.methods.topk import TopK
@@ -21,7 +21,7 @@ from horovod_topk.methods.topk import TopK
 SIZES = {"body": 3000, "head": 1300, "bias": 40}
 RANKS = 4
 EXCHANGES = ("allgather", "sharded", "hierarchical")
-SCHEDULE = tuple(0.5 * (1 + math.cos(math.pi * step / 12)) for step in range(12))
+SCHEDULE = tuple(min(1.0, 0.2 * (step + 1)) * 0.96 ** max(0, step - 5) for step in range(12))
 
 
 class Followed:
@@ -114,12 +114,12 @@ def test_velocities_stay_as_they_are() -> None:
     for gradients in gradients_of(3):
         job.step((1.0, 1.0), gradients)
     owed, velocity = first_of(job, "residuals"), first_of(job, "velocity")
-    job.rates = [0.25, 1.0]
+    job.rates = [4.0, 1.0]
     (gradients,) = gradients_of(1)
     job.world.exchange(gradients)
     job.world.rollback()
     assert same_bits([first_of(job, "velocity")], [velocity])
-    assert same_bits([first_of(job, "residuals")], [{**owed, "body": 4 * owed["body"]}])
+    assert same_bits([first_of(job, "residuals")], [{**owed, "body": owed["body"] / 4}])
 
 
 def first_of(job: Followed, part: str) -> Gradients:
@@ -170,18 +170,32 @@ def test_a_constant_rate_changes_nothing() -> None:
     assert same_bits(followed.world.residuals(), plain.world.residuals())
 
 
-@pytest.mark.parametrize("rate", [0.0, -0.1, math.nan, math.inf, SMALLEST / 2, 5e-324])
+@pytest.mark.parametrize("rate", [-0.1, math.nan, math.inf])
 def test_what_is_no_rate_is_not_followed(rate: float) -> None:
-    """Residuals stay in units of the last one."""
+    """Residuals stay in the units that they have."""
     present = [0.4]
     rates = Rates(lambda: {"w": present[0]})
-    assert rates.turn() == {}
-    for present[0] in (rate, rate):
-        assert rates.turn() == {}
+    assert rates.turn(0) == {}
+    for step, present[0] in enumerate((rate, rate), 1):
+        assert rates.turn(step) == {}
     assert rates.units == {"w": 0.4}
-    present[0] = 0.1
-    assert rates.turn() == {"w": 4.0}
-    assert rates.turn() == {}
+    present[0] = 1.6
+    assert rates.turn(3) == {"w": 0.25}
+    assert rates.turn(4) == {}
+
+
+@pytest.mark.parametrize("rate", [0.0, SMALLEST / 2, 5e-324, 0.2])
+def test_units_fall_once_in_a_committed_step(rate: float) -> None:
+    present = [0.4]
+    rates = Rates(lambda: {"w": present[0]})
+    rates.turn(0)
+    present[0] = rate
+    for step in (1, 2):
+        before = rates.units["w"]
+        assert rates.turn(step) == {"w": pytest.approx(1 / FALL)}
+        for _ in range(2):  # steps that do not count
+            assert rates.turn(step) == {}
+        assert rates.units["w"] == pytest.approx(FALL * before)
 
 
 def test_a_rate_is_told_as_a_share_of_the_largest_so_far() -> None:
@@ -189,13 +203,13 @@ def test_a_rate_is_told_as_a_share_of_the_largest_so_far() -> None:
     rates = Rates(lambda: {"w": present[0]})
     assert rates.decay("w") == 1.0
     shares = []
-    for present[0] in (0.1, 0.4, 0.1, 0.0, 0.2):
-        rates.turn()
+    for step, present[0] in enumerate((0.1, 0.4, 0.39, 0.0, 0.39)):
+        rates.turn(step)
         shares.append(rates.decay("w"))
-    assert shares == [1.0, 1.0, 0.25, 0.25, 0.5]
+    assert shares == pytest.approx([1.0, 1.0, 0.975, FALL * 0.975, 0.975])
     again = Rates(lambda: {"w": present[0]})
     again.load(rates.saved())
-    assert (again.turn(), again.decay("w")) == ({}, 0.5)
+    assert (again.turn(5), again.decay("w")) == ({}, rates.decay("w"))
     again.load({"rates": {"w": 0.2}})  # as earlier versions saved it
     assert again.decay("w") == 1.0
 
@@ -203,9 +217,9 @@ def test_a_rate_is_told_as_a_share_of_the_largest_so_far() -> None:
 def test_a_first_rate_of_zero_is_none() -> None:
     present = [0.0]
     rates = Rates(lambda: {"w": present[0]})
-    assert (rates.turn(), rates.units) == ({}, {})
+    assert (rates.turn(0), rates.units) == ({}, {})
     present[0] = 0.1
-    assert (rates.turn(), rates.units) == ({}, {"w": 0.1})
+    assert (rates.turn(1), rates.units) == ({}, {"w": 0.1})
 
 
 def test_residuals_stay_finite_down_to_the_smallest_rate() -> None:

@@ -46,11 +46,11 @@ def test_it_is_off_by_default() -> None:
 def test_each_parameter_has_the_rate_of_its_group() -> None:
     optimizer = optimizer_of(a=0.1, b=torch.tensor(0.125), c=0)
     rates = rates_of(optimizer)
-    assert rates.turn() == {}
+    assert rates.turn(0) == {}
     assert rates.units == {"a": 0.1, "b": 0.125}
     optimizer.param_groups[1]["lr"].fill_(0.5)
     optimizer.param_groups[2]["lr"] = 1.0
-    assert rates.turn() == {"b": 0.25}
+    assert rates.turn(1) == {"b": 0.25}
     assert rates.units == {"a": 0.1, "b": 0.5, "c": 1.0}
 
 
@@ -58,19 +58,20 @@ def test_a_scheduler_is_heard_of() -> None:
     optimizer = optimizer_of(a=0.5, b=0.25)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=2.0)
     rates = rates_of(optimizer)
-    rates.turn()
-    for _ in range(3):
+    rates.turn(0)
+    for step in range(1, 4):
         optimizer.step()
         scheduler.step()
-        assert rates.turn() == {"a": 0.5, "b": 0.5}
+        assert rates.turn(step) == {"a": 0.5, "b": 0.5}
 
 
 def test_units_rise_at_once_and_fall_by_a_twentieth_at_most() -> None:
     optimizer = optimizer_of(a=0.0)
     rates, factor, unit = rates_of(optimizer), 1.0, 0.0
-    for rate in (0.25, 1.0, 0.97, 0.5, *[1e-3] * 4, 0.0, 0.9, 1e-6, 1.0, 2.0):
+    schedule = (0.25, 1.0, 0.97, 0.5, *[1e-3] * 4, 0.0, 0.9, 1e-6, 1.0, 2.0)
+    for step, rate in enumerate(schedule):
         optimizer.param_groups[0]["lr"] = rate
-        factor *= rates.turn().get("a", 1.0)
+        factor *= rates.turn(step).get("a", 1.0)
         unit = max(rate, 0.95 * unit)
         assert rates.units["a"] == pytest.approx(unit)
         assert factor == pytest.approx(0.25 / unit)
@@ -84,7 +85,7 @@ def test_what_is_no_rate_leaves_units_as_they_are() -> None:
     for known, tried in (({}, (0.0, 1e-13)), ({"a": 0.5}, (0.5,))):
         for rate in (*tried, -1.0, math.nan, math.inf):
             optimizer.param_groups[0]["lr"] = rate
-            assert rates.turn() == {}
+            assert rates.turn(0) == {}
             assert rates.saved() == {"rates": known, "largest_rates": known}
             assert rates.decay("a") == 1.0
 
@@ -93,7 +94,7 @@ def test_parameters_that_horovod_does_not_know_are_left_out() -> None:
     optimizer = optimizer_of(a=0.5, b=0.25)
     optimizer._parameter_names = dict(list(optimizer._parameter_names.items())[:1])
     rates = rates_of(optimizer)
-    rates.turn()
+    rates.turn(0)
     assert rates.units == {"a": 0.5}
 
 
