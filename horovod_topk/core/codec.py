@@ -13,8 +13,6 @@ all of it for a bucket at once, with bitwise the same result.
 
 from __future__ import annotations
 
-import functools
-import logging
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,15 +40,7 @@ from horovod_topk.methods.protocol import (
 from horovod_topk.ops import Fused, Ops, SupportsOnePass, Velocities
 from horovod_topk.ops.philox import Stream
 
-log = logging.getLogger("horovod_topk")
-
 Array = TypeVar("Array")
-
-
-@functools.cache
-def _note_without_kernel() -> None:
-    """Log, once, that a kernel is not used."""
-    log.info("TopKEF: the Triton kernels cannot select by Adam's mean squares: PyTorch encodes")
 
 
 class PayloadCodec(Generic[Array]):
@@ -200,16 +190,13 @@ class PayloadCodec(Generic[Array]):
         """Fill a payload, by the method's kernel if there is one."""
         bucket = arenas.plan
         kernel = self._encoders.get(bucket.fingerprint) or self._encoder(bucket)
-        squares = self._squares_for(bucket)
-        if kernel is not None and squares and not kernel.weighs:
-            _note_without_kernel()
-        elif kernel is not None:
+        if kernel is not None:
             if bucket.config.measured:
                 for position in range(len(bucket.tensors)):
                     self._measure(bucket, position, self.compensate(arenas, gradients, position)[0])
             streams = self._streams(bucket)
             pair = arenas.residual, arenas.candidate
-            kernel.encode(*pair, gradients, payload, streams, squares)
+            kernel.encode(*pair, gradients, payload, streams, self._squares_for(bucket))
             return
         sent = []
         for position in range(len(bucket.tensors)):

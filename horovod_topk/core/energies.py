@@ -132,7 +132,9 @@ class Energies(Generic[Array]):
         """
         ops, energy, told = self._ops, self._states[ENERGY], self._states[LOST]
         unit = 1.0 / ranks if self._bucket.reduction == "sum" else 1.0
-        mean: Any = self._sampled(exchanged, self._wholes) * (unit / gain)
+        mean: Any = self._sampled(exchanged, self._wholes)
+        if unit != gain:
+            mean = mean * (unit / gain)
         now = self._by_class(mean * mean, self._wholes, self._whole_scales)
         self._add(energy, self._fading * energy.residual, now)
         factors = self._factors(energy.candidate, lost, ranks)
@@ -170,8 +172,7 @@ class Energies(Generic[Array]):
 
         committed: whether that step is committed.
         """
-        factors = self._states[FACTORS]
-        views = self._views(factors, factors.residual if committed else factors.candidate)
+        views = self._views(self._states[FACTORS], candidate=not committed)
         names = [self._bucket.gradients[at].spec.name for at in self._positions]
         return dict(zip(names, views, strict=True))
 
@@ -222,8 +223,7 @@ class Energies(Generic[Array]):
 
     def _arrived_often(self, samples: Sequence[Sample]) -> Any:
         """Return 1 for sampled elements that arrived often before this step, 0 for others."""
-        arenas = self._states[ARRIVALS]
-        views = self._views(arenas, arenas.residual)
+        views = self._views(self._states[ARRIVALS])
         picks = [each.pick for each in samples]
         before: Any = self._ops.blocks(views, picks, self._bucket.residual_dtype)
         return self._ops.cast(before > OFTEN, self._bucket.residual_dtype)
@@ -234,7 +234,7 @@ class Energies(Generic[Array]):
         pairs: Any = self._before(arenas)
         before = [kept if scale == 1.0 else kept * scale for kept, scale in pairs]
         picks = [each.pick_within for each in self._shards]
-        after = self._views(arenas, arenas.candidate)
+        after = self._views(arenas, candidate=True)
         return ops.blocks(before, picks, dtype), ops.blocks(after, picks, dtype)
 
     def _before(self, arenas: Arenas[Array]) -> list[tuple[Array, float]]:
@@ -247,10 +247,10 @@ class Energies(Generic[Array]):
         each = [tensors[at] for at in self._positions]
         return self._ops.blocks(each, [s.pick for s in samples], self._bucket.residual_dtype)
 
-    def _views(self, arenas: Arenas[Array], array: Array) -> list[Array]:
-        """Views of each tensor's stretch of one of the arrays of `arenas`."""
-        pieces = arenas.plan.tensors
-        return [self._ops.view(array, pieces[at].start, pieces[at].stop) for at in self._positions]
+    def _views(self, arenas: Arenas[Array], *, candidate: bool = False) -> list[Array]:
+        """Views of each followed tensor's residual, or candidate, in `arenas`."""
+        views = arenas.views(self._ops, candidate=candidate)
+        return [views[at] for at in self._positions]
 
     def _constant(self, numbers: Sequence[float]) -> Array:
         """Make an array of numbers, one for each tensor, and repeat it for each class."""

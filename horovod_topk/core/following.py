@@ -26,16 +26,11 @@ class Following(Generic[Array]):
 
     def finish(self, exchanged: Sequence[Array]) -> None:
         """Compute phi after a step, once the bucket's gradients are exchanged."""
-        arenas = self._arrivals
-        befores, afters = self._views(arenas.residual), self._views(arenas.candidate)
-        for at, before, after in zip(
-            self._positions, befores.values(), afters.values(), strict=True
-        ):
-            if self._everything:
-                phi: Any = before
-                self._ops.assign(after, phi * 0.0 + 1.0)
-            else:
-                self._ops.follow(before, RATE, exchanged[at], after)
+        before: Any = self._arrivals.residual
+        if self._everything:
+            self._ops.assign(self._arrivals.candidate, before * 0.0 + 1.0)
+        else:
+            self._ops.follow(before, RATE, exchanged, self._arrivals.candidate)
 
     def swap(self) -> None:
         """Make phi after the step the present one."""
@@ -46,16 +41,6 @@ class Following(Generic[Array]):
 
         committed: whether that step is committed.
         """
-        return self._views(self._arrivals.residual if committed else self._arrivals.candidate)
-
-    @property
-    def _positions(self) -> list[int]:
-        """Positions in the bucket of the tensors that have elements."""
-        return [at for at, each in enumerate(self._arrivals.plan.tensors) if each.numel]
-
-    def _views(self, array: Array) -> dict[str, Array]:
-        tensors = self._arrivals.plan.tensors
-        return {
-            each.spec.name: self._ops.view(array, each.start, each.stop)
-            for each in (tensors[at] for at in self._positions)
-        }
+        views = self._arrivals.views(self._ops, candidate=not committed)
+        pairs = zip(self._arrivals.plan.tensors, views, strict=True)
+        return {tensor.spec.name: view for tensor, view in pairs if tensor.numel}

@@ -44,10 +44,11 @@ class Norms(Generic[Array]):
         ops, dtype, means = self._ops, self._bucket.residual_dtype, self._states[NORMS]
         tensors = [exchanged[at] for at in self._positions]
         sampled: Any = ops.blocks(tensors, [each.pick for each in self._samples], dtype)
-        sampled = sampled * (1.0 / gain)
+        if gain != 1.0:
+            sampled = sampled * (1.0 / gain)
         sums: Any = ops.segment_sums(sampled * sampled, [each.size for each in self._samples])
         scaled: Any = sums * self._scales
-        norms: Any = ops.finite(ops.root(ops.cast(ops.finite(scaled), "float64")))
+        norms: Any = ops.cast(ops.root(ops.cast(ops.finite(scaled), "float64")), "float32")
         before: Any = means.residual
         is_known: Any = ops.cast(before > 0.0, dtype)
         counts: Any = ops.cast(norms > 0.0, dtype)  # n waits while gradients are 0

@@ -31,6 +31,7 @@ class _Arena(Generic[Array]):
 
     array: Array
     factors: dict[tuple[int, int], float] = field(default_factory=dict)
+    views: list[Array] = field(default_factory=list)  # of each tensor's elements, once needed
 
     def rescaled(self, ops: Ops[Array] | None) -> Array:
         """Multiply the array by its factors in place, and return it."""
@@ -86,6 +87,14 @@ class Arenas(Generic[Array]):
         """A view of one tensor's residual, and the factor that it is still to be multiplied by."""
         factor = self._residual.factors.get((start, stop), 1.0)
         return ops.view(self._residual.array, start, stop), factor
+
+    def views(self, ops: Ops[Array], *, candidate: bool = False) -> Sequence[Array]:
+        """A view of each tensor's stretch of the residual, or of the candidate."""
+        arena = self._candidate if candidate else self._residual
+        array = arena.rescaled(self._verbs)
+        if not arena.views:
+            arena.views += [ops.view(array, t.start, t.stop) for t in self.plan.tensors]
+        return arena.views
 
     def swap(self) -> None:
         """Make the candidate the residual."""

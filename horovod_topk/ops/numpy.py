@@ -75,9 +75,10 @@ class NumpyOps(FactorVerbs):
     def update_velocity(self, velocity: Array, factor: float, gradient: Array, out: Array) -> None:
         np.add(velocity * velocity.dtype.type(factor), gradient.reshape(-1), out=out)
 
-    def follow(self, mean: Array, rate: float, gradient: Array, out: Array) -> None:
+    def follow(self, mean: Array, rate: float, gradients: Sequence[Array], out: Array) -> None:
         real = mean.dtype.type
-        np.add(mean * real(1.0 - rate), real(rate) * (gradient.reshape(-1) != 0), out=out)
+        has_arrived = np.concatenate([each.reshape(-1) != 0 for each in gradients])
+        np.add(mean * real(1.0 - rate), real(rate) * has_arrived, out=out)
 
     def lost(self, *arrays: Any) -> None:
         return None

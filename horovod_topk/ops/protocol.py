@@ -69,8 +69,6 @@ class Fused(Protocol[Taken]):
         9   elements of a block, or of a column, for the kinds 6 to 10; else 0
     """
 
-    weighs: bool  # whether `encode` can select by squares
-
     def encode(
         self,
         residual: Taken,
@@ -85,7 +83,7 @@ class Fused(Protocol[Taken]):
         residual, candidate: the bucket's arenas. Other bytes of the payload do not change.
         streams: random numbers, one stream for each tensor, for kinds of values that draw some.
         squares: for each gradient, the squares to select by, as `Ops.weighted` does, or None.
-            Empty: by magnitude. Only if the kernel `weighs`.
+            Empty: by magnitude.
         """
         ...
 
@@ -230,9 +228,11 @@ class Ops(Protocol[Array]):
         """out = factor * velocity + gradient, all of one dtype; rounded twice."""
         ...
 
-    def follow(self, mean: Array, rate: float, gradient: Array, out: Array) -> None:
-        """out = (1 - rate) * mean, plus `rate` where the gradient is not 0; rounded twice.
+    def follow(self, mean: Array, rate: float, gradients: Sequence[Array], out: Array) -> None:
+        """out = (1 - rate) * mean, plus `rate` where a gradient is not 0; rounded twice.
 
+        gradients: one or more; of all of them, one after another, `mean` and `out` have the
+            elements.
         mean, out: flat, of the residual's dtype.
         """
         ...

@@ -218,10 +218,14 @@ class TensorFlowOps(FactorVerbs):
         kept = velocity.value * _scalar(factor, velocity.dtype)
         _write(out, kept + _flat(gradient))
 
-    def follow(self, mean: Array, rate: float, gradient: Array, out: Array) -> None:
-        arrived = tf.cast(tf.not_equal(_flat(gradient), 0), mean.dtype)
-        kept = mean.value * _scalar(1.0 - rate, mean.dtype)
-        _write(out, kept + arrived * _scalar(rate, mean.dtype))
+    def follow(self, mean: Array, rate: float, gradients: Sequence[Array], out: Array) -> None:
+        start = 0
+        for gradient in gradients:
+            stop = start + gradient.numel
+            arrived = tf.cast(tf.not_equal(_flat(gradient), 0), mean.dtype)
+            kept = self.view(mean, start, stop).value * _scalar(1.0 - rate, mean.dtype)
+            _write(self.view(out, start, stop), kept + arrived * _scalar(rate, mean.dtype))
+            start = stop
 
     def lost(self, *arrays: Any) -> None:
         return None
@@ -537,8 +541,6 @@ def find_operations() -> Any:
 
 class BucketOperations:
     """`horovod_topk.ops.Fused` as graph operations, which also run eagerly."""
-
-    weighs = True
 
     def __init__(self, recipe: Sequence[int], operations: Any) -> None:
         self._recipe, self._operations = list(recipe), operations

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from horovod_topk.kernels import native, triton
 from horovod_topk.ops import coding
+from horovod_topk.ops import torch_lists as lists
 from horovod_topk.ops import torch_packing as packing
 from horovod_topk.ops.coding import SHARD_BLOCK
 from horovod_topk.ops.orthonormal import FactorVerbs
@@ -51,7 +52,7 @@ class TorchOps(FactorVerbs):
     """
 
     def __init__(self, *, kernels: bool = True) -> None:
-        self._use_kernels = kernels
+        self._use_kernels, self._samples = kernels, lists.Samples()
 
     def zeros(self, numel: int, dtype: str, device: str = "cpu") -> Tensor:
         return torch.zeros(numel, dtype=DTYPES[dtype], device=device)
@@ -128,16 +129,19 @@ class TorchOps(FactorVerbs):
         size = out.numel(), out.element_size()
         library.topkef_update_velocity(*places, *size, torch.get_num_threads())
 
-    def follow(self, mean: Tensor, rate: float, gradient: Tensor, out: Tensor) -> None:
+    def follow(self, mean: Tensor, rate: float, gradients: Sequence[Tensor], out: Tensor) -> None:
         library = self._library(mean.device.type)
-        if library is not None and gradient.dtype == mean.dtype and out.numel():
-            packed = _packed(gradient)
-            places = mean.data_ptr(), rate, packed.data_ptr(), out.data_ptr()
-            size = out.numel(), out.element_size()
-            library.topkef_follow(*places, *size, torch.get_num_threads())
+        if library is None or any(gradient.dtype != mean.dtype for gradient in gradients):
+            torch.mul(mean, 1.0 - rate, out=out)
+            out.add_(lists.flat(gradients).ne(0).to(out.dtype), alpha=rate)
             return
-        torch.mul(mean, 1.0 - rate, out=out)
-        out.add_(gradient.reshape(-1).ne(0).to(out.dtype), alpha=rate)
+        width, at = out.element_size(), 0
+        for gradient in gradients:
+            packed, numel = _packed(gradient), gradient.numel()
+            places = mean.data_ptr() + at, rate, packed.data_ptr(), out.data_ptr() + at
+            if numel:
+                library.topkef_follow(*places, numel, width, torch.get_num_threads())
+            at += numel * width
 
     def lost(
         self,
@@ -313,9 +317,12 @@ class TorchOps(FactorVerbs):
         return array.view(rows, -1).t().reshape(-1).clone()
 
     def divided(self, array: Tensor, by: Tensor) -> Tensor:
-        return torch.where(by != 0, array / by, torch.zeros_like(array))
+        return torch.where(by != 0, array / by, 0.0)
 
     def limit(self, arrays: Sequence[Tensor], factors: Tensor) -> None:
+        if factors.device.type != "cpu":  # their values would wait for the device
+            lists.multiply(arrays, lists.spread(factors.clamp(max=1.0), arrays))
+            return
         for array, factor in zip(arrays, factors.tolist(), strict=True):
             if factor < 1.0:
                 array.mul_(factor)
@@ -376,6 +383,8 @@ class TorchOps(FactorVerbs):
             out[rounds * SHARD_BLOCK :].copy_(rest[first * SHARD_BLOCK : (first + 1) * SHARD_BLOCK])
 
     def blocks(self, tensors: Sequence[Tensor], picks: Sequence[Pick], dtype: str) -> Tensor:
+        if tensors[0].device.type != "cpu":
+            return self._samples.take(tensors, picks).to(DTYPES[dtype])
         found = list[Tensor]()
         for tensor, (shards, first, parts) in zip(tensors, picks, strict=True):
             shard = tensor if shards == 1 else self.shard(tensor, shards, first)
@@ -383,8 +392,7 @@ class TorchOps(FactorVerbs):
         return torch.cat(found).to(DTYPES[dtype])
 
     def segment_sums(self, array: Tensor, sizes: Sequence[int]) -> Tensor:
-        lengths = torch.tensor(sizes, device=array.device)
-        return torch.segment_reduce(array, "sum", lengths=lengths, unsafe=True)
+        return lists.segment_sums(array, sizes)
 
     def rows(self, gathered: Tensor, width: int) -> int:
         return gathered.numel() // width
@@ -528,8 +536,6 @@ class CpuTernary:
 
 class CpuBucket:
     """`horovod_topk.ops.Fused` for tensors in host memory, with torch's number of threads."""
-
-    weighs = True
 
     def __init__(self, recipe: Sequence[int], library: native.Library) -> None:
         self._kernel = native.Bucket(recipe, library)

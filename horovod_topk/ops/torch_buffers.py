@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from horovod_topk.kernels import native
+from horovod_topk.ops import torch_lists as lists
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Numbers:
 
 def prepare(buffers: Sequence[Buffer], numbers: Numbers) -> None:
     """Prepare the momentum buffers of parameters for the optimizer's update."""
-    library = native.find().library
+    library, rest = native.find().library, list[Buffer]()
     for each in buffers:
         tensors = [each.buffer, each.added, each.parameter, each.arrivals]
         if library is not None and _fit(tensors):
@@ -43,23 +44,27 @@ def prepare(buffers: Sequence[Buffer], numbers: Numbers) -> None:
                 places[2] = 0
             library.topkef_prepare_buffer(*places, ctypes.addressof(sgd), *_size(each.buffer))
         else:
-            _prepare_by_torch(each, numbers)
+            rest.append(each)
+    for chunk in lists.chunks(rest, lambda each: each.buffer, _kind):
+        _prepare_by_torch(chunk, numbers)
 
 
-def restore(buffer: Tensor, arrivals: Tensor, momentum: float) -> None:
-    """Turn a prepared buffer, after the update, back into dense SGD's, in place.
+def restore(prepared: Sequence[tuple[Tensor, Tensor]], momentum: float) -> None:
+    """Turn prepared buffers, after the update, back into dense SGD's, in place.
 
     Args:
-        buffer: the buffer.
-        arrivals: phi of each element, flat: what the buffer was prepared with.
+        prepared: each buffer, and phi of each element, flat, that it was prepared with.
         momentum: the optimizer's, in that update.
     """
-    library = native.find().library
-    if library is not None and _fit([buffer, arrivals]):
-        places = buffer.data_ptr(), arrivals.data_ptr()
-        library.topkef_restore_buffer(*places, momentum, *_size(buffer))
-    else:
-        _restore_by_torch(buffer, arrivals, momentum)
+    library, rest = native.find().library, list[tuple[Tensor, Tensor]]()
+    for buffer, arrivals in prepared:
+        if library is not None and _fit([buffer, arrivals]):
+            places = buffer.data_ptr(), arrivals.data_ptr()
+            library.topkef_restore_buffer(*places, momentum, *_size(buffer))
+        else:
+            rest.append((buffer, arrivals))
+    for chunk in lists.chunks(rest, lambda pair: pair[0], lambda pair: pair[1].dtype):
+        _restore_by_torch(chunk, momentum)
 
 
 class _Sgd(ctypes.Structure):
@@ -83,24 +88,30 @@ def _fit(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _prepare_by_torch(each: Buffer, numbers: Numbers) -> None:
-    """As `topkef_prepare_buffer` of kernels/cpu/topkef.h, for float32 bit for bit."""
+def _kind(each: Buffer) -> tuple[torch.dtype, float]:
+    """What the buffers of a chunk have in common, beside their own device and dtype."""
+    return each.arrivals.dtype, each.loss
+
+
+def _prepare_by_torch(chunk: Sequence[Buffer], numbers: Numbers) -> None:
+    """As `topkef_prepare_buffer` of kernels/cpu/topkef.h, for float32 bit for bit.
+
+    chunk: buffers of one device, dtype and loss.
+    """
     momentum, left = numbers.momentum, 1.0 - numbers.momentum
-    phi, added = each.arrivals.view(each.buffer.shape), each.added
+    phi = lists.flat([each.arrivals for each in chunk])
+    added = lists.flat([each.added for each in chunk])
     if numbers.decay:
-        added = added + each.parameter.detach() * numbers.decay
-    b = _root(_root(phi)) * momentum
-    kept = 1.0 - phi * each.loss
-    moved = (1.0 - b) / left * (each.buffer * momentum + kept * added)
-    each.buffer.copy_((moved - added) / momentum)
+        added = added + lists.flat([each.parameter.detach() for each in chunk]) * numbers.decay
+    b = lists.root(lists.root(phi)) * momentum
+    kept = 1.0 - phi * chunk[0].loss
+    buffers = [each.buffer for each in chunk]
+    moved = (1.0 - b) / left * (lists.flat(buffers) * momentum + kept * added)
+    lists.write((moved - added) / momentum, buffers)
 
 
-def _restore_by_torch(buffer: Tensor, arrivals: Tensor, momentum: float) -> None:
+def _restore_by_torch(chunk: Sequence[tuple[Tensor, Tensor]], momentum: float) -> None:
     """As `topkef_restore_buffer` of kernels/cpu/topkef.h, for float32 bit for bit."""
-    b = _root(_root(arrivals)) * momentum
-    buffer.mul_((b * ((1.0 - momentum) / momentum) / (1.0 - b)).view(buffer.shape))
-
-
-def _root(array: Tensor) -> Tensor:
-    """Correctly rounded square roots, which torch's own are not in float32."""
-    return array.double().sqrt().to(array.dtype)
+    buffers, phis = zip(*chunk, strict=True)
+    b = lists.root(lists.root(lists.flat(phis))) * momentum
+    lists.multiply(buffers, b * ((1.0 - momentum) / momentum) / (1.0 - b))

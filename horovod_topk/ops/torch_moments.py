@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from horovod_topk.kernels import native
+from horovod_topk.ops import torch_lists as lists
 
-CHUNK = 1 << 24  # elements
-Foreach = Any  # torch's operations on lists of tensors have no annotations
+CLASSES = 2  # of elements; see `horovod_topk.core.arrivals`
 
 
 @dataclass(frozen=True)
@@ -49,21 +48,8 @@ def prepare(moments: Sequence[Moment], numbers: Numbers) -> None:
             _by_kernel(library, each, numbers)
         else:
             rest.append(each)
-    for chunk in _chunks(rest):
+    for chunk in lists.chunks(rest, lambda each: each.moment, lambda each: each.arrivals.dtype):
         _by_torch(chunk, numbers)
-
-
-def _chunks(moments: Sequence[Moment]) -> Iterator[list[Moment]]:
-    """Split moments into lists of at most `CHUNK` elements, whose copies fit into memory."""
-    chunk, numel = list[Moment](), 0
-    for each in moments:
-        if chunk and numel + each.moment.numel() > CHUNK:
-            yield chunk
-            chunk, numel = [], 0
-        chunk.append(each)
-        numel += each.moment.numel()
-    if chunk:
-        yield chunk
 
 
 class _Adam(ctypes.Structure):
@@ -104,50 +90,39 @@ def _by_kernel(library: native.Library, each: Moment, numbers: Numbers) -> None:
 
 
 def _by_torch(moments: Sequence[Moment], numbers: Numbers) -> None:
-    """As `topkef_prepare_moment` of kernels/cpu/topkef.h, for float32 bit for bit."""
+    """As `topkef_prepare_moment` of kernels/cpu/topkef.h, for float32 bit for bit.
+
+    moments: moments of one device and dtype.
+    """
     beta1, before, now = numbers.beta1, numbers.before, numbers.now
-    ops: Foreach = torch
-    phis = [each.arrivals for each in moments]
-    kept = [_root(phi) for phi in phis]
-    ops._foreach_mul_(kept, beta1)
-    factors = [_factor(each, numbers) for each in moments]
-    weights, others = ops._foreach_mul(factors, now / beta1), ops._foreach_neg(kept)
-    ops._foreach_add_(others, 1.0)
-    ops._foreach_mul_(weights, others)
-    ops._foreach_mul_(kept, now / before / beta1)
-    shapes = [each.moment.shape for each in moments]
-    weights, kept = (
-        [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)]
-        for flats in (weights, kept)
+    phi, written = (
+        lists.flat([each.arrivals for each in moments]),
+        [each.moment for each in moments],
     )
-    written, added = [each.moment for each in moments], [each.added for each in moments]
-    ops._foreach_mul_(written, kept)
-    ops._foreach_add_(written, ops._foreach_mul(weights, added))
-    limits = _limits(moments, numbers)
-    ops._foreach_minimum_(written, limits)
-    ops._foreach_maximum_(written, ops._foreach_neg(limits))
-    ops._foreach_sub_(written, ops._foreach_mul(added, 1.0 / beta1 - 1.0))
+    added = lists.flat([each.added for each in moments]).to(phi.dtype)
+    of = lists.positions(written)
+    b = lists.root(phi) * beta1
+    weights = _factors(moments, phi, of, numbers) * (now / beta1) * (1.0 - b)
+    moved = lists.flat(written) * (b * (now / before / beta1)) + weights * added
+    limits = _limits(moments, added, of, numbers)
+    moved = torch.maximum(torch.minimum(moved, limits), -limits)
+    lists.write(moved - added * (1.0 / beta1 - 1.0), written)
 
 
-def _limits(moments: Sequence[Moment], numbers: Numbers) -> list[Tensor]:
-    """Return the largest magnitude of each moment, given the v that the step will compute."""
-    ops: Foreach = torch
-    added = [each.added for each in moments]
-    squares = ops._foreach_mul(added, added)
-    ops._foreach_mul_(squares, 1.0 - numbers.beta2)
-    ops._foreach_add_(squares, ops._foreach_mul([each.square for each in moments], numbers.beta2))
-    return [_root(square) * each.most for square, each in zip(squares, moments, strict=True)]
+def _limits(moments: Sequence[Moment], added: Tensor, of: Tensor, numbers: Numbers) -> Tensor:
+    """Return the largest magnitude of each element, given the v that the step will compute."""
+    squares = added * added * (1.0 - numbers.beta2)
+    squares = squares + lists.flat([each.square for each in moments]) * numbers.beta2
+    most = torch.stack([each.most for each in moments]).to(squares)
+    return lists.root(squares) * most.index_select(0, of)
 
 
-def _root(array: Tensor) -> Tensor:
-    """Return square roots; on CPUs they are correctly rounded, unlike torch's own in float32."""
-    if array.device.type != "cpu":
-        return array.sqrt()
-    return array.double().sqrt().to(array.dtype)
+def _factors(moments: Sequence[Moment], phi: Tensor, of: Tensor, numbers: Numbers) -> Tensor:
+    """Repeat the factors c of tensors and classes for each element.
 
-
-def _factor(each: Moment, numbers: Numbers) -> Tensor:
-    """Expand a tensor's factors c, one for each class, to one for each element: flat."""
-    phi, (often, rarely) = each.arrivals, each.factors
-    has_arrived = each.gradient.reshape(-1).ne(0).to(phi)
-    return torch.where(phi - numbers.rate * has_arrived > numbers.limit, often, rarely)
+    of: the position of each element's tensor.
+    """
+    has_arrived = lists.flat([each.gradient for each in moments]).ne(0).to(phi)
+    is_rare = phi - numbers.rate * has_arrived <= numbers.limit
+    factors = torch.cat([each.factors for each in moments])  # those of both classes, in turn
+    return factors.index_select(0, of * CLASSES + is_rare)

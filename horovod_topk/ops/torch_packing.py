@@ -40,8 +40,8 @@ def pack_values(values: Tensor, kind: str) -> Tensor:
 
 def finite(values: Tensor) -> Tensor:
     """`Ops.finite`."""
-    known = torch.where(values.isfinite(), values, torch.zeros_like(values))
-    return known.clamp(-coding.LIMIT, coding.LIMIT).float()
+    known = values.nan_to_num(0.0, 0.0, 0.0)
+    return known.clamp_(-coding.LIMIT, coding.LIMIT).float()
 
 
 def above(array: Tensor) -> Tensor:

@@ -88,9 +88,13 @@ def _largest(parameters: Sequence[Any], unit: float, rate: float | None) -> Sequ
     rate: the learning rate; None: no weight may move by more than that.
     """
     if rate is None:
-        return [torch.tensor(unit, dtype=p.dtype) for p in parameters]
+        places = [(p.device, p.dtype) for p in parameters]
+        made = {
+            place: torch.full((), unit, device=place[0], dtype=place[1]) for place in set(places)
+        }
+        return [made[place] for place in places]
     ops: Any = torch  # operations on lists of tensors have no annotations
-    norms = ops._foreach_norm([p.detach() for p in parameters])
+    norms = ops._foreach_norm(parameters)
     of_rms = FARTHEST / max(rate, SLOWEST)
     fars = ops._foreach_mul(norms, [of_rms / max(1, p.numel()) ** 0.5 for p in parameters])
     ops._foreach_clamp_min_(fars, 1.0)

@@ -50,7 +50,8 @@ class SgdSteps:
     ) -> None:
         self._names, self._compressor = names, compressor
         self._is_new, self._was_dense = True, False  # before the first step; after a dense one
-        self._prepared: list[tuple[Tensor, Tensor, float]] = []  # buffers of this step
+        # Momentum buffers of this step and their phi, by groups, and each group's momentum.
+        self._prepared: list[tuple[list[tuple[Tensor, Tensor]], float]] = []
 
     @torch.no_grad()
     def prepare(self, optimizer: Any) -> None:
@@ -88,13 +89,13 @@ class SgdSteps:
                 for (p, own), g in zip(pairs, added, strict=True)
             ]
             prepare(buffers, Numbers(momentum, decay))
-            self._prepared += [(each.buffer, each.arrivals, momentum) for each in buffers]
+            self._prepared.append(([(each.buffer, each.arrivals) for each in buffers], momentum))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Turn the buffers that were prepared back into dense SGD's, after the step."""
-        for buffer, arrivals, momentum in self._prepared:
-            restore(buffer, arrivals, momentum)
+        for pairs, momentum in self._prepared:
+            restore(pairs, momentum)
         self._prepared.clear()
 
     def _begin(self, optimizer: Any, found: Found) -> None:

@@ -26,15 +26,28 @@ from horovod_topk.core.codec import PayloadCodec
 from horovod_topk.core.plan import WIDTH, BucketPlan, TensorSpec, make_plan
 from horovod_topk.core.residual import Arenas
 from horovod_topk.kernels.triton import unavailable, unsupported
-from horovod_topk.kernels.triton.tables import COLUMNS, SAMPLED, SEARCHED, Geometry, Tables
-from horovod_topk.methods.topk import Entries, TopK
+from horovod_topk.kernels.triton.tables import (
+    BFLOAT16,
+    BLOCKS,
+    COLUMNS,
+    FLOAT16,
+    FLOAT32,
+    INT4,
+    INT8,
+    SAMPLED,
+    SEARCHED,
+    SIGN,
+    Geometry,
+    Tables,
+)
+from horovod_topk.methods.topk import VALUES, Entries, TopK
 from horovod_topk.ops.protocol import HEAD
 from horovod_topk.ops.torch import DTYPES, TorchOps
 
 DEVICE = os.environ.get("TRITON_CASES_ON", "cpu")
 SMALL = Geometry(
     tile=256, chunk=512, slot=64, lanes=1024, run_share=16, sample=256, crowd=150, programs=64,
-    output=512, block=128, writers=1,
+    parcel=256, output=512, block=128, writers=1,
 )  # fmt: skip
 KINDS = ("float32", "float16", "bfloat16")
 
@@ -101,10 +114,9 @@ def test_buckets_without_a_kernel_are_told_apart(monkeypatch: pytest.MonkeyPatch
     assert unsupported(narrow, "cuda:0") is None
     assert "float64" in str(unsupported(wide, "cuda:0"))
     assert "cpu" in str(unsupported(narrow, "cpu"))
-    for values in ("bfloat16", "int8", "int4", "sign"):
-        other = recipe_of(5, values=values)
-        assert "neither float32 nor float16" in str(unsupported(other, "cuda:0"))
-    for values in ("float32", "float16"):
+    quantised = (*narrow[:2], 8, *narrow[3:])
+    assert "kind of values" in str(unsupported(quantised, "cuda:0"))
+    for values in VALUES:
         packed, plain = (
             recipe_of(5, 5000, values=values, indices=indices) for indices in ("packed", "plain")
         )
@@ -124,14 +136,18 @@ def test_tables_cover_every_element_once() -> None:
     tables = Tables(bucket.config.recipe(bucket), SMALL)
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in tables.rows]
     for t, row in enumerate(rows):
-        sizes = {"chunk": SMALL.chunk, "tile": SMALL.output, "run": tables.run}
+        sizes = {
+            "chunk": SMALL.chunk, "tile": SMALL.output, "run": tables.run, "parcel": SMALL.parcel,
+        }  # fmt: skip
         owners = {
             "chunk": tables.chunk_owners,
             "tile": tables.tile_owners,
             "run": tables.run_owners,
+            "parcel": tables.parcel_owners,
         }
         for piece, size in sizes.items():
-            pieces = 0 if piece == "run" and not row["width"] else -(-row["numel"] // size)
+            elements = row["k"] if piece == "parcel" else row["numel"]
+            pieces = 0 if piece == "run" and not row["width"] else -(-elements // size)
             assert owners[piece].count(t) == pieces
             if pieces:
                 assert owners[piece].index(t) == row[f"{piece}0"]
@@ -191,14 +207,12 @@ def assert_same(left: Tensor, right: Tensor) -> None:
 
 
 def sections(bucket: BucketPlan, payload: Tensor) -> list[Tensor]:
-    """A payload as bytes, values as such, bytes."""
-    at = bucket.layout.body_at
-    stop = at + bucket.entries * WIDTH[bucket.config.value_kind(bucket.residual_dtype)]
-    return [
-        payload[:at],
-        payload[at:stop].view(DTYPES[bucket.config.value_kind(bucket.residual_dtype)]),
-        payload[stop:],
-    ]
+    """A payload as bytes, floats as such, bytes."""
+    kind, at = bucket.config.value_kind(bucket.residual_dtype), bucket.layout.body_at
+    if kind not in WIDTH:
+        return [payload]
+    stop = at + bucket.entries * WIDTH[kind]
+    return [payload[:at], payload[at:stop].view(DTYPES[kind]), payload[stop:]]
 
 
 @dataclass
@@ -232,11 +246,13 @@ class Pair:
         self.guards.append(whole[-64:])
         return whole[: array.numel()]
 
-    def encode(self, gradients: Sequence[Tensor]) -> Tensor:
+    def encode(self, gradients: Sequence[Tensor], squares: Sequence[Tensor | None] = ()) -> Tensor:
         """Encode on both sides; they must agree. Returns the payload."""
-        arenas = self.kernels.arenas
+        arenas, known = self.kernels.arenas, [None if v is None else v.cpu() for v in squares]
+        self.codec.weigh(self.bucket, known)
         self.codec.encode(self.verbs.arenas, [g.cpu() for g in gradients], self.verbs.payload)
-        self.kernel.encode(arenas.residual, arenas.candidate, gradients, self.kernels.payload)
+        pair = arenas.residual, arenas.candidate
+        self.kernel.encode(*pair, gradients, self.kernels.payload, (), squares)
         for one, other in zip(*map(self._sections, (self.verbs, self.kernels)), strict=True):
             assert_same(one, other)
         assert_same(self.verbs.arenas.candidate, arenas.candidate)
@@ -272,10 +288,10 @@ class Pair:
 
 
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize("values", ["float32", "float16"])
+@pytest.mark.parametrize("values", ["int4", "float32", "float16", "bfloat16", "int8", "sign"])
 def case_steps(values: str) -> None:
     """Dense and sparse tensors, odd starts, all dtypes: with commits and a step rolled back."""
-    pair = Pair(plan((5, 1501, 3000, 7, 40), KINDS, ratio=0.05, values=values))
+    pair = Pair(plan((5, 1501, 3000, 7, 40, 0, 1), KINDS, ratio=0.05, values=values))
     payloads = []
     for step in range(3):
         gradients = pair.gradients(step)
@@ -300,15 +316,23 @@ def specials(n: int) -> Iterator[Tensor]:
     yield torch.arange(n, 0.0, -1)
     yield torch.where(torch.arange(n) < n // 8, 50 * normal, normal)
     yield (normal * 9e4).round()
+    yield normal * 1e38
     yield torch.where(torch.arange(n) % 7 == 0, math.inf, normal)
     yield torch.where(torch.arange(n) % 450 == 9, -math.nan, normal)
 
 
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize(("values", "numel"), [("float16", 600), ("float32", 1200)])
-def case_special_values(values: str, numel: int) -> None:
+@pytest.mark.parametrize(
+    ("values", "numel", "ratio"),
+    [
+        ("int4", 1200, 0.2), ("int4", 300, 1.0), ("float16", 600, 0.05), ("float32", 1200, 0.05),
+        ("bfloat16", 600, 0.05), ("int8", 600, 0.3), ("sign", 1300, 1.0),
+    ],
+)  # fmt: skip
+def case_special_values(values: str, numel: int, ratio: float) -> None:
+    """Blocks that are full and others, of selected elements or of all, whose scales are special."""
     gradients = [g.to(DEVICE) for g in specials(numel)]
-    bucket = plan([g.numel() for g in gradients], ratio=0.05, values=values)
+    bucket = plan([g.numel() for g in gradients], ratio=ratio, values=values)
     pair = Pair(bucket)
     pair.encode(gradients)
     payload = pair.encode([g.nan_to_num(posinf=1.0) for g in gradients])
@@ -328,8 +352,9 @@ def case_few_elements_and_nearly_all_of_them() -> None:
 
 
 @pytest.mark.slow
-def case_large_indices_and_the_default_geometry() -> None:
-    pair = Pair(plan((70_001, 1030), ratio=0.01), Geometry(programs=2))
+@pytest.mark.parametrize("values", ["float32", "int4"])
+def case_large_indices_and_the_default_geometry(values: str) -> None:
+    pair = Pair(plan((70_001, 1030), ratio=0.01, values=values), Geometry(programs=2))
     for step in range(3):
         gradients = pair.gradients(step)
         payload = pair.encode(gradients)
@@ -377,9 +402,58 @@ def case_sampled_thresholds(ties: bool) -> None:
     pair.encode(gradients)
 
 
-def case_flags() -> None:
+def squares_of(pair: Pair, seed: int) -> list[Tensor | None]:
+    """Adam's mean squares, of many orders of magnitude and partly 0."""
+    generator = torch.Generator().manual_seed(seed)
+    found = list[Tensor | None]()
+    for tensor in pair.bucket.tensors:
+        drawn = torch.randn((2, tensor.spec.numel), generator=generator)
+        found.append((drawn[0].exp() ** 3 * drawn[1].clamp(min=0)).to(DEVICE))
+    return found
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("values", "selection"), [("int4", "exact"), ("float32", "exact"), ("float16", "sampled")]
+)
+def case_selection_by_squares(values: str, selection: str) -> None:
+    """Steps with squares for some tensors, and one without; dense and empty tensors have none."""
+    sizes = (1501, 3000, 7, 900, 0, 1100)
+    pair = Pair(plan(sizes, KINDS, ratio=0.05, values=values, selection=selection))
+    for step in range(4):
+        squares = squares_of(pair, step)
+        squares[2] = squares[3] = squares[4] = None
+        pair.encode(pair.gradients(step), () if step == 2 else squares)
+        pair.commit()
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("values", ["int4", "float32"])
+def case_special_squares(values: str) -> None:
+    """All zero, tiny, huge, not finite, too few for a sample; and no layout is required."""
+    pair = Pair(plan([600] * 8 + [16], ratio=0.2, values=values))
+    some = [v for v in squares_of(pair, 0) if v is not None]
+    squares = [
+        0 * some[0], some[1] * 1e-42, some[2] * 1e36, some[3].where(some[3] < 9, math.nan),
+        some[4].where(some[4] > 1, math.inf), torch.full_like(some[5], 0.25),
+        torch.stack(some[6:8], 1)[:, 1], torch.cat(some[:2])[1:601], some[8],
+    ]  # fmt: skip
+    gradients = pair.gradients(0)
+    gradients[1][7], gradients[5][599] = math.nan, math.inf
+    pair.encode(gradients, squares)
+
+
+def case_sampled_selection_by_squares() -> None:
+    """A threshold from a sample of weighted elements that is taken."""
+    pair = Pair(plan((70_001, 900), ratio=0.4, selection="sampled", values="int4"), None)
+    pair.encode(pair.gradients(0), squares_of(pair, 0))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("values", ["int4", "float32"])
+def case_flags(values: str) -> None:
     """Any rank's flag makes that tensor NaN, and no other; bits lie in two bytes."""
-    pair = Pair(plan([600] * 8 + [30, 5], ratio=0.05))
+    pair = Pair(plan([600] * 8 + [30, 5], ratio=0.05, values=values))
     gradients = pair.gradients(1)
     clean = pair.encode(gradients)
     gradients[3][599], gradients[8][0], gradients[9][4] = math.inf, math.nan, -math.inf
@@ -435,8 +509,9 @@ def case_indices_outside_a_tensor_write_nowhere() -> None:
 
 
 POINTERS = {
-    "table": "i64", "addresses": "i64", "payload": "u8", "flags": "u8", "gathered": "u8",
-    "residual": "fp32", "candidate": "fp32", "rows": "fp32", "histograms": "i16",
+    "table": "i64", "addresses": "i64", "squares": "i64", "payload": "u8", "flags": "u8",
+    "gathered": "u8", "residual": "fp32", "candidate": "fp32", "products": "fp32", "rows": "fp32",
+    "histograms": "i16",
 }  # fmt: skip
 NUMBERS = ("tiles", "ranks", "payload_bytes", "flags_at", "runs", "tensors", "crowd")
 
@@ -467,20 +542,29 @@ def compile_all(kind: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from horovod_topk.kernels.triton.gather import gather, locate
     from horovod_topk.kernels.triton.narrow import narrow
+    from horovod_topk.kernels.triton.pack import pack
     from horovod_topk.kernels.triton.scatter import scatter
     from horovod_topk.kernels.triton.stream import stream
+    from horovod_topk.kernels.triton.weigh import weigh
 
-    size, any_dtype = Geometry(), {"KIND": kind, "HALVES": kind == 3}
+    size = Geometry()
     chunk = {"CHUNK": size.chunk, "SLOT": size.slot}
     run = {"ROOM": 8192, "LANES": size.lanes}
     out = {"OUTPUT": size.output, "LANES": 128}
+    decode = {"KIND": kind, "RANKS_ROOM": 8, "BLOCK": size.block, **out}
+    kinds = (FLOAT32, BFLOAT16, INT8) if kind == 2 else (INT4, FLOAT16, SIGN)
     kernels = [
-        compiled(stream, 4, TILE=size.tile, **chunk, **any_dtype),
-        compiled(scatter, 16, RUN=12 * size.chunk, **run, **any_dtype),
-        compiled(gather, 4, RANKS_ROOM=8, BLOCK=size.block, **out, **any_dtype),
+        compiled(stream, 4, KIND=kind, WEIGHS=kind == 3, TILE=size.tile, **chunk),
+        compiled(gather, 4, VALUES=kinds[0], **decode),
     ]
+    for values in kinds:
+        block = BLOCKS.get(values, 128)
+        kernels.append(compiled(pack, 4, VALUES=values, BLOCK=block, ROWS=size.parcel // block))
     if kind == 3:
-        run |= {"RUN_CHUNKS": 12, "CHUNKS_ROOM": 16, "SAMPLE": 2 * size.sample}
-        kernels += [compiled(narrow, 16, **chunk, **run), compiled(locate, 4, STEPS=18, **out)]
+        more = {"RUN_CHUNKS": 12, "CHUNKS_ROOM": 16, "SAMPLE": 2 * size.sample}
+        kernels += [compiled(narrow, 16, **chunk, **run, **more), compiled(weigh, 4)]
+        kernels += [compiled(locate, 4, STEPS=18, **out)]
+    else:
+        kernels.append(compiled(scatter, 16, RUN=12 * size.chunk, **run))
     for ptx in kernels:
-        assert ".ftz" not in ptx and "fma." not in ptx
+        assert ".ftz" not in ptx and "fma." not in ptx and "div.full" not in ptx

@@ -153,11 +153,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_which_settings_have_kernels_on_a_gpu(gpu: None) -> None:
     served, partly, without = (finding.found for finding in kernels.gpu_kernels())
-    assert served == "Triton, for values float32, float16 with exchange allgather"
-    assert partly.endswith(
-        "the rest: values float32, float16 with exchange sharded and hierarchical"
-    )
-    assert "values bfloat16, int8, int4, sign with every exchange" in without
+    values = "values float32, float16, bfloat16, int8, int4, sign"
+    assert served == f"Triton, for {values} with exchange allgather"
+    assert partly.endswith(f"the rest: {values} with exchange sharded and hierarchical")
+    assert "values" not in without
     assert "indices='packed'" in without
     assert "float64 gradients" in without
 

@@ -69,12 +69,14 @@ ROOMS = {
         "horovod_topk.ops.protocol",
         "horovod_topk.ops.coding",
         "horovod_topk.ops.philox",
+        "horovod_topk.ops.torch_lists",
         "horovod_topk.ops.torch_packing",
         "horovod_topk.kernels",
     },
     "ops/torch_packing.py": {"torch", "horovod_topk.ops.coding"},
-    "ops/torch_buffers.py": {"torch", "horovod_topk.kernels"},
-    "ops/torch_moments.py": {"torch", "horovod_topk.kernels"},
+    "ops/torch_lists.py": {"torch", "horovod_topk.ops.coding", "horovod_topk.ops.protocol"},
+    "ops/torch_buffers.py": {"torch", "horovod_topk.kernels", "horovod_topk.ops.torch_lists"},
+    "ops/torch_moments.py": {"torch", "horovod_topk.kernels", "horovod_topk.ops.torch_lists"},
     "ops/tensorflow.py": {
         "horovod_topk.ops.orthonormal",
         "tensorflow",
@@ -88,7 +90,7 @@ ROOMS = {
     "kernels/__init__.py": set[str](),
     "kernels/native.py": {"horovod_topk.kernels.compile"},
     "kernels/compile.py": set[str](),
-    "kernels/triton": {"torch", "triton", "horovod_topk.ops.protocol"},
+    "kernels/triton": {"torch", "triton", "horovod_topk.ops.coding", "horovod_topk.ops.protocol"},
     # safetensors and operations by name, for the framework at hand
     "checkpoint": {"horovod_topk.core", "horovod_topk.errors"},
     "elastic/leaving.py": {

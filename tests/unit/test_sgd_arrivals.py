@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -188,12 +189,12 @@ def test_the_kernels_prepare_and_restore_buffers_to_the_same_bits(
     numbers = Numbers(MOMENTUM, decay)
     tolerance = 0.0 if dtype == torch.float32 else 1e-12  # torch's roots are nearly rounded
     prepare([one], numbers)
-    _prepare_by_torch(other, numbers)
+    _prepare_by_torch([other], numbers)
     torch.testing.assert_close(one.buffer, other.buffer, rtol=tolerance, atol=tolerance)
     assert not torch.equal(one.buffer, start)
     prepared = one.buffer.clone()
-    restore(one.buffer, phi, MOMENTUM)
-    _restore_by_torch(other.buffer, phi, MOMENTUM)
+    restore([(one.buffer, phi)], MOMENTUM)
+    _restore_by_torch([(other.buffer, phi)], MOMENTUM)
     torch.testing.assert_close(one.buffer, other.buffer, rtol=tolerance, atol=tolerance)
     assert not torch.equal(one.buffer, prepared)
 
@@ -316,3 +317,33 @@ def test_a_tensor_with_a_gradient_in_every_fifth_step_keeps_all_of_it() -> None:
         norms.limit([torch.full((4000,), float(step % 5 == 0))], 1.0)
         norms.swap()
         assert float(states[FACTORS].residual) == 1.0
+
+
+LAID_OUT = (torch.contiguous_format, torch.channels_last)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+@pytest.mark.parametrize("memory_format", LAID_OUT)
+def test_lists_of_buffers_are_prepared_as_each_alone(
+    kind: torch.dtype, memory_format: torch.memory_format
+) -> None:
+    """Tensors of several shapes, strides and losses are computed with as one."""
+    shapes = [(8, 3, 3, 3), (16, 4, 1, 1), (2, 0, 1, 1), (1, 1, 1, 1), (70, 50, 3, 3)]
+    drawn = [[torch.randn(shape).to(kind) for _ in range(3)] for shape in shapes]
+    ordered = [[t.contiguous(memory_format=memory_format) for t in each] for each in drawn]
+    phis = [torch.rand(each[0].numel()) for each in drawn]
+    losses = [LOSS, 0.0, LOSS, LOSS, 0.0]
+    many = [Buffer(*each, *own) for each, *own in zip(ordered, phis, losses, strict=True)]
+    alone = [
+        Buffer(b.clone(), *each, *own) for (b, *each), *own in zip(drawn, phis, losses, strict=True)
+    ]
+    with patch.object(native, "find", lambda: SimpleNamespace(library=None)):
+        prepare(many, Numbers(MOMENTUM, DECAY))
+        restore([(each.buffer, each.arrivals) for each in many], MOMENTUM)
+    for each in alone:
+        if each.buffer.numel():
+            _prepare_by_torch([each], Numbers(MOMENTUM, DECAY))
+            _restore_by_torch([(each.buffer, each.arrivals)], MOMENTUM)
+    for one, other in zip(many, alone, strict=True):
+        assert torch.equal(one.buffer, other.buffer)
+        assert one.buffer.is_contiguous(memory_format=memory_format)

@@ -1,4 +1,8 @@
-"""Kernels for GPUs in Triton: a bucket is encoded in three launches and decoded in two.
+"""Kernels for GPUs in Triton: a bucket is encoded in a few launches and decoded in two.
+
+An encode has four passes, a file each: `stream` adds gradients to residuals, `narrow` brackets each
+tensor's threshold, `scatter` finds it and writes indices, and `pack` encodes values. `weigh` comes
+first if entries are selected by Adam's mean squares. `locate` and `gather` decode.
 
 Importing this package imports neither Triton nor torch; `TritonBucket` is in `.bucket`. Results
 have the same bits as those of `horovod_topk.ops`, except the bits of NaNs.
@@ -13,7 +17,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 
-from horovod_topk.kernels.triton.tables import AS_IS, FLOAT16, FLOAT32, HEAD, PACKED, SHARE
+from horovod_topk.kernels.triton.tables import AS_IS, FLOAT32, HEAD, PACKED, SHARE, SIGN
 
 _FLOAT64 = 8  # bytes
 _MOST = 2**31 - 2**20  # elements of a bucket, bytes of a payload: indices are 32-bit
@@ -36,14 +40,14 @@ def unavailable(device: str) -> str | None:
 
 
 def _unfit(recipe: Sequence[int]) -> str | None:
-    if recipe[2] not in (FLOAT32, FLOAT16):
-        return "its kind of values is neither float32 nor float16"
+    if recipe[2] > SIGN:
+        return "its kind of values has no Triton kernel"
     if recipe[6] != 1:
         return "its gradients are split into shards"
     if PACKED in recipe[HEAD + 3 :: SHARE]:
         return "its indices are packed; indices='plain' are not"
-    if recipe[2] == FLOAT16 and AS_IS in recipe[HEAD + 3 :: SHARE]:
-        return "it has float32 values beside float16 ones"
+    if recipe[2] != FLOAT32 and AS_IS in recipe[HEAD + 3 :: SHARE]:
+        return "it has float32 values beside others"
     numel = sum(recipe[HEAD::SHARE])
     if recipe[1] == _FLOAT64:
         return "residuals are float64"

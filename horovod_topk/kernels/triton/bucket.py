@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from horovod_topk.kernels.triton.gather import gather, locate
-from horovod_topk.kernels.triton.memory import Addresses, scratch
+from horovod_topk.kernels.triton.memory import Addresses, is_packed, packed, scratch
 from horovod_topk.kernels.triton.narrow import COUNTS, narrow
 from horovod_topk.kernels.triton.numbers import BINS, NOWHERE, STATS
+from horovod_topk.kernels.triton.pack import pack
 from horovod_topk.kernels.triton.scatter import scatter
 from horovod_topk.kernels.triton.stream import stream
 from horovod_topk.kernels.triton.tables import Geometry, Tables, power_of_two
+from horovod_topk.kernels.triton.weigh import weigh
 
 _LOCATE_LANES = 128
 _ENTRY_LANES = 128  # entries of one rank added at once
 # Sums and products are rounded separately, as in `Ops`: a fused multiply-add rounds once.
 _FEW = {"num_warps": 4, "enable_fp_fusion": False}
-_SOME = {"num_warps": 8, "enable_fp_fusion": False}
 _MANY = {"num_warps": 16, "enable_fp_fusion": False}
 
 
@@ -40,8 +41,6 @@ class TritonBucket:
         geometry: how work is divided; the default suits the device.
     """
 
-    weighs = False
-
     def __init__(
         self, recipe: Sequence[int], device: str, geometry: Geometry | None = None
     ) -> None:
@@ -52,8 +51,10 @@ class TritonBucket:
         self._chunk_owners = self._integers(tables.chunk_owners)
         self._run_owners = self._integers(tables.run_owners)
         self._tile_owners = self._integers(tables.tile_owners)
+        self._parcel_owners = self._integers(tables.parcel_owners)
         self._carried = self._integers([int(NOWHERE)] * self._head.tensors)
         self._sources = Addresses(self._head.tensors, self._device)
+        self._squares = Addresses(self._head.tensors, self._device)
         self._targets = Addresses(self._head.tensors, self._device)
 
     def encode(
@@ -63,34 +64,37 @@ class TritonBucket:
         gradients: Sequence[Tensor],
         payload: Tensor,
         streams: Sequence[object] = (),
-        squares: Sequence[object] = (),
+        squares: Sequence[Tensor | None] = (),
     ) -> None:
         """Fill flags, values and indices of a payload; leave in `candidate` what is not sent.
 
         streams: random numbers; unused, as the supported kinds of values draw none.
-        squares: empty, as this kernel cannot select by them.
+        squares: for each gradient, the float32 squares to select by, or None; empty: none.
         """
-        flat = [gradient.resolve_neg().contiguous() for gradient in gradients]
+        flat = [packed(gradient) for gradient in gradients]
+        weighing = [None if each is None else packed(each) for each in squares]
         with _on(self._device):
-            addresses = self._sources.point_to(flat)
-            chunks = self._chunk_scratch()
-            self._stream(addresses, residual, candidate, payload, chunks)
+            addresses, chunks = self._sources.point_to(flat), self._chunk_scratch()
+            products = candidate
+            if weighing:
+                products = self._take("products", candidate.numel(), torch.float32)
+            self._stream(addresses, self._weigh(weighing), residual, candidate, products, chunks)
             runs = self._run_scratch()
-            self._narrow(candidate, payload, chunks, runs)
-            self._scatter(addresses, residual, candidate, payload, runs)
+            self._narrow(products, payload, chunks, runs)
+            self._scatter(products, payload, runs)
+            self._pack(candidate, payload)
 
     def decode(
         self, gathered: Tensor, scale: float, flags: Sequence[bool], gradients: Sequence[Tensor]
     ) -> tuple[int, int] | None:
         """gradient[...] = scale times the sum over payloads in their order; all NaN if flagged.
 
-        The flags are read on the device: `flags` is ignored. Indices outside a tensor are dropped
-        without an error, which would need a wait: this always returns None.
+        The flags are read on the device: `flags` is ignored. Indices outside a tensor are dropped,
+        and scales are taken as they are, without an error, which would need a wait: this always
+        returns None.
         """
         written = [
-            g
-            if g.is_contiguous() and not g.is_neg()
-            else torch.empty(g.shape, dtype=g.dtype, device=g.device)
+            g if is_packed(g) else torch.empty(g.shape, dtype=g.dtype, device=g.device)
             for g in gradients
         ]
         with _on(self._device):
@@ -99,10 +103,6 @@ class TritonBucket:
                 if result is not gradient:
                     gradient.copy_(result)
         return None
-
-    @property
-    def _halves(self) -> bool:
-        return self._head.halves
 
     def _integers(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values or [0], dtype=dtype, device=self._device)
@@ -128,38 +128,59 @@ class TritonBucket:
             self._take("asides", runs * self._tables.run_slot),
         )
 
+    def _weigh(self, squares: Sequence[Tensor | None]) -> tuple[Tensor, Tensor] | None:
+        """Addresses of squares, and the least square of each tensor; None without squares."""
+        if not squares:
+            return None
+        addresses = self._squares.point_to(squares)
+        leasts = self._take("leasts", self._head.tensors)
+        _launch(weigh, (self._head.tensors,), self._rows, addresses, leasts, **_FEW)
+        return addresses, leasts
+
     def _stream(
-        self, addresses: Tensor, residual: Tensor, candidate: Tensor, payload: Tensor, chunks: Any
+        self,
+        addresses: Tensor,
+        weights: tuple[Tensor, Tensor] | None,
+        residual: Tensor,
+        candidate: Tensor,
+        products: Tensor,
+        chunks: Any,
     ) -> None:
         geometry, programs = self._tables.geometry, len(self._tables.chunk_owners)
         if programs:
             _launch(stream, (programs,),
-                self._rows, self._chunk_owners, addresses, self._carried, residual, candidate,
-                payload, *chunks, KIND=self._tables.kind, HALVES=self._halves, TILE=geometry.tile,
-                CHUNK=geometry.chunk, SLOT=geometry.slot, **_FEW,
+                self._rows, self._chunk_owners, addresses, *(weights or (addresses, self._carried)),
+                self._carried, residual, candidate, products, *chunks, KIND=self._tables.kind,
+                WEIGHS=weights is not None, TILE=geometry.tile, CHUNK=geometry.chunk,
+                SLOT=geometry.slot, **_FEW,
             )  # fmt: skip
 
-    def _narrow(self, candidate: Tensor, payload: Tensor, chunks: Any, runs: Any) -> None:
+    def _narrow(self, products: Tensor, payload: Tensor, chunks: Any, runs: Any) -> None:
         tables, geometry = self._tables, self._tables.geometry
         programs = len(tables.run_owners)
         flags = payload[self._head.flags_at :]
         _launch(narrow, (programs + -(-self._head.tensors // 8),),
-            self._rows, self._chunk_owners, self._run_owners, self._carried, candidate, flags,
+            self._rows, self._chunk_owners, self._run_owners, self._carried, products, flags,
             *chunks, *runs, programs, self._head.tensors, geometry.crowd, CHUNK=geometry.chunk,
             SLOT=geometry.slot, RUN_CHUNKS=tables.run_chunks,
             CHUNKS_ROOM=power_of_two(tables.run_chunks), ROOM=tables.run_slot,
             LANES=geometry.lanes, SAMPLE=2 * geometry.sample, **_MANY,
         )  # fmt: skip
 
-    def _scatter(
-        self, addresses: Tensor, residual: Tensor, candidate: Tensor, payload: Tensor, runs: Any
-    ) -> None:
+    def _scatter(self, products: Tensor, payload: Tensor, runs: Any) -> None:
         tables, programs = self._tables, len(self._tables.run_owners)
         if programs:
             _launch(scatter, (programs,),
-                self._rows, self._run_owners, addresses, self._carried, residual, candidate,
-                payload, *runs, KIND=tables.kind, HALVES=self._halves, RUN=tables.run,
-                ROOM=tables.run_slot, LANES=tables.geometry.lanes, **_MANY,
+                self._rows, self._run_owners, self._carried, products, payload, *runs,
+                RUN=tables.run, ROOM=tables.run_slot, LANES=tables.geometry.lanes, **_MANY,
+            )  # fmt: skip
+
+    def _pack(self, candidate: Tensor, payload: Tensor) -> None:
+        tables, programs = self._tables, len(self._tables.parcel_owners)
+        if programs:
+            _launch(pack, (programs,),
+                self._rows, self._parcel_owners, candidate, payload, VALUES=self._head.values,
+                BLOCK=tables.block, ROWS=tables.parcel_rows, **_FEW,
             )  # fmt: skip
 
     def _gather(self, gathered: Tensor, scale: float, addresses: Tensor) -> None:
@@ -178,7 +199,7 @@ class TritonBucket:
         rows = self._take("rows", programs * geometry.output, torch.float32)
         _launch(gather, (programs,),
             self._rows, self._tile_owners, addresses, gathered, begins, rows, tiles, ranks,
-            head.payload_bytes, head.flags_at, scale, KIND=tables.kind, HALVES=self._halves,
+            head.payload_bytes, head.flags_at, scale, KIND=tables.kind, VALUES=head.values,
             RANKS_ROOM=power_of_two(ranks), OUTPUT=geometry.output, BLOCK=geometry.block,
             LANES=_ENTRY_LANES, **_FEW,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from horovod_topk.kernels.triton.formats import bfloat16_bits, halves_at, value_at, words_at
 from horovod_topk.kernels.triton.numbers import (
     DTYPE,
     INDEX_AT,
@@ -30,34 +31,11 @@ from horovod_topk.kernels.triton.numbers import (
 
 
 @triton.jit
-def halves_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Load the 16-bit indices at positions `at`, as int32."""
-    pointers = section.to(tl.pointer_type(tl.int16)) + at
-    return tl.load(pointers, mask=mask, other=0).to(tl.int32) & 0xFFFF
-
-
-@triton.jit
-def words_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Load the 32-bit indices at positions `at`; invalid ones of 2**31 and more are negative."""
-    return tl.load(section.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
-
-
-@triton.jit
 def index_at(sections: tl.tensor, at: tl.tensor, widths: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """Load indices at positions `at`; each lane has its own section and index width."""
     halves = halves_at(sections, at, mask & (widths == 2))
     words = words_at(sections, at, mask & (widths == 4))
     return tl.where(widths == 2, halves, words)
-
-
-@triton.jit
-def value_at(section: tl.tensor, at: tl.tensor, mask: tl.tensor, HALVES: tl.constexpr) -> tl.tensor:
-    """Load the values of a payload at positions `at` as float32; zero where not `mask`."""
-    if HALVES:
-        pointers = section.to(tl.pointer_type(tl.float16)) + at
-    else:
-        pointers = section.to(tl.pointer_type(tl.float32)) + at
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -109,13 +87,14 @@ def poisoned(
 def add_entries(
     row: tl.tensor,
     values: tl.tensor,
+    k: tl.tensor,
     indices: tl.tensor,
     width: tl.tensor,
     first: tl.tensor,
     size: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
-    HALVES: tl.constexpr,
+    VALUES: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """Add entries [begin, end) of one rank to the row of the `size` elements from `first`."""
@@ -126,7 +105,7 @@ def add_entries(
             place = halves_at(indices, entry, there) - first
         else:
             place = words_at(indices, entry, there) - first
-        value = value_at(values, entry, there, HALVES)
+        value = value_at(values, k, entry, there, VALUES)
         there &= (place >= 0) & (place < size)
         total = tl.load(row + place, mask=there, other=0.0) + value
         tl.store(row + place, total, mask=there)
@@ -145,7 +124,7 @@ def add_ranks(
     ranks: tl.tensor,
     payload_bytes: tl.tensor,
     OUTPUT: tl.constexpr,
-    HALVES: tl.constexpr,
+    VALUES: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """Add the entries of a tile to its row, rank after rank."""
@@ -162,8 +141,8 @@ def add_ranks(
         end = tl.where(more, end, k)
         skip = rank * wide
         add_entries(
-            row, values + skip, indices + skip, width, first, size, begin, end, HALVES, LANES
-        )
+            row, values + skip, k, indices + skip, width, first, size, begin, end, VALUES, LANES,
+        )  # fmt: skip
         tl.debug_barrier()
 
 
@@ -175,13 +154,13 @@ def add_dense(
     ranks: tl.tensor,
     payload_bytes: tl.tensor,
     BLOCK: tl.constexpr,
-    HALVES: tl.constexpr,
+    VALUES: tl.constexpr,
 ) -> tl.tensor:
     """The sums over ranks of elements `lanes` of a tensor that is sent whole."""
     total = tl.zeros([BLOCK], tl.float32)
     wide = payload_bytes.to(tl.int64)
     for rank in range(ranks):
-        total += value_at(values + rank * wide, lanes, lanes < numel, HALVES)
+        total += value_at(values + rank * wide, numel, lanes, lanes < numel, VALUES)
     return total
 
 
@@ -193,14 +172,6 @@ def take_sums(row: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     tl.debug_barrier()
     tl.store(row + lanes, tl.zeros([BLOCK], tl.float32))
     return total
-
-
-@triton.jit
-def bfloat16_bits(values: tl.tensor) -> tl.tensor:
-    """Round to bfloat16, ties to even, as int16; a cast would truncate in the interpreter."""
-    bits = values.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(values == values, rounded, 0x7FC0).to(tl.int16)
 
 
 @triton.jit
@@ -218,7 +189,7 @@ def write_scaled(
         tl.store(pointers, values.to(tl.float16), mask=mask)
     elif (KIND == 1) | ((KIND == 3) & (dtype == 1)):
         pointers = address.to(tl.pointer_type(tl.int16)) + at
-        tl.store(pointers, bfloat16_bits(values), mask=mask)
+        tl.store(pointers, bfloat16_bits(values).to(tl.int16), mask=mask)
     else:
         tl.store(address.to(tl.pointer_type(tl.float32)) + at, values, mask=mask)
 
@@ -257,7 +228,7 @@ def gather_tile(
     bad: tl.tensor,
     scale: tl.tensor,
     KIND: tl.constexpr,
-    HALVES: tl.constexpr,
+    VALUES: tl.constexpr,
     OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
@@ -269,14 +240,14 @@ def gather_tile(
     if (width > 0) & (bad == 0):
         add_ranks(
             gathered, table, t, tile, first, begins, row, tiles, ranks, payload_bytes,
-            OUTPUT, HALVES, LANES,
+            OUTPUT, VALUES, LANES,
         )  # fmt: skip
     for at in range(0, tl.minimum(OUTPUT, numel - first), BLOCK):
         if bad == 1:
             total = tl.full([BLOCK], float("nan"), tl.float32)
         elif width == 0:
             lanes = first + at + tl.arange(0, BLOCK)
-            total = add_dense(values, lanes, numel, ranks, payload_bytes, BLOCK, HALVES)
+            total = add_dense(values, lanes, numel, ranks, payload_bytes, BLOCK, VALUES)
         else:
             total = take_sums(row + tl.multiple_of(at, BLOCK), BLOCK)
         write_block(address, dtype, first + at, total * scale, numel, KIND, BLOCK)
@@ -297,7 +268,7 @@ def gather(
     flags_at: tl.tensor,
     scale: tl.tensor,
     KIND: tl.constexpr,
-    HALVES: tl.constexpr,
+    VALUES: tl.constexpr,
     RANKS_ROOM: tl.constexpr,
     OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -314,5 +285,5 @@ def gather(
         bad = poisoned(gathered + flags_at, t, ranks, payload_bytes, RANKS_ROOM)
         gather_tile(
             table, t, tile, tl.load(addresses + t), gathered, begins, row, tiles, ranks,
-            payload_bytes, bad, scale, KIND, HALVES, OUTPUT, BLOCK, LANES,
+            payload_bytes, bad, scale, KIND, VALUES, OUTPUT, BLOCK, LANES,
         )  # fmt: skip

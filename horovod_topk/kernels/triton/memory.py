@@ -1,4 +1,4 @@
-"""Device memory for kernels beside the arenas: addresses of gradients, and scratch memory."""
+"""Device memory for kernels beside the arenas: addresses of tensors, and scratch memory."""
 
 from __future__ import annotations
 
@@ -31,8 +31,18 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def is_packed(tensor: Tensor) -> bool:
+    """Whether kernels can access a tensor: its elements are in row-major order in memory."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """A tensor's elements in row-major order in memory; the tensor itself if it is packed."""
+    return tensor if is_packed(tensor) else tensor.resolve_neg().contiguous()
+
+
 class Addresses:
-    """Addresses of gradients in an array on their device, copied only if they have changed.
+    """Addresses of tensors in an array on their device, copied only if they have changed.
 
     The copy from pinned memory is asynchronous. The pinned memory is new for each copy and is freed
     to torch, which does not reuse it before the copy is done. An array that a CUDA graph reads is
@@ -45,9 +55,9 @@ class Addresses:
         self._in_graph = False
         self._kept: list[Tensor] = []  # arrays that graphs read
 
-    def point_to(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The array of addresses, for contiguous gradients on its device."""
-        addresses = [gradient.data_ptr() for gradient in gradients]
+    def point_to(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """The array of addresses, for contiguous tensors on its device; 0 for None."""
+        addresses = [0 if each is None else each.data_ptr() for each in tensors]
         recorded = capturing(self._array.device)
         if addresses == self._latest:
             self._in_graph |= recorded

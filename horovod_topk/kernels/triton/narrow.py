@@ -15,100 +15,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from horovod_topk.kernels.triton.brackets import bracket
 from horovod_topk.kernels.triton.numbers import (
     ABOVE,
-    BIN,
-    BIN_BITS,
-    BINS,
-    CARRIED,
     CHUNK0,
     CHUNKS,
-    COUNT,
     HALF,
-    INFINITY,
     INSIDE,
     NONFINITE,
-    NOWHERE,
     NUMEL,
-    RANK_HIGH,
-    RANK_LOW,
-    RULE,
     RUN0,
     START,
     STATS,
-    STRIDE,
-    TAKEN,
-    K,
     magnitude,
     number,
 )
 
 TOP, BETWEEN, BOTTOM = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # counts after ABOVE
 COUNTS = tl.constexpr(4)  # counts for each run
-FEW = tl.constexpr(4096)  # elements of a small sample, which needs fewer registers
-BLOCK = tl.constexpr(256)  # chunks whose histograms are added at once
-
-
-@triton.jit
-def ranked(keys: tl.tensor, rank: tl.tensor) -> tl.tensor:
-    """The rank-th largest key; rank 1 is the largest."""
-    found = 0
-    for step in range(31):
-        trial = found | (1 << (30 - step))
-        reached = tl.sum((keys >= trial).to(tl.int32), 0)
-        found = tl.where(reached >= rank, trial, found)
-    return found
-
-
-@triton.jit
-def from_sample(
-    elements: tl.tensor,
-    stride: tl.tensor,
-    taken: tl.tensor,
-    count: tl.tensor,
-    rank_low: tl.tensor,
-    rank_high: tl.tensor,
-    LANES: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The bracket from two ranks in a sample: the first `taken` of every `stride` elements."""
-    lanes = tl.arange(0, LANES)
-    places = lanes // taken * stride + lanes % taken
-    a = tl.load(elements + places, mask=lanes < count, other=0.0)
-    keys = tl.where(lanes < count, magnitude(a), -1)
-    bottom, top = 0, INFINITY
-    if rank_low > 0:
-        bottom = ranked(keys, rank_low)
-    if rank_high == rank_low:
-        top = bottom
-    elif rank_high > 0:
-        top = ranked(keys, rank_high)
-    return bottom, top
-
-
-@triton.jit
-def from_counts(
-    stats: tl.tensor,
-    histograms: tl.tensor,
-    chunks: tl.tensor,
-    low: tl.tensor,
-    k: tl.tensor,
-    crowd: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(whether one bin of the carried bracket has the threshold, its lowest, its highest key)."""
-    rows, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
-    counts, above = tl.zeros([BINS], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for at in range(0, chunks, BLOCK):
-        row = at + rows
-        above += tl.load(stats + row * STATS + ABOVE, mask=row < chunks, other=0)
-        places = histograms + row[:, None] * BINS + bins[None, :]
-        block = tl.load(places, mask=(row < chunks)[:, None] & (bins < BINS)[None, :], other=0)
-        counts += tl.sum(block.to(tl.int32), 0)
-    reached = tl.sum(above, 0) + tl.sum(counts, 0) - tl.cumsum(counts, 0)  # by higher bins
-    here = (reached < k) & (k <= reached + counts)
-    found = tl.sum(here.to(tl.int32), 0) > 0
-    few = tl.sum(tl.where(here, counts, 0), 0) <= crowd
-    bottom = low + (tl.sum(tl.where(here, bins, 0), 0) << BIN_BITS)
-    return (found & few).to(tl.int32), bottom, bottom + BIN - 1
 
 
 @triton.jit
@@ -151,38 +75,6 @@ def kept(
 
 
 @triton.jit
-def bracket(
-    table: tl.tensor,
-    t: tl.tensor,
-    carried: tl.tensor,
-    candidate: tl.tensor,
-    stats: tl.tensor,
-    histograms: tl.tensor,
-    crowd: tl.tensor,
-    SAMPLE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(whether the bracket is part of the carried one, bottom, top) for tensor `t`."""
-    hit, bottom, top = 0, 0, 0
-    if number(table, t, RULE) == CARRIED:
-        low = tl.load(carried + t)
-        if low < NOWHERE:
-            chunk0, chunks = number(table, t, CHUNK0), number(table, t, CHUNKS)
-            hit, bottom, top = from_counts(
-                stats + chunk0 * STATS, histograms + chunk0 * BINS, chunks, low,
-                number(table, t, K), crowd,
-            )  # fmt: skip
-    if hit == 0:
-        elements, stride = candidate + number(table, t, START), number(table, t, STRIDE)
-        taken, count = number(table, t, TAKEN), number(table, t, COUNT)
-        rank_low, rank_high = number(table, t, RANK_LOW), number(table, t, RANK_HIGH)
-        if count <= FEW:
-            bottom, top = from_sample(elements, stride, taken, count, rank_low, rank_high, FEW)
-        else:
-            bottom, top = from_sample(elements, stride, taken, count, rank_low, rank_high, SAMPLE)
-    return hit, bottom, top
-
-
-@triton.jit
 def narrow_run(
     table: tl.tensor,
     run: tl.tensor,
@@ -190,7 +82,7 @@ def narrow_run(
     hit: tl.tensor,
     bottom: tl.tensor,
     top: tl.tensor,
-    candidate: tl.tensor,
+    products: tl.tensor,
     stats: tl.tensor,
     slots: tl.tensor,
     counts: tl.tensor,
@@ -221,7 +113,7 @@ def narrow_run(
             )
     else:
         above = 0
-        elements = candidate + number(table, t, START)
+        elements = products + number(table, t, START)
         first = place * RUN_CHUNKS * CHUNK
         last = tl.minimum(first + RUN_CHUNKS * CHUNK, number(table, t, NUMEL))
         for at in range(first, last, LANES):
@@ -273,7 +165,7 @@ def narrow(
     chunk_owners: tl.tensor,
     run_owners: tl.tensor,
     carried: tl.tensor,
-    candidate: tl.tensor,
+    products: tl.tensor,
     flags: tl.tensor,
     stats: tl.tensor,
     slots: tl.tensor,
@@ -297,13 +189,13 @@ def narrow(
     if run < runs:
         t = tl.load(run_owners + run)
         hit, bottom, top = bracket(
-            table, t, carried, candidate, stats, histograms, crowd, SAMPLE
+            table, t, carried, products, stats, histograms, crowd, SAMPLE
         )  # fmt: skip
         if run == number(table, t, RUN0):
             tl.store(brackets + t * 2, bottom)
             tl.store(brackets + t * 2 + 1, top)
         narrow_run(
-            table, run, t, hit, bottom, top, candidate, stats, slots, counts,
+            table, run, t, hit, bottom, top, products, stats, slots, counts,
             asides + run.to(tl.int64) * ROOM, CHUNK, SLOT, RUN_CHUNKS, CHUNKS_ROOM, ROOM, LANES,
         )  # fmt: skip
     else:

@@ -25,6 +25,7 @@ CHUNKS = tl.constexpr(tables.COLUMNS.index("chunks"))
 RUN0 = tl.constexpr(tables.COLUMNS.index("run0"))
 RUNS = tl.constexpr(tables.COLUMNS.index("runs"))
 TILE0 = tl.constexpr(tables.COLUMNS.index("tile0"))
+PARCEL0 = tl.constexpr(tables.COLUMNS.index("parcel0"))
 RULE = tl.constexpr(tables.COLUMNS.index("rule"))
 STRIDE = tl.constexpr(tables.COLUMNS.index("stride"))
 TAKEN = tl.constexpr(tables.COLUMNS.index("taken"))
@@ -40,7 +41,6 @@ BINS = tl.constexpr(64)  # bins of a carried bracket
 BIN_BITS = tl.constexpr(15)
 BIN = tl.constexpr(1 << 15)  # keys in a bin
 BRACKET = tl.constexpr(64 << 15)  # keys in all bins: a quarter of an octave
-FLOAT16_MAX = tl.constexpr(65504.0)
 HALF = tl.constexpr(0xFFFF)  # two counts below 2**15 are stored in one int32
 
 ABOVE, INSIDE, NONFINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # chunk stats
@@ -96,25 +96,3 @@ def gradient(
         else:
             g = widened(address, at, mask, 2)
     return g
-
-
-@triton.jit
-def quantise16(values: tl.tensor) -> tl.tensor:
-    """Round to nearest float16, saturated; NaN stays NaN."""
-    least = tl.where(values < -FLOAT16_MAX, -FLOAT16_MAX, values)
-    return tl.where(least > FLOAT16_MAX, FLOAT16_MAX, least).to(tl.float16)
-
-
-@triton.jit
-def send(
-    section: tl.tensor, at: tl.tensor, values: tl.tensor, mask: tl.tensor, HALVES: tl.constexpr
-) -> tl.tensor:
-    """Write entries `at` of a tensor's values; return their rounding errors in float32."""
-    if HALVES:
-        sent = quantise16(values)
-        tl.store(section.to(tl.pointer_type(tl.float16)) + at, sent, mask=mask)
-        left = values - sent.to(tl.float32)
-    else:
-        tl.store(section.to(tl.pointer_type(tl.float32)) + at, values, mask=mask)
-        left = values - values  # NaN where the value is not finite
-    return left

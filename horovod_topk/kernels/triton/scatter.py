@@ -1,11 +1,10 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
 # ruff: noqa: N803
-"""Third pass of an encode: the exact threshold, and the payload, one program for each run.
+"""Third pass of an encode: the exact threshold, and the indices, one program for each run.
 
 Every program of a tensor computes the same threshold, and how many entries earlier runs send; so no
 program waits for another. If the bracket does not have the threshold, or more keys were in it than
-could be stored, programs search the whole tensor. They compute residual + gradient anew, since
-another program may already write the candidate arena.
+could be stored, programs search the whole tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from horovod_topk.kernels.triton.numbers import (
     ABOVE,
     BRACKET,
     CARRIED,
-    DTYPE,
     HALF,
     INDEX_AT,
     INFINITY,
@@ -29,14 +27,11 @@ from horovod_topk.kernels.triton.numbers import (
     RUNS,
     SAMPLED,
     START,
-    VALUE_AT,
     WIDTH,
     K,
     field,
-    gradient,
     magnitude,
     number,
-    send,
 )
 
 ROWS = tl.constexpr(256)  # runs whose counts are added at once
@@ -65,10 +60,7 @@ def keys_at(
     size: tl.tensor,
     shift: tl.tensor,
     aside: tl.tensor,
-    residual: tl.tensor,
-    address: tl.tensor,
-    dtype: tl.tensor,
-    KIND: tl.constexpr,
+    elements: tl.tensor,
     ROOM: tl.constexpr,
 ) -> tl.tensor:
     """Keys to search: stored keys, 2**shift for each run, or those of all elements if shift < 0."""
@@ -77,8 +69,7 @@ def keys_at(
         place = (lanes >> width).to(tl.int64) * ROOM + (lanes & ((1 << width) - 1))
         keys = tl.load(aside + place, mask=lanes < size, other=0)
     else:
-        e = tl.load(residual + lanes, mask=lanes < size, other=0.0)
-        a = e + gradient(address, dtype, lanes, lanes < size, KIND)
+        a = tl.load(elements + lanes, mask=lanes < size, other=0.0)
         keys = tl.where(lanes < size, magnitude(a), -1)
     return keys
 
@@ -92,10 +83,7 @@ def search(
     limit: tl.tensor,
     shift: tl.tensor,
     aside: tl.tensor,
-    residual: tl.tensor,
-    address: tl.tensor,
-    dtype: tl.tensor,
-    KIND: tl.constexpr,
+    elements: tl.tensor,
     ROOM: tl.constexpr,
     LANES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
@@ -112,7 +100,7 @@ def search(
         )  # fmt: skip
         for at in range(0, size, LANES):
             lanes = at + tl.arange(0, LANES)
-            key = keys_at(lanes, size, shift, aside, residual, address, dtype, KIND, ROOM)
+            key = keys_at(lanes, size, shift, aside, elements, ROOM)
             ones += (key >= one).to(tl.int32)
             twos += (key >= two).to(tl.int32)
             threes += (key >= three).to(tl.int32)
@@ -127,7 +115,7 @@ def search(
     )  # fmt: skip
     for at in range(0, size, LANES):
         lanes = at + tl.arange(0, LANES)
-        key = keys_at(lanes, size, shift, aside, residual, address, dtype, KIND, ROOM)
+        key = keys_at(lanes, size, shift, aside, elements, ROOM)
         more += (key > low).to(tl.int32)
         more_before += ((key > low) & (lanes < limit)).to(tl.int32)
         same_before += ((key == low) & (lanes < limit)).to(tl.int32)
@@ -142,9 +130,7 @@ def decide(
     brackets: tl.tensor,
     counts: tl.tensor,
     asides: tl.tensor,
-    residual: tl.tensor,
-    address: tl.tensor,
-    KIND: tl.constexpr,
+    elements: tl.tensor,
     RUN: tl.constexpr,
     ROOM: tl.constexpr,
     LANES: tl.constexpr,
@@ -156,7 +142,7 @@ def decide(
     candidates are in the runs before `place`.
     """
     k, numel, run0 = number(table, t, K), number(table, t, NUMEL), number(table, t, RUN0)
-    runs, dtype = number(table, t, RUNS), number(table, t, DTYPE)
+    runs = number(table, t, RUNS)
     bottom, top = tl.load(brackets + t * 2), tl.load(brackets + t * 2 + 1)
     mine = counts + run0 * COUNTS
     above, above_before, _ = totals(mine, runs, place, ABOVE)
@@ -193,7 +179,7 @@ def decide(
                 exceeding, exceeding_before = with_top, above_before + top_before
         threshold, more, more_before, same_before = search(
             rank, low, high, size, limit, shift, asides + run0.to(tl.int64) * ROOM,
-            residual, address, dtype, KIND, ROOM, LANES,
+            elements, ROOM, LANES,
         )  # fmt: skip
         least = threshold
         more += exceeding
@@ -204,8 +190,6 @@ def decide(
 @triton.jit
 def send_tile(
     a: tl.tensor,
-    candidate: tl.tensor,
-    values: tl.tensor,
     indices: tl.tensor,
     width: tl.tensor,
     at: tl.tensor,
@@ -215,12 +199,12 @@ def send_tile(
     quota: tl.tensor,
     more: tl.tensor,
     same: tl.tensor,
-    HALVES: tl.constexpr,
     LANES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Send a tile's entries, after `more` keys above the threshold and `same` other candidates.
+    """Write the indices of a tile's entries.
 
-    Returns both counts with the tile's own added.
+    Keys above the threshold and other candidates before the tile number `more` and `same`. Returns
+    both counts with the tile's own added.
     """
     lanes = at + tl.arange(0, LANES)
     key = tl.where(lanes < last, magnitude(a), -2)
@@ -231,8 +215,6 @@ def send_tile(
     others = same + (before >> 16)
     place = more + (before & HALF) + tl.minimum(others, quota)
     sent = sure | (other & (others < quota))
-    left = send(values, place, a, sent, HALVES)
-    tl.store(candidate + lanes, left, mask=sent)
     if width == 2:
         tl.store(indices.to(tl.pointer_type(tl.int16)) + place, lanes.to(tl.int16), mask=sent)
     else:
@@ -243,9 +225,8 @@ def send_tile(
 
 @triton.jit
 def send_run(
-    candidate: tl.tensor,
+    products: tl.tensor,
     start: tl.tensor,
-    values: tl.tensor,
     indices: tl.tensor,
     width: tl.tensor,
     first: tl.tensor,
@@ -255,29 +236,26 @@ def send_run(
     quota: tl.tensor,
     more: tl.tensor,
     same: tl.tensor,
-    HALVES: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Send elements [first, last) of a tensor: whole tiles by wide, prefetched loads."""
-    lanes, whole, mine = tl.arange(0, LANES), first, candidate + start
+    """Write indices among elements [first, last): whole tiles by wide, prefetched loads."""
+    lanes, whole, mine = tl.arange(0, LANES), first, products + start
     if start % 4 == 0:
         whole = first + (last - first) // LANES * LANES
     if whole > first:
-        wide = candidate + tl.multiple_of(start, 4) + lanes
+        wide = products + tl.multiple_of(start, 4) + lanes
         a = tl.load(wide + tl.multiple_of(first, LANES))
         for at in range(first, whole, LANES):
             following = tl.minimum(at + LANES, whole - LANES)
             coming = tl.load(wide + tl.multiple_of(following, LANES))
             more, same = send_tile(
-                a, mine, values, indices, width, at, last, threshold, least, quota,
-                more, same, HALVES, LANES,
+                a, indices, width, at, last, threshold, least, quota, more, same, LANES
             )  # fmt: skip
             a = coming
     for at in range(whole, last, LANES):
         a = tl.load(mine + at + lanes, mask=at + lanes < last, other=0.0)
         more, same = send_tile(
-            a, mine, values, indices, width, at, last, threshold, least, quota,
-            more, same, HALVES, LANES,
+            a, indices, width, at, last, threshold, least, quota, more, same, LANES
         )  # fmt: skip
 
 
@@ -285,16 +263,12 @@ def send_run(
 def scatter(
     table: tl.tensor,
     run_owners: tl.tensor,
-    addresses: tl.tensor,
     carried: tl.tensor,
-    residual: tl.tensor,
-    candidate: tl.tensor,
+    products: tl.tensor,
     payload: tl.tensor,
     brackets: tl.tensor,
     counts: tl.tensor,
     asides: tl.tensor,
-    KIND: tl.constexpr,
-    HALVES: tl.constexpr,
     RUN: tl.constexpr,
     ROOM: tl.constexpr,
     LANES: tl.constexpr,
@@ -304,17 +278,15 @@ def scatter(
     t = tl.load(run_owners + run)
     start, place = number(table, t, START), run - number(table, t, RUN0)
     threshold, least, more, more_before, same_before = decide(
-        table, t, place, brackets, counts, asides, residual + start, tl.load(addresses + t),
-        KIND, RUN, ROOM, LANES,
-    )  # fmt: skip
+        table, t, place, brackets, counts, asides, products + start, RUN, ROOM, LANES
+    )
     if (place == 0) & (number(table, t, RULE) == CARRIED) & (threshold < INFINITY):
         around = tl.maximum(threshold - BRACKET // 2, 1)
         tl.store(carried + t, tl.where(threshold > 0, around, NOWHERE))
     first = place * RUN
     last = tl.minimum(first + RUN, number(table, t, NUMEL))
-    values, indices = payload + field(table, t, VALUE_AT), payload + field(table, t, INDEX_AT)
-    width, quota = number(table, t, WIDTH), number(table, t, K) - more
+    indices, width = payload + field(table, t, INDEX_AT), number(table, t, WIDTH)
     send_run(
-        candidate, start, values, indices, width, first, last, threshold, least, quota,
-        more_before, same_before, HALVES, LANES,
+        products, start, indices, width, first, last, threshold, least, number(table, t, K) - more,
+        more_before, same_before, LANES,
     )  # fmt: skip

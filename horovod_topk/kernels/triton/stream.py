@@ -2,8 +2,9 @@
 # ruff: noqa: N803
 """First pass of an encode: candidate = residual + gradient, one program for each chunk.
 
-Tensors without an index are sent in this pass. For other tensors, keys near the threshold of the
-step before are counted and stored, so that the next pass need not read all elements again.
+If entries are selected by weighted elements, these are written beside the candidate arena. Keys
+near the threshold of the step before are counted and stored, so that the next pass need not read
+all elements again.
 """
 
 from __future__ import annotations
@@ -27,14 +28,12 @@ from horovod_topk.kernels.triton.numbers import (
     RULE,
     START,
     STATS,
-    VALUE_AT,
     WIDTH,
-    field,
     gradient,
     magnitude,
     number,
-    send,
 )
+from horovod_topk.kernels.triton.weigh import weighted
 
 
 @triton.jit
@@ -86,11 +85,14 @@ def put_aside(
 
 
 @triton.jit
-def tile_of_many(
+def add_tile(
     residual: tl.tensor,
     candidate: tl.tensor,
     address: tl.tensor,
     dtype: tl.tensor,
+    squares: tl.tensor,
+    least: tl.tensor,
+    products: tl.tensor,
     at: tl.tensor,
     numel: tl.tensor,
     low: tl.tensor,
@@ -98,46 +100,31 @@ def tile_of_many(
     above: tl.tensor,
     inside: tl.tensor,
     KIND: tl.constexpr,
+    WEIGHS: tl.constexpr,
     TILE: tl.constexpr,
     SLOT: tl.constexpr,
     WHOLE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add a tile of a tensor with an index: return both counts, and its largest key."""
+    """Add a tile: return both counts, and the largest magnitude of e + g as a key."""
     a = compensated(residual, candidate, address, dtype, at, numel, KIND, TILE, WHOLE)
     key = magnitude(a)
+    largest = tl.max(key, 0)  # 0 past the end
+    lanes = tl.multiple_of(at, TILE) + tl.arange(0, TILE)
+    if WEIGHS:
+        mask = None if WHOLE else lanes < numel
+        product = weighted(a, squares, lanes, mask, least)
+        tl.store(products + lanes, product, mask=mask)
+        key = magnitude(product)
     if not WHOLE:
-        key = tl.where(at + tl.arange(0, TILE) < numel, key, -1)
+        key = tl.where(lanes < numel, key, -1)
     if low < NOWHERE:
         above, inside = put_aside(key, low, slot, above, inside, SLOT)
-    return above, inside, tl.max(key, 0)
-
-
-@triton.jit
-def tile_of_all(
-    residual: tl.tensor,
-    candidate: tl.tensor,
-    address: tl.tensor,
-    dtype: tl.tensor,
-    at: tl.tensor,
-    numel: tl.tensor,
-    values: tl.tensor,
-    KIND: tl.constexpr,
-    HALVES: tl.constexpr,
-    TILE: tl.constexpr,
-) -> tl.tensor:
-    """Send a tile of a tensor that is sent whole: return its largest key."""
-    lanes = at + tl.arange(0, TILE)
-    inside = lanes < numel
-    e = tl.load(residual + lanes, mask=inside, other=0.0)
-    a = e + gradient(address, dtype, lanes, inside, KIND)
-    left = send(values, lanes, a, inside, HALVES)
-    tl.store(candidate + lanes, left, mask=inside)
-    return tl.max(magnitude(a), 0)
+    return above, inside, largest
 
 
 @triton.jit
 def histogram(
-    candidate: tl.tensor,
+    elements: tl.tensor,
     slot: tl.tensor,
     low: tl.tensor,
     inside: tl.tensor,
@@ -161,7 +148,7 @@ def histogram(
     else:
         for at in range(first, last, TILE):
             lanes = at + tl.arange(0, TILE)
-            key = magnitude(tl.load(candidate + lanes, mask=lanes < last, other=0.0))
+            key = magnitude(tl.load(elements + lanes, mask=lanes < last, other=0.0))
             mine = (lanes < last) & (key >= low) & (key < low + BRACKET)
             found = tl.where(mine, (key - low) >> BIN_BITS, 0)
             other = TILE - tl.sum(mine.to(tl.int32), 0)
@@ -174,59 +161,62 @@ def stream(
     table: tl.tensor,
     owners: tl.tensor,
     addresses: tl.tensor,
+    squares: tl.tensor,
+    leasts: tl.tensor,
     carried: tl.tensor,
     residual: tl.tensor,
     candidate: tl.tensor,
-    payload: tl.tensor,
+    products: tl.tensor,
     stats: tl.tensor,
     slots: tl.tensor,
     histograms: tl.tensor,
     KIND: tl.constexpr,
-    HALVES: tl.constexpr,
+    WEIGHS: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     SLOT: tl.constexpr,
 ) -> None:
-    """One chunk. stats: [chunks, STATS]; slots: [chunks, SLOT]; histograms: [chunks, BINS]."""
+    """One chunk. stats: [chunks, STATS]; slots: [chunks, SLOT]; histograms: [chunks, BINS].
+
+    squares, leasts: see `weigh`; used only if WEIGHS, as `products` is, for weighted elements.
+    """
     chunk = tl.program_id(0)
     t = tl.load(owners + chunk)
     numel, start = number(table, t, NUMEL), number(table, t, START)
     dtype, address = number(table, t, DTYPE), tl.load(addresses + t)
+    square, least = address, 0  # not used unless WEIGHS
+    if WEIGHS:
+        square, least = tl.load(squares + t), tl.load(leasts + t)
     first = (chunk - number(table, t, CHUNK0)) * CHUNK
     last = tl.minimum(first + CHUNK, numel)
-    largest, above, inside = 0, 0, 0
-    if number(table, t, WIDTH) == 0:
-        values = payload + field(table, t, VALUE_AT)
-        for at in range(first, last, TILE):
-            top = tile_of_all(
-                residual + start, candidate + start, address, dtype, at, numel, values,
-                KIND, HALVES, TILE,
+    low, largest, above, inside = NOWHERE, 0, 0, 0
+    if (number(table, t, RULE) == CARRIED) & (number(table, t, WIDTH) > 0):
+        low = tl.load(carried + t)
+    slot = slots + chunk.to(tl.int64) * SLOT
+    aligned = (address % 16 == 0) & (square % 16 == 0) & (start % 4 == 0)
+    for at in range(first, last, TILE):
+        if aligned & (at + TILE <= numel):
+            from4 = tl.multiple_of(start, 4)
+            above, inside, top = add_tile(
+                residual + from4, candidate + from4, address, dtype, tl.multiple_of(square, 16),
+                least, products + from4, at, numel, low, slot, above, inside,
+                KIND, WEIGHS, TILE, SLOT, True,
             )  # fmt: skip
-            largest = tl.maximum(largest, top)
-    else:
-        low = NOWHERE
-        if number(table, t, RULE) == CARRIED:
-            low = tl.load(carried + t)
-        slot = slots + chunk.to(tl.int64) * SLOT
-        aligned = (address % 16 == 0) & (start % 4 == 0)
-        for at in range(first, last, TILE):
-            if aligned & (at + TILE <= numel):
-                from4 = tl.multiple_of(start, 4)
-                above, inside, top = tile_of_many(
-                    residual + from4, candidate + from4, address, dtype, at, numel, low, slot,
-                    above, inside, KIND, TILE, SLOT, True,
-                )  # fmt: skip
-            else:
-                above, inside, top = tile_of_many(
-                    residual + start, candidate + start, address, dtype, at, numel, low, slot,
-                    above, inside, KIND, TILE, SLOT, False,
-                )  # fmt: skip
-            largest = tl.maximum(largest, top)
-        if low < NOWHERE:
-            tl.debug_barrier()  # orders this program's stores before its loads
-            counts = histogram(candidate + start, slot, low, inside, first, last, TILE, SLOT)
-            bins = tl.arange(0, BINS)
-            tl.store(histograms + chunk * BINS + bins, counts.to(tl.int16))
+        else:
+            above, inside, top = add_tile(
+                residual + start, candidate + start, address, dtype, square,
+                least, products + start, at, numel, low, slot, above, inside,
+                KIND, WEIGHS, TILE, SLOT, False,
+            )  # fmt: skip
+        largest = tl.maximum(largest, top)
+    if low < NOWHERE:
+        tl.debug_barrier()  # orders this program's stores before its loads
+        elements = candidate + start
+        if WEIGHS:
+            elements = products + start
+        counts = histogram(elements, slot, low, inside, first, last, TILE, SLOT)
+        bins = tl.arange(0, BINS)
+        tl.store(histograms + chunk * BINS + bins, counts.to(tl.int16))
     tl.store(stats + chunk * STATS + ABOVE, above)
     tl.store(stats + chunk * STATS + INSIDE, inside)
     tl.store(stats + chunk * STATS + NONFINITE, (largest == INFINITY).to(tl.int32))

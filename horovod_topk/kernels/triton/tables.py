@@ -1,9 +1,10 @@
 """How a bucket is divided among programs, as integer tables that kernels look up.
 
-A bucket is divided in four ways, none of which changes a result:
+A bucket is divided in five ways, none of which changes a result:
 
 - chunks of a tensor, for the first pass of an encode;
 - runs of several chunks, for its other passes, about as many as programs run on the device;
+- parcels of a tensor's entries, to encode their values;
 - tiles of a tensor, for a decode;
 - the tensors themselves, a row each with the numbers in `COLUMNS`.
 """
@@ -15,8 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from horovod_topk.ops import coding
+
 HEAD, SHARE = 9, 10  # numbers in a recipe for the bucket, and for each tensor
-FLOAT32, FLOAT16 = 0, 1  # kinds of values that the kernels support
+FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, SIGN = range(6)  # kinds of values
+BLOCKS = {INT8: coding.BLOCK["int8"], INT4: coding.BLOCK["int4"], SIGN: coding.BLOCK["sign"]}
 _USED = 7  # numbers of a tensor that are used: gradients are not split into shards
 PACKED = 1  # a kind of indices that the kernels do not support
 AS_IS = 3  # the kind of a tensor that is sent whole, in the residual's dtype: float32 here
@@ -39,6 +43,7 @@ COLUMNS = (
     "run0",
     "runs",  # 0 if all elements are sent
     "tile0",
+    "parcel0",
     "rule",
     "stride",  # the sample is the first `taken` of every `stride` elements,
     "taken",
@@ -60,6 +65,7 @@ class Geometry:
     sample: int = 1 << 14  # approximate sample size, without a usable earlier threshold
     crowd: int = 1 << 16  # most keys in a bracket that are searched; any number
     programs: int = 132  # programs of the later passes: multiprocessors; any number
+    parcel: int = 2048  # entries encoded by one program; one block at least
     output: int = 8192  # summed at once by one decoding program
     block: int = 2048  # written at once by one decoding program
     writers: int = 8  # decoding programs for each multiprocessor; any number
@@ -71,7 +77,7 @@ class Head:
 
     tensors: int
     residual_bytes: int
-    halves: bool  # values are float16, not float32
+    values: int  # kind of values
     flags_at: int
     payload_bytes: int
     sampled: bool
@@ -88,7 +94,7 @@ class Tables:
     def head(self) -> Head:
         """The first numbers of the recipe."""
         tensors, residual, kind, flags_at, payload, sampled = self.recipe[:6]
-        return Head(tensors, residual, kind == FLOAT16, flags_at, payload, bool(sampled))
+        return Head(tensors, residual, kind, flags_at, payload, bool(sampled))
 
     @cached_property
     def shares(self) -> list[tuple[int, ...]]:
@@ -124,14 +130,15 @@ class Tables:
     def rows(self) -> list[list[int]]:
         """The `COLUMNS` of each tensor."""
         geometry, rows = self.geometry, []
-        chunk0 = run0 = tile0 = 0
+        chunk0 = run0 = tile0 = parcel0 = 0
         for share in self.shares:
             numel, k, width = share[0], share[1], share[3]
             chunks = -(-numel // geometry.chunk)
             runs = -(-numel // self.run) if width else 0
             rule = _rule(numel, k, self.head.sampled, geometry.sample)
-            rows.append([*share, chunk0, chunks, run0, runs, tile0, *rule])
+            rows.append([*share, chunk0, chunks, run0, runs, tile0, parcel0, *rule])
             chunk0, run0, tile0 = chunk0 + chunks, run0 + runs, tile0 + self._tiles(numel)
+            parcel0 += self._parcels(k)
         return rows
 
     @cached_property
@@ -149,6 +156,21 @@ class Tables:
         """The tensor of each tile."""
         return _owners([self._tiles(share[0]) for share in self.shares])
 
+    @cached_property
+    def parcel_owners(self) -> list[int]:
+        """The tensor of each parcel."""
+        return _owners([self._parcels(share[1]) for share in self.shares])
+
+    @property
+    def block(self) -> int:
+        """Number of entries that share a scale; any number for values without scales."""
+        return BLOCKS.get(self.head.values, 128)
+
+    @property
+    def parcel_rows(self) -> int:
+        """Number of blocks in a parcel."""
+        return max(1, self.geometry.parcel // self.block)
+
     @property
     def kind(self) -> int:
         """The dtype code of all gradients, as in the recipe, or 3 if they differ."""
@@ -159,6 +181,9 @@ class Tables:
     def most_entries(self) -> int:
         """The largest k of a tensor that has an index."""
         return max((share[1] for share in self.shares if share[3]), default=0)
+
+    def _parcels(self, k: int) -> int:
+        return -(-k // (self.parcel_rows * self.block))
 
     def _tiles(self, numel: int) -> int:
         return -(-numel // self.geometry.output)

@@ -1,0 +1,70 @@
+# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-any-return"
+# ruff: noqa: N803
+"""Fourth pass of an encode: values of all entries, and the residual that they leave.
+
+One program encodes some consecutive blocks of one tensor's entries, a parcel. It reads the elements
+that the indices in the payload name, or all elements of a tensor that has no index.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from horovod_topk.kernels.triton.formats import (
+    BFLOAT16,
+    INT4,
+    INT8,
+    halves_at,
+    pack_floats,
+    pack_multiples,
+    words_at,
+)
+from horovod_topk.kernels.triton.numbers import (
+    INDEX_AT,
+    PARCEL0,
+    START,
+    VALUE_AT,
+    WIDTH,
+    K,
+    field,
+    number,
+)
+
+
+@triton.jit
+def pack(
+    table: tl.tensor,
+    owners: tl.tensor,
+    candidate: tl.tensor,
+    payload: tl.tensor,
+    VALUES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """The kernel of the fourth pass: one parcel of ROWS blocks."""
+    parcel = tl.program_id(0)
+    t = tl.load(owners + parcel)
+    k, width = number(table, t, K), number(table, t, WIDTH)
+    row0 = (parcel - number(table, t, PARCEL0)) * ROWS
+    entry = (row0 + tl.arange(0, ROWS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = entry < k
+    indices = payload + field(table, t, INDEX_AT)
+    if width == 0:
+        place = entry
+    elif width == 2:
+        place = halves_at(indices, entry, there)
+    else:
+        place = words_at(indices, entry, there)
+    elements = candidate + number(table, t, START) + place
+    a = tl.load(elements, mask=there, other=0.0)
+    values = payload + field(table, t, VALUE_AT)
+    if VALUES <= BFLOAT16:
+        sent = pack_floats(values, entry, a, there, VALUES)
+    elif VALUES == INT8:
+        sent = pack_multiples(values, k, row0, a, 8, BLOCK, ROWS)
+    elif VALUES == INT4:
+        sent = pack_multiples(values, k, row0, a, 4, BLOCK, ROWS)
+    else:
+        sent = pack_multiples(values, k, row0, a, 1, BLOCK, ROWS)
+    tl.store(elements, a - sent, mask=there)  # NaN or infinite where `a` is

@@ -1,0 +1,156 @@
+"""Lists of tensors that are computed with as one flat tensor, in a few operations for all of them.
+
+On an accelerator a small operation takes the host longer than the device. So what is to be done
+with each of many tensors is done once, with their elements one after another, in row-major order.
+No function here waits for a device, except when it first gets tensors of some sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from horovod_topk.ops.coding import SHARD_BLOCK
+from horovod_topk.ops.protocol import Pick
+
+CHUNK = 1 << 24  # elements of a list that is computed with at once, so that copies fit in memory
+CACHED = 1 << 16  # the same on a CPU, in whose cache the copies are then
+Item = TypeVar("Item")
+
+_verbs: Any = torch  # operations on lists of tensors have no annotations
+
+
+def chunks(
+    items: Sequence[Item], tensor: Callable[[Item], Tensor], kind: Callable[[Item], Hashable]
+) -> Iterator[list[Item]]:
+    """Split items into lists of one kind, of at most `CHUNK` elements if there are several.
+
+    Args:
+        items: the items; those without elements are left out.
+        tensor: returns an item's tensor. Those of a list have one dtype and device.
+        kind: returns what else the items of a list have in common.
+    """
+    lists: dict[Hashable, list[Item]] = {}
+    sizes: dict[Hashable, int] = {}
+    for item in items:
+        each = tensor(item)
+        key, numel = (each.device, each.dtype, each.is_contiguous(), kind(item)), each.numel()
+        most = CACHED if each.device.type == "cpu" else CHUNK
+        if key in lists and sizes[key] + numel > most:
+            yield lists.pop(key)
+        if numel:
+            sizes[key] = numel + (sizes[key] if key in lists else 0)
+            lists.setdefault(key, []).append(item)
+    yield from lists.values()
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Join the elements of tensors of any shape. The result of a single tensor may be a view."""
+    if len(tensors) > 1 and all(tensor.dim() == 1 for tensor in tensors):
+        return torch.cat(list(tensors))
+    joined: Tensor = _verbs._C._nn.flatten_dense_tensors(tensors)
+    return joined
+
+
+def shaped(joined: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor, in the shapes of others, to compute with both as lists.
+
+    Such operations are fast if strides are equal. Those of dimensions of size 1 may be any.
+    """
+    views = _verbs._C._nn.unflatten_dense_tensors(joined, like)
+    return [
+        view.as_strided(each.shape, each.stride())
+        if view.stride() != each.stride() and each.is_contiguous()
+        else view
+        for view, each in zip(views, like, strict=True)
+    ]
+
+
+def write(joined: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write the elements of a flat tensor to a list of tensors, cast to their dtype."""
+    views = shaped(joined, tensors)
+    if hasattr(torch, "_foreach_copy_"):  # PyTorch 2.1
+        _verbs._foreach_copy_(tensors, views)
+        return
+    for tensor, view in zip(tensors, views, strict=True):
+        tensor.copy_(view)
+
+
+def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
+    """Multiply tensors in place by a flat tensor of factors, one for each element."""
+    _verbs._foreach_mul_(tensors, shaped(factors, tensors))
+
+
+def positions(tensors: Sequence[Tensor]) -> Tensor:
+    """For each element, the position of its tensor in the list."""
+    sizes = tuple(tensor.numel() for tensor in tensors)
+    total, device = sum(sizes), tensors[0].device
+    is_small = total < 1 << 31
+    places = torch.arange(total, dtype=torch.int32 if is_small else torch.int64, device=device)
+    ends = _ends(sizes, places.dtype, device)
+    return torch.bucketize(places, ends, right=True, out_int32=True)
+
+
+def spread(numbers: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Repeat each number for each element of its tensor: flat."""
+    return numbers.index_select(0, positions(tensors))
+
+
+def root(array: Tensor) -> Tensor:
+    """Return square roots; on CPUs they are correctly rounded, unlike torch's own in float32."""
+    if array.device.type != "cpu":
+        return array.sqrt()
+    return array.double().sqrt().to(array.dtype)
+
+
+def segment_sums(array: Tensor, sizes: Sequence[int]) -> Tensor:
+    """`Ops.segment_sums`."""
+    lengths = _lengths(tuple(sizes), array.device)
+    return torch.segment_reduce(array, "sum", lengths=lengths, unsafe=True)
+
+
+class Samples:
+    """Takes samples of lists of tensors, as `Ops.blocks`, and remembers where they are."""
+
+    def __init__(self) -> None:
+        self._index: dict[Hashable, Tensor] = {}
+
+    def take(self, tensors: Sequence[Tensor], picks: Sequence[Pick]) -> Tensor:
+        """Join the samples, in the dtype of the tensors."""
+        sizes, device = tuple(tensor.numel() for tensor in tensors), tensors[0].device
+        key = sizes, tuple(picks), device
+        if key not in self._index:
+            self._index[key] = _index(sizes, picks).to(device)
+        return flat(tensors).index_select(0, self._index[key])
+
+
+def _index(sizes: Sequence[int], picks: Sequence[Pick]) -> Tensor:
+    """Where the samples of tensors are, if the tensors are joined."""
+    found, start = list[Tensor](), 0
+    for numel, (shards, first, parts) in zip(sizes, picks, strict=True):
+        shard = _shard(numel, shards, first)
+        found.append(shard[_shard(shard.numel(), parts, 0)] + start)
+        start += numel
+    return torch.cat(found).to(torch.int32 if start < 1 << 31 else torch.int64)
+
+
+def _shard(numel: int, parts: int, first: int) -> Tensor:
+    """Where the elements of a shard are; see `Ops.shard`."""
+    own = torch.arange((numel // (SHARD_BLOCK * parts) + 1) * SHARD_BLOCK)
+    places = (own // SHARD_BLOCK * parts + first) * SHARD_BLOCK + own % SHARD_BLOCK
+    return places[places < numel]
+
+
+@functools.lru_cache(maxsize=1024)
+def _ends(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Where each of some stretches ends."""
+    return torch.tensor(sizes).cumsum(0).to(device, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lengths(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(sizes, device=device)

@@ -1,0 +1,66 @@
+"""Compares what is computed with lists of tensors at once with what is with each alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from horovod_topk.ops import torch_lists as lists
+from horovod_topk.ops.torch import TorchOps
+
+SHAPES = [(70, 100), (0,), (), (3, 5), (40, 60), (7000,)]
+
+
+def drawn(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(shape).to(dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_samples_are_those_of_blocks(dtype: torch.dtype) -> None:
+    tensors, samples = drawn(dtype), lists.Samples()
+    tensors[0] = tensors[0].t()
+    picks = [(3, 1, 3), (1, 0, 1), (1, 0, 1), (4, 3, 1), (1, 0, 3), (2, 1, 5)]
+    expected = TorchOps().blocks(tensors, picks, "float32")
+    for _ in range(2):
+        assert torch.equal(samples.take(tensors, picks).float(), expected)
+
+
+def test_factors_are_those_of_limit() -> None:
+    tensors, factors = drawn(), torch.tensor([0.5, 0.1, 0.3, 1.0, 2.0**-100, 1.0])
+    tensors[4] = tensors[4].t()
+    expected = [tensor.clone() for tensor in tensors]
+    TorchOps().limit(expected, factors)
+    lists.multiply(tensors, lists.spread(factors, tensors))
+    assert all(map(torch.equal, tensors, expected))
+
+
+def test_numbers_are_spread_over_their_tensors() -> None:
+    tensors = drawn()
+    expected = torch.cat([torch.full((t.numel(),), at) for at, t in enumerate(tensors)])
+    assert torch.equal(lists.positions(tensors), expected)
+
+
+def test_chunks_are_of_one_kind_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists, "CACHED", 10)
+    sizes = [4, 5, 0, 3, 30, 1, 2]
+    tensors = [torch.zeros(n, dtype=torch.float64 if n == 5 else torch.float32) for n in sizes]
+    found = lists.chunks(tensors, lambda each: each, lambda each: None)
+    assert sorted([each.numel() for each in chunk] for chunk in found) == [
+        [1, 2],
+        [4, 3],
+        [5],
+        [30],
+    ]
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_what_is_written_has_any_strides(has_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_copy:
+        monkeypatch.delattr(torch, "_foreach_copy_")
+    tensors = [torch.zeros(4, 3).t(), torch.zeros(2, 1, 1).half(), torch.zeros(())]
+    lists.write(torch.arange(15.0), tensors)
+    assert torch.equal(lists.flat([each.float() for each in tensors]), torch.arange(15.0))
+    alike = torch.zeros(6, 4, 1, 1).to(memory_format=torch.channels_last)
+    (view,) = lists.shaped(torch.arange(24.0), [alike])
+    assert view.stride() == alike.stride()
+    assert torch.equal(view.flatten(), torch.arange(24.0))
