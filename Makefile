@@ -1,4 +1,5 @@
-# Every target but `help` and `clean` sets up .venv first; once that is done it costs a moment.
+# Every target but `help`, `clean` and `bench-gpu` sets up .venv first; once that is done it costs a
+# moment.
 .DEFAULT_GOAL := help
 
 # Looked up before .venv/bin joins PATH: the set-up may replace .venv.
@@ -32,7 +33,7 @@ WORKERS ?= 2
 # Which tests: fast, all, or rest (what all adds to fast); tests/conftest.py says which these are.
 TIER ?= fast
 
-.PHONY: help setup demo test test-all check accuracy frontier default methods residuals practice crashes bench bench-kernels bench-network plan-grid bench-trouble bench-wire fuzz clean
+.PHONY: help setup demo test test-all check accuracy frontier default methods residuals practice crashes bench bench-kernels bench-gpu bench-network plan-grid bench-trouble bench-wire fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -86,6 +87,11 @@ bench: setup ## time compression of a ResNet-50's gradients, PyTorch against Ten
 
 bench-kernels: setup ## time selection against r += g and torch.topk; tables and a picture (minutes)
 	"$(VENV)/bin/python" scripts/bench_kernels.py $(ARGS)
+
+# .venv has a PyTorch without CUDA: `make bench-gpu PYTHON=...` names one that can use the GPU.
+bench-gpu: ## time the Triton kernels and whole steps on a GPU (needs a GPU; two minutes)
+	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench_gpu.py $(ARGS)
+	PYTHONPATH="$(CURDIR)" "$(PYTHON)" scripts/bench_gpu_step.py $(ARGS)
 
 bench-network: setup ## time a step against bandwidth, beside Horovod and torch DDP (root; half an hour)
 	"$(VENV)/bin/python" scripts/bench_network.py $(ARGS)

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from horovod_topk.cli.compare.records import Store
 from horovod_topk.cli.compare.result import Found
+from horovod_topk.cli.compare.session import results
+from horovod_topk.core.substitute import parse
 from study import pictures
 from study.markdown import rounded, spread, table
 from study.results import DENSE, RESULTS, Row, Study, end, shown
@@ -152,6 +155,24 @@ def signed(study: Study, name: str, metric: str) -> str:
             figure = spread(costs, "+", UNITS[metric])
             said.append(f"{figure} with {OPTIMIZERS[optimizer]} ({len(costs)} runs)")
     return ", ".join(said)
+
+
+def changed(study: Study, name: str, former: str) -> str:
+    """Say how much more a compressor costs than its runs with a former version, by metric.
+
+    former: the file of docs/results with these runs, without its ending.
+    """
+    costs = dict[str, list[float]]()
+    store = Store(RESULTS / f"{former}.jsonl")
+    for settings, cells in zip(study.settings, study.cases.values(), strict=True):
+        runs = {each.variant: each.runs.get(name, {}) for each in results(settings, store)}
+        for now in cells:
+            asked, metric = parse(settings.compressors[name]), now.metric.name
+            before = dict(runs.get(now.variant, {}))
+            row = Row(name, asked, metric, dict(now.runs.get(name, {})), before)
+            costs.setdefault(UNITS[metric], []).extend(row.costs)
+    figures = [f"{spread(each, '+', unit)} ({len(each)} runs)" for unit, each in costs.items()]
+    return " and ".join(figures)
 
 
 def worst(study: Study, name: str, count: str) -> str:

@@ -368,7 +368,7 @@ FUNCTIONS: dict[str, Callable[..., str]] = {
         *(difference, fewer, costs, dense, summary, across, alike, everything, variants, seeds),
         *(patience, loops, within, beyond, same_ends, total, scatter, curves, bars, machine),
         *(matrix.progress, matrix.brief, matrix.worst, matrix.means, matrix.cells, matrix.dots),
-        *(matrix.parts, matrix.by_loop, matrix.signed, matrix.beyond_seeds),
+        *(matrix.parts, matrix.by_loop, matrix.signed, matrix.beyond_seeds, matrix.changed),
         *(panels, catalogue, calls, runs),
         *(expenses.expenses, causes.causes, causes.by_seed),
     )

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import pytest
+
 import bench
 import bench_gpu
+import bench_gpu_step
 import bench_kernels
 from horovod_topk.core.plan import TensorSpec
 
@@ -59,3 +65,19 @@ def test_compression() -> None:
 
 def test_the_one_for_gpus_can_be_imported() -> None:
     assert callable(bench_gpu.main)
+
+
+def test_steps_on_a_gpu_here_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    shapes = tmp_path / "shapes.json"
+    shapes.write_text('{"weight": [64, 80], "bias": [64]}')
+    command = f"bench_gpu_step.py --device cpu --repeats 2 --only SGD --model {shapes}"
+    monkeypatch.setattr("sys.argv", command.split())
+    assert bench_gpu_step.main() == 0
+    page = capsys.readouterr().out
+    rows = re.findall(r"^\| (?!ms|---)(.*?) \|", page, re.M)
+    floors = ["`r += g`", "copy of the gradients"]
+    assert rows == [*floors, "dense, SGD", "TopKEF(), SGD", "float32, SGD"]
+    assert "bit for bit: TopKEF(), SGD." in page
