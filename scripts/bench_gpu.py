@@ -253,7 +253,8 @@ def report(rows: Sequence[tuple[str, list[float]]], args: argparse.Namespace) ->
     lines = [f"| {name} | {' | '.join(f'{each:.3f}' for each in row)} |" for name, row in rows]
     notes = (
         f"Ratio {args.ratio:g} if not said otherwise, {args.selection} selection, {args.ranks} "
-        f"payloads, medians of {args.repeats} calls (of the verbs: {max(1, args.repeats // FEWER)}). "
+        f"payloads, medians of {args.repeats} calls "
+        f"(of the verbs: {max(1, args.repeats // FEWER)}). "
         "Payloads and residuals equal those of the verbs on the CPU."
     )
     rule = f"| --- |{' --- |' * len(COLUMNS)}"

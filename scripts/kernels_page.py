@@ -33,8 +33,8 @@ can cost less. One thread, medians, random gradients, no GPU.
 `r += g` (first table). What all of a step costs with the default's settings and an optimizer is in
 [benchmarks.md](benchmarks.md).
 
-**GPUs** have Triton kernels for every format of values, with plain indices and the allgather exchange.
-[gpu.md](gpu.md) has their times. Everything else uses the framework's operations there.
+**GPUs** have Triton kernels for every format of values, with plain indices and the allgather
+exchange. [gpu.md](gpu.md) has their times. Everything else uses the framework's operations there.
 
 ## Encode {numel:,} float32 at ratio 0.01
 

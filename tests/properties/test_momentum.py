@@ -142,9 +142,9 @@ def test_by_default_velocities_lose_most_where_little_had_waited(
     for each in world.ranks:
         each.rates = Rates(lambda: {"w": rate[0]})
     lost = 0
-    for step, rate[0] in enumerate((0.1, 0.4, 0.4, 0.2)):
+    for step, rate[0] in enumerate((0.1, 0.4, 0.4, 0.39)):
         gradients = [{"w": random.standard_normal(size).astype("f")} for _ in range(2)]
-        factor = np.float32((0.1, 0.4, 0.4, 0.2)[max(step - 1, 0)] / rate[0])
+        factor = np.float32((0.1, 0.4, 0.4, 0.39)[max(step - 1, 0)] / rate[0])
         before, waited = velocities(world), world.residuals()
         world.step(gradients)
         for rank, after in enumerate(velocities(world)):

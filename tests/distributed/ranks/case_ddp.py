@@ -421,7 +421,7 @@ def test_residuals_that_a_falling_rate_has_enlarged_are_gradients_again() -> Non
     before = residuals(optimizer)
     other = replaced(optimizer, training.adamw, TopKEF(**{**SPARSE, "follow_lr": True}))
     for name, kept in residuals(other).items():
-        torch.testing.assert_close(kept, 0.5 * before[name])
+        torch.testing.assert_close(kept, 0.95 * before[name])
     training.ordinary(task, other, 2)
     assert TopKEF.of(other).stats().steps == 1
 
