@@ -180,13 +180,11 @@ def warn_of_loaded(kind: str) -> str:
     Returns:
         The warning.
     """
-    text = (
+    return _warned(
         f"TopKEF takes the momentum of {kind} over, and starts at zero instead of from its "
         "buffers: what was loaded is of training without compression. To go on from it, pass "
         "momentum=0 to TopKEF"
     )
-    log.warning("%s", text)
-    return text
 
 
 def warn_of_clipping(momentum: float, seen: str) -> str:
@@ -200,30 +198,42 @@ def warn_of_clipping(momentum: float, seen: str) -> str:
         The warning.
     """
     factor = 1.0 / (1.0 - momentum)
-    text = (
+    return _warned(
         f"TopKEF corrects a momentum of {momentum:g}, and {seen}. With momentum correction the "
         f"exchanged gradients are velocities, up to {factor:.3g} times larger than gradients: if "
         "they are clipped to a threshold meant for gradients, the learning rate is in effect up "
         f"to {factor:.3g} times smaller. Clip with TopKEF(clip_norm=...) instead, or use a "
         f"threshold {factor:.3g} times larger"
     )
-    log.warning("%s", text)
-    return text
 
 
-def advise(kind: str) -> str:
-    """Warn that error feedback alone trains much worse with this optimizer (docs/frontier.md).
+def advise(kind: str, config: Method, why: str, *, normalises: bool) -> tuple[str, ...]:
+    """Warn about an optimizer whose steps do not take into account that gradients arrive late.
+
+    Args:
+        kind: name of the optimizer's class.
+        config: the settings for this optimizer.
+        why: why "auto" has left its momentum to it; empty: it has not.
+        normalises: whether it is an Adam or AdamW with momentum.
 
     Returns:
-        The warning.
+        The warnings that were given: one or none.
     """
-    text = (
+    corrects = config.momentum or config.follows_arrivals
+    if corrects or not config.error_feedback or why_not_corrected(config):
+        return ()
+    if why and why != HAS_NONE:
+        return (warn_of_unknown(kind, why),)
+    return (_warn_of_plain(kind),) if normalises else ()
+
+
+def _warn_of_plain(kind: str) -> str:
+    """Warn that error feedback alone trains much worse with Adam (docs/frontier.md)."""
+    return _warned(
         f"TopKEF: {kind} divides by the mean square of gradients that arrive late and all at once, "
         "and trains language models much worse than without compression. Pass momentum='auto', "
         "the default of TopKEF, so that its steps take this into account"
     )
-    log.warning("%s", text)
-    return text
 
 
 def warn_of_unknown(kind: str, why: str) -> str:
@@ -236,11 +246,15 @@ def warn_of_unknown(kind: str, why: str) -> str:
     Returns:
         The warning.
     """
-    text = (
+    return _warned(
         f"TopKEF does not adapt the steps of {kind}: {why}. Elements that wait arrive late and all "
         "at once. Adapted steps, those of SGD, Adam and AdamW with float32 parameters, take that "
         "into account; these do not, and training may be worse than without compression. Compare "
         "the two. momentum=0 turns this warning off"
     )
+
+
+def _warned(text: str) -> str:
+    """Log a warning and return it."""
     log.warning("%s", text)
     return text

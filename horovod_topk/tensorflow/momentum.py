@@ -23,7 +23,6 @@ from horovod_topk.core.momentum_takeover import (
     rule_of_arrivals,
     settings_of,
     warn_of_clipping,
-    warn_of_unknown,
     why_not_by_arrivals,
     why_not_corrected,
 )
@@ -84,8 +83,11 @@ def fitted_to(optimizer: Any, compressor: Compressor, process_set: Any) -> Fitte
         log.info("TopKEF leaves momentum to %s: %s", kind, why)
     if asked is None or why:
         check_not_twice(optimizer, config)
-        is_active = hvd.is_initialized() and why_inactive(process_set) is None
-        return Fitted(compressor, config, warnings=_advise(optimizer, config, why, is_active))
+        if not hvd.is_initialized() or why_inactive(process_set) is not None:
+            return Fitted(compressor, config)
+        has_beta1 = normalises and _number(_present(optimizer, "beta_1")) != 0.0
+        warnings = advise(kind, config, why, normalises=has_beta1)
+        return Fitted(compressor, config, warnings=warnings)
     if follows and why_inactive(process_set) is None:
         note_followed(kind)
         beta2 = _number(_present(optimizer, "beta_2")) if normalises else None
@@ -223,21 +225,3 @@ def _number(value: Any) -> float | None:
     """Convert a setting's value to a number; None for a function, such as a schedule."""
     with tf.init_scope():
         return None if callable(value) else float(value)
-
-
-def _advise(optimizer: Any, config: Method, why: str, is_active: bool) -> tuple[str, ...]:
-    """Warn about an optimizer whose steps do not take into account that gradients arrive late.
-
-    why: why "auto" has left its momentum, if it has.
-
-    Returns:
-        The warnings that were given: one or none.
-    """
-    if config.momentum or not config.error_feedback or why_not_corrected(config) or not is_active:
-        return ()
-    kind = type(optimizer).__name__
-    if why and why != HAS_NONE:
-        return (warn_of_unknown(kind, why),)
-    if _is_adam(optimizer) and _number(_present(optimizer, "beta_1")) != 0.0:
-        return (advise(kind),)
-    return ()

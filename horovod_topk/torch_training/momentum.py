@@ -39,7 +39,6 @@ from horovod_topk.core.momentum_takeover import (
     rule_of_arrivals,
     settings_of,
     warn_of_loaded,
-    warn_of_unknown,
     why_not_by_arrivals,
     why_not_corrected,
 )
@@ -395,17 +394,10 @@ def advise(optimizer: Any, config: Method, asked: str | None) -> tuple[str, ...]
     Returns:
         The warnings that were given: one or none.
     """
-    if config.momentum or config.follows_arrivals:
-        return ()
-    if not config.error_feedback or why_not_corrected(config):
-        return ()
-    kind, why = type(optimizer).__name__, _why_left(optimizer)
-    if asked == AUTO and why and why != HAS_NONE:
-        return (warn_of_unknown(kind, why),)
-    is_adam = isinstance(optimizer, (Adam, AdamW))
-    if is_adam and any(group["betas"][0] for group in optimizer.param_groups):
-        return (advise_of(kind),)
-    return ()
+    has_beta1 = any(group["betas"][0] for group in optimizer.param_groups if "betas" in group)
+    normalises = isinstance(optimizer, (Adam, AdamW)) and has_beta1
+    why = _why_left(optimizer) if asked == AUTO else ""
+    return advise_of(type(optimizer).__name__, config, why, normalises=normalises)
 
 
 def _off(group: Any) -> str:
